@@ -7,8 +7,11 @@ import torch
 import transformers
 
 from sansgpu.kernels import cross_entropy
-from sansgpu.models.attention_interface import NAME, ranges_of, use_our_attention
+from sansgpu.kernels.attention import causal_ranges, reference_attention
+from sansgpu.models.attention_interface import NAME, attention_forward, ranges_of, stand_in_mask, use_our_attention
 from sansgpu.models.huggingface import HuggingFaceLM
+from sansgpu.models.packed_mask import KeyRanges, PackedMask
+from sansgpu.models.pair_layout import PairLayout
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -92,6 +95,25 @@ def test_ranges_are_of_runs_only() -> None:
     assert ranges is not None
     assert ranges.tolist() == [[[0, 2], [1, 3], [0, 0]]]
     assert ranges_of(torch.tensor([[[[True, False, True]]]])) is None
+
+
+@pytest.mark.parametrize("value_dim", [8, 6])
+@pytest.mark.parametrize("shares_prompts", [False, True])
+def test_packed_masks_mean_the_same_to_our_kernel_and_to_sdpa(shares_prompts: bool, value_dim: int) -> None:
+    """Our kernel does not support values that are narrower than keys, so SDPA computes them."""
+    layout = PairLayout.of(torch.tensor([[7, 5, 9], [3, 2, 4]]))
+    documents = torch.repeat_interleave(torch.arange(4), layout.lengths)
+    everything = torch.arange(len(documents))
+    mask: PackedMask = layout if shares_prompts else KeyRanges(causal_ranges(documents[None]))
+    copies, originals = (layout.copies, layout.originals) if shares_prompts else (everything, everything)
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, h, len(originals), d, generator=random) for h, d in ((4, 8), (2, 8), (2, value_dim)))
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    found, _ = attention_forward(module, q, k, v, stand_in_mask(mask, q.device), scaling=0.2)
+    copied = (q[:, :, copies] * 0.2 * 8**0.5, k[:, :, copies], v[:, :, copies])
+    expected = reference_attention(*copied, causal_ranges(documents[None]))[:, :, originals]
+    torch.testing.assert_close(found, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
 
 
 def test_a_softcapped_model_keeps_its_attention_and_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

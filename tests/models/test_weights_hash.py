@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from sansgpu.kernels.block_quantization import FORMATS, QuantizedWeight
-from sansgpu.models.quantized_layers import quantize_layer
+from sansgpu.models.quantized_layers import QuantizableMatrix
 from sansgpu.models.weights_hash import weights_sha256
 
 
@@ -14,7 +14,8 @@ def model_of(stored: torch.Tensor) -> nn.Module:
     model = nn.Sequential(nn.Linear(64, 3), nn.Linear(3, 2), nn.Embedding(0, 3))
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.5)
-    quantize_layer(model[0], QuantizedWeight(stored, FORMATS["q8_0"]))
+    matrix = QuantizableMatrix((model[0],), is_table=False)
+    matrix.quantize(QuantizedWeight(stored, FORMATS["q8_0"]))
     return model
 
 

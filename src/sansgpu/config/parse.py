@@ -106,7 +106,7 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, stream: str, name: str = "the value") -> None:
         super().__init__(stream)
-        self.name = name  # for error messages
+        self.name = name  # named in error messages
         self._depth, self._nodes = 0, 0
         self._sizes: dict[str, int] = {}  # number of nodes by anchor, aliases expanded
 

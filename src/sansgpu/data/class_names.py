@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-ClassNames = dict[str, list[str]]  # by column
+ClassNames = dict[str, list[str]]  # the names of each column's classes
 
 
 def class_names(features: Mapping[str, Any]) -> ClassNames:

@@ -9,7 +9,7 @@ from sansgpu.config import ConfigError
 from sansgpu.data.rows import SourceRow
 
 DEFAULT_TAG_COLUMN = -1
-MAX_TOKENS = 1_000_000  # per sentence, so that a file without empty lines does not exhaust memory
+MAX_TOKENS = 1_000_000  # maximum tokens in a sentence, so that a file without empty lines does not exhaust memory
 _BLANKS = re.compile(r"[ \t]+")  # str.split() would also split at the spaces that a token of a tweet may contain
 
 

@@ -27,7 +27,7 @@ PIECE_CHARS = 1 << 20
 # Limits that keep a row within about one gigabyte of memory, whatever the file contains.
 MAX_LINE = 64 << 20  # bytes or characters of a line, and characters of a CSV field
 MAX_JSON = 256 << 20  # characters of a .json file, which is parsed as a whole
-MAX_VALUES = 8_000_000  # in one JSON text; Python needs up to 100 bytes for each
+MAX_VALUES = 8_000_000  # maximum values in one JSON text; Python needs up to 100 bytes for each
 MAX_COLUMNS = 1_000_000  # largest number of columns in a table without a header
 MAX_DEPTH = 100  # levels of nesting in one row
 MAX_EXPANSION, FREE_EXPANSION = 200, 64 << 20  # size / compressed size; bytes that are allowed at any ratio

@@ -47,7 +47,7 @@ class PlacedTriple(NamedTuple):
     """A triple attached to a window. The tail's tokens fill leaf slots 0, 1, ... of the root with index `root`."""
 
     root: int
-    head_length: int  # in tokens
+    head_length: int  # tokens of the head's name
     relation: int  # 1, 2, ...
     tail: np.ndarray  # token ids
     triple: Triple

@@ -53,7 +53,7 @@ class PackedWindows:
 
     def __init__(self, part: TokenRanges, window: int, end_id: int) -> None:
         self._part, self._window, self._end_id = part, window, end_id
-        self._offsets = np.concatenate([[0], np.cumsum(part.stops - part.starts)])  # of documents in the stream
+        self._offsets = np.concatenate([[0], np.cumsum(part.stops - part.starts)])  # starts of documents in the stream
 
     def __len__(self) -> int:
         return -(-int(self._offsets[-1]) // self._window)

@@ -64,7 +64,7 @@ class PassageIndex:
     def __init__(self, folder: Path, rules: PassageRules, encode: Encode, encode_query: Encode) -> None:
         make_private(folder)
         self._folder, self._rules, self._encode, self._encode_query = folder, rules, encode, encode_query
-        self._files: list[tuple[Path, str]] = []  # with the name of its entry
+        self._files: list[tuple[Path, str]] = []  # each file and the name of its entry
         self._first: list[int] = []  # number of each file's first passage
         self._index: Any = None
 

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from sansgpu.config import SansGPUError
 from sansgpu.data.batch import ExampleBatch
 
-CLOSE_SECONDS = 2.0  # for the workers to finish their batches at the end of a run
+CLOSE_SECONDS = 2.0  # time that workers have to finish their batches at the end of a run
 
 
 @dataclass

@@ -16,7 +16,7 @@ class LibraryModule(NamedTuple):
     """A module that this Python version can parse."""
 
     file: str  # path relative to the library's folder
-    name: str  # with the names of its packages
+    name: str  # includes the names of its packages
     source: str
     tree: ast.Module
 

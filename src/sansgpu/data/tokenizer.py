@@ -140,7 +140,7 @@ def bytes_between(text: str, stops: Sequence[int]) -> np.ndarray:
     """
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
     widths = 1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000)
-    sizes = np.concatenate([[0], np.cumsum(widths, dtype=np.int64)])  # of the text up to each character
+    sizes = np.concatenate([[0], np.cumsum(widths, dtype=np.int64)])  # bytes of the text before each character
     places = np.maximum.accumulate(np.asarray(stops, np.int64))
     places[-1:] = len(text)
     return np.diff(sizes[places], prepend=0)

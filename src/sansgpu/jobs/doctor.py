@@ -26,7 +26,7 @@ from sansgpu.machine.probe import (
 from sansgpu.machine.roofline import bandwidth
 from sansgpu.machine.usage import LoadMeter
 
-USAGE_SECONDS = 0.5  # to observe other programs
+USAGE_SECONDS = 0.5  # how long other programs are observed
 MIN_BUSY_CORES = 0.25  # cores used by other programs before they are reported
 MIN_BF16_SPEEDUP = 1.2
 MIN_FREE_DISK, MIN_FREE_MEMORY = 5e9, 2e9  # bytes

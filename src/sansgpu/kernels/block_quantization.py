@@ -195,7 +195,7 @@ def _quantize_q6_k(blocks: torch.Tensor) -> torch.Tensor:
     d = (scales.abs().amax(1) / 127).half().float()
     scale_codes = (scales * _inverse(d)[:, None]).round().clamp(-127, 127)
     codes = (x * _inverse(d[:, None, None] * scale_codes[..., None])).round().clamp(-32, 31).to(torch.int8) + 32
-    quarters = codes.view(-1, 2, 4, 32).to(torch.uint8)  # of each half of a block
+    quarters = codes.view(-1, 2, 4, 32).to(torch.uint8)  # four quarters of each half of a block
     low = quarters[:, :, :2] & 15 | (quarters[:, :, 2:] & 15) << 4
     shifted = (quarters >> 4) << torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
     high = shifted.sum(2, dtype=torch.uint8)  # no two share a bit

@@ -59,8 +59,9 @@ class SoftTargets:
         student = torch.log_softmax(torch.cat((known, rest.log()[:, None]), dim=1) / at_temperature, dim=1)
         teacher = torch.log_softmax(self.log_probabilities.float() / at_temperature, dim=1)
         kl = (teacher.exp() * (teacher - student)).sum(dim=1)
-        grad = self.weight * at_temperature * (student.exp() - teacher.exp())  # of the classes' log-probabilities
-        pull = 2 * z_loss * lse  # of the z-loss, per probability
+        # The gradients of the classes' log-probabilities, and that of the z-loss divided by the probability.
+        grad = self.weight * at_temperature * (student.exp() - teacher.exp())
+        pull = 2 * z_loss * lse
         share = own + pull + grad[:, -1] / rest
         share = torch.where(share.abs() < LEAST_SHARE, LEAST_SHARE, share)
         at_ids = (own + pull)[:, None] * probabilities + grad[:, :-1]

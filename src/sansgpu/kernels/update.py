@@ -75,7 +75,7 @@ class AdamWStep:
     lr: float
     betas: tuple[float, float]
     eps: float
-    number: int  # from 1
+    number: int  # counts from 1
     scale: float = 1.0  # factor of all gradients, which clips them
 
     def run(self, kernel: str, updates: list[WeightUpdate], *maps: torch.Tensor) -> None:

@@ -12,8 +12,8 @@ from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.machine.compiled import compiled_in, require_safe_path
 
 INDUCTOR_DIR = "TORCHINDUCTOR_CACHE_DIR"
-COMPILE_SECONDS = 30.0  # to compile training and evaluation graphs of a 12-layer model on two cores and time them
-MAX_GRAPHS = 64  # per block and process: micro-batch sizes vary in calibration and under memory pressure; default is 8
+COMPILE_SECONDS = 30.0  # measured: compiling and timing all graphs of a 12-layer model on two cores
+MAX_GRAPHS = 64  # limit of a block in a process (default 8): calibration and memory pressure vary the micro-batch
 # Share of an eager step that compiling saves, measured for 10M-100M parameters. Our kernels leave little to fuse.
 NATIVE_SAVED_RATIO, TORCH_SAVED_RATIO = 0.03, 0.25
 # FLOP/s of an eager step per core. Assumed rather than measured, so that the decision is reproducible.

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
-CONNECT_SECONDS = 3.0  # for DNS and connecting; the client itself would retry for about half a minute
+CONNECT_SECONDS = 3.0  # time limit of DNS and connecting; the client itself would retry for about half a minute
 PORTS = {"http": 80, "https": 443}
 
 

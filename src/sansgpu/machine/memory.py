@@ -21,7 +21,7 @@ class Execution:
     micro_batch: int
     accumulation: int
     precision: str  # fp32 | bf16
-    compile: str  # on | off
+    compile: str  # on or off
     kernels: str  # torch, or native and the instruction set
     optimizer: str  # adamw | adam | sgd | muon
     # (examples, padded) -> tokens of the largest batch; None: all examples have the maximum length

@@ -10,7 +10,7 @@ import psutil
 
 from sansgpu.config import ConfigError
 
-_DISCARD_PORT = 9  # for a route lookup; nothing is sent
+_DISCARD_PORT = 9  # names a destination for a route lookup; nothing is sent
 
 
 def interfaces() -> dict[str, list[str]]:

@@ -16,10 +16,10 @@ from torch._C._distributed_c10d import Store
 from sansgpu.config import SansGPUError
 from sansgpu.machine import cores
 
-BEAT_SECONDS = 1.0  # between heartbeats
-SILENT_SECONDS = 30.0  # without a heartbeat, after which a rank counts as lost during preparation
-STORE_TIMEOUT_SECONDS = 10.0  # for the store to answer during a diagnosis
-DIAGNOSIS_SECONDS = 4.0  # to diagnose a failed collective: enough for a few heartbeats
+BEAT_SECONDS = 1.0  # interval of heartbeats
+SILENT_SECONDS = 30.0  # a rank without a heartbeat for this long counts as lost during preparation
+STORE_TIMEOUT_SECONDS = 10.0  # time that the store has to answer during a diagnosis
+DIAGNOSIS_SECONDS = 4.0  # duration of the diagnosis of a failed collective: a few heartbeats
 LINGER_SECONDS = 3.0  # a failed process stays this long, so that the others can read its error
 REPORT_SECONDS = 1.0  # others then stay this long, because launchers kill all processes when the first exits
 POLL_SECONDS = 0.05

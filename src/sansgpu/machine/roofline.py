@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 COPY_BYTES = 64 << 20  # size of the copy that measures bandwidth: larger than most caches, small enough for any machine
-MIN_CALLS, ENOUGH_SECONDS = 3, 0.05  # for timing one product
+MIN_CALLS, ENOUGH_SECONDS = 3, 0.05  # minimum calls and time to measure one product
 SMALL_SIZE, LONG_SECONDS = 256, 1.0  # a GEMM of this size estimates the time of larger ones; longer ones are not timed
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

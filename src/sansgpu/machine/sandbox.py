@@ -18,7 +18,7 @@ from typing import Any
 from sansgpu.machine.address_space import used_address_space
 
 MEMORY_BYTES = 1 << 30  # the child's memory limit on top of what this process uses
-IDLE_SECONDS = 2.0  # after which a child exits, because copy-on-write slows this process down while it lives
+IDLE_SECONDS = 2.0  # an idle child exits after this time, because copy-on-write slows this process down while it lives
 _NO_MEMORY, _FAILED = 3, 4  # exit codes of the child
 
 

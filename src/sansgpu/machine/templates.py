@@ -13,8 +13,8 @@ from typing import Any
 from sansgpu.config.plain_data import first_line
 from sansgpu.machine.sandbox import Sandbox, SandboxError
 
-CPU_SECONDS = 2  # for all prefixes of a conversation, which usually take milliseconds
-MAX_RENDERED_CHARS = 64 << 20  # per conversation
+CPU_SECONDS = 2  # time limit of all prefixes of a conversation, which usually take milliseconds
+MAX_RENDERED_CHARS = 64 << 20  # limit of a conversation
 TemplateMessage = Mapping[str, Any]
 
 

@@ -19,7 +19,7 @@ MAX_EMBEDDING_ROWS = 1 << 24  # an embedding needs a row for each id up to the l
 MAX_GROWTH = 256  # factor by which replacements may lengthen a text
 MAX_REPLACEMENTS = 64
 MAX_PREPENDED_CHARS = 100  # maximum number that a normalizer may add to the start of a text
-MAX_WORD_CHARS = 10_000  # per WordPiece word, whose time is quadratic in its length
+MAX_WORD_CHARS = 10_000  # limit of a WordPiece word, whose time is quadratic in its length
 # Inputs that make normalizers, patterns and vocabularies fail: empty, long runs, rare characters, special tokens.
 TEXTS = (
     "",

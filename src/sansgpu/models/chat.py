@@ -19,7 +19,7 @@ from sansgpu.models.batched import PROMPT_TOKENS, BatchModel, BatchReader, Singl
 from sansgpu.models.probes import autocast_of, close_outputs
 from sansgpu.models.slots import SlotCache
 from sansgpu.models.step_layers import pretrained_step
-from sansgpu.models.unpadded import UnpaddedModel
+from sansgpu.models.unpadded import UnpaddedModel, logits_of
 
 UNBOUNDED_CONTEXT = 4096  # tokens of context for models that declare no maximum
 
@@ -99,18 +99,7 @@ def slots_work(unpadded: UnpaddedModel, fused: DecoderStep | None = None) -> boo
 
 def logits_after(model: PreTrainedModel, chosen: torch.Tensor, **inputs: Any) -> torch.Tensor:
     """Returns the logits (n, V) after the `chosen` ones of all tokens; those after others are not computed."""
-    base: Any = model.base_model
-
-    def select(module: torch.nn.Module, args: Any, output: Any) -> Any:
-        output.last_hidden_state = output.last_hidden_state.flatten(0, 1)[chosen][None]
-        return output
-
-    hook = base.register_forward_hook(select)
-    try:
-        logits: torch.Tensor = model(**inputs).logits[0]
-    finally:
-        hook.remove()
-    return logits
+    return logits_of(model, lambda states: states.flatten(0, 1)[chosen], **inputs)
 
 
 @tokenizer_errors()

@@ -139,7 +139,7 @@ class DecoderBlock(nn.Module):
         self.feed_forward_norm = _norm(config, config.d_model)
         self.feed_forward = FeedForward(config)
         self.dropout = config.dropout
-        self.adds_last = config.gradient_checkpointing  # so that one tensor is kept between blocks
+        self.adds_last = config.gradient_checkpointing  # saves one tensor between blocks instead of two
 
     def forward(
         self,

@@ -47,7 +47,7 @@ _NUMPY_ENCODINGS = {
 class GGUFTensor(NamedTuple):
     """A memory-mapped tensor of a file. `data` consists of bytes if numpy has no type for the encoding."""
 
-    shape: tuple[int, ...]  # in elements, slowest dimension first
+    shape: tuple[int, ...]  # numbers of elements, slowest dimension first
     tensor_type: Encoding
     data: np.ndarray
 

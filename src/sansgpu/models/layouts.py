@@ -29,7 +29,7 @@ Settings = Mapping[str, Any]  # the contents of a config.json
 class Layout:
     """How an architecture is stored."""
 
-    model_class: str  # in transformers
+    model_class: str  # class of transformers
     prefix: str  # starts the names of all weights except the output head; files of a model without its head lack it
     modules: Mapping[str, str]  # our modules with weights -> those of transformers; `{}` is the number of the block
     sizes: Mapping[str, tuple[str, str]]  # our sizes -> keys of config.json and of GGUF
@@ -43,7 +43,7 @@ class Layout:
     dropouts: Mapping[str, str]  # keys of config.json -> ours
     transposed: tuple[str, ...] = ()  # modules whose weight transformers stores as (in, out)
     rotary: bool = True  # has RoPE parameters
-    rope_theta: float | None = None  # if config.json has none
+    rope_theta: float | None = None  # used if config.json has none
     gguf_rope_scaling: bool = False  # llama.cpp applies Llama 3's RoPE scaling
     gguf_permutes: bool = False  # llama.cpp stores the two rows of a rotary pair of queries and keys next to each other
     gguf_needs_head: bool = False  # llama.cpp requires the output head even if it is tied

@@ -63,7 +63,7 @@ class ModuleShape:
     blocks: int
     adapter: int
     trained: int
-    trained_matrices: int  # in blocks; only their gradients have the compute dtype
+    trained_matrices: int  # matrices in blocks; only their gradients have the compute dtype
     products: tuple[tuple[tuple[int, int], int], ...]
     fused: FusedBlocks | None  # the blocks that `patch_model` has put in place of others
     packs: bool = True  # several examples can share a row

@@ -70,7 +70,7 @@ def _outputs(head: Head, vocabulary: int) -> int:
 class PretrainedCosts(ModuleCosts):
     """The costs of a transformers model, whose weights may be frozen next to an adapter."""
 
-    pack: bool = True  # if the model allows it; otherwise each text has a row of the length of the longest one
+    pack: bool = True  # packs texts if the model allows it; otherwise each text has a row as long as the longest
 
     def micro_batch_tokens(self, execution: Execution) -> int:
         return execution.tokens(self.window, padded=not (self.pack and self.shape.packs))

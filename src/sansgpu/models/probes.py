@@ -27,7 +27,7 @@ PROBE_FLOPS = 2e12  # a few seconds; larger models are probed with their first b
 # Keys of a configuration whose values are not window sizes.
 OTHER_SIZES = re.compile(r"_ids?$|vocab|hidden|intermediate|ffn|mlp|dim$|embd|d_model|^n_|^num_|max_position|head|rank")
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}  # relative to the largest output
-Output = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of concatenated examples and their lengths
+Output = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # from concatenated examples and their lengths
 
 
 def packs_well(unpadded: UnpaddedModel, longest: int) -> bool:

@@ -84,7 +84,7 @@ class UnpaddedModel:
     ) -> dict[str, torch.Tensor]:
         """Returns inputs with a padded row per example."""
         mask = _pad(torch.ones_like(tokens), lengths)
-        inputs = {"input_ids": _pad(tokens, lengths, self._pad_id), "attention_mask": mask}
+        inputs = {"input_ids": _pad(tokens, lengths, int(self._text.pad_token_id or 0)), "attention_mask": mask}
         if types is not None:
             inputs["token_type_ids"] = _pad(types, lengths)
         return inputs
@@ -192,18 +192,7 @@ class UnpaddedModel:
 
     def _masked_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
         inputs, flat = self._inputs(tokens, lengths)
-        base: Any = self.model.base_model
-
-        def select(module: nn.Module, args: Any, output: Any) -> Any:
-            output.last_hidden_state = flat(output.last_hidden_state)[masked][None]
-            return output
-
-        hook = base.register_forward_hook(select)
-        try:
-            logits: torch.Tensor = self.model(**inputs).logits[0]
-        finally:
-            hook.remove()
-        return logits
+        return logits_of(self.model, lambda states: flat(states)[masked], **inputs)
 
     def _groups(self, lengths: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yields groups of examples for one forward pass each: the indices of their tokens (n,), their lengths (b,)."""
@@ -231,9 +220,21 @@ class UnpaddedModel:
             parts.append((indices, flat(run(inputs))))
         return _in_order(parts)
 
-    @property
-    def _pad_id(self) -> int:
-        return int(self._text.pad_token_id or 0)
+
+def logits_of(model: PreTrainedModel, chosen: Flat, **inputs: Any) -> torch.Tensor:
+    """Returns the logits (n, V) of n tokens. `chosen` selects their last hidden states (n, D) from those by row."""
+    base: Any = model.base_model
+
+    def select(module: nn.Module, args: Any, output: Any) -> Any:
+        output.last_hidden_state = chosen(output.last_hidden_state)[None]
+        return output
+
+    hook = base.register_forward_hook(select)
+    try:
+        logits: torch.Tensor = model(**inputs).logits[0]
+    finally:
+        hook.remove()
+    return logits
 
 
 def token_places(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -52,7 +52,7 @@ class Cluster:
     nodes: int
     bits_per_second: float
     latency_seconds: float  # one way
-    price: float | None  # per node and hour
+    price: float | None  # price of a node for an hour
 
 
 def cluster_of(nodes: int, network: str, latency: str, price: float | None) -> Cluster:

@@ -16,9 +16,9 @@ from sansgpu.train.budget import DISK_BYTES_PER_SECOND, EVALUATED_IN_A_STEP, fin
 from sansgpu.train.schedule import UNKNOWN_STEPS
 
 MAX_SECONDS = 1e10  # about 300 years; later dates may overflow datetime
-START_SECONDS = {"off": 3.0, "on": 8.0}  # until the first step, by compile, with a warm cache; measured
-SAMPLED_LAYER_SECONDS = 0.4e-3  # per generated token and layer; measured on a small model
-SAVE_SECONDS_PER_BYTE = 1 / 10e9  # to copy a snapshot in memory
+START_SECONDS = {"off": 3.0, "on": 8.0}  # measured time to the first step, without and with (cached) compilation
+SAMPLED_LAYER_SECONDS = 0.4e-3  # time of one layer for a generated token; measured on a small model
+SAVE_SECONDS_PER_BYTE = 1 / 10e9  # time to copy a snapshot in memory
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from sansgpu.train.writer import SnapshotWriter
 MAX_TIMED_BATCHES = 40  # the time of an evaluation is extrapolated from these
 RANKED_TRIPLES = 100  # held-out triples of a knowledge graph whose tails are ranked
 PROFILED_STEPS = 2
-WARMUP_STEPS = 1  # after the first step, which compiles
+WARMUP_STEPS = 1  # untimed steps after the first one, which compiles
 
 DATA_SECONDS = ("tokenizer_seconds", "data_seconds", "evaluation_seconds", "export_seconds")
 

@@ -33,9 +33,9 @@ WINDOW = 256
 BATCH_TOKENS, BATCH_REFERENCE_TOKENS, MAX_BATCH_TOKENS = 4096, 10e6, 65536
 LEARNING_RATE, LEARNING_RATE_WIDTH = 0.004, 256  # at this width, and proportional to width**-0.5; docs/lab-notes.md
 VOCABULARIES = ((2e6, 4096), (100e6, 8192), (1e9, 16384), (math.inf, 32768))  # (bytes of text, vocabulary size)
-DEFAULT_TEXT_BYTES = 10e6  # if the size of the data is unknown
+DEFAULT_TEXT_BYTES = 10e6  # assumed if the size of the data is unknown
 OVERHEAD_RATIO = 0.04  # share of time for starting, evaluating and saving
-EVALUATIONS, SNAPSHOTS = 10, 5  # per run
+EVALUATIONS, SNAPSHOTS = 10, 5  # number in a run
 
 
 @dataclass(frozen=True)

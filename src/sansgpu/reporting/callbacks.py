@@ -34,7 +34,7 @@ class CallbackSink:
 
     def __init__(self, callback: Callback, controls: Controls) -> None:
         self._callback, self._controls = callback, controls
-        self.name = type(callback).__name__  # for the warning if it fails
+        self.name = type(callback).__name__  # named in the warning if the callback fails
 
     def emit(self, event: Event) -> None:
         methods: dict[str, Callable[[Event, Controls], None]] = {

@@ -21,7 +21,7 @@ KINDS = {
     "run": "a run", "model": "a model", "tokenizer": "a tokenizer", "plots": "plots", "bench": "a benchmark",
     "cluster": "a cluster's manifests", "search": "a search", "snapshots": "a run's snapshots", "logs": "a run's logs",
 }  # fmt: skip
-_MAX_BYTES = 1 << 22  # of a mark; enough for 30,000 files
+_MAX_BYTES = 1 << 22  # maximum size of a mark; enough for 30,000 files
 _SAMPLE_BYTES = 1 << 20  # at each end of a file, included in its fingerprint
 
 

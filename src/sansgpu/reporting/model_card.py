@@ -60,7 +60,7 @@ class _Model:
     """The model that a card describes."""
 
     record: RunRecord
-    step: int | None  # of the snapshot; None: the last
+    step: int | None  # step of the snapshot; None: the last
     adapter: bool  # True for an adapter that was not merged
 
     @cached_property

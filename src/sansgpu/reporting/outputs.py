@@ -43,7 +43,7 @@ PAGE = (
     b"style-src 'unsafe-inline'; img-src data: blob:; form-action 'none'",
 )
 GGUF = (b", trained with sansgpu.",)
-_HEAD_BYTES = 1 << 16  # at the start of a file, searched for these texts
+_HEAD_BYTES = 1 << 16  # bytes at the start of a file that are searched for these texts
 
 
 def require_folder(folder: Path, kind: str, option: str = "--output-dir") -> None:
@@ -222,7 +222,7 @@ def _rename(source: Path, target: Path) -> None:
     try:
         source.replace(target)
     except OSError as error:
-        if error.errno != errno.EXDEV:  # on different mounts
+        if error.errno != errno.EXDEV:  # EXDEV: the folders are on different mounts
             raise
         with scratch_folder(target.parent, is_folder=False) as copied:
             shutil.copyfile(source, copied)

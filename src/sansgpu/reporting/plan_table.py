@@ -100,7 +100,7 @@ class RunPlan(TypedDict):
     gradient_accumulation_steps: int
     window: int
     precision: str
-    base_precision: str | None  # of an adapter's frozen base: bf16, fp32, int8, int4 or the formats of a GGUF file
+    base_precision: str | None  # the frozen base of an adapter: bf16, fp32, int8, int4 or the formats of a GGUF file
     compile: str
     kernels: str
     optimizer: str

@@ -8,7 +8,7 @@ from typing import Literal
 
 # Okabe and Ito's colors without yellow and black, some of them lighter for dark pages.
 PALETTE = ("#2b8cce", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c7ae6", "#9a8866", "#7f8690")
-MAX_POINTS = 2000  # of a series; more than a screen is wide
+MAX_POINTS = 2000  # maximum points in a series; more than a screen is wide
 
 Value = float | int | str | None
 

@@ -20,7 +20,7 @@ class ProcessorSpeed(TypedDict):
     precision: str
     gemm_flops_per_second: float
     tokens_per_second: float
-    optimal_seconds: float  # to train `optimal_tokens`
+    optimal_seconds: float  # time to train on `optimal_tokens`
 
 
 class PresetRow(TypedDict):

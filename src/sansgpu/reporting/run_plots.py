@@ -13,7 +13,7 @@ from sansgpu.reporting.record import RunRecord
 from sansgpu.reporting.results import reported_metrics
 
 STEP, TOKENS, MINUTES, HOURS = "step", "tokens", "elapsed time (minutes)", "elapsed time (hours)"
-LONG_RUN_SECONDS = 2 * 3600.0  # of longer runs, time is shown in hours
+LONG_RUN_SECONDS = 2 * 3600.0  # runs longer than this show time in hours
 
 Getter = Callable[[Event], float | None]
 

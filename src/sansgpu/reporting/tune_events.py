@@ -27,8 +27,8 @@ class SearchBegin:
 
     folder: str
     finished: int  # trials
-    evaluations: int  # per trial
-    evaluations_changed: bool  # from those of the configuration
+    evaluations: int  # number in each trial
+    evaluations_changed: bool  # True if the configuration asks for another number
     estimate: SearchEstimate
 
 

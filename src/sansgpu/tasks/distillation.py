@@ -21,7 +21,7 @@ from sansgpu.data.batch import IGNORE, Batch
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.teacher_folder import TeacherFolder, open_teacher_folder
 from sansgpu.kernels.mixed_loss import SoftTargets
-from sansgpu.tasks.task import Sums, add_sums
+from sansgpu.tasks.task import StepSums, Sums
 
 CROSS_ENTROPY, KL, TARGETS = "cross_entropy", "kl", "targets"  # sums of a step
 
@@ -93,7 +93,7 @@ class StudentLoss:
     """Turns the predictions in a batch into targets, and adds up the parts of the loss for the metrics of a step."""
 
     def __init__(self, config: Config) -> None:
-        self._settings, self._sums = config.training.distillation, Sums()
+        self._settings, self.sums = config.training.distillation, StepSums()
 
     def soft_targets(self, batch: Batch | PackedSequences) -> SoftTargets | None:
         """Returns a row for each token of the batch, or None if it has no predictions."""
@@ -106,11 +106,7 @@ class StudentLoss:
     def add(self, parts: torch.Tensor, targets: torch.Tensor) -> None:
         """Adds the cross-entropy and the KL divergence of a micro-batch, (2,)."""
         cross_entropy, kl = parts.tolist()
-        add_sums(self._sums, {CROSS_ENTROPY: cross_entropy, KL: kl, TARGETS: float((targets != IGNORE).sum())})
-
-    def take(self) -> Sums:
-        taken, self._sums = self._sums, {}
-        return taken
+        self.sums.add({CROSS_ENTROPY: cross_entropy, KL: kl, TARGETS: float((targets != IGNORE).sum())})
 
 
 def student_metrics(sums: Sums) -> dict[str, float]:

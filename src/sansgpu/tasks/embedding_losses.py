@@ -18,7 +18,7 @@ from sansgpu.kernels.linear import linear
 
 LossName = Literal["ranking", "cosine", "triplet"]
 SCALE = 20.0  # factor of cosine similarities in the softmax, the default of MultipleNegativesRankingLoss
-MARGIN = 5.0  # by which the distance to a negative must be larger, the default of TripletLoss
+MARGIN = 5.0  # how much farther than the positive a negative must be; the default of TripletLoss
 
 
 def loss_for(rows: Sequence[TextRow], asked: str) -> LossName:

@@ -22,7 +22,7 @@ from sansgpu.tasks.candidates import EntityTableIndex, candidates_of, normal
 from sansgpu.tasks.tail_prediction import BeamSearch, PredictedTail, TailPredictor, TailQuery
 
 QUESTIONS = 4096  # minimum number of questions to collect from documents before running the model
-DECIMALS = 4  # of a score
+DECIMALS = 4  # decimal places of a printed score
 _NO_FLOOR = float("-inf")
 _LEADING_SIGN = re.compile(r"^\W")  # the first token of a word may include a sign
 
@@ -32,7 +32,7 @@ class ExtractionRules:
     """Settings of an extraction: the questions for each document and the selection of answers."""
 
     windows: LeafyRules
-    relations: tuple[str, ...]  # of the model, in training order: the first has id 1
+    relations: tuple[str, ...]  # the model's relations in training order: the first has id 1
     only: tuple[str, ...] = ()  # relations to extract; empty: all except inverse ones
     heads: tuple[str, ...] = ()  # empty: each document's entities, else the heads of its triples, else its words
     closed: bool = False  # choose tails from the document's entities, or from `tails` if the document has no entities

@@ -93,7 +93,7 @@ class GraphObjective:
                 head = self.model.embedding.weight
                 loss, hits = linear_cross_entropy_and_hits(predicted[rows], head, targets[rows])
                 total = total + weight * loss
-                self._sums.add(name, loss=float(loss.detach()), hits=float(hits), count=float(rows.sum()))
+                self._sums.add_kind(name, loss=float(loss.detach()), hits=float(hits), count=float(rows.sum()))
         if self.model.entities is not None:
             vectors = self.entity_vectors()
             total = total + batch.weights[3] * self._query_loss(batch, states, vectors, self._sums)
@@ -115,7 +115,7 @@ class GraphObjective:
             states[rows[:, TAIL_START]], rows[:, HEAD_ENTITY], rows[:, RELATION], vectors
         )
         loss, hits = linear_cross_entropy_and_hits(predicted, vectors, rows[:, QUERY_TAIL] - 1)
-        sums.add(ENTITY, loss=float(loss.detach()), hits=float(hits), count=float(len(rows)))
+        sums.add_kind(ENTITY, loss=float(loss.detach()), hits=float(hits), count=float(len(rows)))
         return loss
 
     def predicted_entities(
@@ -136,7 +136,7 @@ class GraphObjective:
         head, relation, tail = batch.facts.flatten(0, 1).unbind(1)
         predicted = self.model.entities.predict_tails(embed(head[None] - 1, vectors)[0], relation)
         loss = linear_cross_entropy(predicted, vectors, tail - 1)
-        sums.add(KGE, loss=float(loss.detach()), count=float(len(tail)))
+        sums.add_kind(KGE, loss=float(loss.detach()), count=float(len(tail)))
         return loss
 
     def query_sums(self, batch: GraphBatch) -> Sums:
@@ -155,7 +155,7 @@ class GraphObjective:
         before, after = (bounds + batch.first_nodes()[chosen, None]).unbind(1)
         rows = self.model.boundary(embed(before[None], states)[0], embed(after[None], states)[0], offsets)
         loss = linear_cross_entropy(rows, self.model.embedding.weight, batch.targets[chosen])
-        self._sums.add(SBO, loss=float(loss.detach()), count=float(len(rows)))
+        self._sums.add_kind(SBO, loss=float(loss.detach()), count=float(len(rows)))
         return self.config.training.sbo_weight * loss
 
     def step_sums(self) -> Sums:

@@ -10,7 +10,7 @@ from sansgpu.tasks.graph_corpus import graph_corpus, leafy_rules, read_graphs
 from sansgpu.tasks.masked_prediction import MaskedEvaluation, majority_of, mask_rules, validation_masking
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 
-EVALUATION_EXAMPLES = 16  # per micro-batch
+EVALUATION_EXAMPLES = 16  # examples in a micro-batch
 
 
 def masked_evaluation(loaded: TrainedModel, codec: GraphCodec, request: EvaluationRequest) -> MaskedEvaluation:

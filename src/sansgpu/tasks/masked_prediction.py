@@ -20,7 +20,7 @@ from sansgpu.data.leafy import LeafyDataset
 from sansgpu.data.mask_tokenizer import MaskTokenizer
 from sansgpu.data.masking import MaskRules, add_entity_queries, mask_example
 from sansgpu.data.order import batch_indices, generator, steps_per_epoch
-from sansgpu.tasks.task import Sums, add_sums
+from sansgpu.tasks.task import StepSums, Sums
 
 KINDS = ("mlm", "mnm")  # masked tokens of the text, masked leaves
 ENTITY = "entity"  # entity queries: the tail is predicted among all entities
@@ -118,20 +118,12 @@ def validation_masking(graphs: LeafyDataset, rules: MaskRules, seed: int, ordere
     return Masking(graphs, rules, derive_seed(seed, "validation"), ordered)
 
 
-class MetricSums:
-    """Accumulates the sums for training metrics."""
+class MetricSums(StepSums):
+    """The sums for training metrics of several kinds of targets."""
 
-    def __init__(self) -> None:
-        self._sums = Sums()
-
-    def add(self, name: str, **values: float) -> None:
+    def add_kind(self, name: str, **values: float) -> None:
         """Adds values for one kind of target; `name` prefixes their keys."""
-        add_sums(self._sums, {f"{name}_{key}": value for key, value in values.items()})
-
-    def take(self) -> Sums:
-        """Returns and resets the sums."""
-        sums, self._sums = self._sums, Sums()
-        return sums
+        self.add({f"{name}_{key}": value for key, value in values.items()})
 
 
 def masked_metrics(sums: Sums) -> dict[str, float]:

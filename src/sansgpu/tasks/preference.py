@@ -25,12 +25,12 @@ from sansgpu.tasks.fine_tuning import FineTuning, require_examples, split_rows
 from sansgpu.tasks.preference_losses import Scores, kl_divergence, kto_losses, pair_losses
 from sansgpu.tasks.preference_reference import compute_reference
 from sansgpu.tasks.sft import SFT
-from sansgpu.tasks.task import Sums, add_sums
+from sansgpu.tasks.task import StepSums, Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 from sansgpu.tasks.variable_length_corpus import TokenizedCorpus, largest_batch
 
-ANSWERS = 2  # of an example
-PROMPT_SHARE = 0.5  # of an example's tokens, assumed in random batches
+ANSWERS = 2  # answers in an example
+PROMPT_SHARE = 0.5  # assumed share of the prompt in the tokens of an example of a random batch
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class PreferenceObjective(FineTuning):
         super().__init__(*arguments, **named)
         self.preference = self.config.training.preference
         self._answers = AnswerModel(self.unpadded)
-        self._step_sums: Sums = {}
+        self._step_sums = StepSums()
 
     def log_probabilities(self, batch: AnswerPairs) -> torch.Tensor:
         """Returns the log-probability of each answer, (B, 2) fp64."""
@@ -83,7 +83,7 @@ class PreferenceObjective(FineTuning):
 
     def summed_loss(self, batch: Any) -> torch.Tensor:
         loss, sums = self.measured(self.log_probabilities(batch), batch)
-        add_sums(self._step_sums, sums)
+        self._step_sums.add(sums)
         return loss
 
     def measured(self, policy: torch.Tensor, batch: AnswerPairs) -> tuple[torch.Tensor, Sums]:
@@ -102,8 +102,7 @@ class PreferenceObjective(FineTuning):
         return losses.sum(), sums
 
     def step_sums(self) -> Sums:
-        sums, self._step_sums = self._step_sums, {}
-        return sums
+        return self._step_sums.take()
 
     def step_metrics(self, sums: Sums) -> dict[str, float]:
         return reward_metrics(sums)
@@ -122,7 +121,7 @@ class KTOObjective(PreferenceObjective):
 
     def step_loss(self, outputs: torch.Tensor, batches: Sequence[AnswerPairs]) -> torch.Tensor:
         loss, sums = self.measured(outputs, AnswerPairs.joined(batches))
-        add_sums(self._step_sums, sums)  # of all ranks, on each, so that their ratios are right
+        self._step_sums.add(sums)  # every rank has the sums of all ranks, so that their ratios are right
         return loss
 
     def measured(self, policy: torch.Tensor, batch: AnswerPairs) -> tuple[torch.Tensor, Sums]:

@@ -21,7 +21,7 @@ class Scores:
     """Log-probabilities of answers, each (B, 2)."""
 
     policy: torch.Tensor
-    reference: torch.Tensor  # of the model before training
+    reference: torch.Tensor  # log-probabilities from the model before training
     tokens: torch.Tensor  # numbers of target tokens
 
     @property

@@ -56,7 +56,7 @@ from sansgpu.tasks.vocabulary import with_vocabulary_of
 if TYPE_CHECKING:  # importing transformers takes seconds
     from sansgpu.models.teacher import Teacher
 
-EVALUATION_TOKENS = 4096  # per micro-batch
+EVALUATION_TOKENS = 4096  # tokens in a micro-batch
 UNBOUNDED_CONTEXT = 1024  # tokens of context for models that declare no maximum
 
 
@@ -111,7 +111,7 @@ class PretrainObjective(ObjectiveBase):
         return loss
 
     def step_sums(self) -> Sums:
-        return self._student.take()
+        return self._student.sums.take()
 
     def step_metrics(self, sums: Sums) -> dict[str, float]:
         return student_metrics(sums)

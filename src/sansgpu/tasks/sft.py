@@ -102,7 +102,7 @@ class SFTObjective(FineTuning):
         self._student = StudentLoss(config)
 
     def step_sums(self) -> Sums:
-        return self._student.take()
+        return self._student.sums.take()
 
     def step_metrics(self, sums: Sums) -> dict[str, float]:
         return student_metrics(sums)

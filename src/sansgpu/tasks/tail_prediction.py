@@ -39,7 +39,7 @@ class TailQuery(NamedTuple):
 
     tokens: np.ndarray  # (R,) int64, of the window, including its first and last special token
     root: int  # the head's first root
-    head_length: int  # in tokens
+    head_length: int  # tokens of the head's name
     relation: int  # 1, 2, ...
     entity: int = 0  # the head's row in the entity table, or 0
 

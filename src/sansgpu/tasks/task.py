@@ -36,6 +36,21 @@ def add_sums(total: Sums, more: Sums) -> None:
         total[name] = total.get(name, 0.0) + value
 
 
+class StepSums:
+    """The sums of the training passes of a step."""
+
+    def __init__(self) -> None:
+        self._sums = Sums()
+
+    def add(self, more: Sums) -> None:
+        add_sums(self._sums, more)
+
+    def take(self) -> Sums:
+        """Returns and resets the sums."""
+        sums, self._sums = self._sums, Sums()
+        return sums
+
+
 class Evaluator(Protocol):
     """A model and its validation data."""
 
@@ -165,7 +180,7 @@ class Corpus(Protocol):
 class Task(Evaluator, Objective, Protocol):
     """A model with its training data. The loop refers to no task by name."""
 
-    fingerprint: str  # of the data
+    fingerprint: str  # identifies the data
     flops_per_token: float  # needed for training
     notes: Sequence[str]  # messages for the user about the model
 

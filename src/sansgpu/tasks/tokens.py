@@ -30,7 +30,7 @@ from sansgpu.tasks.tag_evaluation import TagEvaluator, TaggedWindows, tokenize_t
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
 
-EVALUATION_WINDOWS = 64  # per forward pass of `eval` and `predict`
+EVALUATION_WINDOWS = 64  # windows in a forward pass of `eval` and `predict`
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class TrainedModel:
     tokenizer: Any
     config: Config
     device: torch.device
-    precision: str  # of matrix products
+    precision: str  # dtype of matrix products: fp32 or bf16
 
 
 @dataclass(frozen=True)

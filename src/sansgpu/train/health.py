@@ -21,8 +21,8 @@ SPIKE_FACTOR = 10.0  # gradient norm / median gradient norm
 SPIKE_WINDOW = 50  # step events in the median
 OVERFIT_FACTOR = 1.01  # validation loss / best validation loss
 DATA_WAIT_RATIO = 0.1  # waiting for data / step time
-BUSY_PERCENT = 25.0  # of one core, used by other programs
-THROTTLED_PERCENT = 5.0  # of the time, by the container's CPU quota
+BUSY_PERCENT = 25.0  # share of one core that other programs use
+THROTTLED_PERCENT = 5.0  # share of time in which the container's CPU quota stops the run
 SWAPPING_FAULTS_PER_SECOND = 20.0  # major page faults
 _NOT_FINITE = (
     "the validation loss is infinite or not a number, so it is recorded as null and cannot be the best; resume from an "

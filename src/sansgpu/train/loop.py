@@ -80,7 +80,7 @@ class Trainer:
         if run.sharding != "full":
             task.between_blocks(self._guard.check)
         self._show = progress
-        self._metrics: Metrics | None = None  # of an evaluation at the current step
+        self._metrics: Metrics | None = None  # results of an evaluation at the current step
         self._head_step: int | None = None  # the step whose weights a fitted head was fitted to
 
     @property

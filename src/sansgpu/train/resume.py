@@ -17,7 +17,7 @@ from sansgpu.train.snapshots import MOMENTS, WEIGHTS, Snapshot, best_snapshot
 from sansgpu.train.state import Progress, TrainState
 from sansgpu.train.tensor_file import SAFETENSORS_TYPES
 
-Metrics = dict[str, float | None]  # of an evaluation; None replaces a non-finite value
+Metrics = dict[str, float | None]  # results of an evaluation; None replaces a non-finite value
 
 
 def load_snapshot(

@@ -34,7 +34,7 @@ from sansgpu.reporting.outputs import require_folder
 from sansgpu.train.run_marks import require_own_configuration
 from sansgpu.train.snapshots import snapshots
 
-PROBE_SECONDS = 0.5  # to wait for the lock, because `is_locked` in another process takes it for a moment
+PROBE_SECONDS = 0.5  # how long to wait for the lock, because `is_locked` in another process takes it for a moment
 
 
 def run_paths(folder: Path, config: Config) -> RunPaths:

@@ -40,7 +40,7 @@ class Saver:
         self.newest: Snapshot | None = None
         self._saved: tuple[int, Metrics | None] | None = None  # step and metrics in the newest snapshot
         self._stage = _Stage.REPORTED
-        self._seconds = 0.0  # that training waited for the newest snapshot
+        self._seconds = 0.0  # time that training waited for the newest snapshot
         self._run, self._state, self._data_fingerprint = run, state, data_fingerprint
         self._sinks, self._elapsed = sinks, elapsed
         training, paths = run.config.training, run.paths

@@ -25,7 +25,7 @@ class Progress:
     best_step: int | None = None
     logged_loss: float = 0.0  # loss sum since the last step event
     logged_targets: int = 0
-    logged_sums: Sums = field(default_factory=dict)  # of the task, since the last step event
+    logged_sums: Sums = field(default_factory=dict)  # the task's sums since the last step event
 
     def add_step(self, tokens: int, loss_sum: float, targets: int, sums: Sums) -> None:
         self.step += 1

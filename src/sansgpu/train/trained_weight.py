@@ -18,7 +18,7 @@ from sansgpu.train.sharding import REPLICATED, Placement, RowSharded
 class UpdateStep:
     """The settings of one optimizer step."""
 
-    number: int  # from 1
+    number: int  # counts from 1
     lr: float
     scale: float  # factor of all gradients, which clips them
     training: TrainingConfig

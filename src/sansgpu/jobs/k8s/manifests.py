@@ -14,9 +14,10 @@ DATA, CONFIG = "/data", "/etc/sansgpu"  # mount points of the claim and the conf
 USER = 1000  # user of the image, and group that owns the claim's files
 # Paths in the image, the same on every architecture.
 TCMALLOC, LIBIOMP = "/usr/local/lib/libtcmalloc.so", "/usr/local/lib/libiomp5.so"
-PROCESS_RESTARTS = 3  # by torchrun, inside a running pod
-POD_RESTARTS = 10  # per pod, or of all pods of a TrainJob; lost nodes count only if the operator cannot detect them
-REAP_SECONDS = 10  # before the pod ends, for torchrun to kill processes that have not saved yet
+PROCESS_RESTARTS = 3  # restarts by torchrun inside a running pod
+# Limit of a pod, or of all pods of a TrainJob; lost nodes count only if the operator cannot detect them.
+POD_RESTARTS = 10
+REAP_SECONDS = 10  # time before the pod ends in which torchrun kills processes that have not saved yet
 TMP_SIZE = "8Gi"  # disk for temporary files of the compiler and the Hub client
 TRAINER = "trainer.kubeflow.org"
 
@@ -33,8 +34,8 @@ class ClusterJob:
     config: str  # YAML
     nodes: int
     min_nodes: int
-    processes: int  # per node
-    threads: int  # per process
+    processes: int  # number on each node
+    threads: int  # number in each process
     cpus: int
     memory: str
     shared_memory: str

@@ -16,10 +16,10 @@ from sansgpu.train.optim import choose_optimizer
 
 STEPS = 2.0  # time to finish the current step; doubled because a CPU of a pod may be a hyper-thread, half a core
 SNAPSHOTS = 2.0  # the final snapshot waits for one that is still being written
-START_SECONDS = 30.0  # for torchrun to signal its processes, and a reserve
+START_SECONDS = 30.0  # time that torchrun needs to signal its processes, and a reserve
 ROUND_SECONDS = 10
-ASSUMED_PARAMETERS = 1e9  # if the model cannot be read from this machine
-BYTES_PER_PARAMETER = 12  # in a snapshot: weight and two moments in fp32
+ASSUMED_PARAMETERS = 1e9  # assumed if the model cannot be read from this machine
+BYTES_PER_PARAMETER = 12  # size of a snapshot: weight and two moments in fp32
 
 
 @dataclass(frozen=True)

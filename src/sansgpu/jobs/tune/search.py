@@ -17,8 +17,8 @@ from sansgpu.planning.forecast import done_at
 from sansgpu.reporting.tune_events import SearchEstimate, SearchEvent, TrialBegin, TrialEnd, TrialStep
 from sansgpu.train.control import Interrupt
 
-MAX_IDENTICAL_FAILURES = 3  # at the start of a search, before it stops
-POLL_SECONDS = 0.2  # between checks for a signal
+MAX_IDENTICAL_FAILURES = 3  # a search that starts with this many equal failures stops
+POLL_SECONDS = 0.2  # interval of checks for a signal
 
 Show = Callable[[SearchEvent], None]
 
@@ -27,7 +27,7 @@ Show = Callable[[SearchEvent], None]
 class SearchBudget:
     """Limits of a search. The time runs from construction."""
 
-    space: dict[str, str]  # for the estimate
+    space: dict[str, str]  # used in the estimate only
     trials: int | None
     hours: float | None
     workers: int

@@ -22,8 +22,8 @@ from sansgpu.train.snapshots import delete_snapshots
 NAME = "tune"
 STARTUP_TRIALS = 5  # the unchanged configuration and points spread over the space, before the sampler has data
 PRUNER_STARTUP_TRIALS, PRUNER_WARMUP_PERCENT = 3, 30  # finished trials, and progress of a trial, before pruning it
-LOCK_SECONDS = 600  # to wait while another worker plans
-SHUTDOWN_SECONDS = 10  # for a run to end after its search was killed
+LOCK_SECONDS = 600  # how long to wait while another worker plans
+SHUTDOWN_SECONDS = 10  # time that a run has to end after its search was killed
 STATES = {TrialState.COMPLETE: "done", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
 
 Values = dict[str, Any]

@@ -35,7 +35,7 @@ class Length:
 
     steps: int
     tokens: int | None  # tokens in those steps; None unless the configuration sets max_steps
-    evaluations: int  # per trial, evenly spaced
+    evaluations: int  # number in each trial, evenly spaced
     seconds: float | None  # estimated duration of a trial
 
     def to_json(self) -> Values:
