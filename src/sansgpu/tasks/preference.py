@@ -266,6 +266,10 @@ class PreferenceEvaluator:
     def model(self) -> torch.nn.Module:
         return self._objective.model
 
+    @property
+    def validation_examples(self) -> int:
+        return len(self._part)
+
     def validation_batches(self, size: int) -> Iterator[AnswerPairs]:
         order = self._objective.ordered(np.arange(len(self._part)), self._part.lengths)
         for start in range(0, len(order), size):

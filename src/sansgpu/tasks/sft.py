@@ -314,6 +314,10 @@ class SFTEvaluator:
     def model(self) -> torch.nn.Module:
         return self._objective.model
 
+    @property
+    def validation_examples(self) -> int:
+        return len(self._part)
+
     def validation_batches(self, size: int) -> Iterator[PackedSequences]:
         order = self._objective.ordered(np.arange(len(self._part)), self._part.lengths)
         for start in range(0, len(self._part), size):
