@@ -34,6 +34,9 @@ class Bases:
     tags: Path  # CoNLL columns
     rows: dict[str, list[Path]]  # JSONL files of each task
     trained: dict[str, Path]  # Hugging Face folders with the head of a task
+    texts: Path
+    lessons: Path  # folder with a teacher's predictions of the texts
+    prompts: Path
 
     @property
     def final(self) -> Path:
@@ -53,6 +56,12 @@ def make_bases(home: Path) -> Bases:
     if not run.exists():
         assert cli(["train", *settings(**chosen), "--output-dir", str(run)]) == 0
         assert cli(["export", str(run), "--format", "gguf", "--output", str(home / "model.gguf")]) == 0
+    lessons = home / "lessons"
+    texts = _written(home / "texts.jsonl", ({"text": f"red and blue {n} " * 9} for n in range(40)))
+    prompts = _written(home / "prompts.jsonl", [{"prompt": "red"}, {"text": "blue", "id": 1}])
+    if not lessons.exists():
+        chosen = ["--data", str(texts), "--max-length", "16", "--top-k", "4"]
+        assert cli(["distill", str(run / "final"), *chosen, "--output", str(lessons)]) == 0
     graph = _written(home / "graph.jsonl", graph_rows())
     tokens, spans = tagged_rows()
     rows = {
@@ -79,6 +88,9 @@ def make_bases(home: Path) -> Bases:
         graph=graph,
         tags=conll(home / "tags.conll"),
         rows=rows,
+        texts=texts,
+        lessons=lessons,
+        prompts=prompts,
         trained={"embed": encoder, **{task: _with_head(encoder, home / task, head) for task, head in heads.items()}},
     )
 

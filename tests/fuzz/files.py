@@ -18,7 +18,7 @@ import pyarrow.parquet
 from sansgpu.config import load_config
 from tests.fuzz.bases import Bases, copy, member
 from tests.fuzz.harness import Case
-from tests.fuzz.values import changed, damaged, dumped, odd, places
+from tests.fuzz.values import NUMBERS, changed, damaged, dumped, odd, places
 from tests.processes import settings
 
 
@@ -162,6 +162,59 @@ def model_folders(draw: random.Random, bases: Bases) -> Case:
             file.write_bytes(damaged(content[:size], again) + content[size:])
 
     return Case(command, prepare, (0, 1, 2))
+
+
+def lessons(draw: random.Random, bases: Bases) -> Case:
+    """Draws a teacher's folder in which one file is changed or damaged, to complete or to train on."""
+    seed = draw.randrange(2**32)
+    complete = ["distill", str(bases.final), "--data", str(bases.texts), "--max-length", "16", "--top-k", "4"]
+    small = {"d_model": 32, "n_heads": 2, "n_layers": 1, "d_ff": 64, "max_seq_len": 32}
+    chosen = ["training.distillation.teacher=lessons", "training.max_steps=2", "training.kernels=torch"]
+    chosen += [f"model.{key}={value}" for key, value in small.items()]
+    train = ["train", *(part for one in chosen for part in ("--set", one)), "--dry-run"]
+    command = draw.choice([[*complete, "--output", "lessons"], train])
+
+    def prepare(here: Path) -> None:
+        again = random.Random(seed)
+        folder = copy(bases.lessons, here / "lessons")
+        file = folder / "MANIFEST.json"
+        if again.random() < 0.7:
+            content = dumped(changed(json.loads(file.read_text()), again)).encode()
+        else:
+            file = member(again, folder, (".json", ".npy", ".bin"))
+            content = damaged(file.read_bytes(), again)
+        file.write_bytes(content)
+        if file.suffix == ".npy" and again.random() < 0.7:  # as if it had been written so
+            manifest = folder / "MANIFEST.json"
+            values = json.loads(manifest.read_text())
+            values["files"][file.name] = hashlib.sha256(content).hexdigest()
+            manifest.write_text(json.dumps(values))
+
+    return Case(command, prepare)
+
+
+def completions(draw: random.Random, bases: Bases) -> Case:
+    """Draws odd prompts, odd flags, or a damaged state of an earlier command, for `generate --data`."""
+    model = draw.choice((bases.final, bases.decoder))
+    command = ["generate", str(model), "--data", "prompts.jsonl", "--output", "out.jsonl", "--max-new-tokens", "2"]
+    flags = {"--batch-size": NUMBERS, "--max-new-tokens": NUMBERS[:6], "--temperature": NUMBERS, "--top-p": NUMBERS}
+    for name in draw.sample(list(flags), draw.choice((0, 0, 1, 2))):
+        command.append(f"{name}={draw.choice(flags[name])}")
+    found = [json.loads(line) for line in bases.prompts.read_text().splitlines()]
+    if draw.random() < 0.7:
+        number = draw.randrange(len(found))
+        found[number] = changed(found[number], draw)
+    lines = "".join(dumped(row) + "\n" for row in found).encode("utf-8", "surrogatepass")
+    content = damaged(lines, draw) if draw.random() < 0.2 else lines
+    state = draw.choice((None, None, dumped(odd(draw)), dumped({"fingerprint": odd(draw)}), "{"))
+
+    def prepare(here: Path) -> None:
+        (here / "prompts.jsonl").write_bytes(content)
+        if state is not None:
+            (here / "out.jsonl.request").write_bytes(state.encode("utf-8", "surrogatepass"))
+            (here / "out.jsonl.partial").write_text('{"prompt": "red", "compl')
+
+    return Case(command, prepare)
 
 
 def ggufs(draw: random.Random, bases: Bases) -> Case:

@@ -11,7 +11,7 @@ from typing import Any
 
 from sansgpu.config.load import describe
 from tests.fuzz.bases import Bases, copy, tiny_config, yaml_text
-from tests.fuzz.files import ggufs, model_folders, rows, run_folders, tokenizers, writes
+from tests.fuzz.files import completions, ggufs, lessons, model_folders, rows, run_folders, tokenizers, writes
 from tests.fuzz.harness import Case
 from tests.fuzz.values import NUMBERS, TEXTS, changed, damaged, dumped, odd
 from tests.processes import settings
@@ -104,6 +104,9 @@ _COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
     "generate": (["RUN", "--max-new-tokens", "2"], {
         "--prompt": "text", "--max-new-tokens": "number", "--temperature": "number", "--top-k": "number",
         "--top-p": "number", "--seed": "number", "--snapshot": "text"}),
+    "distill": (["FINAL", "--data", "DATA", "--output", "lessons", "--max-length", "16", "--top-k", "2"], {
+        "--data": "path", "--output": "path", "--top-k": "number", "--max-length": "number", "--task": "text",
+        "--text-column": "text"}),
     "eval": (["RUN"], {"--data": "path", "--snapshot": "text", "--window": "number", "--limit": "number"}),
     "report": (["RUN"], {"--output": "path", "--format": "text"}),
     "runs": ([], {"": "path"}),
@@ -218,13 +221,15 @@ def variables(draw: random.Random, bases: Bases) -> Case:
 # How many of a thousand are of each kind.
 KINDS: dict[str, tuple[Generator, int]] = {
     "configuration": (configuration, 190),
-    "flags": (flags, 160),
-    "rows": (rows, 200),
+    "flags": (flags, 120),
+    "rows": (rows, 160),
     "tokenizers": (tokenizers, 90),
     "model folders": (model_folders, 90),
     "GGUF files": (ggufs, 70),
     "run folders": (run_folders, 160),
     "variables": (variables, 40),
+    "lessons": (lessons, 40),
+    "completions": (completions, 40),
 }
 
 

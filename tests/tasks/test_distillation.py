@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from shutil import copytree
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sansgpu.cli import run as cli
+from sansgpu.config import ConfigError
 from sansgpu.data.teacher_folder import Predictions, TeacherFolder, open_teacher_folder
 from tests.processes import digests, finish, json_lines, kill_when, record, settings, start
 from tests.scale.launch import finish_forks
@@ -218,6 +221,28 @@ def test_a_distillation_that_cannot_work_is_refused(
     assert cli([*distillation(home, teacher, lessons), *more]) == 2
     assert words in sentence(capsys)
     assert hashes(lessons) == before
+
+
+HOSTILE: list[tuple[str, str, Any]] = [
+    ("settings", "top_k", "8"), ("settings", "top_k", 10**30), ("settings", "top_k", float("nan")),
+    ("settings", "top_k", 0), ("settings", "vocab_size", [300]), ("settings", "vocab_size", 2**40),
+    ("settings", "max_length", -1), ("settings", "max_length", {}), ("settings", "teacher", None),
+    ("files", "../mine.txt", "a"), ("files", "/dev/zero", "a"), ("files", "x" * 999, "a"), ("files", "counts.npy", 5),
+]  # fmt: skip
+
+
+def test_a_manifest_with_odd_values_is_refused_in_one_sentence(lessons: Path, tmp_path: Path) -> None:
+    folder = copytree(lessons, tmp_path / "lessons")
+    known = (folder / "MANIFEST.json").read_text()
+    for part, name, value in HOSTILE:
+        values = json.loads(known)
+        values[part][name] = value
+        (folder / "MANIFEST.json").write_text(json.dumps(values))
+        with pytest.raises(ConfigError) as error:
+            open_teacher_folder(folder)
+        assert len(str(error.value)) < 500
+        assert str(folder) in str(error.value)
+        assert name[:9] in str(error.value)
 
 
 def test_other_folders_and_several_processes_are_refused(

@@ -21,7 +21,8 @@ from sansgpu.data.rows import BadRowError, SourceRow
 from sansgpu.models.pretrained import load_tokenizer_of
 from sansgpu.tasks.preference import PreferenceObjective
 from sansgpu.tasks.preference_losses import Scores, kl_divergence, kto_losses, pair_losses
-from tests.tasks.fine_tuned import TINY, events_of, sentence
+from tests.processes import digests, finish, kill_when, start
+from tests.tasks.fine_tuned import TINY, events_of, sentence, settings
 from tests.tasks.folders import model_folder, preference_rows
 
 Captured = pytest.CaptureFixture[str]
@@ -268,6 +269,24 @@ def test_the_reference_is_computed_once_and_a_damaged_one_is_named(tmp_path: Pat
     capsys.readouterr()
     assert cli(arguments(tmp_path, tmp_path / "three", rows, training__max_steps=1)) == 2
     assert f"the cached log-probabilities in {files[0].parent} are damaged; delete that folder" in sentence(capsys)
+
+
+@pytest.mark.long
+def test_a_run_killed_while_it_computes_the_reference_is_repeated_byte_for_byte(tmp_path: Path) -> None:
+    rows = preference_rows(tmp_path / "pairs.jsonl", 400)
+    chosen = settings(tmp_path, task="preference", data__dataset_name=rows, model__name_or_path=model_folder("qwen2"))
+    first, killed = (["train", *chosen, "--output-dir", str(tmp_path / name)] for name in "ab")
+    code, _, error = finish(first, tmp_path / "cache-a")
+    assert code == 0, error
+    reference = tmp_path / "cache-b/reference"
+    assert kill_when(start(killed, tmp_path / "cache-b"), lambda: any(reference.glob("*/*.npy"))) == -9
+    assert not (tmp_path / "b/snapshots/step-000002").exists()
+    code, _, error = finish(killed, tmp_path / "cache-b")
+    assert code == 0, error
+    assert digests(tmp_path / "a") == digests(tmp_path / "b")
+    card = (tmp_path / "a/final/README.md").read_text()
+    assert "a decoder trained to prefer some answers to others" in card
+    assert "name: pairs.jsonl (validation split)" in card
 
 
 def test_a_plan_counts_the_reference(tmp_path: Path, capsys: Captured) -> None:

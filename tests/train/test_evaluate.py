@@ -55,6 +55,14 @@ def test_it_can_be_limited_and_stopped(task: Pretrain) -> None:
     assert evaluate(task, PLAN, stop=lambda: True) is None
 
 
+def test_the_progress_shows_how_many_batches_there_are(task: Pretrain) -> None:
+    expected = math.ceil(len(task.corpus.validation) / PLAN.micro_batch)
+    for limit, total in ((None, expected), (2, 2), (999, expected)):
+        shown: list[tuple[int, int]] = []
+        evaluate(task.evaluator, PLAN, limit, progress=lambda _, done, total, *__: shown.append((done, total)))  # noqa: B023
+        assert shown == [(done, total) for done in range(total + 1)]
+
+
 def test_it_leaves_mode_randomness_and_gradients_as_they_were(task: Pretrain) -> None:
     task.model.train()
     torch.manual_seed(3)

@@ -18,7 +18,7 @@ import torch
 
 from sansgpu.config import ConfigError
 from sansgpu.config.atomic import atomic_folder, atomic_write, write_text
-from sansgpu.config.plain_data import first_line, read_object
+from sansgpu.config.plain_data import first_line, read_object, shown
 from sansgpu.data.batch import IGNORE, Batch
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress
@@ -27,6 +27,8 @@ from sansgpu.machine.disk import file_sha256
 B = TypeVar("B", Batch, PackedSequences)
 MANIFEST = "MANIFEST.json"
 FORMAT = 1  # version of the folder's format
+MAX_NAME = 255  # bytes of a file's name
+MAX_WIDTH = 1 << 24  # tokens of a vocabulary or an example; more than any model has
 SHARD_RECORDS = 1 << 14  # minimum records of a shard: minutes of a teacher's time
 REMEDY = "run `sansgpu distill` again with the same arguments"
 
@@ -131,12 +133,31 @@ def open_teacher_folder(root: Path) -> TeacherFolder:
     settings, files, shards = (manifest.get(key) for key in ("settings", "files", "shards"))
     if manifest.get("format") != FORMAT or not all(isinstance(part, dict) for part in (settings, files, shards)):
         raise ConfigError(f"{root / MANIFEST} was not written by this version of `sansgpu distill`; delete {root}.")
+    assert isinstance(settings, dict)
     assert isinstance(files, dict)
+    if (wrong := _wrong_setting(settings)) is not None:
+        raise ConfigError(f"{root / MANIFEST}: {wrong} is {shown(settings.get(wrong))}; delete {root} and {REMEDY}.")
     for name, sha256 in files.items():
+        if name != Path(name).name or len(name) > MAX_NAME:
+            raise ConfigError(f"{root / MANIFEST} names the file {shown(name)}, which is not in its folder.")
         if not _is_intact(root / name, sha256):
             raise ConfigError(f"{root / name} is missing or was changed; delete {root} and {REMEDY}.")
-    folder = TeacherFolder(root, settings or {}, files, shards or {}, np.zeros(0, np.int64))
-    return replace(folder, counts=np.array(folder.array("counts")))
+    folder = TeacherFolder(root, settings, files, shards or {}, np.zeros(0, np.int64))
+    counts = np.array(folder.array("counts"))
+    if counts.ndim != 1 or counts.dtype != np.int64 or (counts < 0).any():
+        raise ConfigError(f"{root / 'counts.npy'} does not hold numbers of tokens; delete {root} and {REMEDY}.")
+    return replace(folder, counts=counts)
+
+
+def _wrong_setting(settings: dict[str, Any]) -> str | None:
+    """Returns the name of a setting that no `sansgpu distill` writes."""
+    for name in ("task", "teacher", "data", "weights", "corpus", "vocabulary", "precision"):
+        if not isinstance(settings.get(name), str):
+            return name
+    for name, least, most in (("vocab_size", 2, MAX_WIDTH), ("max_length", 2, MAX_WIDTH), ("top_k", 1, MAX_WIDTH)):
+        if type(settings.get(name)) is not int or not least <= settings[name] <= most:
+            return name
+    return "top_k" if settings["top_k"] >= settings["vocab_size"] else None
 
 
 class Predictions:

@@ -16,6 +16,7 @@ from sansgpu.tasks.task import (
     GatheringEvaluator,
     Objective,
     ReferenceCorpus,
+    SizedEvaluator,
     StepWideObjective,
     Sums,
     Task,
@@ -59,6 +60,7 @@ def task_of(config: Config) -> TaskKind:
 
 
 __all__ = [
-    "TASKS", "Collecting", "ComparedWithReference", "Corpus", "Evaluator", "FittedHead", "Gather", "GatheringEvaluator",
-    "Objective", "ReferenceCorpus", "StepWideObjective", "Sums", "Task", "TaskBase", "TaskKind", "add_sums", "task_of",
+    "TASKS", "Collecting", "ComparedWithReference", "Corpus", "Evaluator", "FittedHead", "Gather",
+    "GatheringEvaluator", "Objective", "ReferenceCorpus", "SizedEvaluator", "StepWideObjective", "Sums", "Task",
+    "TaskBase", "TaskKind", "add_sums", "task_of",
 ]  # fmt: skip

@@ -43,6 +43,10 @@ class SplitEvaluator(Generic[M, P]):
         model: torch.nn.Module = self._objective.model
         return model
 
+    @property
+    def validation_examples(self) -> int:
+        return len(self._part)
+
     def validation_batches(self, size: int) -> Iterator[Any]:
         order = self._objective.ordered(np.arange(len(self._part)), self._part.lengths)
         for start in range(0, len(order), size):

@@ -41,6 +41,10 @@ class LanguageModeling:
         model = cast(CausalModel, self.model)
         return model.summed_loss(batch.inputs, batch.targets, batch.positions, batch.document_ids)
 
+    @property
+    def validation_examples(self) -> int:
+        return len(self._windows)
+
     def validation_batches(self, size: int) -> Iterator[Batch]:
         """Yields the windows in order, `size` at a time; pads the last batch, as a compiled graph has one shape."""
         windows = self._windows

@@ -114,6 +114,15 @@ class ReferenceCorpus(Protocol):
 
 
 @runtime_checkable
+class SizedEvaluator(Protocol):
+    """An evaluator whose batches all have the requested size, except for the last one."""
+
+    @property
+    def validation_examples(self) -> int:
+        """Returns the number of examples in the validation data."""
+
+
+@runtime_checkable
 class GatheringEvaluator(Protocol):
     """An evaluator whose metrics are no sums over examples, such as a rank correlation."""
 

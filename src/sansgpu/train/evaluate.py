@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count, islice
+from math import ceil
 
 import torch
 
@@ -12,7 +13,7 @@ from sansgpu.config import TrainingConfig
 from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.machine.memory import effective_batch
 from sansgpu.models.generate import reading
-from sansgpu.tasks import Evaluator, FittedHead, GatheringEvaluator, Sums, Task, add_sums
+from sansgpu.tasks import Evaluator, FittedHead, GatheringEvaluator, SizedEvaluator, Sums, Task, add_sums
 from sansgpu.train.step import StepPlan
 
 
@@ -40,6 +41,14 @@ def fit_head(task: Task, plan: StepPlan) -> None:
             task.fit_head(plan.micro_batch, plan.device)
 
 
+def _batch_count(task: Evaluator, size: int, limit: int | None) -> int:
+    """Returns the number of batches to evaluate, or 0 if it is unknown."""
+    if not isinstance(task, SizedEvaluator):
+        return 0
+    every = ceil(task.validation_examples / size)
+    return every if limit is None else min(every, limit)
+
+
 def evaluate(
     task: Evaluator,
     plan: StepPlan,
@@ -55,8 +64,9 @@ def evaluate(
     group = plan.group
     with _evaluating(task.model, plan):
         chosen = islice(task.validation_batches(plan.micro_batch), batches)
+        total = _batch_count(task, plan.micro_batch, batches)
         for done in count(step=group.size):
-            progress("evaluating", done, 0, "batch")
+            progress("evaluating", min(done, total or done), total, "batch")
             if not (turn := list(islice(chosen, group.size))):
                 break
             if group.all_reduce_max(float(stop())):
