@@ -29,9 +29,9 @@ from sansgpu.models.pretrained import (
 from sansgpu.models.pretrained_source import library_errors, source_of
 from sansgpu.models.quantized_layers import (
     QuantizedLayer,
-    QuantizedLinear,
     dequantize_layer,
     dequantize_layers,
+    matrix_of,
     restore_conv1d,
 )
 from sansgpu.models.stored_weights import StoredTensor, as_stored
@@ -61,25 +61,38 @@ def add_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
         with seeded(seed, "adapter"), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
             warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft warns that it corrects this setting
+            warnings.filterwarnings("ignore", message=".*tie_word_embeddings")  # refused below
             adapted = get_peft_model(loaded, config)
     except ValueError as error:
         raise ConfigError(f"model.lora_targets: {' '.join(str(error).split())[:300]}") from None
-    unmerged = (
-        name for name, layer in _adapted_layers(loaded).items() if not hasattr(layer.get_base_layer(), "weight")
-    )
-    if (first := next(unmerged, None)) is not None:
-        raise ConfigError(
-            f"model.lora_targets: {plain_name(first)} holds the experts of a layer, whose adapters sansgpu cannot "
-            "merge; set model.lora_targets to layers of the attention, such as [q_proj,k_proj,v_proj,o_proj]."
-        )
+    _require_mergeable(loaded)
     return adapted
+
+
+def _require_mergeable(model: PreTrainedModel) -> None:
+    """Raises ConfigError if the adapter of a layer cannot be merged into its weight."""
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    bases = [getattr(table, "base_layer", table) for table in tables if table is not None]
+    tied = len(bases) == 2 and len({id(matrix_of(base)) for base in bases}) == 1
+    for name, layer in _adapted_layers(model).items():
+        base = layer.get_base_layer()
+        if not hasattr(base, "weight"):
+            raise ConfigError(
+                f"model.lora_targets: {plain_name(name)} holds the experts of a layer, whose adapters sansgpu cannot "
+                "merge; set model.lora_targets to layers of the attention, such as [q_proj,k_proj,v_proj,o_proj]."
+            )
+        if tied and any(base is table for table in bases):
+            raise ConfigError(
+                f"model.lora_targets: {plain_name(name)} shares its weight with another layer, which an adapter would "
+                "change, too; leave the embedding and the output head out of model.lora_targets."
+            )
 
 
 def merge_adapter(adapted: Any, dtype: torch.dtype) -> PreTrainedModel:
     """Merges the adapter into the weights in fp32, rounding once to `dtype`; returns the model without the adapter."""
     for layer in _adapted_layers(adapted).values():  # one by one, because the model in fp32 may not fit into memory
         weight, base = _merged_weight(layer).to(dtype), layer.get_base_layer()
-        if isinstance(base, QuantizedLinear):
+        if isinstance(base, QuantizedLayer):
             dequantize_layer(base, nn.Parameter(weight, requires_grad=False))
         base.weight.data = weight
     plain: PreTrainedModel = adapted.unload()

@@ -48,9 +48,9 @@ class QuantizedEmbedding(QuantizedLayer, nn.Embedding):
         return rows.view(*input.shape, self.embedding_dim)
 
 
-def matrix_of(layer: nn.Linear) -> Matrix:
-    """Returns the weight of a linear layer, which may be quantized."""
-    return layer.blocks if isinstance(layer, QuantizedLinear) else layer.weight
+def matrix_of(layer: nn.Linear | nn.Embedding) -> Matrix:
+    """Returns the weight of a layer, which may be quantized."""
+    return layer.blocks if isinstance(layer, QuantizedLayer) else layer.weight
 
 
 def is_transposed(layer: nn.Module) -> bool:
