@@ -232,7 +232,10 @@ def test_other_tasks_and_settings(home: Path, tmp_path: Path, capsys: Captured) 
     assert cli(["predict", str(run), "--text", "red fox", "--json"]) == 0
     for changes, expected in [
         ({"model__base_precision": "int8"}, "base_precision configures an adapter, but adapter is none"),
-        ({**adapted, "model__lora_targets": "[q_proj,embed_tokens]"}, "model.embed_tokens shares its weight with another"),
+        (
+            {**adapted, "model__lora_targets": "[q_proj,embed_tokens]"},
+            "model.embed_tokens shares its weight with another",
+        ),
         ({**adapted, "training__few_shot": "true"}, "set model.base_precision to auto or bf16"),
     ]:
         task = "classify" if "training__few_shot" in changes else "sft"
