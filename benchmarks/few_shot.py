@@ -27,7 +27,6 @@ from benchmarks.ours import command
 Labeled = tuple[str, str]
 
 SHOTS, TESTED = 8, 500
-PEER = Path(__file__).with_name("few_shot_peer.py")
 SENTIMENTS = {"0": "negative", "1": "positive"}
 TOPICS = {"law": "law", "war machine": "military", "chemistry": "chemistry", "computing": "computing"}
 COLUMNS = {
@@ -119,7 +118,7 @@ def ours(job: Row, folder: Path) -> Row:
 def peer(python: str, job: Row, folder: Path) -> Row:
     path = folder / "job.json"
     path.write_text(json.dumps(job), encoding="utf-8")
-    outcome, used = timed([python, str(PEER), str(path)])
+    outcome, used = timed([python, "-m", "benchmarks.few_shot_peer", str(path)])
     if not outcome.events:
         raise outcome.no_result()
     accuracy = outcome.events[-1][1]["accuracy"]

@@ -1,6 +1,6 @@
 """Trains and tests SetFit with its default settings, in the Python environment that has it.
 
-    python few_shot_peer.py JOB.json
+    python -m benchmarks.few_shot_peer JOB.json
 
 Prints one JSON line with the accuracy and the seconds of training. Imports nothing of sansgpu.
 """

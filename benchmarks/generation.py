@@ -51,7 +51,7 @@ def measure(job: Row, python: str, folder: Path) -> Event:
     """Runs a worker. Raises NoResultError if it fails."""
     path = folder / "job.json"
     path.write_text(json.dumps(job))
-    outcome = spawn([python, str(Path(__file__).with_name("generation_worker.py")), str(path)])
+    outcome = spawn([python, "-m", "benchmarks.generation_worker", str(path)])
     found = [event for _, event in outcome.named("pass")]
     if outcome.code or not found:
         raise outcome.no_result()

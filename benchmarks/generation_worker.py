@@ -1,4 +1,4 @@
-"""Measures one contestant of `benchmarks.generation`: `python benchmarks/generation_worker.py JOB`.
+"""Measures one contestant of `benchmarks.generation`: `python -m benchmarks.generation_worker JOB`.
 
 Prints a JSON line. Runs in the environment of its contestant, so it imports nothing of the others.
 """
