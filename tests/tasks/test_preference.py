@@ -257,17 +257,20 @@ def test_a_run_learns_to_prefer_and_is_evaluated_as_in_training(
 
 def test_the_reference_is_computed_once_and_a_damaged_one_is_named(tmp_path: Path, capsys: Captured) -> None:
     rows = preference_rows(tmp_path / "rows.jsonl", 80)
-    assert cli(arguments(tmp_path, tmp_path / "one", rows, training__max_steps=1)) == 0
+    chosen: dict[str, object] = {"training__max_steps": 1, "training__precision": "bf16"}
+    assert cli(arguments(tmp_path, tmp_path / "one", rows, **chosen)) == 0
+    # Both compute with the same rounded weights, so no answer has become more or less likely before the first update.
+    assert events_of(tmp_path / "one", "step")[0]["margin"] == pytest.approx(0, abs=1e-6)
     files = sorted((tmp_path / "cache/reference").glob("*/log_probabilities.npy"))
     times = [file.stat().st_mtime_ns for file in files]
     assert len(files) == 2  # training and validation rows
     files[0].parent.rename(tmp_path / "lost")
-    assert cli(arguments(tmp_path, tmp_path / "two", rows, training__max_steps=1, model__adapter="lora")) == 0
+    assert cli(arguments(tmp_path, tmp_path / "two", rows, **chosen, model__adapter="lora")) == 0
     assert files[1].stat().st_mtime_ns == times[1]  # only what is missing is computed again
     assert files[0].read_bytes() == (tmp_path / "lost" / files[0].name).read_bytes()
     files[0].write_bytes(files[0].read_bytes()[:-8])
     capsys.readouterr()
-    assert cli(arguments(tmp_path, tmp_path / "three", rows, training__max_steps=1)) == 2
+    assert cli(arguments(tmp_path, tmp_path / "three", rows, **chosen)) == 2
     assert f"the cached log-probabilities in {files[0].parent} are damaged; delete that folder" in sentence(capsys)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,6 +47,18 @@ def narrow_matrices(model: nn.Module, layers: type[nn.Module] = nn.Module) -> No
             for parameter in module.parameters(recurse=False):
                 if parameter.ndim > 1:
                     parameter.data = parameter.data.to(torch.bfloat16)
+
+
+@contextmanager
+def narrowed_matrices(model: nn.Module) -> Iterator[None]:
+    """Converts the matrices of a model to bf16 in this context, as training in bf16 does."""
+    wide = [(parameter, parameter.data) for parameter in model.parameters()]
+    narrow_matrices(model)
+    try:
+        yield
+    finally:
+        for parameter, data in wide:
+            parameter.data = data
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

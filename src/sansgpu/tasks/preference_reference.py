@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from sansgpu.config import ConfigError, ModelConfig
 from sansgpu.data.answer_pairs import AnswerPairs, PreferenceExamples
 from sansgpu.data.shards import ReportProgress, cache_key, cached
 from sansgpu.machine.group import SINGLE_PROCESS, Group
+from sansgpu.models.modules import narrowed_matrices
 from sansgpu.models.pretrained import weights_fingerprint
 from sansgpu.tasks.fine_tuning import passes
 
@@ -78,8 +80,9 @@ def _log_probabilities(
 
     objective.model.to(device)  # type: ignore[arg-type]
     results = np.empty((len(batch), 2))
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
-    with reading(objective.model), torch.no_grad(), autocast:
+    narrow = precision == "bf16"  # the first step must find no difference from its own rounded weights
+    rounded = narrowed_matrices(objective.model) if narrow else nullcontext()
+    with reading(objective.model), torch.no_grad(), rounded, torch.autocast(device.type, torch.bfloat16, narrow):
         for numbers in passes(batch.sizes.sum(1).numpy()):
             pieces = AnswerPairs.joined([batch.rows(number, number + 1) for number in numbers])
             results[numbers] = objective.log_probabilities(pieces.to(device)).cpu().numpy()
