@@ -82,7 +82,7 @@ def test_ctrl_c_in_the_first_second_is_one_sentence(home: Path, command: str) ->
 
 
 def test_ctrl_c_during_an_import_is_one_sentence(home: Path) -> None:
-    """What is half imported is not imported again for the sentence: this module would send a second Ctrl-C."""
+    """Printing the sentence must not import anything: importing this `yaml` again would send a second Ctrl-C."""
     modules = home / "modules"
     modules.mkdir()
     (modules / "yaml.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")

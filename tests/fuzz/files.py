@@ -184,7 +184,7 @@ def lessons(draw: random.Random, bases: Bases) -> Case:
             file = member(again, folder, (".json", ".npy", ".bin"))
             content = damaged(file.read_bytes(), again)
         file.write_bytes(content)
-        if file.suffix == ".npy" and again.random() < 0.7:  # as if it had been written so
+        if file.suffix == ".npy" and again.random() < 0.7:  # the manifest often gets the hash of the damaged file
             manifest = folder / "MANIFEST.json"
             values = json.loads(manifest.read_text())
             values["files"][file.name] = hashlib.sha256(content).hexdigest()

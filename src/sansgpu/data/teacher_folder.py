@@ -166,9 +166,10 @@ class Predictions:
     def __init__(self, folder: TeacherFolder, progress: ReportProgress) -> None:
         """Checks all shards. Raises ConfigError if one is missing or was changed."""
         self.top_k, self._record = int(folder.settings["top_k"]), folder.record
-        self._offsets = np.concatenate([[0], np.cumsum(folder.counts)])  # where the predictions of each example begin
+        # The predictions of all examples are numbered: these are the first numbers of each example and of each shard.
+        self._offsets = np.concatenate([[0], np.cumsum(folder.counts)])
         ranges = folder.shard_examples()
-        self._starts = np.array([self._offsets[first] for first, _ in ranges])  # where those of each shard begin
+        self._starts = np.array([self._offsets[first] for first, _ in ranges])
         self._paths = [folder.root / shard_name(number) for number in range(len(ranges))]
         for number, path in enumerate(self._paths):
             progress("checking the teacher's predictions", number, len(ranges), "shard")

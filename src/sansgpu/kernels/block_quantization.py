@@ -16,7 +16,7 @@ from sansgpu.kernels import native
 
 Precision = Literal["int8", "int4"]
 QUANTIZED_AT_ONCE = 1 << 24  # values of a matrix that are in memory as fp32 while it is quantized
-NOT_QUANTIZED = -1  # the number of a format that stands for a tensor of fp32 or bf16
+NOT_QUANTIZED = -1  # kernels get this number instead of a format if the matrix has values of fp32 or bf16
 
 
 @dataclass(frozen=True)

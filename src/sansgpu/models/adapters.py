@@ -61,7 +61,7 @@ def add_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
         with seeded(seed, "adapter"), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
             warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft warns that it corrects this setting
-            warnings.filterwarnings("ignore", message=".*tie_word_embeddings")  # refused below
+            warnings.filterwarnings("ignore", message=".*tie_word_embeddings")  # `_require_mergeable` refuses it
             adapted = get_peft_model(loaded, config)
     except ValueError as error:
         raise ConfigError(f"model.lora_targets: {' '.join(str(error).split())[:300]}") from None

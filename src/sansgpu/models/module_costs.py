@@ -68,7 +68,7 @@ class ModuleShape:
     fused: FusedBlocks | None  # the blocks that `patch_model` has put in place of others
     packs: bool = True  # several examples can share a row
     quantized_blocks: QuantizedWeights = QuantizedWeights()
-    quantized_tables: QuantizedWeights = QuantizedWeights()  # of the token embedding and the output head
+    quantized_tables: QuantizedWeights = QuantizedWeights()  # those of the token embedding and the output head
 
     def with_layers(self, layers: int) -> ModuleShape:
         """Returns the shape with at most `layers` blocks."""

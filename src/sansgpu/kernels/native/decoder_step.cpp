@@ -23,7 +23,7 @@ struct Weight {
   const void* data;            // packed, or rows of a block format
   int64_t format, N;           // the number of the block format, -1 if packed
   const float* bias;           // (N,), may be null
-  int64_t rank;                // of an adapter, even; 0 without one
+  int64_t rank;                // the rank of the LoRA adapter, an even number; 0 if there is no adapter
   const void *first, *second;  // the adapter's packed matrices (rank, terms) and (N, rank)
 };
 

@@ -1,8 +1,8 @@
 // Products of matrices of any size by all threads, on top of the products of tiles that stay in cache.
 //
 // B is packed in panels first, and A, too, if its rows are not contiguous. Then threads draw tiles of C, which wait for
-// what they multiply. B may be another kind of matrix that `pack_columns` can pack; see quantized_rows.h. Each element of C is summed in the same order whatever the size of its tile, so that size may
-// depend on the number of threads.
+// what they multiply. B may be another kind of matrix that `pack_columns` can pack; see quantized_rows.h. Each element
+// of C is summed in the same order whatever the size of its tile, so that size may depend on the number of threads.
 #pragma once
 
 #include <type_traits>
