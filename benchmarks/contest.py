@@ -243,12 +243,12 @@ def write_json(path: Path | None, benchmark: str, settings: Row, rows: Sequence[
 
 def describe_machine() -> Row:
     """Returns processor, instruction set of our kernels, memory, load and versions."""
-    from sansgpu.machine.instruction_sets import chosen  # imports torch, which this process needs for nothing else
+    from sansgpu.machine.instruction_sets import allowed  # imports torch, which this process needs for nothing else
 
     return {
         "processor": _cpu_line("model name") or platform.processor() or platform.machine(),
         "isa": [flag for flag in ISA_FLAGS if flag in (_cpu_line("flags") or _cpu_line("Features") or "").split()],
-        "instruction_set": chosen().name,
+        "instruction_set": allowed()[-1].name,
         "cores": psutil.cpu_count(logical=False),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,

@@ -25,7 +25,6 @@ from benchmarks.contest import WARM_UP, Row
 from benchmarks.critical_path import PathJob
 from sansgpu.config import load_config
 from sansgpu.kernels import native
-from sansgpu.machine.compiled import compiled_cache, compiled_in
 from sansgpu.machine.launch import quiet_profiler
 from sansgpu.planning.set_up import set_up
 from sansgpu.tasks import task_of
@@ -52,7 +51,7 @@ class RegionRecorder:
 
     def __init__(self, library: str) -> None:
         self._library = ctypes.CDLL(library)
-        self._kernels = str(compiled_in(compiled_cache(lambda message: None)) / "kernels").encode()
+        self._kernels = str(native.LIBRARIES).encode()
         self._regions = np.zeros(MAX_REGIONS, REGION)
         self._units = torch.zeros(MAX_UNITS, dtype=torch.float64)
 
@@ -130,7 +129,7 @@ def training_step(job: PathJob) -> Callable[[], None]:
     config, _ = load_config(file, [*job.overrides, f"training.threads={max(job.threads)}"])
     kind, training = task_of(config), config.training
     config = kind.with_vocabulary(config)
-    how, _ = set_up(config, None, lambda message: None, lambda *_: None)
+    how, _ = set_up(config, None, lambda message: None)
     task: Any = kind.objective(config)
     task.compile(training.compile == "on")
     assert training.batch_size != "auto"

@@ -24,7 +24,6 @@ from sansgpu.data.leafy import LeafyDataset
 from sansgpu.kernels import native
 from sansgpu.kernels.choice import load_kernels
 from sansgpu.machine.allocator import keep_freed_memory
-from sansgpu.machine.compiled import compiled_cache
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.probe import cache_dir, resolve_precision, resolve_threads
 from sansgpu.tasks.graph import Graph
@@ -122,8 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(resolve_threads(config.training))
     torch.set_flush_denormal(True)
     keep_freed_memory()
-    load_kernels(config.training.kernels, compiled_cache(say), device, say)
-    native.install_caching_allocator(varying=True)
+    load_kernels(config.training.kernels, device, say)
+    native.install_caching_allocator(True, say)
     config, corpus = Graph.prepare(config, cache, lambda *_: None)
     training = config.training
     work = Graph.costs(config).work(effective_batch(training) * corpus.example_tokens)

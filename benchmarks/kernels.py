@@ -22,7 +22,6 @@ from sansgpu.kernels.attention import attention, causal_ranges, visible_keys
 from sansgpu.kernels.cross_entropy import linear_cross_entropy
 from sansgpu.kernels.linear import Linear
 from sansgpu.machine.allocator import keep_freed_memory
-from sansgpu.machine.compiled import compiled_cache
 from sansgpu.machine.probe import available_cores
 
 Call = Callable[[], torch.Tensor]  # forward pass; backward starts from the sum of its result
@@ -196,7 +195,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(available_cores())
     keep_freed_memory()  # as in a run
-    if reason := native.load(compiled_cache(say)):
+    if reason := native.load():
         say(f"the native kernels are not available, plain torch is measured instead: {reason}")
     torch.manual_seed(0)
     rows: list[Row] = []

@@ -22,7 +22,6 @@ from benchmarks.contest import Row, print_table, say, spawn, write_json
 from sansgpu.config import ConfigError
 from sansgpu.kernels import native
 from sansgpu.machine import instruction_sets
-from sansgpu.machine.compiled import compiled_cache
 
 # What keeps oneDNN, torch and MKL from using more than an instruction set.
 LIMITS = {
@@ -96,7 +95,7 @@ def measure(shape: tuple[int, int, int], dtype: torch.dtype, repeats: int) -> Ro
 def measure_all(shapes: tuple[tuple[int, int, int], ...], repeats: int) -> None:
     """Prints the results of this process's instruction set as JSON lines."""
     torch.set_num_threads(1)
-    if reason := native.load(compiled_cache(say)):
+    if reason := native.load():
         raise ConfigError(f"the kernels are not available: {reason}")
     for dtype in (torch.bfloat16, torch.float32):
         for shape in shapes:

@@ -8,13 +8,15 @@ import torch
 from hypothesis import settings
 
 from sansgpu.kernels import native
-from sansgpu.machine.compilation import missing_compiler
-from tests.processes import COMPILED, use_cache, write_corpus
+from tests.processes import use_cache, write_corpus
 
-# Tests of the kernels are skipped where nothing can be compiled, and for no other reason.
-reason = native.load(COMPILED)
-if reason is not None and missing_compiler() is None:
-    raise RuntimeError(f"there is a compiler, but the kernels cannot be loaded: {reason}")
+REBUILD = "run `make kernels`, which builds the C++ kernels after a change of their sources"
+if (reason := native.load()) is not None:
+    raise RuntimeError(f"the kernels cannot be loaded ({reason}); {REBUILD}")
+sources = [path.stat().st_mtime for path in (native.LIBRARIES.parent / "native").glob("*")]  # none in a wheel
+built = [path.stat().st_mtime for path in native.LIBRARIES.glob("*.so") if path != native.ALLOCATOR]
+if max(sources, default=0) > min(built):
+    raise RuntimeError(f"the kernels are older than their sources; {REBUILD}")
 
 # A busy machine must not fail an example by its time, and a test that passed must not fail by other examples.
 settings.register_profile("sansgpu", deadline=None, derandomize=True)

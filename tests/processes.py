@@ -23,7 +23,6 @@ from benchmarks.outcome import json_lines as json_lines
 from benchmarks.outcome import record as record
 
 from sansgpu.cli import run as cli
-from sansgpu.machine.compiled import compiled_in
 from tests.forks import Fork, ForkServer
 
 # A model of a second, with dropout on, and everything that can be due at a step due within a few.
@@ -53,7 +52,6 @@ TINY = {
 
 
 SURROUNDINGS = dict(os.environ)  # before a test changes it
-COMPILED = Path(__file__).parents[1] / ".pytest_cache/sansgpu"  # the cache with the kernels, compiled once
 # Lines on stderr that are neither errors nor warnings: stages of known size, and any stage that lasts.
 PROGRESS = re.compile(
     r"tokenizing|training the tokenizer|reading|measuring|timing|Writing model shards|libgomp: "
@@ -87,15 +85,13 @@ def train(home: Path, run: Path, *more: str, **changes: object) -> int:
 
 
 def environment(cache: Path) -> dict[str, str]:
-    """Returns environment variables with `cache` as the cache folder, which gets the compiled kernels."""
+    """Returns environment variables with `cache` as the cache folder."""
     cache.mkdir(parents=True, exist_ok=True)
-    if not (own := compiled_in(cache) / "kernels").exists():
-        shutil.copytree(compiled_in(COMPILED) / "kernels", own, ignore=shutil.ignore_patterns("*.o", "*.lock"))
     return {**os.environ, "SANSGPU_CACHE": str(cache)}
 
 
 def use_cache(patch: pytest.MonkeyPatch, cache: Path) -> None:
-    """Makes `cache`, which gets the compiled kernels, the cache of this process and its children."""
+    """Makes `cache` the cache folder of this process and its children."""
     patch.setenv("SANSGPU_CACHE", environment(cache)["SANSGPU_CACHE"])
 
 

@@ -6,16 +6,10 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import yaml
-
-from sansgpu.kernels import native
-from sansgpu.machine.compilation import cxx
-from sansgpu.machine.compiled import compiled_in
-from sansgpu.machine.instruction_sets import chosen
 
 MODULE = "evil_objective"
 REMOTE = "evil_model"
@@ -40,25 +34,6 @@ def write_module(folder: Path, canary: Path) -> Path:
     """Writes a module with an objective, in a folder that is not on the path."""
     folder.mkdir(exist_ok=True)
     (folder / f"{MODULE}.py").write_text(f"open({str(canary)!r}, 'w').close()\nfrom sansgpu.tasks.pretrain import *\n")
-    return folder
-
-
-def write_cache(folder: Path, canary: Path) -> Path:
-    """Writes a library to every place in a cache from which any version loads kernels."""
-    compiler = cxx()
-    assert compiler
-    source = folder.with_suffix(".cpp")
-    source.write_text(
-        "#include <cstdio>\n__attribute__((constructor)) static void run() "
-        f'{{ std::fclose(std::fopen({json.dumps(str(canary))}, "w")); }}\n'
-    )
-    for root in (folder / "kernels", compiled_in(folder) / "kernels"):
-        allocator = root / native.allocator_name()
-        allocator.mkdir(parents=True, mode=0o700)
-        root.chmod(0o700)
-        (allocator / "ready").touch()
-        for library in (root / native.library_name(chosen()), allocator / native.ALLOCATOR_LIBRARY):
-            subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
     return folder
 
 

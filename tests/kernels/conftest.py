@@ -2,14 +2,11 @@
 
 import ctypes
 from collections.abc import Iterator
-from functools import cache
 
 import pytest
 
 from sansgpu.kernels import native
-from sansgpu.machine.compiled import compiled_in
 from sansgpu.machine.instruction_sets import supported
-from tests.processes import COMPILED
 
 M_PERTURB = -6  # malloc.h
 INSTRUCTION_SETS = {instructions.name: instructions for instructions in supported()}
@@ -20,17 +17,9 @@ SETS = [
 ]
 
 
-@cache
-def library_of(name: str) -> ctypes.CDLL:
-    """Returns the kernels for an instruction set, which are compiled once into the cache of the tests."""
-    return native.load_library(compiled_in(COMPILED) / "kernels", INSTRUCTION_SETS[name], lambda doing: None)
-
-
 def use_set(name: str, patch: pytest.MonkeyPatch) -> None:
     """Makes this process use the kernels of an instruction set."""
-    if not native.available():
-        pytest.skip("no C++ compiler here")
-    patch.setattr(native, "_library", library_of(name))
+    patch.setattr(native, "_library", native.load_library(INSTRUCTION_SETS[name]))
     patch.setattr(native, "_set", INSTRUCTION_SETS[name])
 
 

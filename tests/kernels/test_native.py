@@ -1,17 +1,14 @@
-"""Compiling and loading the kernels, with small sources that compile in no time."""
+"""Loading the kernels: the best that are installed, or plain torch with one warning."""
 
-import os
-import signal
+import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from sansgpu.kernels import native
-from sansgpu.machine.compilation import cxx
-from sansgpu.machine.compiled import compiled_in
+from sansgpu.machine.instruction_sets import supported
 
 SCRIPT = """
 import sys
@@ -20,97 +17,53 @@ import torch
 from sansgpu.kernels import native
 from sansgpu.kernels.choice import load_kernels
 
-native.SOURCES = Path(sys.argv[2])
-print(load_kernels("auto", Path(sys.argv[1]), torch.device("cpu"), print, print))
+native.LIBRARIES = Path(sys.argv[1])
+print(load_kernels("auto", torch.device("cpu"), print))
 """
-ANNOUNCED = "compiling the C++ kernels, once for this machine"
-NEEDS_COMPILER = pytest.mark.skipif(not native.available(), reason="no C++ compiler here")
+NEEDS_TWO = pytest.mark.skipif(len(supported()) == 1, reason="this processor has one instruction set")
 
 
 @pytest.fixture
-def sources(tmp_path: Path) -> Path:
-    folder = tmp_path / "sources"
-    folder.mkdir()
-    (folder / "one.cpp").write_text('extern "C" int one() { return 1; }\n')
-    return folder
+def libraries(tmp_path: Path) -> Path:
+    """A copy of the installed kernels."""
+    return shutil.copytree(native.LIBRARIES, tmp_path / "libraries")
 
 
-def compiler(folder: Path, script: str) -> Path:
-    """Writes a compiler that runs `script` and then the real one, but fails for the allocator, which takes long."""
-    path = folder / f"compiler-{len(list(folder.iterdir()))}"
-    path.write_text(f'#!/bin/sh\ncase "$*" in *memory.cpp*) exit 1;; esac\n{script}\nexec {cxx()} "$@"\n')
-    path.chmod(0o700)
-    return path
+def loaded(libraries: Path) -> list[str]:
+    """Returns the warnings of a process that loads the kernels in a folder, and the name of those that it uses."""
+    command = [sys.executable, "-c", SCRIPT, str(libraries)]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
 
 
-def start(cache: Path, sources: Path, compiler: Path | str) -> subprocess.Popen[str]:
-    """Starts a process that loads the kernels, and prints announcements, warnings and the kernels that it uses."""
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(cache), str(sources)],
-        env={**os.environ, "CXX": str(compiler)},
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+@NEEDS_TWO
+def test_the_best_installed_kernels_are_used(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, second, best = supported()
+    assert loaded(libraries) == [f"native {best.name}"]
+    monkeypatch.setenv("SANSGPU_ISA", second.name)
+    assert loaded(libraries) == [f"native {second.name}"]
+    monkeypatch.delenv("SANSGPU_ISA")
+    (libraries / f"{best.name}.so").unlink()
+    assert loaded(libraries) == [f"native {second.name}"]
 
 
-def lines(process: subprocess.Popen[str]) -> list[str]:
-    """Returns what the process prints until it ends."""
-    return process.communicate()[0].splitlines()
-
-
-def test_a_compilation_is_announced_before_it_starts_and_may_fail(tmp_path: Path, sources: Path) -> None:
-    announced, warning, kernels = lines(start(tmp_path, sources, "false"))
-    assert announced == ANNOUNCED
-    assert warning.startswith("the native kernels cannot be compiled (")
+def test_without_kernels_torch_runs_and_a_warning_says_why(tmp_path: Path) -> None:
+    warning, kernels = loaded(tmp_path)
+    best = supported()[-1].name
+    assert warning.startswith(f"the native kernels cannot be loaded (this installation has none for {best} on ")
     assert kernels == "torch"
 
 
-@NEEDS_COMPILER
-def test_an_error_of_the_compiler_is_shown(tmp_path: Path, sources: Path) -> None:
-    (sources / "two.cpp").write_text("void two() { return 2; }\n")
-    _, warning, kernels = lines(start(tmp_path, sources, compiler(tmp_path, ":")))
-    assert "two.cpp" in warning
-    assert "error:" in warning
+def test_a_damaged_library_is_named(libraries: Path) -> None:
+    damaged = libraries / f"{supported()[-1].name}.so"
+    damaged.write_text("not a library")
+    warning, kernels = loaded(libraries)
+    assert str(damaged) in warning
     assert kernels == "torch"
 
 
-@NEEDS_COMPILER
-def test_the_kernels_run_without_the_allocator(tmp_path: Path, sources: Path) -> None:
-    announced, allocator, warning, kernels = lines(start(tmp_path, sources, compiler(tmp_path, ":")))
-    assert (announced, allocator) == (ANNOUNCED, "compiling the memory allocator, once for this version of torch")
-    assert warning.startswith("the memory allocator cannot be compiled (")
-    assert kernels == native.name()
-
-
-@NEEDS_COMPILER
-def test_of_two_processes_one_compiles(tmp_path: Path, sources: Path) -> None:
-    slow = compiler(tmp_path, "sleep 0.5")
-    printed = [lines(process) for process in [start(tmp_path, sources, slow) for _ in range(2)]]
-    assert sorted(ANNOUNCED in found for found in printed) == [False, True]
-    assert [found[-1] for found in printed] == [native.name()] * 2
-
-
-@NEEDS_COMPILER
-def test_a_killed_compilation_is_repeated(tmp_path: Path, sources: Path) -> None:
-    started = tmp_path / "started"
-    process = start(tmp_path, sources, compiler(tmp_path, f"touch {started}; sleep 60"))
-    while not started.exists():
-        assert process.poll() is None
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    assert lines(process) == [ANNOUNCED] or lines(process) == []  # unless it was not written yet
-    again = lines(start(tmp_path, sources, compiler(tmp_path, ":")))
-    assert (again[0], again[-1]) == (ANNOUNCED, native.name())
-    assert len(list((compiled_in(tmp_path) / "kernels").glob("*.so"))) == 1
-
-
-@NEEDS_COMPILER
-@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give files away")
-def test_a_library_of_another_user_is_refused(tmp_path: Path, sources: Path) -> None:
-    assert lines(start(tmp_path, sources, compiler(tmp_path, ":")))[-1] == native.name()
-    (library,) = (compiled_in(tmp_path) / "kernels").glob("*.so")
-    os.chown(library, 65534, 65534)
-    *_, warning, kernels = lines(start(tmp_path, sources, compiler(tmp_path, ":")))
-    assert f"{library} belongs to another user" in warning
-    assert kernels == "torch"
+def test_the_process_has_one_openmp_runtime() -> None:
+    """A second one would start threads of its own for each of ours."""
+    script = "import torch; from sansgpu.kernels import native; native.load(); print(open('/proc/self/maps').read())"
+    maps = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True).stdout
+    files = {Path(line.split()[-1]) for line in maps.splitlines()}
+    assert len([file for file in files if file.name.startswith(("libgomp", "libomp", "libiomp"))]) == 1

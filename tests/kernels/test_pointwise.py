@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sansgpu.kernels import native
 from sansgpu.kernels.activation import gelu, gelu_tanh, relu, relu_squared, swiglu
 from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.norm import LayerNorm, RMSNorm, residual
@@ -178,7 +177,6 @@ def test_rotary(
     assert_near(mine, results(exact, [t.double() for t in (*inputs, *weights)], seed), tolerance)
 
 
-@pytest.mark.skipif(not native.available(), reason="the kernels cannot be compiled here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_do_not_depend_on_the_threads(dtype: torch.dtype) -> None:
     time, width = 700, 96

@@ -13,22 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sansgpu.kernels import native
-from sansgpu.machine.instruction_sets import ARM, InstructionSet
-from tests.kernels.conftest import SETS, library_of
+from sansgpu.machine.instruction_sets import ARM
+from tests.kernels.conftest import INSTRUCTION_SETS, SETS
 
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "src/sansgpu/kernels/native"
 EMULATED = ("-O1", "-std=c++20", "-fPIC", "-DSANSGPU_EMULATE_AMX", f"-I{Path(__file__).parent}")
 ROUNDING = 2.0**-24  # the relative error of an fp32 operation
 
 
 @pytest.fixture(scope="module", params=[*SETS, "emulated_amx"])
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    if not native.available():
-        pytest.skip("no C++ compiler here")
     if request.param == "emulated_amx":
         file = tmp_path_factory.mktemp("amx") / "products.so"
-        native.compile_kernels(file, list(EMULATED), [native.SOURCES / "product.cpp"])
+        subprocess.run(["c++", *EMULATED, "-shared", "-o", str(file), str(SOURCES / "product.cpp")], check=True)
         return ctypes.CDLL(str(file))
-    return library_of(request.param)
+    return native.load_library(INSTRUCTION_SETS[request.param])
 
 
 class Guarded:
@@ -139,18 +139,27 @@ def test_a_row_does_not_depend_on_the_other_rows(library: ctypes.CDLL, dtype: to
         assert torch.equal(part, whole[:rows])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("instructions", ARM, ids=lambda instructions: instructions.name)
-def test_products_of_arm(instructions: InstructionSet, tmp_path: Path) -> None:
-    """Compiles the products for ARM and runs them in an emulator."""
+@pytest.fixture(scope="module")
+def arm_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Configures a build for ARM, and returns its folder."""
     compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
     if compiler is None or emulator is None:
         pytest.skip("needs g++-aarch64-linux-gnu and qemu-user")
-    sources = [native.SOURCES / "product.cpp", Path(__file__).parent / "products_elsewhere.cpp"]
-    flags = [*native.FLAGS, *instructions.flags, "-static", f"-I{native.SOURCES}"]
-    program = tmp_path / "products"
-    subprocess.run([compiler, *flags, *map(str, sources), "-o", str(program)], check=True)
-    done = subprocess.run([emulator, "-cpu", "max", str(program)], check=True, capture_output=True, text=True)
+    build = tmp_path_factory.mktemp("arm")
+    target = {"SYSTEM_NAME": "Linux", "SYSTEM_PROCESSOR": "aarch64", "CXX_COMPILER": compiler}
+    command = ["cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(build)]
+    subprocess.run([*command, *(f"-DCMAKE_{key}={value}" for key, value in target.items())], check=True)
+    return build
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [instructions.name for instructions in ARM])
+def test_products_of_arm(arm_build: Path, name: str) -> None:
+    """Compiles all kernels for ARM, and runs the products in an emulator."""
+    subprocess.run(["cmake", "--build", str(arm_build), "--target", name, f"products_{name}"], check=True)
+    assert (arm_build / f"{name}.so").exists()
+    program = ["qemu-aarch64", "-cpu", "max", str(arm_build / f"products_{name}")]
+    done = subprocess.run(program, check=True, capture_output=True, text=True)
     errors = [float(error) for error in done.stdout.split()]
     assert len(errors) == 2
     assert max(errors) < 1

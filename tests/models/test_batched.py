@@ -89,7 +89,6 @@ def test_a_batch_of_a_transformers_model_writes_what_each_prompt_gives_alone(arc
         assert together[number].reason == ("length" if len(together[number].ids) == 5 + 3 * number else "stop")
 
 
-@pytest.mark.skipif(not native.available(), reason="torch rounds differently for other numbers of rows")
 @pytest.mark.parametrize("narrow", [False, True])
 def test_texts_depend_on_seed_and_row_but_not_on_the_batch(narrow: bool) -> None:
     unpadded, tokenizer = pretrained("qwen2")
@@ -110,7 +109,6 @@ def test_texts_depend_on_seed_and_row_but_not_on_the_batch(narrow: bool) -> None
     assert len({tuple(row.ids[:5]) for row in same}) > 1
 
 
-@pytest.mark.skipif(not native.available(), reason="needs the compiled kernels")
 @pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_a_step_in_one_call_gives_the_same_bits_as_the_layers(architecture: str, narrow: bool) -> None:
@@ -136,7 +134,6 @@ def test_a_step_in_one_call_gives_the_same_bits_as_the_layers(architecture: str,
         assert torch.equal(*logits)
 
 
-@pytest.mark.skipif(not native.available(), reason="needs the compiled kernels")
 @pytest.mark.parametrize("precision", ["int8", "int4", "bf16"])
 def test_a_step_in_one_call_computes_quantized_weights_and_adapters(precision: str) -> None:
     adapter = {"adapter": "lora", "lora_rank": 5, "lora_alpha": 10, "lora_targets": ["v_proj", "up_proj", "down_proj"]}

@@ -11,7 +11,6 @@ from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sansgpu.config import Config, ModelConfig, load_config
-from sansgpu.kernels import native
 from sansgpu.models import TransformerLM
 from sansgpu.models.layouts import hugging_face_config, to_hugging_face
 from tests.models.small import LAYOUTS, config_of, model_of, tokens
@@ -187,7 +186,6 @@ def test_the_built_in_model_is_a_decoder_of_seven_million() -> None:
     assert TransformerLM(shape, seed=None).parameter_count / 1e6 == pytest.approx(7.2, abs=0.1)
 
 
-@pytest.mark.skipif(not native.available(), reason="no C++ compiler here")
 @pytest.mark.parametrize("layout", ["modern", "classic"])
 def test_compiled_blocks_are_one_graph_and_compute_the_same(layout: str) -> None:
     torch._dynamo.reset()

@@ -91,7 +91,6 @@ KINDS = [
 ]
 
 
-@pytest.mark.skipif(not native.available(), reason="the kernels cannot be compiled here")
 @pytest.mark.parametrize(("architecture", "precision", "compiled", "kernels"), KINDS)
 def test_a_block_keeps_what_is_said(
     architecture: str, precision: str, compiled: str, kernels: str, monkeypatch: pytest.MonkeyPatch

@@ -150,7 +150,6 @@ def test_recomputed_activations_give_the_same_gradients() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-@pytest.mark.skipif(not native.available(), reason="the kernels cannot be compiled here")
 def test_blocks_read_their_norms_in_bf16() -> None:
     model = tiny("Llama")
     patch_model(model)

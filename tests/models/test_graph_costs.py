@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sansgpu.config import ModelConfig, TrainingConfig
-from sansgpu.kernels import native
 from sansgpu.kernels.attention import bidirectional_ranges
 from sansgpu.machine.memory import Execution
 from sansgpu.models.graph_costs import GraphEncoderCosts
@@ -96,7 +95,6 @@ def kept_by_a_block(config: ModelConfig, how: Execution, nodes: int) -> int:
 COMPILED = [pytest.param(precision, "on", marks=pytest.mark.long) for precision in ("bf16", "fp32")]
 
 
-@pytest.mark.skipif(not native.available(), reason="the kernels cannot be compiled here")
 @pytest.mark.parametrize(("precision", "compiled"), [("bf16", "off"), ("fp32", "off"), *COMPILED])
 def test_a_block_keeps_what_is_said(precision: str, compiled: str) -> None:
     torch._dynamo.reset()

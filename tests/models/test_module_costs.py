@@ -9,7 +9,6 @@ import torch
 import transformers
 
 from sansgpu.config import ModelConfig, TrainingConfig
-from sansgpu.kernels import native
 from sansgpu.machine.memory import Execution
 from sansgpu.models.modules import blocks_of
 from sansgpu.models.patches import patch_model
@@ -32,7 +31,6 @@ def kept_by_a_block(model: Any, how: Execution) -> int:
     return kept_bytes_of(model.train(), how, prepare)
 
 
-@pytest.mark.skipif(not native.available(), reason="the kernels cannot be compiled here")
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", ["Bert", "DistilBert"])
 def test_a_fused_encoder_block_keeps_what_is_said(name: str, precision: str, tmp_path: Path) -> None:
@@ -55,7 +53,6 @@ def test_a_fused_encoder_block_keeps_what_is_said(name: str, precision: str, tmp
     assert costs.saved_bytes(how) == pytest.approx(kept_bytes_of(model, how, prepare), rel=0.03)
 
 
-@pytest.mark.skipif(not native.available(), reason="the kernels cannot be compiled here")
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_a_fused_block_keeps_what_is_said(precision: str, tmp_path: Path) -> None:
     for width, inner in [(256, 512), (128, 1024)]:

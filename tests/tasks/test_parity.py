@@ -7,7 +7,6 @@ import torch
 from benchmarks.fine_tuning_peer import batches, train
 
 from sansgpu.config import load_config
-from sansgpu.kernels import native
 from sansgpu.models import lora
 from sansgpu.models.pretrained import Head, load_pretrained
 from sansgpu.tasks import TASKS
@@ -144,7 +143,6 @@ def test_an_adapter_on_the_head_takes_part(tmp_path: Path) -> None:
     assert grad.abs().sum() > 0
 
 
-@pytest.mark.skipif(not native.available(), reason="the kernels cannot be compiled here")
 def test_our_adapters_train_as_those_of_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = settings("sft", model_folder("qwen2"), chat_rows(tmp_path / "rows.jsonl"), pack=True)
     losses = []

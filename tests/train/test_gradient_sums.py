@@ -66,7 +66,6 @@ def test_gradients_are_added_up_in_fp32_whatever_computes_them(monkeypatch: pyte
     assert all(p.gradient_sum is None for p in model.parameters())  # type: ignore[attr-defined]
 
 
-@pytest.mark.skipif(not native.available(), reason="no C++ compiler here")
 def test_matmuls_add_gradients_without_rounding_them() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Linear(24, 40))

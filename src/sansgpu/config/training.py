@@ -162,7 +162,7 @@ class TrainingConfig(Section):
     )
     kernels: Literal["auto", "native", "torch"] = Field(
         "auto",
-        description="native: C++ kernels, compiled on first use; torch: PyTorch operators; auto: native if it compiles",
+        description="native: C++ kernels; torch: PyTorch operators; auto: native where this processor has kernels",
     )
     threads: PositiveInt | Literal["auto"] = Field(
         "auto",

@@ -11,7 +11,7 @@ import torch
 from sansgpu.config import TrainingConfig
 from sansgpu.data.shards import ReportProgress
 from sansgpu.kernels import native
-from sansgpu.machine.compilation import missing_compiler
+from sansgpu.machine.compilation import NATIVE_SAVED_RATIO, missing_compiler
 from sansgpu.machine.compiled import compiled_cache
 from sansgpu.machine.description import hardware, software
 from sansgpu.machine.disk import free_disk_bytes
@@ -70,7 +70,6 @@ class MachineReport:
     gpu: str | None
     kernels: str
     kernels_problem: str | None
-    allocator_problem: str | None
     cache_problem: str | None
     gemm_flops_per_second: dict[str, float | None]  # by precision; None: emulated, which is too slow to measure
     memory_bandwidth_bytes_per_second: float
@@ -86,9 +85,8 @@ def doctor(progress: ReportProgress) -> MachineReport:
     time.sleep(USAGE_SECONDS)
     others = strain.sample()
     unsafe: list[str] = []
-    problems: list[str] = []
-    kernels = native.load(compiled_cache(unsafe.append), lambda doing: progress(doing, 0, 0), problems.append)
-    progress("measuring this machine", 0, 0)
+    compiled_cache(unsafe.append)
+    kernels = native.load()
     bf16, threads = has_native_bf16(), torch.get_num_threads()
     facts = MachineReport(
         **hardware(),
@@ -101,7 +99,6 @@ def doctor(progress: ReportProgress) -> MachineReport:
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         kernels=native.name(),
         kernels_problem=kernels,
-        allocator_problem=problems[0] if problems else None,
         cache_problem=unsafe[0] if unsafe else None,
         gemm_flops_per_second={
             "fp32": gemm_flops_per_second("fp32", threads=threads),
@@ -121,16 +118,16 @@ def _advice(facts: MachineReport) -> list[Advice]:
 def _build_advice(facts: MachineReport) -> Iterator[Advice]:
     missing = missing_compiler()
     fp32, bf16 = (facts.gemm_flops_per_second[precision] for precision in ("fp32", "bf16"))
-    if missing:
+    if facts.kernels == "torch":
         yield Advice(
-            1.0, f"install {missing} (Debian: apt install g++ python3-dev); native kernels and torch.compile need it."
+            1.0,
+            f"the native kernels cannot be loaded ({facts.kernels_problem}); install a wheel of sansgpu for this "
+            "platform, or install a C++ compiler and then sansgpu from source.",
         )
-    elif facts.kernels == "torch":
-        problem = facts.kernels_problem
-        yield Advice(1.0, f"the native kernels do not compile ({problem}), so training falls back to plain torch.")
-    for problem in (facts.allocator_problem, facts.cache_problem):
-        if problem:
-            yield Advice(0.0, problem)
+    if missing:
+        yield Advice(NATIVE_SAVED_RATIO, f"install {missing} (apt install g++ python3-dev); torch.compile needs it.")
+    if facts.cache_problem:
+        yield Advice(0.0, facts.cache_problem)
     if facts.isa_limits:
         names = ", ".join(f"{name}={value}" for name, value in facts.isa_limits.items())
         yield Advice(1.0, f"unset {names}; it keeps programs from using instructions that this CPU may have.")

@@ -1,52 +1,32 @@
-"""Compiles the C++ kernels for this processor and loads them. If that fails, the plain torch code runs instead.
+"""Loads the C++ kernels for this processor. Without them, the plain torch code runs instead.
 
-The kernels are plain C functions of pointers, so they depend on no version of torch. The compiler vectorizes their
-loops for one of the sets in `machine.instruction_sets`. Only the caching allocator is an extension of torch, compiled
-apart.
+The kernels are plain C functions of pointers, so they depend on no version of Python or torch. CMakeLists.txt compiles
+one library for each set in `machine.instruction_sets`, when sansgpu is installed from source or a wheel is built.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import shutil
-import subprocess
-import tempfile
+import platform
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from subprocess import SubprocessError
 from typing import Any
 
 import torch
-from filelock import FileLock
 
-from sansgpu.machine import instruction_sets
 from sansgpu.machine.allocator import register_trim
-from sansgpu.machine.compilation import cxx
-from sansgpu.machine.compiled import compiled_in, make_private, require_own_file
-from sansgpu.machine.instruction_sets import InstructionSet
-from sansgpu.machine.probe import allowed_cpus
+from sansgpu.machine.instruction_sets import InstructionSet, allowed
 
-SOURCES = Path(__file__).parent / "native"
-ALLOCATOR = Path(__file__).parent / "allocator" / "memory.cpp"
-ALLOCATOR_LIBRARY = "sansgpu_allocator.so"
-# -ffast-math lets the compiler reorder sums to vectorize them; softmax needs infinities to work. Libraries of several
-# instruction sets in one process must not share their functions. GCC's first scheduling, which is on for ARM, loads so
-# early that the sums of matmuls no longer fit into the registers.
-FLAGS = ["-O3", "-ffast-math", "-fno-finite-math-only", "-fno-schedule-insns", "-fopenmp", "-std=c++20"]
-FLAGS += ["-fPIC", "-fvisibility=hidden"]
+LIBRARIES = Path(__file__).parent / "libraries"  # each with the name of its instruction set
+ALLOCATOR = LIBRARIES / "allocator.so"
 
 Argument = torch.Tensor | tuple[int, ...] | float | None
 _C_VALUES = frozenset((int, bool, float, type(None)))  # arguments that ctypes converts; asking for tensors takes longer
 _DTYPES = (torch.float32, torch.bfloat16)
 
-FAILURES = (OSError, RuntimeError, ImportError, SubprocessError)  # exceptions of compiling and of loading a library
-
 _library: ctypes.CDLL | None = None
 _set: InstructionSet | None = None
 _loaded = False
-_allocator = False
 
 
 def available() -> bool:
@@ -99,122 +79,50 @@ def _c_type(argument: Argument) -> type[ctypes.c_void_p] | type[ctypes.c_double]
     return ctypes.c_double if isinstance(argument, float) else ctypes.c_int64
 
 
-def install_caching_allocator(varying: bool = False) -> None:
-    """Installs the caching allocator of memory.cpp, which reuses the memory of freed large tensors, in huge pages.
+def install_caching_allocator(varying: bool, warn: Callable[[str], None]) -> None:
+    """Makes torch allocate large CPU tensors with memory.cpp, which reuses the memory of freed ones, in huge pages.
 
     Set `varying` if tensor sizes change from step to step, so that the cache does not grow without bound.
-    `machine.allocator.trim_memory` returns free memory to the operating system.
+    `machine.allocator.trim_memory` returns free memory to the operating system. Does nothing where it was not built
+    (it needs Linux), and calls `warn` if torch's own allocator cannot be replaced.
     """
-    if _allocator:
-        torch.ops.sansgpu.use_blocks(varying)
-        register_trim(torch.ops.sansgpu.give_back)
+    if not ALLOCATOR.exists():
+        return
+    library = ctypes.CDLL(str(ALLOCATOR))
+    if not library.install(ctypes.c_int64(varying)):
+        warn("torch's memory allocator could not be replaced, so steps take more time and memory.")
+        return
+    library.give_back.restype = ctypes.c_int64
+    register_trim(library.give_back)
 
 
-def load(
-    cache: Path, announce: Callable[[str], None] = lambda doing: None, warn: Callable[[str], None] = lambda text: None
-) -> str | None:
-    """Loads the kernels, compiling them first if `cache` has none for this processor, and the caching allocator.
+def load() -> str | None:
+    """Loads the best kernels for this processor that are installed.
 
-    Compiling takes up to a minute, so `announce` is called with a description before it starts. Loads libraries only
-    from the private folder of the cache (see `machine.compiled`). Returns None, or the reason why plain torch runs
-    instead: no compiler, or a folder that other users can write to. If only the allocator cannot be compiled, calls
-    `warn`. Raises ConfigError if SANSGPU_ISA names an instruction set that this processor does not have.
+    Returns None, or the reason why plain torch runs instead. Raises ConfigError if SANSGPU_ISA names an instruction set
+    that this processor does not have.
     """
-    global _library, _set, _loaded, _allocator
+    global _library, _set, _loaded
     if _loaded:
         return None
-    chosen = instruction_sets.chosen()
+    installed = [instructions for instructions in allowed() if _path(instructions).exists()]
+    if not installed:
+        return f"this installation has none for {allowed()[-1].name} on {platform.machine()}"
     try:
-        root = compiled_in(cache) / "kernels"
-        make_private(root)
-        _library, _set = load_library(root, chosen, announce), chosen
-    except FAILURES as error:
-        return _first_error(error)
+        _library, _set = load_library(installed[-1]), installed[-1]
+    except OSError as error:
+        return str(error)
     _loaded = True
-    try:
-        _load_allocator(root, announce)
-        _allocator = True
-    except FAILURES as error:
-        warn(f"the memory allocator cannot be compiled ({_first_error(error)}), so steps take more time and memory.")
     return None
 
 
-def _first_error(error: Exception) -> str:
-    """Returns the line of a compiler's output that names the error, or the first line."""
-    return next((line for line in str(error).splitlines() if "error:" in line), str(error).split("\n", 1)[0])
+def load_library(instructions: InstructionSet) -> ctypes.CDLL:
+    """Loads the library for an instruction set; its OpenMP functions are those that torch has loaded.
 
-
-def load_library(root: Path, instructions: InstructionSet, announce: Callable[[str], None]) -> ctypes.CDLL:
-    """Returns the library of the kernels for an instruction set from the folder `root`; compiles it if it is missing.
-
-    Raises one of FAILURES.
+    Raises OSError if the library is missing or does not fit this system.
     """
-    library = root / library_name(instructions)
-    with FileLock(root / f".{library.name}.lock"):
-        if not library.exists():
-            announce("compiling the C++ kernels, once for this machine")
-            compile_kernels(library, [*FLAGS, *instructions.flags], sorted(SOURCES.glob("*.cpp")))
-    require_own_file(library)
-    return ctypes.CDLL(str(library))
+    return ctypes.CDLL(str(_path(instructions)))
 
 
-def library_name(instructions: InstructionSet) -> str:
-    """Returns the file name of the kernels' library, which differs for other instructions, flags or sources."""
-    return f"{instructions.name}-{_key(sorted(SOURCES.iterdir()), [*FLAGS, *instructions.flags])}.so"
-
-
-def allocator_name() -> str:
-    """Returns the name of the folder of the allocator, which differs for another version of torch or other sources."""
-    return f"allocator-{_key([ALLOCATOR], [str(torch.__version__)])}"
-
-
-def compile_kernels(library: Path, flags: list[str], sources: list[Path]) -> None:
-    """Compiles sources to a shared library, one on each processor. Raises OSError or SubprocessError with errors."""
-    compiler = cxx()
-    if compiler is None:
-        raise SubprocessError("there is no C++ compiler")
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder, ThreadPoolExecutor(allowed_cpus()) as pool:
-        objects = [str(Path(folder) / f"{path.stem}.o") for path in sources]
-        commands = [[compiler, *flags, "-c", str(p), "-o", o] for p, o in zip(sources, objects, strict=True)]
-        list(pool.map(_run_compiler, commands))
-        made = Path(folder) / library.name
-        _run_compiler([compiler, "-shared", "-fopenmp", *objects, "-o", str(made)])
-        shutil.move(made, library)
-
-
-def _run_compiler(command: list[str]) -> None:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode != 0:
-        raise SubprocessError(done.stdout or f"{command[0]} ended with status {done.returncode}")
-
-
-def _load_allocator(root: Path, announce: Callable[[str], None]) -> None:
-    """Loads the caching allocator, compiling it first if it is missing for this version of torch."""
-    folder = root / allocator_name()
-    make_private(folder)
-    library, ready = folder / ALLOCATOR_LIBRARY, folder / "ready"
-    with FileLock(folder / ".lock"):
-        if ready.exists():
-            require_own_file(library)
-            torch.ops.load_library(library)
-            return
-        announce("compiling the memory allocator, once for this version of torch")
-        from torch.utils import cpp_extension  # slow to import, needed once per machine
-
-        (folder / "lock").unlink(missing_ok=True)  # left by cpp_extension if its process was killed
-        cpp_extension.load(
-            library.stem,
-            [str(ALLOCATOR)],
-            extra_cflags=["-O3", "-std=c++20"],
-            build_directory=str(folder),
-            is_python_module=False,
-        )
-        ready.touch()
-
-
-def _key(sources: list[Path], parts: list[str]) -> str:
-    """Returns a hash of everything that compiled code depends on."""
-    key = hashlib.sha256("\n".join(parts).encode())
-    for path in sources:
-        key.update(path.read_bytes())
-    return key.hexdigest()[:16]
+def _path(instructions: InstructionSet) -> Path:
+    return LIBRARIES / f"{instructions.name}.so"

@@ -1,4 +1,4 @@
-"""The instruction sets for which our kernels are compiled, and the choice among them when a process starts.
+"""The instruction sets for which CMakeLists.txt compiles our kernels, and the choice among them at the start.
 
 The environment variable SANSGPU_ISA forces a lower one than the best that the processor supports, to compare or to test
 them.
@@ -19,32 +19,25 @@ VARIABLE = "SANSGPU_ISA"
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """An instruction set: its name, the compiler's flags, and what torch.cpu.get_capabilities() calls its parts."""
+    """An instruction set: its name, and what torch.cpu.get_capabilities() calls its parts."""
 
     name: str
-    flags: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     bf16: bool = False  # it multiplies bf16 faster than fp32
 
 
-_AVX512_FLAGS = ("-march=x86-64-v4", "-mprefer-vector-width=512")
-_AVX512_NEEDS = ("avx512_f", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_vl", "avx2", "fma3")
+_AVX512 = ("avx512_f", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_vl", "avx2", "fma3")
 X86 = (
     InstructionSet("portable"),
-    InstructionSet("avx2", ("-march=x86-64-v3",), ("avx2", "fma3", "bmi2", "f16c")),
-    InstructionSet("avx512", _AVX512_FLAGS, _AVX512_NEEDS),
-    InstructionSet("avx512_bf16", (*_AVX512_FLAGS, "-mavx512bf16"), (*_AVX512_NEEDS, "avx512_bf16"), bf16=True),
-    InstructionSet(
-        "amx",
-        (*_AVX512_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
-        (*_AVX512_NEEDS, "avx512_bf16", "amx_tile", "amx_bf16"),
-        bf16=True,
-    ),
+    InstructionSet("avx2", ("avx2", "fma3", "bmi2", "f16c")),
+    InstructionSet("avx512", _AVX512),
+    InstructionSet("avx512_bf16", (*_AVX512, "avx512_bf16"), bf16=True),
+    InstructionSet("amx", (*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"), bf16=True),
 )
 ARM = (
     InstructionSet("portable"),  # NEON belongs to every 64-bit ARM processor; this set does not use it by name
-    InstructionSet("neon", ("-march=armv8.2-a",), ("neon",)),
-    InstructionSet("neon_bf16", ("-march=armv8.2-a+bf16",), ("neon", "bf16"), bf16=True),
+    InstructionSet("neon", ("neon",)),
+    InstructionSet("neon_bf16", ("neon", "bf16"), bf16=True),
 )
 OTHERS = (InstructionSet("portable"),)
 
@@ -57,19 +50,17 @@ def supported() -> tuple[InstructionSet, ...]:
     return tuple(s for s in family if all(capabilities.get(part) for part in s.needs))
 
 
-def chosen() -> InstructionSet:
-    """Returns the best instruction set of this processor, or the one that SANSGPU_ISA names.
+def allowed() -> tuple[InstructionSet, ...]:
+    """Returns the instruction sets of this processor, the best one last, or only the one that SANSGPU_ISA names.
 
-    Raises ConfigError if the processor does not have the named one.
+    Raises ConfigError if the processor does not have that one.
     """
     sets = supported()
     wanted = os.environ.get(VARIABLE)
-    if not wanted:
-        return sets[-1]
-    named = next((s for s in sets if s.name == wanted), None)
-    if named is None:
+    named = tuple(s for s in sets if s.name == wanted)
+    if wanted and not named:
         raise ConfigError(
             f"{VARIABLE} is {wanted}, which this processor does not support; "
             f"unset it or set it to one of {', '.join(s.name for s in sets)}."
         )
-    return named
+    return named or sets

@@ -183,7 +183,7 @@ def has_native_bf16() -> bool:
 
     Without them bf16 is emulated, several times slower than fp32.
     """
-    return torch.backends.mkldnn.is_available() and instruction_sets.chosen().bf16
+    return torch.backends.mkldnn.is_available() and instruction_sets.allowed()[-1].bf16
 
 
 @cache

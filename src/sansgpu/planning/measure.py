@@ -76,7 +76,7 @@ def measure(request: MeasureRequest) -> Measured:
     with tempfile.TemporaryDirectory(prefix="sansgpu-bench-") as folder:
         if request.compiled:
             compile_into(request.compiled)
-        how, _ = set_up(request.config, None, warnings.append, ignore_message)  # the kernels are already compiled
+        how, _ = set_up(request.config, None, warnings.append)
         bench = _Bench(request.config, how, request, Path(folder))
         result = bench.forward() if request.forward_only else bench.train()
     gemm = gemm_flops_per_second(how.precision, how.device.type, how.threads)

@@ -60,7 +60,7 @@ def prepare(
     """
     config = _with_finish(config)
     _require_share(config, group.size)
-    how, available = set_up(config, before, warn, progress, group)
+    how, available = set_up(config, before, warn, group)
     config, corpus = _corpus(config, progress, warn, data, group)
     tokens = math.ceil(corpus.example_tokens if corpus else config.window)
     config, steps, seconds = _with_length(config, how, corpus)

@@ -8,7 +8,6 @@ import torch
 
 from sansgpu.config import Config, ConfigError, TrainingConfig
 from sansgpu.config.wording import counted
-from sansgpu.data.shards import ReportProgress
 from sansgpu.kernels import native
 from sansgpu.kernels.choice import load_kernels
 from sansgpu.machine.allocator import keep_freed_memory
@@ -32,7 +31,6 @@ def set_up(
     config: Config,
     before: Environment | None,
     warn: Warn,
-    progress: ReportProgress,
     group: Group = SINGLE_PROCESS,
 ) -> tuple[Execution, int]:
     """Configures threads and memory allocation of this process and loads the kernels.
@@ -53,15 +51,12 @@ def set_up(
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
     choose_vector_math()
     keep_freed_memory()
-    compiled = compiled_cache(warn)
-    keep_compiled(compiled, warn)
+    keep_compiled(compiled_cache(warn), warn)
     limit_tokenizer_threads(config.data.preprocessing_num_workers)
     plain = before is not None and before.kernels == "torch" and training.kernels == "auto"
-    kernels = load_kernels(
-        "torch" if plain else training.kernels, compiled, device, warn, lambda doing: progress(doing, 0, 0)
-    )
+    kernels = load_kernels("torch" if plain else training.kernels, device, warn)
     if kernels != "torch":
-        native.install_caching_allocator(varying=config.settings.varying_length)
+        native.install_caching_allocator(config.settings.varying_length, warn)
     precision = before.precision if before and training.wanted_precision == "auto" else None
     precision = group.broadcast_object(lambda: precision or resolve_precision(training, device))
     available = min(group.all_gather_object(memory_for_run(device, len(group.local_ranks))))

@@ -10,7 +10,6 @@ import torch
 from sansgpu.config import Config, ConfigError, RunPaths, task_class
 from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.kernels.choice import load_kernels
-from sansgpu.machine.compiled import compiled_cache
 from sansgpu.machine.probe import limit_tokenizer_threads, resolve_precision, resolve_threads
 from sansgpu.tasks import TASKS, TaskKind, task_of
 from sansgpu.tasks.trained_model import ModelSource, TrainedModel, Verb
@@ -55,7 +54,7 @@ def open_model(
         source = ModelSource(target, remote_code)
     device, precision = torch.device("cpu"), "fp32"
     if verb not in kind.verbs_without_kernels:
-        device, precision = _set_up(source, warn, progress)
+        device, precision = _set_up(source, warn)
     progress(f"loading {target}", 0, 0)
     loaded, tokenizer, config = kind.load(source)
     loaded.model.eval().to(device)
@@ -110,13 +109,13 @@ def _tasks_with(verb: Verb) -> str:
     return " or ".join(dict.fromkeys(kind.settings.task for kind in TASKS.values() if verb in kind.verbs))
 
 
-def _set_up(source: ModelSource, warn: Callable[[str], None], progress: ReportProgress) -> tuple[torch.device, str]:
+def _set_up(source: ModelSource, warn: Callable[[str], None]) -> tuple[torch.device, str]:
     """Sets the threads, loads the kernels, and returns the device and the precision of matrix products."""
     config = source.config or Config()
     training, device = config.training, config.training.get_effective_device()
     torch.set_num_threads(resolve_threads(training))
     limit_tokenizer_threads(config.data.preprocessing_num_workers)
-    load_kernels(training.kernels, compiled_cache(warn), device, warn, lambda doing: progress(doing, 0, 0))
+    load_kernels(training.kernels, device, warn)
     precision = str(source.snapshot.state()["environment"]["precision"]) if source.snapshot else "fp32"
     if device.type != "cpu" or precision == "bf16":
         precision = resolve_precision(training, device)

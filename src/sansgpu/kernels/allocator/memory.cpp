@@ -1,18 +1,24 @@
 // A caching allocator for large tensors: it maps blocks with mmap and reuses freed ones for tensors of similar size.
 //
+// torch's CPU allocator, in libc10.so, calls posix_memalign and free of the C library through its table of imported
+// functions. `install` replaces these two entries, so the allocator fits every version of torch. It needs Linux.
+//
 // glibc's aligned allocation cannot reuse a freed block for the same size, so an eager step touches twice its live
 // memory. With this allocator it touches only live memory, in huge pages if the operating system has them. If tensor
 // sizes change from step to step, blocks are cut from regions and merged again when freed; otherwise the cache would
 // fill with blocks of every size.
 
-#include <c10/core/Allocator.h>
-#include <c10/core/CPUAllocator.h>
-#include <c10/util/Exception.h>
+#include <elf.h>
+#include <link.h>
 #include <sys/mman.h>
-#include <torch/library.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cerrno>
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <iterator>
 #include <map>
 #include <mutex>
@@ -45,7 +51,7 @@ void* map(size_t size) {
 class Memory {
  public:
   virtual ~Memory() = default;
-  virtual void* take(size_t bytes) = 0;
+  virtual void* take(size_t bytes) = 0;  // returns nullptr if there is no memory
   virtual bool put(void* block) = 0;  // returns false if the block is not from this allocator
   virtual int64_t give_back() = 0;
 };
@@ -70,7 +76,7 @@ class Blocks final : public Memory {
     if (block == nullptr) {
       give_back();
       block = map(size);
-      TORCH_CHECK(block != nullptr, "out of memory: ", bytes, " bytes cannot be had");
+      if (block == nullptr) return nullptr;
     }
     std::lock_guard<std::mutex> lock(mutex_);
     used_[block] = size;
@@ -111,6 +117,7 @@ class Regions final : public Memory {
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = by_size_.lower_bound({size, nullptr});
     if (found == by_size_.end()) found = grow(size);
+    if (found == by_size_.end()) return nullptr;
     auto [whole, start] = *found;
     drop(start);
     if (whole > size) add(start + size, whole - size);
@@ -158,7 +165,7 @@ class Regions final : public Memory {
   std::set<std::pair<size_t, char*>>::iterator grow(size_t size) {
     const size_t length = (std::max(size, kRegion) + kHuge - 1) / kHuge * kHuge;
     char* region = static_cast<char*>(map(length));
-    TORCH_CHECK(region != nullptr, "out of memory: ", size, " bytes cannot be had");
+    if (region == nullptr) return by_size_.end();
     regions_.insert(region);
     add(region, length);
     return by_size_.find({length, region});
@@ -184,35 +191,98 @@ class Regions final : public Memory {
 
 // Never destroyed, because tensors may be freed after static destructors have run.
 Memory* const kinds[] = {new Blocks, new Regions};
-bool varying = false;
+std::atomic<bool> varying{false};
+
+int allocate(void** pointer, size_t alignment, size_t bytes) {
+  if (bytes < kLarge || alignment > kStep) return posix_memalign(pointer, alignment, bytes);
+  void* block = kinds[varying]->take(bytes);
+  if (block == nullptr) return ENOMEM;
+  *pointer = block;
+  return 0;
+}
 
 void release(void* pointer) {
-  if (pointer != nullptr && !kinds[0]->put(pointer) && !kinds[1]->put(pointer)) c10::GetDefaultCPUAllocator()->raw_deallocate(pointer);
+  const bool start_of_page = reinterpret_cast<uintptr_t>(pointer) % 4096 == 0;  // as each of our blocks
+  if (!start_of_page || pointer == nullptr || !(kinds[0]->put(pointer) || kinds[1]->put(pointer))) free(pointer);
 }
 
-struct Allocator final : c10::Allocator {
-  c10::DataPtr allocate(size_t bytes) override {
-    if (bytes < kLarge) return c10::GetDefaultCPUAllocator()->allocate(bytes);
-    void* block = kinds[varying]->take(bytes);
-    return {block, block, &release, c10::Device(c10::DeviceType::CPU)};
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return &release; }
-  void copy_data(void* target, const void* source, size_t bytes) const override {
-    default_copy_data(target, source, bytes);
-  }
+// The parts of a loaded library's dynamic section that list the functions it imports.
+struct Imports {
+  const ElfW(Sym)* symbols = nullptr;
+  const char* names = nullptr;
+  const ElfW(Rela)* relocations[2] = {nullptr, nullptr};  // of data and of calls
+  size_t bytes[2] = {0, 0};
 };
 
-void use_blocks(bool sizes_vary) {
-  static Allocator allocator;
-  varying = sizes_vary;
-  c10::SetCPUAllocator(&allocator, /*priority=*/100);
+Imports imports_of(const dl_phdr_info& library) {
+  Imports found;
+  for (int i = 0; i < library.dlpi_phnum; ++i) {
+    if (library.dlpi_phdr[i].p_type != PT_DYNAMIC) continue;
+    auto* entry = reinterpret_cast<const ElfW(Dyn)*>(library.dlpi_addr + library.dlpi_phdr[i].p_vaddr);
+    for (; entry->d_tag != DT_NULL; ++entry) {
+      const auto address = entry->d_un.d_ptr;  // glibc has added the library's address
+      if (entry->d_tag == DT_SYMTAB) found.symbols = reinterpret_cast<const ElfW(Sym)*>(address);
+      if (entry->d_tag == DT_STRTAB) found.names = reinterpret_cast<const char*>(address);
+      if (entry->d_tag == DT_RELA) found.relocations[0] = reinterpret_cast<const ElfW(Rela)*>(address);
+      if (entry->d_tag == DT_RELASZ) found.bytes[0] = entry->d_un.d_val;
+      if (entry->d_tag == DT_JMPREL) found.relocations[1] = reinterpret_cast<const ElfW(Rela)*>(address);
+      if (entry->d_tag == DT_PLTRELSZ) found.bytes[1] = entry->d_un.d_val;
+    }
+  }
+  return found;
 }
 
-int64_t give_back() { return kinds[0]->give_back() + kinds[1]->give_back(); }
+// Writes `function` to a slot of a table of imports, which may be read-only. Returns false if that is forbidden.
+bool replace(void** slot, void* function) {
+  const uintptr_t page = sysconf(_SC_PAGESIZE), start = reinterpret_cast<uintptr_t>(slot) / page * page;
+  if (mprotect(reinterpret_cast<void*>(start), page, PROT_READ | PROT_WRITE) != 0) return false;
+  __atomic_store_n(slot, function, __ATOMIC_RELEASE);
+  return true;
+}
+
+// Calls visit(name, slot) for each function or variable that a library imports.
+template <typename F>
+void each_import(const dl_phdr_info& library, const F& visit) {
+  const Imports imports = imports_of(library);
+  if (imports.symbols == nullptr || imports.names == nullptr) return;
+  for (int kind = 0; kind < 2; ++kind) {
+    const auto* end = imports.relocations[kind] + imports.bytes[kind] / sizeof(ElfW(Rela));
+    for (auto* relocation = imports.relocations[kind]; relocation != end; ++relocation) {
+      const auto& symbol = imports.symbols[ELF64_R_SYM(relocation->r_info)];
+      if (symbol.st_shndx == SHN_UNDEF)
+        visit(imports.names + symbol.st_name, reinterpret_cast<void**>(library.dlpi_addr + relocation->r_offset));
+    }
+  }
+}
+
+// Replaces the allocation functions that torch's library imports. `data` points to the number of replaced slots of
+// posix_memalign. A library that frees but does not allocate through slots that we found is left as it is.
+int replace_in_torch(dl_phdr_info* library, size_t, void* data) {
+  const char* file = std::strrchr(library->dlpi_name, '/');
+  if (file == nullptr || std::strcmp(file, "/libc10.so") != 0) return 0;
+  int64_t& allocating = *static_cast<int64_t*>(data);
+  each_import(*library, [&](const char* name, void** slot) {
+    if (std::strcmp(name, "free") == 0 && !replace(slot, reinterpret_cast<void*>(&release))) allocating = -1;
+  });
+  each_import(*library, [&](const char* name, void** slot) {
+    if (allocating >= 0 && std::strcmp(name, "posix_memalign") == 0)
+      allocating += replace(slot, reinterpret_cast<void*>(&allocate));
+  });
+  return 1;
+}
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(sansgpu, library) {
-  library.def("use_blocks(bool varying) -> ()", &use_blocks);
-  library.def("give_back() -> int", &give_back);
+#define SANSGPU_KERNEL extern "C" __attribute__((visibility("default")))
+
+// Makes torch allocate large CPU tensors here. Set `sizes_vary` if their sizes change from step to step. Returns
+// whether torch's library was found and its imports replaced.
+SANSGPU_KERNEL int64_t install(int64_t sizes_vary) {
+  static int64_t allocating = 0;
+  varying = sizes_vary != 0;
+  if (allocating == 0) dl_iterate_phdr(&replace_in_torch, &allocating);
+  return allocating > 0;
 }
+
+// Returns the memory of freed tensors to the operating system; the result is its number of bytes.
+SANSGPU_KERNEL int64_t give_back() { return kinds[0]->give_back() + kinds[1]->give_back(); }
