@@ -243,8 +243,7 @@ void compute_hidden_gradient(const Head<T, Weight>& head, const T* exponentials,
 template <typename F>
 void with_weight(int64_t narrow, int64_t format, const void* weight, int64_t D, void* to, const F& compute) {
   const auto call_with = [&]<typename T>(T* typed) {
-    format < 0 ? compute(Operand<T>{static_cast<const T*>(weight), D, false}, typed)
-               : compute(QuantizedRows<T>(format, weight, D), typed);
+    with_matrix<T>(format, weight, D, [&](const auto& matrix) { compute(matrix, typed); });
   };
   narrow ? call_with(static_cast<bf16*>(to)) : call_with(static_cast<float*>(to));
 }

@@ -118,12 +118,10 @@ template <typename Run>
 void with_layer(int64_t narrow, int64_t format, const int64_t* sizes, const void* weight, const void* first,
                 const void* second, double scale, const Run& run) {
   const auto call = [&]<typename T>(T) {
-    const auto call_with = [&]<typename Weight>(const Weight& typed) {
-      run(Layer<T, Weight>{sizes[0], sizes[1], sizes[2], sizes[3], typed, static_cast<const T*>(first),
+    with_matrix<T>(format, weight, sizes[1], [&]<typename Weight>(const Weight& matrix) {
+      run(Layer<T, Weight>{sizes[0], sizes[1], sizes[2], sizes[3], matrix, static_cast<const T*>(first),
                            static_cast<const T*>(second), static_cast<float>(scale)});
-    };
-    format < 0 ? call_with(Operand<T>{static_cast<const T*>(weight), sizes[1], false})
-               : call_with(QuantizedRows<T>(format, weight, sizes[1]));
+    });
   };
   narrow ? call(bf16()) : call(float());
 }

@@ -156,4 +156,11 @@ void multiply_rows(int64_t M, int64_t N, int64_t K, const T* a, const QuantizedR
     Multiplication<T, Finish, QuantizedRows<T>>({M, N, K, {a, K, false}, b}, finish).run();
 }
 
+// Calls compute(W) for a matrix W of rows of I values: quantized ones, or with format -1 values of T.
+template <typename T, typename F>
+void with_matrix(int64_t format, const void* matrix, int64_t I, const F& compute) {
+  format < 0 ? compute(Operand<T>{static_cast<const T*>(matrix), I, false})
+             : compute(QuantizedRows<T>(format, matrix, I));
+}
+
 }  // namespace sansgpu
