@@ -93,7 +93,8 @@ def _compilation(
     pays_off = saves_compile_time(seconds, how.kernels)
     seconds, compiled = group.broadcast_object(lambda: (seconds, resolve_compile(training, pays_off, how.device.type)))
     if how.device.type == "cpu" and training.compile == "auto" and (missing := missing_compiler()):
-        warn(f"steps are slower because nothing is compiled: {missing} is missing; install it.")
+        if pays_off:
+            warn(f"torch.compile would make this run faster, but {missing} is missing; install it.")
     elif before and training.compile == "auto":
         compiled = before.compile
     if training.sharding == "full" and group.size > 1:

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <new>
 #include <utility>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -15,7 +16,11 @@
 namespace sansgpu {
 
 // The name of an operation in the library: a plain C function of pointers, int64_t and double.
+#ifdef _WIN32
+#define SANSGPU_KERNEL extern "C" __declspec(dllexport)
+#else
 #define SANSGPU_KERNEL extern "C" __attribute__((visibility("default")))
+#endif
 
 // The upper half of an fp32 value.
 struct bf16 {
@@ -31,12 +36,15 @@ inline int64_t divide_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit
 template <typename T>
 class Buffer {
  public:
-  explicit Buffer(int64_t size)
-      : data_(static_cast<T*>(std::aligned_alloc(64, (size * sizeof(T) + 63) / 64 * 64)), &std::free) {}
+  explicit Buffer(int64_t size) : data_(static_cast<T*>(::operator new(size * sizeof(T), ALIGNMENT))) {}
   operator T*() const { return data_.get(); }
 
  private:
-  std::unique_ptr<T, decltype(&std::free)> data_;
+  static constexpr std::align_val_t ALIGNMENT{64};
+  struct Free {
+    void operator()(T* data) const { ::operator delete(data, ALIGNMENT); }
+  };
+  std::unique_ptr<T, Free> data_;
 };
 
 // Rounds to nearest, ties to even, in integer arithmetic that compilers vectorize. Does not support NaN.
