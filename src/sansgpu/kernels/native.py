@@ -16,6 +16,7 @@ import torch
 
 from sansgpu.machine.allocator import register_trim
 from sansgpu.machine.instruction_sets import InstructionSet, allowed
+from sansgpu.machine.openmp import share_openmp
 
 LIBRARIES = Path(__file__).parent / "libraries"  # each with the name of its instruction set
 ALLOCATOR = LIBRARIES / "allocator.so"
@@ -84,7 +85,7 @@ def install_caching_allocator(varying: bool, warn: Callable[[str], None]) -> Non
 
     Set `varying` if tensor sizes change from step to step, so that the cache does not grow without bound.
     `machine.allocator.trim_memory` returns free memory to the operating system. Does nothing where it was not built
-    (it needs Linux), and calls `warn` if torch's own allocator cannot be replaced.
+    (see CMakeLists.txt), and calls `warn` if torch's own allocator cannot be replaced.
     """
     if not ALLOCATOR.exists():
         return
@@ -121,6 +122,7 @@ def load_library(instructions: InstructionSet) -> ctypes.CDLL:
 
     Raises OSError if the library is missing or does not fit this system.
     """
+    share_openmp()
     return ctypes.CDLL(str(_path(instructions)))
 
 

@@ -16,6 +16,7 @@ import torch
 from sansgpu.machine import cgroup, instruction_sets
 from sansgpu.machine.compilation import cxx
 from sansgpu.machine.kernel_files import kernel_number, kernel_text
+from sansgpu.machine.openmp import openmp_files
 from sansgpu.machine.probe import allowed_cpus, memory_limit
 
 _SYS = Path("/sys/devices/system")
@@ -103,9 +104,8 @@ def allocator() -> str:
 
 
 def openmp() -> list[str]:
-    """Returns the OpenMP runtimes loaded in this process; several do not coordinate their threads."""
-    maps = kernel_text(Path("/proc/self/maps"))
-    return sorted(set(re.findall(r"/(lib(?:gomp|iomp5|omp)[^/\s]*\.(?:so|dylib)[^/\s]*)", maps)))
+    """Returns the names of the OpenMP runtimes loaded in this process; several do not coordinate their threads."""
+    return sorted(file.name for file in openmp_files())
 
 
 def blas() -> str:

@@ -1,7 +1,7 @@
 // A caching allocator for large tensors: it maps blocks with mmap and reuses freed ones for tensors of similar size.
 //
 // torch's CPU allocator, in libc10.so, calls posix_memalign and free of the C library through its table of imported
-// functions. `install` replaces these two entries, so the allocator fits every version of torch. It needs Linux.
+// functions. `install` replaces these two entries, so the allocator fits every version of torch for x86-64 Linux.
 //
 // glibc's aligned allocation cannot reuse a freed block for the same size, so an eager step touches twice its live
 // memory. With this allocator it touches only live memory, in huge pages if the operating system has them. If tensor
