@@ -10,15 +10,9 @@ import pytest
 
 from sansgpu.cli import run as cli
 from sansgpu.config.extras import EXTRAS
-from tests.jobs.k8s.rendered import ROOT
 from tests.processes import environment, settings, write_corpus
+from tests.project import PROJECT
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 NO_JOB = {"all", "bench", "browser", "dev", "llama"}  # extras for no command, or that only refer to others
 IMPORTED_AS = {"pyyaml": "yaml", "markdown-it-py": "markdown_it"}
 # Runs commands in one process and prints their exit codes and the modules that were imported in the end. An entry of
