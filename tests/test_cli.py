@@ -50,7 +50,7 @@ def sentence(capsys: pytest.CaptureFixture[str]) -> str:
         ({"model__vocab_size": 50}, "smaller than the tokenizer's"),
         ({"data__tokenizer": "none.json"}, "none.json does not exist"),
         ({"training__distributed_backend": "ccl"}, "set it to gloo"),
-        ({"training__report_to": "wandb"}, "pip install 'sansgpu[wandb]'"),
+        ({"training__report_to": "wandb"}, 'pip install "sansgpu[wandb]"'),
         ({"training__batch_size": 10_000_000}, "memory"),
         ({"training__keep_last": 10**12}, "free"),
         ({"model__d_model": 2_000_000, "model__n_heads": 2}, "memory"),

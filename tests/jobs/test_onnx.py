@@ -177,10 +177,3 @@ def test_what_cannot_be_exported_is_refused(
     assert cli(["export", model, "--format", "onnx", *options]) == 2
     assert expected in sentence(capsys)
     assert sorted(home.rglob("*")) == before
-
-
-def test_a_missing_package_is_named(home: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    capsys.readouterr()
-    assert cli(["export", str(home / "bert"), "--format", "onnx"]) == 2
-    assert sentence(capsys).endswith("needs onnx, onnxscript and onnxruntime; pip install 'sansgpu[onnx]'.")

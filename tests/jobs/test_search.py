@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 import stat
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -175,9 +174,3 @@ def test_what_cannot_be_searched_is_refused(
     (folder / "picture.png").write_bytes(b"1")
     assert cli(["search", str(model_folder("bert")), str(folder / inside), query]) == 2
     assert expected in sentence(capsys)
-
-
-def test_a_missing_package_is_named(folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "usearch.index", None)
-    assert cli(["search", "model", str(folder), "words"]) == 2
-    assert sentence(capsys).endswith("sansgpu search needs usearch; pip install 'sansgpu[search]'.")

@@ -14,9 +14,9 @@ from sansgpu.data.tokenizer import Tokenizer
 from sansgpu.models import TransformerLM
 from sansgpu.models.gguf_encoding import GGUFType
 from sansgpu.models.gguf_file import ModelDescription, write_gguf
-from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.layouts import hugging_face_config, to_hugging_face
 from sansgpu.models.pretrained import Head, load_pretrained, load_tokenizer_of, tokenizer_parts
+from sansgpu.models.text import TokenizerParts
 from tests.models.small import TOKENIZER
 
 ABOUT = ModelDescription("small", "Made by a test.", "words", "base")

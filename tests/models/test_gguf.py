@@ -17,7 +17,8 @@ from sansgpu.config import ConfigError, ModelConfig, SansGPUError
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer
 from sansgpu.models import TransformerLM
 from sansgpu.models.gguf_encoding import GGUFType
-from sansgpu.models.gguf_file import open_gguf, write_gguf
+from sansgpu.models.gguf_file import write_gguf
+from sansgpu.models.gguf_source import open_gguf
 from sansgpu.models.huggingface import load_gguf_decoder
 from sansgpu.models.layouts import hugging_face_config, to_hugging_face
 from sansgpu.models.pretrained import Head, load_pretrained, load_tokenizer_of

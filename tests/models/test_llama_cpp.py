@@ -9,7 +9,7 @@ import pytest
 
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer
 from sansgpu.models.gguf_encoding import GGUFType
-from sansgpu.models.gguf_file import open_gguf
+from sansgpu.models.gguf_source import open_gguf
 from sansgpu.models.huggingface import load_gguf_decoder
 from tests.models.gguf_models import BASES, base, logits_of, write_base, write_ours
 from tests.models.llama import LlamaFile

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,14 +115,6 @@ def test_png_has_the_dots_of_print(home: Path, tmp_path: Path) -> None:
     header = written_file.read_bytes()
     assert header.startswith(b"\x89PNG")
     assert int.from_bytes(header[16:20], "big") == 1050  # 3.5 inches of 300 dots
-
-
-def test_without_matplotlib_pictures_are_refused_in_one_sentence(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert cli(["report", str(home / "a/tiny"), "--format", "png"]) == 2
-    assert capsys.readouterr().err == "sansgpu: --format png needs matplotlib; pip install 'sansgpu[plots]'.\n"
 
 
 @pytest.mark.parametrize(

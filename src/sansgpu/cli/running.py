@@ -67,10 +67,11 @@ def _explain(error: BaseException) -> tuple[str, int]:
         # First of all, because the interrupt may have come during an import and left half of a module behind.
         return "interrupted; everything saved before remains.", CODE
     from sansgpu.config import SansGPUError  # imported here because `--help` does not need the schema
+    from sansgpu.config.extras import missing_package
     from sansgpu.config.plain_data import truncate
     from sansgpu.machine.allocation_failure import out_of_memory
 
-    error = out_of_memory(error, "or use a smaller model") or error
+    error = out_of_memory(error, "or use a smaller model") or missing_package(error) or error
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = str(error.filename or error)
         return f"the name {truncate(name)} has {len(name):,} characters, which is too long for the file system.", 2

@@ -209,6 +209,9 @@ def tune(
     Example: sansgpu tune configs/cpu_small.yaml --trials 20 --hours 8 --space space.yaml
     """
     overrides = (*(override or ()), *([] if seed is None else [("training.seed", seed)]))
+    from sansgpu.config.extras import require
+
+    require("sansgpu tune", "optuna", "plotly")
     with preparation_bar() as bar:
         from sansgpu.jobs.tune import Interrupted, TuneRequest
         from sansgpu.jobs.tune import tune as job

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from sansgpu.config import ConfigError
+from sansgpu.config.extras import require
 from sansgpu.config.plain_data import first_line
 from sansgpu.data.class_names import parquet_class_names, with_names
 from sansgpu.data.conll import DEFAULT_TAG_COLUMN, as_text, conll_rows
@@ -359,6 +360,7 @@ def _bounded_lines(file: IO[str], path: Path) -> Iterator[str]:
 
 
 def _parquet_rows(path: Path) -> Iterator[SourceRow]:
+    require(f"{path}: reading Parquet", "pyarrow")
     import pyarrow
     import pyarrow.parquet
 

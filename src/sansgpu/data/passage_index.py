@@ -18,6 +18,7 @@ from filelock import FileLock
 
 from sansgpu.config import ConfigError
 from sansgpu.config.atomic import atomic_write
+from sansgpu.config.extras import require
 from sansgpu.data.passages import Passage, PassageRules
 from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.compiled import make_private, require_own_file
@@ -31,10 +32,7 @@ Encode = Callable[[Sequence[str]], np.ndarray]  # texts to (S, D) float32
 
 def require_usearch() -> None:
     """Raises ConfigError if the package that searches vectors is not installed."""
-    try:
-        import usearch.index  # noqa: F401
-    except ImportError:
-        raise ConfigError("sansgpu search needs usearch; pip install 'sansgpu[search]'.") from None
+    require("sansgpu search", "usearch")
 
 
 @dataclass(frozen=True)

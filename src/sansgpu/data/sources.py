@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_CHAT, ConfigError, DataConfig, UnreachableError
+from sansgpu.config.extras import require
 from sansgpu.config.plain_data import first_line, require_regular_file
 from sansgpu.data.class_names import class_names, with_names
 from sansgpu.data.files import (
@@ -204,6 +205,8 @@ def files_fingerprint(files: Mapping[str, Path], settings: tuple[Any, ...]) -> s
 
 
 def _hub_sources(name: str, data: DataConfig, local: bool) -> Sources:
+    here = "" if local else " is not a file or folder here, and reading it from the Hugging Face Hub"
+    require(f'dataset "{name}"{here}', "datasets")
     import datasets  # a slow import that local files never need
 
     datasets.disable_progress_bars()

@@ -274,10 +274,10 @@ def _write_files(result: BenchResult, optimized: Config, request: BenchRequest) 
                 encoding="utf-8",
             )
             start.chmod(0o755)
-            write_report(result, new)
+            reports = write_report(result, new)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another --output-dir.") from None
-    result["files"] = [str(folder / name) for name in ("report.md", "report.html", "optimized.yaml", "start.sh")]
+    result["files"] = [str(folder / name) for name in (*reports, "optimized.yaml", "start.sh")]
 
 
 def _gemm_rate(prepared: Prepared, measured: Measured, reached: float) -> float:

@@ -22,6 +22,7 @@ from sansgpu.config import (
     save_config,
 )
 from sansgpu.config.atomic import atomic_write, write_failures_as
+from sansgpu.config.extras import is_installed
 from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.report import write_run_report
 from sansgpu.machine.disk import free_disk_bytes
@@ -115,7 +116,7 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
             raise ConfigError("training.adapt_threads works with a single process only; set it to false.")
         target = _find_target(request, config, group, Sinks(own_sinks).warn, locks)  # not in metrics.jsonl
         config = change_config(config, target.open_settings)
-        require_boards(list(training.report_to))
+        require_boards(training.report_to, early.warn)
         outcome = _train_in(target, config, request, group, sinks, early.warn, buffer, progress)
         group.shutdown()
         return outcome
@@ -319,7 +320,7 @@ def _boards(config: Config, paths: RunPaths, step: int | None) -> list[Sink]:
         "tensorboard": partial(TensorBoard, paths.tensorboard, step),
         "wandb": partial(WeightsAndBiases, paths.root.name, paths.root, config.model_dump(mode="json")),
     }
-    return [makers[name]() for name in config.training.report_to]
+    return [makers[name]() for name in config.training.report_to if is_installed(name)]
 
 
 def _require_disk(paths: RunPaths, snapshot_bytes: int, keep_last: int) -> None:

@@ -6,13 +6,14 @@ A matrix (outputs, inputs) is stored as uint8 (outputs, bytes of a row). Matmuls
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import gguf
 import torch
-from gguf import GGMLQuantizationType as Encoding
 
 from sansgpu.kernels import native
+
+if TYPE_CHECKING:  # gguf is optional, and only some conversions need it
+    from gguf import GGMLQuantizationType as Encoding
 
 Precision = Literal["int8", "int4"]
 QUANTIZED_AT_ONCE = 1 << 24  # values of a matrix that are in memory as fp32 while it is quantized
@@ -35,6 +36,8 @@ class BlockFormat:
     @property
     def encoding(self) -> Encoding:
         """The name of this format in gguf-py."""
+        from gguf import GGMLQuantizationType as Encoding
+
         return Encoding[self.name.upper()]
 
     def row_bytes(self, inputs: int) -> int:
@@ -140,6 +143,8 @@ def _quantized(blocks: torch.Tensor, format: BlockFormat) -> torch.Tensor:
     if not blocks.isfinite().all():
         raise RuntimeError(f"values that are not finite cannot be stored in {format.name}.")
     if format.name not in _PLAIN:
+        import gguf
+
         return torch.from_numpy(gguf.quants.quantize(blocks.numpy(), format.encoding))
     if not native.takes(blocks):
         return _PLAIN[format.name](blocks)
@@ -156,6 +161,8 @@ def dequantize_rows(data: torch.Tensor, format: BlockFormat, dtype: torch.dtype 
         narrow = dtype == torch.bfloat16
         native.call("dequantize_rows", narrow, format.number, outputs, inputs, data.contiguous(), values)
         return values
+    import gguf
+
     return values.copy_(torch.from_numpy(gguf.quants.dequantize(data.cpu().numpy(), format.encoding)))
 
 

@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from sansgpu.config import ConfigError, TrainingConfig
+from sansgpu.config.extras import is_installed
 from sansgpu.config.wording import counted
 from sansgpu.machine import cgroup, cores, instruction_sets
 from sansgpu.machine.address_space import address_space_left, address_space_limit
@@ -231,5 +232,5 @@ def describe_machine(environment: Environment) -> dict[str, object]:
         "processor": torch.cpu.get_capabilities().get("cpu_name") or platform.processor(),
         "cores": available_cores(),
         "memory_bytes": psutil.virtual_memory().total,
-        "packages": {name: importlib.metadata.version(name) for name in packages},
+        "packages": {name: importlib.metadata.version(name) for name in packages if is_installed(name)},
     }

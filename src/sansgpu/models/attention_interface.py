@@ -5,15 +5,15 @@ B batch, T queries, S keys, H query heads, K key-value heads, d head dim.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from sansgpu.kernels.attention import attention, visible_keys
 from sansgpu.models.packed_mask import KeyRanges, PackedMask
+
+if TYPE_CHECKING:  # functions import transformers when they need it, because it is slow and optional
+    from transformers import PreTrainedModel
 
 NAME = "sansgpu"
 _PACKED = "_sansgpu_packed_mask"  # attribute of a mask: the PackedMask that computes the attention
@@ -27,6 +27,8 @@ def use_our_attention(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     if model.config._attn_implementation != "sdpa" or getattr(config, "attn_logit_softcapping", None):
         return False
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, _mask)
     model.set_attn_implementation(NAME)
@@ -58,6 +60,8 @@ def stand_in_mask(mask: PackedMask, device: torch.device) -> torch.Tensor:
 
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Builds the mask of SDPA, even if SDPA could do without, and computes its key ranges once for all layers."""
+    from transformers.masking_utils import sdpa_mask
+
     mask = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
     assert mask is not None
     if (ranges := ranges_of(mask)) is not None:
@@ -83,6 +87,8 @@ def attention_forward(
             q, k = q.to(v.dtype), k.to(v.dtype)
         uniform = q.dtype == k.dtype == v.dtype and q.shape[-1] == v.shape[-1]
         if ranges is None or not uniform or any(kwargs.get(name) is not None for name in ("position_bias", "cache")):
+            from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
             mask = attention_mask
             if ranges is not None and mask is not None and mask.shape[-1] != k.shape[2]:
                 mask = visible_keys(ranges, k.shape[2])  # the mask is a stand-in

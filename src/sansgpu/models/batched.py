@@ -21,6 +21,7 @@ from sansgpu.kernels.linear import MIN_ROWS, linear
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.generate import Sampling, reading, sample_tokens
 from sansgpu.models.slots import LayerSlots, SlotCache
+from sansgpu.models.step_layers import decoder_step
 from sansgpu.models.text import TextCodec
 
 PROMPT_TOKENS = 2048  # tokens of prompts in a forward pass: enough for full speed, with bounded memory
@@ -299,11 +300,8 @@ def decoder_batch(model: TransformerLM, tokenizer: TextCodec, packs: bool = True
 
     `packs` allows copies of the weights, which make steps several times as fast.
     """
-    fused, on_cpu = None, model.embedding.weight.is_cpu
-    if packs and on_cpu:
-        from sansgpu.models.step_layers import decoder_step  # imports transformers, which takes seconds
-
-        fused = decoder_step(model)
+    on_cpu = model.embedding.weight.is_cpu
+    fused = decoder_step(model) if packs and on_cpu else None
 
     def open_reader(slots: int, length: int) -> BatchReader:
         return DecoderSlots(model, slots, length, fused) if on_cpu else DecoderReader(model)

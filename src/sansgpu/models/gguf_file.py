@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from gguf import Keys
 
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.atomic import atomic_write, write_failures_as
-from sansgpu.config.plain_data import require_regular_file, truncate
+from sansgpu.config.plain_data import truncate
 from sansgpu.kernels.block_quantization import FORMATS, BlockFormat, QuantizedWeight
 from sansgpu.machine.sandbox import is_panic
 from sansgpu.machine.tokenizer_trial import tokenizer_flaw
@@ -36,10 +36,11 @@ from sansgpu.models.gguf_settings import (
     write_settings,
     xielu_weights,
 )
-from sansgpu.models.gguf_tokenizer import TokenizerParts, read_tokenizer, write_tokenizer
+from sansgpu.models.gguf_tokenizer import read_tokenizer, write_tokenizer
 from sansgpu.models.layouts import LAYOUTS, Weights, module_names, with_default_settings
 from sansgpu.models.model_folder import require_layers
 from sansgpu.models.stored_weights import StoredTensor, as_stored
+from sansgpu.models.text import TokenizerParts
 
 # Raised for metadata of unexpected types, invalid JSON and JSON that is nested too deeply.
 METADATA_ERRORS = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
@@ -54,19 +55,6 @@ class ModelDescription:
     description: str
     dataset: str | None
     base_model: str | None = None
-
-
-def is_gguf(target: str) -> bool:
-    """Returns True for a file, or a .gguf name that is not a folder. Raises ConfigError for a pipe or device."""
-    path = Path(target).expanduser()
-    require_regular_file(path)
-    return path.is_file() or (path.suffix == ".gguf" and not path.is_dir())
-
-
-def starts_as_gguf(path: Path) -> bool:
-    """Returns True if a file starts with the magic bytes of GGUF."""
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
 
 
 def write_gguf(
@@ -118,16 +106,6 @@ def write_gguf(
         write(partial)
     usual = (TYPES[kind][0], Encoding.F32, Encoding.Q6_K)
     return [name for name, encoding in encodings.items() if encoding not in usual]
-
-
-def open_gguf(path: Path) -> GGUFFile:
-    """Opens a GGUF file. Raises ConfigError if it is missing, damaged or has an unsupported architecture."""
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist or is not a regular file; give a GGUF file.")
-    if not starts_as_gguf(path):
-        raise ConfigError(f"{path} is not a GGUF file; give a run, a Hugging Face model or a GGUF file.")
-    status = path.stat()
-    return _open_cached(path, status.st_mtime_ns, status.st_size)
 
 
 class GGUFFile:
@@ -224,12 +202,6 @@ class GGUFFile:
         settings = read_settings(self._architecture, self._metadata)
         require_layers(_layers(settings), len(self._tensors), "its metadata")
         return {**settings, "vocab_size": embedding.shape[0], "tie_word_embeddings": tied}
-
-
-@lru_cache(maxsize=1)
-def _open_cached(path: Path, mtime_ns: int, size: int) -> GGUFFile:
-    """Opens a file and caches it, because parsing a vocabulary of a hundred thousand tokens takes seconds."""
-    return GGUFFile(path)
 
 
 def _describe(writer: gguf.GGUFWriter, description: ModelDescription, kind: GGUFType, parameters: int) -> None:

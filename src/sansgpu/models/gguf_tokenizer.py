@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from gguf import GGUFWriter, Keys, TokenType
@@ -14,6 +12,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, proc
 from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError
+from sansgpu.models.text import TokenizerParts
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _GPT4 = (
@@ -34,33 +33,6 @@ _PRE_TOKENIZERS = {
 _ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED)
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "▁"  # represents a space in tokens of llama.cpp's `llama` tokenizer, as in SentencePiece
-
-
-@dataclass(frozen=True)
-class TokenizerParts:
-    """A tokenizer.json with its special tokens and chat template; if `begins`, every text starts with `bos_id`."""
-
-    json: str
-    bos_id: int | None
-    eos_id: int | None
-    pad_id: int | None
-    begins: bool
-    chat_template: str | None = None
-
-    def token(self, index: int | None) -> str | None:
-        """Returns the text of a token, or None for None. Raises ConfigError if there is no such token."""
-        if index is None:
-            return None
-        backend = _parsed(self.json)
-        name = backend.id_to_token(index) if type(index) is int and 0 <= index < 1 << 32 else None
-        if name is None:
-            raise ConfigError(f"the tokenizer has no token {index}.")
-        return str(name)
-
-
-@lru_cache(maxsize=1)
-def _parsed(text: str) -> Backend:
-    return Backend.from_str(text)
 
 
 def write_tokenizer(writer: GGUFWriter, parts: TokenizerParts, rows: int) -> None:

@@ -17,13 +17,14 @@ from sansgpu.config.plain_data import first_line, read_object
 from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.folder_writer import write_folder_atomically
-from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
+from sansgpu.models.gguf_source import is_gguf, open_gguf
 from sansgpu.models.layouts import Weights, from_hugging_face, hugging_face_config, model_config, to_hugging_face
 from sansgpu.models.model_folder import require_layers, validate_model_folder
 from sansgpu.models.text import TextCodec
 from sansgpu.models.weights_file import load_weights, readable_weights
 
 if TYPE_CHECKING:
+    from sansgpu.models.gguf_file import GGUFFile
     from sansgpu.models.unpadded import UnpaddedModel
 
 

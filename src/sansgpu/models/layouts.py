@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from gguf import Keys
 
 from sansgpu.config import ConfigError, ModelConfig
 from sansgpu.config.architectures import ARCHITECTURES
@@ -94,15 +93,15 @@ _QWEN3 = Layout(
         "blocks.{}.feed_forward.down": "model.layers.{}.mlp.down_proj",
     },
     sizes={
-        "d_model": ("hidden_size", Keys.LLM.EMBEDDING_LENGTH),
-        "n_heads": ("num_attention_heads", Keys.Attention.HEAD_COUNT),
-        "kv_heads": ("num_key_value_heads", Keys.Attention.HEAD_COUNT_KV),
-        "head_dim": ("head_dim", Keys.Attention.KEY_LENGTH),
-        "n_layers": ("num_hidden_layers", Keys.LLM.BLOCK_COUNT),
-        "d_ff": ("intermediate_size", Keys.LLM.FEED_FORWARD_LENGTH),
-        "max_seq_len": ("max_position_embeddings", Keys.LLM.CONTEXT_LENGTH),
+        "d_model": ("hidden_size", "{arch}.embedding_length"),
+        "n_heads": ("num_attention_heads", "{arch}.attention.head_count"),
+        "kv_heads": ("num_key_value_heads", "{arch}.attention.head_count_kv"),
+        "head_dim": ("head_dim", "{arch}.attention.key_length"),
+        "n_layers": ("num_hidden_layers", "{arch}.block_count"),
+        "d_ff": ("intermediate_size", "{arch}.feed_forward_length"),
+        "max_seq_len": ("max_position_embeddings", "{arch}.context_length"),
     },
-    norm_eps=("rms_norm_eps", Keys.Attention.LAYERNORM_RMS_EPS),
+    norm_eps=("rms_norm_eps", "{arch}.attention.layer_norm_rms_epsilon"),
     activation_key="hidden_act",
     activations={"silu": "swiglu"},
     defaults=_modern_defaults,
@@ -128,13 +127,13 @@ _GPT2 = Layout(
         "blocks.{}.feed_forward.down": "transformer.h.{}.mlp.c_proj",
     },
     sizes={
-        "d_model": ("n_embd", Keys.LLM.EMBEDDING_LENGTH),
-        "n_heads": ("n_head", Keys.Attention.HEAD_COUNT),
-        "n_layers": ("n_layer", Keys.LLM.BLOCK_COUNT),
-        "d_ff": ("n_inner", Keys.LLM.FEED_FORWARD_LENGTH),
-        "max_seq_len": ("n_positions", Keys.LLM.CONTEXT_LENGTH),
+        "d_model": ("n_embd", "{arch}.embedding_length"),
+        "n_heads": ("n_head", "{arch}.attention.head_count"),
+        "n_layers": ("n_layer", "{arch}.block_count"),
+        "d_ff": ("n_inner", "{arch}.feed_forward_length"),
+        "max_seq_len": ("n_positions", "{arch}.context_length"),
     },
-    norm_eps=("layer_norm_epsilon", Keys.Attention.LAYERNORM_EPS),
+    norm_eps=("layer_norm_epsilon", "{arch}.attention.layer_norm_epsilon"),
     activation_key="activation_function",
     activations={"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"},
     defaults=_gpt2_defaults,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import warnings
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from sansgpu.config import ConfigError, ModelConfig, SansGPUError
+from sansgpu.config.extras import require
 from sansgpu.config.plain_data import first_line, read_object
 from sansgpu.models.folder_writer import write_folder_atomically
 from sansgpu.models.linear_head import LinearHead, read_linear_head
@@ -74,8 +74,7 @@ class OnnxCheck:
 
 def require_onnx() -> None:
     """Raises ConfigError if a package for ONNX is not installed."""
-    if any(importlib.util.find_spec(name) is None for name in PACKAGES):
-        raise ConfigError("--format onnx needs onnx, onnxscript and onnxruntime; pip install 'sansgpu[onnx]'.")
+    require("--format onnx", *PACKAGES)
 
 
 def write_onnx(source: Path, name: str, folder: Path, kind: str, remote_code: bool) -> OnnxCheck:

@@ -19,8 +19,6 @@ from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.tokenizer_trial import tokenizer_flaw
 from sansgpu.models.adapter_folder import base_of
 from sansgpu.models.folder_writer import write_folder_atomically
-from sansgpu.models.gguf_file import GGUFFile
-from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.pretrained_source import (
     base_precision,
     gguf_file_of,
@@ -31,9 +29,12 @@ from sansgpu.models.pretrained_source import (
     stored_weights,
 )
 from sansgpu.models.stored_weights import BasePrecision, StoredTensor, fill, placeholders, random_weights
+from sansgpu.models.text import TokenizerParts
 
 if TYPE_CHECKING:  # functions import transformers when they need it, because that takes seconds
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from sansgpu.models.gguf_file import GGUFFile
 
 HeadKind = Literal["causal", "qa", "masked", "sequence", "tokens", "none"]
 AUTO_CLASSES: dict[HeadKind, str] = {

@@ -11,7 +11,7 @@ from sansgpu.config.plain_data import first_line, read_object, require_regular_f
 from sansgpu.machine.hub import quiet_hub
 from sansgpu.machine.sandbox import is_panic
 from sansgpu.models.adapter_folder import base_of
-from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
+from sansgpu.models.gguf_source import is_gguf, open_gguf
 from sansgpu.models.graph_folder import MODEL_TYPE
 from sansgpu.models.model_folder import folder_settings, validate_model_folder
 from sansgpu.models.stored_weights import (
@@ -24,6 +24,8 @@ from sansgpu.models.stored_weights import (
 
 if TYPE_CHECKING:  # functions import transformers when they need it, because that takes seconds
     from transformers import PreTrainedConfig
+
+    from sansgpu.models.gguf_file import GGUFFile
 
 
 def pretrained_config(model: ModelConfig) -> PreTrainedConfig:

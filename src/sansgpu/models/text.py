@@ -1,10 +1,16 @@
-"""The interface of tokenizers."""
+"""Tokenizers as models use and export them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
+
+from tokenizers import Tokenizer as Backend
+
+from sansgpu.config import ConfigError
 
 
 class TextCodec(Protocol):
@@ -21,3 +27,30 @@ class TextCodec(Protocol):
 
     def save(self, folder: Path) -> None:
         """Writes the files from which transformers loads the tokenizer."""
+
+
+@dataclass(frozen=True)
+class TokenizerParts:
+    """A tokenizer.json with its special tokens and chat template; if `begins`, every text starts with `bos_id`."""
+
+    json: str
+    bos_id: int | None
+    eos_id: int | None
+    pad_id: int | None
+    begins: bool
+    chat_template: str | None = None
+
+    def token(self, index: int | None) -> str | None:
+        """Returns the text of a token, or None for None. Raises ConfigError if there is no such token."""
+        if index is None:
+            return None
+        backend = _parsed(self.json)
+        name = backend.id_to_token(index) if type(index) is int and 0 <= index < 1 << 32 else None
+        if name is None:
+            raise ConfigError(f"the tokenizer has no token {index}.")
+        return str(name)
+
+
+@lru_cache(maxsize=1)
+def _parsed(text: str) -> Backend:
+    return Backend.from_str(text)

@@ -6,12 +6,11 @@ B examples, N tokens in total, T tokens of the longest, D width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
 
 from sansgpu.kernels.attention import bidirectional_ranges, causal_ranges
 from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions, linear_cross_entropy
@@ -21,6 +20,9 @@ from sansgpu.models.packed_mask import KeyRanges, PackedMask
 from sansgpu.models.probes import PROBE_LONGEST, autocast_of, head_is_plain, packs_well
 from sansgpu.models.quantized_layers import matrix_of
 from sansgpu.models.rotary import LengthDependentRotary
+
+if TYPE_CHECKING:  # its import is slow, and it is optional
+    from transformers import PreTrainedModel
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' names of types of layers
 

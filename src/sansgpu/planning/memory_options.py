@@ -9,7 +9,7 @@ from pathlib import Path
 from sansgpu.config import PRESETS, Config, ConfigError, load_config
 from sansgpu.config.plain_data import truncate
 from sansgpu.machine.memory import Execution, Memory
-from sansgpu.models.gguf_file import is_gguf
+from sansgpu.models.gguf_source import is_gguf
 from sansgpu.models.pretrained_source import base_precision, pretrained_config
 from sansgpu.planning.memory_fit import fits
 from sansgpu.reporting.memory_table import MemoryOption, MemoryOptions

@@ -9,6 +9,7 @@ from markupsafe import Markup
 
 from sansgpu.config.atomic import write_text
 from sansgpu.config.by_task import settings_of
+from sansgpu.config.extras import is_installed
 from sansgpu.config.wording import counted
 from sansgpu.reporting.bench_table import BenchResult, validation_texts
 from sansgpu.reporting.page import page, templates
@@ -17,8 +18,8 @@ from sansgpu.reporting.tables import count, storage
 from sansgpu.reporting.terminal import clock, duration
 
 
-def write_report(result: BenchResult, folder: Path) -> None:
-    """Writes report.md and report.html. Raises OSError."""
+def write_report(result: BenchResult, folder: Path) -> list[str]:
+    """Writes report.md and, if plotly is installed, report.html. Returns the names of the files. Raises OSError."""
     facts = {**result, "time": datetime.now().strftime("%Y-%m-%d %H:%M")}
     words = {"count": count, "counted": counted, "storage": storage, "duration": duration, "seconds": seconds}
     varying = settings_of(result["task"]).varying_length
@@ -28,8 +29,11 @@ def write_report(result: BenchResult, folder: Path) -> None:
         .render(r=facts, varying=varying, clock=_clock, validation=validation_texts(result), **words)
     )
     write_text(folder / "report.md", text.strip() + "\n")
+    if not is_installed("plotly"):
+        return ["report.md"]
     plots, title = _plots(result), f"{result['name']}: benchmark"
     write_text(folder / "report.html", page("bench.html", plots, title=title, body=as_html(text)))
+    return ["report.md", "report.html"]
 
 
 def seconds(value: float) -> str:

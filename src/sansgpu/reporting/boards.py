@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import ConfigError
+from sansgpu.config.extras import how_to_install, is_installed, require
 from sansgpu.reporting.events import Event
 
 
-def require_boards(names: list[str]) -> None:
-    """Raises ConfigError if a requested logger is not installed."""
+def require_boards(names: Sequence[str], warn: Callable[[str], None]) -> None:
+    """Raises ConfigError if a requested logger is not installed; without TensorBoard, the default, it only warns."""
     for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"training.report_to needs {name}; pip install 'sansgpu[{name}]'.")
+        if name != "tensorboard":
+            require(f"training.report_to {name}", name)
+        elif not is_installed(name):
+            warn(f"no TensorBoard logs are written: {how_to_install('writing them', name)}")
 
 
 def _scalars(event: Event) -> dict[str, float]:

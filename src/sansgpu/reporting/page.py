@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, select_autoescape
 from markupsafe import Markup, escape
 
+from sansgpu.config.extras import require
 from sansgpu.reporting.plots import PALETTE, Plot, Series
 
 PLOT_HEIGHT, ROW_HEIGHT, ROWS_MARGIN = 300, 40, 60  # pixels
@@ -108,6 +109,7 @@ def _trace(plot: Plot, series: Series) -> dict[str, Any]:
 
 
 def _library() -> str:
+    require("an HTML report", "plotly")
     from plotly.offline import get_plotlyjs
 
     return str(get_plotlyjs())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import ConfigError
+from sansgpu.config.extras import require
 from sansgpu.reporting.plots import PALETTE, Plot
 
 DASHES = ("-", "--", ":", "-.")
@@ -22,11 +22,10 @@ _STYLE: dict[Any, Any] = {
 
 def write_plots(plots: Sequence[Plot], folder: Path, form: str) -> list[Path]:
     """Writes each plot as NAME.png or NAME.svg. Raises ConfigError without matplotlib, and OSError."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError(f"--format {form} needs matplotlib; pip install 'sansgpu[plots]'.") from None
+    require(f"--format {form}", "matplotlib")
+    import matplotlib
+    from matplotlib.figure import Figure
+
     written = []
     for plot in plots:
         with matplotlib.rc_context(_STYLE):

@@ -5,6 +5,7 @@ from typing import cast
 
 from sansgpu.config import Config, ConfigError, import_class, task_class
 from sansgpu.config.by_task import TASK_CLASSES
+from sansgpu.config.extras import FINE_TUNING, require
 from sansgpu.tasks.base import TaskBase
 from sansgpu.tasks.task import (
     Collecting,
@@ -45,8 +46,11 @@ TASKS = _Tasks()
 def task_of(config: Config) -> TaskKind:
     """Returns the task's class, or the class named by `objective`.
 
-    Raises ConfigError if that class cannot be imported or is not derived from the task's.
+    Raises ConfigError if that class cannot be imported or is not derived from the task's, or if the packages of models
+    from Hugging Face, which the task fine-tunes, are not installed.
     """
+    if config.settings.fine_tunes:
+        require(f"task {config.settings.shown}", *FINE_TUNING)
     known = task_class(config.kind)
     if config.objective is None or config.objective == config.task:
         return cast(TaskKind, known)

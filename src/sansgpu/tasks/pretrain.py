@@ -34,11 +34,12 @@ from sansgpu.models.adapter_folder import is_adapter_folder
 from sansgpu.models.batched import BatchModel, decoder_batch, generate
 from sansgpu.models.decoder_costs import DecoderCosts
 from sansgpu.models.generate import Sampling
-from sansgpu.models.gguf_file import GGUFFile, is_gguf, open_gguf
-from sansgpu.models.gguf_tokenizer import TokenizerParts
+from sansgpu.models.gguf_source import is_gguf, open_gguf
 from sansgpu.models.huggingface import HuggingFaceLM, decoder_config, export_model, load_decoder, load_gguf_decoder
 from sansgpu.models.layouts import hugging_face_config, to_hugging_face
 from sansgpu.models.modules import narrow_matrices
+from sansgpu.models.teacher import Teacher, decoder_teacher, transformers_teacher
+from sansgpu.models.text import TokenizerParts
 from sansgpu.tasks.base import ObjectiveBase, TaskWithEvaluator
 from sansgpu.tasks.distillation import (
     Lesson,
@@ -53,8 +54,8 @@ from sansgpu.tasks.task import GGUFParts, Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
 from sansgpu.tasks.vocabulary import with_vocabulary_of
 
-if TYPE_CHECKING:  # importing transformers takes seconds
-    from sansgpu.models.teacher import Teacher
+if TYPE_CHECKING:  # gguf is optional
+    from sansgpu.models.gguf_file import GGUFFile
 
 EVALUATION_TOKENS = 4096  # tokens in a micro-batch
 UNBOUNDED_CONTEXT = 1024  # tokens of context for models that declare no maximum
@@ -171,8 +172,6 @@ class Pretrain(PretrainObjective, TaskWithEvaluator):
 
     @classmethod
     def teacher(cls, loaded: TrainedModel) -> Teacher:
-        from sansgpu.models.teacher import decoder_teacher, transformers_teacher  # imports transformers
-
         model, tokenizer = loaded.objective.model, loaded.tokenizer
         before = () if tokenizer.prefix_ids == (tokenizer.end_id,) else tokenizer.prefix_ids
         if isinstance(model, TransformerLM):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from sansgpu.models.batched import BatchModel, stream
 from sansgpu.models.generate import Sampling, reading
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.pretrained import load_tokenizer_of, tokenizer_parts
+from sansgpu.models.teacher import Teacher, student_loss, transformers_teacher
 from sansgpu.tasks.distillation import (
     Lesson,
     StudentLoss,
@@ -38,9 +39,6 @@ from sansgpu.tasks.language_modeling import text_metrics
 from sansgpu.tasks.task import Evaluator, GGUFParts, Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
-
-if TYPE_CHECKING:  # importing transformers takes seconds
-    from sansgpu.models.teacher import Teacher
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"  # the name that transformers gives to it
 
@@ -111,8 +109,6 @@ class SFTObjective(FineTuning):
         """Computes the summed cross-entropy with the configured label smoothing and z-loss, or a student's loss: ()."""
         training = self.config.training
         if (soft := self._student.soft_targets(batch)) is not None:
-            from sansgpu.models.teacher import student_loss  # imports transformers, which takes seconds
-
             loss, parts = student_loss(self.unpadded, batch.tokens, batch.lengths, batch.targets, soft, training.z_loss)
             self._student.add(parts, batch.targets)
             return loss
@@ -182,8 +178,6 @@ class SFT(SFTObjective, FineTuningTask):
 
     @classmethod
     def teacher(cls, loaded: TrainedModel) -> Teacher:
-        from sansgpu.models.teacher import transformers_teacher  # imports transformers
-
         return transformers_teacher(loaded.objective.unpadded, _context_of(loaded.objective))
 
     def batch(self, step: int, total_steps: int | None = None) -> ExampleBatch:

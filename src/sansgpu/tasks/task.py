@@ -16,8 +16,8 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.group import Group
 from sansgpu.models.batched import BatchModel
 from sansgpu.models.costing import Costs
-from sansgpu.models.gguf_tokenizer import TokenizerParts
 from sansgpu.models.stored_weights import StoredTensor
+from sansgpu.models.text import TokenizerParts
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel, Verb
 
 if TYPE_CHECKING:  # the latter imports transformers, which takes seconds

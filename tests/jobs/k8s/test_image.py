@@ -11,6 +11,7 @@ from sansgpu import __version__
 from sansgpu.jobs.k8s.manifests import LIBIOMP, TCMALLOC, USER
 from tests.jobs.k8s.rendered import ROOT, render
 
+IMAGE_EXTRAS = re.compile(r'extra == "(hf|gguf|parquet|report|tensorboard)"')
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
@@ -58,7 +59,7 @@ def test_the_image_pins_its_packages_and_runs_unprivileged() -> None:
     assert all("-c constraints.txt" in line or "==" in line for line in installs)
     assert f'test "$(sansgpu --version)" = {__version__}' in text
     assert text.splitlines()[-2:] == [f"USER {USER}:{USER}", "WORKDIR /data"]
-    assert "'.[wandb]'" in render("--set", "training.report_to=[wandb]").dockerfile
+    assert "'.[hf,report,wandb]'" in render("--set", "training.report_to=[wandb]").dockerfile
     assert {*requirements("sansgpu")} - {*pinned()} == {"sansgpu", "torch"}
 
 
@@ -69,7 +70,7 @@ def pinned() -> Iterator[str]:
 
 
 def requirements(name: str, seen: set[str] | None = None) -> set[str]:
-    """Returns the names of a package and its requirements on this machine, without extras."""
+    """Returns the names of a package and its requirements on this machine; of extras, only those of the image."""
     seen = set() if seen is None else seen
     name = name.lower().replace("_", "-")
     if name not in seen:
@@ -80,6 +81,6 @@ def requirements(name: str, seen: set[str] | None = None) -> set[str]:
         seen.add(name)
         for line in needed:
             inner = re.match(r"[A-Za-z0-9._-]+", line)
-            if inner and "extra ==" not in line:
+            if inner and ("extra ==" not in line or (name == "sansgpu" and IMAGE_EXTRAS.search(line))):
                 requirements(inner[0], seen)
     return seen

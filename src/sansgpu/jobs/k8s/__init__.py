@@ -59,7 +59,7 @@ def _recipe(job: ClusterJob, config: Config, folder: Path) -> dict[str, str]:
         "torch": torch.__version__.partition("+")[0],  # the installed version, which is tested
         "intel_openmp": INTEL_OPENMP,
         "packages": ["g++", "libgomp1", *(["libtcmalloc-minimal4"] if job.allocator == "tcmalloc" else [])],
-        "extras": [name for name in config.training.report_to if name == "wandb"],
+        "extras": ["hf", "report", *config.training.report_to],
         "allocator": job.allocator,
         "openmp": job.openmp,
         "tcmalloc": manifests.TCMALLOC,
