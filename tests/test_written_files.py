@@ -88,6 +88,7 @@ COMMANDS: dict[str, tuple[str, Command]] = {
         "tokenizer", "train", str(home / "corpus.jsonl"), "--vocab-size", "300", "--output", out]),
     "plan": (FILE, lambda home, free, out: [
         "plan", "--hours", "0.1", "--data", str(home / "corpus.jsonl"), "--output", out]),
+    "init": (FILE, lambda home, free, out: ["init", out, "--text", str(home / "corpus.jsonl"), "--yes"]),
     "extract": (FILE, lambda home, free, out: ["extract", str(home / "one"), "--text", "x", "--output", out]),
 }  # fmt: skip
 LINKS = {"link": "full", "link to empty": "empty", "link to file": "thesis.tex", "dangling": "new"}

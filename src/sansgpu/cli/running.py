@@ -13,6 +13,7 @@ import typer
 from sansgpu import __version__
 from sansgpu.cli.distill import distill
 from sansgpu.cli.extract import extract
+from sansgpu.cli.init import init
 from sansgpu.cli.look import list_runs, report, snapshots
 from sansgpu.cli.options import CONFIG_SUFFIXES, complain, flag, show
 from sansgpu.cli.scale import k8s
@@ -25,7 +26,7 @@ from sansgpu.cli.vectors import embed, search
 
 # Commands in the order of `sansgpu --help`, under its headings. Within a heading, commands with subcommands come last.
 _COMMANDS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
-    "Start": {"doctor": doctor, "plan": plan, "bench": bench},
+    "Start": {"init": init, "doctor": doctor, "plan": plan, "bench": bench},
     "Train": {"train": train, "tune": tune, "distill": distill},
     "Look": {"runs": list_runs, "report": report, "snapshots": snapshots},
     "Use": {

@@ -37,7 +37,7 @@ def reachable(address: str) -> bool:
 
     Uses the session of the Hub client, so proxies and certificates are those that a download would use.
     """
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import get_session
 
     answered = threading.Event()
 
