@@ -236,8 +236,8 @@ def test_help_lists_the_commands_of_a_day_in_groups(capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out
     order = (
         "─ Start ─", "init ", "doctor ", "plan ", "bench ", "─ Train ─", "train ", "tune ", "─ Look ─", "runs ",
-        "report ", "snapshots ", "─ Use ─", "eval ", "predict ", "generate ", "chat ", "extract ", "export ", "tokenizer ",
-        "─ Scale ─", "k8s ",
+        "report ", "snapshots ", "─ Use ─", "eval ", "predict ", "generate ", "chat ", "extract ", "export ",
+        "tokenizer ", "─ Scale ─", "k8s ", "slurm ",
     )  # fmt: skip
     places = [shown.index(f"{'' if word.startswith('─') else '│ '}{word}") for word in order]
     assert places == sorted(places)
