@@ -79,6 +79,7 @@ COMMANDS: dict[str, tuple[str, Command]] = {
     "bench": (FOLDER, lambda home, free, out: [
         "bench", *settings(data__dataset_name=home / "corpus.jsonl"), "--output-dir", out]),
     "k8s": (FOLDER, lambda home, free, out: cluster(out)),
+    "slurm": (FOLDER, lambda home, free, out: ["slurm", str(CONFIG), "--nodes", "1", "--output-dir", out]),
     "export": (FOLDER, lambda home, free, out: ["export", str(home / "one"), "--output", out]),
     "export gguf": (FILE, lambda home, free, out: ["export", str(home / "one"), "--format", "gguf", "--output", out]),
     "report": (FILE, lambda home, free, out: ["report", str(home / "one"), "--output", out]),

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sansgpu.cli.completion import configuration_names
 from sansgpu.cli.options import ConfigArgument, JsonOption, OverrideOption, option, path_option, print_json, show, warn
 
 
@@ -89,7 +90,12 @@ def k8s(
 
 def slurm(
     config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="Configuration file, preset or name of a file in configs/.")
+        Path,
+        typer.Argument(
+            metavar="CONFIG",
+            help="Configuration file, preset or name of a file in configs/.",
+            autocompletion=configuration_names,
+        ),
     ],
     nodes: Annotated[int, option("Number of nodes.", _NODES, min=1)],
     override: OverrideOption = None,

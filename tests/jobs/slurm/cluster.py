@@ -14,13 +14,14 @@ from pathlib import Path
 DAEMONS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 # Names of this machine, because processes look up the first node's name.
 NODES = (socket.gethostname(), "localhost")
+# Slurm starts a job that is queued again after its old credentials have expired: two minutes by default.
 _CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.sock
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -34,7 +35,6 @@ SelectTypeParameters=CR_Core
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
-SchedulerParameters=requeue_delay=1
 KillWait=60
 NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1 RealMemory=1000
 NodeName={nodes[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1 RealMemory=1000
