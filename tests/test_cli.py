@@ -1,5 +1,6 @@
 """Errors are reported in one sentence before any work is done, never as a traceback."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -235,9 +236,9 @@ def test_help_lists_the_commands_of_a_day_in_groups(capsys: pytest.CaptureFixtur
     assert cli(["--help"]) == 0
     shown = capsys.readouterr().out
     order = (
-        "─ Start ─", "doctor ", "plan ", "bench ", "─ Train ─", "train ", "tune ", "─ Look ─", "runs ", "report ",
-        "snapshots ", "─ Use ─", "eval ", "predict ", "generate ", "chat ", "extract ", "export ", "tokenizer ",
-        "─ Scale ─", "k8s ",
+        "─ Start ─", "init ", "doctor ", "plan ", "bench ", "─ Train ─", "train ", "tune ", "─ Look ─", "runs ",
+        "report ", "snapshots ", "─ Use ─", "eval ", "predict ", "generate ", "chat ", "extract ", "export ",
+        "tokenizer ", "─ Scale ─", "k8s ", "slurm ",
     )  # fmt: skip
     places = [shown.index(f"{'' if word.startswith('─') else '│ '}{word}") for word in order]
     assert places == sorted(places)
@@ -269,9 +270,21 @@ def test_options_may_be_written_with_underscores(capsys: pytest.CaptureFixture[s
         ("t", ["train", "tune", "tokenizer"]),
         ("train --max-s", ["--max-steps", "--max-seq-length"]),
         ("snapshots p", ["prune"]),
+        ("train ti", ["tiny"]),
+        ("plan ", ["large", "medium", "small", "tiny"]),
+        ("report ru", ["runs/new", "runs/old"]),
+        ("eval runs/new --snapshot ", ["latest", "best", "step-000020", "step-000010"]),
+        ("train --output-dir runs/new --resume step", ["step-000020", "step-000010"]),
     ],
 )
-def test_a_shell_completes_commands_and_options_without_loading_torch(words: str, expected: list[str]) -> None:
+def test_a_shell_completes_names_without_loading_torch(words: str, expected: list[str]) -> None:
+    for age, name in enumerate(("new", "old")):
+        for step in ("step-000010", "step-000020"):
+            Path(f"runs/{name}/snapshots/{step}").mkdir(parents=True)
+        Path(f"runs/{name}/metrics.jsonl").touch()
+        os.utime(f"runs/{name}/metrics.jsonl", (1e9 - age, 1e9 - age))
+    Path("configs").mkdir()
+    Path("configs/tiny.yaml").touch()
     program = (
         "import atexit, os, sys; atexit.register(lambda: print('torch' in sys.modules));"
         "from sansgpu.cli import run; run([])"

@@ -79,6 +79,7 @@ COMMANDS: dict[str, tuple[str, Command]] = {
     "bench": (FOLDER, lambda home, free, out: [
         "bench", *settings(data__dataset_name=home / "corpus.jsonl"), "--output-dir", out]),
     "k8s": (FOLDER, lambda home, free, out: cluster(out)),
+    "slurm": (FOLDER, lambda home, free, out: ["slurm", str(CONFIG), "--nodes", "1", "--output-dir", out]),
     "export": (FOLDER, lambda home, free, out: ["export", str(home / "one"), "--output", out]),
     "export gguf": (FILE, lambda home, free, out: ["export", str(home / "one"), "--format", "gguf", "--output", out]),
     "report": (FILE, lambda home, free, out: ["report", str(home / "one"), "--output", out]),
@@ -88,6 +89,7 @@ COMMANDS: dict[str, tuple[str, Command]] = {
         "tokenizer", "train", str(home / "corpus.jsonl"), "--vocab-size", "300", "--output", out]),
     "plan": (FILE, lambda home, free, out: [
         "plan", "--hours", "0.1", "--data", str(home / "corpus.jsonl"), "--output", out]),
+    "init": (FILE, lambda home, free, out: ["init", out, "--text", str(home / "corpus.jsonl"), "--yes"]),
     "extract": (FILE, lambda home, free, out: ["extract", str(home / "one"), "--text", "x", "--output", out]),
 }  # fmt: skip
 LINKS = {"link": "full", "link to empty": "empty", "link to file": "thesis.tex", "dangling": "new"}

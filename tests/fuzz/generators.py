@@ -122,6 +122,12 @@ _COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
         "--nodes": "number", "--cpus": "number", "--memory": "text", "--pvc": "text", "--create-pvc": "text",
         "--image": "text", "--namespace": "text", "--name": "text", "--node-selector": "text",
         "--processes-per-node": "number"}),
+    "slurm": (["tiny", "--nodes", "1"], {
+        "--nodes": "number", "--cpus": "number", "--memory": "text", "--time": "text", "--partition": "text",
+        "--account": "text", "--name": "text", "--processes-per-node": "number", "--output-dir": "path"}),
+    "init": (["a.yaml", "--text", "DATA", "--yes"], {
+        "--text": "path", "--task": "text", "--model": "path", "--hours": "number", "--cores": "number",
+        "--memory": "text"}),
     "chat": (["FINAL", "--prompt", "hi", "--max-new-tokens", "2"], {"--system": "text", "--temperature": "number"}),
     "predict": (["CLASSIFIER", "--text", "q"], {
         "--text": "text", "--text-pair": "text", "--question": "text", "--output": "path"}),

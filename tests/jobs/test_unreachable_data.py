@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from sansgpu.cli import run as cli
-from sansgpu.machine.hub import reachable
 from tests import processes
-from tests.processes import use_cache
+from tests.processes import finish_apart, messages, use_cache
 from tests.tasks.folders import model_folder
 from tests.tasks.test_graph_runs import TINY as GRAPH
 
@@ -105,16 +110,58 @@ def test_training_does_not_begin(tmp_path: Path, capsys: Captured) -> None:
     assert 'dataset "wikitext" was not found' in capsys.readouterr().err
 
 
-def test_a_connection_or_its_proxy_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HTTP_PROXY", "http_proxy", "NO_PROXY", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        here = f"127.0.0.1:{server.getsockname()[1]}"
-        assert reachable(f"http://{here}")
-        assert not reachable("http://no-such-host.invalid")
-        monkeypatch.setenv("http_proxy", here)
-        assert reachable("http://no-such-host.invalid")
-    assert not reachable("http://no-such-host.invalid")
+class _Answers(BaseHTTPRequestHandler):
+    """Answers every request that the Hub client or a proxy's client may send with `status`."""
+
+    status = 200
+    error = ""
+
+    def do_HEAD(self) -> None:
+        self.send_response(self.status)
+        if self.error:
+            self.send_header("X-Error-Code", self.error)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_POST = do_CONNECT = do_HEAD  # noqa: N815  names that http.server calls
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@contextmanager
+def _server(status: int, error: str = "") -> Iterator[str]:
+    """Starts a web server on this machine that always answers the same, and yields its address."""
+    handler = type("Handler", (_Answers,), {"status": status, "error": error})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def _is_reachable(address: str, **environment: str) -> bool:
+    """Asks in a new process, because a session of the Hub client reads proxies once."""
+    code = f"from sansgpu.machine.hub import reachable; raise SystemExit(not reachable({address!r}))"
+    bare = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
+    return subprocess.run([sys.executable, "-c", code], env=bare | environment).returncode == 0
+
+
+def test_a_hub_that_answers_is_reachable_unless_a_proxy_refuses_it() -> None:
+    with _server(200) as server, _server(403) as proxy:
+        assert _is_reachable(server)
+        assert _is_reachable("http://no-such-host.invalid", http_proxy=server)
+        assert not _is_reachable("https://no-such-host.invalid", https_proxy=proxy)
+    assert not _is_reachable("http://no-such-host.invalid")
+
+
+def test_a_name_that_the_hub_does_not_have_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate needs no data, but a misspelled name is a mistake that the user wants to know now."""
+    with _server(404, "RepoNotFound") as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub)
+        code, _, error = finish_apart(["plan", *arguments("pretrain")], tmp_path)
+    assert code == 2
+    [message] = messages(error)
+    assert "'wikitext' doesn't exist on the Hub" in message
 
 
 def test_a_bench_of_a_name_with_control_characters_is_refused(

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from sansgpu.cli.completion import run_names
 from sansgpu.cli.options import (
     OUTPUT,
     JsonOption,
@@ -47,7 +48,9 @@ def list_runs(
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders.", show_default=False)],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN", help="Run folders.", show_default=False, autocompletion=run_names)
+    ],
     output: Annotated[
         Path | None,
         path_option("Output file (html) or folder (png, svg). Default: RUN/report.html or RUN/plots.", "PATH"),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sansgpu.cli.completion import configuration_names, run_names, snapshot_names
 from sansgpu.reporting.escape import printable, printable_json, printable_line
 
 if TYPE_CHECKING:
@@ -44,8 +45,13 @@ def path_option(help: str, metavar: str) -> Any:
     return option(help, OUTPUT, parser=written_path, metavar=metavar)
 
 
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", show_default=False)]
-ModelArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, Hugging Face model or GGUF file.")]
+RunArgument = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Run folder.", show_default=False, autocompletion=run_names)
+]
+ModelArgument = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="Run folder, Hugging Face model or GGUF file.", autocompletion=run_names),
+]
 ConfigArgument = Annotated[
     Path | None,
     typer.Argument(
@@ -53,13 +59,17 @@ ConfigArgument = Annotated[
         help="Configuration file, preset (small, medium, large) or name of a file in configs/. Default: built-in "
         "configuration.",
         show_default=False,
+        autocompletion=configuration_names,
     ),
 ]
 OverrideOption = Annotated[
     list[str] | None,
     option("Override a configuration key. Repeatable.", CONFIGURATION, "--set", metavar="KEY.PATH=VALUE"),
 ]
-SnapshotOption = Annotated[str, option("Snapshot to use: latest, best, a step, or a name from `snapshots list`.")]
+SnapshotOption = Annotated[
+    str,
+    option("Snapshot to use: latest, best, a step, or a name from `snapshots list`.", autocompletion=snapshot_names),
+]
 RemoteCodeOption = Annotated[
     bool, flag("Allow Python code that ships with the model to run.", None, "--trust-remote-code")
 ]

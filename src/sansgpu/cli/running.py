@@ -13,9 +13,10 @@ import typer
 from sansgpu import __version__
 from sansgpu.cli.distill import distill
 from sansgpu.cli.extract import extract
+from sansgpu.cli.init import init
 from sansgpu.cli.look import list_runs, report, snapshots
 from sansgpu.cli.options import CONFIG_SUFFIXES, complain, flag, show
-from sansgpu.cli.scale import k8s
+from sansgpu.cli.scale import k8s, slurm
 from sansgpu.cli.signals import CODE, interrupted
 from sansgpu.cli.start import bench, doctor, plan
 from sansgpu.cli.tokenizer import tokenizer
@@ -25,14 +26,14 @@ from sansgpu.cli.vectors import embed, search
 
 # Commands in the order of `sansgpu --help`, under its headings. Within a heading, commands with subcommands come last.
 _COMMANDS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
-    "Start": {"doctor": doctor, "plan": plan, "bench": bench},
+    "Start": {"init": init, "doctor": doctor, "plan": plan, "bench": bench},
     "Train": {"train": train, "tune": tune, "distill": distill},
     "Look": {"runs": list_runs, "report": report, "snapshots": snapshots},
     "Use": {
         "eval": evaluate, "predict": predict, "generate": generate, "chat": chat, "extract": extract, "embed": embed,
         "search": search, "export": export, "tokenizer": tokenizer,
     },
-    "Scale": {"k8s": k8s},
+    "Scale": {"k8s": k8s, "slurm": slurm},
 }  # fmt: skip
 MIN_LIKENESS = 0.7  # difflib's ratio, from which on a known option is suggested for an unknown one
 # Errors caused by the requested path (missing, wrong kind of file, too long) rather than by the disk.

@@ -1,4 +1,4 @@
-"""The `sansgpu k8s` command."""
+"""The commands for clusters: `sansgpu k8s` and `slurm`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
+import typer
+
+from sansgpu.cli.completion import configuration_names
 from sansgpu.cli.options import ConfigArgument, JsonOption, OverrideOption, option, path_option, print_json, show, warn
 
 
@@ -23,7 +26,7 @@ class OpenMP(str, Enum):
     LIBIOMP = "libiomp"
 
 
-_PODS, _IMAGE = "Pods", "Image"
+_PODS, _IMAGE, _NODES = "Pods", "Image", "Nodes"
 
 
 def k8s(
@@ -83,6 +86,49 @@ def k8s(
         print_json(result)
     else:
         _show_files(result)
+
+
+def slurm(
+    config: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG",
+            help="Configuration file, preset or name of a file in configs/.",
+            autocompletion=configuration_names,
+        ),
+    ],
+    nodes: Annotated[int, option("Number of nodes.", _NODES, min=1)],
+    override: OverrideOption = None,
+    processes_per_node: Annotated[int, option("Processes per node, e.g. one per NUMA node.", _NODES, min=1)] = 1,
+    cpus: Annotated[int | None, option("CPUs per node. Default: whole nodes.", _NODES, min=1)] = None,
+    memory: Annotated[
+        str | None, option("Memory per node, e.g. 64G. Default: all of a whole node.", _NODES, metavar="SIZE")
+    ] = None,
+    time: Annotated[str | None, option("Time limit, e.g. 24:00:00 or 2-00.", _NODES, metavar="TIME")] = None,
+    partition: Annotated[str | None, option("Partition to submit to.", _NODES)] = None,
+    account: Annotated[str | None, option("Account to charge.", _NODES)] = None,
+    name: Annotated[str | None, option("Job name. Default: the configuration's file name.")] = None,
+    output_dir: Annotated[
+        Path | None, path_option("Run folder, also of the script. Default: runs/NAME.", "DIR")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write an sbatch script for a Slurm cluster.
+
+    Example: sansgpu slurm configs/cpu_80m.yaml --nodes 4 --cpus 32 --time 24:00:00 --partition cpu
+    """
+    from sansgpu.jobs.slurm import SlurmRequest
+    from sansgpu.jobs.slurm import slurm as job
+
+    request = SlurmRequest(
+        config, override or (), nodes, processes_per_node, cpus, memory, time, partition, account, name, output_dir
+    )
+    result = job(request, warn)
+    if as_json:
+        print_json(result)
+        return
+    show(f"{result['file']}\n\nProcesses save and end {result['grace_seconds']} s before the time limit. Next steps:\n")
+    show("\n".join(result["commands"]))
 
 
 def _show_files(result: dict[str, Any]) -> None:

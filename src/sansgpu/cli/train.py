@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sansgpu.cli.completion import snapshot_names
 from sansgpu.cli.options import (
     CONFIGURATION,
     OUTPUT,
@@ -59,7 +60,9 @@ def train(
     output_dir: Annotated[Path | None, path_option("Run folder. Default: runs/NAME.", "DIR")] = None,
     headless: Annotated[bool, flag("Print only JSON lines on stdout.", OUTPUT, "--headless")] = False,
     plain: Annotated[bool, flag("Print plain lines instead of the live view.", OUTPUT, "--plain")] = False,
-    resume: Annotated[str | None, option("Resume from a snapshot.", metavar="latest|SNAPSHOT")] = None,
+    resume: Annotated[
+        str | None, option("Resume from a snapshot.", metavar="latest|SNAPSHOT", autocompletion=snapshot_names)
+    ] = None,
     strict: Annotated[bool, flag("Refuse to resume if the result could differ.", None, "--strict")] = False,
     dry_run: Annotated[bool, flag("Prepare the run and show it, without training.", None, "--dry-run")] = False,
     force: Annotated[bool, flag("Start even if the run seems not to fit into memory.", None, "--force")] = False,

@@ -214,7 +214,8 @@ def _hub_sources(name: str, data: DataConfig, local: bool) -> Sources:
         loaded: Any = datasets.load_from_disk(name) if local else _from_hub(name, data)
     except Exception as error:
         reason = first_line(error)
-        if not local and isinstance(error, OSError):  # no connection, and the dataset is not in the cache
+        answered = isinstance(error, datasets.exceptions.DatasetsError)  # e.g. the Hub has no dataset of this name
+        if not local and isinstance(error, OSError) and not answered:
             raise UnreachableError(
                 f'dataset "{name}" was not found: no such file or folder, and the Hub is unreachable ({reason})'
             ) from None

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 import threading
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
-from urllib.parse import urlsplit
+from contextlib import contextmanager, suppress
 
-CONNECT_SECONDS = 3.0  # time limit of DNS and connecting; the client itself would retry for about half a minute
-PORTS = {"http": 80, "https": 443}
+ANSWER_SECONDS = 5.0  # time limit of DNS, connection and answer; the client itself would retry for about half a minute
 
 
 def quiet_hub() -> None:
@@ -37,22 +33,20 @@ def reading_hub() -> Iterator[None]:
 
 
 def reachable(address: str) -> bool:
-    """Returns whether the server of a URL, or its proxy, accepts a connection within CONNECT_SECONDS."""
-    target = urlsplit(address)
-    proxy = urllib.request.getproxies().get(target.scheme)
-    if proxy and not urllib.request.proxy_bypass(target.hostname or ""):
-        target = urlsplit(proxy if "//" in proxy else f"http://{proxy}")
-    host_and_port = target.hostname or "", target.port or PORTS.get(target.scheme, 80)
-    opened = threading.Event()
+    """Returns whether a server, through the configured proxy if there is one, answers within ANSWER_SECONDS.
 
-    def connect() -> None:
-        try:
-            socket.create_connection(host_and_port, timeout=CONNECT_SECONDS).close()
-        except OSError:
-            return
-        opened.set()
+    Uses the session of the Hub client, so proxies and certificates are those that a download would use.
+    """
+    from huggingface_hub import get_session
 
-    attempt = threading.Thread(target=connect, daemon=True)  # a thread, because a DNS query may block for longer
+    answered = threading.Event()
+
+    def ask() -> None:
+        with suppress(Exception):  # of DNS, the connection, its encryption, or a proxy that refuses the server
+            get_session().head(address, timeout=ANSWER_SECONDS)
+            answered.set()
+
+    attempt = threading.Thread(target=ask, daemon=True)  # a thread, because a DNS query may block for longer
     attempt.start()
-    attempt.join(CONNECT_SECONDS)
-    return opened.is_set()
+    attempt.join(ANSWER_SECONDS)
+    return answered.is_set()

@@ -60,7 +60,7 @@ PROCESSORS = (
 def compare_presets(overrides: Sequence[str]) -> list[PresetRow]:
     """Returns the presets' memory, and their estimated speed on this machine and on other kinds of processors."""
     configs = [_preset(name, overrides) for name in PRESETS]
-    processors = (*PROCESSORS, _this_machine(configs[0]))
+    processors = (*PROCESSORS, this_machine(configs[0]))
     available = memory_for_run(torch.device("cpu"))
     return [_row(name, config, processors, available) for name, config in zip(PRESETS, configs, strict=True)]
 
@@ -70,7 +70,7 @@ def _preset(name: str, overrides: Sequence[str]) -> Config:
     return task_of(config).with_vocabulary(config)
 
 
-def _this_machine(config: Config) -> Processor:
+def this_machine(config: Config) -> Processor:
     """Measures matrix products here, which takes tenths of a second."""
     threads = resolve_threads(config.training)
     torch.set_num_threads(threads)
@@ -82,7 +82,7 @@ def _this_machine(config: Config) -> Processor:
 def _row(name: str, config: Config, processors: Sequence[Processor], available: int) -> PresetRow:
     costs, batch = task_of(config).costs(config), effective_batch(config.training)
     size = usual_micro_batch(config.window, micro_batch_choices(config.training, config.window))
-    memory = max(_memories(config, size), key=lambda memory: memory.total)
+    memory = largest_memory(config, size)
     frugal = change_config(config, ["model.gradient_checkpointing=true"])
     parameters, flops = sum(costs.parameters().values()), costs.work(1).needed
     tokens = OPTIMAL_TOKENS * parameters
@@ -101,6 +101,11 @@ def _row(name: str, config: Config, processors: Sequence[Processor], available: 
         "optimal_tokens": tokens,
         "speeds": [_speed(processor, flops, tokens) for processor in processors],
     }
+
+
+def largest_memory(config: Config, size: int) -> Memory:
+    """Returns the memory with micro-batches of `size` examples, in the precision that needs the most."""
+    return max(_memories(config, size), key=lambda memory: memory.total)
 
 
 def _memories(config: Config, size: int) -> Iterator[Memory]:

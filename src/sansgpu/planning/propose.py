@@ -5,23 +5,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-import yaml
-
 from sansgpu.config import Config, ConfigError, change_config
-from sansgpu.config.atomic import write_text
+from sansgpu.config.atomic import write_failures_as, write_text
+from sansgpu.config.commented import commented_yaml
 from sansgpu.data.shards import ReportProgress
 from sansgpu.planning.estimate import plan_prepared, roofline_of, step_limits
 from sansgpu.planning.forecast import forecast_of
+from sansgpu.planning.memory_fit import fits
 from sansgpu.planning.prepare import ignore_message, prepare
 from sansgpu.planning.prepared import Prepared
+from sansgpu.planning.presets import Processor, largest_memory
 from sansgpu.planning.set_up import Warn
 from sansgpu.reporting.outputs import require_file
 from sansgpu.reporting.plan_table import PlanCandidate, ProposedPlan
-from sansgpu.tasks import Corpus
+from sansgpu.tasks import Corpus, task_of
 from sansgpu.train.scaling_law import MAX_EPOCHS, expected_bits_per_byte
 
 WIDTHS = (128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
@@ -34,6 +35,7 @@ BATCH_TOKENS, BATCH_REFERENCE_TOKENS, MAX_BATCH_TOKENS = 4096, 10e6, 65536
 LEARNING_RATE, LEARNING_RATE_WIDTH = 0.004, 256  # at this width, and proportional to width**-0.5; docs/lab-notes.md
 VOCABULARIES = ((2e6, 4096), (100e6, 8192), (1e9, 16384), (math.inf, 32768))  # (bytes of text, vocabulary size)
 DEFAULT_TEXT_BYTES = 10e6  # assumed if the size of the data is unknown
+BYTES_PER_TOKEN = 4  # of text, assumed before it is tokenized
 OVERHEAD_RATIO = 0.04  # share of time for starting, evaluating and saving
 EVALUATIONS, SNAPSHOTS = 10, 5  # number in a run
 
@@ -71,9 +73,7 @@ def propose(
     corpus: Corpus = base.corpus
     efficiencies = [(width, _measured_efficiency(base, width, hours, progress)) for width in MEASURED_WIDTHS]
     candidates = [c for width in WIDTHS if (c := _candidate(base, width, hours, efficiencies, progress)) is not None]
-    if not candidates:
-        raise ConfigError("not even the smallest model fits into memory; free some memory or use another machine.")
-    best = min(candidates, key=lambda candidate: candidate.bits_per_byte)
+    best = _best(candidates)
     config = _with_length(best, hours)
     prepared = prepare(config, None, progress, warn, "report", timed="always")
     _write(config, output, best, corpus)
@@ -92,17 +92,55 @@ def propose(
     return {**plan_prepared(prepared, progress), "candidates": rows, "file": str(output)}
 
 
+def propose_quickly(data: str, text_bytes: int, hours: float, processor: Processor, memory: int) -> ProposedRun:
+    """Proposes a run without reading the data or timing a step: in a second, where `propose` takes a minute.
+
+    Speeds follow from the rate of matrix products, so they are off by up to a third. `text_bytes` is 0 if it is
+    unknown. Raises ConfigError if no model fits into `memory`.
+    """
+    config, unique = _data_config(data, text_bytes), (text_bytes or DEFAULT_TEXT_BYTES) / BYTES_PER_TOKEN
+    config = task_of(config).with_vocabulary(config)
+    candidates = []
+    for width in WIDTHS:
+        shaped = _shape(config, width)
+        if fits(largest_memory(shaped, 1), memory):
+            costs = task_of(shaped).costs(shaped)
+            parameters = sum(costs.parameters().values())
+            speed = processor.tokens_per_second(costs.work(1).needed)
+            candidates.append(_proposed(shaped, parameters, speed, hours, unique))
+    best = _best(candidates)
+    config = change_config(_with_length(best, hours), ["model.vocab_size=null"])  # of a short text it is smaller
+    return replace(best, config=config)
+
+
+def _best(candidates: list[ProposedRun]) -> ProposedRun:
+    if not candidates:
+        raise ConfigError("not even the smallest model fits into memory; free some memory or use another machine.")
+    return min(candidates, key=lambda candidate: candidate.bits_per_byte)
+
+
+def _proposed(config: Config, parameters: int, speed: float, hours: float, unique: float) -> ProposedRun:
+    """Returns a run of `hours` at `speed` tokens per second on a text of `unique` tokens."""
+    tokens = min(speed * hours * 3600 * (1 - OVERHEAD_RATIO), MAX_EPOCHS * unique)
+    loss = expected_bits_per_byte(parameters, tokens, unique)
+    return ProposedRun(config, parameters, speed, tokens, tokens / unique, loss)
+
+
+def _data_config(data: str, text_bytes: float, overrides: Sequence[str] = ()) -> Config:
+    """Returns a configuration with a vocabulary size that suits the data."""
+    vocabulary = next(tokens for limit, tokens in VOCABULARIES if (text_bytes or DEFAULT_TEXT_BYTES) < limit)
+    name = json.dumps(data, ensure_ascii=False)  # valid YAML, too
+    return change_config(Config(), (f"data.dataset_name={name}", f"data.vocab_size={vocabulary}", *overrides))
+
+
 def _base(data: str, overrides: Sequence[str], progress: ReportProgress, warn: Warn) -> Prepared:
     """Prepares the data with a vocabulary size that suits it."""
     file = Path(data).expanduser()
-    size = file.stat().st_size if file.is_file() else DEFAULT_TEXT_BYTES
-    vocabulary = next(tokens for limit, tokens in VOCABULARIES if size < limit)
-    name = json.dumps(data, ensure_ascii=False)  # valid YAML, too
-    settings = (f"data.dataset_name={name}", f"data.vocab_size={vocabulary}", *overrides)
-    return prepare(change_config(Config(), settings), None, progress, warn, "report", timed="never")
+    size = file.stat().st_size if file.is_file() else 0
+    return prepare(_data_config(data, size, overrides), None, progress, warn, "report", timed="never")
 
 
-def _shape(base: Prepared, width: int) -> Config:
+def _shape(base: Config, width: int) -> Config:
     window = LONG_WINDOW if width >= LONG_WINDOW_MIN_WIDTH else WINDOW
     rate = LEARNING_RATE * (LEARNING_RATE_WIDTH / width) ** 0.5
     settings = (
@@ -111,12 +149,12 @@ def _shape(base: Prepared, width: int) -> Config:
         f"model.n_layers={max(MIN_LAYERS, round(width / WIDTH_PER_LAYER))}",
         f"model.d_ff={FEED_FORWARD_RATIO * width}",
         f"model.max_seq_len={window}",
-        f"model.vocab_size={base.config.model.vocab_size}",
+        f"model.vocab_size={base.model.vocab_size}",
         f"training.gradient_accumulation_steps={BATCH_TOKENS // window}",
         f"training.learning_rate={rate:.2g}",
         "training.optimizer=muon",
     )
-    return change_config(base.config, settings)
+    return change_config(base, settings)
 
 
 def _prepared(config: Config, hours: float, timed: bool, progress: ReportProgress) -> Prepared:
@@ -139,7 +177,7 @@ def _of_width(width: int, progress: ReportProgress) -> ReportProgress:
 def _measured_efficiency(base: Prepared, width: int, hours: float, progress: ReportProgress) -> float:
     """Returns the ratio of a step's roofline time to its measured time. Measured once and then read from the cache."""
     progress = _of_width(width, progress)
-    prepared = _prepared(_shape(base, width), hours, timed=True, progress=progress)
+    prepared = _prepared(_shape(base.config, width), hours, timed=True, progress=progress)
     if prepared.timing is None:
         return 0.5  # unused: a model too large to time here is not a candidate
     return _limit_seconds(prepared, progress) / forecast_of(prepared).step_seconds
@@ -153,17 +191,13 @@ def _candidate(
     base: Prepared, width: int, hours: float, efficiencies: list[tuple[int, float]], progress: ReportProgress
 ) -> ProposedRun | None:
     progress = _of_width(width, progress)
-    config = _shape(base, width)
+    config = _shape(base.config, width)
     prepared = _prepared(config, hours, timed=False, progress=progress)
     if not prepared.fits:
         return None
     unique = base.corpus.train_tokens
     speed = prepared.tokens_per_step / _limit_seconds(prepared, progress) * _interpolated(width, efficiencies)
-    tokens = min(speed * hours * 3600 * (1 - OVERHEAD_RATIO), MAX_EPOCHS * unique)
-    parameters = sum(prepared.costs.parameters().values())
-    return ProposedRun(
-        config, parameters, speed, tokens, tokens / unique, expected_bits_per_byte(parameters, tokens, unique)
-    )
+    return _proposed(config, sum(prepared.costs.parameters().values()), speed, hours, unique)
 
 
 def _interpolated(width: int, efficiencies: list[tuple[int, float]]) -> float:
@@ -192,13 +226,10 @@ def _with_length(best: ProposedRun, hours: float) -> Config:
 
 
 def _write(config: Config, output: Path, best: ProposedRun, corpus: Corpus) -> None:
-    values = config.model_dump(mode="json", exclude_defaults=True)
     head = (
-        f"# Best configuration for {config.training.max_hours:g} hours of training on {config.data.dataset_name}:\n"
-        f"# {best.parameters / 1e6:.1f}M parameters, about {best.tokens / 1e6:.0f}M training tokens "
-        f"({best.epochs:.1f} epochs of {corpus.train_tokens / 1e6:.1f}M).\n"
+        f"Best configuration for {config.training.max_hours:g} hours of training on {config.data.dataset_name}: "
+        f"{best.parameters / 1e6:.1f}M parameters, about {best.tokens / 1e6:.0f}M training tokens "
+        f"({best.epochs:.1f} epochs of {corpus.train_tokens / 1e6:.1f}M)."
     )
-    try:
-        write_text(output, head + yaml.safe_dump({"task": config.task, **values}, sort_keys=False))
-    except OSError as error:
-        raise ConfigError(f"{output} cannot be written: {error.strerror}; choose another --output.") from None
+    with write_failures_as(ConfigError, output, "--output"):
+        write_text(output, commented_yaml(config, head))

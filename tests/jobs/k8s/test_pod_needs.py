@@ -78,7 +78,7 @@ def test_the_grace_period_exceeds_a_step_and_its_snapshots() -> None:
 
 def test_the_size_of_an_unavailable_model_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     rendered = render("--set", "model.name_or_path=/data/models/base", config=ROOT / "configs/sft.yaml")
-    assert "the grace period of pods assumes a model of 1B parameters" in capsys.readouterr().err
+    assert "the time to save is estimated for a model of 1B parameters" in capsys.readouterr().err
     assert rendered.training_pods[0]["terminationGracePeriodSeconds"] > 2 * 12e9 / DISK_BYTES_PER_SECOND
 
 

@@ -64,7 +64,7 @@ def needs_of(config: Config, threads: int, world_size: int, warn: Callable[[str]
         ).snapshot  # rank 0 writes all of it even if sharded
     except SansGPUError as error:  # the model is on the claim, or on a Hub that cannot be reached from here
         warn(
-            f"{str(error).rstrip('.')}; the grace period of pods assumes a model of "
+            f"{str(error).rstrip('.')}; the time to save is estimated for a model of "
             f"{ASSUMED_PARAMETERS / 1e9:.0f}B parameters."
         )
         return PodNeeds(0, ASSUMED_PARAMETERS * BYTES_PER_PARAMETER, 6 * ASSUMED_PARAMETERS * tokens / rate)

@@ -1,0 +1,221 @@
+"""Writes a configuration from the answers to four questions: what text, what for, how long, which machine."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_CHAT, Config, ConfigError, DataConfig, as_config
+from sansgpu.config.atomic import write_failures_as, write_text
+from sansgpu.config.commented import commented_yaml
+from sansgpu.config.plain_data import truncate
+from sansgpu.config.wording import counted
+from sansgpu.data.shards import ReportProgress
+from sansgpu.data.sources import open_single
+
+if TYPE_CHECKING:
+    from sansgpu.planning.presets import Processor
+
+DEFAULT_FILE, DEFAULT_TASK, DEFAULT_HOURS = Path("sansgpu.yaml"), "pretrain", "1"
+SUFFIXES = (".yaml", ".yml")
+MAX_HOURS = 24 * 365
+SMALL_CHAT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SMALL_ENCODER = "distilbert-base-uncased"
+_HOURS_PER_UNIT = {"": 1.0, "h": 1.0, "hour": 1.0, "hours": 1.0, "m": 1 / 60, "min": 1 / 60, "minutes": 1 / 60}
+# Fine-tuning of a decoder: low-rank matrices need little memory beyond the model's own.
+_ADAPTER: dict[str, Any] = {"adapter": "lora", "lora_rank": 16, "lora_alpha": 32}
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """A task in the words of someone who wants to train."""
+
+    words: str  # completes "You get ..."
+    rows: str  # the data it needs
+    model: str | None = None  # base model that the question suggests; None: trained from scratch
+    built_in: str | None = None  # data that every machine has
+    batch: int = 16  # examples per step
+    is_decoder: bool = False  # True: fine-tuned with an adapter
+
+
+PURPOSES = {
+    "pretrain": Purpose("a small language model of your own", "texts", built_in=PYTHON_STDLIB),
+    "sft": Purpose(
+        "a model that chats", "conversations", SMALL_CHAT_MODEL, built_in=PYTHON_STDLIB_CHAT, is_decoder=True
+    ),
+    "classify": Purpose("labels or scores of texts", "texts with labels", SMALL_ENCODER, batch=32),
+    "tokens": Purpose("entities found in texts", "sentences with tags", SMALL_ENCODER),
+    "qa": Purpose("answers found in texts", "questions about texts, as SQuAD has them", SMALL_ENCODER),
+    "embed": Purpose(
+        "vectors of texts by meaning", "pairs of texts", "sentence-transformers/all-MiniLM-L6-v2", batch=128
+    ),
+    "preference": Purpose(
+        "a chat model that prefers good answers", "chosen and rejected answers", SMALL_CHAT_MODEL, is_decoder=True
+    ),
+}
+
+
+@dataclass(frozen=True)
+class InitAnswers:
+    """What to train, on what, for how long, and where. Without cores and memory, the machine is this one."""
+
+    text: str
+    task: str
+    hours: float
+    model: str | None = None
+    cores: int | None = None
+    memory: int | None = None  # bytes
+
+
+def purposes_of(text: str) -> list[str]:
+    """Returns the tasks that can be trained on a text: with a built-in one, those that have any."""
+    return [task for task, purpose in PURPOSES.items() if purpose.built_in or not _is_built_in(text)]
+
+
+def _is_built_in(text: str) -> bool:
+    return any(text == purpose.built_in for purpose in PURPOSES.values())
+
+
+def require_text(text: str) -> None:
+    """Raises ConfigError if a text is neither built in, nor a file or folder, nor a dataset on the Hub."""
+    open_single(text, DataConfig(dataset_name=text))
+
+
+def parse_hours(text: str) -> float:
+    """Parses a duration such as 2, 1.5h or 30m to hours. Raises ConfigError."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([a-z]*)", text.strip().lower())
+    hours = float(match[1]) * _HOURS_PER_UNIT.get(match[2], math.nan) if match else math.nan
+    if not 0 < hours <= MAX_HOURS:
+        raise ConfigError(f"the time is {truncate(text)!r}; give hours or minutes, e.g. 2h or 30m, up to a year.")
+    return hours
+
+
+def _duration(hours: float) -> str:
+    minutes = round(hours * 60, 1)
+    return counted(int(minutes), "minute") if minutes < 120 and minutes == int(minutes) else f"{hours:g} hours"
+
+
+def require_new(file: Path, force: bool) -> None:
+    """Raises ConfigError if the file to write exists, unless with `force`, or cannot be a configuration."""
+    if file.suffix not in SUFFIXES:
+        raise ConfigError(f"{truncate(str(file))} has no suffix of YAML; write e.g. {DEFAULT_FILE}.")
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        raise ConfigError(f"{file} is not a regular file; choose another name.")
+    if file.exists() and not force:
+        raise ConfigError(f"{file} already exists; choose another name, or replace it with --force.")
+
+
+def init(
+    file: Path, answers: InitAnswers, force: bool, progress: ReportProgress, warn: Callable[[str], None]
+) -> dict[str, Any]:
+    """Writes the file and returns its path, the configuration and the next commands. Raises ConfigError."""
+    require_new(file, force)
+    purpose = PURPOSES.get(answers.task)
+    if purpose is None:
+        raise ConfigError(f"--task is {truncate(answers.task)!r}, but must be one of {', '.join(PURPOSES)}.")
+    if answers.task not in purposes_of(answers.text):
+        raise ConfigError(f"task {answers.task} has no built-in text; give --text a file or folder: {purpose.rows}.")
+    from_scratch = purpose.model is None
+    if from_scratch and answers.model:
+        raise ConfigError(f"task {answers.task} trains from scratch; leave out --model.")
+    if _is_built_in(answers.text):
+        answers = replace(answers, text=str(purpose.built_in))
+    config, head = (_from_scratch if from_scratch else _fine_tuned)(answers, purpose, progress, warn)
+    comments = {
+        "training.max_hours": f"the run ends after {_duration(answers.hours)}, or earlier after num_epochs",
+        "data.dataset_name": f"the data: {purpose.rows}. {_origin(answers.text)}",
+    }
+    with write_failures_as(ConfigError, file):
+        write_text(file, commented_yaml(config, f"Written by `sansgpu init`. {head}", comments))
+    commands = [shlex.join(["sansgpu", command, str(file)]) for command in ("plan", "train")]
+    return {"file": str(file), "summary": head, "commands": commands}
+
+
+def _origin(text: str) -> str:
+    if _is_built_in(text):
+        return "This one is made from the standard library of Python, which every machine has."
+    return "A relative path is looked up in the working directory, then beside this file."
+
+
+def _from_scratch(
+    answers: InitAnswers, purpose: Purpose, progress: ReportProgress, warn: Callable[[str], None]
+) -> tuple[Config, str]:
+    """Chooses the model that is expected to learn most in the time, by the speed and the memory of the machine."""
+    progress("timing matrix products", 0, 0)
+    from sansgpu.planning.propose import propose_quickly  # torch takes seconds, and the questions do not need it
+
+    processor, memory = _machine(answers)
+    size = open_single(answers.text, DataConfig(dataset_name=answers.text)).size_bytes
+    best = propose_quickly(answers.text, size, answers.hours, processor, memory)
+    head = (
+        f"A decoder of {best.parameters / 1e6:.1f}M parameters, chosen for {_duration(answers.hours)} on "
+        f"{processor.name} and {memory / 1e9:.0f} GB of memory. It will read about {best.tokens / 1e6:.1f}M tokens, "
+        f"{best.epochs:.1f} times the text. `sansgpu plan` measures how long that takes."
+    )
+    return best.config, head
+
+
+def _fine_tuned(
+    answers: InitAnswers, purpose: Purpose, progress: ReportProgress, warn: Callable[[str], None]
+) -> tuple[Config, str]:
+    """Changes the run until it fits into memory, if the model can be read from here."""
+    model = answers.model or purpose.model
+    config = as_config(
+        {
+            "task": answers.task,
+            "model": {"name_or_path": model, **(_ADAPTER if purpose.is_decoder else {})},
+            "training": {
+                "batch_size": "auto",
+                "gradient_accumulation_steps": purpose.batch,
+                "num_epochs": 3,
+                "max_hours": answers.hours,
+                "save_steps": 50,
+                "eval_steps": 50,
+            },
+            "data": {"dataset_name": answers.text},
+        }
+    )
+    try:
+        config = _fitting(config, answers, progress)
+    except ConfigError as error:
+        warn(f"{str(error).rstrip('.')}; the memory of the run is therefore not estimated.")
+    method = "low-rank matrices beside its weights (LoRA)" if purpose.is_decoder else "all of its weights"
+    return config, f"Fine-tunes {method} of {model} to get {purpose.words}, within {_duration(answers.hours)}."
+
+
+def _fitting(config: Config, answers: InitAnswers, progress: ReportProgress) -> Config:
+    """Returns the configuration with the mildest changes that make it fit. Raises ConfigError if nothing does."""
+    progress("estimating memory", 0, 0)
+    from sansgpu.config import change_config
+    from sansgpu.planning.memory_fit import changes_that_fit, fits
+    from sansgpu.planning.prepare import ignore_message, prepare
+
+    prepared = prepare(config, None, progress, ignore_message, "report", data="unread", timed="never")
+    memory = answers.memory or prepared.available
+    if fits(prepared.memory, memory):
+        return config
+    changes = changes_that_fit(config, prepared.execution, memory)
+    if not changes:
+        raise ConfigError(f"this model does not fit into {memory / 1e9:.1f} GB; choose a smaller one.")
+    return change_config(config, changes[0].settings)
+
+
+def _machine(answers: InitAnswers) -> tuple[Processor, int]:
+    """Returns the processor and memory of the answers; another machine's cores are assumed as fast as this one's."""
+    import torch
+
+    from sansgpu.machine.probe import memory_for_run
+    from sansgpu.planning.presets import Processor, this_machine
+
+    here = this_machine(Config())
+    memory = answers.memory or memory_for_run(torch.device("cpu"))
+    if answers.cores is None:
+        return replace(here, name=f"this machine with {counted(here.cores, 'core')}"), memory
+    rate = here.gemm_flops_per_second * answers.cores / here.cores
+    name = f"a machine with {counted(answers.cores, 'core')}, each as fast as one here,"
+    return Processor(name, answers.cores, here.precision, rate), memory

@@ -1,0 +1,165 @@
+"""Writes the sbatch script of a run on a Slurm cluster."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sansgpu.config import Config, ConfigError, load_config
+from sansgpu.config.atomic import make_folder, write_failures_as, write_text
+from sansgpu.config.plain_data import truncate
+from sansgpu.config.wording import counted
+from sansgpu.jobs.k8s.pod_needs import needs_of
+from sansgpu.machine.probe import threads_of_share
+from sansgpu.planning.cluster import require_examples
+from sansgpu.reporting.marks import FolderMark, read_mark, write_mark
+from sansgpu.reporting.outputs import require_file, require_folder
+from sansgpu.train.run_folders import require_plain_name
+
+SCRIPT = "job.sbatch"
+HEAD = "# Written by `sansgpu slurm`."
+ASSUMED_CPUS = 16  # per node, to estimate the time of a step if --cpus is not given
+INTERRUPTED = 143  # exit code after SIGTERM and a saved snapshot
+_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
+_PARTITIONS = rf"{_NAME}(,{_NAME})*"
+_MEMORY = r"[0-9]{1,12}[KMGT]?"
+# Slurm's formats of a time limit: https://slurm.schedmd.com/sbatch.html#OPT_time
+_TIME = r"(?P<days>\d{1,4})-(?P<hours>\d{1,3})(:(?P<minutes>\d{1,2})(:\d{1,2})?)?|(?P<clock>\d{1,6}(:\d{1,2}){0,2})"
+
+_TEMPLATE = """\
+#!/bin/bash
+{options}
+{head} Submit it with sbatch in the folder that the relative paths below belong to.
+#
+# Slurm sends SIGTERM {grace} s before the time limit. Every process then ends after the same step, rank 0 saves a
+# snapshot, and the job is queued again. A job that was preempted or lost a node is queued again by Slurm. Each start
+# continues from the newest snapshot.
+set -u
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR
+code=0
+srun {steps} \\
+    {command} || code=$?
+if [ "$code" -eq {interrupted} ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+@dataclass(frozen=True)
+class SlurmRequest:
+    """Arguments of the slurm command."""
+
+    config_file: Path
+    overrides: Sequence[str]
+    nodes: int
+    processes_per_node: int = 1
+    cpus: int | None = None  # per node; None: whole nodes
+    memory: str | None = None  # per node
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    name: str | None = None
+    output_dir: Path | None = None
+
+
+def slurm(request: SlurmRequest, warn: Callable[[str], None]) -> dict[str, Any]:
+    """Writes the script into the run's folder and returns its path and the next commands. Raises ConfigError."""
+    config, notes = load_config(request.config_file, request.overrides)
+    for note in notes:
+        warn(note)
+    name = request.name or request.config_file.stem
+    for option, value, pattern in (
+        ("--name", name, _NAME),
+        ("--partition", request.partition, _PARTITIONS),
+        ("--account", request.account, _NAME),
+        ("--memory", request.memory, _MEMORY),
+    ):
+        if value is not None and not re.fullmatch(pattern, value):
+            raise ConfigError(f"{option} {truncate(value)!r} is not valid in Slurm; use letters, digits, _, . and -.")
+    require_examples(request.nodes, config, request.processes_per_node)
+    folder = request.output_dir or Path("runs") / name
+    require_plain_name(folder)
+    if re.search(r"\s", str(folder)):
+        raise ConfigError(f"{folder} contains spaces, which options in a script of Slurm cannot; rename it.")
+    grace = _grace_seconds(request, config, warn)
+    text = _script(request, name, folder, grace)
+    script = _write(folder, text)
+    commands = [shlex.join(["sbatch", str(script)]), f"squeue --name={name}", f"tail -F {folder}/slurm-*.log"]
+    return {"file": str(script), "name": name, "run": str(folder), "grace_seconds": grace, "commands": commands}
+
+
+def _script(request: SlurmRequest, name: str, folder: Path, grace: int) -> str:
+    cpus, processes = request.cpus, request.processes_per_node
+    options = {
+        "job-name": name,
+        "nodes": request.nodes,
+        "ntasks-per-node": processes,
+        "cpus-per-task": cpus // processes if cpus else None,
+        "mem": request.memory or (None if cpus else "0"),  # 0: all memory of the node
+        "time": request.time,
+        "partition": request.partition,
+        "account": request.account,
+        "output": f"{folder}/slurm-%j.log",
+        "open-mode": "append",  # a job that is queued again keeps its number
+        "signal": f"TERM@{grace}",
+    }
+    lines = [f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None]
+    lines += ["#SBATCH --requeue", *([] if cpus else ["#SBATCH --exclusive"])]
+    settings = [part for override in request.overrides for part in ("--set", override)]
+    train = [sys.executable, "-m", "sansgpu", "train", str(request.config_file), *settings]
+    # Processes that fail end the others themselves; Slurm would send them SIGTERM, as if the job were preempted.
+    steps = ["--kill-on-bad-exit=0", *([f"--cpus-per-task={cpus // processes}"] if cpus else [])]
+    return _TEMPLATE.format(
+        options="\n".join(lines),
+        head=HEAD,
+        grace=grace,
+        steps=shlex.join(steps),
+        command=shlex.join([*train, "--output-dir", str(folder), "--resume", "latest", "--plain"]),
+        interrupted=INTERRUPTED,
+    )
+
+
+def _grace_seconds(request: SlurmRequest, config: Config, warn: Callable[[str], None]) -> int:
+    """Returns the seconds before the time limit at which to stop. Raises ConfigError if that is too late."""
+    cpus, processes = request.cpus, request.processes_per_node
+    if cpus is not None and processes > cpus:
+        raise ConfigError(
+            f"{processes} processes share {counted(cpus, 'CPU')}; raise --cpus or lower --processes-per-node."
+        )
+    threads = threads_of_share(cpus or ASSUMED_CPUS, processes)
+    grace = needs_of(config, threads, request.nodes * processes, warn).grace_seconds
+    if request.time is not None and _seconds(request.time) <= grace:
+        raise ConfigError(f"--time {request.time} is not more than the {grace} s that saving may take; raise it.")
+    return grace
+
+
+def _seconds(time: str) -> int:
+    """Parses a time limit such as 90, 24:00:00 or 2-12 to seconds. Raises ConfigError."""
+    match = re.fullmatch(_TIME, time)
+    if match is None:
+        raise ConfigError(f"--time {truncate(time)!r} is not a time limit; write minutes, HH:MM:SS or DAYS-HH:MM:SS.")
+    if match["clock"] is None:
+        return 86400 * int(match["days"]) + 3600 * int(match["hours"]) + 60 * int(match["minutes"] or 0)
+    parts = [int(part) for part in match["clock"].split(":")]  # minutes, minutes:seconds or hours:minutes:seconds
+    hours, minutes, seconds = {1: (0, *parts, 0), 2: (0, *parts), 3: (*parts,)}[len(parts)]
+    return 3600 * hours + 60 * minutes + seconds
+
+
+def _write(folder: Path, text: str) -> Path:
+    """Writes the script into the run's folder, where Slurm's log will be, and marks a new folder as a run's."""
+    script = folder / SCRIPT
+    require_folder(folder, "run")
+    require_file(script, (HEAD.encode(),), "--output-dir")
+    with write_failures_as(ConfigError, folder, "--output-dir"):
+        make_folder(folder)
+        if read_mark(folder) is None:
+            write_mark(folder, FolderMark("run"))
+        write_text(script, text)
+    return script

@@ -1,0 +1,147 @@
+"""`sansgpu init` writes configurations that load, train, and explain themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sansgpu.cli import run as cli
+from sansgpu.config import load_config
+from tests.processes import messages, use_cache, write_corpus
+from tests.tasks.folders import chat_rows, conll, labeled_rows, model_folder, preference_rows, squad
+
+Captured = pytest.CaptureFixture[str]
+QUICK = ["--set", "training.gradient_accumulation_steps=2", "--set", "training.compile=off", "--max-steps", "2"]
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    use_cache(monkeypatch, tmp_path / "cache")
+
+
+def _pairs(path: Path) -> Path:
+    rows = [{"anchor": f"red {number}", "positive": f"warm red {number}"} for number in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+KINDS: dict[str, tuple[Callable[[Path], Path], str | None]] = {
+    "pretrain": (write_corpus, None),
+    "sft": (chat_rows, "qwen2"),
+    "classify": (labeled_rows, "bert"),
+    "tokens": (conll, "bert"),
+    "qa": (squad, "bert"),
+    "embed": (_pairs, "bert"),
+    "preference": (preference_rows, "qwen2"),
+}
+SUFFIXES = {"qa": ".json", "tokens": ".conll"}
+
+
+OFTEN = ("pretrain", "sft", "classify")  # the other tasks are tested before a release
+
+
+@pytest.mark.parametrize("task", [pytest.param(t, marks=() if t in OFTEN else pytest.mark.long) for t in KINDS])
+def test_what_is_written_trains(task: str, tmp_path: Path, capsys: Captured) -> None:
+    write, model = KINDS[task]
+    text = write(tmp_path / f"rows{SUFFIXES.get(task, '.jsonl')}")
+    base = ["--model", str(model_folder(model))] if model else []
+    assert cli(["init", "a.yaml", "--text", str(text), "--task", task, *base, "--hours", "6m", "--yes", "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)
+    assert written["commands"] == ["sansgpu plan a.yaml", "sansgpu train a.yaml"]
+    config, notes = load_config(Path("a.yaml"))
+    assert notes == []
+    assert (config.task, config.training.max_hours, config.data.dataset_name) == (task, 0.1, str(text))
+    assert cli(["train", "a.yaml", *QUICK, "--output-dir", "run"]) == 0, capsys.readouterr().err
+    assert (tmp_path / "run/final").is_dir()
+
+
+def test_every_key_has_a_comment(tmp_path: Path) -> None:
+    assert cli(["init", "a.yaml", "--text", str(labeled_rows(tmp_path / "rows.jsonl")), "--task", "classify",
+                "--model", str(model_folder("bert")), "--yes"]) == 0  # fmt: skip
+    lines = Path("a.yaml").read_text().splitlines()
+    keys = [number for number, line in enumerate(lines) if ":" in line and not line.lstrip().startswith("#")]
+    sections = yaml.safe_load("\n".join(lines))
+    assert len(keys) == 1 + sum(1 + len(sections[name]) for name in ("model", "training", "data"))
+    assert all(lines[n - 1].lstrip().startswith("#") for n in keys if not lines[n].endswith(":"))
+
+
+def test_more_time_and_cores_give_a_larger_model(tmp_path: Path) -> None:
+    """Another machine's cores are as fast as those here, so the time and the cores alone decide."""
+    widths = []
+    for machine in (["--hours", "10m", "--cores", "1"], ["--hours", "100h", "--cores", "64", "--memory", "256GB"]):
+        assert cli(["init", "a.yaml", "--text", "python-stdlib", "--force", "--yes", *machine]) == 0
+        widths.append(load_config(Path("a.yaml"))[0].model.d_model)
+    assert widths[0] < widths[1]
+    assert cli(["init", "b.yaml", "--cores", "64", "--hours", "100h", "--memory", "1GB", "--yes"]) == 0
+    assert load_config(Path("b.yaml"))[0].model.d_model < widths[1]
+
+
+def test_a_file_is_replaced_only_on_request(capsys: Captured) -> None:
+    Path("sansgpu.yaml").write_text("task: pretrain\n")
+    assert cli(["init", "--yes"]) == 2
+    assert "already exists" in capsys.readouterr().err
+    assert Path("sansgpu.yaml").read_text() == "task: pretrain\n"
+    assert cli(["init", "--yes", "--force"]) == 0
+    assert load_config(Path("sansgpu.yaml"))[0].data.dataset_name == "python-stdlib"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--text", "missing.txt"], "missing.txt does not exist"),
+        (["--task", "classify"], "task classify has no built-in text"),
+        (["--task", "poetry"], "must be one of pretrain"),
+        (["--hours", "soon"], "give hours or minutes"),
+        (["--hours", "0"], "give hours or minutes"),
+        (["--model", "folder"], "leave out --model"),
+        (["--memory", "much"], "give a size such as 8GB"),
+        (["--memory", "100MB"], "not even the smallest model fits"),
+        (["--cores", "0"], "--cores"),
+        (["notes.txt"], "has no suffix of YAML"),
+        (["a.yaml/b.yaml"], "cannot be written"),
+    ],
+)
+def test_bad_answers_are_refused(arguments: list[str], words: str, capsys: Captured) -> None:
+    Path("a.yaml").write_text("")
+    assert cli(["init", "--yes", *arguments]) == 2
+    [message] = messages(capsys.readouterr().err)
+    assert words in message
+    assert not Path("sansgpu.yaml").exists()
+
+
+def test_without_a_terminal_every_answer_is_needed() -> None:
+    command = [sys.executable, "-m", "sansgpu", "init", "--text", "python-stdlib", "--task", "pretrain"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "give --hours, or --yes" in done.stderr
+
+
+def test_answers_as_flags_need_no_terminal() -> None:
+    answers = ["--text", "python-stdlib", "--task", "pretrain", "--hours", "1", "--cores", "2", "--memory", "8GB"]
+    assert cli(["init", *answers]) == 0
+
+
+def test_questions_are_asked_again_until_the_answers_are_good(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "notes.jsonl")
+    keyboard, terminal = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "sansgpu", "init"], stdin=terminal, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    ) as process:  # fmt: skip
+        os.write(keyboard, b"nothing.txt\nnotes.jsonl\npoetry\npretrain\nsoon\n30m\nmany\n8\n32GB\n")
+        out, shown = process.communicate(timeout=120)
+    assert process.returncode == 0, shown
+    assert "nothing.txt does not exist" in shown
+    assert "poetry is not one of" in shown
+    assert "Written to sansgpu.yaml" in out
+    config, _ = load_config(Path("sansgpu.yaml"))
+    assert (config.data.dataset_name, config.training.max_hours) == ("notes.jsonl", 0.5)
