@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from sansgpu import __version__
 from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.config.wording import counted
 from sansgpu.machine import cgroup, cores, instruction_sets
@@ -225,7 +226,7 @@ def describe_machine(environment: Environment) -> dict[str, object]:
     packages = ("torch", "transformers", "tokenizers", "datasets", "numpy", "safetensors")
     return {
         **asdict(environment),
-        "sansgpu": importlib.metadata.version("sansgpu"),
+        "sansgpu": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": torch.cpu.get_capabilities().get("cpu_name") or platform.processor(),
