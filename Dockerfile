@@ -18,7 +18,7 @@ LABEL org.opencontainers.image.title="sansgpu" \
       org.opencontainers.image.description="Trains language models on machines without a GPU" \
       org.opencontainers.image.version="0.2.0" \
       org.opencontainers.image.licenses="Apache-2.0"
-# g++ compiles the graphs of torch.compile. tini ends what a killed run leaves behind.
+# g++ compiles the graphs of torch.compile. tini passes signals on and reaps what a killed run leaves.
 # hadolint ignore=DL3008 # Debian removes a version when it publishes the next one.
 RUN apt-get update \
  && apt-get install -y --no-install-recommends g++ libgomp1 libtcmalloc-minimal4 tini \
@@ -45,5 +45,5 @@ VOLUME /data
 # Unhealthy: no run in runs/ has recorded an event for half an hour. Kubernetes does not use this.
 HEALTHCHECK --interval=5m --start-period=30m --retries=2 \
     CMD ["sh", "-c", "test -n \"$(find runs -maxdepth 2 -name metrics.jsonl -mmin -30)\""]
-ENTRYPOINT ["tini", "--", "sansgpu"]
+ENTRYPOINT ["tini", "-s", "--", "sansgpu"]
 CMD ["--help"]
