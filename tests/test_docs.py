@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sansgpu import __version__
 from sansgpu.config.load import describe
 from tests.processes import environment, finish, fork_server, settings, write_corpus
 from tests.project import PROJECT, ROOT
@@ -65,9 +66,27 @@ def test_the_configuration_page_lists_every_key_with_its_default_and_meaning() -
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+    for page in [*PAGES, *(ROOT / "docs/reference").glob("*.md"), *ROOT.glob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_site_shows_every_page() -> None:
+    """`make site` fails on a page that is missing, but not on one that no menu leads to."""
+    listed = re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    shown = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "examples/README.md"]
+    assert sorted(listed) == sorted(page.relative_to(ROOT).as_posix() for page in shown)
+
+
+def test_every_file_of_a_release_has_the_same_version() -> None:
+    released = re.search(r"^## \[(\d.*?)\] - (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released is not None
+    assert released[1] == __version__
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {__version__}\n" in citation
+    assert f'\ndate-released: "{released[2]}"\n' in citation
+    named = re.findall(r"sansgpu:(\d[\w.]*)", (ROOT / "docs/docker.md").read_text())
+    assert {*named} == {__version__}
 
 
 def test_contributing_names_every_dependency() -> None:

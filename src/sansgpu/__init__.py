@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
     from sansgpu.api import Callback, Run, fit
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Callback", "Run", "__version__", "fit"]
 
 

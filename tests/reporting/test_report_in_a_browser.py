@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.report_picture import chromium
 
 from sansgpu.cli import run as cli
 from tests.processes import use_cache
 from tests.reporting.runs import events_of, train
 
 playwright = pytest.importorskip("playwright.sync_api")
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
+CHROMIUM = chromium()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 NOW = "(function () { const s = getComputedStyle(document.querySelector('.xtick text')); return s.fill; })()"
 
@@ -138,3 +138,13 @@ def test_nothing_is_wider_than_a_telephone(opened: Any) -> None:
     wide = """[...document.querySelectorAll("figure, figure *")].filter((part) => part.scrollWidth > 390 ||
       part.getBoundingClientRect().right > 390).length"""
     assert page.evaluate(wide) == 0
+
+
+def test_a_picture_of_a_section_is_taken(report: Path, tmp_path: Path) -> None:
+    pictures = [tmp_path / "top.png", tmp_path / "curves.png"]
+    for picture, more in zip(pictures, ([], ["--section", "curves", "--dark"]), strict=True):
+        command = [sys.executable, "-m", "benchmarks.report_picture", str(report), str(picture), *more]
+        subprocess.run(command, cwd=Path(__file__).parents[2], check=True)
+    top, curves = (picture.read_bytes() for picture in pictures)
+    assert top[:8] == curves[:8] == b"\x89PNG\r\n\x1a\n"
+    assert top != curves

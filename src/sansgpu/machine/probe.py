@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from sansgpu import __version__
 from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.config.extras import is_installed
 from sansgpu.config.wording import counted
@@ -226,7 +227,7 @@ def describe_machine(environment: Environment) -> dict[str, object]:
     packages = ("torch", "transformers", "tokenizers", "datasets", "numpy", "safetensors")
     return {
         **asdict(environment),
-        "sansgpu": importlib.metadata.version("sansgpu"),
+        "sansgpu": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": torch.cpu.get_capabilities().get("cpu_name") or platform.processor(),

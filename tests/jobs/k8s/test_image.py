@@ -39,12 +39,19 @@ def test_preloaded_libraries_are_in_the_image(allocator: str, openmp: str, prelo
 def test_the_image_copies_files_of_a_checkout() -> None:
     rendered = render()
     lines = rendered.dockerfile.splitlines()
-    copied = [source for line in lines if line.startswith("COPY") for source in line.split()[1:-1]]
+    copied = [source for line in lines if re.match("COPY (?!--from)", line) for source in line.split()[1:-1]]
     assert {"pyproject.toml", "CMakeLists.txt", "constraints.txt", "src"} <= {*copied}
     assert all((ROOT / source).exists() for source in copied)
     ignored = rendered.texts["Dockerfile.dockerignore"].splitlines()
     assert ignored[1] == "*"
     assert {f"!{source}" for source in copied} <= {*ignored}
+
+
+def test_the_dockerfile_of_the_repository_is_the_one_that_is_written() -> None:
+    """To update it: `sansgpu k8s` with the image sansgpu:VERSION, and copy both files."""
+    rendered = render(image=f"sansgpu:{__version__}")
+    assert (ROOT / "Dockerfile").read_text() == rendered.dockerfile.replace("-f out/Dockerfile ", "")
+    assert (ROOT / ".dockerignore").read_text() == rendered.texts["Dockerfile.dockerignore"]
 
 
 def test_the_image_pins_its_packages_and_runs_unprivileged() -> None:
@@ -56,10 +63,12 @@ def test_the_image_pins_its_packages_and_runs_unprivileged() -> None:
     assert {"g++", "libgomp1", "libtcmalloc-minimal4"} <= {*text.split()}
     installs = [line for line in text.splitlines() if "pip install" in line]
     assert all("--no-cache-dir" in line for line in installs)
-    assert all("-c constraints.txt" in line or "==" in line for line in installs)
+    assert all(re.search("-c (/opt/sansgpu/)?constraints.txt|==", line) for line in installs)
     assert f'test "$(sansgpu --version)" = {__version__}' in text
-    assert text.splitlines()[-2:] == [f"USER {USER}:{USER}", "WORKDIR /data"]
-    assert "'.[hf,report,wandb]'" in render("--set", "training.report_to=[wandb]").dockerfile
+    assert (
+        f"\nUSER {USER}:{USER}\nWORKDIR /data\n" in text.rpartition("\nRUN ")[2]
+    )  # the last user, and the last folder
+    assert '.whl)[hf,report,wandb]"' in render("--set", "training.report_to=[wandb]").dockerfile
     assert {*requirements("sansgpu")} - {*pinned()} == {"sansgpu", "torch"}
 
 

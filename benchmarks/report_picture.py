@@ -1,0 +1,49 @@
+"""Takes a picture of a report in Chromium, such as those in docs/pictures (extra `browser`, and an installed Chromium).
+
+python -m benchmarks.report_picture report.html docs/pictures/curves.png [--section curves] [--dark]
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+WINDOW = {"width": 1200, "height": 760}
+CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+def chromium() -> str | None:
+    """Returns the path of the first installed Chromium."""
+    return next((path for name in CHROMIUM_NAMES if (path := shutil.which(name))), None)
+
+
+def take(report: Path, picture: Path, section: str, dark: bool, browser_path: str) -> None:
+    """Writes what a window shows at `section` ("": the top), once the curves are drawn, as PNG."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        page = browser.new_page(viewport=WINDOW, color_scheme="dark" if dark else "light")
+        page.goto(f"{report.resolve().as_uri()}#{section}")
+        page.wait_for_selector("html[data-drawn]", state="attached")
+        page.screenshot(path=picture)
+        browser.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=Path)
+    parser.add_argument("picture", type=Path)
+    parser.add_argument("--section", default="", help="name of the section to show. Default: the top of the page")
+    parser.add_argument("--dark", action="store_true", help="use the report's dark theme")
+    args = parser.parse_args()
+    path = chromium()
+    if path is None:
+        sys.exit(f"report_picture needs a browser; install one of {', '.join(CHROMIUM_NAMES)}.")
+    take(args.report, args.picture, args.section, args.dark, path)
+
+
+if __name__ == "__main__":
+    main()
