@@ -81,9 +81,10 @@ def contestants(
         asked |= {"training.max_steps": total, "training.threads": threads}
         variants: dict[str, dict[str, object]] = {"": {}, ", bf16 weights, 8-bit moments": frugal}
         if adapter != "none":
-            by_row = {"training.batch_size": 1, "training.gradient_accumulation_steps": ROWS}  # the same step
-            quantized = {f", {base} base": {"model.base_precision": base, **by_row} for base in ("int8", "int4")}
-            variants = {"": {}, **quantized}
+            by_row: dict[str, object] = {"training.batch_size": 1, "training.gradient_accumulation_steps": ROWS}
+            variants = {"": {}}
+            for base in ("int8", "int4"):
+                variants[f", {base} base"] = {"model.base_precision": base, **by_row}
         for suffix, changes in variants.items():
             name = f"{OURS}, {label}{suffix}"
             output = folder / f"{name.replace(' ', '-')}"
