@@ -13,7 +13,8 @@ from sansgpu.config.extras import EXTRAS
 from tests.processes import environment, settings, write_corpus
 from tests.project import PROJECT
 
-NO_JOB = {"all", "bench", "browser", "dev", "docs", "llama", "release"}  # extras for no command, or that only refer to others
+# Extras for no command, or that only refer to others.
+NO_JOB = {"all", "bench", "browser", "dev", "docs", "llama", "release"}
 IMPORTED_AS = {"pyyaml": "yaml", "markdown-it-py": "markdown_it"}
 # Runs commands in one process and prints their exit codes and the modules that were imported in the end. An entry of
 # None in sys.modules makes Python treat a package as not installed.
