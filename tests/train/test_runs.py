@@ -258,21 +258,32 @@ def test_a_failing_sink_is_dropped_and_the_others_are_told() -> None:
     assert "disk full" in collecting.events[1]["message"]
 
 
-def test_without_a_compiler_training_works_and_says_so_in_one_line(home: Path, tmp_path: Path) -> None:
-    chosen = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=2, training__compile="auto")
+def test_what_is_said_before_the_start_is_recorded_once(home: Path, tmp_path: Path) -> None:
+    chosen = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=2)
     command = ["train", *chosen, "--headless", "--output-dir", str(tmp_path / "r")]
-    code, out, error = finish(command, home / "cache", PATH=str(tmp_path))
+    (shared := tmp_path / "shared").mkdir()
+    shared.chmod(0o777)  # so nothing is loaded from it
+    code, out, error = finish(command, home / "cache", TORCHINDUCTOR_CACHE_DIR=str(shared))
     assert code == 0, error
-    said = [line for line in out.splitlines() if "C++ compiler" in line]
+    said = [line for line in out.splitlines() if "TORCHINDUCTOR_CACHE_DIR" in line]
     assert len(said) == 1
     assert json.loads(out.splitlines()[0])["event"] == "start", "first of all, whatever was said before it"
     metrics = tmp_path / "r/metrics.jsonl"
     assert metrics.read_text() == out, "what was said before is recorded, too"
-    _, out, _ = finish([*command, "--max-steps=3", "--resume"], home / "cache", PATH=str(tmp_path))
+    again = [*command, "--max-steps=3", "--resume"]
+    _, out, _ = finish(again, home / "cache", TORCHINDUCTOR_CACHE_DIR=str(shared))
     assert said[0] in out
     assert metrics.read_text().splitlines().count(said[0]) == 1, "and once"
-    refused = [*command[:-1], str(tmp_path / "s"), "--set", "training.compile=on"]
-    code, _, error = finish(refused, home / "cache", PATH=str(tmp_path))
+
+
+def test_a_missing_compiler_is_named_where_compiling_would_pay(home: Path, tmp_path: Path) -> None:
+    command = ["train", *settings(data__dataset_name=home / "corpus.jsonl", training__compile="auto"), "--dry-run"]
+    for steps, warnings in ((2, 0), (10**9, 1)):
+        run = ["--max-steps", str(steps), "--output-dir", str(tmp_path / "r")]
+        code, out, error = finish([*command, *run], home / "cache", PATH=str(tmp_path))
+        assert code == 0, error
+        assert (out + error).count("a C++ compiler is missing") == warnings
+    code, _, error = finish([*command, "--set", "training.compile=on"], home / "cache", PATH=str(tmp_path))
     assert code == 2
     assert "C++ compiler" in error
 
