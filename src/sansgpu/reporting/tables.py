@@ -99,7 +99,7 @@ def print_doctor(console: Console, facts: Result) -> None:
     table.add_row("cache", f"{facts['cache']}, {storage(facts['cache_free_bytes'])} free")
     console.print(table)
     for advice in facts["advice"]:
-        gain = f"up to {1 + advice['gain']:.2g} times as fast: " if advice["gain"] else ""
+        gain = f"up to {1 + advice['gain']:.3g} times as fast: " if advice["gain"] else ""
         console.print(Text.assemble(("advice", "yellow"), f"  {gain}{advice['text']}"), soft_wrap=True)
     if not facts["advice"]:
         console.print("no recommended changes", style="dim")
