@@ -69,3 +69,14 @@ def test_the_process_has_one_openmp_runtime() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout == "1\n"
+
+
+def test_a_runtime_in_a_folder_with_a_space_is_found(tmp_path: Path) -> None:
+    (folder := tmp_path / "my packages").mkdir()
+    script = (
+        "import ctypes, shutil, sys\nimport torch\nfrom sansgpu.machine.openmp import openmp_files\n"
+        "[file] = openmp_files()\ncopy = shutil.copy(file, sys.argv[1])\nctypes.CDLL(copy)\n"
+        "print({str(found) for found in openmp_files()} == {str(file), copy})"
+    )
+    command = [sys.executable, "-c", script, str(folder)]
+    assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout == "True\n"

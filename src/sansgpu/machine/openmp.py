@@ -12,8 +12,9 @@ from sansgpu.machine.kernel_files import kernel_text
 
 def openmp_files() -> set[Path]:
     """Returns the libraries of the OpenMP runtimes that this process has loaded. Empty where there is no /proc."""
-    maps = kernel_text(Path("/proc/self/maps"))
-    return {Path(file) for file in re.findall(r"/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so[^/\s]*", maps)}
+    mappings = [line.split(maxsplit=5) for line in kernel_text(Path("/proc/self/maps")).splitlines()]
+    files = {Path(fields[5]) for fields in mappings if len(fields) == 6}  # the path may contain spaces
+    return {file for file in files if re.fullmatch(r"lib(gomp|iomp5|omp)\S*\.so\S*", file.name)}
 
 
 def share_openmp() -> None:
