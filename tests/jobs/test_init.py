@@ -118,6 +118,14 @@ def test_bad_answers_are_refused(arguments: list[str], words: str, capsys: Captu
     assert not Path("sansgpu.yaml").exists()
 
 
+def test_a_model_that_does_not_fit_is_refused(tmp_path: Path, capsys: Captured) -> None:
+    rows, model = chat_rows(tmp_path / "rows.jsonl"), str(model_folder("qwen2"))
+    answers = ["--text", str(rows), "--task", "sft", "--model", model, "--memory", "100MB"]
+    assert cli(["init", "--yes", *answers]) == 2
+    assert "this model does not fit into 0.1 GB" in capsys.readouterr().err
+    assert not Path("sansgpu.yaml").exists()
+
+
 def test_without_a_terminal_every_answer_is_needed() -> None:
     command = [sys.executable, "-m", "sansgpu", "init", "--text", "python-stdlib", "--task", "pretrain"]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)

@@ -62,7 +62,10 @@ PURPOSES = {
 
 @dataclass(frozen=True)
 class InitAnswers:
-    """What to train, on what, for how long, and where. Without cores and memory, the machine is this one."""
+    """The user's answers: the data, the task, the time, the base model, and the machine that will train.
+
+    If `cores` and `memory` are None, that machine is the one on which `init` runs.
+    """
 
     text: str
     task: str
@@ -125,7 +128,10 @@ def init(
         raise ConfigError(f"task {answers.task} trains from scratch; leave out --model.")
     if _is_built_in(answers.text):
         answers = replace(answers, text=str(purpose.built_in))
-    config, head = (_from_scratch if from_scratch else _fine_tuned)(answers, purpose, progress, warn)
+    if from_scratch:
+        config, head = _from_scratch(answers, progress)
+    else:
+        config, head = _fine_tuned(answers, purpose, progress, warn)
     comments = {
         "training.max_hours": f"the run ends after {_duration(answers.hours)}, or earlier after num_epochs",
         "data.dataset_name": f"the data: {purpose.rows}. {_origin(answers.text)}",
@@ -142,9 +148,7 @@ def _origin(text: str) -> str:
     return "A relative path is looked up in the working directory, then beside this file."
 
 
-def _from_scratch(
-    answers: InitAnswers, purpose: Purpose, progress: ReportProgress, warn: Callable[[str], None]
-) -> tuple[Config, str]:
+def _from_scratch(answers: InitAnswers, progress: ReportProgress) -> tuple[Config, str]:
     """Chooses the model that is expected to learn most in the time, by the speed and the memory of the machine."""
     progress("timing matrix products", 0, 0)
     from sansgpu.planning.propose import propose_quickly  # torch takes seconds, and the questions do not need it
@@ -180,22 +184,26 @@ def _fine_tuned(
             "data": {"dataset_name": answers.text},
         }
     )
-    try:
-        config = _fitting(config, answers, progress)
-    except ConfigError as error:
-        warn(f"{str(error).rstrip('.')}; the memory of the run is therefore not estimated.")
+    config = _fitting(config, answers, progress, warn)
     method = "low-rank matrices beside its weights (LoRA)" if purpose.is_decoder else "all of its weights"
     return config, f"Fine-tunes {method} of {model} to get {purpose.words}, within {_duration(answers.hours)}."
 
 
-def _fitting(config: Config, answers: InitAnswers, progress: ReportProgress) -> Config:
-    """Returns the configuration with the mildest changes that make it fit. Raises ConfigError if nothing does."""
+def _fitting(config: Config, answers: InitAnswers, progress: ReportProgress, warn: Callable[[str], None]) -> Config:
+    """Returns the configuration with the mildest changes that make it fit. Raises ConfigError if nothing does.
+
+    If the model cannot be read from here, calls `warn` and returns the configuration as it is.
+    """
     progress("estimating memory", 0, 0)
     from sansgpu.config import change_config
     from sansgpu.planning.memory_fit import changes_that_fit, fits
     from sansgpu.planning.prepare import ignore_message, prepare
 
-    prepared = prepare(config, None, progress, ignore_message, "report", data="unread", timed="never")
+    try:
+        prepared = prepare(config, None, progress, ignore_message, "report", data="unread", timed="never")
+    except ConfigError as error:
+        warn(f"{str(error).rstrip('.')}; the memory of the run is therefore not estimated.")
+        return config
     memory = answers.memory or prepared.available
     if fits(prepared.memory, memory):
         return config
