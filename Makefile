@@ -115,4 +115,4 @@ $(VENV)/docs $(VENV)/release: $(VENV)/%: $(VENV)/ready
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist src/sansgpu/kernels/libraries src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""What runs without the packages of extras, and what commands say that need one of them."""
+"""Commands that run without any optional package, and the message of those that need one."""
 
 import json
 import re

@@ -42,7 +42,7 @@ def reachable(address: str) -> bool:
     answered = threading.Event()
 
     def ask() -> None:
-        with suppress(Exception):  # of DNS, the connection, its encryption, or a proxy that refuses the server
+        with suppress(Exception):  # DNS, the connection, its encryption or the proxy may fail, each in its own way
             get_session().head(address, timeout=ANSWER_SECONDS)
             answered.set()
 

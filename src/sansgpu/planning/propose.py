@@ -35,7 +35,7 @@ BATCH_TOKENS, BATCH_REFERENCE_TOKENS, MAX_BATCH_TOKENS = 4096, 10e6, 65536
 LEARNING_RATE, LEARNING_RATE_WIDTH = 0.004, 256  # at this width, and proportional to width**-0.5; docs/lab-notes.md
 VOCABULARIES = ((2e6, 4096), (100e6, 8192), (1e9, 16384), (math.inf, 32768))  # (bytes of text, vocabulary size)
 DEFAULT_TEXT_BYTES = 10e6  # assumed if the size of the data is unknown
-BYTES_PER_TOKEN = 4  # of text, assumed before it is tokenized
+BYTES_PER_TOKEN = 4  # bytes of text per token, assumed before the text is tokenized
 OVERHEAD_RATIO = 0.04  # share of time for starting, evaluating and saving
 EVALUATIONS, SNAPSHOTS = 10, 5  # number in a run
 
@@ -109,8 +109,8 @@ def propose_quickly(data: str, text_bytes: int, hours: float, processor: Process
             speed = processor.tokens_per_second(costs.work(1).needed)
             candidates.append(_proposed(shaped, parameters, speed, hours, unique))
     best = _best(candidates)
-    config = change_config(_with_length(best, hours), ["model.vocab_size=null"])  # of a short text it is smaller
-    return replace(best, config=config)
+    # The run sets the vocabulary size of the model by its tokenizer, which has fewer tokens if the text is short.
+    return replace(best, config=change_config(_with_length(best, hours), ["model.vocab_size=null"]))
 
 
 def _best(candidates: list[ProposedRun]) -> ProposedRun:

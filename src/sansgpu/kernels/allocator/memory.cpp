@@ -26,6 +26,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "../native/tiles.h"
+
 namespace {
 
 constexpr size_t kLarge = size_t{1} << 20;  // smaller tensors use torch's default allocator
@@ -202,16 +204,17 @@ int allocate(void** pointer, size_t alignment, size_t bytes) {
 }
 
 void release(void* pointer) {
-  const bool start_of_page = reinterpret_cast<uintptr_t>(pointer) % 4096 == 0;  // as each of our blocks
-  if (!start_of_page || pointer == nullptr || !(kinds[0]->put(pointer) || kinds[1]->put(pointer))) free(pointer);
+  // Our blocks start at a page, so most pointers of the C library are recognized without a search.
+  const bool starts_page = reinterpret_cast<uintptr_t>(pointer) % 4096 == 0;
+  if (!starts_page || pointer == nullptr || !(kinds[0]->put(pointer) || kinds[1]->put(pointer))) free(pointer);
 }
 
 // The parts of a loaded library's dynamic section that list the functions it imports.
 struct Imports {
   const ElfW(Sym)* symbols = nullptr;
   const char* names = nullptr;
-  const ElfW(Rela)* relocations[2] = {nullptr, nullptr};  // of data and of calls
-  size_t bytes[2] = {0, 0};
+  const ElfW(Rela)* relocations[2] = {nullptr, nullptr};  // the sections .rela.dyn and .rela.plt
+  size_t bytes[2] = {0, 0};                                // their sizes
 };
 
 Imports imports_of(const dl_phdr_info& library) {
@@ -256,7 +259,7 @@ void each_import(const dl_phdr_info& library, const F& visit) {
 }
 
 // Replaces the allocation functions that torch's library imports. `data` points to the number of replaced slots of
-// posix_memalign. A library that frees but does not allocate through slots that we found is left as it is.
+// posix_memalign. `free` comes first: the C library must never be given a block from here.
 int replace_in_torch(dl_phdr_info* library, size_t, void* data) {
   const char* file = std::strrchr(library->dlpi_name, '/');
   if (file == nullptr || std::strcmp(file, "/libc10.so") != 0) return 0;
@@ -272,8 +275,6 @@ int replace_in_torch(dl_phdr_info* library, size_t, void* data) {
 }
 
 }  // namespace
-
-#define SANSGPU_KERNEL extern "C" __attribute__((visibility("default")))
 
 // Makes torch allocate large CPU tensors here. Set `sizes_vary` if their sizes change from step to step. Returns
 // whether torch's library was found and its imports replaced.
