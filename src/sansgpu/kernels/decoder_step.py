@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from sansgpu.kernels import native
 from sansgpu.kernels.block_quantization import NOT_QUANTIZED, QuantizedWeight
 from sansgpu.kernels.norm import RMSNorm
+from sansgpu.kernels.packed_cache import PackedCache
 
 TILE = 64  # outputs of a packed tile, as in native/decoder_step.cpp
 MAX_GROUP = 64  # query heads of a key-value head
@@ -104,20 +105,20 @@ class DecoderStep:
         cos: torch.Tensor,
         sin: torch.Tensor,
         positions: torch.Tensor,
-        caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        caches: Sequence[PackedCache],
     ) -> torch.Tensor:
         """Adds a token to each sequence; returns the logits (B, V) of the next tokens.
 
         x (B, D) are the tokens' embeddings, cos and sin (B, d) their rotary angles, `positions` (B,) int64 their places
-        in the caches: contiguous keys and values (B or more, K, S, d) of each layer.
+        in the caches of the layers.
         """
-        count, capacity = len(positions), caches[0][0].shape[2]
+        count, capacity = len(positions), caches[0].length
         x, cos, sin = (values.float().contiguous().view(count, -1) for values in (x.clone(), cos, sin))
         if int(positions.max()) >= capacity or x.shape[1] != self._sizes[0] or cos.shape[1] != self._sizes[3]:
             raise ValueError(f"a step of {tuple(x.shape)} does not fit caches of {capacity} tokens.")
         layers: list[int] = []
-        for layer, (keys, values) in zip(self._layers, caches, strict=True):
-            layers += (*layer, keys.data_ptr(), values.data_ptr())
+        for layer, cache in zip(self._layers, caches, strict=True):
+            layers += (*layer, cache.keys.data_ptr(), cache.values.data_ptr())
         logits = torch.empty(count, self._vocabulary, dtype=self._dtype)
         native.call(
             "decoder_step", self._dtype == torch.bfloat16, (count, *self._sizes, capacity, len(self._layers)),

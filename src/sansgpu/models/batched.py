@@ -164,7 +164,8 @@ class SlotReader:
     def __init__(self, slots: int, length: int, fused: DecoderStep | None = None) -> None:
         self.slots, self._count, self._fused = slots, 0, fused
         rows = slots if fused is not None else max(slots, MIN_ROWS)
-        self.cache = SlotCache(rows + 1, max(length, MIN_ROWS))  # the last one is for what fills up a pass
+        last = 1  # for what fills up a pass
+        self.cache = SlotCache(rows + last, max(length, MIN_ROWS), packed=fused is not None)
 
     @property
     def token_bytes(self) -> int:
@@ -214,7 +215,7 @@ class SlotReader:
             positions = self.cache.positions
             with torch.inference_mode():
                 x, cos, sin = self.embedded(torch.tensor(tokens), positions)
-                return self._fused(x, cos, sin, positions, self.cache.layers)
+                return self._fused(x, cos, sin, positions, self.cache.packed_layers())
         count = max(MIN_ROWS, len(tokens))
         self.cache.lengths[len(tokens) : count] = 0
         self.cache.start_step(count)

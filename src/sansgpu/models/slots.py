@@ -10,27 +10,53 @@ from collections.abc import Sequence
 import torch
 
 from sansgpu.kernels.attention import attention, causal_ranges
+from sansgpu.kernels.packed_cache import PackedCache
 from sansgpu.models.packed_mask import Kernel
 
 
+class PlainCache:
+    """Keys and values (B, K, S, d) of one layer."""
+
+    def __init__(self, slots: int, length: int, heads: int, dim: int, dtype: torch.dtype) -> None:
+        self._stored = [torch.zeros(slots, heads, length, dim, dtype=dtype) for _ in "kv"]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stored.nbytes for stored in self._stored)
+
+    def store(self, slots: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Stores keys and values (N, K, d) of tokens at `positions` (N,) of `slots` (N,)."""
+        for stored, new in zip(self._stored, (keys, values), strict=True):
+            stored[slots, :, positions] = new
+
+    def read(self, slots: slice, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the keys and values (B, K, count, d) of some slots."""
+        keys, values = (stored[slots, :, :count] for stored in self._stored)
+        return keys, values
+
+    def move(self, to: int, slot: int, count: int) -> None:
+        """Copies the `count` tokens of a slot to another one."""
+        for stored in self._stored:
+            stored[to, :, :count] = stored[slot, :, :count]
+
+
 class SlotCache:
-    """Keys and values of every layer in tensors (B, K, S, d), allocated in a layer's first forward pass.
+    """Keys and values of every layer, allocated in a layer's first forward pass. `packed` are those of a DecoderStep.
 
     The sequences in use fill the first slots. Before each forward pass, `start_prompts`, `start_piece` or `start_step`
     says where its tokens go. What a sequence sees does not depend on the others, so neither do its results.
     """
 
-    def __init__(self, slots: int, length: int) -> None:
+    def __init__(self, slots: int, length: int, packed: bool) -> None:
         self.slots, self.length = slots, length
         self.lengths = torch.zeros(slots, dtype=torch.long)
-        self._keys: dict[int, torch.Tensor] = {}
-        self._values: dict[int, torch.Tensor] = {}
+        self._type = PackedCache if packed else PlainCache
+        self._layers: dict[int, PackedCache | PlainCache] = {}
 
     @property
     def token_bytes(self) -> int:
         """Bytes of the keys and values of one token."""
-        tensors = (*self._keys.values(), *self._values.values())
-        return sum(stored.nbytes // (self.slots * self.length) for stored in tensors)
+        return sum(layer.nbytes for layer in self._layers.values()) // (self.slots * self.length)
 
     def start_prompts(self, first: int, lengths: Sequence[int]) -> None:
         """Prepares for a pass over whole prompts, concatenated in one row, for the slots from `first` on."""
@@ -56,18 +82,18 @@ class SlotCache:
         self._visible, self._longest, self._separate = slice(0, count), int(self.lengths[:count].max()), []
         self._ranges = _up_to(self.lengths[:count, None])
 
-    @property
-    def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of each layer, (B, K, S, d), after the first pass."""
-        return [(self._keys[layer], self._values[layer]) for layer in sorted(self._keys)]
+    def packed_layers(self) -> list[PackedCache]:
+        """Returns the caches of the layers, after the first pass."""
+        layers = [self._layers[layer] for layer in sorted(self._layers)]
+        return [layer for layer in layers if isinstance(layer, PackedCache)]
 
     def keep(self, slots: Sequence[int]) -> None:
         """Moves the sequences in `slots`, in ascending order, to the first slots."""
         for to, slot in enumerate(slots):
             if to != slot:
                 used = int(self.lengths[slot])
-                for stored in (*self._keys.values(), *self._values.values()):
-                    stored[to, :, :used] = stored[slot, :, :used]
+                for layer in self._layers.values():
+                    layer.move(to, slot, used)
                 self.lengths[to] = used
         self.lengths[len(slots) :] = 0
 
@@ -76,19 +102,12 @@ class SlotCache:
 
         Both are (1, K, N, d), or (B, K, 1, d) in a step.
         """
-        if layer not in self._keys:
+        if layer not in self._layers:
             _, heads, _, dim = keys.shape
-            self._keys[layer], self._values[layer] = (
-                new.new_zeros(self.slots, heads, self.length, dim) for new in (keys, values)
-            )
-        stored, flat = (self._keys[layer], self._values[layer]), (keys, values)
-        for place, new in zip(stored, flat, strict=True):
-            by_token = new[0].transpose(0, 1) if len(new) == 1 else new[:, :, 0]
-            place[self._slots, :, self.positions] = by_token
-        if self._visible is None:
-            return keys, values
-        first, second = (place[self._visible, :, : self._longest] for place in stored)
-        return first, second
+            self._layers[layer] = self._type(self.slots, self.length, heads, dim, keys.dtype)
+        by_token = [new[0].transpose(0, 1) if len(new) == 1 else new[:, :, 0] for new in (keys, values)]
+        self._layers[layer].store(self._slots, self.positions, *by_token)
+        return (keys, values) if self._visible is None else self._layers[layer].read(self._visible, self._longest)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: Kernel) -> torch.Tensor:
         """Computes the attention of a pass from q (1, H, N, d) or (B, H, 1, d), and what `append` returned.

@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "norm.h"
+#include "packed_cache.h"
 #include "quantized_rows.h"
 #include "rotary.h"
 #include "values.h"
@@ -34,7 +35,7 @@ struct Layer {
   Weight out;
   const float* second_norm;
   Weight gate_up[2], down;
-  void *keys, *values;  // (slots, K, S, d)
+  void *keys, *values;  // (slots, K), each a PackedCache
 };
 
 struct Sizes {
@@ -207,31 +208,27 @@ class Step {
 
   // Stores the new keys and values, and computes the attention of each sequence to its own.
   void attend(const Layer& layer) {
+    constexpr int64_t BLOCK = PackedCache<T>::BLOCK;
     const int64_t group = s_.H / s_.K, d = s_.d;
-    int64_t most = 0;
-    for (int64_t b = 0; b < s_.B; ++b) most = std::max(most, positions_[b] + 1);
-    const int64_t padded = round_up(most, QUERIES);
+    const float scale = 1.0f / std::sqrt(static_cast<float>(d));
     parallel_units(s_.B * s_.K, [&](Units& units) {
-      Buffer<T> q(group * d), keys(d * padded), values(padded * d), weights(group * padded);
-      Buffer<float> scores(group * padded), sums(group * d), scratch(2 * d);
+      Buffer<T> q(group * d), key(d), weights(group * s_.S);
+      Buffer<float> scores(group * s_.S), sums(group * d), scratch(2 * d);
       for (int64_t unit; units.draw(unit);) {
-        const int64_t b = unit / s_.K, kv = unit % s_.K, count = positions_[b] + 1, width = round_up(count, QUERIES);
-        const T *row = qkv_ + b * width_, *new_keys = row + s_.H * d + kv * d, *new_values = new_keys + s_.K * d;
-        T* own_keys = static_cast<T*>(layer.keys) + unit * s_.S * d;
-        T* own_values = static_cast<T*>(layer.values) + unit * s_.S * d;
+        const int64_t b = unit / s_.K, kv = unit % s_.K, count = positions_[b] + 1;
+        const int64_t blocks = divide_up(count, BLOCK), width = blocks * BLOCK;
+        const PackedCache<T> cache(layer.keys, layer.values, unit, s_.S, d);
+        const T *row = qkv_ + b * width_, *new_key = row + s_.H * d + kv * d, *new_value = new_key + s_.K * d;
         for (int64_t g = 0; g < group; ++g)
           rotated(row + (kv * group + g) * d, layer.q_norm, b, scratch, q + g * d);
-        rotated(new_keys, layer.k_norm, b, scratch, own_keys + (count - 1) * d);
-        std::copy_n(new_values, d, own_values + (count - 1) * d);
-        pack_transposed(own_keys, d, count, width, d, keys);
-        pack(own_values, d, count, width, d, values);
-        product<T>(group, width, d, q, d, keys, width, scores, width, false);
+        rotated(new_key, layer.k_norm, b, scratch, key);
+        cache.store(count - 1, key, new_value);
+        for (int64_t block = 0; block < blocks; ++block)
+          product<T>(group, BLOCK, d, q, d, cache.key_block(block), BLOCK, scores + block * BLOCK, width, false);
         float inverse[QUERIES];
-        for (int64_t g = 0; g < group; ++g) {
-          const float scale = 1.0f / std::sqrt(static_cast<float>(d));
+        for (int64_t g = 0; g < group; ++g)
           inverse[g] = 1.0f / softmax<T>(scores + g * width, weights + g * width, 0, count, width, scale * LOG2E).second;
-        }
-        product<T>(group, d, width, weights, width, values, d, sums, d, false);
+        product<T>(group, d, round_up(count, LANES), weights, width, cache.values, d, sums, d, false);
         for (int64_t g = 0; g < group; ++g) {
           for (int64_t i = 0; i < d; ++i) sums[g * d + i] *= inverse[g];
           store_row(attended_ + (b * s_.H + kv * group + g) * d, sums + g * d, d);
@@ -272,7 +269,30 @@ void pack_tiles(const T* weight, int64_t N, int64_t terms, T* to) {
   });
 }
 
+template <typename T>
+void store_tokens(int64_t count, int64_t K, int64_t S, int64_t d, const int64_t* slots, const int64_t* positions,
+                  const T* keys, const T* values, void* to_keys, void* to_values) {
+  parallel_each(K, [=](int64_t kv) {
+    for (int64_t n = 0; n < count; ++n) {
+      const int64_t from = (n * K + kv) * d;
+      PackedCache<T>(to_keys, to_values, slots[n] * K + kv, S, d).store(positions[n], keys + from, values + from);
+    }
+  });
+}
+
 }  // namespace
+
+// Stores `count` tokens of one layer, those of each sequence in order: keys and values (count, K, d) in the caches
+// (slots, K) of S tokens.
+SANSGPU_KERNEL void store_tokens(int64_t narrow, int64_t count, int64_t K, int64_t S, int64_t d, const int64_t* slots,
+                                 const int64_t* positions, const void* keys, const void* values, void* to_keys,
+                                 void* to_values) {
+  const auto run = [&]<typename T>(T) {
+    store_tokens(count, K, S, d, slots, positions, static_cast<const T*>(keys), static_cast<const T*>(values), to_keys,
+                 to_values);
+  };
+  narrow ? run(bf16()) : run(float());
+}
 
 // Packs a weight (N, terms) in tiles of 64 outputs.
 SANSGPU_KERNEL void pack_step_weight(int64_t narrow, const void* weight, int64_t N, int64_t terms, void* to) {
@@ -280,8 +300,8 @@ SANSGPU_KERNEL void pack_step_weight(int64_t narrow, const void* weight, int64_t
          : pack_tiles(static_cast<const float*>(weight), N, terms, static_cast<float*>(to));
 }
 
-// Computes logits (B, V), in bf16 if `narrow`, as are packed weights and the caches. x (B, D) is the embeddings and is overwritten; cos and sin are
-// (B, d), and `positions` (B,) those of the new tokens in the caches.
+// Computes logits (B, V), in bf16 if `narrow`, as are packed weights and the caches. x (B, D) is the embeddings and is
+// overwritten; cos and sin are (B, d), and `positions` (B,) those of the new tokens in the caches.
 SANSGPU_KERNEL void decoder_step(int64_t narrow, const Sizes* sizes, double eps, const Layer* layers,
                                  const float* last_norm, const Weight* head, float* x, const float* cos, const float* sin,
                                  const int64_t* positions, void* logits) {

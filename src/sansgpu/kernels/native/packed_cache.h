@@ -1,0 +1,46 @@
+// Keys and values of sequences that generate text, stored as `product` takes them, so that a step need not pack them.
+//
+// S tokens that a sequence may have, a multiple of BLOCK; d head dim.
+#pragma once
+
+#include <type_traits>
+
+#include "tiles.h"
+
+namespace sansgpu {
+
+// The cache of one key-value head of a sequence.
+template <typename T>
+struct PackedCache {
+  static constexpr int64_t BLOCK = 64;  // tokens, as in kernels/packed_cache.py
+  static constexpr int64_t PAIR = std::is_same_v<T, bf16> ? 2 : 1;  // values in a word of a packed matrix
+
+  T *keys, *values;  // (S / BLOCK, d / PAIR, BLOCK, PAIR) and (S / PAIR, d, PAIR)
+  int64_t d;
+
+  PackedCache(void* keys, void* values, int64_t head, int64_t S, int64_t d)
+      : keys(static_cast<T*>(keys) + head * S * d), values(static_cast<T*>(values) + head * S * d), d(d) {}
+
+  const T* key_block(int64_t block) const { return keys + block * BLOCK * d; }
+
+  // Stores a token. Those before it must have been stored: what follows the last one, up to a multiple of LANES, must be
+  // zero in `values`, because it is multiplied with weights of zero.
+  void store(int64_t position, const T* key, const T* value) const {
+    T* to = keys + position / BLOCK * BLOCK * d + position % BLOCK * PAIR;
+    for (int64_t i = 0; i < d; i += PAIR) std::memcpy(to + i * BLOCK, key + i, PAIR * sizeof(T));
+    if (position % LANES == 0) std::fill_n(bits(values + position * d), LANES * d, 0);
+    store_value(position, value);
+  }
+
+ private:
+  void store_value(int64_t position, const float* value) const { std::copy_n(value, d, values + position * d); }
+
+  void store_value(int64_t position, const bf16* value) const {
+    auto words = reinterpret_cast<uint32_t*>(values) + position / 2 * d;
+    const uint32_t shift = position % 2 * 16, kept = ~(0xFFFFu << shift);
+    for (int64_t i = 0; i < d; ++i)
+      words[i] = (words[i] & kept) | static_cast<uint32_t>(bits(value)[i]) << shift;
+  }
+};
+
+}  // namespace sansgpu

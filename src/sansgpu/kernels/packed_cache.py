@@ -1,0 +1,60 @@
+"""Keys and values of sequences that generate text, stored as C++ multiplies them; native/packed_cache.h has the layout.
+
+B slots, N tokens, S tokens that a slot holds, K key-value heads, d head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sansgpu.kernels import native
+
+BLOCK = 64  # tokens, as in native/packed_cache.h
+
+
+class PackedCache:
+    """Keys and values of one layer, with the interface of `models.slots.PlainCache`.
+
+    Both are (B, K, S / BLOCK, BLOCK d), for S rounded up to a multiple of BLOCK, so that a sequence of a few tokens has
+    a few blocks.
+    """
+
+    def __init__(self, slots: int, length: int, heads: int, dim: int, dtype: torch.dtype) -> None:
+        self._word = 2 if dtype == torch.bfloat16 else 1  # C++ multiplies pairs of bf16
+        shape = (slots, heads, -(-length // BLOCK), BLOCK * dim)
+        self.keys, self.values = (torch.empty(shape, dtype=dtype) for _ in "kv")
+
+    @property
+    def length(self) -> int:
+        """Tokens that a slot holds, S."""
+        return self.keys.shape[2] * BLOCK
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def store(self, slots: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Stores keys and values (N, K, d), the tokens of each sequence in order, at `positions` (N,) of `slots` (N,).
+
+        Raises ValueError if a token has no place.
+        """
+        if int(slots.max()) >= len(self.keys) or int(positions.max()) >= self.length:
+            raise ValueError(f"tokens do not fit a cache of {len(self.keys)} slots of {self.length} tokens.")
+        narrow, (count, heads, dim) = self._word == 2, keys.shape
+        places = slots.contiguous(), positions.contiguous()
+        new = (states.to(self.keys.dtype).contiguous() for states in (keys, values))
+        native.call("store_tokens", narrow, count, heads, self.length, dim, *places, *new, self.keys, self.values)
+
+    def read(self, slots: slice, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns a copy of the keys and values (B, K, count, d) of some slots."""
+        word = self._word
+        keys = self.keys[slots].unflatten(-1, (-1, BLOCK, word)).permute(0, 1, 2, 4, 3, 5)
+        values = self.values[slots].unflatten(-1, (BLOCK // word, -1, word)).transpose(-2, -1)
+        first, second = (x.reshape(*x.shape[:2], self.length, -1)[:, :, :count] for x in (keys, values))
+        return first, second
+
+    def move(self, to: int, slot: int, count: int) -> None:
+        """Copies the `count` tokens of a slot to another one."""
+        blocks = -(-count // BLOCK)
+        for stored in (self.keys, self.values):
+            stored[to, :, :blocks] = stored[slot, :, :blocks]
