@@ -7,7 +7,8 @@ import torch
 from sansgpu.config import ModelConfig
 from sansgpu.data.tokenizer import BPETokenizer
 from sansgpu.models import TransformerLM
-from sansgpu.models.generate import Sampling, generate
+from sansgpu.models.batched import generate
+from sansgpu.models.generate import Sampling
 from sansgpu.models.huggingface import export_model
 
 WINDOW, ROWS, STEPS = 64, 8, 40
