@@ -4,9 +4,10 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
+import yaml
 
 import sansgpu
-from sansgpu.config import Config, ConfigError, ModelConfig, TrainingConfig, change_config, load_config
+from sansgpu.config import Config, ConfigError, ModelConfig, TrainingConfig, change_config, load_config, save_config
 from sansgpu.models import TransformerLM
 
 
@@ -60,6 +61,40 @@ def test_defaults_follow_assignments_and_given_values_stay() -> None:
     assert config.training.optimizer == "muon"
     config.task = "pretrain"
     assert (config.training.optimizer, config.training.seed) == (Config().training.optimizer, 7)
+
+
+def test_a_copy_is_checked_and_apart_from_the_original(recwarn: pytest.WarningsRecorder) -> None:
+    config = Config(training=TrainingConfig(seed=7))
+    copied = config.copy()
+    copied.training.seed = 8
+    assert (config.training.seed, copied.training.seed) == (7, 8)
+    assert config.training.copy(update={"batch_size": 4}) == TrainingConfig(seed=7, batch_size=4)
+    assert config.copy(update={"task": "graph"}).training.optimizer == "muon"
+    with pytest.raises(ConfigError, match=r"unknown key training\.sed"):
+        config.training.copy(update={"sed": 1})
+    assert not recwarn
+
+
+def test_a_whole_number_of_epochs_is_an_integer(tmp_path: Path) -> None:
+    for written in (3, 3.0, "3"):
+        config = Config.model_validate({"training": {"num_epochs": written}})
+        assert list(range(config.training.num_epochs)) == [0, 1, 2]  # type: ignore[arg-type]
+        save_config(config, tmp_path / "saved.yaml")
+        assert list(range(load_config(tmp_path / "saved.yaml")[0].training.num_epochs)) == [0, 1, 2]  # type: ignore[arg-type]
+    assert TrainingConfig(num_epochs=0.5).num_epochs == 0.5
+
+
+@pytest.mark.parametrize("key", ["batch_size", "threads"])
+def test_an_automatic_value_refuses_arithmetic(key: str, tmp_path: Path) -> None:
+    save_config(Config(), tmp_path / "saved.yaml")
+    for config in (Config(), load_config(tmp_path / "saved.yaml")[0], Config().copy()):
+        value = getattr(config.training, key)
+        assert value == "auto"
+        for compute in (lambda v: v * 8, lambda v: 8 * v, lambda v: v / 2, lambda v: 64 // v, range):
+            with pytest.raises(TypeError, match="auto and becomes a number only when the run starts; assign a number"):
+                compute(value)
+    assert yaml.safe_load(yaml.safe_dump(TrainingConfig().model_dump()))[key] == "auto"
+    assert TrainingConfig(batch_size=4).batch_size * 8 == 32  # type: ignore[operator]
 
 
 def test_sections_that_do_not_fit_together_are_refused_by_fit(tmp_path: Path) -> None:

@@ -57,7 +57,9 @@ def test_streaming_is_no_part_of_a_training_configuration(tmp_path: Path) -> Non
     said = refusal(tmp_path, sampling={"stream": True})
     assert "sampling.stream" in said
     assert said.count(". ") == 0
-    assert "unknown key sampling" in refusal(tmp_path, sampling={"stream": False})
+    assert "sampling.top_k has no effect in training" in refusal(tmp_path, sampling={"stream": False, "top_k": 3})
+    (tmp_path / "quiet.json").write_text(json.dumps({**SFT, "sampling": {"stream": False}}))
+    assert load_config(tmp_path / "quiet.json")[0] == Config.model_validate(SFT)
 
 
 def test_graphs_have_defaults_and_limits_of_their_own(tmp_path: Path) -> None:

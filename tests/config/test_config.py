@@ -232,6 +232,7 @@ def test_use_amp_means_a_precision() -> None:
     assert TrainingConfig(use_amp=False).wanted_precision == "fp32"
     assert TrainingConfig(precision="bf16").wanted_precision == "bf16"
     assert "use_amp" in refusal("training.use_amp=false", "training.precision=bf16")
+    assert "use_amp true means mixed" in refusal("training.use_amp=true", "training.precision=fp32")
 
 
 @settings(max_examples=30)

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 import sansgpu
-from sansgpu.config import ConfigError, change_config, load_config
+from sansgpu.cli import run as run_command_line
+from sansgpu.config import Config, ConfigError, DataConfig, ModelConfig, TrainingConfig, change_config, load_config
 from tests.processes import environment, finish, settings, write_corpus
 
 OXIDIZR = """
@@ -86,10 +88,30 @@ def test_what_cannot_be_read_is_refused(values: dict[str, Any], words: str, tmp_
         sansgpu.fit(values, tmp_path / "run")
 
 
+def test_sections_made_in_python_take_other_names() -> None:
+    config = Config(
+        task="sft",
+        model=ModelConfig(model_name_or_path="m"),
+        training=TrainingConfig(bf16=True, use_cpu=True),
+        data={"train_file": "rows.jsonl", "max_seq_length": 64},
+    )
+    assert (config.training.precision, config.training.force_cpu, config.data.max_length) == ("bf16", True, 64)
+    assert Config(training={"num_train_epochs": 2}).training.num_epochs == 2
+    assert DataConfig(validation_file="v").validation_name == "v"
+    config.training.bf16 = False
+    assert config.training.precision == "fp32"
+    with pytest.raises(ConfigError, match=r"training\.bf16 and training\.precision are names of one key"):
+        TrainingConfig(bf16=True, precision="fp32")
+    with pytest.raises(ValidationError, match="bf17"):
+        TrainingConfig(bf17=True)
+
+
 FLAGS = {
     "--learning_rate=0.01": "training.learning_rate: 0.01",
     "--bf16": "training.precision: bf16",
     "--use_cpu": "training.force_cpu: true",
+    "--ddp_backend=gloo": "training.distributed_backend: gloo",
+    "--save_total_limit=4": "training.keep_last: 4",
     "--num-train-epochs=2": "training.num_epochs: 2.0",
     "--per_device_train_batch_size=3": "training.batch_size: 3",
     "--weight_decay=0.2": "training.weight_decay: 0.2",
@@ -103,7 +125,8 @@ FLAGS = {
 
 def test_train_takes_flags_of_other_trainers_and_warns_of_another_world_size(tmp_path: Path) -> None:
     chosen = settings(data__dataset_name=write_corpus(tmp_path / "corpus.jsonl"), training__world_size=2)
-    arguments = ["train", *chosen, *FLAGS, "--dry-run", "--output_dir", str(tmp_path / "run")]
+    arguments = ["train", *chosen, *FLAGS, "--do_train", "--do_eval", "--dry-run"]
+    arguments += ["--output_dir", str(tmp_path / "run")]
     code, out, error = finish(arguments, tmp_path / "cache")
     assert code == 0, error
     shown = yaml.safe_load(out.partition("# First")[0])["config"]
@@ -112,6 +135,19 @@ def test_train_takes_flags_of_other_trainers_and_warns_of_another_world_size(tmp
         section, name = key.split(".")
         assert shown[section][name] == yaml.safe_load(value), setting
     assert "training.world_size is 2, but the world size of this run is 1" in error
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--do_eval", "--do_eval without --do_train trains nothing; use `sansgpu eval RUN`"),
+        ("--do_predict", "there is no option --do-predict: `sansgpu predict RUN` writes predictions; see"),
+        ("--overwrite_output_dir", "a run never overwrites another one"),
+    ],
+)
+def test_a_flag_without_a_counterpart_is_explained(flag: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command_line(["train", flag]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_fit_reads_other_names_and_records_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

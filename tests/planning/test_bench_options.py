@@ -19,7 +19,7 @@ NEAR = {"mlm_acc": 0.05, "mlm_majority_acc": 0.05, "mrr": 0.033, "relation_frequ
     [
         (["--targets", "0"], "give numbers of steps"),
         (["--targets", "500,many"], "give numbers of steps"),
-        (["--start", "25:00"], "'25:00', which is not a time"),
+        (["--start", "25:00"], "--start 25:00 is not a time"),
         (["--start", "2020-01-31T18:00"], "which is in the past"),
         (["--vary", "model.n_layers"], "--vary model.n_layers has no values"),
         (["--vary", "model.n_layers=4,,8"], "has no values"),
@@ -63,7 +63,10 @@ def test_projections_count_from_the_start() -> None:
     assert "done_from_snapshot" not in rows[0]
     assert rows[1]["done_from_snapshot"] == (start + timedelta(seconds=4000)).isoformat(timespec="minutes")
     assert 0 < (start_time("18:00") - datetime.now()).total_seconds() <= 24 * 3600
-    with pytest.raises(ConfigError, match="not a time"):
+    for evening in ("6PM", "6 pm", "06:00PM"):
+        assert start_time(evening) == start_time("18:00")
+    assert start_time("12:30am") == start_time("0:30")
+    with pytest.raises(ConfigError, match="noon is not a time; write 18:00, 6PM or"):
         start_time("noon")
 
 

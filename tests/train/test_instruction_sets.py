@@ -42,12 +42,14 @@ def test_doctor_names_the_forced_set(portable: Path) -> None:
 def test_a_run_names_its_set_and_resuming_with_another_one_is_not_exact(
     home: Path, tmp_path: Path, portable: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes = {"training__precision": "auto", "training__max_steps": 4}
+    changes = {"training__precision": "auto", "training__use_amp": True, "training__max_steps": 4}
     train = ["train", *settings(data__dataset_name=home / "corpus.jsonl", **changes)]
     train += ["--output-dir", str(tmp_path / "run")]
     code, out, error = finish_apart([*train, "--max-steps", "2"], portable)
     assert code == 0, error
     assert "parameters, fp32, 1 thread, not compiled, native portable kernels" in out  # portable has no bf16 products
+    amp = "training.use_amp is true, but this run computes in fp32, because"
+    assert f"{amp} this processor has no bf16 products." in out + error
     monkeypatch.delenv("SANSGPU_ISA")
     assert allowed()[-1].name != "portable"
     difference = f"was made with kernels native portable, now {native.name()}"
@@ -56,4 +58,5 @@ def test_a_run_names_its_set_and_resuming_with_another_one_is_not_exact(
     code, out, error = finish_apart([*train, "--resume", "latest"], portable)
     assert code == 0, error
     assert difference in out
+    assert f"{amp} it began so." in out + error
     assert f"parameters, fp32, 1 thread, not compiled, {native.name()} kernels, resumed from step-000002" in out

@@ -143,7 +143,7 @@ def bench(
         str | None, option("Steps to project. Default: 100 to 100,000.", _MEASUREMENT, metavar="N,N,...")
     ] = None,
     start: Annotated[
-        str | None, option("When projected runs start, e.g. 18:00. Default: now.", _MEASUREMENT, metavar="TIME")
+        str | None, option("When projected runs start, e.g. 18:00 or 6PM. Default: now.", _MEASUREMENT, metavar="TIME")
     ] = None,
     what_if: Annotated[bool, flag("Also measure usual variations of the configuration.", _MEASUREMENT)] = True,
     vary: Annotated[

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
@@ -22,6 +22,8 @@ MAX_LEAVES = 64
 
 class ModelConfig(Section):
     """The shape of a decoder or graph encoder to train from scratch, or a pretrained model to fine-tune."""
+
+    section_name: ClassVar[str] = "model"
 
     architecture: ArchitectureName | None = Field(
         None,

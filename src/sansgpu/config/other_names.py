@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from sansgpu.config.errors import ConfigError
@@ -76,12 +77,16 @@ def with_own_names(values: dict[str, Any], where: str = "the configuration") -> 
         replaced += [f"{section} as {ours}"] if section != ours else []
         own[ours] = inner
         if isinstance(inner, dict):
-            pairs = {key: own_name(f"{section}.{key}", value) for key, value in inner.items()}
-            names = {key: name for key, (name, _) in pairs.items()}
-            _require_one_name(names, ours, where)
-            own[ours] = {name.partition(".")[2]: value for name, value in pairs.values()}
+            own[ours] = section_with_own_names(section, inner, where)
             replaced += [f"{ours}.{key} as {name}" for key, name in zip(inner, own[ours], strict=True) if name != key]
     return own, replaced
+
+
+def section_with_own_names(section: str, values: Mapping[str, Any], where: str = "the configuration") -> dict[str, Any]:
+    """Returns the values of one section with the keys of sansgpu. Raises ConfigError if a key is given by two names."""
+    pairs = {key: own_name(f"{section}.{key}", value) for key, value in values.items()}
+    _require_one_name({key: name for key, (name, _) in pairs.items()}, _SECTIONS.get(section, section), where)
+    return {name.partition(".")[2]: value for name, value in pairs.values()}
 
 
 def _require_one_name(names: dict[str, str], section: str, where: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ModelWrapValidatorHandler, StrictInt, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -24,6 +24,8 @@ from sansgpu.config.by_task import (
     with_defaults,
 )
 from sansgpu.config.model import ModelConfig
+from sansgpu.config.other_names import with_own_names
+from sansgpu.config.plain_data import truncate
 from sansgpu.config.section import Section, all_keys
 from sansgpu.config.task_settings import PYTHON_STDLIB, TaskSettings
 from sansgpu.config.training import Device, TrainingConfig
@@ -35,6 +37,8 @@ _SECTIONS = ("model", "training", "data")
 
 class DataConfig(Section):
     """The data, and how it is tokenized, masked and split into windows."""
+
+    section_name: ClassVar[str] = "data"
 
     dataset_name: str = Field(
         PYTHON_STDLIB,
@@ -165,6 +169,24 @@ class DataConfig(Section):
         return not any(isinstance(getattr(self, key), int) for key, field in columns.items() if field.default is None)
 
 
+def _without_sampling(values: dict[str, Any]) -> dict[str, Any]:
+    """Removes a section `sampling` of other trainers that asks for nothing. Raises ValueError if it asks for more."""
+    sampling = values.get("sampling")
+    if not isinstance(sampling, dict):
+        return values
+    if sampling.get("stream"):
+        raise ValueError(
+            "sampling.stream is not supported in training, because a streamed sample cannot be reproduced; "
+            "remove it, and use `sansgpu generate` or `sansgpu chat` to stream"
+        )
+    if others := [str(key) for key in sampling if key != "stream"]:
+        raise ValueError(
+            f"sampling.{truncate(others[0])} has no effect in training; remove it, and use the options of "
+            "`sansgpu generate`"
+        )
+    return {key: value for key, value in values.items() if key != "sampling"}
+
+
 class Config(Section):
     """The configuration of one run. A file may also set `TOP_LEVEL_KEYS` at the top level."""
 
@@ -190,11 +212,7 @@ class Config(Section):
         """Moves top-level keys to `training` and adds the defaults of the task."""
         if not isinstance(values, dict):
             return validate(values)
-        if isinstance(sampling := values.get("sampling"), dict) and sampling.get("stream"):
-            raise ValueError(
-                "sampling.stream is not supported in training, because a streamed sample cannot be reproduced; "
-                "remove it, and use `sansgpu generate` or `sansgpu chat` to stream"
-            )
+        values = _without_sampling(with_own_names(values)[0])
         top = {key: values[key] for key in TOP_LEVEL_KEYS if key in values}
         rest = {key: value for key, value in values.items() if key not in top}
         training = as_values(rest.get("training"))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
+from typing_extensions import Self
 
+from sansgpu.config.other_names import section_with_own_names
 from sansgpu.config.plain_data import InvalidDataError, require_plain
 
 
@@ -18,19 +20,28 @@ class Section(BaseModel):
     given, so an assignment changes one configuration only.
     """
 
+    section_name: ClassVar[str] = ""  # where other_names.py finds keys of other trainers
+
     model_config = ConfigDict(
         extra="forbid", revalidate_instances="always", protected_namespaces=(), allow_inf_nan=False
     )
 
     def __setattr__(self, key: str, value: Any) -> None:
         """Validates the section with the new value. Raises ConfigError, and changes nothing, if it is not valid."""
+        self._take(self.copy(update={key: value}))
+
+    def copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = True) -> Self:  # type: ignore[override]  # pydantic's is deprecated
+        """Returns a copy with the values of `update`. Raises ConfigError if they are not valid.
+
+        Sections inside it are copied whether `deep` or not, so that a change of the copy never changes the original.
+        """
         from sansgpu.config.load import assignment_error  # it imports this module
 
+        changes = section_with_own_names(self.section_name, update or {})
         try:
-            changed = type(self).model_validate({**self.given_values(), key: value})
+            return type(self).model_validate({**self.given_values(), **changes})
         except ValidationError as error:
             raise assignment_error(type(self), error) from None
-        self._take(changed)
 
     def given_values(self) -> dict[str, Any]:
         """Returns the values that are not defaults of the schema, those of sections as mappings."""
@@ -46,6 +57,12 @@ class Section(BaseModel):
             else:
                 self.__dict__[key] = value
         object.__setattr__(self, "__pydantic_fields_set__", other.model_fields_set)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_own_names(cls, values: Any) -> Any:
+        """Replaces the keys of other trainers, so that `TrainingConfig(bf16=True)` is read as in a file."""
+        return section_with_own_names(cls.section_name, values) if isinstance(values, dict) else values
 
     @model_validator(mode="before")
     @classmethod

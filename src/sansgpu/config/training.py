@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from datetime import datetime
 from importlib import import_module
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, StrictBool, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    StrictBool,
+    model_validator,
+)
 
+from sansgpu.config.automatic import AUTO, Auto
+from sansgpu.config.clock import normal_time
 from sansgpu.config.distillation import DistillationConfig
 from sansgpu.config.errors import ConfigError
-from sansgpu.config.plain_data import truncate
 from sansgpu.config.preference import PreferenceConfig
 from sansgpu.config.section import Section
 
@@ -33,19 +41,15 @@ def _time_limit(value: object) -> object:
         value = str(value)
     if isinstance(value, datetime):
         value = value.isoformat()
-    if isinstance(value, str):
-        try:
-            return datetime.strptime(value, "%H:%M").strftime("%H:%M")
-        except ValueError:
-            pass
-        try:
-            moment = datetime.fromisoformat(value)
-            return (moment.astimezone().replace(tzinfo=None) if moment.tzinfo else moment).isoformat()
-        except ValueError:
-            raise ValueError(f"{truncate(value)} is not a time; write 07:00 or 2030-01-31T07:00") from None
-    return value
+    return normal_time(value) if isinstance(value, str) else value
 
 
+def _whole_as_integer(value: float) -> float:
+    """Returns whole numbers as integers, so that `range(config.num_epochs)` works."""
+    return int(value) if value.is_integer() and value <= MAX_EXACT_FLOAT else value
+
+
+MAX_EXACT_FLOAT = 2.0**53  # all smaller whole numbers are floats without rounding
 PositiveInt = Annotated[int, Field(ge=1)]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 
@@ -53,10 +57,12 @@ Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 class TrainingConfig(Section):
     """Optimization, length, numerics, parallelism, evaluation, snapshots and logging of a run."""
 
+    section_name: ClassVar[str] = "training"
+
     device: Device = Field("auto", description="auto: a GPU if available, otherwise the CPU")
     force_cpu: bool = Field(False, description="train on the CPU regardless of `device`")
-    batch_size: PositiveInt | Literal["auto"] = Field(
-        "auto", description="examples per micro-batch; auto: the largest that fits and still raises throughput"
+    batch_size: PositiveInt | Auto = Field(
+        AUTO, description="examples per micro-batch; auto: the largest that fits and still raises throughput"
     )
     gradient_accumulation_steps: int = Field(
         16, ge=1, description="micro-batches per step; with batch_size auto, examples per step"
@@ -71,7 +77,9 @@ class TrainingConfig(Section):
     )
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment of AdamW and Adam; momentum of SGD")
     beta2: float = Field(0.98, ge=0, lt=1, description="decay of the second moment of AdamW and Adam")
-    num_epochs: float | None = Field(None, gt=0, description="passes over the training split (1 if no limit is set)")
+    num_epochs: Annotated[float, AfterValidator(_whole_as_integer)] | None = Field(
+        None, gt=0, description="passes over the training split (1 if no limit is set)"
+    )
     max_steps: int | None = Field(None, ge=1, description="optimizer steps; the first limit reached ends the run")
     max_tokens: int | None = Field(None, ge=1, description="training tokens (prediction targets)")
     max_hours: float | None = Field(
@@ -80,7 +88,7 @@ class TrainingConfig(Section):
         description="hours from start to saved model, without interruptions; the learning rate schedule spans them",
     )
     until: Annotated[str | None, BeforeValidator(_time_limit)] = Field(
-        None, description="deadline, e.g. 07:00 or 2030-01-31T07:00; the learning rate schedule ends there"
+        None, description="deadline, e.g. 07:00, 7AM or 2030-01-31T07:00; the learning rate schedule ends there"
     )
     lr_scheduler: Literal["cosine", "linear", "polynomial", "constant", "wsd"] = Field(
         "wsd",
@@ -164,8 +172,8 @@ class TrainingConfig(Section):
         "auto",
         description="native: C++ kernels; torch: PyTorch operators; auto: native where this processor has kernels",
     )
-    threads: PositiveInt | Literal["auto"] = Field(
-        "auto",
+    threads: PositiveInt | Auto = Field(
+        AUTO,
         description="compute threads per process; auto: OMP_NUM_THREADS, otherwise its share of the physical cores",
     )
     adapt_threads: bool = Field(
@@ -242,6 +250,8 @@ class TrainingConfig(Section):
             raise ValueError(f"adapt_threads needs threads auto, but threads is {self.threads}; change one of the two")
         if self.use_amp is False and self.precision == "bf16":
             raise ValueError("use_amp false means fp32, but precision is bf16; remove one of the two")
+        if self.use_amp and self.precision == "fp32":
+            raise ValueError("use_amp true means mixed precision, but precision is fp32; remove one of the two")
         if self.master_weights == "bf16" and self.wanted_precision == "fp32":
             raise ValueError("master_weights bf16 needs precision bf16, but precision is fp32; change one of the two")
         narrow = next((k for k in ("master_weights", "optimizer_state") if getattr(self, k) != "fp32"), None)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from sansgpu.config import ConfigError, TrainingConfig
+from sansgpu.config.clock import normal_time
 from sansgpu.config.plain_data import truncate
 from sansgpu.planning.prepare import seconds_allowed
 from sansgpu.planning.prepared import Prepared
@@ -84,15 +85,13 @@ def target_steps(text: str) -> tuple[int, ...]:
 
 
 def start_time(text: str) -> datetime:
-    """Returns the next occurrence of a clock time such as 18:00, or the given date and time. Raises ConfigError."""
+    """Returns the next occurrence of a time such as 18:00 or 6PM, or the given date and time. Raises ConfigError."""
     now = datetime.now()
     try:
-        start = datetime.fromisoformat(text) if "T" in text else finish_time(text, now)
-    except ValueError:
-        raise ConfigError(
-            f"--start is {truncate(text)!r}, which is not a time; write 18:00 or 2030-01-31T18:00."
-        ) from None
-    start = start.astimezone().replace(tzinfo=None) if start.tzinfo else start
+        moment = normal_time(text)
+    except ValueError as error:
+        raise ConfigError(f"--start {error}.") from None
+    start = datetime.fromisoformat(moment) if "T" in moment else finish_time(moment, now)
     if start < now:
         raise ConfigError(f"--start is {text}, which is in the past; give a later time.")
     return start

@@ -17,6 +17,7 @@ from sansgpu.machine.group import SINGLE_PROCESS, Group
 from sansgpu.machine.memory import Execution
 from sansgpu.machine.probe import (
     Environment,
+    has_native_bf16,
     limit_tokenizer_threads,
     memory_for_run,
     pin_cores,
@@ -57,8 +58,12 @@ def set_up(
     kernels = load_kernels("torch" if plain else training.kernels, device, warn)
     if kernels != "torch":
         native.install_caching_allocator(config.settings.varying_length, warn)
-    precision = before.precision if before and training.wanted_precision == "auto" else None
-    precision = group.broadcast_object(lambda: precision or resolve_precision(training, device))
+    begun_in = before.precision if before and training.wanted_precision == "auto" else None
+    precision = group.broadcast_object(lambda: begun_in or resolve_precision(training, device))
+    if training.use_amp and precision == "fp32" and group.is_main:
+        slower = "bf16 is slower here" if has_native_bf16() else "this processor has no bf16 products"
+        reason = "it began so" if begun_in else slower
+        warn(f"training.use_amp is true, but this run computes in fp32, because {reason}.")
     available = min(group.all_gather_object(memory_for_run(device, len(group.local_ranks))))
     return Execution(
         micro_batch=1,
