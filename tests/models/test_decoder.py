@@ -42,6 +42,41 @@ def test_a_packed_document_sees_nothing_of_another(layout: str, first: int, seco
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-4)
 
 
+@settings(max_examples=10)
+@given(st.sampled_from(sorted(LAYOUTS)), st.integers(0, 7), st.integers(0, 7), st.integers(0, 99))
+def test_padding_changes_neither_logits_nor_loss(layout: str, before: int, after: int, seed: int) -> None:
+    model, inputs = model_of(layout), tokens(2, 16, seed)
+    mask = torch.ones(2, 16, dtype=torch.long)
+    mask[0, :before], mask[0, 16 - after :] = 0, 0
+    padded = model(inputs, attention_mask=mask, labels=inputs)
+    exact = model_of(layout).double()
+    loss, targets = torch.tensor(0.0, dtype=torch.float64), 0
+    for row, logits, kept in zip(inputs, padded.logits, mask.bool(), strict=True):
+        alone = exact(row[kept][None])[0]
+        torch.testing.assert_close(logits[kept].double(), alone, atol=1e-5, rtol=1e-4)
+        loss += F.cross_entropy(alone[:-1], row[kept][1:], reduction="sum")
+        targets += len(alone) - 1
+    torch.testing.assert_close(padded.loss.double(), loss / targets, atol=1e-5, rtol=1e-4)
+    assert torch.equal(model(inputs, attention_mask=mask.bool()), padded.logits)
+
+
+def test_padding_stays_apart_from_packed_documents() -> None:
+    model, inputs = model_of("modern"), tokens(1, 12)
+    documents, mask = torch.tensor([[0] * 5 + [1] * 7]), torch.tensor([[1] * 9 + [0] * 3])
+    expected = model(inputs[:, :9], document_ids=documents[:, :9])
+    torch.testing.assert_close(model(inputs, document_ids=documents, attention_mask=mask)[:, :9], expected)
+
+
+def test_a_mask_that_is_not_of_padding_is_refused() -> None:
+    model, inputs = model_of("modern"), tokens(1, 4)
+    with pytest.raises(ValueError, match="zeros between tokens of a row"):
+        model(inputs, attention_mask=torch.tensor([[1, 0, 1, 1]]))
+    with pytest.raises(ValueError, match=r"shape \(1, 1, 4, 4\), but input_ids \(1, 4\)"):
+        model(inputs, attention_mask=torch.ones(1, 1, 4, 4))
+    with pytest.raises(ValueError, match="does not work with caches"):
+        model(inputs, caches=model.new_caches(1), attention_mask=torch.ones(1, 4))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_cache_gives_the_logits_of_the_whole(layout: str) -> None:
     model, inputs = model_of(layout), tokens(2, 15)

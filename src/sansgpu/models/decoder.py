@@ -69,6 +69,23 @@ class LayerCache(Protocol):
         """Adds the keys and values of a pass to the cache, and computes its attention."""
 
 
+def _kept_tokens(attention_mask: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    """Returns which tokens are no padding, (B, T) bool. Raises ValueError for a mask that is not of padding."""
+    if attention_mask.shape != inputs.shape:
+        shapes = f"{tuple(attention_mask.shape)}, but input_ids {tuple(inputs.shape)}"
+        raise ValueError(f"attention_mask has shape {shapes}; pass one number per token, 0 for padding")
+    kept = attention_mask != 0
+    begins = kept & ~F.pad(kept, (1, 0))[:, :-1]
+    if (begins.sum(1) > 1).any():
+        raise ValueError("attention_mask has zeros between tokens of a row; padding must be at its start or end")
+    return kept
+
+
+def _apart(document_ids: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Returns the document ids (B, T) with an unused one for padding."""
+    return torch.where(kept, document_ids, document_ids.min() - 1)
+
+
 def _norm(config: ModelConfig, width: int) -> LayerNorm | RMSNorm:
     kind = RMSNorm if config.decoder.norm == "rmsnorm" else LayerNorm
     return kind(width, eps=config.decoder.norm_eps)
@@ -272,12 +289,24 @@ class TransformerLM(nn.Module):
         document_ids: torch.Tensor | None = None,
         caches: Sequence[LayerCache] | None = None,
         labels: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor | CausalLMOutput:
         """Returns logits: (B, T) -> (B, T, V). With `labels` (B, T), returns the loss and the logits.
 
         As in transformers, `labels` are usually the inputs themselves: they are shifted here, -100 is ignored, and the
         loss is the mean cross-entropy. No token predicts the next one of another document.
+
+        `attention_mask` (B, T) is 0 for padding, which may be at the start and the end of a row. The results of the
+        other tokens are those of the row without its padding, whose labels are ignored. Logits of padding have no
+        meaning.
         """
+        if attention_mask is not None:
+            if caches:
+                raise ValueError("attention_mask does not work with caches; pass inputs without padding")
+            kept = _kept_tokens(attention_mask, input_ids)
+            positions = (kept.cumsum(1) - 1).clamp(min=0) if positions is None else positions
+            document_ids = kept.long() if document_ids is None else _apart(document_ids, kept)
+            labels = None if labels is None else labels.masked_fill(~kept, IGNORED_LABEL)
         logits = F.linear(self.hidden(input_ids, positions, document_ids, caches), self.head_weight)
         if labels is None:
             return logits
