@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 
 from sansgpu.config import ModelConfig
-from sansgpu.data.tokenizer import BPETokenizer
 from sansgpu.models import TransformerLM
 from sansgpu.models.batched import generate
 from sansgpu.models.generate import Sampling
 from sansgpu.models.huggingface import export_model
+from sansgpu.tokenizer import BPETokenizer
 
 WINDOW, ROWS, STEPS = 64, 8, 40
 texts = [path.read_text(encoding="utf-8") for path in sorted(Path("docs").glob("*.md"))]

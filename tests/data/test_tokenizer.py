@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer
 
+import sansgpu.tokenizer
 from sansgpu.config import ConfigError
 from sansgpu.data.tokenizer import END_OF_TEXT, BPETokenizer, CharTokenizer, Tokenizer, load_tokenizer
 
@@ -29,6 +30,22 @@ def test_any_unicode_text_round_trips_and_its_bytes_are_counted(tokenizer: Token
     assert tokenizer.decode(ids) == text
     assert tokenizer.end_id not in ids
     assert int(tokenizer.token_bytes()[ids].sum()) == len(text.encode())
+
+
+def test_a_new_tokenizer_knows_bytes_and_is_trained_in_place(tmp_path: Path) -> None:
+    tokenizer = sansgpu.tokenizer.BPETokenizer()
+    text = "naïve 世界"
+    assert tokenizer.vocab_size == 257
+    assert len(tokenizer.encode(text)) == len(text.encode())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.train(SAMPLE, vocab_size=300) is tokenizer
+    assert tokenizer.backend.to_str() == TOKENIZERS[0].backend.to_str()
+    tokenizer.save_pretrained(str(tmp_path / "saved"))
+    again = BPETokenizer.from_pretrained(str(tmp_path / "saved"))
+    assert (again.encode(SAMPLE[0]), again.end_id) == (tokenizer.encode(SAMPLE[0]), tokenizer.end_id)
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in SAMPLE))
+    from_dataset = BPETokenizer().train_from_dataset(dataset_name=str(tmp_path / "text.jsonl"), vocab_size=300)
+    assert from_dataset.backend.to_str() == tokenizer.backend.to_str()
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=["bpe", "char"])

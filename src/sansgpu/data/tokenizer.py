@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import numpy as np
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from sansgpu.config import ConfigError
+from sansgpu.config import ConfigError, DataConfig
 from sansgpu.config.plain_data import first_line, read_object, read_text, require_regular_file, truncate
+from sansgpu.data.sources import open_sources
 from sansgpu.machine.hub import quiet_hub
 from sansgpu.machine.tokenizer_trial import tokenizer_errors, tokenizer_flaw
 
@@ -25,7 +28,10 @@ SPLIT = (
 )
 LONG_RUN = re.compile(r"[^\W\d_]{1000}|[^\w\s]{1000}|\s{1000}")  # characters that SPLIT keeps together
 FALLBACK_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+BYTES = 256
 Ids = tuple[int, ...]
+P = ParamSpec("P")
+R = TypeVar("R")
 KNOWN_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|im_end|>", "<|end_of_text|>", "[SEP]")
 
 
@@ -157,30 +163,76 @@ def special_tokens_around(backend: Backend) -> tuple[Ids, Ids]:
     return tuple(encoded.ids[:first]), tuple(encoded.ids[last:])
 
 
+class _OnClassOrInstance(Generic[P, R]):
+    """A method that also works on the class, where it gets a new instance."""
+
+    def __init__(self, method: Callable[Concatenate[Any, P], R]) -> None:
+        self._method, self.__doc__ = method, method.__doc__
+
+    def __get__(self, instance: Any, owner: type[Any]) -> Callable[P, R]:
+        return partial(self._method, owner() if instance is None else instance)
+
+
 class BPETokenizer(Tokenizer):
-    """Byte-level byte-pair encoding (Sennrich et al. 2016; Radford et al. 2019)."""
+    """Byte-level byte-pair encoding (Sennrich et al. 2016; Radford et al. 2019).
+
+    A new one has a token per byte, until it is trained.
+    """
+
+    def __init__(
+        self, backend: Backend | None = None, end_of_text: str | None = None, around: tuple[Ids, Ids] | None = None
+    ) -> None:
+        super().__init__(backend or _trained_bpe((), BYTES + 1, (END_OF_TEXT,)), end_of_text, around)
+
+    @_OnClassOrInstance
+    def train(
+        self, texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (END_OF_TEXT,)
+    ) -> BPETokenizer:
+        """Trains up to `vocab_size` tokens on `texts`, including the 256 bytes and the special tokens.
+
+        Replaces the vocabulary and returns the tokenizer. `BPETokenizer.train(texts, 512)` returns a new one.
+        """
+        super().__init__(_trained_bpe(texts, vocab_size, special_tokens))
+        return self
+
+    def train_from_dataset(
+        self, dataset_name: str, dataset_config: str | None = None, *, vocab_size: int, max_samples: int | None = None
+    ) -> BPETokenizer:
+        """Trains on the training split of a dataset, named as in `data.dataset_name`, or its first `max_samples` texts.
+
+        Replaces the vocabulary and returns the tokenizer. Raises ConfigError if the dataset cannot be read.
+        """
+        source = open_sources(DataConfig(dataset_name=dataset_name, dataset_config=dataset_config)).train
+        return self.train((piece.text for piece in islice(source.read(), max_samples)), vocab_size)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Does what `save` does, by transformers' name."""
+        self.save(Path(folder))
 
     @classmethod
-    def train(
-        cls, texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (END_OF_TEXT,)
-    ) -> BPETokenizer:
-        """Trains up to `vocab_size` tokens on `texts`, including the 256 bytes and the special tokens."""
-        backend = Backend(models.BPE())
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(SPLIT), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-        backend.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=list(special_tokens),
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-        backend.train_from_iterator(_with_short_words(texts), trainer)
-        return cls(backend)
+    def from_pretrained(cls, folder: str | Path) -> BPETokenizer:
+        """Loads what `save` wrote. Raises ConfigError if there is no tokenizer."""
+        loaded = load_tokenizer(folder)
+        return cls(loaded.backend, loaded.end_of_text)
+
+
+def _trained_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> Backend:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_with_short_words(texts), trainer)
+    return backend
 
 
 def _with_short_words(texts: Iterable[str]) -> Iterator[str]:
