@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Annotated, Any
 
+import typer
+
 from sansgpu.cli.options import flag, option
 
 GROUP = "Flags of other trainers"
@@ -22,29 +24,51 @@ _VALUES = {
     ("--gradient-accumulation-steps",): "training.gradient_accumulation_steps",
     ("--logging-steps",): "training.logging_steps",
     ("--save-steps",): "training.save_steps",
+    ("--save-total-limit",): "training.keep_last",
+    ("--ddp-backend",): "training.distributed_backend",
     ("--eval-steps",): "training.eval_steps",
     ("--model-name-or-path",): "model.name_or_path",
     ("--dataset-name", "--train-file"): "data.dataset_name",
     ("--validation-file",): "data.validation_name",
-    ("--max-seq-length",): "data.max_length",
+    ("--dataset-config-name",): "data.dataset_config",
+    ("--max-seq-length", "--block-size"): "data.max_length",
     ("--doc-stride",): "data.doc_stride",
 }
-_SWITCHES = {"--bf16": "training.precision=bf16", "--use-cpu": "training.force_cpu=true"}
+_SWITCHES = {
+    ("--bf16",): "training.precision=bf16",
+    ("--use-cpu", "--no-cuda"): "training.force_cpu=true",
+    ("--version-2-with-negative",): "data.null_answers=true",
+}
+# Flags that ask for what `sansgpu train` always does.
+_ALWAYS = {"--do-train": "Accepted: a run always trains.", "--do-eval": "Accepted: a run always evaluates."}
+# Flags without a counterpart, and a clause that says why.
+EXPLAINED = {
+    "--do-predict": "`sansgpu predict RUN` writes predictions",
+    "--fp16": "processors compute in bf16 or fp32; write --bf16",
+    "--jit-mode-eval": "the kernels are compiled already; leave it out",
+    "--overwrite-output-dir": "a run never overwrites another one; leave it out and choose a new --output-dir",
+    "--per-device-eval-batch-size": "evaluations use the batch size of training; leave it out",
+    "--use-ipex": "the kernels for this processor are built in; leave it out",
+}
 
 
 def with_other_flags(command: Callable[..., int]) -> Callable[..., int]:
     """Adds the flags to a command, which gets them in its parameter `override`, as those given with --set."""
     keys = {_parameter(names[0]): key for names, key in _VALUES.items()}
-    settings = {_parameter(name): setting for name, setting in _SWITCHES.items()}
+    settings = {_parameter(names[0]): setting for names, setting in _SWITCHES.items()}
     added: dict[str, Any] = {
         _parameter(names[0]): Annotated[str | None, option(f"Sets {key}.", GROUP, *names, metavar="VALUE")]
         for names, key in _VALUES.items()
     }
-    added |= {_parameter(name): Annotated[bool, flag(f"Sets {_SWITCHES[name]}.", GROUP, name)] for name in _SWITCHES}
+    switches = {names: f"Sets {setting}." for names, setting in _SWITCHES.items()}
+    switches |= {(name,): text for name, text in _ALWAYS.items()}
+    added |= {_parameter(names[0]): Annotated[bool, flag(text, GROUP, *names)] for names, text in switches.items()}
 
     @wraps(command)
     def with_flags(override: list[str] | None = None, **values: Any) -> int:
         given = {name: values.pop(name) for name in added}
+        if given["do_eval"] and not given["do_train"]:
+            raise typer.BadParameter("--do_eval without --do_train trains nothing; use `sansgpu eval RUN`")
         texts = [f"{key}={given[name]}" for name, key in keys.items() if given[name] is not None]
         switched = [setting for name, setting in settings.items() if given[name]]
         return command(override=[*(override or ()), *texts, *switched], **values)

@@ -16,6 +16,7 @@ from sansgpu.cli.extract import extract
 from sansgpu.cli.init import init
 from sansgpu.cli.look import list_runs, report, snapshots
 from sansgpu.cli.options import CONFIG_SUFFIXES, complain, flag, show
+from sansgpu.cli.other_flags import EXPLAINED
 from sansgpu.cli.scale import k8s, slurm
 from sansgpu.cli.signals import CODE, interrupted
 from sansgpu.cli.start import bench, doctor, plan
@@ -93,7 +94,10 @@ def _explain(error: BaseException) -> tuple[str, int]:
 def _usage_problem(error: Any) -> str:
     """Returns a sentence about arguments that do not fit a command, with a near name if there is one."""
     context = error.ctx.command_path if error.ctx else "sansgpu"
-    if (name := getattr(error, "option_name", None)) and error.ctx:
+    name = getattr(error, "option_name", None)
+    if name in EXPLAINED:
+        message = f"there is no option {name}: {EXPLAINED[name]}"
+    elif name and error.ctx:
         known = [known for param in error.ctx.command.params for known in param.opts if known.startswith("--")]
         begins = [known for known in known if len(name) > len("--x") and known.startswith(name)]
         near = begins or get_close_matches(name, known, n=1, cutoff=MIN_LIKENESS)
