@@ -81,7 +81,7 @@ def test_what_a_person_looks_for_is_there(width: int, height: int) -> None:
         "min left, done",
         "training 3.01",
         "validation 3.2",
-        "10,000 tokens/s",
+        "10,000 tokens/s, 3.33 it/s",
         "MFU 40%",
         "50 50 %",
         "others 30 %",
@@ -239,4 +239,5 @@ def test_plain_asks_for_lines(long_run: tuple[list[str], Path], tmp_path: Path) 
     terminal = Terminal([*arguments, "--plain", "--max-steps", "2"], tmp_path / "cache")
     assert terminal.ended() == 0
     assert b"step 2/2  loss" in terminal.text
+    assert b" it/s  MFU" in terminal.text
     assert b"\x1b[?1049h" not in terminal.text

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 # What the documentation promises other programs.
 STEP_KEYS = {
-    "event", "step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "step_seconds", "mfu", "rss_bytes",
-    "cpu_percent", "eta_seconds", "elapsed_seconds", "total_steps", "phase_seconds", "system",
+    "event", "step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "step_seconds", "it/s", "mfu",
+    "rss_bytes", "cpu_percent", "eta_seconds", "elapsed_seconds", "total_steps", "phase_seconds", "system",
     "gemm_flops_per_second", "threads",
 }  # fmt: skip
 EVAL_KEYS = {"event", "step", "loss", "perplexity", "bits_per_byte", "seconds"}
@@ -233,6 +233,7 @@ def test_tensorboard_holds_the_same_numbers(home: Path, tmp_path: Path) -> None:
         assert wanted, f"the run took more than a second, so it recorded {tag}"
         assert [(scalar.step, scalar.value) for scalar in board.Scalars(tag)] == wanted
     for event in of(events, "step"):
+        assert event["it/s"] * event["step_seconds"] == pytest.approx(1)
         assert sum(event["phase_seconds"].values()) == pytest.approx(event["step_seconds"], rel=0.2)
 
 

@@ -15,7 +15,7 @@ Event = dict[str, Any]  # `event` is start, step, eval, snapshot, warning or end
 
 # Fields that differ between two otherwise identical runs.
 MEASURED_KEYS = (
-    "time", "tokens_per_second", "step_seconds", "mfu", "gemm_flops_per_second", "rss_bytes", "cpu_percent",
+    "time", "tokens_per_second", "step_seconds", "it/s", "mfu", "gemm_flops_per_second", "rss_bytes", "cpu_percent",
     "eta_seconds", "seconds", "elapsed_seconds", "phase_seconds", "system",
 )  # fmt: skip
 EVALUATION_KEYS = ("event", "step", "seconds", "sample", "time")  # fields of an eval event that are not metrics

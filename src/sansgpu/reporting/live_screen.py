@@ -152,7 +152,7 @@ def _progress(shown: ScreenState) -> list[Cell]:
     step, evaluation, cells = shown.step, shown.evaluation, list[Cell]()
     if step:
         cells += [
-            ("speed", f"{step['tokens_per_second']:,.0f} tokens/s"),
+            ("speed", f"{step['tokens_per_second']:,.0f} tokens/s, {1 / step['step_seconds']:.3g} it/s"),
             ("step time", f"{_seconds(step['step_seconds'])}, MFU {step['mfu']:.0%}"),
             ("trained on", f"{step['tokens'] / 1e6:,.1f}M tokens"),
             ("learning rate", f"{step['lr']:.3g}"),

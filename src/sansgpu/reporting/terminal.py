@@ -115,9 +115,10 @@ class Terminal:
         eta = event["eta_seconds"]
         finish = datetime.now() + timedelta(seconds=eta)
         metrics = "".join(f"{name} {value}  " for name, value in current_metrics(event, self._settings))
+        speed = f"{event['tokens_per_second']:,.0f} tokens/s  {1 / event['step_seconds']:.3g} it/s"
         return (
-            f"loss {event['loss']:.4f}  {metrics}{event['tokens_per_second']:,.0f} tokens/s  MFU {event['mfu']:.0%}  "
-            f"{event['rss_bytes'] / 1e9:.1f} GB  {duration(eta)} left, done {clock(finish)}"
+            f"loss {event['loss']:.4f}  {metrics}{speed}  "
+            f"MFU {event['mfu']:.0%}  {event['rss_bytes'] / 1e9:.1f} GB  {duration(eta)} left, done {clock(finish)}"
         )
 
     def _eval(self, event: Event) -> None:

@@ -108,6 +108,7 @@ class StepLog:
             "tokens": progress.tokens,
             "tokens_per_second": tokens / seconds,
             "step_seconds": seconds / len(steps),
+            "it/s": len(steps) / seconds,
             "mfu": flops_per_second / self._gemm,
             "gemm_flops_per_second": self._gemm,
             "rss_bytes": self._usage.rss_bytes(),
