@@ -62,6 +62,14 @@ def test_streaming_is_no_part_of_a_training_configuration(tmp_path: Path) -> Non
     assert load_config(tmp_path / "quiet.json")[0] == Config.model_validate(SFT)
 
 
+@pytest.mark.parametrize(("name", "window"), [("graph_80m", 512), ("graph_80m_2048", 2048)])
+def test_a_large_graph_encoder_is_shipped_for_two_windows(name: str, window: int) -> None:
+    config, _ = load_config(Path(__file__).parents[2] / f"configs/{name}.yaml")
+    model = config.model
+    assert (config.window, model.n_layers, model.d_model, model.d_ff) == (window, 12, 768, 3072)
+    assert (config.training.batch_size, config.training.gradient_accumulation_steps) == (1, 4)
+
+
 def test_graphs_have_defaults_and_limits_of_their_own(tmp_path: Path) -> None:
     config = Config.model_validate({"task": "graph"})
     assert (config.kind, config.roots, config.window, config.max_span) == ("graph", 128, 512, 3)

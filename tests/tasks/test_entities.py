@@ -189,7 +189,7 @@ def test_bench_measures_a_configuration_whose_shape_is_the_datas(home: Path, cap
     small = {
         key: value for key, value in TINY.items() if key not in ("task", "training.eval_steps", "training.save_steps")
     }
-    changes = {**small, "data.dataset_name": home / "graph", "training.warmup_steps": 1}
+    changes = {**small, "data.dataset_name": home / "graph", "training.warmup_steps": 1, "model.leaves": "null"}
     line = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
     folder = home / "bench"
     asked = ["--vary", "model.n_layers=1,1000000", "--targets", "70,7", "--start", "2040-01-31T18:00"]
