@@ -94,6 +94,15 @@ def test_a_killed_command_continues(tmp_path: Path, capsys: Captured) -> None:
     assert "already exists" in messages(capsys.readouterr().err)[0]
 
 
+def test_somebody_elses_partial_file_is_not_deleted(tmp_path: Path, capsys: Captured) -> None:
+    data, theirs = written(tmp_path / "rows.jsonl", ROWS[:1]), tmp_path / "out.jsonl.partial"
+    theirs.write_text("mine")
+    arguments = ["generate", str(model_folder("qwen2")), "--data", str(data), "--output", str(tmp_path / "out.jsonl")]
+    assert cli(arguments) == 2
+    assert f"{theirs} already exists; choose another --output" in messages(capsys.readouterr().err)[0]
+    assert theirs.read_text() == "mine"
+
+
 def test_runs_complete_texts_and_skip_bad_rows(tmp_path: Path, capsys: Captured) -> None:
     write_corpus(tmp_path / "corpus.jsonl")
     assert train(tmp_path, tmp_path / "run", "--max-steps", "2") == 0

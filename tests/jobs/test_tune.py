@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from sansgpu.cli import run as cli
 from sansgpu.config import ConfigError, SearchParameter, load_config, load_space, measure_of, spaced_values
 from sansgpu.reporting.jsonl import read_events
 from sansgpu.train.run_folders import lock_run
-from tests.processes import finish, kill_when, settings, start, use_cache, write_corpus
+from tests.processes import digests, finish, kill_when, settings, start, use_cache, write_corpus
 
 SPACE = {"learning_rate": {"log": ["1e-3", 1e-1]}, "gradient_accumulation_steps": [1, 2, 4]}
 
@@ -282,6 +283,20 @@ def test_a_trial_that_promises_little_is_pruned_and_leaves_no_weights() -> None:
         assert row["step"] < 24
         assert not (folder / "snapshots").exists()
         assert (folder / "metrics.jsonl").exists()
+
+
+@pytest.mark.long
+def test_links_in_place_of_a_trial_are_not_followed() -> None:
+    result, _ = search("--trials", "2")
+    worse = max(result["trials"], key=lambda row: row["loss"])["trial"]
+    best = Path(f"search/trials/{1 - worse:04d}")
+    theirs = Path(shutil.copytree(best, "theirs"))
+    before = digests(theirs)
+    assert any(name.startswith("snapshots/") for name in before)
+    shutil.rmtree(f"search/trials/{worse:04d}")
+    Path(f"search/trials/{worse:04d}").symlink_to(theirs.absolute())
+    search("--trials", "3")
+    assert digests(theirs) == before
 
 
 @pytest.mark.long

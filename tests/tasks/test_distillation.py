@@ -251,6 +251,9 @@ def test_other_folders_and_several_processes_are_refused(
     (tmp_path / "mine.txt").write_text("mine")
     assert cli(distillation(home, teacher, tmp_path)) == 2
     assert "contains files that `sansgpu distill` did not write" in sentence(capsys)
+    (tmp_path / "link").symlink_to(home / "lessons")
+    assert cli(distillation(home, teacher, tmp_path / "link")) == 2
+    assert f"{tmp_path / 'link'} is a symlink, which is not followed" in sentence(capsys)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert cli(distillation(home, teacher, tmp_path / "new")) == 2

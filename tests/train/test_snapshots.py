@@ -162,7 +162,9 @@ def test_leftovers_of_a_killed_process_go_and_a_replaced_snapshot_comes_back(run
     folder = run / "snapshots"
     (folder / ".step-000099.partial").mkdir()
     (folder / "step-000012").rename(folder / ".step-000012.replaced")
+    (folder / ".sansgpu-0123456789abcdef").touch()
     clear_leftovers(folder)
+    assert not (folder / ".sansgpu-0123456789abcdef").exists()
     assert not list(folder.glob(".step-*"))
     assert "step-000012" in names(run)
 

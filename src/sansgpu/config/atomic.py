@@ -67,7 +67,7 @@ def scratch_folder(parent: Path, is_folder: bool) -> Iterator[Path]:
 
     It is locked while in use. Unlocked ones were left by killed processes and are deleted first.
     """
-    _delete_abandoned(parent)
+    delete_abandoned(parent)
     while True:
         path = parent / f".sansgpu-{secrets.token_hex(8)}"
         path.mkdir() if is_folder else path.touch(exist_ok=False)
@@ -101,7 +101,8 @@ def sync_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def _delete_abandoned(parent: Path) -> None:
+def delete_abandoned(parent: Path) -> None:
+    """Deletes the temporary files and folders that killed processes left in `parent`."""
     for path in list(parent.iterdir()):
         if _SCRATCH.fullmatch(path.name) and not path.is_symlink() and (lock := _try_lock(path)) is not None:
             _delete(path)

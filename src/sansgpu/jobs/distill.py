@@ -33,7 +33,7 @@ from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.pretrained import save_tokenizer
 from sansgpu.models.teacher import Teacher
 from sansgpu.models.weights_hash import weights_sha256
-from sansgpu.reporting.outputs import LOCK
+from sansgpu.reporting.outputs import LOCK, require_no_links
 from sansgpu.tasks import TASKS
 from sansgpu.tasks.distillation import Lesson, vocabulary_fingerprint
 from sansgpu.tasks.fine_tuning import PASS_TOKENS
@@ -101,6 +101,7 @@ def distill(request: DistillRequest, warn: Callable[[str], None], progress: Repo
 
 
 def _require_output(output: Path) -> None:
+    require_no_links([output])
     if output.is_dir() and any(output.iterdir()) and not is_teacher_folder(output):
         raise ConfigError(f"{output} contains files that `sansgpu distill` did not write; choose another --output.")
     if output.exists() and not output.is_dir():

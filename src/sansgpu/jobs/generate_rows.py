@@ -196,7 +196,7 @@ class PartialFile:
             self._require_own_request()
             lines = self._drop_torn_line()
         else:
-            self._partial.unlink(missing_ok=True)
+            require_file(self._partial)
             with atomic_write(self._request) as partial:
                 partial.write_text(json.dumps(self._content) + "\n", encoding="utf-8")
         self._file = self._partial.open("a", encoding="utf-8")
@@ -210,12 +210,12 @@ class PartialFile:
         if known.get("fingerprint") == self._content["fingerprint"] and known != self._content:
             raise ConfigError(
                 f"the weights of {self._target} have changed since {self._partial} was begun; delete {self._request} "
-                "to begin again, or choose another --output."
+                f"and {self._partial} to begin again, or choose another --output."
             )
         if known != self._content:
             raise ConfigError(
                 f"{self._partial} was begun with another model, other rows or other options; repeat its command, "
-                f"delete {self._request}, or choose another --output."
+                f"delete both {self._request} and it, or choose another --output."
             )
 
     def _drop_torn_line(self) -> int:

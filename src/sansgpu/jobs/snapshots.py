@@ -17,7 +17,7 @@ from sansgpu.reporting.unmarked import is_unmarked
 from sansgpu.train.branches import all_snapshots, ancestors, branches, finish_pending_moves, record_of
 from sansgpu.train.loading import require_snapshot
 from sansgpu.train.run_folders import open_run, recorded_file
-from sansgpu.train.run_marks import mark_run
+from sansgpu.train.run_marks import mark_run, require_own_snapshots
 from sansgpu.train.snapshots import Snapshot, best_snapshot, clear_leftovers, prune, snapshots
 
 
@@ -65,6 +65,7 @@ def prune_snapshots(run: Path, keep_last: int | None, abandoned: bool = False) -
     if keep_last is not None and keep_last < 1:
         raise ConfigError(f"--keep-last {keep_last} would delete every snapshot; keep at least 1.")
     _, paths = open_run(run)
+    require_own_snapshots(paths)
     if not is_locked(paths):  # a training process may still be writing what looks like leftovers
         finish_pending_moves(paths)
         clear_leftovers(paths.snapshots)

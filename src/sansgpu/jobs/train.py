@@ -159,7 +159,7 @@ def _find_target(
     def find() -> dict[str, Any]:
         folder = open_output(request.output_dir, request.config_file, resume, dry_run=request.dry_run)
         paths = run_paths(folder, config)
-        require_unclaimed_folders(paths, bool(resume))
+        require_unclaimed_folders(paths)
         if not request.dry_run:
             locks.enter_context(lock_run(folder))
             finish_pending_moves(paths)

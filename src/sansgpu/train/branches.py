@@ -8,16 +8,16 @@ snapshots.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sansgpu.config import ABANDONED_FOLDER, ConfigError, RunPaths, SansGPUError
 from sansgpu.config.atomic import sync_to_disk, write_text
-from sansgpu.train.snapshots import Snapshot, snapshots
+from sansgpu.train.snapshots import Snapshot, delete_snapshots, move_to_notes, snapshots
 
 JOURNAL = ".moves.json"  # planned moves; if this process is killed, the next one finishes them
 _FOLDER = rf"{ABANDONED_FOLDER}(\d{{6,}})(?:-(\d+))?"
@@ -52,13 +52,16 @@ class Branch:
         return snapshots(self.folder)
 
     def delete(self) -> None:
-        """Deletes the branch with its snapshots. Raises SansGPUError if the file system refuses."""
+        """Deletes the branch with its snapshots. Files that users added move to the sibling folder `NAME.notes`.
+
+        Raises SansGPUError if the file system refuses.
+        """
         trash = self.folder.with_name(f".{self.folder.name}.partial")
         try:
             self.folder.rename(trash)
         except OSError as error:
             raise SansGPUError(f"{self.folder} cannot be deleted: {error.strerror}.") from None
-        shutil.rmtree(trash, ignore_errors=True)
+        _discard(trash)
 
 
 def branches(folder: Path) -> list[Branch]:
@@ -159,7 +162,8 @@ def finish_pending_moves(paths: RunPaths) -> None:
             "run train --resume again to finish the moves."
         ) from None
     for path in folder.glob(f".{ABANDONED_FOLDER}*.partial"):
-        shutil.rmtree(path, ignore_errors=True)
+        if re.fullmatch(rf"\.{_FOLDER}\.partial", path.name) and not path.is_symlink():
+            _discard(path)
 
 
 def _read_journal(journal: Path) -> tuple[Sequence[tuple[str, str]], dict[str, str]]:
@@ -186,13 +190,23 @@ def _own_files(folder: Path) -> list[Path]:
 
 def _copy_files(folder: Path, files: Iterable[Path]) -> None:
     """Copies the existing files among `files` into a new folder."""
-    shutil.rmtree(folder, ignore_errors=True)
+    _discard(folder)
     folder.mkdir()
     for file in files:
         if file.is_file():
             (folder / file.name).write_bytes(file.read_bytes())
             sync_to_disk(folder / file.name)
     sync_to_disk(folder)
+
+
+def _discard(folder: Path) -> None:
+    """Deletes the files of the partly written or deleted branch `.NAME.partial`; others move to `NAME.notes`."""
+    with contextlib.suppress(OSError):
+        for file in _own_files(folder):
+            file.unlink(missing_ok=True)
+        delete_snapshots(folder)
+        if folder.exists():
+            move_to_notes(folder, folder.name.removeprefix(".").removesuffix(".partial"))
 
 
 def _free_name(step: int, taken: set[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +17,48 @@ from sansgpu.reporting.unmarked import is_unmarked
 from sansgpu.train.snapshots import snapshots
 
 
-def require_unclaimed_folders(paths: RunPaths, resumes: bool) -> None:
+def require_unclaimed_folders(paths: RunPaths) -> None:
     """Raises ConfigError unless a run may write to its folder and to its snapshot and log folders."""
     require_folder(paths.root, "run")
     require_no_links(paths.written)
     for folder, kind in ((paths.final, "model"), (paths.tokenizer, "tokenizer")):
         require_folder(folder, kind)
+    _require_other_folders(paths)
+
+
+def require_own_snapshots(paths: RunPaths) -> None:
+    """Raises ConfigError unless the run's snapshots, which a command will move or delete, belong to this run."""
+    require_folder(paths.root.resolve(), "run", "run")
+    require_no_links([paths.snapshots])
+    _require_other_folders(paths)
+
+
+def _require_other_folders(paths: RunPaths) -> None:
+    """Raises ConfigError if a snapshot or log folder outside of the run's folder belongs to something else."""
     for folder, kind, key in _elsewhere(paths):
         require_folder(folder, kind, key)
-        owner, run = _run_of(folder), _run_of(paths.root)
-        if owner and owner != run and (run or not resumes) and _is_used(folder):
+        owner = _owner_of(folder)
+        if owner and owner != _owner_of(paths.root) and _is_used(folder):
             raise ConfigError(f"{folder} contains another run's {kind}; choose another {key}.")
 
 
 def mark_other_folders(paths: RunPaths) -> None:
-    """Marks snapshot and log folders outside of the run's folder. Raises ConfigError if one cannot be written."""
-    run = _identity_of(paths)
+    """Marks snapshot and log folders outside of the run's folder. Raises ConfigError if one cannot be written.
+
+    The run's folder is marked first: a process killed in between must not leave folders that belong to no run.
+    """
+    mark = _mark_of(paths.root)
     for folder, kind, key in _elsewhere(paths):
+        with write_failures_as(ConfigError, paths.root, "--output-dir"):
+            write_mark(paths.root, mark)
         with write_failures_as(ConfigError, folder, key):
             make_folder(folder)
-            write_mark(folder, FolderMark(kind, run=run))
+            write_mark(folder, FolderMark(kind, run=mark.run))
 
 
 def mark_run(paths: RunPaths, config: Config) -> None:
     """Marks the run's folder with the configuration that is about to be written. Raises OSError."""
-    before = read_mark(paths.root)
-    by_0_1 = before.made_by_0_1 if before else is_unmarked(paths.root, "run")
-    write_mark(paths.root, FolderMark("run", {}, _identity_of(paths), by_0_1, identity(config)))
+    write_mark(paths.root, replace(_mark_of(paths.root), configuration=identity(config)))
 
 
 def require_own_configuration(paths: RunPaths) -> None:
@@ -79,10 +95,10 @@ def _elsewhere(paths: RunPaths) -> Iterator[tuple[Path, str, str]]:
             yield folder, kind, f"training.{key}"
 
 
-def _identity_of(paths: RunPaths) -> str:
-    """Returns the run's identity: its own, or that of its snapshot or log folder, or a new one."""
-    known = (_run_of(folder) for folder in (paths.root, *(folder for folder, _, _ in _elsewhere(paths))))
-    return next((run for run in known if run), None) or uuid.uuid4().hex
+def _mark_of(root: Path) -> FolderMark:
+    """Returns the mark of a run's folder, with a new identity if it has none."""
+    mark = read_mark(root) or FolderMark("run", made_by_0_1=is_unmarked(root, "run"))
+    return replace(mark, run=mark.run or uuid.uuid4().hex)
 
 
 def _run_of(folder: Path) -> str | None:
@@ -91,5 +107,19 @@ def _run_of(folder: Path) -> str | None:
     return mark.run if mark else None
 
 
+def _owner_of(folder: Path) -> str | None:
+    """Returns the identity of the run that a folder belongs to, by its mark or else by the run around it, or None.
+
+    A run without an identity, such as one of version 0.1.0, is identified by its path.
+    """
+    if run := _run_of(folder):
+        return run
+    for place in (resolved := folder.resolve(), *resolved.parents):
+        mark = read_mark(place)
+        if mark.kind == "run" if mark else is_unmarked(place, "run"):
+            return _run_of(place) or str(place)
+    return None
+
+
 def _is_used(folder: Path) -> bool:
-    return any(path.name != MARK for path in folder.iterdir())
+    return folder.exists() and any(path.name != MARK for path in folder.iterdir())

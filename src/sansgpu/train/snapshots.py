@@ -13,7 +13,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from safetensors import safe_open
 
 from sansgpu.config import ConfigError, SansGPUError
-from sansgpu.config.atomic import make_folder, sync_to_disk
+from sansgpu.config.atomic import delete_abandoned, make_folder, sync_to_disk
 from sansgpu.config.plain_data import InvalidDataError, read_validated
 from sansgpu.machine.disk import file_sha256
 from sansgpu.models.weights_file import load_weights, readable_weights
@@ -225,39 +225,49 @@ def save_snapshot(
 
 def prune(folder: Path, keep_last: int, keep: Collection[int | None]) -> list[Snapshot]:
     """Deletes and returns all snapshots but the newest `keep_last` and those of the steps in `keep`."""
-    doomed = [s for s in snapshots(folder)[:-keep_last] if s.step not in keep and not s.folder.is_symlink()]
-    for snapshot in doomed:
-        trash = snapshot.folder.with_name(f".{snapshot.folder.name}.deleted")
-        snapshot.folder.rename(trash)  # a partly deleted folder must not look like a snapshot
-        _delete(trash)
-    return doomed
+    return _delete_all(s for s in snapshots(folder)[:-keep_last] if s.step not in keep)
 
 
 def delete_snapshots(folder: Path) -> None:
     """Deletes all snapshots in `folder`, and the folder if nothing else is in it."""
     clear_leftovers(folder)
-    for snapshot in snapshots(folder):
-        if not snapshot.folder.is_symlink():
-            _delete(snapshot.folder)
+    _delete_all(snapshots(folder))
     with contextlib.suppress(OSError):  # not there, or not empty
         folder.rmdir()
 
 
+def _delete_all(doomed: Iterable[Snapshot]) -> list[Snapshot]:
+    """Deletes snapshots, except symlinks to folders, and returns the deleted ones."""
+    deleted = [snapshot for snapshot in doomed if not snapshot.folder.is_symlink()]
+    for snapshot in deleted:
+        trash = snapshot.folder.with_name(f".{snapshot.folder.name}.deleted")
+        snapshot.folder.rename(trash)  # a partly deleted folder must not look like a snapshot
+        _delete(trash)
+    return deleted
+
+
 def _delete(folder: Path) -> None:
     """Deletes the files of a snapshot and moves files that users added to the sibling folder `step-N.notes`."""
-    notes = folder.with_name(_LEFTOVER.sub(r"\1", folder.name) + ".notes")
     with contextlib.suppress(OSError):
         for name in (WEIGHTS, MOMENTS, STATE, MANIFEST):
             (folder / name).unlink(missing_ok=True)
-        for path in folder.iterdir():
-            notes.mkdir(exist_ok=True)
-            if not os.path.lexists(notes / path.name):
-                path.rename(notes / path.name)
-        folder.rmdir()
+        move_to_notes(folder, _LEFTOVER.sub(r"\1", folder.name))
+
+
+def move_to_notes(folder: Path, name: str) -> None:
+    """Moves what is left in `folder` to the sibling folder `NAME.notes`, and deletes `folder`. Raises OSError."""
+    notes = folder.with_name(f"{name}.notes")
+    for path in folder.iterdir():
+        notes.mkdir(exist_ok=True)
+        if not os.path.lexists(notes / path.name):
+            path.rename(notes / path.name)
+    folder.rmdir()
 
 
 def clear_leftovers(folder: Path) -> None:
     """Deletes partly written or partly deleted folders of a killed process and restores a snapshot being replaced."""
+    if folder.is_dir():
+        delete_abandoned(folder)
     for path in sorted(folder.glob(".step-*")):
         if (match := _LEFTOVER.fullmatch(path.name)) is None or path.is_symlink():
             continue

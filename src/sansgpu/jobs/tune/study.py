@@ -165,8 +165,9 @@ class Study:
         for trial in trials:
             if trial.state.is_finished() and (best is None or trial.number != best.number):
                 run = RunPaths(self.run_folder(trial.number))
-                delete_snapshots(run.snapshots)
-                remove_folder(run.final, "model")
+                if not any(path.is_symlink() for path in (run.root, run.snapshots)):  # somebody else put it there
+                    delete_snapshots(run.snapshots)
+                    remove_folder(run.final, "model")
 
 
 def _best(trials: list[FrozenTrial]) -> FrozenTrial | None:
