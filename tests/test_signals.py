@@ -8,11 +8,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
+from sansgpu.machine.interrupt import STOPPING as ACKNOWLEDGED
+from sansgpu.train.control import FORWARD_SECONDS
 from tests.processes import environment, record, settings, write_corpus
 
+ROOT = Path(__file__).parents[1]
 MOMENTS = (0.02, 0.1, 0.4, 1.0)
 
 
@@ -92,6 +96,24 @@ def test_ctrl_c_during_an_import_is_one_sentence(home: Path) -> None:
     assert (process.returncode, error) == (130, "sansgpu: interrupted; everything saved before remains.\n")
 
 
+def test_ctrl_c_is_acknowledged_while_a_library_computes(home: Path) -> None:
+    modules = home / "hanging"
+    modules.mkdir()
+    lines = "import sys", f"sys.path.append({str(ROOT)!r})", "from tests.hanging import hang_in_c"
+    (modules / "yaml.py").write_text("\n".join([*lines, "print('hangs', flush=True)", "hang_in_c()"]))
+    variables = {**environment(home / "cache"), "PYTHONPATH": str(modules)}
+    process = started(home, training(home, "hangs"), preexec_fn=hold_interrupts, env=variables)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline() == "hangs\n"
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    until(process.stderr, "stopping after the current computation; Ctrl-C once more to stop now")
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (130, "sansgpu: interrupted; everything saved before remains.\n")
+
+
 def test_a_second_ctrl_c_ends_the_command_at_once(home: Path) -> None:
     process = started(home, training(home, "second"), preexec_fn=hold_interrupts)
     for _ in range(200):
@@ -102,6 +124,61 @@ def test_a_second_ctrl_c_ends_the_command_at_once(home: Path) -> None:
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130, error
     assert "Traceback" not in error
+
+
+def stuck(home: Path, run: str, *more: str, **variables: str) -> subprocess.Popen[str]:
+    """Starts a run whose fifth step hangs in C, and returns its process after the snapshot of the fourth."""
+    (home / "stuck").touch()
+    arguments = training(home, run, *more, task="tests.train.faulty_data:Stuck")
+    chosen = {**environment(home / "cache"), "PYTHONPATH": str(ROOT), **variables}
+    process = started(home, arguments, env=chosen, start_new_session=True)
+    limit = time.monotonic() + 90
+    while not (home / run / "snapshots/step-000004").exists():
+        assert process.poll() is None
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    return process
+
+
+def until(stream: IO[str], words: str) -> None:
+    """Reads lines until one of them is `words`."""
+    for line in stream:
+        if line == f"{words}\n":
+            return
+    raise AssertionError(f"the stream ended without {words!r}")
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_step_that_hangs_is_ended_by_a_second_signal(home: Path, processes: int) -> None:
+    many = ["--processes", str(processes)] if processes > 1 else []
+    process = stuck(home, f"stuck-{processes}", *many)
+    assert process.stderr is not None
+    process.terminate()
+    until(process.stderr, ACKNOWLEDGED)
+    time.sleep(FORWARD_SECONDS if many else 0)
+    assert process.poll() is None
+    process.terminate()
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (143, "")
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_step_that_outlasts_the_grace_period_is_abandoned(home: Path, processes: int) -> None:
+    run, many = f"abandoned-{processes}", ["--processes", str(processes)] if processes > 1 else []
+    process = stuck(home, run, *many, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="3")
+    process.terminate()
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 143, error
+    assert error.count(f"{ACKNOWLEDGED}\n") == 1
+    assert error.splitlines()[-1] == (
+        "sansgpu: the step did not end within the grace period of 3 s and is abandoned; continue from the newest "
+        "snapshot with --resume latest."
+    )
+    (home / "stuck").unlink()
+    resumed = training(home, run, "--resume", "latest", *many, "--max-steps", "6", task="tests.train.faulty_data:Stuck")
+    variables = {**environment(home / "cache"), "PYTHONPATH": str(ROOT)}
+    _, error = started(home, resumed, env=variables).communicate(timeout=100)
+    assert record(home / run)[-1]["reason"] == "done", error
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])

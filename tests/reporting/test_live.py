@@ -209,9 +209,9 @@ def test_a_second_signal_leaves_the_terminal_as_it_was(long_run: tuple[list[str]
     terminal = Terminal([*arguments, *slow], tmp_path / "cache")
     terminal.until(lambda: b"Waiting for the first steps" in terminal.text)
     time.sleep(1.0)
-    for _ in range(2):
-        terminal.press("\x03")
-        time.sleep(0.3)
+    terminal.press("\x03")
+    terminal.until(lambda: b"stopping after this step; once more to stop now" in terminal.text)
+    terminal.press("\x03")
     assert terminal.ended() == 130
     assert not events(run, "step")
     assert termios.tcgetattr(terminal.other) == terminal.modes

@@ -1,9 +1,11 @@
-"""Pretraining whose batch of step 4 hangs or fails in a data worker."""
+"""Pretraining whose batch of step 4 hangs or fails in a data worker, or whose fifth step does in C."""
 
 import threading
+from pathlib import Path
 from typing import Any
 
 from sansgpu.tasks.pretrain import Pretrain
+from tests.hanging import hang_in_c
 
 
 class Hanging(Pretrain):
@@ -24,3 +26,15 @@ class Failing(Hanging):
 class Exiting(Hanging):
     def fail(self) -> None:
         raise SystemExit(3)
+
+
+class Stuck(Pretrain):
+    """The fifth step hangs in C if there is a file `stuck` beside the data."""
+
+    steps = 0
+
+    def step_sums(self) -> dict[str, float]:
+        self.steps += 1
+        if self.steps == 5 and (Path(self._config.data.dataset_name).parent / "stuck").exists():
+            hang_in_c()
+        return super().step_sums()

@@ -25,6 +25,19 @@ def test_a_worker_that_hangs_is_named_and_the_process_ends(tmp_path: Path, monke
     ), out + error  # fmt: skip
 
 
+def test_without_workers_a_batch_that_hangs_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=":")
+    chosen = settings(
+        data__dataset_name=write_corpus(tmp_path / "corpus.jsonl"), training__max_steps=8, data__timeout_seconds=1,
+        training__dataloader_num_workers=0, task=f"{TASK}Hanging",
+    )  # fmt: skip
+    code, out, error = finish(["train", *chosen, "--output-dir", str(tmp_path / "run")], tmp_path / "cache")
+    said = "the batch of step 4 was not ready within 1 s; check that the disk with the data responds"
+    assert (code, error.splitlines()[-1]) == (
+        1, f"sansgpu: {said}, or raise data.timeout_seconds, {RESUME}",
+    ), out + error  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("task", "reason"), [("Failing", "OSError: [Errno 5] Input/output error"), ("Exiting", "SystemExit: 3")]
 )

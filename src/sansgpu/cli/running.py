@@ -18,7 +18,7 @@ from sansgpu.cli.look import list_runs, report, snapshots
 from sansgpu.cli.options import CONFIG_SUFFIXES, complain, flag, show
 from sansgpu.cli.other_flags import EXPLAINED
 from sansgpu.cli.scale import k8s, slurm
-from sansgpu.cli.signals import CODE, interrupted
+from sansgpu.cli.signals import CODE, INTERRUPTED, interrupted
 from sansgpu.cli.start import bench, doctor, plan
 from sansgpu.cli.tokenizer import tokenizer
 from sansgpu.cli.train import train, tune
@@ -67,7 +67,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
     """Returns the sentence to print, or "" if the help was printed instead, and the exit code."""
     if interrupted() or isinstance(error, (KeyboardInterrupt, typer.Abort)):
         # First of all, because the interrupt may have come during an import and left half of a module behind.
-        return "interrupted; everything saved before remains.", CODE
+        return INTERRUPTED, CODE
     from sansgpu.config import SansGPUError  # imported here because `--help` does not need the schema
     from sansgpu.config.extras import missing_package
     from sansgpu.config.plain_data import truncate

@@ -6,6 +6,10 @@ import contextlib
 import os
 import signal
 import sys
+import threading
+import time
+
+from sansgpu.machine.interrupt import SignalWatch, write_line
 
 TYPE_CHECKING = False  # type checkers treat it as true; importing `typing` would delay the handling of Ctrl-C
 if TYPE_CHECKING:
@@ -14,8 +18,11 @@ if TYPE_CHECKING:
 
 CODE = 128 + signal.SIGINT
 RETRY_SECONDS = 0.01
+BUSY_SECONDS = 0.7  # the main thread handles an interrupt sooner unless it computes outside of Python
+INTERRUPTED = "interrupted; everything saved before remains."
 
 _received = False
+_arrived: float | None = None  # when the thread of the watch noticed the interrupt
 
 
 def interrupted() -> bool:
@@ -30,6 +37,7 @@ def handle_interrupts() -> None:
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
+        SignalWatch(_notice)
         sys.unraisablehook = _unraisable
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see `make_deterministic`
@@ -48,6 +56,27 @@ def stop_handling_interrupts() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def _notice(number: int) -> None:
+    """Does in a thread what `_interrupt` cannot do while the main thread computes outside of Python."""
+    global _arrived
+    if signal.getsignal(number) is not _interrupt:
+        return
+    if _arrived is None:
+        _arrived = time.monotonic()
+        timer = threading.Timer(BUSY_SECONDS, _acknowledge)
+        timer.daemon = True
+        timer.start()
+    elif time.monotonic() - _arrived >= BUSY_SECONDS:
+        if not _received:
+            write_line(f"sansgpu: {INTERRUPTED}")
+        os._exit(CODE)
+
+
+def _acknowledge() -> None:
+    if not _received:
+        write_line("stopping after the current computation; Ctrl-C once more to stop now")
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
     global _received
     if _received:
@@ -58,13 +87,11 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _unraisable(problem: UnraisableHookArgs) -> None:
     """Raises an interrupt again if a destructor or a callback, e.g. of an import, swallowed it."""
-    global _received
+    global _received, _arrived
     if not issubclass(problem.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(problem)
         return
-    import threading
-
-    _received = False
+    _received, _arrived = False, None
     timer = threading.Timer(RETRY_SECONDS, signal.raise_signal, (signal.SIGINT,))
     timer.daemon = True
     timer.start()

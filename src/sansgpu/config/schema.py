@@ -154,9 +154,7 @@ class DataConfig(Section):
     )
     preprocessing_num_workers: int = Field(2, ge=1, description="tokenizer threads")
     # The default is below that of training.timeout_seconds, so that the worker is named before the other processes end.
-    timeout_seconds: float = Field(
-        240.0, gt=0, description="longest wait of a step for the threads that prepare batches; the run then ends"
-    )
+    timeout_seconds: float = Field(240.0, gt=0, description="longest wait of a step for its batch; the run then ends")
     cache_dir: str | None = Field(None, description="cache folder for tokenized data. Default: ~/.cache/sansgpu")
     validation_split: float = Field(
         0.01, gt=0, lt=1, description="fraction of tokens held out if the data has no validation split"

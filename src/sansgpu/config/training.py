@@ -191,7 +191,7 @@ class TrainingConfig(Section):
     sample_tokens: int = Field(0, ge=0, description="tokens to generate at every evaluation; 0: no sample")
     sample_prompt: str = Field("", description="prompt of the generated samples")
     dataloader_num_workers: int = Field(
-        1, ge=0, description="threads that prepare batches; 0: prepare them in the training thread"
+        1, ge=0, description="threads that prepare batches ahead; 0: prepare each batch when its step needs it"
     )
     dataloader_prefetch_factor: int | None = Field(
         None, ge=1, description="batches that each worker prefetches. Default: 2"

@@ -30,6 +30,8 @@ class Prefetcher:
     A batch depends only on its step, so neither number changes a result. Threads suffice: building a batch mostly
     copies from memory-mapped files, which releases the GIL, and processes would take cores from the training step.
     They are daemon threads, so that one that hangs, e.g. on a network disk, cannot keep the process from ending.
+
+    Without workers or depth, one thread prepares each batch when its step needs it, so that the timeout holds.
     """
 
     def __init__(self, make: Callable[[int], ExampleBatch], workers: int, depth: int, timeout: float) -> None:
@@ -38,7 +40,7 @@ class Prefetcher:
         self._depth = depth if workers else 0
         self._ready: dict[int, _Job] = {}
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()  # None ends a worker
-        names = range(1, workers + 1 if self._depth else 1)
+        names = range(1, (workers if self._depth else 1) + 1)
         self._workers = [
             threading.Thread(target=self._work, args=(name,), name=f"data worker {name}", daemon=True) for name in names
         ]
@@ -50,8 +52,6 @@ class Prefetcher:
 
         Raises SansGPUError, which names the worker, if the batch is not ready in time or cannot be prepared.
         """
-        if not self._workers:
-            return self._make(step)
         for ahead in range(step, min(step + self._depth + 1, max(last, step + 1))):
             if ahead not in self._ready:
                 self._ready[ahead] = job = _Job(ahead)
@@ -79,12 +79,15 @@ class Prefetcher:
         who = f"data worker {job.worker} of {len(self._workers)}" if job.worker else "no data worker"
         if not finished:
             did = "did not finish" if job.worker else "was free to prepare"
+            what = f"{who} {did} the batch of step {job.step + 1}"
+            if not self._depth:
+                what = f"the batch of step {job.step + 1} was not ready"
             raise SansGPUError(
-                f"{who} {did} the batch of step {job.step + 1} within {self._timeout:g} s; check that the disk with "
-                "the data responds, or raise data.timeout_seconds, then continue with --resume latest."
+                f"{what} within {self._timeout:g} s; check that the disk with the data responds, or raise "
+                "data.timeout_seconds, then continue with --resume latest."
             )
         error = job.batch.exception()
-        if error is None or isinstance(error, (SansGPUError, MemoryError)):
+        if error is None or not self._depth or isinstance(error, (SansGPUError, MemoryError)):
             return job.batch.result()
         reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": .")
         raise SansGPUError(

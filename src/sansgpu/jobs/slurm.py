@@ -16,6 +16,7 @@ from sansgpu.config.plain_data import truncate
 from sansgpu.config.wording import counted
 from sansgpu.jobs.k8s.pod_needs import needs_of
 from sansgpu.machine.probe import threads_of_share
+from sansgpu.machine.world import SHUTDOWN_TIMEOUT
 from sansgpu.planning.cluster import require_examples
 from sansgpu.reporting.marks import FolderMark, read_mark, write_mark
 from sansgpu.reporting.outputs import require_file, require_folder
@@ -42,6 +43,7 @@ _TEMPLATE = """\
 set -u
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR
+export {grace_variable}={grace}  # a step that takes longer is abandoned
 code=0
 srun {steps} \\
     {command} || code=$?
@@ -120,6 +122,7 @@ def _script(request: SlurmRequest, name: str, folder: Path, grace: int) -> str:
         options="\n".join(lines),
         head=HEAD,
         grace=grace,
+        grace_variable=SHUTDOWN_TIMEOUT,
         steps=shlex.join(steps),
         command=shlex.join([*train, "--output-dir", str(folder), "--resume", "latest", "--plain"]),
         interrupted=INTERRUPTED,

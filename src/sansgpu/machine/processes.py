@@ -13,6 +13,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from sansgpu.config import ConfigError
 from sansgpu.machine import cores
+from sansgpu.machine.world import SHUTDOWN_TIMEOUT
 
 SAVING_SECONDS = 600  # time to save after SIGTERM
 
@@ -35,6 +36,7 @@ def _signals() -> list[str]:
 def launch(number: int, arguments: list[str]) -> int:
     """Runs `sansgpu ARGUMENTS` in `number` processes and returns the exit code. A failing process ends all others."""
     logging.disable(logging.CRITICAL)  # each process reports its own errors
+    os.environ.setdefault(SHUTDOWN_TIMEOUT, str(SAVING_SECONDS))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -44,7 +46,6 @@ def launch(number: int, arguments: list[str]) -> int:
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
-        shutdown_timeout=SAVING_SECONDS,
         signals_to_handle=",".join(_signals()),
     )
     try:

@@ -19,6 +19,7 @@ _LAUNCHERS = {
     "MPICH or Intel MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
 }
+SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 # Variables that identify a job, so that jobs on the same machine use different ports.
 _JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "SLURM_STEP_ID")
 _PORTS = range(29500, 30500)
@@ -76,6 +77,14 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World:
     tasks = _number(environment, "SLURM_NTASKS") or 1
     alone = f"this job has {tasks} tasks, but one process was started and trains alone: start it with srun"
     return World(note=f"{alone}." if tasks > 1 and "SLURM_STEP_NUM_TASKS" not in environment else None)
+
+
+def grace_seconds(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Returns the seconds from a signal to SIGKILL, or None if they are unknown.
+
+    torchrun kills its processes after this variable's time; the files of `sansgpu k8s` and `sansgpu slurm` set it.
+    """
+    return _number(environment, SHUTDOWN_TIMEOUT)
 
 
 def threads_from_environment(environment: Mapping[str, str] = os.environ) -> int | None:

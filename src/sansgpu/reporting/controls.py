@@ -24,6 +24,7 @@ class Controls:
         self._one_time: deque[Request] = deque()
         self.paused = self.stopping = False
         self.on_exit: Callable[[], None] = lambda: None  # called before the process exits within a step
+        self.on_signal: Callable[[str], None] | None = None  # shows that a signal arrived. Default: a line on stderr
 
     def pause(self) -> None:
         """Pauses the run, or resumes a paused run."""

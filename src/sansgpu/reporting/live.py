@@ -44,6 +44,7 @@ class LiveView:
         self._console, self._controls, self._system = console, controls, system
         self._screen, self._events = ScreenState(), list[Event]()
         self._lock, self._ended = threading.Lock(), threading.Event()
+        self._hurry = threading.Event()  # draws as soon as REDRAWS_PER_SECOND allows
         self._keys = _Keys()
         self._live: Live | None = None
         self._sigtstp_handler: Any = None  # the previous SIGTSTP handler
@@ -62,6 +63,7 @@ class LiveView:
         if self._ended.is_set():
             return
         self._ended.set()
+        self._controls.on_signal = None
         if self._live is not None:
             self._thread.join()
             self._live.stop()
@@ -71,6 +73,12 @@ class LiveView:
         plain = Terminal(self._console)
         for event in self._summary():
             plain.emit(event)
+
+    def _acknowledge(self, message: str) -> None:
+        """Shows at once that a signal arrived."""
+        with self._lock:
+            self._screen.news.append((message, "cyan"))
+        self._hurry.set()
 
     def leave_at_once(self) -> None:
         """Restores the terminal from a signal handler, without locks or drawing."""
@@ -92,7 +100,7 @@ class LiveView:
     def _begin(self) -> None:
         self._keys.open()
         self._screen.keys = self._keys.available
-        self._controls.on_exit = self.leave_at_once
+        self._controls.on_exit, self._controls.on_signal = self.leave_at_once, self._acknowledge
         self._live = Live(console=self._console, screen=True, auto_refresh=False, transient=True)
         self._live.start()
         if hasattr(signal, "SIGTSTP") and threading.current_thread() is threading.main_thread():
@@ -148,11 +156,14 @@ class LiveView:
             self._listen(began + 1 / REDRAWS_PER_SECOND, began + pause)
 
     def _listen(self, earliest: float, latest: float) -> None:
-        """Waits until `latest`, or until `earliest` if a key was pressed."""
+        """Waits until `latest`, or until `earliest` if there is something new to show at once."""
         while not self._ended.is_set() and (left := latest - time.monotonic()) > 0:
             key = self._keys.wait(min(left, 1 / REDRAWS_PER_SECOND))
             if key and self._press(key):
+                self._hurry.set()
+            if self._hurry.is_set():
                 latest = earliest
+        self._hurry.clear()
 
     def _press(self, key: str) -> bool:
         controls = self._controls

@@ -56,6 +56,7 @@ def test_the_script_asks_for_what_the_options_say(capsys: Captured) -> None:
     }  # fmt: skip
     assert {key: options.get(key) for key in asked} == asked
     assert re.fullmatch(r"TERM@\d+", options["signal"])
+    assert f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={options['signal'].removeprefix('TERM@')} " in script
     assert "exclusive" not in options
     assert "--set training.seed=5 --output-dir runs/trial --resume latest" in script
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from sansgpu.machine.world import SHUTDOWN_TIMEOUT
+
 Manifest = dict[str, Any]
 
 DATA, CONFIG = "/data", "/etc/sansgpu"  # mount points of the claim and the configuration
@@ -210,7 +212,7 @@ def _env(job: ClusterJob) -> list[Manifest]:
         "LD_PRELOAD": ":".join(preloaded),
         # Intel's default is to spin for 200 ms after every loop, on cores that our other threads need.
         "KMP_BLOCKTIME": "1" if job.openmp == "libiomp" else "",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.grace_seconds - REAP_SECONDS),  # default: 30
+        SHUTDOWN_TIMEOUT: str(job.grace_seconds - REAP_SECONDS),  # default: 30
         "SANSGPU_CACHE": f"{DATA}/cache",
         "HF_HOME": f"{DATA}/hub",
         "HOME": "/tmp",

@@ -13,9 +13,10 @@ from typing import Any
 from sansgpu.config import Config, ConfigError, SansGPUError
 from sansgpu.jobs.tune.study import ClaimedTrial, Study
 from sansgpu.jobs.tune.trial import Length, Outcome, TrialRun, trial_config
+from sansgpu.machine.interrupt import Interrupt
+from sansgpu.machine.world import grace_seconds
 from sansgpu.planning.forecast import done_at
 from sansgpu.reporting.tune_events import SearchEstimate, SearchEvent, TrialBegin, TrialEnd, TrialStep
-from sansgpu.train.control import Interrupt
 
 MAX_IDENTICAL_FAILURES = 3  # a search that starts with this many equal failures stops
 POLL_SECONDS = 0.2  # interval of checks for a signal
@@ -68,7 +69,7 @@ class Search:
 
     def run(self) -> int | None:
         """Returns the signal that stopped the search, if any. Raises SansGPUError if all first trials fail alike."""
-        with Interrupt() as interrupt, ThreadPoolExecutor(self._budget.workers) as pool:
+        with Interrupt(grace_seconds()) as interrupt, ThreadPoolExecutor(self._budget.workers) as pool:
             pending: Sequence[Future[None]] = [pool.submit(self._work) for _ in range(self._budget.workers)]
             try:
                 while pending:
