@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+import pytest
+
 from sansgpu.config.load import describe
 from tests.processes import environment, settings, write_corpus
 
@@ -227,6 +229,23 @@ def test_a_run_loads_nothing_of_weight_that_it_does_not_need(tmp_path: Path) -> 
     chosen = settings(data__dataset_name=corpus, training__max_steps=1)
     heavy = {"transformers", "datasets", "peft", "sympy", "torch._dynamo", "torch.distributed.tensor"}
     assert loaded(["train", *chosen, "--output-dir", str(tmp_path / "r")], heavy, tmp_path / "cache") == "0 []"
+
+
+@pytest.mark.parametrize(
+    ("command", "task"),
+    [
+        *(("train", task) for task in ("classify", "tokens", "graph", "embed")),
+        *((command, "classify") for command in ("plan", "bench", "tune")),
+    ],
+)
+def test_a_table_whose_columns_are_unclear_is_refused_before_torch_is_loaded(
+    tmp_path: Path, command: str, task: str
+) -> None:
+    table = tmp_path / "rows.tsv"
+    table.write_text("1\ta good film\tpos\n2\ta bad film\tneg\n")
+    chosen = {"task": task, "data.dataset_name": table} | ({} if task == "graph" else {"model.name_or_path": "x"})
+    sets = (part for key, value in chosen.items() for part in ("--set", f"{key}={value}"))
+    assert loaded([command, *sets], {"torch"}, tmp_path / "cache") == "2 []"
 
 
 def test_loading_the_tasks_imports_no_metrics() -> None:

@@ -347,3 +347,16 @@ def test_a_model_of_text_alone_is_refused(home: Path) -> None:
     plain = run_of(home / "plain", home / "texts.jsonl", 1, model__leaves=0, **changes)
     with pytest.raises(ConfigError, match="was trained without triples"):
         predicted(plain, home / "kg")
+
+
+def test_a_file_of_triples_needs_no_header(home: Path, run: Path) -> None:
+    rows = [line.split("\t") for line in (home / "kg/train.tsv").read_text("utf-8").splitlines()]
+    names = {"has_colour": "has colour", "lives_in": "lives in"}
+    bare, headed = home / "bare.tsv", home / "headed.tsv"
+    bare.write_text("".join(f"{head}\t{names[relation]}\t{tail}\n" for head, relation, tail in rows), "utf-8")
+    headed.write_text("head\trelation\ttail\n" + bare.read_text("utf-8"), "utf-8")
+    said: list[str] = []
+    report = link_prediction(str(run), str(bare), "latest", None, quiet, said.append)
+    assert report == predicted(run, headed)
+    assert report["tail"]["mrr"] > 0.9
+    assert said[-1].startswith(f"{bare}: its first line is a triple")

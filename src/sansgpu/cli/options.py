@@ -121,6 +121,31 @@ def print_result(result: Any, as_json: bool, print_table: Callable[[RunConsole, 
         print_table(RunConsole(), result)
 
 
+def check_tables(config: Path | None, overrides: Iterable[Any], resume: str | None = None) -> None:
+    """Raises ConfigError, before PyTorch is loaded, if a configuration or the columns of its tables cannot be used.
+
+    A run to `resume` is not checked, because it may use a configuration that it has recorded.
+    """
+    if resume is not None:
+        return
+    from sansgpu.config import load_config
+    from sansgpu.data.headers import require_columns
+
+    require_columns(load_config(config, [*overrides])[0])
+
+
+def check_tables_for(run: str, data: str) -> None:
+    """Raises ConfigError, before PyTorch is loaded, if a run's task cannot use the columns of the tables in `data`."""
+    from sansgpu.config import load_config
+    from sansgpu.data.headers import require_columns
+
+    file = Path(run).expanduser() / "config.yaml"
+    if file.is_file():
+        config, _ = load_config(file, own=False)
+        data_of_it = config.data.model_copy(update={"dataset_name": data, "validation_name": None})
+        require_columns(config.model_copy(update={"data": data_of_it}))
+
+
 def preparation_bar(silent: bool = False) -> closing[PreparationBar]:
     """Returns a progress bar on stderr for use in a `with` statement that begins with imports."""
     from sansgpu.reporting.terminal import PreparationBar, RunConsole

@@ -11,6 +11,7 @@ from sansgpu.cli.options import (
     ConfigArgument,
     JsonOption,
     OverrideOption,
+    check_tables,
     flag,
     option,
     path_option,
@@ -80,6 +81,8 @@ def plan(
     if presets:
         _show_presets(override or [], as_json)
         return
+    if hours is None:
+        check_tables(config, override or [])
     result: Any
     with preparation_bar() as bar:
         from sansgpu.jobs.plan import plan as job
@@ -172,6 +175,7 @@ def bench(
 
     if forward_only and (vary or targets or start):
         raise ConfigError("--vary, --targets and --start need training steps; leave out --forward-only.")
+    check_tables(config, override or [])
     folder = output_dir or Path("bench") / (config.stem if config else "default")
     with preparation_bar() as bar:
         from sansgpu.jobs.bench import BenchRequest

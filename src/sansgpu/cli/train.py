@@ -20,6 +20,7 @@ from sansgpu.cli.options import (
     JsonOption,
     OverrideOption,
     RemoteCodeOption,
+    check_tables,
     flag,
     option,
     path_option,
@@ -95,12 +96,12 @@ def train(
 
     from sansgpu.machine.world import find_world
 
-    world = find_world()
+    world, file = find_world(), config or config_option
+    check_tables(file, overrides, resume)
     with preparation_bar(silent=world.rank > 0) as bar:
         from sansgpu.jobs.train import TrainRequest
 
         number = 1 if processes is None else _number_of_processes(processes, world)
-        file = config or config_option
         request = TrainRequest(file, overrides, output_dir, resume, strict, dry_run, force, world, started)
         if number == 1:
             return _train(request, headless, plain, bar)
@@ -215,6 +216,7 @@ def tune(
     from sansgpu.config.extras import require
 
     require("sansgpu tune", "optuna", "plotly")
+    check_tables(config, overrides)
     with preparation_bar() as bar:
         from sansgpu.jobs.tune import Interrupted, TuneRequest
         from sansgpu.jobs.tune import tune as job

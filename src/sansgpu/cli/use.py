@@ -18,6 +18,7 @@ from sansgpu.cli.options import (
     RemoteCodeOption,
     RunArgument,
     SnapshotOption,
+    check_tables_for,
     complain,
     flag,
     option,
@@ -72,6 +73,8 @@ def evaluate(
         raise typer.BadParameter("--limit requires --link-prediction")
     if window is not None and link_prediction:
         raise typer.BadParameter("--window has no effect with --link-prediction; leave it out")
+    if data is not None:
+        check_tables_for(run, data)
     from sansgpu.reporting.events import finite
     from sansgpu.reporting.tables import print_link_prediction
     from sansgpu.reporting.terminal import Terminal

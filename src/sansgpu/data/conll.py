@@ -21,7 +21,7 @@ def conll_rows(lines: Iterable[SourceRow], tag_column: int) -> Iterator[SourceRo
     """
     sentence = _Sentence()
     for line in lines:
-        columns = [] if line.problem else _columns(line.value)
+        columns = [] if line.problem else conll_columns(line.value)
         if line.problem is None and (not columns or columns[0] == "-DOCSTART-"):
             yield from sentence.rows()
             sentence = _Sentence()
@@ -65,7 +65,8 @@ class _Sentence:
             yield SourceRow(self._where, {"tokens": self._tokens, "tags": self._tags})
 
 
-def _columns(line: str) -> list[str]:
+def conll_columns(line: str) -> list[str]:
+    """Splits a line at tabs or, if it has none, at spaces; an empty line has no columns."""
     stripped = line.strip(" \t\r\n")
     if "\t" in stripped:
         return [column.strip(" ") for column in stripped.split("\t")]

@@ -11,7 +11,7 @@ import json
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -35,6 +35,7 @@ MAX_EXPANSION, FREE_EXPANSION = 200, 64 << 20  # size / compressed size; bytes t
 
 
 UNREADABLE = (OSError, EOFError, zlib.error)  # raised for damaged files
+Header = bool | Sequence[str]  # whether the first line of a table names its columns, or else their names
 
 
 class Piece(NamedTuple):
@@ -83,12 +84,12 @@ def read_documents(
         raise _unreadable(path, error) from None
 
 
-def read_rows(path: Path, header: bool = True, tag_column: int | None = None) -> Iterator[SourceRow]:
+def read_rows(path: Path, header: Header = True, tag_column: int | None = None) -> Iterator[SourceRow]:
     """Yields the rows of one file; an unreadable line of a .jsonl or .tsv file is a row with a `problem`.
 
-    Without a `header`, the columns of a .csv or .tsv file are named by their numbers, from 0. With a `tag_column` the
-    file is read as CoNLL columns, whatever its suffix. Raises ConfigError if the file is plain text or its content
-    does not match the suffix.
+    Without a `header`, the columns of a .csv or .tsv file are named by their numbers, from 0, or as given. With a
+    `tag_column` the file is read as CoNLL columns, whatever its suffix. Raises ConfigError if the file is plain text or
+    its content does not match the suffix.
     """
     if tag_column is not None:
         yield from conll_rows(read_lines(path, blank=True), tag_column)
@@ -173,7 +174,7 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
     return ConfigError(f"{path} cannot be read: {error}.")
 
 
-def _rows(path: Path, header: bool) -> Iterator[SourceRow]:
+def _rows(path: Path, header: Header) -> Iterator[SourceRow]:
     match file_form(path):
         case ".jsonl":
             yield from _jsonl_rows(path)
@@ -308,23 +309,23 @@ def _has_tabs(path: Path) -> bool:
         return b"\t" in file.readline(MAX_LINE)
 
 
-def _csv_rows(path: Path, header: bool) -> Iterator[SourceRow]:
+def _csv_rows(path: Path, header: Header) -> Iterator[SourceRow]:
     csv.field_size_limit(MAX_LINE)
     with _open(path) as file:
         reader = csv.reader(_bounded_lines(file, path), strict=True)
         try:
             records = (fields for fields in reader if fields)
-            columns = next(records, []) if header else None
+            columns = next(records, []) if header is True else _given_names(header)
             yield from _numbered(path, (_by_column(fields, columns, path) for fields in records))
         except csv.Error as error:
             raise ConfigError(f"{path}, line {reader.line_num} is not valid CSV: {error}.") from None
 
 
-def _tsv_rows(path: Path, header: bool) -> Iterator[SourceRow]:
+def _tsv_rows(path: Path, header: Header) -> Iterator[SourceRow]:
     """Yields the lines of a table without quoting. Columns beyond those of the header are left out."""
     lines = read_lines(path)
-    first = next(lines, None) if header else None
-    columns = _tsv_fields(first.readable_value()) if first else None
+    first = next(lines, None) if header is True else None
+    columns = _tsv_fields(first.readable_value()) if first else _given_names(header)
     for line in lines:
         if line.problem:
             yield line
@@ -336,11 +337,15 @@ def _tsv_rows(path: Path, header: bool) -> Iterator[SourceRow]:
         yield SourceRow(line.where, _by_column(fields, columns, line.where), problem)
 
 
+def _given_names(header: Header) -> Sequence[str] | None:
+    return None if isinstance(header, bool) else header
+
+
 def _tsv_fields(line: str) -> list[str]:
     return line.removesuffix("\n").removesuffix("\r").split("\t")
 
 
-def _by_column(fields: list[str], columns: list[str] | None, where: object) -> dict[Any, str | None]:
+def _by_column(fields: list[str], columns: Sequence[str] | None, where: object) -> dict[Any, str | None]:
     """Returns the fields by the header's columns, of which the last may be missing; without a header, by number."""
     if columns is None:
         if len(fields) > MAX_COLUMNS:

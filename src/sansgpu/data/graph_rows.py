@@ -7,11 +7,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 from sansgpu.config.wording import counted
 from sansgpu.data.graph import GraphDocument, Triple
-from sansgpu.data.rows import SourceRow, row_text
+from sansgpu.data.rows import TEXT_NAMES, SourceRow, row_text
 
 _Span: TypeAlias = tuple[int, int]  # characters [start, end) of the text
 _NUMBERED = re.compile(r"(.+):\d{1,4}", re.DOTALL)  # more digits are part of an entity id, as in GO:0008150
 FACT_KEYS = ("head", "relation", "tail")
+ROW_KEYS = (*FACT_KEYS, *TEXT_NAMES, "id", "name", "triples", "entities", "qualifiers", "title", "vertexSet")
 
 
 class Fact(NamedTuple):
@@ -42,7 +43,7 @@ def read_graph_row(row: SourceRow, column: str | int | None) -> GraphDocument | 
     if value.get("vertexSet") is not None:
         return _docred_document(row)
     has_triple = any(_is_given(value.get(key)) for key in FACT_KEYS) and not _is_given(value.get("triples"))
-    text_columns = ("text", "content") if column is None else (column,)
+    text_columns = TEXT_NAMES if column is None else (column,)
     if has_triple and not any(_is_given(value.get(key)) for key in text_columns):
         head, relation, tail = (_string(row, value, key) for key in FACT_KEYS)
         return Fact(head, relation, tail, _qualifiers(row))

@@ -10,7 +10,8 @@ from pathlib import Path
 from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, DataConfig
 from sansgpu.data.files import TEXT_SUFFIXES, file_form, read_documents, read_rows
 from sansgpu.data.graph import GraphDocument
-from sansgpu.data.graph_rows import EntityText, Fact, read_graph_row, text_document
+from sansgpu.data.graph_rows import FACT_KEYS, EntityText, Fact, read_graph_row, text_document
+from sansgpu.data.headers import has_bare_triples
 from sansgpu.data.knowledge import fact_documents, knowledge_documents, knowledge_parts, named_entity
 from sansgpu.data.rows import BadRows
 from sansgpu.data.sources import Source, files_fingerprint, open_parts
@@ -96,7 +97,7 @@ def _source_documents(
 ) -> Iterator[GraphDocument]:
     """Yields the texts in order, then the documents of entities with facts, which need all rows to be read first."""
     bad_rows = BadRows(data.on_bad_row)
-    made = list(_source_items(source, data, bad_rows))
+    made = list(_source_items(source, data, bad_rows, note))
     bad_rows.report(lambda message: note(f"{source.name}: {message}"))
     facts = [item for item in made if isinstance(item, Fact)]
     described = [item for item in made if isinstance(item, EntityText)]
@@ -108,7 +109,9 @@ def _source_documents(
     yield from fact_documents(facts, entities, inverse)
 
 
-def _source_items(source: Source, data: DataConfig, bad_rows: BadRows) -> Iterator[GraphDocument | EntityText | Fact]:
+def _source_items(
+    source: Source, data: DataConfig, bad_rows: BadRows, note: Callable[[str], None]
+) -> Iterator[GraphDocument | EntityText | Fact]:
     read = partial(read_graph_row, column=data.text_column)
     if not source.files:
         yield from bad_rows.parsed(source.rows(), read)
@@ -117,4 +120,8 @@ def _source_items(source: Source, data: DataConfig, bad_rows: BadRows) -> Iterat
             pieces = read_documents(path, None, skip_undecodable=source.name == PYTHON_STDLIB)
             yield text_document(name, "".join(piece.text for piece in pieces))
         else:
-            yield from bad_rows.parsed(read_rows(path, data.has_header), read)
+            names = FACT_KEYS if has_bare_triples(path, data) else None
+            if names:
+                columns = ", ".join(f"{name} = column {number}" for number, name in enumerate(names))
+                note(f"{path}: its first line is a triple, so it has no header: {columns}.")
+            yield from bad_rows.parsed(read_rows(path, names or data.has_header), read)

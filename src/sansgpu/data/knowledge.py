@@ -11,7 +11,7 @@ from typing import NamedTuple
 from sansgpu.config.plain_data import require_regular_file
 from sansgpu.data.files import read_lines
 from sansgpu.data.graph import INVERSE, GraphDocument, Triple
-from sansgpu.data.graph_rows import Fact
+from sansgpu.data.graph_rows import FACT_KEYS, Fact
 from sansgpu.data.rows import BadRows, SourceRow
 from sansgpu.data.sources import TEST_NAMES, VALIDATION_NAMES
 
@@ -103,7 +103,8 @@ def knowledge_documents(files: Mapping[str, Path], bad_rows: BadRows, inverse: b
         head, relation, tail = columns
         return Fact(head, relations.get(relation, relation.removeprefix("_").replace("_", " ")), tail)
 
-    yield from fact_documents(bad_rows.parsed(_lines(triples), fact), entities, inverse)
+    lines = (line for line in _lines(triples) if line.value != [*FACT_KEYS])  # some files have a header
+    yield from fact_documents(bad_rows.parsed(lines, fact), entities, inverse)
 
 
 def _entities(files: Mapping[str, Path], bad_rows: BadRows) -> dict[str, NamedText]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from sansgpu.config import ConfigError, DataConfig
 from sansgpu.config.plain_data import truncate
+from sansgpu.config.wording import counted
 from sansgpu.data.rows import BadRowError, BadRows, SourceRow, column_key, column_names, row_text, shorten
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
 
@@ -47,6 +48,10 @@ class Labels:
     kind: LabelKind
     names: tuple[str, ...]
     note: str | None = None  # says why the kind was chosen
+
+    @property
+    def shown(self) -> str:
+        return "a number to predict" if self.kind == "regression" else counted(len(self.names), "label")
 
 
 def read_texts(rows: Iterable[SourceRow], data: DataConfig, bad_rows: BadRows) -> list[LabeledText]:

@@ -9,6 +9,7 @@ from sansgpu.config import ConfigError
 from sansgpu.config.plain_data import truncate
 
 MAX_PROBLEM = 400  # characters of a message about a row
+TEXT_NAMES = ("text", "content")  # columns with the text, looked up in this order if data.text_column is not set
 
 _Row = TypeVar("_Row")
 _T = TypeVar("_T")
@@ -130,7 +131,7 @@ def is_conversation(row: Mapping[Any, Any]) -> bool:
 
 
 def _text_columns(row: Mapping[Any, Any]) -> list[Any]:
-    return [name for name in ("text", "content") if name in row]
+    return [name for name in TEXT_NAMES if name in row]
 
 
 def _string_columns(row: Mapping[Any, Any]) -> list[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_CHAT, ConfigError, DataConfig, UnreachableError
 from sansgpu.config.extras import require
 from sansgpu.config.plain_data import first_line, require_regular_file
+from sansgpu.config.task_settings import BUILT_IN_NAMES
 from sansgpu.data.class_names import class_names, with_names
 from sansgpu.data.files import (
     PIECE_CHARS,
@@ -98,7 +99,7 @@ def open_parts(name: str, data: DataConfig, text_rows: bool = False) -> Sources:
         labels = partial(_label, root=path.parent, depth=0) if text_rows else None
         return Sources(_files_source(name, path.parent, [path], data, labels), None)
     if path.is_dir():
-        if (path / "dataset_dict.json").exists() or (path / "dataset_info.json").exists():
+        if _is_saved_dataset(path):
             return _hub_sources(name, data, local=True)
         return _folder_sources(path, data, text_rows)
     require_regular_file(path)
@@ -114,20 +115,44 @@ def _stdlib_chat(library: Source) -> Source:
     return replace(library, name=PYTHON_STDLIB_CHAT, fingerprint=fingerprint, size_bytes=0, rows=rows)
 
 
-def _folder_sources(root: Path, data: DataConfig, text_rows: bool) -> Sources:
-    """Opens all files below `root`; if any is named train*, the names assign files to splits."""
+def local_files(data: DataConfig, text_rows: bool = False) -> list[Path]:
+    """Returns the files with the configured training and validation data, without those of Hugging Face datasets."""
+    found: list[Path] = []
+    for name in filter(None, (data.dataset_name, data.validation_name)):
+        path = Path(name).expanduser()
+        if name in BUILT_IN_NAMES:
+            continue
+        if path.is_file():
+            found.append(path)
+        elif path.is_dir() and not _is_saved_dataset(path):
+            splits, _ = _split_files(path, text_rows)
+            found += [*splits["train"], *splits["validation"]]
+    return found
+
+
+def _is_saved_dataset(folder: Path) -> bool:
+    return (folder / "dataset_dict.json").exists() or (folder / "dataset_info.json").exists()
+
+
+def _split_files(root: Path, text_rows: bool) -> tuple[dict[str, list[Path]], bool]:
+    """Returns the files of each split below `root`, and whether the names assign them: if any is named train*."""
     files = dataset_files(root)
     parts = {path: _split_folder(path, root) if text_rows and _is_text(path) else _part_of(path) for path in files}
     named = {part: [p for p in files if parts[p] in names] for part, names in PARTS.items()}
-    labels = partial(_label, root=root, depth=int(bool(named["train"]))) if text_rows else None
     if not named["train"]:
-        return Sources(_files_source(str(root), root, files, data, labels), None)
+        return {"train": files, "validation": [], "test": []}, False
     held_out = {*named["validation"], *named["test"]}
-    named["train"] = [p for p in files if p not in held_out]
+    return {**named, "train": [p for p in files if p not in held_out]}, True
+
+
+def _folder_sources(root: Path, data: DataConfig, text_rows: bool) -> Sources:
+    """Opens all files below `root`."""
+    splits, named = _split_files(root, text_rows)
+    labels = partial(_label, root=root, depth=int(named)) if text_rows else None
     sources = {
-        part: _files_source(_title(str(root), part), root, found, data, labels)
-        for part, found in named.items()
-        if found
+        part: _files_source(_title(str(root), part), root, files, data, labels)
+        for part, files in splits.items()
+        if files
     }
     return Sources(sources["train"], sources.get("validation"), sources.get("test"))
 

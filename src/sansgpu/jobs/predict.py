@@ -13,6 +13,7 @@ import torch
 
 from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.files import file_form
+from sansgpu.data.headers import require_no_header
 from sansgpu.data.rows import LocatedRow, SourceRow
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single
@@ -88,7 +89,9 @@ def rows_of(
     one is not an object.
     """
     form = {} if file_form(Path(name)) is None else {"tag_column": None}  # rows may have another form than in training
-    source = open_single(name, data.model_copy(update={"dataset_name": name, **form}), text_rows=True)
+    data = data.model_copy(update={"dataset_name": name, "validation_name": None, **form})
+    require_no_header(data)
+    source = open_single(name, data, text_rows=True)
     row = None
     for row in each(source.rows()):
         if not isinstance(row.readable_value(), dict):

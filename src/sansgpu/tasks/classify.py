@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from sansgpu.config import SETTINGS, Config, ConfigError
+from sansgpu.data.headers import number_label_columns
 from sansgpu.data.labeled import (
     LabeledText,
     LabelKind,
@@ -124,7 +125,9 @@ class Classify(ClassifyObjective, FineTuningTask):
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, LabeledCorpus]:
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
-        sources, data = open_sources(config.data, text_rows=True), config.data
+        data, numbered = number_label_columns(config.data)
+        config = config.model_copy(update={"data": data})
+        sources = open_sources(data, text_rows=True)
         tokenizer = load_tokenizer_of(config.model)
         notes: list[str] = []
         train_rows, held_rows = BadRows(data.on_bad_row), BadRows(data.on_bad_row)
@@ -132,6 +135,7 @@ class Classify(ClassifyObjective, FineTuningTask):
         require_examples(sources, [len(texts)], "row", train_rows.notes())
         cls.require_readable(texts)
         labels = find_labels(texts, data, sources.train.name)
+        notes += [f"{numbered}, {labels.shown}."] if numbered else []
         notes += [labels.note] if labels.note else []
         config = _with_labels(config, labels)
         if sources.validation is not None:
@@ -187,6 +191,9 @@ class Classify(ClassifyObjective, FineTuningTask):
             part, skipped = cast(LabeledCorpus, request.own_corpus()).validation, 0
         else:
             data = loaded.config.data.model_copy(update={"dataset_name": request.data, "validation_name": None})
+            data, numbered = number_label_columns(data)
+            if numbered:
+                request.warn(f"{numbered}.")
             source, bad_rows = open_single(request.data, data, text_rows=True), BadRows("skip")
             texts = read_texts(source.rows(), data, bad_rows)
             cls.require_readable(texts)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from sansgpu.config import SETTINGS, Config, ConfigError
+from sansgpu.data.headers import require_embedding_columns
 from sansgpu.data.order import batch_indices, steps_per_epoch
 from sansgpu.data.pairs import TextRow, read_text_rows
 from sansgpu.data.rows import BadRows
@@ -133,6 +134,7 @@ class TextEmbedding(EmbeddingObjective, FineTuningTask):
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, EmbeddingCorpus]:
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
         config = cls.with_vocabulary(config)
+        require_embedding_columns(config.data)
         sources, data, notes = open_sources(config.data, text_rows=True), config.data, list[str]()
         train_rows, held_rows = BadRows(data.on_bad_row), BadRows("skip")
         name, held_name = sources.train.name, f"validation rows of {sources.train.name}"
@@ -209,6 +211,7 @@ class TextEmbedding(EmbeddingObjective, FineTuningTask):
             loss = loaded.objective.loss_name
         else:
             data = config.data.model_copy(update={"dataset_name": request.data, "validation_name": None})
+            require_embedding_columns(data)
             source, bad_rows, notes = open_single(request.data, data, text_rows=True), BadRows("skip"), list[str]()
             rows, name = read_text_rows(source.rows(), data, bad_rows), source.name
             if not rows:

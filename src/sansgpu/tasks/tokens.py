@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from sansgpu.config import SETTINGS, Config, DataConfig
+from sansgpu.config.wording import counted
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.conll import DEFAULT_TAG_COLUMN
 from sansgpu.data.files import file_form
+from sansgpu.data.headers import number_tag_column
 from sansgpu.data.rows import BadRows, located
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress
@@ -85,7 +87,9 @@ class Tokens(TokensObjective, FineTuningTask):
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, TagCorpus]:
         """Reads and tokenizes the texts. Raises ConfigError if there are too few, or one is invalid."""
-        sources, data = open_sources(config.data), config.data
+        data, numbered = number_tag_column(config.data)
+        config = config.model_copy(update={"data": data})
+        sources = open_sources(data)
         tokenizer = load_tokenizer_of(config.model)
         notes: list[str] = []
         rows = {"training": BadRows(data.on_bad_row), "validation": BadRows(data.on_bad_row)}
@@ -93,6 +97,8 @@ class Tokens(TokensObjective, FineTuningTask):
         texts = in_iob2(given, "training texts", notes)
         require_examples(sources, [len(texts)], "text", rows["training"].notes())
         labels = data.labels or require_labels(texts, sources.train.name)
+        if numbered:
+            notes.append(f"{numbered}, {counted(len(labels), 'tag')}.")
         if sources.validation is not None:
             held = read_tagged(sources.validation.rows(), rows["validation"])
             train, held = texts, in_iob2(held, "validation texts", notes, always=texts != given)
@@ -138,7 +144,8 @@ class Tokens(TokensObjective, FineTuningTask):
         if request.data is None:
             part, name = cast(TagCorpus, request.own_corpus()).validation, "validation texts"
         else:
-            source, bad_rows, notes = _open_tagged(request.data, loaded.config.data), BadRows("skip"), list[str]()
+            bad_rows, notes = BadRows("skip"), list[str]()
+            source = _open_tagged(request.data, loaded.config.data, notes)
             name, labels = source.name, loaded.objective.labels
             texts = in_iob2(read_tagged(source.rows(), bad_rows), name, notes)
             part = tokenize_texts(texts, labels, loaded.config, loaded.tokenizer, bad_rows, in_training=False)
@@ -158,10 +165,13 @@ class Tokens(TokensObjective, FineTuningTask):
             return evaluator.predictions(cls.evaluation_batch(loaded.config), loaded.device, rows)
 
 
-def _open_tagged(name: str, data: DataConfig) -> Source:
+def _open_tagged(name: str, data: DataConfig, notes: list[str]) -> Source:
     """Opens data to evaluate on, of the same form as that of a run. A file with an unknown suffix has CoNLL columns."""
     path, tag_column = Path(name).expanduser(), data.tag_column
     if tag_column is None and path.is_file() and file_form(path) is None:
         tag_column = DEFAULT_TAG_COLUMN
-    settings = DataConfig(dataset_name=name, dataset_config=data.dataset_config, tag_column=tag_column)
+    settings, numbered = number_tag_column(
+        DataConfig(dataset_name=name, dataset_config=data.dataset_config, tag_column=tag_column)
+    )
+    notes += [f"{numbered}."] if numbered else []
     return open_single(name, settings)
