@@ -7,7 +7,17 @@ import pytest
 import yaml
 
 import sansgpu
-from sansgpu.config import Config, ConfigError, ModelConfig, TrainingConfig, change_config, load_config, save_config
+from sansgpu.config import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    TrainingConfig,
+    acting_values,
+    change_config,
+    default_values,
+    load_config,
+    save_config,
+)
 from sansgpu.models import TransformerLM
 
 
@@ -93,7 +103,8 @@ def test_an_automatic_value_refuses_arithmetic(key: str, tmp_path: Path) -> None
         for compute in (lambda v: v * 8, lambda v: 8 * v, lambda v: v / 2, lambda v: 64 // v, range):
             with pytest.raises(TypeError, match="auto and becomes a number only when the run starts; assign a number"):
                 compute(value)
-    assert yaml.safe_load(yaml.safe_dump(TrainingConfig().model_dump()))[key] == "auto"
+    for values in (default_values(acting_values(Config())), TrainingConfig().model_dump(), Config().given_values()):
+        assert yaml.safe_load(yaml.safe_dump(values)) == values  # reports of runs write them
     assert TrainingConfig(batch_size=4).batch_size * 8 == 32  # type: ignore[operator]
 
 

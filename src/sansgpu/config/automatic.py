@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, NoReturn, cast
 
-from pydantic import AfterValidator, PlainSerializer
+import yaml
+from pydantic import AfterValidator
 
 
 class _Automatic(str):
@@ -20,5 +21,5 @@ class _Automatic(str):
 
 
 AUTO = cast(Literal["auto"], _Automatic("auto"))
-# Dumped as a plain string, which YAML can represent.
-Auto = Annotated[Literal["auto"], AfterValidator(lambda _: AUTO), PlainSerializer(str, return_type=str)]
+yaml.SafeDumper.add_representer(_Automatic, yaml.SafeDumper.represent_str)
+Auto = Annotated[Literal["auto"], AfterValidator(lambda _: AUTO)]
