@@ -1,5 +1,6 @@
 """Fixtures and settings of all tests."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,12 +9,18 @@ import torch
 from hypothesis import settings
 
 from sansgpu.kernels import native
+from sansgpu.kernels.c_functions import HEADER
+from tests.kernels import TEST_LIBRARIES
 from tests.processes import use_cache, write_corpus
+
+if folder := os.environ.get(TEST_LIBRARIES):
+    native.LIBRARIES = Path(folder)
 
 REBUILD = "run `make kernels`, which builds the C++ kernels after a change of their sources"
 if (reason := native.load()) is not None:
     raise RuntimeError(f"the kernels cannot be loaded ({reason}); {REBUILD}")
 sources = [path.stat().st_mtime for path in (native.LIBRARIES.parent / "native").glob("*")]  # none in a wheel
+sources += [HEADER.stat().st_mtime] if sources else []
 built = [path.stat().st_mtime for path in native.LIBRARIES.glob("*.so") if path != native.ALLOCATOR]
 if max(sources, default=0) > min(built):
     raise RuntimeError(f"the kernels are older than their sources; {REBUILD}")

@@ -1,4 +1,4 @@
-"""Loading the kernels: the best that are installed, or plain torch with one warning."""
+"""Loading the kernels, the best that are installed, or plain torch with one warning; and calling C functions."""
 
 import shutil
 import subprocess
@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from sansgpu.kernels import native
+from sansgpu.kernels.c_functions import HEADER, declared, functions
 from sansgpu.machine.instruction_sets import supported
 
 SCRIPT = """
@@ -80,3 +82,46 @@ def test_a_runtime_in_a_folder_with_a_space_is_found(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", script, str(folder)]
     assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout == "True\n"
+
+
+def test_the_libraries_have_the_functions_that_their_header_declares() -> None:
+    subprocess.run(["c++", "-x", "c", "-std=c11", "-pedantic-errors", "-fsyntax-only", str(HEADER)], check=True)
+    allocator = {"install", "give_back"}
+    for instructions in supported():
+        assert native.load_library(instructions).keys() == declared().keys() - allocator
+    if native.ALLOCATOR.exists():
+        assert functions(native.ALLOCATOR).keys() == allocator
+
+
+def test_an_int_is_converted_where_c_takes_a_double() -> None:
+    x, seed, results = torch.randn(100), torch.zeros(1, dtype=torch.int64), []
+    for p in (0, 0.0, 1, 1.0):
+        results.append(torch.full((100,), torch.nan))
+        native.call("dropout", False, x, results[-1], 100, p, seed)
+    assert torch.equal(results[0], x)
+    assert torch.equal(results[1], x)
+    assert not results[2].any()
+    assert not results[3].any()
+
+
+def test_arguments_that_do_not_fit_are_refused_before_c_runs() -> None:
+    x, seed = torch.ones(4), torch.zeros(1, dtype=torch.int64)
+    fitting = (False, x, torch.empty(4), 4, 0.5, seed)
+    native.call("dropout", *fitting)  # a call that fits must not let others through
+    for place, wrong, sentence in (
+        (0, 0.0, "argument 1 of dropout must be an int, not float."),
+        (3, x, "argument 4 of dropout must be an int, not Tensor."),
+        (3, None, "argument 4 of dropout must be an int, not NoneType."),
+        (4, x, "argument 5 of dropout must be a number, not Tensor."),
+        (4, (1, 2), "argument 5 of dropout must be a number, not tuple."),
+        (5, 7, "argument 6 of dropout must be a tensor, a tuple of ints or None, not int."),
+    ):
+        arguments = [*fitting]
+        arguments[place] = wrong  # type: ignore[call-overload]
+        with pytest.raises(TypeError, match=sentence):
+            native.call("dropout", *arguments)
+    for count in (5, 7):
+        with pytest.raises(TypeError, match=f"dropout takes 6 arguments, but was called with {count}"):
+            native.call("dropout", *(*fitting, seed)[:count])
+    with pytest.raises(TypeError, match="float"):
+        native.call("squared_norms", 1, (0.5,), (0,), (0,), torch.empty(1, dtype=torch.float64))

@@ -1,9 +1,8 @@
 """The matmuls of tiles in native/product.h, for every instruction set of this processor and for an emulated AMX."""
 
-import ctypes
-import mmap
 import shutil
 import subprocess
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -13,9 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sansgpu.kernels import native
+from sansgpu.kernels.c_functions import Function, functions
 from sansgpu.machine.instruction_sets import ARM
 from tests.kernels.conftest import INSTRUCTION_SETS, SETS
+from tests.kernels.guarded import Guarded
 
+Library = Mapping[str, Function]
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src/sansgpu/kernels/native"
 EMULATED = ("-O1", "-std=c++20", "-fPIC", "-DSANSGPU_EMULATE_AMX", f"-I{Path(__file__).parent}")
@@ -23,29 +25,12 @@ ROUNDING = 2.0**-24  # the relative error of an fp32 operation
 
 
 @pytest.fixture(scope="module", params=[*SETS, "emulated_amx"])
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
     if request.param == "emulated_amx":
         file = tmp_path_factory.mktemp("amx") / "products.so"
         subprocess.run(["c++", *EMULATED, "-shared", "-o", str(file), str(SOURCES / "product.cpp")], check=True)
-        return ctypes.CDLL(str(file))
+        return functions(file)
     return native.load_library(INSTRUCTION_SETS[request.param])
-
-
-class Guarded:
-    """Memory that ends where no process may read or write."""
-
-    def __init__(self, most: int) -> None:
-        self.size = -(-most // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.memory = mmap.mmap(-1, self.size + mmap.PAGESIZE)
-        self.start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8, count=self.size)
-        protect = ctypes.CDLL(None, use_errno=True).mprotect
-        assert protect(ctypes.c_void_p(self.start + self.size), mmap.PAGESIZE, 0) == 0
-
-    def tensor(self, values: torch.Tensor) -> torch.Tensor:
-        """Copies a tensor to the end of the memory."""
-        end = self.bytes[self.size - values.numel() * values.element_size() :]
-        return end.view(values.dtype).view(values.shape).copy_(values)
 
 
 A_MEMORY, B_MEMORY, C_MEMORY = (Guarded(1 << 20) for _ in range(3))
@@ -67,7 +52,7 @@ def packed(values: torch.Tensor, ld: int) -> torch.Tensor:
 
 
 def run(
-    library: ctypes.CDLL, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, gaps: list[int], add: bool
+    library: Library, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, gaps: list[int], add: bool
 ) -> torch.Tensor:
     """Computes A B, or C + A B with `add`, and checks that nothing beside C is written."""
     rows, length, columns = *a.shape, b.shape[1]
@@ -76,13 +61,13 @@ def run(
     out = C_MEMORY.tensor(padded(c, ldc, 7.0))
     sizes = (int(a.dtype == torch.bfloat16), 1, rows, columns, length)
     arguments = (*sizes, left, lda, right, ldb, out, ldc, int(add))
-    native.call_function(library.product, *arguments)
+    library["product"](*arguments)
     result = torch.cat((out, torch.full((gaps[2],), 7.0))).view(rows, ldc)
     assert (result[:, columns:] == 7.0).all()
     return result[:, :columns].clone()
 
 
-def check(library: ctypes.CDLL, shape: tuple[int, int, int], dtype: torch.dtype, gaps: list[int], add: bool) -> None:
+def check(library: Library, shape: tuple[int, int, int], dtype: torch.dtype, gaps: list[int], add: bool) -> None:
     """Compares a product of `shape` (rows, columns, length of the sums) with float64."""
     rows, columns, length = shape
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(rows * columns * length))
@@ -106,30 +91,30 @@ SHAPES = [(64, 64, 64), (16, 256, 64), (48, 64, 80), (130, 40, 1200), (1, 1, 2),
     add=st.booleans(),
 )
 def test_products_of_any_shape(
-    library: ctypes.CDLL, shape: tuple[int, int, int], dtype: torch.dtype, gaps: list[int], add: bool
+    library: Library, shape: tuple[int, int, int], dtype: torch.dtype, gaps: list[int], add: bool
 ) -> None:
     check(library, shape, dtype, gaps, add)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products_of_the_kernels(library: ctypes.CDLL, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_products_of_the_kernels(library: Library, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     check(library, shape, dtype, [0, 0, 0], add=False)
     check(library, shape, dtype, [16, 2, 1], add=True)
 
 
-def test_products_of_an_odd_length(library: ctypes.CDLL) -> None:
+def test_products_of_an_odd_length(library: Library) -> None:
     check(library, (5, 37, 333), torch.float32, [0, 0, 0], add=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_without_rows_or_columns(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+def test_products_without_rows_or_columns(library: Library, dtype: torch.dtype) -> None:
     check(library, (0, 5, 4), dtype, [0, 0, 0], add=False)
     check(library, (5, 0, 4), dtype, [0, 0, 0], add=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_does_not_depend_on_the_other_rows(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_the_other_rows(library: Library, dtype: torch.dtype) -> None:
     """Results do not depend on how work is divided only if every number of rows takes the same order of sums."""
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     a, b = draw(64, 600).to(dtype), draw(600, 96).to(dtype)

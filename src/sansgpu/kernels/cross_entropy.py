@@ -44,7 +44,7 @@ def _cross_entropy_losses(
     results = [hidden.new_empty(rows, dtype=torch.float32) for _ in range(3)]
     native.call(
         "cross_entropy_losses", hidden.dtype == torch.bfloat16, format, rows, width, vocabulary, hidden, head, targets,
-        float(smoothing), float(z_loss), float(softcap), exponentials, above if count else None, *results,
+        smoothing, z_loss, softcap, exponentials, above if count else None, *results,
     )  # fmt: skip
     return *results, above
 

@@ -18,7 +18,6 @@ from sansgpu.kernels.norm import RMSNorm
 from sansgpu.kernels.packed_cache import PackedCache
 
 TILE = 64  # outputs of a packed tile, as in native/decoder_step.cpp
-MAX_GROUP = 64  # query heads of a key-value head
 
 
 @dataclass(frozen=True)
@@ -75,13 +74,11 @@ def step_takes(
     """Returns True if the C++ code computes these layers in `dtype`."""
     weights = [head, *(weight for one in layers for weight in one.weights)]
     norms = [norm for one in layers for norm in (one.norm, one.second_norm, *(one.head_norms or ()))] + [last_norm]
-    heads, kv_heads = (layers[0].qkv[place].shape[0] // head_dim for place in (0, 1))
     return (
         native.takes(torch.empty(0, dtype=dtype))
         and all(weight.is_taken(dtype) for weight in weights)
         and all(norm.weight.dtype == torch.float32 and norm.eps == last_norm.eps for norm in norms)
         and head_dim % 2 == 0
-        and heads <= MAX_GROUP * kv_heads
     )
 
 
@@ -122,7 +119,7 @@ class DecoderStep:
         logits = torch.empty(count, self._vocabulary, dtype=self._dtype)
         native.call(
             "decoder_step", self._dtype == torch.bfloat16, (count, *self._sizes, capacity, len(self._layers)),
-            float(self._last_norm.eps), tuple(layers), self._last_norm.weight, self._head, x, cos, sin,
+            self._last_norm.eps, tuple(layers), self._last_norm.weight, self._head, x, cos, sin,
             positions.contiguous(), logits,
         )  # fmt: skip
         return logits

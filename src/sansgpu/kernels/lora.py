@@ -118,7 +118,7 @@ def _forward(
     bias = None if bias is None else bias.float().contiguous()
     layer = (tensor.contiguous() for tensor in (weight, first, second))
     inputs = (tensor.contiguous() for tensor in (x, source))
-    native.call("lora_forward", x.dtype == torch.bfloat16, format, sizes, *layer, float(scale), *inputs, bias, h, y)
+    native.call("lora_forward", x.dtype == torch.bfloat16, format, sizes, *layer, scale, *inputs, bias, h, y)
     return y, h
 
 
@@ -147,7 +147,7 @@ def _backward(
     layer = (tensor.contiguous() for tensor in (weight, first, second))
     inputs = (tensor.contiguous() for tensor in (grad, source, h))
     outputs = (grads[0] if of_x else None, grads[1] if of_source else None, *grads[2:])
-    native.call("lora_backward", grad.dtype == torch.bfloat16, format, sizes, *layer, float(scale), *inputs, *outputs)
+    native.call("lora_backward", grad.dtype == torch.bfloat16, format, sizes, *layer, scale, *inputs, *outputs)
     return grads
 
 

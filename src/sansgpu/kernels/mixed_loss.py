@@ -210,5 +210,5 @@ def _logits_at(head: HeadOperands, part: slice, places: torch.Tensor, softcap: f
     sizes = (*hidden.shape, places.shape[1])
     narrow = hidden.dtype == torch.bfloat16
     operands = hidden, head.weight, places
-    native.call("head_logits_at", narrow, head.format, *sizes, *operands, float(softcap), logits)
+    native.call("head_logits_at", narrow, head.format, *sizes, *operands, softcap, logits)
     return logits

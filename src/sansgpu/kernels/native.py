@@ -6,14 +6,14 @@ one library for each set in `machine.instruction_sets`, when sansgpu is installe
 
 from __future__ import annotations
 
-import ctypes
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sansgpu.kernels.c_functions import Argument, Function, functions
 from sansgpu.machine.allocator import register_trim
 from sansgpu.machine.instruction_sets import InstructionSet, allowed
 from sansgpu.machine.openmp import share_openmp
@@ -21,11 +21,9 @@ from sansgpu.machine.openmp import share_openmp
 LIBRARIES = Path(__file__).parent / "libraries"  # each with the name of its instruction set
 ALLOCATOR = LIBRARIES / "allocator.so"
 
-Argument = torch.Tensor | tuple[int, ...] | float | None
-_C_VALUES = frozenset((int, bool, float, type(None)))  # arguments that ctypes converts; asking for tensors takes longer
 _DTYPES = (torch.float32, torch.bfloat16)
 
-_library: ctypes.CDLL | None = None
+_library: Mapping[str, Function] = {}
 _set: InstructionSet | None = None
 _loaded = False
 
@@ -40,14 +38,9 @@ def name() -> str:
     return f"native {_set.name}" if _loaded and _set is not None else "torch"
 
 
-def call(name: str, *arguments: Argument) -> int:
-    """Calls a kernel with the C values of the arguments.
-
-    A tensor becomes a pointer to its data, a tuple of ints a pointer to int64_t, None a null pointer, an int or bool an
-    int64_t, and a float a double. Returns the kernel's int64_t, which is meaningless if the kernel returns nothing.
-    Tensors must be on the CPU, and their dtypes and strides must be those that the kernel expects.
-    """
-    return call_function(getattr(_library, name), *arguments)
+def call(name: str, *arguments: Argument) -> Any:
+    """Calls a kernel; `Function` says which arguments it takes. Returns the kernel's int64_t, or None without one."""
+    return _library[name](*arguments)
 
 
 def takes(*tensors: torch.Tensor) -> bool:
@@ -63,23 +56,6 @@ def usable(*tensors: torch.Tensor) -> bool:
     return not torch.compiler.is_compiling() and takes(*tensors)
 
 
-def call_function(function: Any, *arguments: Argument) -> int:
-    """Calls a function of a loaded library; `call` describes the arguments."""
-    if function.argtypes is None:
-        function.argtypes, function.restype = [*map(_c_type, arguments)], ctypes.c_int64
-    return int(function(*[a if type(a) in _C_VALUES else _pointer(a) for a in arguments]))
-
-
-def _pointer(argument: Any) -> int | ctypes.Array[ctypes.c_int64]:
-    return (ctypes.c_int64 * len(argument))(*argument) if isinstance(argument, tuple) else argument.data_ptr()
-
-
-def _c_type(argument: Argument) -> type[ctypes.c_void_p] | type[ctypes.c_double] | type[ctypes.c_int64]:
-    if argument is None or isinstance(argument, torch.Tensor | tuple):
-        return ctypes.c_void_p
-    return ctypes.c_double if isinstance(argument, float) else ctypes.c_int64
-
-
 def install_caching_allocator(varying: bool, warn: Callable[[str], None]) -> None:
     """Makes torch allocate large CPU tensors with memory.cpp, which reuses the memory of freed ones, in huge pages.
 
@@ -89,12 +65,11 @@ def install_caching_allocator(varying: bool, warn: Callable[[str], None]) -> Non
     """
     if not ALLOCATOR.exists():
         return
-    library = ctypes.CDLL(str(ALLOCATOR))
-    if not library.install(ctypes.c_int64(varying)):
+    library = functions(ALLOCATOR)
+    if not library["install"](varying):
         warn("torch's memory allocator could not be replaced, so steps take more time and memory.")
         return
-    library.give_back.restype = ctypes.c_int64
-    register_trim(library.give_back)
+    register_trim(library["give_back"])
 
 
 def load() -> str | None:
@@ -117,13 +92,13 @@ def load() -> str | None:
     return None
 
 
-def load_library(instructions: InstructionSet) -> ctypes.CDLL:
-    """Loads the library for an instruction set; its OpenMP functions are those that torch has loaded.
+def load_library(instructions: InstructionSet) -> Mapping[str, Function]:
+    """Loads the kernels for an instruction set; their OpenMP functions are those that torch has loaded.
 
     Raises OSError if the library is missing or does not fit this system.
     """
     share_openmp()
-    return ctypes.CDLL(str(_path(instructions)))
+    return functions(_path(instructions))
 
 
 def _path(instructions: InstructionSet) -> Path:

@@ -62,7 +62,7 @@ class _Rotary(torch.autograd.Function):
         batch, time, heads, dim = q.shape
         if cos.shape != sin.shape or cos.shape[1:] != (1, time, dim) or cos.shape[0] not in (1, batch) or dim % 2:
             raise ValueError(f"rotary angles {tuple(cos.shape)} do not fit queries {tuple(q.shape)}.")
-        ctx.sizes = (batch * time, max(1, cos.shape[0] * time), heads, k.shape[2], dim, float(eps))
+        ctx.sizes = (batch * time, max(1, cos.shape[0] * time), heads, k.shape[2], dim, eps)
         # Gradients of the norms need what was normalized; rotation alone is linear.
         ctx.save_for_backward(*(None, None) if q_weight is None else (q, k), cos, sin, q_weight, k_weight)
         q_out, k_out = torch.empty_like(q), torch.empty_like(k)

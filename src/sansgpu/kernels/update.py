@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from sansgpu.kernels import native
+from sansgpu.kernels.c_functions import Argument
 
 
 def use_native(*tensors: torch.Tensor | None) -> bool:
@@ -80,11 +81,11 @@ class AdamWStep:
 
     def run(self, kernel: str, updates: list[WeightUpdate], *maps: torch.Tensor) -> None:
         """Calls the kernel `adamw` or `adamw8` once for all weights, so that small ones share the threads."""
-        settings = (*map(float, (self.lr, *self.betas, self.eps)), self.number, float(self.scale))
+        settings = (self.lr, *self.betas, self.eps, self.number, self.scale)
         call_update(kernel, updates, decays_of(updates), *maps, *settings)
 
 
-def call_update(kernel: str, updates: Sequence[WeightUpdate], *arguments: native.Argument) -> None:
+def call_update(kernel: str, updates: Sequence[WeightUpdate], *arguments: Argument) -> None:
     """Calls a kernel of native/update.cpp for weights."""
     if updates:
         structs = tuple(word for update in updates for word in update.as_struct())
@@ -155,7 +156,7 @@ def nesterov(updates: Sequence[WeightUpdate], beta: float, scale: float) -> None
     Nesterov's momentum, one step ahead.
     """
     together, others = split(updates, lambda update: update.moments)
-    call_update("nesterov", together, float(beta), float(scale))
+    call_update("nesterov", together, beta, scale)
     for update in others:
         momentum, direction = update.moments
         gradient = update.gradient.to(momentum.dtype) * scale
@@ -166,7 +167,7 @@ def nesterov(updates: Sequence[WeightUpdate], beta: float, scale: float) -> None
 def descend(updates: Sequence[WeightUpdate], lr: float, scale: float) -> None:
     """Moves weights, fp32 or wider, against their gradients times `scale`, with decoupled weight decay."""
     together, others = split(updates, lambda update: [update.weight])
-    call_update("descend", together, decays_of(together), float(lr), float(scale))
+    call_update("descend", together, decays_of(together), lr, scale)
     for update in others:
         update.weight.mul_(1 - lr * update.weight_decay).add_(update.gradient, alpha=-lr * scale)
         if update.working is not None:

@@ -26,7 +26,7 @@
 #include <unordered_map>
 #include <utility>
 
-#include "../native/tiles.h"
+#include "../native.h"
 
 namespace {
 

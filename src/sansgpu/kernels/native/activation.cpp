@@ -1,8 +1,6 @@
 // Activations of feed-forward layers, and their gradients from the inputs, in one pass over memory.
 // kernels/activation.py has the reference.
 
-#include "activation.h"
-
 #include "parallel.h"
 #include "values.h"
 
@@ -80,6 +78,8 @@ void each_chunk(int64_t N, const F& work) {
 
 }  // namespace
 
+// Computes an activation of N values in the dtype of its inputs; y is null but for SwiGLU. kernels/activation.py numbers
+// the kinds.
 SANSGPU_KERNEL void activation(int64_t kind, int64_t narrow, const void* x, const void* y, void* out, int64_t N) {
   constexpr Activate FUNCTIONS[] = {activate<SWIGLU>, activate<GELU_TANH>, activate<GELU>, activate<RELU2>,
                                     activate<RELU>};
@@ -94,6 +94,7 @@ SANSGPU_KERNEL void activation(int64_t kind, int64_t narrow, const void* x, cons
   });
 }
 
+// Computes the gradients of its inputs and, unless `out` is null, the activation again.
 SANSGPU_KERNEL void activation_gradient(int64_t kind, int64_t narrow, const void* grad, const void* x, const void* y,
                                         void* x_grad, void* y_grad, void* out, int64_t N) {
   constexpr Differentiate FUNCTIONS[] = {differentiate<SWIGLU>, differentiate<GELU_TANH>, differentiate<GELU>,

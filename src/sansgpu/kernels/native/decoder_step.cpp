@@ -213,7 +213,7 @@ class Step {
     const float scale = 1.0f / std::sqrt(static_cast<float>(d));
     parallel_units(s_.B * s_.K, [&](Units& units) {
       Buffer<T> q(group * d), key(d), weights(group * s_.S);
-      Buffer<float> scores(group * s_.S), sums(group * d), scratch(2 * d);
+      Buffer<float> scores(group * s_.S), sums(group * d), scratch(2 * d), inverse(group);
       for (int64_t unit; units.draw(unit);) {
         const int64_t b = unit / s_.K, kv = unit % s_.K, count = positions_[b] + 1;
         const int64_t blocks = divide_up(count, BLOCK), width = blocks * BLOCK;
@@ -225,7 +225,6 @@ class Step {
         cache.store(count - 1, key, new_value);
         for (int64_t block = 0; block < blocks; ++block)
           product<T>(group, BLOCK, d, q, d, cache.key_block(block), BLOCK, scores + block * BLOCK, width, false);
-        float inverse[QUERIES];
         for (int64_t g = 0; g < group; ++g)
           inverse[g] = 1.0f / softmax<T>(scores + g * width, weights + g * width, 0, count, width, scale * LOG2E).second;
         product<T>(group, d, round_up(count, LANES), weights, width, cache.values, d, sums, d, false);
@@ -302,11 +301,13 @@ SANSGPU_KERNEL void pack_step_weight(int64_t narrow, const void* weight, int64_t
 
 // Computes logits (B, V), in bf16 if `narrow`, as are packed weights and the caches. x (B, D) is the embeddings and is
 // overwritten; cos and sin are (B, d), and `positions` (B,) those of the new tokens in the caches.
-SANSGPU_KERNEL void decoder_step(int64_t narrow, const Sizes* sizes, double eps, const Layer* layers,
-                                 const float* last_norm, const Weight* head, float* x, const float* cos, const float* sin,
+SANSGPU_KERNEL void decoder_step(int64_t narrow, const int64_t* sizes, double eps, const void* layers,
+                                 const float* last_norm, const void* head, float* x, const float* cos, const float* sin,
                                  const int64_t* positions, void* logits) {
+  const Sizes& s = *reinterpret_cast<const Sizes*>(sizes);
   const auto run = [&]<typename T>(T) {
-    Step<T>(*sizes, eps, x, cos, sin, positions).run(layers, last_norm, *head, static_cast<T*>(logits));
+    Step<T>(s, eps, x, cos, sin, positions)
+        .run(static_cast<const Layer*>(layers), last_norm, *static_cast<const Weight*>(head), static_cast<T*>(logits));
   };
   narrow ? run(bf16()) : run(float());
 }

@@ -1,6 +1,5 @@
 // The kernels of kernels/feed_forward.py: matmuls, an activation, and matmuls of its results, each by all threads.
 
-#include "activation.h"
 #include "matmul_list.h"
 
 namespace sansgpu {

@@ -31,6 +31,8 @@ void multiply(const Matmul* each, const Matmul* end) {
 
 }  // namespace
 
+// Computes matmuls of one dtype, of which none may read what another one stores. Those that have the same `total` are
+// computed one after another.
 SANSGPU_KERNEL void matmuls(int64_t narrow, const Matmul* list, int64_t count) {
   narrow ? multiply<bf16>(list, list + count) : multiply<float>(list, list + count);
 }

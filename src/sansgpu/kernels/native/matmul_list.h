@@ -21,8 +21,4 @@ struct Matmul {
   float* row_sums;
 };
 
-// Computes matmuls of one dtype, of which none may read what another one stores. Those that have the same `total` are
-// computed one after another.
-SANSGPU_KERNEL void matmuls(int64_t narrow, const Matmul* list, int64_t count);
-
 }  // namespace sansgpu

@@ -13,14 +13,9 @@
 #include <immintrin.h>
 #endif
 
-namespace sansgpu {
+#include "../native.h"
 
-// The name of an operation in the library: a plain C function of pointers, int64_t and double.
-#ifdef _WIN32
-#define SANSGPU_KERNEL extern "C" __declspec(dllexport)
-#else
-#define SANSGPU_KERNEL extern "C" __attribute__((visibility("default")))
-#endif
+namespace sansgpu {
 
 // The upper half of an fp32 value.
 struct bf16 {
@@ -138,8 +133,8 @@ struct Dropout {
   float scale;               // multiplies the other values
   Dropout(double p, int64_t seed)
       : seed(static_cast<uint32_t>(seed)),
-        threshold(static_cast<uint32_t>(p * 4294967296.0)),
-        scale(static_cast<float>(1.0 / (1.0 - p))) {}
+        threshold(p < 1.0 ? static_cast<uint32_t>(p * 4294967296.0) : 0xFFFFFFFFu),
+        scale(p < 1.0 ? static_cast<float>(1.0 / (1.0 - p)) : 0.0f) {}
   static uint32_t mix(uint32_t x) {  // the finalizer of MurmurHash3
     x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
     x = (x ^ (x >> 13)) * 0xC2B2AE35u;

@@ -110,9 +110,10 @@ void with_types(const Weight& w, const F& run) {
   w.narrow_weight ? typed(static_cast<bf16*>(w.weight)) : typed(static_cast<float*>(w.weight));
 }
 
-// Calls run(block, weight) for each block of the weights.
+// Calls run(block, weight) for each block of a list of `Weight`.
 template <typename F>
-void for_each_weight(int64_t count, const Weight* weights, const F& run) {
+void for_each_weight(int64_t count, const void* list, const F& run) {
+  const auto weights = static_cast<const Weight*>(list);
   Blocks(count, [=](int64_t i) { return weights[i].size; }).each([&](const Block& block) {
     run(block, weights[block.array]);
   });
@@ -120,7 +121,7 @@ void for_each_weight(int64_t count, const Weight* weights, const F& run) {
 
 // Calls run(block, weight, settings) for each block of the weights.
 template <typename F>
-void for_each_weight(int64_t count, const Weight* weights, const double* decays, const AdamW& settings, const F& run) {
+void for_each_weight(int64_t count, const void* weights, const double* decays, const AdamW& settings, const F& run) {
   for_each_weight(count, weights, [&](const Block& block, const Weight& weight) {
     AdamW own = settings;
     own.decay = static_cast<float>(decays[block.array]);
@@ -240,9 +241,10 @@ SANSGPU_KERNEL void dropout(int64_t narrow, const void* x, void* out, int64_t si
 }
 
 // sum (fp32) += addend (bf16).
-SANSGPU_KERNEL void accumulate(float* sum, const bf16* addend, int64_t size) {
+SANSGPU_KERNEL void accumulate(float* sum, const void* addend, int64_t size) {
+  const auto terms = static_cast<const bf16*>(addend);
   for_each_block(size, [&](const Block& block) {
-    for (int64_t i = block.start; i < block.start + block.count; ++i) sum[i] += load(addend + i);
+    for (int64_t i = block.start; i < block.start + block.count; ++i) sum[i] += load(terms + i);
   });
 }
 
@@ -264,7 +266,7 @@ SANSGPU_KERNEL void squared_norms(int64_t count, const void* const* arrays, cons
 }
 
 // Updates the weights, their moments and working copies.
-SANSGPU_KERNEL void adamw(int64_t count, const Weight* weights, const double* decays, double lr, double beta1,
+SANSGPU_KERNEL void adamw(int64_t count, const void* weights, const double* decays, double lr, double beta1,
                           double beta2, double eps, int64_t step, double scale) {
   const AdamW settings(lr, beta1, beta2, eps, step, scale);
   for_each_weight(count, weights, decays, settings, [](const Block& block, const Weight& w, const AdamW& own) {
@@ -283,7 +285,7 @@ SANSGPU_KERNEL void adamw(int64_t count, const Weight* weights, const double* de
 
 // Updates the first moments, the momentum of fp32 weights, with gradients times `scale`. The second ones become the
 // directions of the update.
-SANSGPU_KERNEL void nesterov(int64_t count, const Weight* weights, double beta, double scale) {
+SANSGPU_KERNEL void nesterov(int64_t count, const void* weights, double beta, double scale) {
   for_each_weight(count, weights, [=](const Block& block, const Weight& w) {
     const int64_t at = block.start;
     float *momentum = static_cast<float*>(w.moments[0]) + at, *direction = static_cast<float*>(w.moments[1]) + at;
@@ -294,7 +296,7 @@ SANSGPU_KERNEL void nesterov(int64_t count, const Weight* weights, double beta, 
 }
 
 // Moves fp32 weights, and their working copies, against `grad` times `scale`, with decoupled weight decay.
-SANSGPU_KERNEL void descend(int64_t count, const Weight* weights, const double* decays, double lr, double scale) {
+SANSGPU_KERNEL void descend(int64_t count, const void* weights, const double* decays, double lr, double scale) {
   for_each_weight(count, weights, [=](const Block& block, const Weight& w) {
     const float keep = static_cast<float>(1.0 - lr * decays[block.array]), rate = static_cast<float>(lr * scale);
     const int64_t at = block.start;
@@ -306,7 +308,7 @@ SANSGPU_KERNEL void descend(int64_t count, const Weight* weights, const double* 
 }
 
 // Like adamw, with moments in 8 bits; the maps (256,) give the value of each code.
-SANSGPU_KERNEL void adamw8(int64_t count, const Weight* weights, const double* decays, const float* first_map,
+SANSGPU_KERNEL void adamw8(int64_t count, const void* weights, const double* decays, const float* first_map,
                            const float* second_map, double lr, double beta1, double beta2, double eps, int64_t step,
                            double scale) {
   const AdamW settings(lr, beta1, beta2, eps, step, scale);

@@ -1,0 +1,146 @@
+// Every C function of the compiled libraries. The C++ compiler checks the definitions against these declarations, and
+// kernels/c_functions.py reads them to convert arguments. The files that define the functions describe them.
+//
+// A parameter is a pointer, an int64_t or a double; a result is an int64_t or void.
+#pragma once
+
+#include <stdint.h>
+
+#ifdef _WIN32
+#define SANSGPU_EXPORT __declspec(dllexport)
+#else
+#define SANSGPU_EXPORT __attribute__((visibility("default")))
+#endif
+#ifdef __cplusplus
+#define SANSGPU_KERNEL extern "C" SANSGPU_EXPORT
+namespace sansgpu {
+#else
+#define SANSGPU_KERNEL SANSGPU_EXPORT
+#endif
+
+struct Matmul;  // native/matmul_list.h
+
+// native/product.cpp
+SANSGPU_KERNEL void product(int64_t narrow, int64_t repeats, int64_t M, int64_t N, int64_t K, const void* A,
+    int64_t lda, const void* B, int64_t ldb, float* C, int64_t ldc, int64_t add);
+
+// native/matmul.cpp
+SANSGPU_KERNEL void matmuls(int64_t narrow, const struct Matmul* list, int64_t count);
+
+// native/feed_forward.cpp
+SANSGPU_KERNEL void feed_forward(int64_t narrow, const struct Matmul* before, int64_t count_before,
+    const struct Matmul* after, int64_t count_after, int64_t kind, const void* x, const void* y, void* activated,
+    int64_t N);
+SANSGPU_KERNEL void feed_forward_gradient(int64_t narrow, const struct Matmul* before, int64_t count_before,
+    const struct Matmul* after, int64_t count_after, int64_t kind, const void* grad, const void* x, const void* y,
+    void* x_grad, void* y_grad, void* activated, int64_t N);
+
+// native/activation.cpp
+SANSGPU_KERNEL void activation(int64_t kind, int64_t narrow, const void* x, const void* y, void* out, int64_t N);
+SANSGPU_KERNEL void activation_gradient(int64_t kind, int64_t narrow, const void* grad, const void* x, const void* y,
+    void* x_grad, void* y_grad, void* out, int64_t N);
+
+// native/norm.cpp
+SANSGPU_KERNEL void residual(const float* x, const void* y, int64_t y_narrow, float* sum, int64_t N, int64_t D,
+    double p, int64_t seed);
+SANSGPU_KERNEL void residual_gradient(const float* grad, void* y_grad, int64_t y_narrow, int64_t N, int64_t D,
+    double p, int64_t seed);
+SANSGPU_KERNEL void norm(const void* x, int64_t x_narrow, const void* y, int64_t y_narrow, float* sum,
+    const float* weight, const float* bias, void* out, int64_t out_narrow, int64_t N, int64_t D, double eps,
+    int64_t centered, double p, int64_t seed);
+SANSGPU_KERNEL void norm_gradient(const void* grad, int64_t grad_narrow, const float* sum_grad, const void* x,
+    int64_t x_narrow, const float* weight, void* x_grad, void* y_grad, int64_t y_narrow, float* weight_grad,
+    float* bias_grad, int64_t N, int64_t D, double eps, int64_t centered, double p, int64_t seed);
+
+// native/rotary.cpp
+SANSGPU_KERNEL void rotary(int64_t narrow, const void* q, const void* k, const float* q_weight, const float* k_weight,
+    const float* cos, const float* sin, void* q_out, void* k_out, int64_t N, int64_t periods, int64_t q_heads,
+    int64_t k_heads, int64_t d, double eps);
+SANSGPU_KERNEL void rotary_gradient(int64_t narrow, const void* q_grad, const void* k_grad, const void* q,
+    const void* k, const float* q_weight, const float* k_weight, const float* cos, const float* sin, void* to_q,
+    void* to_k, float* q_weight_grad, float* k_weight_grad, int64_t N, int64_t periods, int64_t q_heads,
+    int64_t k_heads, int64_t d, double eps);
+
+// native/embedding.cpp
+SANSGPU_KERNEL void add_rows(int64_t narrow, int64_t N, int64_t D, int64_t V, const int64_t* indices,
+    const void* rows, const float* factors, float* total);
+
+// native/attention_forward.cpp
+SANSGPU_KERNEL int64_t attention_forward(int64_t narrow, const int64_t* sizes, void* q, const int64_t* q_strides,
+    void* k, const int64_t* k_strides, void* v, const int64_t* v_strides, const int32_t* ranges, double dropout,
+    const int64_t* seed, const int32_t* nodes, const float* table, int64_t entries, int64_t added, void* out,
+    const int64_t* out_strides, float* lse);
+
+// native/attention_backward.cpp
+SANSGPU_KERNEL void attention_backward(int64_t narrow, const int64_t* sizes, void* grad_out,
+    const int64_t* grad_out_strides, void* q, const int64_t* q_strides, void* k, const int64_t* k_strides, void* v,
+    const int64_t* v_strides, void* out, const int64_t* out_strides, const float* lse, const int32_t* ranges,
+    double dropout, const int64_t* seed, const int32_t* nodes, const float* table, int64_t entries, int64_t added,
+    void* q_grad, const int64_t* q_grad_strides, void* k_grad, const int64_t* k_grad_strides, void* v_grad,
+    const int64_t* v_grad_strides, float* table_grad);
+
+// native/cross_entropy.cpp
+SANSGPU_KERNEL void cross_entropy_losses(int64_t narrow, int64_t format, int64_t N, int64_t D, int64_t V,
+    const void* hidden, const void* weight, const int64_t* targets, double smoothing, double z_loss, double softcap,
+    void* exponentials, int64_t* above, float* losses, float* shares, float* at_target);
+SANSGPU_KERNEL void head_logits_at(int64_t narrow, int64_t format, int64_t N, int64_t D, int64_t K,
+    const void* hidden, const void* weight, const int64_t* places, double softcap, float* logits);
+SANSGPU_KERNEL void cross_entropy_hidden(int64_t narrow, int64_t format, int64_t N, int64_t D, int64_t V,
+    const void* exponentials, const void* weight, const int64_t* targets, const float* shares, const float* at_target,
+    void* to);
+
+// native/quantized_linear.cpp
+SANSGPU_KERNEL void quantized_forward(int64_t narrow, int64_t format, int64_t N, int64_t I, int64_t O,
+    const void* weight, const void* x, const float* bias, void* y);
+SANSGPU_KERNEL void quantized_backward(int64_t narrow, int64_t format, int64_t N, int64_t I, int64_t O,
+    const void* weight, const void* grad, void* x_grad);
+SANSGPU_KERNEL void dequantize_rows(int64_t narrow, int64_t format, int64_t O, int64_t I, const void* weight,
+    void* values);
+
+// native/block_quantization.cpp
+SANSGPU_KERNEL void quantize_q4_k(int64_t blocks, const float* values, uint8_t* to);
+SANSGPU_KERNEL void quantize_q6_k(int64_t blocks, const float* values, uint8_t* to);
+
+// native/lora.cpp
+SANSGPU_KERNEL void lora_forward(int64_t narrow, int64_t format, const int64_t* sizes, const void* weight,
+    const void* first, const void* second, double scale, const void* x, const void* source, const float* bias,
+    void* h, void* y);
+SANSGPU_KERNEL void lora_backward(int64_t narrow, int64_t format, const int64_t* sizes, const void* weight,
+    const void* first, const void* second, double scale, const void* grad, const void* source, const void* h,
+    void* x_grad, void* source_grad, void* first_grad, void* second_grad);
+
+// native/decoder_step.cpp
+SANSGPU_KERNEL void store_tokens(int64_t narrow, int64_t count, int64_t K, int64_t S, int64_t d, const int64_t* slots,
+    const int64_t* positions, const void* keys, const void* values, void* to_keys, void* to_values);
+SANSGPU_KERNEL void pack_step_weight(int64_t narrow, const void* weight, int64_t N, int64_t terms, void* to);
+SANSGPU_KERNEL void decoder_step(int64_t narrow, const int64_t* sizes, double eps, const void* layers,
+    const float* last_norm, const void* head, float* x, const float* cos, const float* sin, const int64_t* positions,
+    void* logits);
+
+// native/newton_schulz.cpp
+SANSGPU_KERNEL void newton_schulz(int64_t narrow, int64_t by_gram, int64_t count, int64_t rows, int64_t columns,
+    const float* matrices, void* out, double a, double b, double c, int64_t steps);
+
+// native/update.cpp
+SANSGPU_KERNEL void dropout(int64_t narrow, const void* x, void* out, int64_t size, double p, const int64_t* seed);
+SANSGPU_KERNEL void accumulate(float* sum, const void* addend, int64_t size);
+SANSGPU_KERNEL void squared_norms(int64_t count, const void* const* arrays, const int64_t* sizes,
+    const int64_t* narrow, double* totals);
+SANSGPU_KERNEL void adamw(int64_t count, const void* weights, const double* decays, double lr, double beta1,
+    double beta2, double eps, int64_t step, double scale);
+SANSGPU_KERNEL void nesterov(int64_t count, const void* weights, double beta, double scale);
+SANSGPU_KERNEL void descend(int64_t count, const void* weights, const double* decays, double lr, double scale);
+SANSGPU_KERNEL void adamw8(int64_t count, const void* weights, const double* decays, const float* first_map,
+    const float* second_map, double lr, double beta1, double beta2, double eps, int64_t step, double scale);
+
+// native/parallel.cpp
+SANSGPU_KERNEL void record(double* places, int64_t capacity);
+SANSGPU_KERNEL int64_t recorded(void);
+
+// allocator/memory.cpp
+SANSGPU_KERNEL int64_t install(int64_t sizes_vary);
+SANSGPU_KERNEL int64_t give_back(void);
+
+#ifdef __cplusplus
+}  // namespace sansgpu
+#endif
