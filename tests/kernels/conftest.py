@@ -1,12 +1,15 @@
 """Fixtures for tests of kernels."""
 
 import ctypes
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from sansgpu.kernels import native
 from sansgpu.machine.instruction_sets import supported
+from tests.kernels import TEST_LIBRARIES
+from tests.kernels.guarded import GuardedCalls
 
 M_PERTURB = -6  # malloc.h
 INSTRUCTION_SETS = {instructions.name: instructions for instructions in supported()}
@@ -50,3 +53,12 @@ def _poisoned_memory() -> Iterator[None]:
     mallopt(M_PERTURB, 0x80)  # new memory gets the inverse of this byte
     yield
     mallopt(M_PERTURB, 0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _guarded_tensors() -> Iterator[None]:
+    """Makes a kernel crash that reads or writes beside its tensors. Sanitizers see the memory of torch itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        if TEST_LIBRARIES not in os.environ:
+            patch.setattr(native, "call", GuardedCalls())
+        yield

@@ -6,12 +6,15 @@ A rank has such inputs if its share of a batch has no targets.
 import pytest
 import torch
 
-from sansgpu.kernels import linear
+from sansgpu.kernels import activation, linear
 from sansgpu.kernels.attention import Decay, attention
 from sansgpu.kernels.cross_entropy import linear_cross_entropy
 from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
+from sansgpu.kernels.newton_schulz import newton_schulz
+from sansgpu.kernels.norm import LayerNorm, RMSNorm, residual
 from sansgpu.kernels.quantized import quantized_zeros
+from sansgpu.kernels.rotary import rotate_heads
 from sansgpu.kernels.update import add_product, global_norm
 from tests.kernels.updates import adamw, adamw8
 
@@ -67,6 +70,14 @@ def test_attention_between_nodes(kernels: str, dtype: torch.dtype, added: bool, 
     assert_zero_gradients(q, k, v, table)
 
 
+def test_attention_without_heads_is_refused(native_kernels: str) -> None:
+    ranges = torch.zeros(1, 3, 2, dtype=torch.int32)
+    for heads, kv_heads, dim in ((0, 0, 8), (0, 2, 8), (2, 0, 8), (2, 2, 0)):
+        q, k = torch.empty(1, heads, 3, dim), torch.empty(1, kv_heads, 3, dim)
+        with pytest.raises(RuntimeError, match="there are query heads"):
+            attention(q, k, k, ranges)
+
+
 @DTYPES
 def test_cross_entropy(kernels: str, dtype: torch.dtype) -> None:
     for rows, targets in ((0, []), (3, [-100, -100, -100])):
@@ -79,9 +90,39 @@ def test_cross_entropy(kernels: str, dtype: torch.dtype) -> None:
 
 @DTYPES
 def test_dropout_and_embedding(kernels: str, dtype: torch.dtype) -> None:
-    x, table = leaf(0, 9, dtype=dtype), leaf(11, 5, dtype=dtype)
-    (dropout(x, 0.5, True).sum() + embed(torch.zeros(1, 0, dtype=torch.int64), table).sum()).backward()
-    assert_zero_gradients(x, table)
+    x, table, no_columns = leaf(0, 9, dtype=dtype), leaf(11, 5, dtype=dtype), leaf(11, 0, dtype=dtype)
+    looked_up = embed(torch.zeros(1, 0, dtype=torch.int64), table).sum()
+    looked_up = looked_up + embed(torch.zeros(2, 3, dtype=torch.int64), no_columns).sum()
+    (dropout(x, 0.5, True).sum() + looked_up).backward()
+    assert_zero_gradients(x, table, no_columns)
+
+
+@DTYPES
+@pytest.mark.parametrize("norm", [LayerNorm(12), RMSNorm(12, 1e-6)], ids=["layer", "rms"])
+def test_norms_and_residuals(kernels: str, dtype: torch.dtype, norm: LayerNorm | RMSNorm) -> None:
+    norm.zero_grad()
+    x, y = leaf(2, 0, 12), leaf(2, 0, 12, dtype=dtype)
+    total = norm.branch(x, y, 0.5)
+    (norm(x).sum() + residual(x, y, 0.5, True).sum() + sum(part.sum() for part in total if part is not None)).backward()
+    assert_zero_gradients(x, y, *norm.parameters())
+
+
+@DTYPES
+@pytest.mark.parametrize(("time", "heads", "dim"), [(0, 2, 8), (3, 2, 0), (3, 0, 8)])
+def test_rotary(kernels: str, dtype: torch.dtype, time: int, heads: int, dim: int) -> None:
+    q, k = leaf(2, time, heads, dim, dtype=dtype), leaf(2, time, heads, dim, dtype=dtype)
+    angles = torch.ones(1, 1, time, dim)
+    (sum(part.sum() for part in rotate_heads(q, k, angles, angles))).backward()
+    assert_zero_gradients(q, k)
+
+
+@DTYPES
+def test_activations_and_orthogonal_matrices(kernels: str, dtype: torch.dtype) -> None:
+    x, y = leaf(0, 6, dtype=dtype), leaf(0, 6, dtype=dtype)
+    functions = (activation.gelu, activation.gelu_tanh, activation.relu, activation.relu_squared)
+    (activation.swiglu(x, y).sum() + sum(function(x).sum() for function in functions)).backward()
+    assert_zero_gradients(x, y)
+    assert newton_schulz(torch.empty(0, 4, 3), dtype).shape == (0, 4, 3)
 
 
 @DTYPES

@@ -12,6 +12,7 @@ from sansgpu.data.tokenizer import CharTokenizer, Tokenizer
 from sansgpu.models import TransformerLM
 from sansgpu.models.batched import generate
 from sansgpu.models.generate import Sampling, sample_tokens
+from sansgpu.models.step_layers import decoder_step
 from tests.models.small import TEXT, TOKENIZER, config_of, model_of, text_of
 
 TOKENIZERS = {"bpe": TOKENIZER, "char": CharTokenizer.train(["ab"])}  # one that has no é but its bytes
@@ -61,6 +62,13 @@ def test_generation_is_greedy_at_temperature_zero_and_at_one_choice(layout: str)
         assert text_of(model, "The quick", 8, packs, temperature=0) == text
     assert text_of(model, "The quick", 8, top_k=1, seed=4) == text
     assert text_of(model, "The quick", 8, top_p=1e-6, seed=5) == text
+
+
+def test_a_step_takes_any_number_of_query_heads_of_a_key_value_head() -> None:
+    model = model_of("llama", d_model=160, n_heads=80, n_kv_heads=1)
+    texts = {text_of(model, "The quick", 8, packs, temperature=0) for packs in (False, True)}
+    assert decoder_step(model) is not None
+    assert len(texts) == 1
 
 
 @pytest.mark.parametrize("layout", ["modern", "classic"])

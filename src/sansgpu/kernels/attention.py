@@ -154,7 +154,8 @@ def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]
     (batch, queries, heads, dim), (_, keys, kv_heads, _) = q.shape, k.shape
     _require(k.shape == v.shape == (batch, keys, kv_heads, dim), "k and v are (B, S, K, d) for a q of (B, T, H, d)")
     _require(q.dtype == k.dtype == v.dtype, "q, k and v have one dtype")
-    _require(heads == 0 or (kv_heads > 0 and heads % kv_heads == 0), f"{kv_heads} k/v heads divide {heads} query heads")
+    _require(min(heads, kv_heads, dim) > 0, "there are query heads and k/v heads, and that their width is not 0")
+    _require(heads % kv_heads == 0, f"{kv_heads} k/v heads divide {heads} query heads")
     return batch, queries, keys, heads, kv_heads, dim
 
 

@@ -94,7 +94,7 @@ void forward(const Shape& s, const View<T>& q, const View<T>& k, const View<T>& 
             for (int64_t j = 0; j < count; ++j) row[from + j] = decayed<decay>(row[from + j], entries[j]);
           }
           const auto [most, sum] = softmax<T>(row, weight, first, last, width, s.scale * LOG2E);
-          if (drop.threshold) {
+          if (drop.threshold && first < last) {
             const uint32_t key = drop.row(b * s.H + h, start + i);
             for (int64_t j = first; j < last; ++j) row[j] *= drop.factor(key, low + j);
             store_row(weight + first, row + first, last - first);

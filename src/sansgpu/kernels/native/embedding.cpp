@@ -27,7 +27,8 @@ void add_rows(int64_t N, int64_t D, const int64_t* indices, const T* rows, const
 // unit reads all indices and adds the rows of some, so that the order of sums does not depend on the number of units.
 SANSGPU_KERNEL void add_rows(int64_t narrow, int64_t N, int64_t D, int64_t V, const int64_t* indices, const void* rows,
                              const float* factors, float* total) {
-  const int64_t across = divide_up(D, WIDTH_OF_UNIT), down = divide_up(4 * omp_get_max_threads(), across);
+  const int64_t across = divide_up(D, WIDTH_OF_UNIT);
+  const int64_t down = divide_up(4 * omp_get_max_threads(), std::max<int64_t>(1, across));
   parallel_each(down * across, [&](int64_t unit) {
     const int64_t part = unit / across, first = part * V / down, end = (part + 1) * V / down;
     const int64_t column = unit % across * WIDTH_OF_UNIT;

@@ -68,7 +68,7 @@ struct Rotation {
     });
   }
 
-  int64_t tokens_of_unit(int64_t H) const { return std::max<int64_t>(1, GRAIN / (H * d)); }
+  int64_t tokens_of_unit(int64_t H) const { return std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, H * d)); }
 };
 
 }  // namespace
