@@ -95,23 +95,16 @@ def main() -> None:
 
 def build(folder: Path, sanitizer: Sanitizer) -> None:
     """Compiles the portable set, and the best one of this processor."""
-    tools = Path(sys.executable).parent
-    libraries = f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={folder / 'libraries'}"
-    settings = (f"-DSANITIZERS={sanitizer.flags}", libraries, f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}")
-    command = [
-        str(tools / "cmake"),
-        "-S",
-        str(ROOT),
-        "-B",
-        str(folder),
-        "-G",
-        "Ninja",
-        "--log-level=WARNING",
-        *settings,
-    ]
-    subprocess.run(command, check=True)
+    cmake, ninja = (str(Path(sys.executable).parent / tool) for tool in ("cmake", "ninja"))
+    settings = {
+        "SANITIZERS": sanitizer.flags,
+        "CMAKE_LIBRARY_OUTPUT_DIRECTORY": str(folder / "libraries"),
+        "CMAKE_MAKE_PROGRAM": ninja,
+    }
+    command = [cmake, "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", "--log-level=WARNING"]
+    subprocess.run([*command, *(f"-D{key}={value}" for key, value in settings.items())], check=True)
     sets = sorted({supported()[0].name, supported()[-1].name})
-    subprocess.run([str(tools / "cmake"), "--build", str(folder), "--target", *sets], check=True)
+    subprocess.run([cmake, "--build", str(folder), "--target", *sets], check=True)
 
 
 def start(
