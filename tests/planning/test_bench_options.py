@@ -73,12 +73,12 @@ def test_projections_count_from_the_start() -> None:
 def test_metrics_near_their_baseline_give_advice_that_acts() -> None:
     graph = {"task": "graph", "model": {"n_entities": 10}, "data": {"dataset_name": "triples.tsv"}}
     config = Config.model_validate(graph)
-    first, tokens, ranks = learning_advice(config, NEAR, 20)
+    first, ranks, tokens = learning_advice(config, NEAR, 20)
     assert "--steps 200" in first
     assert "masked token accuracy 5.0% is no better" in tokens
     assert "training.mlm_weight=2" in tokens
     assert "MRR 0.033 is little better than without a model (ranked by frequency: 0.030)" in ranks
     assert f"data.kge_triples={2 * config.data.kge_triples}" in ranks
     config = Config.model_validate({**graph, "model": {"n_entities": 0}})
-    assert "data.kge_triples" not in learning_advice(config, NEAR, 20)[-1]
+    assert "data.kge_triples" not in learning_advice(config, NEAR, 20)[1]
     assert learning_advice(config, {**NEAR, "mlm_acc": 0.3, "mrr": 0.4}, 20) == []

@@ -21,7 +21,7 @@ from sansgpu.reporting.terminal import PreparationBar, RunConsole, Terminal
         (
             "graph",
             {"entity_loss": 2.5, "entity_acc": 0.5, "entity_hits": 1.0, "entity_count": 2.0, "entity_interval": [0, 1]},
-            "50.0% of 2 entity queries correct (loss 2.5000, 95 % interval 0.0% to 100.0%)",
+            "50.0% of 2 unfiltered entity queries correct (loss 2.5000, 95 % interval 0.0% to 100.0%)",
         ),
         ("somewhere.tasks:Order", {"order_acc": 0.5, "named": "x", "found": [1]}, "order acc 0.5000"),
     ],

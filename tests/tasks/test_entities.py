@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from sansgpu.tasks.graph import Graph
 from sansgpu.tasks.graph_corpus import GraphCorpus
 from sansgpu.tasks.masked_prediction import mask_rules
 from sansgpu.tasks.tail_prediction import TailPredictor, TailQuery
-from tests.processes import digests, finish, kill_when, start, use_cache
+from tests.processes import digests, finish, json_lines, kill_when, start, use_cache
 from tests.test_written_files import as_of_0_1_0
 
 Captured = pytest.CaptureFixture[str]
@@ -104,6 +105,43 @@ def test_tails_of_a_small_graph_are_ranked_far_above_the_baselines(learned: Path
     assert (tail["covered"], tail["trained_on"]) == (1, 0)
     assert tail["mrr"] > max(tail["relation_frequency_mrr"], tail["random_mrr"]) + 0.1
     assert tail["mrr"] > 0.8
+
+
+def test_validation_ranks_the_validation_split_as_link_prediction_does(
+    home: Path, learned: Path, capsys: Captured
+) -> None:
+    first, last = (event for event in json_lines(learned / "metrics.jsonl") if event["event"] == "eval")
+    held = home / "without-test"
+    held.mkdir()
+    for name in ("train.tsv", "dev.tsv"):
+        shutil.copy(home / "graph" / name, held)
+    asked = ("--link-prediction", "--data", str(held), "--limit", "128")
+    ranked = printed(capsys, "eval", str(learned), *asked)["tail"]
+    own = printed(capsys, "eval", str(learned))
+    for name in ("mrr", "hits_at_1", "relation_frequency_mrr", "queries"):
+        assert own[name] == pytest.approx(last[name], abs=1e-4)
+        assert ranked[name] == pytest.approx(last[name], abs=1e-4)
+    assert last["queries"] == min(128, len((held / "dev.tsv").read_text().splitlines()))
+    assert last["mrr"] > max(first["mrr"], last["relation_frequency_mrr"])
+    assert last["mrr"] > 2 * last["entity_acc"], "unfiltered accuracy is low where heads have several tails"
+    assert cli(["eval", str(learned)]) == 0
+    said = capsys.readouterr().out
+    assert f"filtered MRR {last['mrr']:.3f} of {last['queries']:.0f} tails of the validation split (Hits@1 " in said
+    assert "unfiltered entity queries correct" in said
+
+
+@pytest.mark.parametrize("table", [{}, {"model__n_entities": 0}], ids=["entities", "spelled"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_heads_are_ranked_with_inverse_relations(home: Path, table: dict[str, int], precision: str) -> None:
+    """In bf16 the weights of the model in training are narrow, and those that `eval` reads from a snapshot are not."""
+    changes = {"data__inverse_relations": True, "training__precision": precision, **table}
+    run = trained(home, f"inverse-{precision}-{len(table)}", **changes)
+    (last,) = (event for event in json_lines(run / "metrics.jsonl") if event["event"] == "eval")
+    for side in ("", "head_"):
+        assert 0 < last[f"{side}mrr"] < 1
+        assert 0 <= last[f"{side}hits_at_1"] < last[f"{side}mrr"]
+        assert 0 < last[f"{side}queries"] <= 128
+        assert f"{side}relation_frequency_mrr" in last
 
 
 def test_an_exported_folder_ranks_as_its_run_and_chooses_among_entities(
@@ -204,7 +242,7 @@ def test_bench_measures_a_configuration_whose_shape_is_the_datas(home: Path, cap
         (7, "2040-01-31T18"), (70, "2040-01-31T18"),
     ]  # fmt: skip
     validation = result["validation"]
-    assert validation["queries"] == len((home / "graph" / "test.tsv").read_text().splitlines())
+    assert validation["queries"] == len((home / "graph" / "dev.tsv").read_text().splitlines())
     assert 0 < validation["mrr"] < 1
     assert {"mlm_majority_acc", "mnm_acc", "entity_acc", "relation_frequency_mrr"} <= validation.keys()
     report = (folder / "report.md").read_text()

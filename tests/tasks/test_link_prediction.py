@@ -23,7 +23,8 @@ from sansgpu.jobs.train import TrainRequest, train
 from sansgpu.tasks import tail_prediction as gaps
 from sansgpu.tasks.graph import GraphObjective
 from sansgpu.tasks.graph_corpus import leafy_rules
-from sansgpu.tasks.link_prediction import KnownFacts, LinkPrediction
+from sansgpu.tasks.known_facts import KnownFacts
+from sansgpu.tasks.link_prediction import LinkPrediction
 from sansgpu.tasks.tail_prediction import TailPredictor, TailQuery
 from tests.processes import use_cache
 

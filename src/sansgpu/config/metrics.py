@@ -49,6 +49,10 @@ def percentage(name: str, label: str, short: str = "") -> Metric:
     return Metric(name, label, "{:.2f} %", unit="%", better="higher", short=short)
 
 
+def _interval(name: str, within: str) -> Metric:
+    return Metric(name, "95 % interval", "{0[0]:.1%} to {0[1]:.1%}", within=within, reported=False)
+
+
 def accuracy(
     stem: str, target: str, targets: str, short: str = "", remedies: tuple[str, ...] = ()
 ) -> tuple[Metric, ...]:
@@ -70,7 +74,7 @@ def accuracy(
         ),
         Metric(f"{stem}_hits", text="", reported=False),
         Metric(f"{stem}_count", text="", reported=False),
-        Metric(f"{stem}_interval", "95 % interval", "{0[0]:.1%} to {0[1]:.1%}", within=name, reported=False),
+        _interval(f"{stem}_interval", name),
         Metric(f"{stem}_majority_acc", "", "{:.1%}", "majority baseline: {value}", within=name, reported=False),
     )
 
@@ -82,22 +86,44 @@ TEXT_METRICS = (
     BITS_PER_BYTE,
     Metric("kl", "KL divergence from the teacher", short="KL"),  # in training, with training.distillation
 )
-# Link prediction: mean reciprocal rank of held-out triples' tails.
-_RANKING_METRICS = (
-    Metric(
-        "mrr", "MRR", "{:.3f}", "{label} {value} of {queries:,.0f} held-out triples", better="higher",
-        baseline="relation_frequency_mrr",
-        remedies=("training.learning_rate", "training.entity_weight", "data.kge_triples"),
-    ),
-    Metric("relation_frequency_mrr", "", "{:.3f}", "ranked by frequency: {value}", within="mrr", reported=False),
-    Metric("queries", text="", reported=False),
-)  # fmt: skip
+
+
+def _ranking(side: str, prefix: str, label: str, short: str = "") -> tuple[Metric, ...]:
+    """Describes the mean reciprocal rank of the true tails or heads of sampled triples, other true ones left out."""
+    mrr, frequency = f"{prefix}mrr", f"{prefix}relation_frequency_mrr"
+    return (
+        Metric(
+            mrr,
+            label,
+            "{:.3f}",
+            f"filtered MRR {{value}} of {{{prefix}queries:,.0f}} {side}s of the validation split",
+            better="higher",
+            short=short,
+            baseline=frequency,
+            remedies=("training.learning_rate", "training.entity_weight", "data.kge_triples"),
+        ),
+        Metric(
+            f"{prefix}hits_at_1",
+            "Hits@1" if side == "tail" else f"Hits@1 of {side}s",
+            "{:.1%}",
+            "Hits@1 {value}",
+            within=mrr,
+            unit="%",
+            scale=100.0,
+            better="higher",
+        ),
+        Metric(frequency, "", "{:.3f}", "ranked by frequency: {value}", within=mrr, reported=False),
+        Metric(f"{prefix}queries", text="", reported=False),
+    )
+
+
 MASKED_METRICS = (
+    *_ranking("tail", "", "filtered MRR", "MRR"),
+    *_ranking("head", "head_", "filtered MRR of heads"),
     *accuracy("mlm", "masked token", "masked tokens", "masked tokens", ("training.mlm_weight",)),
     *accuracy("mnm", "masked leaf", "masked leaves", "masked leaves", ("training.mnm_weight",)),
-    *accuracy("entity", "entity", "entity queries"),
+    *accuracy("entity", "entity", "unfiltered entity queries"),
     *accuracy("tail", "whole tail", "whole tails"),
-    *_RANKING_METRICS,
 )
 EMBEDDING_METRICS = (
     Metric("spearman", "Spearman correlation", better="higher", short="Spearman"),
@@ -127,6 +153,7 @@ def _share(name: str, label: str = "", short: str = "", within: str = "") -> Met
 
 CLASS_METRICS = (
     _share("accuracy", short="accuracy"),
+    _interval("accuracy_interval", "accuracy"),
     _share("macro_f1", "macro F1"),
     _share("micro_f1", "micro F1"),
     Metric("matthews", "Matthews correlation", better="higher"),

@@ -8,7 +8,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sansgpu.config.wording import counted
 from sansgpu.data.shards import TokenSizes, TokenStore
+
+FEW_HELD_OUT = 30  # below, the 95 % interval of a share spans a third of all values
+
+
+def describe_split(train: int, held: int, what: str, share: float) -> str:
+    """Says how data without a validation part was split; `what` is the name of a row."""
+    clause = f"{counted(train, what)} to train on, {held:,} held out for validation (data.validation_split {share:g})"
+    if held >= FEW_HELD_OUT:
+        return clause
+    return f"{clause}, too few to measure much: raise that key, or set data.validation_name to other {what}s"
 
 
 @dataclass(frozen=True)

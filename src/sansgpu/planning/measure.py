@@ -6,7 +6,6 @@ import math
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -15,18 +14,16 @@ from typing import Any
 
 import torch
 
-from sansgpu.config import Config, ConfigError, SansGPUError
+from sansgpu.config import Config, SansGPUError
 from sansgpu.config.plain_data import MAX_REASON_CHARACTERS
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.machine.compilation import compile_into
 from sansgpu.machine.memory import Execution, effective_batch
 from sansgpu.machine.probe import gemm_flops_per_second
 from sansgpu.machine.usage import LoadMeter, peak_rss_bytes, process_age
-from sansgpu.planning.prepare import ignore_message
 from sansgpu.planning.set_up import set_up
 from sansgpu.tasks import Corpus, Task, task_of
-from sansgpu.tasks.trained_model import ModelSource, TrainedModel
-from sansgpu.train.evaluate import evaluate
+from sansgpu.train.evaluate import evaluate, evaluate_batches, rank_sample
 from sansgpu.train.optim import Optimizer
 from sansgpu.train.profile import profile_step, synchronize
 from sansgpu.train.state import TrainState
@@ -34,7 +31,6 @@ from sansgpu.train.step import StepPlan, train_step
 from sansgpu.train.writer import SnapshotWriter
 
 MAX_TIMED_BATCHES = 40  # the time of an evaluation is extrapolated from these
-RANKED_TRIPLES = 100  # held-out triples of a knowledge graph whose tails are ranked
 PROFILED_STEPS = 2
 WARMUP_STEPS = 1  # untimed steps after the first one, which compiles
 
@@ -153,7 +149,6 @@ class _Bench:
             start = time.perf_counter()
             task.export(self._folder / "final")
             result["export_seconds"] = time.perf_counter() - start
-            result["validation"] |= self._ranking(self._folder / "final")
         return result
 
     def _random_batch(self, size: int) -> ExampleBatch:
@@ -187,27 +182,12 @@ class _Bench:
         timed = min(batches, MAX_TIMED_BATCHES)
         evaluate(task, self._plan, 1)  # compiles
         start = time.perf_counter()
-        metrics = evaluate(task, self._plan, timed)
-        seconds = time.perf_counter() - start
-        return {"evaluation_seconds": seconds * batches / timed, "validation": metrics or {}}
-
-    def _ranking(self, exported: Path) -> Mapping[str, float]:
-        """Returns the link prediction metrics that the task declares; none without held-out triples."""
-        kind, config = self._kind, self._config
-        if "rank" not in kind.verbs or not config.leaf_slots:
-            return {}
-        source = ModelSource(str(exported))
-        objective, tokenizer, _ = kind.load(source)
-        objective.model.eval().to(self._plan.device)
-        loaded = TrainedModel(kind, source, objective, tokenizer, config, self._plan.device, self._plan.precision)
-        try:
-            report = kind.rank_entities(
-                loaded, config.data.dataset_name, RANKED_TRIPLES, ignore_message, ignore_message
-            )
-        except ConfigError:  # no triples, or none held out
-            return {}
-        declared = {metric.name for metric in config.settings.metrics}
-        return {name: value for name, value in report["tail"].items() if name in declared}
+        metrics = evaluate_batches(task, self._plan, timed)
+        seconds = (time.perf_counter() - start) * batches / timed
+        start = time.perf_counter()
+        ranked = rank_sample(task, self._plan)
+        seconds += time.perf_counter() - start
+        return {"evaluation_seconds": seconds, "validation": {**(metrics or {}), **ranked}}
 
     def _saving(self, state: TrainState) -> Measured:
         """Writes two snapshots and times the second."""

@@ -16,6 +16,7 @@ from sansgpu.tasks.task import (
     Gather,
     GatheringEvaluator,
     Objective,
+    RankingEvaluator,
     ReferenceCorpus,
     SizedEvaluator,
     StepWideObjective,
@@ -65,6 +66,6 @@ def task_of(config: Config) -> TaskKind:
 
 __all__ = [
     "TASKS", "Collecting", "ComparedWithReference", "Corpus", "Evaluator", "FittedHead", "Gather",
-    "GatheringEvaluator", "Objective", "ReferenceCorpus", "SizedEvaluator", "StepWideObjective", "Sums", "Task",
-    "TaskBase", "TaskKind", "add_sums", "task_of",
+    "GatheringEvaluator", "Objective", "RankingEvaluator", "ReferenceCorpus", "SizedEvaluator", "StepWideObjective",
+    "Sums", "Task", "TaskBase", "TaskKind", "add_sums", "task_of",
 ]  # fmt: skip

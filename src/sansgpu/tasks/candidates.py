@@ -103,7 +103,7 @@ class EntityCandidates(Candidates):
         keys = [(number, tokens) for number, tokens in zip(map(table.number, entities), ids, strict=True)]
         distinct = list(dict.fromkeys(keys))
         super().__init__(names, keys, distinct)
-        with torch.no_grad():
+        with torch.no_grad(), predictor.head_precision():
             self._table = predictor.objective.entity_vectors()
         self._vectors = predictor.candidate_vectors(
             [tokens for _, tokens in distinct], [number for number, _ in distinct]

@@ -28,6 +28,7 @@ from sansgpu.models.graph_encoder import GraphEncoder
 from sansgpu.models.graph_folder import export_graph_model, is_graph_folder, load_graph_folder
 from sansgpu.tasks.base import TaskWithEvaluator
 from sansgpu.tasks.graph_corpus import GraphCorpus, graph_corpus, names_of
+from sansgpu.tasks.link_prediction import SampledRanking, rank_tails
 from sansgpu.tasks.masked_evaluation import EVALUATION_EXAMPLES, masked_evaluation
 from sansgpu.tasks.masked_prediction import (
     ENTITY,
@@ -180,6 +181,7 @@ class Graph(GraphObjective, TaskWithEvaluator):
 
     settings = SETTINGS["graph"]
     verbs = ("evaluate", "rank", "extract", "export")
+    evaluator: MaskedEvaluation
 
     def __init__(self, config: Config, corpus: GraphCorpus, effective_batch: int) -> None:
         super().__init__(config, names=corpus.entity_names)
@@ -193,9 +195,12 @@ class Graph(GraphObjective, TaskWithEvaluator):
         facts = Facts.of(corpus.train, config.data.kge_triples)
         self._masking = Masking(corpus.train, rules, training.seed, facts=facts)
         held = validation_masking(corpus.validation, rules, training.seed)
-        self.evaluator = MaskedEvaluation(
-            self, held, majority_of(corpus.train), (training.mlm_weight, training.mnm_weight, training.entity_weight)
-        )
+        weights = training.mlm_weight, training.mnm_weight, training.entity_weight
+        ranking = SampledRanking(self, corpus.codec, corpus.held) if corpus.held else None
+        self.evaluator = MaskedEvaluation(self, held, majority_of(corpus.train), weights, ranking)
+
+    def rank_sample(self, device: torch.device, precision: str, progress: ReportProgress) -> dict[str, float]:
+        return self.evaluator.rank_sample(device, precision, progress)
 
     @staticmethod
     def prepare(config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, GraphCorpus]:
@@ -299,8 +304,6 @@ class Graph(GraphObjective, TaskWithEvaluator):
         progress: ReportProgress,
         warn: Callable[[str], None],
     ) -> dict[str, Any]:
-        from sansgpu.tasks.link_prediction import rank_tails  # imports this module
-
         return rank_tails(loaded, data, limit, progress, warn)
 
     @classmethod

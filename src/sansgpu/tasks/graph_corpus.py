@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,9 +15,18 @@ from sansgpu.data.graph_sources import GraphSource, GraphSources, open_graphs
 from sansgpu.data.leafy import LeafyDataset, LeafyRules, build_leafy, relations_of
 from sansgpu.data.mask_tokenizer import GraphCodec, build_mask_tokenizer
 from sansgpu.data.shards import ReportProgress
-from sansgpu.data.split import split_examples
+from sansgpu.data.split import describe_split, split_examples
 from sansgpu.tasks.graph_sizes import table_entities, with_leaves
+from sansgpu.tasks.known_facts import KnownFacts
 from sansgpu.tasks.variable_length_corpus import VariableLengthCorpus
+
+
+@dataclass(frozen=True)
+class HeldOutTriples:
+    """The validation documents, with their triples that are not in the training data, and all true facts."""
+
+    documents: Sequence[GraphDocument]
+    known: KnownFacts
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,7 @@ class GraphCorpus(VariableLengthCorpus[LeafyDataset]):
     train_targets: float  # expected number of masked tokens and entity queries per epoch
     leaves: int  # leaf slots per root
     entity_names: Sequence[Sequence[int]]  # tokens of the name of each of the codec's entities
+    held: HeldOutTriples | None  # None: no triples are held out
 
     def preview(self) -> str | None:
         """Returns the text of the first example with a triple, followed by its triples in brackets."""
@@ -47,10 +57,12 @@ def graph_corpus(config: Config, cache: Path, progress: ReportProgress, codec: G
         read = f"{sources.train.fingerprint}-{'with triples' if config.leaf_slots else 'texts'}"
         tokenizer = build_mask_tokenizer(data, read, lambda: _texts(documents), cache, progress)
         codec = GraphCodec(tokenizer, tuple(relations_of(documents)))
+    split = None
     if sources.validation is not None:
         train, held = documents, read_graphs(sources.validation, config, progress)
     else:
         train, held = split_by_group(documents, data.validation_split)
+        split = describe_split(len(train), len(held), "document", data.validation_split)
     if given_codec is None:
         codec = replace(codec, entities=table_entities(train, config, notes.append))
         config = with_leaves(train, codec.tokenizer, config, notes.append)
@@ -74,7 +86,21 @@ def graph_corpus(config: Config, cache: Path, progress: ReportProgress, codec: G
                 "data.mask_ratio, and no triples are masked; raise data.mask_ratio or data.leaf_mask_ratio."
             )
     fingerprint = _fingerprint(config, sources, codec, parts)
-    return GraphCorpus(*parts, notes, fingerprint, codec, target_counts[0], config.leaf_slots, names_of(codec))
+    names, triples = names_of(codec), None
+    held_out = without_facts(held, known)
+    if any(document.triples for document in held_out):
+        test = read_graphs(sources.test, config, progress) if sources.test else []
+        triples = HeldOutTriples(held_out, KnownFacts(train, [*held, *test]))
+    counts = target_counts[0], config.leaf_slots
+    return GraphCorpus(*parts, notes, fingerprint, codec, *counts, names, triples, split=split)
+
+
+def without_facts(documents: Iterable[GraphDocument], known: frozenset[tuple[str, str, str]]) -> list[GraphDocument]:
+    """Returns the documents without triples whose facts are `known`."""
+    return [
+        document._replace(triples=tuple(triple for triple in document.triples if triple.fact not in known))
+        for document in documents
+    ]
 
 
 def names_of(codec: GraphCodec) -> list[list[int]]:

@@ -7,30 +7,36 @@ their best and worst possible rank (arXiv 1911.03903). N entities, Q queries, S 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from sansgpu.config import Config, ConfigError, same_input
-from sansgpu.data.graph import INVERSE, Entity, GraphDocument, Triple
+from sansgpu.data.graph import INVERSE, GraphDocument, Triple
 from sansgpu.data.graph_sources import GraphSource, open_graphs
 from sansgpu.data.leafy import LeafyRules, build_leafy
 from sansgpu.data.mask_tokenizer import GraphCodec
 from sansgpu.data.order import generator
 from sansgpu.data.shards import ReportProgress
 from sansgpu.tasks.candidates import Candidates, EntityCandidates, EntityTableIndex, SpelledCandidates
-from sansgpu.tasks.graph_corpus import leafy_rules, read_graphs, split_by_group
+from sansgpu.tasks.graph_corpus import HeldOutTriples, leafy_rules, read_graphs, split_by_group, without_facts
+from sansgpu.tasks.known_facts import KnownFacts, triples_of
 from sansgpu.tasks.tail_prediction import TailPredictor, TailQuery
 from sansgpu.tasks.trained_model import TrainedModel
+
+if TYPE_CHECKING:  # it imports this module
+    from sansgpu.tasks.graph import GraphObjective
 
 Documents = list[GraphDocument]
 
 HITS = (1, 3, 10)
+SAMPLED_TRIPLES = 128  # held-out triples per side that are ranked at each evaluation during training
+SHOWN = ("mrr", "hits_at_1", "queries", "relation_frequency_mrr")  # metrics of each side during training
 ANY_LENGTH = 1 << 30  # tokens of a tail
 EULER = 0.5772  # the harmonic number of N is about ln N + EULER
 
@@ -40,49 +46,6 @@ class LinkQuery(NamedTuple):
 
     triple: Triple
     question: TailQuery | None  # None: head in no window, tail too long or unknown relation
-
-
-class KnownFacts:
-    """All true facts: the entities, distinguished by id and name, and the tails of each head and relation.
-
-    `trained` are the training documents, from which the relations' tail frequencies are counted; `others` are the rest.
-    """
-
-    def __init__(self, trained: Iterable[GraphDocument], others: Iterable[GraphDocument]) -> None:
-        learned, more = _triples(trained), _triples(others)
-        triples = [*learned, *more]
-        self.entities: list[Entity] = list(dict.fromkeys(entity for triple in triples for entity in triple.entities))
-        self._number = {entity: number for number, entity in enumerate(self.entities)}
-        self._of_key: dict[str, list[int]] = defaultdict(list)
-        for number, (key, _) in enumerate(self.entities):
-            self._of_key[key].append(number)
-        self._tails: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
-        for head, relation, tail in (triple.key for triple in triples):
-            self._tails[head, relation][tail] = None
-        self._counts: dict[str, Counter[str]] = defaultdict(Counter)
-        for _, relation, tail in dict.fromkeys(triple.key for triple in learned):
-            self._counts[relation][tail] += 1
-        self.frequencies = lru_cache(maxsize=64)(self._frequencies)
-        self.trained = frozenset(triple.fact for triple in learned)
-
-    def tail(self, triple: Triple) -> int:
-        """Returns the index of the triple's tail entity."""
-        return self._number[triple.entities[1]]
-
-    def others(self, triple: Triple) -> list[int]:
-        """Returns the indices of the other true tails of the triple's head and relation."""
-        gold, tails = self.tail(triple), self._tails[triple.key[:2]]
-        return [number for key in tails for number in self._of_key[key] if number != gold]
-
-    def _frequencies(self, relation: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns how often each entity is the relation's tail in the training data, (N,), and the sorted counts."""
-        counts = self._counts[relation]
-        found = np.array([counts[key] for key, _ in self.entities], np.int64)
-        return found, np.sort(found)
-
-
-def _triples(documents: Iterable[GraphDocument]) -> list[Triple]:
-    return [triple for document in documents for triple in document.triples]
 
 
 class LinkPrediction:
@@ -115,10 +78,21 @@ class LinkPrediction:
 
         All triples must be known facts. With `limit`, uses a fixed random subset of that many triples per side.
         """
-        sides: dict[str, list[LinkQuery]] = {"tail": [], "head": []}
-        for query in self._queries(list(documents)):
-            sides["head" if inverse and query.triple.relation.startswith(INVERSE) else "tail"].append(query)
-        chosen = {side: _subset(queries, limit) for side, queries in sides.items() if queries}
+        return self.rank(self.queries(documents, inverse, limit), progress)
+
+    def queries(
+        self, documents: Iterable[GraphDocument], inverse: bool, limit: int | None
+    ) -> dict[str, list[LinkQuery]]:
+        """Returns the queries of each side that has any. They do not depend on the model's weights."""
+        sides: dict[str, list[tuple[GraphDocument, Triple]]] = {"tail": [], "head": []}
+        for document in documents:
+            for triple in document.triples:
+                side = "head" if inverse and triple.relation.startswith(INVERSE) else "tail"
+                sides[side].append((document, triple))
+        return {side: self._queries(_subset(triples, limit)) for side, triples in sides.items() if triples}
+
+    def rank(self, chosen: dict[str, list[LinkQuery]], progress: ReportProgress) -> dict[str, Any]:
+        """Returns the metrics of the queries of each side."""
         ranks = iter(self._ranks([query for queries in chosen.values() for query in queries], progress))
         return {side: self._metrics(queries, [next(ranks) for _ in queries]) for side, queries in chosen.items()}
 
@@ -131,7 +105,7 @@ class LinkPrediction:
             tokens = graphs.windows[window][0].astype(np.int64)
             for p in placed:
                 questions[p.triple].append(TailQuery(tokens, p.root, p.head_length, p.relation, p.entities[0]))
-        triples = _triples(documents)
+        triples = triples_of(documents)
         return [LinkQuery(triple, questions[triple].popleft() if questions[triple] else None) for triple in triples]
 
     def _ranks(self, queries: list[LinkQuery], progress: ReportProgress) -> np.ndarray:
@@ -199,11 +173,13 @@ class LinkPrediction:
         return 1 + better + equal / 2
 
 
-def _subset(queries: list[LinkQuery], limit: int | None) -> list[LinkQuery]:
-    if limit is None or limit >= len(queries):
-        return queries
-    draws = generator(0, "link prediction")
-    return [queries[number] for number in np.sort(draws.permutation(len(queries))[:limit])]
+def _subset(triples: list[tuple[GraphDocument, Triple]], limit: int | None) -> Documents:
+    """Returns the documents with a random subset of their triples, in order."""
+    if limit is not None and limit < len(triples):
+        numbers = np.sort(generator(0, "link prediction").permutation(len(triples))[:limit])
+        triples = [triples[number] for number in numbers]
+    groups = (list(group) for _, group in groupby(triples, key=lambda pair: id(pair[0])))
+    return [group[0][0]._replace(triples=tuple(triple for _, triple in group)) for group in groups]
 
 
 def _means(ranks: Sequence[float], hits: Sequence[int]) -> dict[str, float]:
@@ -213,6 +189,27 @@ def _means(ranks: Sequence[float], hits: Sequence[int]) -> dict[str, float]:
 
 def _frequency_mrr(ranks: Sequence[float]) -> dict[str, float]:
     return {"relation_frequency_mrr": _means(ranks, ())["mrr"]} if ranks else {}
+
+
+class SampledRanking:
+    """Ranks a fixed sample of held-out triples again and again while the model is trained."""
+
+    def __init__(self, objective: GraphObjective, codec: GraphCodec, held: HeldOutTriples) -> None:
+        self._objective, self._codec, self._held = objective, codec, held
+        self._chosen: dict[str, list[LinkQuery]] | None = None
+
+    def metrics(self, device: torch.device, precision: str, progress: ReportProgress) -> dict[str, float]:
+        """Returns the metrics of tails and, with the prefix `head_`, those of heads."""
+        config = self._objective.config
+        predictor = TailPredictor(self._objective, self._codec.tokenizer.mask_id, device, precision)
+        ranking = LinkPrediction(predictor, self._codec, leafy_rules(config), self._held.known)
+        if self._chosen is None:
+            self._chosen = ranking.queries(self._held.documents, config.data.inverse_relations, SAMPLED_TRIPLES)
+        report = ranking.rank(self._chosen, progress)
+        found = {
+            ("" if side == "tail" else "head_") + name: report[side].get(name) for side in report for name in SHOWN
+        }
+        return {name: float(value) for name, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -284,7 +281,4 @@ def open_all(config: Config, name: str, progress: ReportProgress, warn: Callable
 def _unseen(parts: GraphParts) -> Documents:
     """Returns the test or validation documents; triples that also occur in training are removed."""
     known = frozenset(triple.fact for document in parts.train for triple in document.triples)
-    return [
-        document._replace(triples=tuple(triple for triple in document.triples if triple.fact not in known))
-        for document in parts.test or parts.validation
-    ]
+    return without_facts(parts.test or parts.validation, known)

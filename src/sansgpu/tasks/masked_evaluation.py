@@ -7,6 +7,7 @@ from sansgpu.data.graph_sources import open_graph_part
 from sansgpu.data.leafy import LeafyDataset, build_leafy
 from sansgpu.data.mask_tokenizer import GraphCodec
 from sansgpu.tasks.graph_corpus import graph_corpus, leafy_rules, read_graphs
+from sansgpu.tasks.link_prediction import SampledRanking
 from sansgpu.tasks.masked_prediction import MaskedEvaluation, majority_of, mask_rules, validation_masking
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 
@@ -18,7 +19,7 @@ def masked_evaluation(loaded: TrainedModel, codec: GraphCodec, request: Evaluati
     config, source = loaded.config, loaded.source
     if request.objective:
         raise ConfigError(f"--objective has no effect on a run of task {config.task}; leave it out.")
-    majority, held_out = None, None
+    majority, held_out, ranking = None, None, None
     if source.snapshot is not None:
         corpus = graph_corpus(config, request.cache, request.progress, codec)
         if not str(source.snapshot.state()["data"]).startswith(corpus.fingerprint):
@@ -27,13 +28,15 @@ def masked_evaluation(loaded: TrainedModel, codec: GraphCodec, request: Evaluati
                 "record."
             )
         majority, held_out = majority_of(corpus.train), corpus.validation
+        if corpus.held is not None and request.data is None:
+            ranking = SampledRanking(loaded.objective, codec, corpus.held)
     if request.data is not None:
         held_out = _read(request.data, loaded, codec, request)
     assert held_out is not None
     training = config.training
     masking = validation_masking(held_out, mask_rules(config, codec.tokenizer), training.seed)
     weights = (training.mlm_weight, training.mnm_weight, training.entity_weight)
-    return MaskedEvaluation(loaded.objective, masking, majority or majority_of(held_out), weights)
+    return MaskedEvaluation(loaded.objective, masking, majority or majority_of(held_out), weights, ranking)
 
 
 def _read(data: str, loaded: TrainedModel, codec: GraphCodec, request: EvaluationRequest) -> LeafyDataset:

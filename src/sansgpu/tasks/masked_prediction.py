@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,12 +19,13 @@ from sansgpu.data.leafy import LeafyDataset
 from sansgpu.data.mask_tokenizer import MaskTokenizer
 from sansgpu.data.masking import MaskRules, add_entity_queries, mask_example
 from sansgpu.data.order import batch_indices, generator, steps_per_epoch
+from sansgpu.data.shards import ReportProgress
+from sansgpu.tasks.intervals import wilson
 from sansgpu.tasks.task import StepSums, Sums
 
 KINDS = ("mlm", "mnm")  # masked tokens of the text, masked leaves
 ENTITY = "entity"  # entity queries: the tail is predicted among all entities
 KGE = "kge"  # facts: the tail is predicted from the head's vector and the relation only
-WILSON_Z = 1.96  # normal quantile of a two-sided 95 % interval
 SBO = "sbo"  # span boundary objective: masked tokens predicted from the tokens around their span
 Ordered = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (indices of a batch, all lengths) -> reordered indices
 
@@ -41,6 +41,12 @@ class MaskedModel(Protocol):
 
     def query_sums(self, batch: GraphBatch) -> Sums:
         """Returns loss, hits and count of the batch's entity queries; empty if there are none."""
+
+
+class Ranking(Protocol):
+    """A fixed sample of held-out triples to rank."""
+
+    def metrics(self, device: torch.device, precision: str, progress: ReportProgress) -> dict[str, float]: ...
 
 
 def mask_rules(config: Config, tokenizer: MaskTokenizer) -> MaskRules:
@@ -167,9 +173,11 @@ class MaskedEvaluation:
         masking: Masking,
         majority: Majority,
         weights: tuple[float, float, float] = (1.0, 1.0, 1.0),
+        ranking: Ranking | None = None,
     ) -> None:
         """Uses `weights` for masked tokens, masked leaves and entity queries in `loss`."""
         self._model, self._masking, self._majority, self._weights = masked_model, masking, majority, weights
+        self._ranking = ranking
 
     @property
     def model(self) -> nn.Module:
@@ -212,6 +220,9 @@ class MaskedEvaluation:
             metrics |= {"tail_acc": tail_hits / tails, "tail_hits": tail_hits, "tail_count": tails}
         return metrics
 
+    def rank_sample(self, device: torch.device, precision: str, progress: ReportProgress) -> dict[str, float]:
+        return {} if self._ranking is None else self._ranking.metrics(device, precision, progress)
+
     def detailed(self, metrics: dict[str, float]) -> dict[str, Any]:
         """Adds a 95 % confidence interval to each accuracy (Wilson 1927)."""
         result: dict[str, Any] = dict(metrics)
@@ -219,14 +230,6 @@ class MaskedEvaluation:
             if count := metrics.get(f"{name}_count"):
                 result[f"{name}_interval"] = wilson(metrics[f"{name}_acc"], count)
         return result
-
-
-def wilson(share: float, count: float) -> list[float]:
-    """Returns the interval [low, high] of a proportion `share` observed in `count` samples."""
-    z2 = WILSON_Z**2 / count
-    middle = (share + z2 / 2) / (1 + z2)
-    half = WILSON_Z / (1 + z2) * math.sqrt(share * (1 - share) / count + z2 / (4 * count))
-    return [max(0.0, middle - half), min(1.0, middle + half)]
 
 
 def _complete_tails(batch: GraphBatch, chosen: torch.Tensor, correct: torch.Tensor) -> Sums:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.graph import Triple
@@ -19,7 +20,9 @@ from sansgpu.data.leafy import LeafyExample, PlacedTriple
 from sansgpu.data.mask_tokenizer import MaskTokenizer
 from sansgpu.data.masking import MaskedExample
 from sansgpu.models.entities import NameBags
-from sansgpu.tasks.graph import GraphObjective
+
+if TYPE_CHECKING:  # it imports this module
+    from sansgpu.tasks.graph import GraphObjective
 
 MAX_NODES = 8192  # nodes of a forward pass
 MAX_VALUES = 1 << 24  # fp32 values in memory for the questions of one forward pass: 64 MiB
@@ -80,7 +83,10 @@ class TailPredictor:
         logits of close candidates.
         """
         states = self._leaf_states(questions, leaves)[:, slots]
-        logits = self.objective.model.logits(states.flatten(0, 1)).float()
+        model = self.objective.model
+        with self.head_precision():
+            predicted = model.predicted(states.flatten(0, 1))
+        logits = F.linear(predicted.float(), model.embedding.weight.float())
         return torch.log_softmax(logits, dim=-1).view(len(questions), -1, self.vocabulary)
 
     @torch.no_grad()
@@ -93,8 +99,9 @@ class TailPredictor:
         """
         states = self._leaf_states(questions, self.empty(questions, 1))[:, 0]
         heads, relations = torch.tensor([(q.entity, q.relation) for q in questions], device=self.device).unbind(1)
-        predicted = self.objective.predicted_entities(states, heads, relations, table)
-        return torch.log_softmax(predicted @ candidates.T, dim=-1)
+        with self.head_precision():
+            predicted = self.objective.predicted_entities(states, heads, relations, table)
+        return torch.log_softmax(predicted.float() @ candidates.T, dim=-1)
 
     @torch.no_grad()
     def candidate_vectors(self, names: Sequence[Sequence[int]], numbers: Sequence[int]) -> torch.Tensor:
@@ -103,7 +110,14 @@ class TailPredictor:
         assert model.entities is not None
         bags = NameBags(names, self.vocabulary, self.device)
         chosen = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        return model.entities.own_vectors(chosen).float() + bags.means(model.embedding.weight)
+        with self.head_precision():
+            own = model.entities.own_vectors(chosen)
+        return own.float() + bags.means(model.embedding.weight)
+
+    def head_precision(self) -> torch.autocast:
+        """Returns a context for the output head: fp32, unless the model is being trained with bf16 weights."""
+        narrow = self.objective.model.transform.weight.dtype == torch.bfloat16
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=narrow)
 
     def _leaf_states(self, questions: Sequence[TailQuery], leaves: np.ndarray) -> torch.Tensor:
         """Returns the hidden states of the leaves, (Q, L, D) fp32."""

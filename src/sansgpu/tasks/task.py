@@ -130,6 +130,14 @@ class GatheringEvaluator(Protocol):
         """Adds the results of other ranks. `all_gather_rows` gathers tensors whose first dimensions may differ."""
 
 
+@runtime_checkable
+class RankingEvaluator(Protocol):
+    """An evaluator with metrics that are too expensive for all examples."""
+
+    def rank_sample(self, device: torch.device, precision: str, progress: ReportProgress) -> dict[str, float]:
+        """Returns the metrics of a fixed sample. All ranks call it, and each computes all of it."""
+
+
 class Objective(Protocol):
     """A model and its loss."""
 

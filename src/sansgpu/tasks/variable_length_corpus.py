@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -32,6 +32,7 @@ class VariableLengthCorpus(Generic[P]):
     validation: P
     notes: Sequence[str]
     fingerprint: str
+    split: str | None = field(default=None, kw_only=True)  # a clause on how rows were held out; None: none had to be
 
     def preview(self) -> str | None:
         return None

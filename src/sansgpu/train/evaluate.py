@@ -13,7 +13,16 @@ from sansgpu.config import TrainingConfig
 from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.machine.memory import effective_batch
 from sansgpu.models.generate import reading
-from sansgpu.tasks import Evaluator, FittedHead, GatheringEvaluator, SizedEvaluator, Sums, Task, add_sums
+from sansgpu.tasks import (
+    Evaluator,
+    FittedHead,
+    GatheringEvaluator,
+    RankingEvaluator,
+    SizedEvaluator,
+    Sums,
+    Task,
+    add_sums,
+)
 from sansgpu.train.step import StepPlan
 
 
@@ -56,7 +65,27 @@ def evaluate(
     stop: Callable[[], bool] = lambda: False,
     progress: ReportProgress = ignore_progress,
 ) -> dict[str, float] | None:
-    """Returns the task's metrics on the validation split, or on its first `batches`; None if `stop` returned True.
+    """Returns the task's metrics on the validation split, or on its first `batches`; None if `stop` returned True."""
+    metrics = evaluate_batches(task, plan, batches, stop, progress)
+    return None if metrics is None else metrics | rank_sample(task, plan, progress)
+
+
+def rank_sample(task: Evaluator, plan: StepPlan, progress: ReportProgress = ignore_progress) -> dict[str, float]:
+    """Returns the metrics that a task computes on a sample of the validation split only."""
+    if not isinstance(task, RankingEvaluator):
+        return {}
+    with reading(task.model):
+        return task.rank_sample(plan.device, plan.precision, progress)
+
+
+def evaluate_batches(
+    task: Evaluator,
+    plan: StepPlan,
+    batches: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    progress: ReportProgress = ignore_progress,
+) -> dict[str, float] | None:
+    """Returns the metrics of `evaluate` that are computed on batches.
 
     In each round every rank evaluates one batch; the sums are added up over all ranks at the end.
     """
