@@ -117,6 +117,7 @@ class Prepared:
             "train_tokens": corpus.train_tokens if corpus else None,
             "train_examples": corpus.train_examples if corpus else None,
             "validation_tokens": corpus.validation_tokens if corpus else None,
+            "split": getattr(corpus, "split", None),
             "vocab_size": costs.vocabulary,
             "memory_bytes": self.memory.to_json(),
             "available_bytes": self.available,

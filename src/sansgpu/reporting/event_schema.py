@@ -51,6 +51,7 @@ class _StartEvent(_Event):
     max_hours: Amount | None = None
     until: str | None = None
     train_tokens: Count | None = None
+    split: str | None = None
     vocab_size: Count | None = None
     device: str | None = None
     isa: str | None = None

@@ -111,6 +111,7 @@ class LiveView:
         shown, kind = self._screen, event["event"]
         if kind == "start":
             shown.start, shown.stepped = event, time.monotonic()
+            shown.news += [(event["split"], "")] if event.get("split") else []
             for earlier in _earlier_events(event):
                 points = shown.training if earlier["event"] == "step" else shown.validation
                 points += _point(earlier)

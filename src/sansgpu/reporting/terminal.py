@@ -100,6 +100,8 @@ class Terminal:
             f"({batch_shape(event['micro_batch'], event)}), "
             f"{counted(event['train_tokens'], 'training token')}; writing to {event['output_dir']}"
         )
+        if split := event.get("split"):
+            self._print(split)
 
     def _snapshot(self, event: Event) -> None:
         """Prints a saved snapshot. A resumed run also reports the one that it was resumed from, for its record."""

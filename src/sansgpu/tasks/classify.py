@@ -27,6 +27,7 @@ from sansgpu.data.rows import BadRows, located
 from sansgpu.data.sequences import LabeledSequences, PackedSequences
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single, open_sources
+from sansgpu.data.split import describe_split
 from sansgpu.models.model_folder import has_architecture
 from sansgpu.models.pretrained import Head, HeadKind, ProblemType, load_tokenizer_of
 from sansgpu.models.pretrained_source import pretrained_config
@@ -138,11 +139,13 @@ class Classify(ClassifyObjective, FineTuningTask):
         notes += [f"{numbered}, {labels.shown}."] if numbered else []
         notes += [labels.note] if labels.note else []
         config = _with_labels(config, labels)
+        split = None
         if sources.validation is not None:
             train, held = texts, read_texts(sources.validation.rows(), data, held_rows)
             cls.require_readable(held)
         else:
             train, held = split_rows(texts, [f"{t.text}\0{t.pair}".encode() for t in texts], data.validation_split)
+            split = describe_split(len(train), len(held), "row", data.validation_split)
 
         def tokenized(part: list[LabeledText], rows: BadRows, name: str) -> LabeledSequences:
             size = sum(len(text.text) for text in part)
@@ -154,7 +157,7 @@ class Classify(ClassifyObjective, FineTuningTask):
         parts = tokenized(train, train_rows, "training"), tokenized(held, held_rows, "validation")
         require_examples(sources, [len(part) for part in parts], "row", notes)
         fingerprint = f"{sources.train.fingerprint[:16]}-{len(parts[0])}-{parts[0].lengths.sum()}"
-        return config, LabeledCorpus(*parts, notes, fingerprint, tokenizer, labels)
+        return config, LabeledCorpus(*parts, notes, fingerprint, tokenizer, labels, split=split)
 
     @classmethod
     def require_readable(cls, texts: Sequence[LabeledText]) -> None:

@@ -17,6 +17,7 @@ from sansgpu.data.pairs import TextRow, read_text_rows
 from sansgpu.data.rows import BadRows
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single, open_sources
+from sansgpu.data.split import describe_split
 from sansgpu.data.text_groups import TextGroups, TokenizedGroups, text_groups
 from sansgpu.machine.memory import effective_batch
 from sansgpu.models.pretrained import load_tokenizer_of
@@ -142,12 +143,14 @@ class TextEmbedding(EmbeddingObjective, FineTuningTask):
         require_examples(sources, [len(rows)], "row", train_rows.notes())
         scale = score_scale(rows, data)
         rows = with_scores_in_range(rows, scale, train_rows)
+        split = None
         if sources.validation is not None:
             held_name, form = sources.validation.name, rows[0].form
             train, held = rows, read_text_rows(sources.validation.rows(), data, held_rows, form)
             held = with_scores_in_range(held, scale, held_rows)
         else:
             train, held = split_rows(rows, data.validation_split)
+            split = describe_split(len(train), len(held), "row", data.validation_split)
         loss = loss_for(rows, config.training.embedding_loss)
         config = _changed(_changed(config, "training", embedding_loss=loss), "data", score_scale=scale)
         splits = (
@@ -158,7 +161,7 @@ class TextEmbedding(EmbeddingObjective, FineTuningTask):
         if note := cut_note(splits[0], config.window):
             notes.append(f"{note}.")
         fingerprint = f"{sources.train.fingerprint[:16]}-{loss}-{len(splits[0])}-{splits[0].lengths.sum()}"
-        return config, EmbeddingCorpus(*splits, notes, fingerprint, load_tokenizer_of(config.model))
+        return config, EmbeddingCorpus(*splits, notes, fingerprint, load_tokenizer_of(config.model), split=split)
 
     @classmethod
     def _tokenized(

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from sansgpu.data.labeled import Labels
+from sansgpu.tasks.intervals import wilson
 
+FEW_ROWS = 100  # below, an accuracy is shown with its interval, which spans a fifth of all values
 MAX_CONFUSION_LABELS = 30  # more cannot be read in a report
 
 
@@ -34,6 +36,8 @@ def label_metrics(labels: Labels, predicted: torch.Tensor, targets: torch.Tensor
         "macro_f1": float(classification.multiclass_f1_score(given, right, count, average="macro")),
         "matthews": _matthews(given, right, count),
     }
+    if len(right) < FEW_ROWS:
+        found["accuracy_interval"] = wilson(found["accuracy"], len(right))
     if count <= MAX_CONFUSION_LABELS:
         found["confusion"] = classification.multiclass_confusion_matrix(given, right, count).tolist()
     return found

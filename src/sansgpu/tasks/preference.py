@@ -17,6 +17,7 @@ from sansgpu.data.preferences import Answers, ReadingNotes, tokenize_preferences
 from sansgpu.data.rows import BadRows
 from sansgpu.data.shards import ReportProgress, rows_with_progress
 from sansgpu.data.sources import Source, open_sources
+from sansgpu.data.split import describe_split
 from sansgpu.machine.group import Group
 from sansgpu.models.pretrained import load_tokenizer_of
 from sansgpu.models.pretrained_costs import PretrainedCosts
@@ -169,16 +170,18 @@ class Preference(PreferenceObjective, SFT):
         tokenizer = load_tokenizer_of(config.model, config.data.chat_template)
         notes: list[str] = []
         train = cls._read(sources.train, config, tokenizer, progress, notes)
+        split = None
         if sources.validation is not None:
             held = cls._read(sources.validation, config, tokenizer, progress, notes)
         else:
             require_examples(sources, [len(train)], "row", notes)
             train, held = split_rows(train, [one.prompt.tobytes() for one in train], config.data.validation_split)
+            split = describe_split(len(train), len(held), "example", config.data.validation_split)
         require_examples(sources, [len(train), len(held)], "row", notes)
         parts = cls._examples(train, config), cls._examples(held, config)
         fingerprint = f"{sources.train.fingerprint[:16]}-{len(train)}-{parts[0].lengths.sum()}-{parts[0].targets}"
         return config, PreferenceCorpus(
-            *parts, notes, fingerprint, tokenizer, config.training.preference.needs_reference
+            *parts, notes, fingerprint, tokenizer, config.training.preference.needs_reference, split=split
         )
 
     @classmethod

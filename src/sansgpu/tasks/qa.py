@@ -27,6 +27,7 @@ from sansgpu.data.rows import BadRows, SourceRow, located
 from sansgpu.data.sequences import PackedSequences, WindowedTexts
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single, open_sources
+from sansgpu.data.split import describe_split
 from sansgpu.models.pretrained import load_tokenizer_of
 from sansgpu.tasks.evaluation import require_rows, whole_groups
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, longest_example, require_examples, split_rows
@@ -116,11 +117,13 @@ class QA(QAObjective, FineTuningTask):
         train_rows, held_rows = BadRows(data.on_bad_row), BadRows("skip")
         questions = read_questions(sources.train.rows(), train_rows)
         require_examples(sources, [len(questions)], "question", train_rows.notes())
+        split = None
         if sources.validation is not None:
             train, held = questions, read_questions(sources.validation.rows(), held_rows)
         else:
             contents = [question.context.encode() for question in questions]
             train, held = split_rows(questions, contents, data.validation_split)
+            split = describe_split(len(train), len(held), "question", data.validation_split)
 
         def tokenized(part: list[Question], rows: BadRows, name: str) -> TokenizedQuestions:
             size = sum(len(question.context) for question in part)
@@ -136,7 +139,7 @@ class QA(QAObjective, FineTuningTask):
             null = any(question.impossible for question in asked)
             config = config.model_copy(update={"data": data.model_copy(update={"null_answers": null})})
         fingerprint = f"{sources.train.fingerprint[:16]}-{len(asked)}-{len(splits[0])}-{splits[0].lengths.sum()}"
-        return config, QuestionCorpus(splits[0], splits[1], notes, fingerprint, tokenizer)
+        return config, QuestionCorpus(splits[0], splits[1], notes, fingerprint, tokenizer, split=split)
 
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> PackedSequences:

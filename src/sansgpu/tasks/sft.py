@@ -16,7 +16,7 @@ from sansgpu.data.chat import TokenizedConversations, show_masked, tokenize_conv
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress, rows_with_progress
 from sansgpu.data.sources import Source, open_sources
-from sansgpu.data.split import split_examples
+from sansgpu.data.split import describe_split, split_examples
 from sansgpu.data.teacher_folder import Predictions, TeacherFolder
 from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions
 from sansgpu.machine.probe import has_native_bf16
@@ -152,18 +152,20 @@ class SFT(SFTObjective, FineTuningTask):
         sources = open_sources(config.data)
         notes: list[str] = []
         examples = _examples(sources.train, config, tokenizer, progress, notes)
+        split = None
         if sources.validation is not None:
             train = ConversationExamples(examples, np.arange(len(examples)))
             validation = tokenize_source(sources.validation, config, tokenizer, progress, notes)
         else:
             require_examples(sources, [len(examples)], "row", notes)
             contents = [examples.example(number)[0].tobytes() for number in range(len(examples))]
-            split = split_examples(contents, examples.lengths(), config.data.validation_split)
-            train, validation = (ConversationExamples(examples, numbers) for numbers in split)
+            numbers = split_examples(contents, examples.lengths(), config.data.validation_split)
+            train, validation = (ConversationExamples(examples, part) for part in numbers)
+            split = describe_split(len(train), len(validation), "row", config.data.validation_split)
         require_examples(sources, [len(train), len(validation)], "row", notes)
         tokens = int(train.lengths.sum())
         fingerprint = f"{sources.train.fingerprint[:16]}-{len(train)}-{tokens}-{train.targets}"
-        return ChatCorpus(train, validation, notes, fingerprint, tokenizer)
+        return ChatCorpus(train, validation, notes, fingerprint, tokenizer, split=split)
 
     @classmethod
     def lesson(cls, config: Config, tokenizer: Any, cache: Path, progress: ReportProgress) -> Lesson:

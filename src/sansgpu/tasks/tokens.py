@@ -22,6 +22,7 @@ from sansgpu.data.rows import BadRows, located
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import Source, open_single, open_sources
+from sansgpu.data.split import describe_split
 from sansgpu.data.tag_spans import OUTSIDE
 from sansgpu.data.tagged import in_iob2, read_tagged, read_untagged, require_labels
 from sansgpu.models.model_folder import has_architecture
@@ -99,11 +100,13 @@ class Tokens(TokensObjective, FineTuningTask):
         labels = data.labels or require_labels(texts, sources.train.name)
         if numbered:
             notes.append(f"{numbered}, {counted(len(labels), 'tag')}.")
+        split = None
         if sources.validation is not None:
             held = read_tagged(sources.validation.rows(), rows["validation"])
             train, held = texts, in_iob2(held, "validation texts", notes, always=texts != given)
         else:
             train, held = split_rows(texts, [text.text.encode() for text in texts], data.validation_split)
+            split = describe_split(len(train), len(held), "text", data.validation_split)
         parts = []
         for name, part in (("training", train), ("validation", held)):
             size = sum(len(text.text) for text in part)
@@ -117,7 +120,7 @@ class Tokens(TokensObjective, FineTuningTask):
         train_part, held_part = parts
         size = train_part.lengths.sum()
         fingerprint = f"{sources.train.fingerprint[:16]}-{len(train_part.texts)}-{len(train_part)}-{size}"
-        return config, TagCorpus(train_part, held_part, notes, fingerprint, tokenizer)
+        return config, TagCorpus(train_part, held_part, notes, fingerprint, tokenizer, split=split)
 
     @classmethod
     def recorded_settings(cls, config: Config, recorded: dict[str, Any]) -> list[str]:
