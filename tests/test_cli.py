@@ -65,7 +65,7 @@ def test_what_cannot_be_trained_is_refused_before_any_work(
     Path("short.txt").write_text("short")
     assert train(**changes) == 2  # type: ignore[arg-type]
     assert words in sentence(capsys)
-    assert {path.name for path in Path("out").rglob("*")} <= {".lock"}
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize(
@@ -150,6 +150,24 @@ def test_a_folder_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[s
     Path("out").write_text("a file where the folder should be")
     assert train() == 2
     assert "is a file, not a folder" in sentence(capsys)
+
+
+def test_a_refused_command_leaves_no_folder_and_keeps_one_that_was_there() -> None:
+    elsewhere = {"training__checkpoint_dir": "far/snapshots", "training__logging_dir": "far/logs"}
+    too_large = {"training__batch_size": 10_000_000, **elsewhere}
+    before = set(Path().iterdir())
+    assert train("--output-dir", "deep/er/out", **too_large) == 2  # type: ignore[arg-type]
+    space = ["--set", "training.eval_batches=null", "--output-dir", "deep/search", "--trials", "1"]
+    assert cli(["tune", *settings(data__dataset_name="corpus.jsonl", **too_large), *space]) == 2
+    assert set(Path().iterdir()) - before <= {Path("cache")}
+    Path("out").mkdir()
+    assert train(**too_large) == 2  # type: ignore[arg-type]
+    assert list(Path("out").iterdir()) == []
+    assert train(**elsewhere) == 0  # type: ignore[arg-type]
+    files = sorted(Path("far").rglob("*"))
+    assert train("--resume", **too_large) == 2  # type: ignore[arg-type]
+    assert sorted(Path("far").rglob("*")) == files
+    assert Path("out/.lock").exists()
 
 
 def test_an_old_run_is_not_written_over(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -90,6 +90,26 @@ def make_folder(folder: Path) -> None:
         sync_to_disk(path.parent)
     if not missing and not folder.is_dir():
         folder.mkdir()  # raises the appropriate error
+
+
+def cleanup_of(folder: Path, *unimportant: str) -> Callable[[], None]:
+    """Returns a function that removes what was created of `folder` since, if it has no files but `unimportant` ones.
+
+    Removes these files, and the folder and its parents, unless they exist now.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    before = {name for name in unimportant if os.path.lexists(folder / name)}
+
+    def clean_up() -> None:
+        with contextlib.suppress(OSError):  # the folder is missing, has other files, or is read-only
+            names = {path.name for path in folder.iterdir()}
+            if names <= set(unimportant):
+                for name in names - before:
+                    (folder / name).unlink()
+            for path in missing:
+                path.rmdir()
+
+    return clean_up
 
 
 def sync_to_disk(path: Path) -> None:

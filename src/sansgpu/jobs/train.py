@@ -21,7 +21,7 @@ from sansgpu.config import (
     recorded_values,
     save_config,
 )
-from sansgpu.config.atomic import atomic_write, write_failures_as
+from sansgpu.config.atomic import atomic_write, cleanup_of, write_failures_as
 from sansgpu.config.extras import is_installed
 from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.report import write_run_report
@@ -40,19 +40,21 @@ from sansgpu.reporting.boards import TensorBoard, WeightsAndBiases, require_boar
 from sansgpu.reporting.controls import Controls
 from sansgpu.reporting.events import EventBuffer, Sink, Sinks, now
 from sansgpu.reporting.jsonl import MetricsFile
-from sansgpu.reporting.outputs import replace_folder
+from sansgpu.reporting.marks import MARK
+from sansgpu.reporting.outputs import LOCK, replace_folder
 from sansgpu.tasks import ComparedWithReference, Task, task_of
 from sansgpu.train import RunSetup, Trainer
 from sansgpu.train.branches import finish_pending_moves, switch_to
 from sansgpu.train.loop import TrainingResult
 from sansgpu.train.resume import recorded_environment
 from sansgpu.train.run_folders import (
+    choose_output,
     lock_run,
     no_run_to_resume,
     open_any,
-    open_output,
     recorded_file,
     require_allowed,
+    require_writable,
     run_paths,
     write_json,
 )
@@ -106,7 +108,7 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
     training, world = config.training, request.world
     backend, backend_note = resolve_backend(training)
     group = join(world, backend, training.timeout_seconds, training.network_interface)
-    with reporting_failure(group), ExitStack() as locks:
+    with reporting_failure(group), ExitStack() as until_end:
         buffer, own_sinks = EventBuffer(), sinks if group.is_main else []
         early = Sinks([*own_sinks, buffer])
         for note in filter(None, [*request.notes, *notes, *_launch_notes(config, world, group), backend_note]):
@@ -114,7 +116,7 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
         _require_same(config, group)
         if training.adapt_threads and group.size > 1:
             raise ConfigError("training.adapt_threads works with a single process only; set it to false.")
-        target = _find_target(request, config, group, Sinks(own_sinks).warn, locks)  # not in metrics.jsonl
+        target = _find_target(request, config, group, Sinks(own_sinks).warn, until_end)  # not in metrics.jsonl
         config = change_config(config, target.open_settings)
         require_boards(training.report_to, early.warn)
         outcome = _train_in(target, config, request, group, sinks, early.warn, buffer, progress)
@@ -151,22 +153,28 @@ def _require_same(config: Config, group: Group) -> None:
 
 
 def _find_target(
-    request: TrainRequest, config: Config, group: Group, warn: Callable[[str], None], locks: ExitStack
+    request: TrainRequest, config: Config, group: Group, warn: Callable[[str], None], until_end: ExitStack
 ) -> _RunTarget:
-    """Finds, creates and locks the run folder on rank 0. After a launcher's restart, resumes from the last snapshot."""
+    """Finds, creates and locks the run folder on rank 0. After a launcher's restart, resumes from the last snapshot.
+
+    `until_end` unlocks it, and removes what was created if the run is refused before it writes anything else.
+    """
     resume = request.resume or ("latest" if group.restarted else None)
 
     def find() -> dict[str, Any]:
-        folder = open_output(request.output_dir, request.config_file, resume, dry_run=request.dry_run)
+        folder = choose_output(request.output_dir, request.config_file, resume, dry_run=request.dry_run)
         paths = run_paths(folder, config)
         require_unclaimed_folders(paths)
         if not request.dry_run:
-            locks.enter_context(lock_run(folder))
+            clean_up = cleanup_of(folder, LOCK, MARK)
+            require_writable(folder)
+            until_end.enter_context(lock_run(folder))
+            until_end.callback(clean_up)  # while the folder is locked
             finish_pending_moves(paths)
             clear_leftovers(paths.snapshots)
             if not resume and snapshots(paths.snapshots):
                 raise ConfigError(f"{paths.snapshots} contains another run's snapshots; choose another checkpoint_dir.")
-            mark_other_folders(paths)
+            mark_other_folders(paths, until_end)
         snapshot = find_snapshot(paths.snapshots, resume, warn) if resume else None
         if resume and snapshot is None:
             warn(f"{folder} has no snapshot yet; training starts from the first step.")
@@ -223,7 +231,7 @@ def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
         return change_config(request.config, request.overrides), []
     file = request.config_file
     if request.resume:
-        folder = open_output(request.output_dir, file, request.resume, dry_run=True)  # only rank 0 writes there
+        folder = choose_output(request.output_dir, file, request.resume, dry_run=True)  # only rank 0 writes there
         own = RunPaths(folder).config
         if own.is_file() and (file is None or (file.is_file() and file.samefile(own))):
             require_own_configuration(run_paths(folder, load_config(own, own=False)[0]))

@@ -35,7 +35,7 @@ from sansgpu.reporting.unmarked import files_of_unmarked, is_unmarked
 Files = dict[str, list[str]]  # valid fingerprints of sansgpu's files, by relative path
 
 REPLACED_KINDS = "model", "tokenizer"  # kinds of folders whose files are replaced together: old ones are deleted
-LOCK = ".lock"  # commands that are rejected leave an empty one
+LOCK = ".lock"  # a command that is killed before it wrote anything leaves an empty one
 README = "README.md"  # an edited model card is not replaced
 # Text near the start of files that sansgpu wrote. Pages of version 0.1.0 have only the second.
 PAGE = (

@@ -41,10 +41,10 @@ def run_paths(folder: Path, config: Config) -> RunPaths:
     return RunPaths.of(folder, config.training.checkpoint_dir, config.training.logging_dir)
 
 
-def open_output(output_dir: Path | None, config_file: Path | None, resume: str | None, dry_run: bool) -> Path:
+def choose_output(output_dir: Path | None, config_file: Path | None, resume: str | None, dry_run: bool) -> Path:
     """Returns the folder of the run to start or resume. Default: runs/NAME, from the configuration file's name.
 
-    Raises ConfigError if the folder contains anything but this run, or cannot be written.
+    Raises ConfigError if the folder contains anything but this run.
     """
     if output_dir is None and resume and Path(resume).name.startswith("step-") and Path(resume).is_dir():
         folder = Path(resume).absolute().parent
@@ -61,8 +61,6 @@ def open_output(output_dir: Path | None, config_file: Path | None, resume: str |
         raise ConfigError(
             f"{output_dir} already contains a run; continue it with --resume, or choose another --output-dir."
         )
-    if not dry_run:
-        require_writable(output_dir)
     return output_dir
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sansgpu.config import Config, ConfigError, RunPaths, identity, require_identity
-from sansgpu.config.atomic import make_folder, write_failures_as
+from sansgpu.config.atomic import cleanup_of, make_folder, write_failures_as
 from sansgpu.config.parse import read_values
 from sansgpu.reporting.marks import MARK, FolderMark, read_mark, write_mark
 from sansgpu.reporting.outputs import require_folder, require_no_links
@@ -42,13 +43,15 @@ def _require_other_folders(paths: RunPaths) -> None:
             raise ConfigError(f"{folder} contains another run's {kind}; choose another {key}.")
 
 
-def mark_other_folders(paths: RunPaths) -> None:
+def mark_other_folders(paths: RunPaths, until_end: ExitStack) -> None:
     """Marks snapshot and log folders outside of the run's folder. Raises ConfigError if one cannot be written.
 
     The run's folder is marked first: a process killed in between must not leave folders that belong to no run.
+    `until_end` finally removes the mark of a folder that the run did not use.
     """
     mark = _mark_of(paths.root)
     for folder, kind, key in _elsewhere(paths):
+        until_end.callback(cleanup_of(folder, MARK))
         with write_failures_as(ConfigError, paths.root, "--output-dir"):
             write_mark(paths.root, mark)
         with write_failures_as(ConfigError, folder, key):

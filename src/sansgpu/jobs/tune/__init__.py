@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from sansgpu.config import (
     measure_of,
     setting,
 )
-from sansgpu.config.atomic import write_failures_as, write_text
+from sansgpu.config.atomic import cleanup_of, write_failures_as, write_text
 from sansgpu.config.paths import RUNS
 from sansgpu.config.plain_data import InvalidDataError, read_validated
 from sansgpu.config.wording import counted
@@ -37,7 +38,7 @@ from sansgpu.planning.forecast import forecast_of, length_of
 from sansgpu.planning.prepare import prepare
 from sansgpu.planning.set_up import Warn
 from sansgpu.reporting.marks import FolderMark, write_mark
-from sansgpu.reporting.outputs import require_folder, require_no_links
+from sansgpu.reporting.outputs import LOCK, require_folder, require_no_links
 from sansgpu.reporting.tune_events import SearchBegin, SearchEstimate, SearchResult
 from sansgpu.train.run_folders import require_writable
 
@@ -89,8 +90,10 @@ def tune(
     if request.dry_run:
         length = recorded or _planned_length(config, progress, warn)
         return _budget(request, space).estimate(length.seconds, 0)
+    clean_up = cleanup_of(folder, LOCK)
     require_writable(folder)
-    with FileLock(folder / ".lock", timeout=LOCK_SECONDS):
+    with FileLock(folder / LOCK, timeout=LOCK_SECONDS), ExitStack() as until_recorded:
+        until_recorded.callback(clean_up)
         length = _recorded_length(folder, config, space) or _planned_length(config, progress, warn)
         _record(folder, config, space, length)
         study = Study(folder, space, request.pruner, config.training.seed, length)
