@@ -44,7 +44,13 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "phi": _LAYERED,
     "phi3": {**_LAYERED, "num_key_value_heads": 2},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT},
-}
+    "mixtral": {**_GROUPED, "num_local_experts": 4},
+    "qwen2_moe": {
+        **_LAYERED, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 48,
+    },
+    "mamba": {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
+}  # fmt: skip
 ENCODERS: dict[str, dict[str, Any]] = {
     "bert": _LAYERED,
     "roberta": {**_LAYERED, "max_position_embeddings": CONTEXT + 2, "pad_token_id": 1},  # positions start after it

@@ -26,15 +26,17 @@ from tests.tasks.folders import chat_rows, model_folder, squad
 # Value: several examples share a row.
 PACKS = {
     "llama": True, "smollm": True, "qwen2": True, "qwen3": True, "gemma": True, "gemma2": True, "gemma3_text": True,
-    "mistral": True, "phi": True, "phi3": True, "gpt2": True, "bert": True, "roberta": True, "distilbert": True,
-    "modernbert": True,
+    "mistral": True, "phi": True, "phi3": True, "gpt2": True, "mixtral": True, "qwen2_moe": True, "mamba": False,
+    "bert": True, "roberta": True, "distilbert": True, "modernbert": True,
 }  # fmt: skip
-# All kinds of layers with an adapter: separate and fused, with and without bias, Conv1D, new heads.
-ADAPTED = ("llama", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "roberta", "distilbert", "modernbert")
+# All kinds of layers with an adapter: separate and fused, with and without bias, Conv1D, new heads, beside experts and
+# in mixers of a state space model.
+ADAPTED = ("llama", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "mixtral", "qwen2_moe", "mamba", "roberta",
+           "distilbert", "modernbert")  # fmt: skip
 RUNS = [(name, "none") for name in PACKS] + [(name, "lora") for name in ADAPTED]
 # Dropout in the model, in adapters or nowhere; separate and fused layers; packed and padded rows.
 RESUMED = {(name, "none") for name in ("gpt2", "gemma3_text", "modernbert")}
-RESUMED |= {(name, "lora") for name in ("gpt2", "phi3", "roberta")}
+RESUMED |= {(name, "lora") for name in ("gpt2", "phi3", "mixtral", "mamba", "roberta")}
 # Runs in bf16: their frozen weights are rounded during training.
 NARROW = [(name, "lora") for name in ADAPTED] + [("qwen2", "none"), ("qwen2", "dora"), ("gpt2", "dora")]
 ROWS = 8

@@ -85,9 +85,13 @@ def test_two_runs_and_one_that_was_killed_are_byte_identical(home: Path, changes
 # What is trained, saved and exported
 
 
-@pytest.mark.parametrize("adapter", ["lora", "dora"])
-def test_an_adapter_is_exported_merged_or_alone(home: Path, tmp_path: Path, adapter: str) -> None:
-    run = made(home, adapter, model__adapter=adapter, model__merge_adapter="false")
+@pytest.mark.parametrize(
+    ("architecture", "adapter"), [("qwen2", "lora"), ("qwen2", "dora"), ("mamba", "lora"), ("mixtral", "lora")]
+)
+def test_an_adapter_is_exported_merged_or_alone(home: Path, tmp_path: Path, architecture: str, adapter: str) -> None:
+    base = model_folder(architecture)
+    changes = {"model__name_or_path": base, "model__adapter": adapter, "model__merge_adapter": "false"}
+    run = made(home, f"{architecture}-{adapter}", **changes)
     assert not (run / "final/model.safetensors").exists()
     assert_equal_outputs(AutoPeftModelForCausalLM.from_pretrained(run / "final"), run)
     for choice in ("--merge", "--no-merge"):
@@ -345,5 +349,36 @@ def test_a_model_that_changed_before_a_resume_is_noticed(home: Path, tmp_path: P
 def test_settings_without_effect_are_refused_before_any_work(
     home: Path, tmp_path: Path, changes: dict[str, object], words: str, capsys: Captured
 ) -> None:
-    assert cli(["train", *settings(home, **changes), "--output-dir", str(tmp_path / "run")]) == 2
+    assert cli(["train", *settings(home, **changes), "--output-dir", str(tmp_path / "runs/run")]) == 2
     assert words in sentence(capsys)
+    assert not list(tmp_path.iterdir()), "a refusal left a folder"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "targets", "words"),
+    [
+        ("mamba", "[in_proj,out_proj]", "Module 'out_proj' is incompatible with Mamba-based models"),
+        ("mamba", "[q_proj]", 'has no layer "q_proj"'),
+        ("mamba", "[]", "names no layer"),
+        ("mixtral", ".*(q_proj|w1|w3)", "model.layers.0.mlp.experts holds the experts of a layer"),
+        ("mixtral", "q_proj", 'has no layer "q_proj"'),
+        ("mixtral", "(", "is not a regular expression"),
+    ],
+)
+def test_targets_that_an_adapter_cannot_have_are_refused_with_those_that_it_can(
+    home: Path, tmp_path: Path, capsys: Captured, architecture: str, targets: str, words: str
+) -> None:
+    chosen = {"model__adapter": "lora", "model__lora_targets": f"'{targets}'" if targets == "(" else targets}
+    arguments = settings(home, model__name_or_path=model_folder(architecture), **chosen)
+    capsys.readouterr()
+    assert cli(["train", *arguments, "--output-dir", str(tmp_path / "run")]) == 2
+    said = sentence(capsys)
+    assert words in said
+    assert "model.lora_targets" in said
+    assert "target_modules" not in said
+    possible = {
+        "mamba": "all-linear, or to some of [in_proj,x_proj]",
+        "mixtral": "some of [k_proj,o_proj,q_proj,v_proj]",
+    }
+    assert possible[architecture] in said or targets == "("
+    assert not list(tmp_path.iterdir()), "a refusal left a folder"

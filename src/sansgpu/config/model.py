@@ -125,7 +125,9 @@ class ModelConfig(Section):
     lora_alpha: float = Field(32.0, gt=0, description="the adapter output is scaled by lora_alpha / lora_rank")
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the adapter input")
     lora_targets: list[str] | str = Field(
-        "all-linear", description="names of the layers that get an adapter, as in peft's target_modules"
+        "all-linear",
+        description="names of the layers that get an adapter, as in peft's target_modules; all-linear: every linear "
+        "layer that can have one, so not the experts of a mixture of experts",
     )
     base_precision: Literal["auto", "bf16", "int8", "int4"] = Field(
         "auto",

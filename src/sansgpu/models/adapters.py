@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,7 @@ from torch import nn
 from sansgpu.config import ConfigError, ModelConfig
 from sansgpu.config.plain_data import read_object, shown
 from sansgpu.models.adapter_folder import ADAPTER_CONFIG, add_base, base_of, how_trained
+from sansgpu.models.adapter_targets import ALL_LINEAR, adaptable, adapter_targets, require_layers
 from sansgpu.models.folder_writer import write_folder_atomically
 from sansgpu.models.pretrained import (
     Head,
@@ -47,13 +49,15 @@ def add_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
     """Wraps a model in a trainable LoRA or DoRA adapter (arXiv 2106.09685, 2402.09353). A new head is trained, too."""
     from peft import LoraConfig, get_peft_model  # takes a second to import, and full fine-tuning does not need it
 
+    require_layers(loaded, model)
+    targets, can_have_one = adapter_targets(loaded, model.lora_targets), adaptable(loaded)
     heads = {name.split(".")[0]: None for name, _ in loaded.named_parameters() if not is_inside(loaded, name)}
     trained_heads = list(heads) if type(loaded).__name__.endswith(HEADS_OF_TASKS) else None
     config = LoraConfig(
         r=model.lora_rank,
         lora_alpha=cast(Any, model.lora_alpha),  # annotated int, but floats work
         lora_dropout=model.lora_dropout,
-        target_modules=model.lora_targets,
+        target_modules=targets,
         use_dora=model.adapter == "dora",
         modules_to_save=trained_heads,
     )
@@ -64,13 +68,19 @@ def add_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
             warnings.filterwarnings("ignore", message=".*tie_word_embeddings")  # `_require_mergeable` refuses it
             adapted = get_peft_model(loaded, config)
     except ValueError as error:
-        raise ConfigError(f"model.lora_targets: {' '.join(str(error).split())[:300]}") from None
-    _require_mergeable(loaded)
+        reason = re.sub(r"^\[PEFT:.*?\] ", "", " ".join(str(error).split())).split(". ")[0].rstrip(".")
+        raise ConfigError(
+            f"model.lora_targets: {reason}; set it to {ALL_LINEAR}, or to some of {can_have_one}."
+        ) from None
+    _require_mergeable(loaded, can_have_one)
     return adapted
 
 
-def _require_mergeable(model: PreTrainedModel) -> None:
-    """Raises ConfigError if the adapter of a layer cannot be merged into its weight."""
+def _require_mergeable(model: PreTrainedModel, can_have_one: str) -> None:
+    """Raises ConfigError if the adapter of a layer cannot be merged into its weight.
+
+    `can_have_one` are the names of layers for which that is possible.
+    """
     tables = [model.get_input_embeddings(), model.get_output_embeddings()]
     bases = [getattr(table, "base_layer", table) for table in tables if table is not None]
     tied = len(bases) == 2 and len({id(matrix_of(base)) for base in bases}) == 1
@@ -79,7 +89,7 @@ def _require_mergeable(model: PreTrainedModel) -> None:
         if not hasattr(base, "weight"):
             raise ConfigError(
                 f"model.lora_targets: {plain_name(name)} holds the experts of a layer, whose adapters sansgpu cannot "
-                "merge; set model.lora_targets to layers of the attention, such as [q_proj,k_proj,v_proj,o_proj]."
+                f"merge; set model.lora_targets to {ALL_LINEAR}, or to some of {can_have_one}."
             )
         if tied and any(base is table for table in bases):
             raise ConfigError(

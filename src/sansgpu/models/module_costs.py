@@ -55,7 +55,7 @@ class ModuleShape:
     layers: int
     width: int
     inner: int
-    heads: int
+    heads: int  # attention heads; 0 without attention
     vocabulary: int
     outputs: int  # features of the output head, such as the vocabulary size or the number of classes
     embedding: int
@@ -153,9 +153,10 @@ class ModuleCosts(Costs):
         shape = self.shape
         per_weight = 6.0 if shape.trained > shape.adapter + shape.head else 4.0
         matrices = numbers_of(dict(shape.products)) * shape.layers
+        attended = (self.example_tokens + 1) / 2 if shape.heads else 0.0  # mean number of keys of a query
         return StepWork(
             matmul=(per_weight * matrices + 6.0 * shape.adapter) * tokens,
-            attention=12.0 * shape.layers * shape.width * (self.example_tokens + 1) / 2 * tokens,
+            attention=12.0 * shape.layers * shape.width * attended * tokens,
             loss=per_weight * shape.outputs * shape.width * tokens * self.target_ratio,
             muon=shape.layers * muon_flops(dict(shape.products)),
         )

@@ -42,7 +42,8 @@ def _shape(model_json: str, head: Head) -> ModuleShape:
     config: Any = model.config.get_text_config()
     vocabulary = int(config.vocab_size)
     outputs = _outputs(head, vocabulary)
-    shape = module_shape(model, int(config.hidden_size), int(config.num_attention_heads), vocabulary, outputs)
+    heads = int(getattr(config, "num_attention_heads", 0))  # a state space model such as Mamba has none
+    shape = module_shape(model, int(config.hidden_size), heads, vocabulary, outputs)
     return replace(shape, packs=packs, quantized_blocks=quantized_blocks, quantized_tables=quantized_tables)
 
 
