@@ -108,6 +108,15 @@ def test_an_automatic_value_refuses_arithmetic(key: str, tmp_path: Path) -> None
     assert TrainingConfig(batch_size=4).batch_size * 8 == 32  # type: ignore[operator]
 
 
+def test_assignments_to_a_section_keep_the_defaults_of_the_task() -> None:
+    values = {"task": "sft", "model": {"name_or_path": "m"}, "data": {"dataset_name": "rows.jsonl"}}
+    config = Config.model_validate(values)
+    config.training.max_steps = 5
+    assert config == Config.model_validate({**values, "training": {"max_steps": 5}})
+    config.task = "classify"
+    assert config.training.learning_rate == 3e-5
+
+
 def test_sections_that_do_not_fit_together_are_refused_by_fit(tmp_path: Path) -> None:
     config = Config()
     config.data.max_length = 4096

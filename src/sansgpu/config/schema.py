@@ -230,6 +230,9 @@ class Config(Section):
         else:
             super().__setattr__(key, value)
 
+    def _take(self, other: Section, before: Section) -> None:
+        super()._take(other, self)  # all values, because `other` has the defaults of its task
+
     @field_validator("task")
     @classmethod
     def _is_task(cls, task: str) -> str:

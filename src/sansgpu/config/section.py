@@ -28,7 +28,7 @@ class Section(BaseModel):
 
     def __setattr__(self, key: str, value: Any) -> None:
         """Validates the section with the new value. Raises ConfigError, and changes nothing, if it is not valid."""
-        self._take(self.copy(update={key: value}))
+        self._take(self.copy(update={key: value}), self.copy())
 
     def copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = True) -> Self:  # type: ignore[override]  # pydantic's is deprecated
         """Returns a copy with the values of `update`. Raises ConfigError if they are not valid.
@@ -49,12 +49,15 @@ class Section(BaseModel):
         given = {key: self.__dict__[key] for key in self.model_fields_set}
         return {**given, **{key: section.given_values() for key, section in inner.items()}}
 
-    def _take(self, other: Section) -> None:
-        """Copies all values of `other`. Sections stay the same objects, because a caller may hold them."""
+    def _take(self, other: Section, before: Section) -> None:
+        """Copies the values of `other` that `before` does not have, so that the defaults of the task stay.
+
+        Sections stay the same objects, because a caller may hold them.
+        """
         for key, value in other.__dict__.items():
             if isinstance(own := self.__dict__.get(key), Section):
-                own._take(value)
-            else:
+                own._take(value, before.__dict__[key])
+            elif key in other.model_fields_set or value != before.__dict__[key]:
                 self.__dict__[key] = value
         object.__setattr__(self, "__pydantic_fields_set__", other.model_fields_set)
 
