@@ -92,11 +92,12 @@ def _without_experts(loaded: PreTrainedModel, names: Sequence[str]) -> list[str]
     """Leaves out the layers in whose place peft would adapt the stacked experts or the router.
 
     For some mixtures of experts, peft takes the name of a layer such as `gate_proj`, also of one that is no expert,
-    for the name that the experts had in an earlier release of transformers.
+    for the name that the experts had in an earlier release of transformers. A router that is a linear layer returns
+    several tensors, to which the output of an adapter cannot be added.
     """
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     converted: Any = LoraConfig(target_modules=list(names))
     convert_peft_config_for_transformers(converted, model=loaded, conversions=None)
-    return [name for name in names if name in converted.target_modules]
+    return [name for name in names if name in converted.target_modules and _last(name) != "router"]
