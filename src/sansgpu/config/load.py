@@ -24,6 +24,7 @@ from sansgpu.config.by_task import (
 )
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.find import configuration_file, use_files_beside
+from sansgpu.config.learning_rate import default_learning_rate
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.other_names import note_of, own_name, with_own_names
 from sansgpu.config.parse import Values, parse_value, read_values
@@ -108,11 +109,13 @@ def save_config(config: Config, path: Path) -> None:
 
 
 def acting_values(config: Config) -> Values:
-    """Returns all keys that `config`'s kind of run uses, as plain values."""
+    """Returns all keys that `config`'s kind of run uses and whose values are known, as plain values."""
     values = config.model_dump(mode="json")
     for name, section in values.items():
         if isinstance(section, dict):
             values[name] = {k: v for k, v in section.items() if config.settings.acts(f"{name}.{k}")}
+    if config.training.optimizer == "auto" and "learning_rate" not in config.training.model_fields_set:
+        del values["training"]["learning_rate"]  # it follows the optimizer that the run chooses
     top = {"task": values.pop("task"), "device": values["training"].pop("device")}
     return {**top, **values}
 
@@ -144,8 +147,16 @@ def default_values(values: Values) -> Values:
         section, _, name = key.partition(".")
         if name:
             found[key] = (own.get(section) or {}).get(name, field.default)
+    found["training.learning_rate"] = _default_learning_rate(values, own)
     found |= {f"model.{key}": field.default for key, field in ModelConfig.model_fields.items() if key in chosen}
     return {**found, "device": found["training.device"]}
+
+
+def _default_learning_rate(values: Values, own: Values) -> float:
+    """Returns the default rate for `values`, a result of `acting_values`; `own` are the defaults of their task."""
+    model, training = values.get("model") or {}, values.get("training") or {}
+    width = model.get("d_model", ModelConfig.model_fields["d_model"].default)
+    return default_learning_rate(training.get("optimizer", ""), width, (own.get("training") or {}).get("learning_rate"))
 
 
 def _override(values: Values, overrides: Sequence[Override]) -> list[str]:

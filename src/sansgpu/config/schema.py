@@ -23,6 +23,7 @@ from sansgpu.config.by_task import (
     tasks_with,
     with_defaults,
 )
+from sansgpu.config.learning_rate import default_learning_rate
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.other_names import with_own_names
 from sansgpu.config.plain_data import truncate
@@ -220,6 +221,10 @@ class Config(Section):
                 raise ValueError(f"{clash[0]} has different values at the top level and in training; remove one")
             rest["training"] = {**training, **top}
         config = validate(with_defaults(str(rest.get("task", DEFAULT_TASK)), rest))
+        if "learning_rate" not in as_values(rest.get("training")):
+            rate = config.training.learning_rate if "learning_rate" in config.training.model_fields_set else None
+            rate = default_learning_rate(config.training.optimizer, config.model.d_model, rate)
+            config.training.__dict__["learning_rate"] = rate
         for name in _SECTIONS:  # the defaults follow a later assignment to the task
             getattr(config, name).model_fields_set.intersection_update(as_values(rest.get(name)))
         return config

@@ -19,6 +19,7 @@ from sansgpu.config.automatic import AUTO, Auto
 from sansgpu.config.clock import normal_time
 from sansgpu.config.distillation import DistillationConfig
 from sansgpu.config.errors import ConfigError
+from sansgpu.config.learning_rate import MUON
 from sansgpu.config.preference import PreferenceConfig
 from sansgpu.config.section import Section
 
@@ -67,7 +68,13 @@ class TrainingConfig(Section):
     gradient_accumulation_steps: int = Field(
         16, ge=1, description="micro-batches per step; with batch_size auto, examples per step"
     )
-    learning_rate: float = Field(0.004, gt=0, description="peak learning rate")
+    learning_rate: float = Field(
+        MUON,
+        gt=0,
+        description="peak learning rate. Default for models trained from scratch: muon: 0.004, above d_model 256 times "
+        "sqrt(256 / d_model); adamw, adam: 0.001 times sqrt(256 / d_model); sgd: 100 times that of adamw. Default for "
+        "fine-tuning: 1e-6 to 2e-4, by task and adapter; sgd: 100 times that",
+    )
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="ratio of the final learning rate to the peak")
     weight_decay: float = Field(
         0.1,

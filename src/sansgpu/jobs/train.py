@@ -96,7 +96,7 @@ class _RunTarget:
     folder: Path
     snapshot: Snapshot | None
     before: Environment | None  # the one recorded in the snapshot
-    open_settings: tuple[str, ...]  # recorded values of keys that the configuration leaves to the data
+    open_settings: tuple[str, ...]  # recorded values of keys whose default may differ from that of the first start
 
 
 def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) -> DryRun | TrainingResult:
@@ -183,7 +183,7 @@ def _find_target(
             "folder": str(folder),
             "snapshot": str(snapshot.folder) if snapshot else None,
             "before": asdict(recorded_environment(snapshot)) if snapshot else None,
-            "open": [] if recorded is None else task_of(config).recorded_settings(config, recorded),
+            "open": [] if recorded is None else _open_settings(config, recorded),
         }
 
     found = group.broadcast_object(find)
@@ -193,6 +193,15 @@ def _find_target(
         Environment(**found["before"]) if found["before"] else None,
         tuple(found["open"]),
     )
+
+
+def _open_settings(config: Config, recorded: dict[str, Any]) -> list[str]:
+    """Returns the recorded values of keys that follow the data, the optimizer or the width if they are not given."""
+    found: list[str] = task_of(config).recorded_settings(config, recorded)
+    rate = (recorded.get("training") or {}).get("learning_rate")
+    if rate is not None and "learning_rate" not in config.training.model_fields_set:
+        found.append(f"training.learning_rate={rate}")
+    return found
 
 
 def _train_in(

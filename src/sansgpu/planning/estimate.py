@@ -38,6 +38,7 @@ def plan_prepared(prepared: Prepared, progress: ReportProgress) -> RunPlan:
         "compile": how.compile,
         "kernels": how.kernels,
         "optimizer": how.optimizer,
+        "learning_rate": config.training.learning_rate,
         "threads": how.threads,
         "gradient_checkpointing": config.model.gradient_checkpointing,
         "tokens_per_step": prepared.tokens_per_step,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from sansgpu.config import Config, ConfigError, UnreachableError
+from sansgpu.config import Config, ConfigError, UnreachableError, change_config
 from sansgpu.config.wording import counted
 from sansgpu.data.order import steps_per_epoch
 from sansgpu.data.shards import ReportProgress
@@ -23,6 +23,7 @@ from sansgpu.machine.probe import (
     cache_dir,
     isa,
 )
+from sansgpu.models.costing import StepWork
 from sansgpu.planning.memory_fit import Shortage, estimate_memory, fits, fitting_micro_batches
 from sansgpu.planning.prepared import Prepared
 from sansgpu.planning.set_up import Warn, set_up
@@ -108,9 +109,7 @@ def _with_length(config: Config, how: Execution, corpus: Corpus | None) -> tuple
     """Returns the configuration with its optimizer, the total steps, and the assumed seconds of the run."""
     training, effective = config.training, effective_batch(config.training)
     tokens_per_step = round(effective * (corpus.example_tokens if corpus else config.window))
-    work = task_of(config).costs(config).work(tokens_per_step)
-    optimizer = choose_optimizer(training.optimizer, work.needed, work.muon)
-    config = config.model_copy(update={"training": training.model_copy(update={"optimizer": optimizer})})
+    config, work = with_optimizer(config, tokens_per_step)
     if corpus is not None:
         steps = total_steps(training, steps_per_epoch(corpus.train_examples, effective), corpus.train_tokens)
     else:
@@ -118,6 +117,13 @@ def _with_length(config: Config, how: Execution, corpus: Corpus | None) -> tuple
         steps = total_steps(without, UNKNOWN_STEPS, UNKNOWN_STEPS * tokens_per_step)
     seconds = eager_seconds(work.needed * steps, how.precision, how.threads)
     return config, steps, min(seconds, seconds_allowed(config))
+
+
+def with_optimizer(config: Config, tokens_per_step: int) -> tuple[Config, StepWork]:
+    """Returns the configuration with the optimizer that `auto` means and its learning rate, and the work of a step."""
+    work = task_of(config).costs(config).work(tokens_per_step)
+    optimizer = choose_optimizer(config.training.optimizer, work.needed, work.muon)
+    return change_config(config, [("training.optimizer", optimizer)]), work
 
 
 def _with_finish(config: Config) -> Config:

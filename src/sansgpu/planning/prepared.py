@@ -106,6 +106,7 @@ class Prepared:
             "parameters": sum(parts.values()),
             "trained_parameters": parts.get("adapter", sum(parts.values())),
             "optimizer": training.optimizer,
+            "learning_rate": training.learning_rate,
             "micro_batch": how.micro_batch,
             "gradient_accumulation_steps": how.accumulation,
             "world_size": how.world_size,

@@ -32,7 +32,6 @@ LONG_WINDOW, LONG_WINDOW_MIN_WIDTH = 512, 512  # tokens, and the width from whic
 WINDOW = 256
 # Tokens per step, tuned for runs of BATCH_REFERENCE_TOKENS; longer runs use larger batches.
 BATCH_TOKENS, BATCH_REFERENCE_TOKENS, MAX_BATCH_TOKENS = 4096, 10e6, 65536
-LEARNING_RATE, LEARNING_RATE_WIDTH = 0.004, 256  # at this width, and proportional to width**-0.5; docs/lab-notes.md
 VOCABULARIES = ((2e6, 4096), (100e6, 8192), (1e9, 16384), (math.inf, 32768))  # (bytes of text, vocabulary size)
 DEFAULT_TEXT_BYTES = 10e6  # assumed if the size of the data is unknown
 BYTES_PER_TOKEN = 4  # bytes of text per token, assumed before the text is tokenized
@@ -142,7 +141,6 @@ def _base(data: str, overrides: Sequence[str], progress: ReportProgress, warn: W
 
 def _shape(base: Config, width: int) -> Config:
     window = LONG_WINDOW if width >= LONG_WINDOW_MIN_WIDTH else WINDOW
-    rate = LEARNING_RATE * (LEARNING_RATE_WIDTH / width) ** 0.5
     settings = (
         f"model.d_model={width}",
         f"model.n_heads={width // HEAD_DIM}",
@@ -151,7 +149,6 @@ def _shape(base: Config, width: int) -> Config:
         f"model.max_seq_len={window}",
         f"model.vocab_size={base.model.vocab_size}",
         f"training.gradient_accumulation_steps={BATCH_TOKENS // window}",
-        f"training.learning_rate={rate:.2g}",
         "training.optimizer=muon",
     )
     return change_config(base, settings)

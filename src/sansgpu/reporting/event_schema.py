@@ -42,6 +42,8 @@ class _StartEvent(_Event):
     resumed_from: str | None = None
     parameters: Count | None = None
     trained_parameters: Count | None = None
+    optimizer: str | None = None
+    learning_rate: Amount | None = None
     micro_batch: Count | None = None
     gradient_accumulation_steps: Count | None = None
     world_size: Count | None = None

@@ -104,6 +104,7 @@ class RunPlan(TypedDict):
     compile: str
     kernels: str
     optimizer: str
+    learning_rate: float
     threads: int
     gradient_checkpointing: bool
     tokens_per_step: int
@@ -150,8 +151,8 @@ def print_plan(console: Console, plan: RunPlan | ProposedPlan) -> None:
         table.add_row("  it fits with", f"{settings}: {storage(change['memory'])}, {change['cost']}")
     table.add_row(
         "step",
-        f"{batch_shape(plan['batch_size'], dict(plan))}: {plan['tokens_per_step']:,} tokens; {plan['optimizer']}, "
-        f"{_precisions(plan)}, {counted(plan['threads'], 'thread')}, "
+        f"{batch_shape(plan['batch_size'], dict(plan))}: {plan['tokens_per_step']:,} tokens; {plan['optimizer']} "
+        f"at a learning rate of {plan['learning_rate']:g}, {_precisions(plan)}, {counted(plan['threads'], 'thread')}, "
         f"{'compiled' if plan['compile'] == 'on' else 'not compiled'}, {plan['kernels']} kernels",
     )
     if plan["tokens_per_second"] and plan["step_seconds"]:

@@ -98,6 +98,7 @@ class Terminal:
         self._print(
             f"{_length(event)} of {event['tokens_per_step']:,} tokens "
             f"({batch_shape(event['micro_batch'], event)}), "
+            f"{event['optimizer']} at a learning rate of {event['learning_rate']:g}, "
             f"{counted(event['train_tokens'], 'training token')}; writing to {event['output_dir']}"
         )
         if split := event.get("split"):

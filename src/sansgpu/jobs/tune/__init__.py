@@ -32,14 +32,16 @@ from sansgpu.jobs.tune.result import result_of, write_files
 from sansgpu.jobs.tune.search import Search, SearchBudget, Show
 from sansgpu.jobs.tune.study import LOCK_SECONDS, Study, require_same
 from sansgpu.jobs.tune.trial import Length, chosen_config, trial_config
+from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.probe import resolve_threads
 from sansgpu.planning.estimate import plan_prepared
 from sansgpu.planning.forecast import forecast_of, length_of
-from sansgpu.planning.prepare import prepare
+from sansgpu.planning.prepare import prepare, with_optimizer
 from sansgpu.planning.set_up import Warn
 from sansgpu.reporting.marks import FolderMark, write_mark
 from sansgpu.reporting.outputs import LOCK, require_folder, require_no_links
 from sansgpu.reporting.tune_events import SearchBegin, SearchEstimate, SearchResult
+from sansgpu.tasks import task_of
 from sansgpu.train.run_folders import require_writable
 
 # Evaluations per trial. A configuration with fewer than the minimum gets the default, because pruning needs several.
@@ -85,7 +87,8 @@ def tune(
     name = request.config_file.stem if request.config_file else "default"
     folder = request.output_dir or RUNS / f"tune-{name}"
     original, config = config, _for_worker(config, request)
-    space = load_space(request.space_file, config)
+    resolved = _with_optimizer(config)
+    space = load_space(request.space_file, resolved)
     recorded = _recorded_length(folder, config, space)  # raises before anything is written there
     if request.dry_run:
         length = recorded or _planned_length(config, progress, warn)
@@ -97,7 +100,7 @@ def tune(
         length = _recorded_length(folder, config, space) or _planned_length(config, progress, warn)
         _record(folder, config, space, length)
         study = Study(folder, space, request.pruner, config.training.seed, length)
-        default = {key: setting(config, key) for key in space}
+        default = {key: setting(resolved, key) for key in space}
         study.begin(default)
     done, evaluations, budget = study.finished(), length.evaluations, _budget(request, space)
     changed = config.training.eval_steps != max(1, round(length.steps / evaluations))
@@ -139,6 +142,15 @@ def _for_worker(config: Config, request: TuneRequest) -> Config:
             f"--workers is {request.workers}, but only {counted(threads, 'thread')} can run; lower --workers."
         )
     return change_config(config, [("training.threads", threads // request.workers)])
+
+
+def _with_optimizer(config: Config) -> Config:
+    """Returns the configuration with the optimizer of its runs and, unless it is given, the learning rate of that."""
+    if config.training.optimizer != "auto":
+        return config
+    tokens = effective_batch(config.training) * config.window
+    chosen, _ = with_optimizer(task_of(config).with_vocabulary(config), tokens)
+    return change_config(config, [("training.optimizer", chosen.training.optimizer)])
 
 
 def _planned_length(config: Config, progress: ReportProgress, warn: Warn) -> Length:

@@ -1,0 +1,95 @@
+"""The default learning rate follows optimizer and width, is shown and recorded, and stays when a run resumes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+import sansgpu
+from sansgpu.cli import run as cli
+from sansgpu.config import Config, TrainingConfig, acting_values, default_values, load_config
+from tests.processes import record, settings, train, use_cache, write_corpus
+
+SFT = {"task": "sft", "model": {"name_or_path": "m"}, "data": {"dataset_name": "rows.jsonl"}}
+# With windows of 8 tokens, orthogonalizing the matrices is most of the work of a step, and `auto` means adamw.
+ADAMW = {"training__optimizer": "auto", "model__d_model": 64, "model__max_seq_len": 8, "training__max_steps": 2}
+MUON = {**ADAMW, "model__max_seq_len": 32, "training__gradient_accumulation_steps": 256, "training__batch_size": 64}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_with_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    use_cache(monkeypatch, tmp_path / "cache")
+    write_corpus(tmp_path / "corpus.jsonl")
+
+
+def rate(optimizer: str, **values: object) -> float:
+    training = {"optimizer": optimizer}
+    return Config.model_validate({**values, "training": training}).training.learning_rate
+
+
+def test_the_default_follows_the_optimizer_and_the_width() -> None:
+    rates = {
+        name: [rate(name, model={"d_model": width}) for width in (64, 256, 768)]
+        for name in ("muon", "adamw", "adam", "sgd")
+    }
+    adamw = [0.002, 0.001, 0.00058]
+    assert rates == {"muon": [0.004, 0.004, 0.0023], "adamw": adamw, "adam": adamw, "sgd": [0.2, 0.1, 0.058]}
+    assert rate("adamw", task="graph", model={"d_model": 768}) == 0.00058
+    assert [rate(name, **SFT) for name in ("muon", "adamw", "adam", "sgd")] == [2e-5, 2e-5, 2e-5, 2e-3]
+    given = {"optimizer": "adamw", "learning_rate": 0.004}
+    assert Config.model_validate({"training": given}).training.learning_rate == 0.004
+
+
+@pytest.mark.parametrize(("changes", "optimizer", "expected"), [(ADAMW, "adamw", 0.002), (MUON, "muon", 0.004)])
+def test_a_run_that_chooses_its_optimizer_shows_and_records_its_rate(
+    changes: dict[str, object], optimizer: str, expected: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = [*settings(data__dataset_name="corpus.jsonl", **changes)]
+    assert cli(["plan", *chosen, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["optimizer"], plan["learning_rate"]) == (optimizer, expected)
+    assert cli(["train", *chosen, "--dry-run"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["config"]["training"]["learning_rate"] == expected
+    if optimizer == "muon":
+        return
+    assert train(Path(), Path("run"), **changes) == 0
+    assert f"{optimizer} at a learning rate of {expected}" in capsys.readouterr().out
+    assert load_config(Path("run/config.yaml"))[0].training.learning_rate == expected
+    assert record(Path("run"))[0]["learning_rate"] == expected
+
+
+def test_a_written_configuration_leaves_the_rate_to_a_run_that_chooses_its_optimizer() -> None:
+    assert "learning_rate" not in acting_values(Config())["training"]
+    for training in ({"learning_rate": 0.004}, {"optimizer": "adamw"}):
+        config = Config.model_validate({"training": training})
+        assert acting_values(config)["training"]["learning_rate"] == config.training.learning_rate
+    values = acting_values(Config.model_validate({"training": {"optimizer": "adamw"}, "model": {"d_model": 1024}}))
+    assert default_values(values)["training.learning_rate"] == values["training"]["learning_rate"] == 0.0005
+    assert default_values(acting_values(Config()))["training.learning_rate"] == TrainingConfig().learning_rate
+
+
+def test_a_run_resumes_with_its_recorded_rate_unless_another_is_given() -> None:
+    """A run of an earlier version recorded another default."""
+    changes = {"training__optimizer": "adamw", "training__lr_scheduler": "constant", "training__save_steps": 2}
+    assert train(Path(), Path("run"), training__learning_rate=0.009, training__max_steps=2, **changes) == 0
+    assert train(Path(), Path("run"), "--resume", training__max_steps=4, **changes) == 0
+    more = ["--resume", "--set", "training.learning_rate=0.001"]
+    assert train(Path(), Path("run"), *more, training__max_steps=6, **changes) == 0
+    rates = [event["lr"] for event in record(Path("run")) if event["event"] == "step"]
+    assert rates[1:] == [0.009, 0.001]
+
+
+def test_a_search_of_the_rate_is_around_that_of_the_chosen_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = settings(data__dataset_name="corpus.jsonl", **ADAMW)
+    assert cli(["tune", *chosen, "--trials", "2", "--dry-run"]) == 0
+    assert "0.0005 to 0.008" in capsys.readouterr().out
+
+
+def test_fit_trains_with_the_rate_of_an_assigned_optimizer() -> None:
+    config = Config.model_validate({"model": {"d_model": 32, "n_heads": 2, "n_layers": 1, "max_seq_len": 32}})
+    config.training.optimizer, config.training.max_steps = "adamw", 1
+    config.data.dataset_name, config.data.vocab_size = "corpus.jsonl", 300
+    sansgpu.fit(config, Path("run"))
+    assert load_config(Path("run/config.yaml"))[0].training.learning_rate == 0.0028
