@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,6 +19,12 @@ from transformers import (
 )
 
 from sansgpu.cli import run as cli
+from sansgpu.config import ModelConfig
+from sansgpu.kernels import native
+from sansgpu.machine.instruction_sets import InstructionSet, supported
+from sansgpu.models.chat import slots_work
+from sansgpu.models.patches import patch_model
+from sansgpu.models.pretrained import Head, load_pretrained
 from sansgpu.models.unpadded import UnpaddedModel
 from tests.processes import use_cache
 from tests.tasks.folders import chat_rows, model_folder, squad
@@ -138,6 +144,31 @@ def test_examples_are_tried_beyond_every_window_that_the_configuration_names(
     model.model.embed_tokens.register_forward_hook(mixed)
     assert UnpaddedModel(model, pack=True, longest=512).packs == packs
     assert UnpaddedModel(model, pack=True, longest=100).packs, "examples are no longer than this"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("instructions", supported(), ids=lambda one: one.name)
+def test_a_model_that_amplifies_rounding_is_packed(
+    instructions: InstructionSet,
+    precision: Literal["bf16", "int8", "int4"],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Products of few rows round the weights of this model in another way, by 12 % of its outputs in 4 bits."""
+    monkeypatch.setattr(native, "_library", native.load_library(instructions))
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, num_hidden_layers=4, initializer_range=0.5, tie_word_embeddings=True, dtype="bfloat16", **shape
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    given = ModelConfig(name_or_path=str(tmp_path), adapter="lora", base_precision=precision)
+    model = load_pretrained(given, Head("causal"), 0)
+    patch_model(model)
+    for longest in (4, 128):
+        unpadded = UnpaddedModel(model, pack=True, longest=longest)
+        assert unpadded.packs
+        assert slots_work(unpadded)
 
 
 def test_a_large_model_is_tried_by_its_first_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
