@@ -140,9 +140,16 @@ def generate(
         text = prompt or ""
         pieces = generate_text(run, text, max_new_tokens, sampling, snapshot, warn, trust_remote_code, objective, bar)
     show(text, end="")
+    is_empty = True
     for piece in pieces:
         show(piece, end="")
+        is_empty = False
     show()
+    if is_empty:
+        warn(
+            f"{run} ended the text right after the prompt; use `sansgpu chat` if it is a chat model, or give a longer "
+            "prompt or a higher --temperature."
+        )
 
 
 def _batch_size(value: str) -> int | None:
