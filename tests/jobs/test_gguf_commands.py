@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
 import pytest
 
 from sansgpu.cli import run as cli
+from sansgpu.models.gguf_file import write_gguf
+from sansgpu.models.pretrained import tokenizer_parts
 from sansgpu.train.snapshots import snapshots
+from tests.models.gguf_models import ABOUT, base, write_base
 from tests.processes import messages, settings, use_cache, write_corpus
 from tests.tasks.folders import chat_rows, model_folder
 
@@ -129,6 +136,55 @@ def test_a_chat_model_is_measured_on_the_answers_of_conversations(home: Path, ca
         ((model_folder("bert"), "--data", rows), "bert"),
     ]:
         assert sentence in refused(capsys, "eval", *arguments)
+
+
+def test_rows_that_are_not_whole_blocks_take_no_more_than_the_next_type(home: Path, capsys: Captured) -> None:
+    """The rows of this model have 64 and 96 values."""
+    sizes = {}
+    for kind in ("q4_k", "q4_1", "q6_k", "q8_0"):
+        file = home / f"{kind}.gguf"
+        exported = ("--format", "gguf", "--quantization", kind, "--output", file)
+        assert cli([str(a) for a in ("export", home / "qwen", *exported)]) == 0
+        note = capsys.readouterr().err
+        sizes[kind] = file.stat().st_size
+        types = Counter(tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors)
+        assert types.keys() == {"F32", "Q8_0", *({"Q4_1"} if kind.startswith("q4") else ())}
+        assert ("1 as q8_0 instead of q6_k and 14 as q4_1 instead of q4_k" in note) == (kind == "q4_k")
+        assert ("1 matrix is stored in another type" in note) == (kind == "q4_1")
+        assert ("15 as q8_0 instead of q6_k" in note) == (kind == "q6_k")
+    assert sizes["q4_k"] == sizes["q4_1"] < sizes["q6_k"] == sizes["q8_0"]
+
+
+def test_a_text_that_ends_right_after_the_prompt_is_explained(tmp_path: Path, capsys: Captured) -> None:
+    model, tokenizer = base(tmp_path / "base", "llama")
+    model.lm_head.weight.data.zero_()  # the first token is then always chosen
+    parts = replace(tokenizer_parts(tokenizer), eos_id=0)
+    write_gguf(tmp_path / "silent.gguf", model.config.to_dict(), model.state_dict(), parts, "f32", ABOUT)
+    capsys.readouterr()
+    assert cli(["generate", str(tmp_path / "silent.gguf"), "--prompt", "red", "--temperature", "0"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "red\n"
+    assert "ended the text right after the prompt; use `sansgpu chat` if it is a chat model" in captured.err
+
+
+def test_a_chat_model_in_a_file_runs_without_the_models_of_transformers(home: Path, tmp_path: Path) -> None:
+    """Importing them takes more memory and time than a small quantized model."""
+    model, tokenizer = base(tmp_path / "base", "llama3")
+    model.config.rope_parameters = {"rope_type": "default", "rope_theta": 500.0}
+    file = tmp_path / "model.gguf"
+    write_base(file, model, tokenizer, "q4_1")
+    chosen = ["--max-new-tokens", "3", "--temperature", "0"]
+    commands = [["chat", str(file), "--prompt", "red", *chosen], ["generate", str(file), "--prompt", "red", *chosen]]
+    commands.append(["eval", str(file), "--data", str(home / "chat.jsonl"), "--json"])
+    script = f"""
+import sys
+from sansgpu.cli import run
+for command in {commands}:
+    assert run(command) == 0
+print(any(name in ("transformers.modeling_utils", "sympy") for name in sys.modules))
+"""
+    found = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert found.splitlines()[-1] == "False"
 
 
 def test_a_file_is_gone_on_from(home: Path, tmp_path: Path, capsys: Captured) -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from sansgpu.config import ModelConfig
 from sansgpu.data.tokenizer import Tokenizer
 from sansgpu.models import TransformerLM
-from sansgpu.models.gguf_encoding import GGUFType
+from sansgpu.models.gguf_encoding import EncodingChoice, GGUFType
 from sansgpu.models.gguf_file import ModelDescription, write_gguf
 from sansgpu.models.layouts import hugging_face_config, to_hugging_face
 from sansgpu.models.pretrained import Head, load_pretrained, load_tokenizer_of, tokenizer_parts
@@ -42,7 +42,9 @@ def parts_of(tokenizer: Tokenizer) -> TokenizerParts:
     return TokenizerParts(tokenizer.backend.to_str(), end, end, end, begins=True)
 
 
-def write_ours(path: Path, model: TransformerLM, kind: GGUFType, tokenizer: Tokenizer = TOKENIZER) -> list[str]:
+def write_ours(
+    path: Path, model: TransformerLM, kind: GGUFType, tokenizer: Tokenizer = TOKENIZER
+) -> dict[str, EncodingChoice]:
     settings = hugging_face_config(model.config, tokenizer.end_id)
     return write_gguf(
         path, settings, to_hugging_face(model.config, model.state_dict()), parts_of(tokenizer), kind, ABOUT
@@ -61,7 +63,7 @@ def base(folder: Path, name: str) -> tuple[PreTrainedModel, Any]:
     return model, load_tokenizer_of(given)
 
 
-def write_base(path: Path, model: PreTrainedModel, tokenizer: Any, kind: GGUFType) -> list[str]:
+def write_base(path: Path, model: PreTrainedModel, tokenizer: Any, kind: GGUFType) -> dict[str, EncodingChoice]:
     return write_gguf(path, model.config.to_dict(), model.state_dict(), tokenizer_parts(tokenizer), kind, ABOUT)
 
 

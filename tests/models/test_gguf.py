@@ -16,12 +16,13 @@ from tokenizers import Tokenizer as Backend
 from sansgpu.config import ConfigError, ModelConfig, SansGPUError
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer
 from sansgpu.models import TransformerLM
-from sansgpu.models.gguf_encoding import GGUFType
+from sansgpu.models.gguf_encoding import GGUFType, describe_substitutes
 from sansgpu.models.gguf_file import write_gguf
 from sansgpu.models.gguf_source import open_gguf
 from sansgpu.models.huggingface import load_gguf_decoder
 from sansgpu.models.layouts import hugging_face_config, to_hugging_face
 from sansgpu.models.pretrained import Head, load_pretrained, load_tokenizer_of
+from sansgpu.models.quantized_layers import dequantize_layers
 from sansgpu.train.loading import open_model
 from tests.models.gguf_models import ABOUT, BASES, base, logits_of, parts_of, write_base, write_ours
 from tests.models.small import IN_GGUF, TEXT, TOKENIZER, model_of, tokens
@@ -32,8 +33,10 @@ HALF_STEPS = {"f32": (0, 0), "f16": (2**-11, 1), "bf16": (2**-8, 0), "q8_0": (0.
 
 
 def read(path: Path) -> TransformerLM:
+    """Reads a file and dequantizes what stayed quantized."""
     decoder = load_gguf_decoder(open_gguf(path))
     assert decoder is not None
+    dequantize_layers(decoder, torch.float32)
     return decoder.eval()
 
 
@@ -53,7 +56,7 @@ def bound(tensor: torch.Tensor, kind: GGUFType) -> torch.Tensor:
 @pytest.mark.parametrize("layout", IN_GGUF)
 def test_a_model_comes_back_within_what_its_numbers_hold(layout: str, kind: GGUFType, tmp_path: Path) -> None:
     model, inputs = model_of(layout, d_ff=64), tokens(2, 24)
-    assert write_ours(tmp_path / "model.gguf", model, kind) == []
+    assert describe_substitutes(write_ours(tmp_path / "model.gguf", model, kind)) is None
     back = read(tmp_path / "model.gguf")
     for name, tensor in back.state_dict().items():
         written = model.state_dict()[name]
@@ -121,12 +124,33 @@ def test_what_the_file_says_of_itself(tmp_path: Path) -> None:
 
 
 def test_rows_that_q8_0_cannot_hold_are_f16(tmp_path: Path) -> None:
-    apart = write_ours(tmp_path / "model.gguf", model_of("modern"), "q8_0")  # d_ff is 40
+    choices = write_ours(tmp_path / "model.gguf", model_of("modern"), "q8_0")  # d_ff is 40
+    apart = [name for name, choice in choices.items() if choice.used != choice.wanted]
     assert apart == ["blk.0.ffn_down.weight", "blk.1.ffn_down.weight"]
     types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
     assert {name for name, kind in types.items() if kind == "F16"} == set(apart)
     assert types["blk.0.ffn_up.weight"] == "Q8_0"
     assert types["blk.0.attn_norm.weight"] == "F32"
+
+
+@pytest.mark.parametrize("kind", ["q4_1", "q8_0"])
+@pytest.mark.parametrize("name", ["tied", "llama", "qwen3", "gpt2"])
+def test_a_quantized_file_stays_quantized_in_our_decoder(name: str, kind: GGUFType, tmp_path: Path) -> None:
+    """Its norms may have any epsilon, and its logits are those of the dequantized values in transformers."""
+    model, tokenizer = base(tmp_path / "base", name)
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 1e-3
+    if hasattr(model.config, "rms_norm_eps"):
+        model.config.rms_norm_eps = 1e-3
+    path, ids = tmp_path / "model.gguf", [number * 23 % 1000 for number in range(40)]
+    write_base(path, model, tokenizer, kind)
+    ours = load_gguf_decoder(open_gguf(path))
+    assert ours is not None
+    assert not [name for name, weight in ours.named_parameters() if weight.ndim > 1 and "position" not in name]
+    plain = load_pretrained(ModelConfig(name_or_path=str(path)), Head("causal"), 0).eval()
+    expected = logits_of(plain, ids)
+    assert (logits_of(ours.eval(), ids) - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", BASES)

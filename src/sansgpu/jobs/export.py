@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from sansgpu.config import ConfigError
 from sansgpu.config.extras import require
-from sansgpu.config.wording import counted
 from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.report import write_model_card
 from sansgpu.jobs.runs import require_run
@@ -112,7 +111,7 @@ def export_gguf(
     `kind` is the data type of matrices. Raises ConfigError if llama.cpp does not support the model.
     """
     require("--format gguf", "gguf")
-    from sansgpu.models.gguf_encoding import TYPES
+    from sansgpu.models.gguf_encoding import TYPES, describe_substitutes
     from sansgpu.models.gguf_file import write_gguf
 
     if kind not in TYPES:
@@ -131,12 +130,9 @@ def export_gguf(
     loaded = open_model(str(run), verb, snapshot, warn, remote_code, objective, progress)
     progress(f"writing {path}", 0, 0)
     about = _about(run, loaded)
-    unquantized = write_gguf(path, *loaded.kind.gguf_parts(loaded), kind, about)
-    if unquantized:
-        warn(
-            f"{counted(len(unquantized), 'matrix', 'matrices')} stored as q8_0 or f16, because the length of a row is "
-            f"not a multiple of {kind}'s block; the first is {unquantized[0]}."
-        )
+    choices = write_gguf(path, *loaded.kind.gguf_parts(loaded), kind, about)
+    if (replaced := describe_substitutes(choices)) is not None:
+        warn(replaced)
     return path
 
 

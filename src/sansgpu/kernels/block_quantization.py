@@ -59,6 +59,10 @@ FORMATS = {
 }
 
 
+# The formats that replace those with blocks of 256 values where rows are not whole blocks of them.
+SMALLER_BLOCKS = {"q4_k": "q4_1", "q6_k": "q8_0"}
+
+
 def by_number(number: int) -> BlockFormat:
     """Returns the format with this `number`."""
     return [*FORMATS.values()][number]
@@ -117,8 +121,8 @@ def format_for(precision: Precision, inputs: int, is_table: bool = False) -> Blo
     For int4, tables (token embeddings and output heads) get more bits, as llama.cpp gives them: their errors reach
     every logit.
     """
-    of_four_bits = ("q6_k", "q8_0") if is_table else ("q4_k", "q4_1")
-    names = ("q8_0",) if precision == "int8" else of_four_bits
+    wanted = "q8_0" if precision == "int8" else "q6_k" if is_table else "q4_k"
+    names = (wanted, SMALLER_BLOCKS.get(wanted, wanted))
     return next((FORMATS[name] for name in names if inputs % FORMATS[name].block == 0), None)
 
 

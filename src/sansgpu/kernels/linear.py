@@ -47,8 +47,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def use_kernel(x: torch.Tensor, *layers: Linear) -> bool:
-    """Returns True if our kernel multiplies x, in the dtype of autocast, with the weights of these layers."""
-    return x.numel() >= MIN_ROWS * layers[0].in_features and is_native(x, *(layer.weight for layer in layers))
+    """Returns True if our kernel multiplies x, in the dtype of autocast, with the weights of these layers.
+
+    The weight of a layer that stores it quantized is None.
+    """
+    weights: list[torch.Tensor | None] = [layer.weight for layer in layers]
+    plain = [weight for weight in weights if weight is not None]
+    large = x.numel() >= MIN_ROWS * layers[0].in_features
+    return large and len(plain) == len(weights) and is_native(x, *plain)
 
 
 def linear_each(x: torch.Tensor, *layers: Linear) -> tuple[torch.Tensor, ...]:

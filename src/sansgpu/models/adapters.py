@@ -158,10 +158,10 @@ def _merged_weight(layer: Any) -> torch.Tensor:
     return merged
 
 
-def load_model(model: ModelConfig, head: Head, seed: int) -> PreTrainedModel:
+def load_model(model: ModelConfig, head: Head, seed: int, frozen: bool = False) -> PreTrainedModel:
     """Loads a model as `load_pretrained` does; of a folder with only an adapter, its base model with it merged in."""
     base = base_of(model)
-    return load_pretrained(model, head, seed) if base is None else _load_merged(model, base, head, seed)
+    return load_pretrained(model, head, seed, frozen) if base is None else _load_merged(model, base, head, seed)
 
 
 def restore_frozen(loaded: PreTrainedModel, model: ModelConfig, head: Head, seed: int) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from sansgpu.config import derive_seed
 from sansgpu.kernels.decoder_step import DecoderStep
-from sansgpu.kernels.linear import MIN_ROWS, linear
+from sansgpu.kernels.linear import MIN_ROWS
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.generate import Sampling, reading, sample_tokens
 from sansgpu.models.slots import LayerSlots, SlotCache
@@ -243,10 +243,9 @@ class DecoderSlots(SlotReader):
         self._caches = [LayerSlots(self.cache, layer) for layer in range(len(model.blocks))]
 
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        weight = self._model.head_weight
-        with torch.autocast(weight.device.type, torch.bfloat16, enabled=weight.dtype == torch.bfloat16):
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=self._model.dtype == torch.bfloat16):
             hidden = self._model.hidden(ids, positions, caches=self._caches).flatten(0, 1)[chosen]
-        return linear(hidden.to(weight.dtype), weight)
+        return self._model.logits(hidden)
 
     def embedded(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rotation = self._model.rotary(positions[:, None])
@@ -289,29 +288,35 @@ class DecoderReader(SingleReader):
         self._caches = self._model.new_caches(1)
 
     def forward_new(self, ids: list[int]) -> torch.Tensor:
-        weight = self._model.head_weight
-        inputs = torch.tensor([ids], device=weight.device)
-        with torch.autocast(weight.device.type, torch.bfloat16, enabled=weight.dtype == torch.bfloat16):
-            hidden = self._model.hidden(inputs, caches=self._caches)[0, -1]
-        return hidden.to(weight.dtype) @ weight.T
+        inputs = torch.tensor([ids], device=self._model.norm.weight.device)
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self._model.dtype == torch.bfloat16):
+            hidden = self._model.hidden(inputs, caches=self._caches)[0, -1:]
+        return self._model.logits(hidden)[0]
 
 
-def decoder_batch(model: TransformerLM, tokenizer: TextCodec, packs: bool = True) -> BatchModel:
-    """Returns a `TransformerLM` and its tokenizer as a BatchModel. A text starts a document, as in training.
+def decoder_readers(model: TransformerLM, packs: bool = True) -> dict[str, Any]:
+    """Returns the fields of a BatchModel that do not depend on its tokenizer.
 
     `packs` allows copies of the weights, which make steps several times as fast.
     """
-    on_cpu = model.embedding.weight.is_cpu
+    on_cpu = model.norm.weight.is_cpu
     fused = decoder_step(model) if packs and on_cpu else None
 
     def open_reader(slots: int, length: int) -> BatchReader:
         return DecoderSlots(model, slots, length, fused) if on_cpu else DecoderReader(model)
 
+    return {
+        "open_reader": open_reader,
+        "open_single": lambda length: DecoderReader(model) if fused is None else open_reader(1, length),
+        "context": model.config.max_seq_len,
+        "together": on_cpu,
+    }
+
+
+def decoder_batch(model: TransformerLM, tokenizer: TextCodec, packs: bool = True) -> BatchModel:
+    """Returns a `TransformerLM` and its tokenizer as a BatchModel. A text starts a document, as in training."""
     return BatchModel(
-        open_reader,
-        lambda length: DecoderReader(model) if fused is None else open_reader(1, length),
-        model.config.max_seq_len,
-        on_cpu,
+        **decoder_readers(model, packs),
         text_ids=lambda text: [*tokenizer.prefix_ids, *tokenizer.encode(text)] or [tokenizer.end_id],
         chat_ids=None,
         decode=tokenizer.decode,

@@ -10,13 +10,10 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from sansgpu.config import ConfigError
-from sansgpu.config.plain_data import first_line
 from sansgpu.kernels.decoder_step import DecoderStep
-from sansgpu.machine.templates import UnusableTemplateError, render_prefixes
-from sansgpu.machine.tokenizer_trial import tokenizer_errors
 from sansgpu.models.batched import PROMPT_TOKENS, BatchModel, BatchReader, SingleReader, SlotReader
-from sansgpu.models.probes import autocast_of, close_outputs
+from sansgpu.models.probes import autocast_of, close_outputs, copies_for_kernels
+from sansgpu.models.prompts import decode, prompt_ids, text_prompt_ids
 from sansgpu.models.slots import SlotCache
 from sansgpu.models.step_layers import pretrained_step
 from sansgpu.models.unpadded import UnpaddedModel, logits_of
@@ -89,7 +86,8 @@ def slots_work(unpadded: UnpaddedModel, fused: DecoderStep | None = None) -> boo
     reader, last = PretrainedSlots(unpadded, 2, 32, fused), torch.tensor([-1])
     try:
         with torch.inference_mode(), autocast_of(model):
-            expected = [logits_after(model, last, input_ids=torch.tensor([ids])) for ids in (first, second)]
+            copied = [torch.tensor([ids] * copies_for_kernels(len(ids))) for ids in (first, second)]
+            expected = [logits_after(model, last, input_ids=ids) for ids in copied]
             reader.add([first[:-1], second[:-1]])
             found = reader.step([first[-1], second[-1]])
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError):
@@ -100,38 +98,6 @@ def slots_work(unpadded: UnpaddedModel, fused: DecoderStep | None = None) -> boo
 def logits_after(model: PreTrainedModel, chosen: torch.Tensor, **inputs: Any) -> torch.Tensor:
     """Returns the logits (n, V) after the `chosen` ones of all tokens; those after others are not computed."""
     return logits_of(model, lambda states: states.flatten(0, 1)[chosen], **inputs)
-
-
-@tokenizer_errors()
-def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    """Returns the prompt ids of a conversation; without a chat template, those of its last message.
-
-    Raises ConfigError if the chat template refuses the conversation.
-    """
-    if tokenizer.chat_template is None:
-        return _encode_prompt(tokenizer, messages[-1]["content"])
-    try:
-        template = tokenizer.get_chat_template()
-        prompt = render_prefixes(template, tokenizer.special_tokens_map, messages, [(len(messages), True)])[0]
-    except (UnusableTemplateError, ValueError) as error:  # ValueError: several templates without a default
-        raise ConfigError(f"{first_line(error)}; give the model another chat template.") from None
-    if prompt.refusal is not None:
-        raise ConfigError(f"the chat template refuses this conversation: {prompt.refusal}.")
-    return list(tokenizer(prompt.text, add_special_tokens=False).input_ids)
-
-
-def _encode_prompt(tokenizer: Any, text: str) -> list[int]:
-    """Returns the ids of a text with the tokenizer's leading special tokens, but without its trailing ones."""
-    with tokenizer_errors():
-        probe = tokenizer("a", return_special_tokens_mask=True)
-        prefix = probe.input_ids[: (*probe.special_tokens_mask, 0).index(0)]
-        ids = [*prefix, *tokenizer(text, add_special_tokens=False).input_ids]
-    first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    return ids or [first]
-
-
-def _decode(tokenizer: Any, ids: list[int]) -> str:
-    return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def _end_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
@@ -170,8 +136,8 @@ def _batch_model(
         lambda length: PretrainedReader(model),
         int(getattr(text, "max_position_embeddings", None) or UNBOUNDED_CONTEXT),
         together,
-        text_ids=partial(_encode_prompt, tokenizer),
+        text_ids=partial(text_prompt_ids, tokenizer),
         chat_ids=None if tokenizer.chat_template is None else partial(prompt_ids, tokenizer),
-        decode=partial(_decode, tokenizer),
+        decode=partial(decode, tokenizer),
         ends=_end_ids(model, tokenizer),
     )

@@ -16,14 +16,17 @@ from torch.utils.checkpoint import checkpoint
 from sansgpu.config import ModelConfig
 from sansgpu.kernels.activation import Kind
 from sansgpu.kernels.attention import attention, causal_ranges
+from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight
 from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions, linear_cross_entropy
 from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.feed_forward import feed_forward
-from sansgpu.kernels.linear import Linear, linear_each
+from sansgpu.kernels.linear import Linear, linear, linear_each
 from sansgpu.kernels.norm import LayerNorm, RMSNorm, residual
+from sansgpu.kernels.quantized_linear import quantized_linear
 from sansgpu.kernels.rotary import rotate_heads
 from sansgpu.models.modules import INIT_STD, Table, compile_blocks, materialize_empty
+from sansgpu.models.quantized_layers import QuantizedEmbedding, matrix_of
 
 # By model.activation; GELU is the tanh approximation, as in GPT-2.
 ACTIVATIONS = {"swiglu": Kind.SWIGLU, "gelu": Kind.GELU_TANH, "relu2": Kind.RELU_SQUARED, "relu": Kind.RELU}
@@ -227,7 +230,7 @@ class TransformerLM(nn.Module):
     ) -> torch.Tensor:
         """Returns the cross-entropy summed over targets (B, T), skipping -100; full logits are never in memory."""
         hidden = self.hidden(inputs, positions, document_ids)
-        return linear_cross_entropy(hidden.flatten(0, 1), self.head_weight, targets.flatten(), shape)
+        return linear_cross_entropy(hidden.flatten(0, 1), self.head_matrix, targets.flatten(), shape)
 
     def compile_blocks(self, on: bool = True) -> None:
         """Compiles each block; all share one graph. Embedding and head stay eager: compiled, they add with atomics."""
@@ -235,8 +238,26 @@ class TransformerLM(nn.Module):
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """The weight of the output head, (V, D)."""
+        """The weight of the output head, (V, D). A model from a quantized GGUF file has none, but a `head_matrix`."""
         return self.embedding.weight if self.head is None else self.head.weight
+
+    @property
+    def head_matrix(self) -> Matrix:
+        """The weight of the output head, (V, D), which may be quantized."""
+        return matrix_of(self.embedding if self.head is None else self.head)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the model computes: that of its matrices, or fp32 if they are quantized."""
+        weight = self.head_matrix
+        return torch.float32 if isinstance(weight, QuantizedWeight) else weight.dtype
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the logits after final hidden states: (N, D) -> (N, V)."""
+        weight = self.head_matrix
+        if isinstance(weight, QuantizedWeight):
+            return quantized_linear(hidden.float(), weight)
+        return linear(hidden.to(weight.dtype), weight)
 
     def hidden(
         self,
@@ -257,7 +278,8 @@ class TransformerLM(nn.Module):
         ranges = causal_ranges(torch.zeros_like(inputs) if document_ids is None else document_ids)
         if caches:
             ranges[..., 1] += caches[0].length  # cached tokens are visible
-        x = embed(inputs, self.embedding.weight)
+        quantized = isinstance(self.embedding, QuantizedEmbedding)
+        x = self.embedding(inputs) if quantized else embed(inputs, self.embedding.weight)
         if self.position is not None:
             x = x + embed(positions, self.position.weight)
         x = dropout(x, self.config.dropout, self.training)
@@ -307,7 +329,11 @@ class TransformerLM(nn.Module):
             positions = (kept.cumsum(1) - 1).clamp(min=0) if positions is None else positions
             document_ids = kept.long() if document_ids is None else _apart(document_ids, kept)
             labels = None if labels is None else labels.masked_fill(~kept, IGNORED_LABEL)
-        logits = F.linear(self.hidden(input_ids, positions, document_ids, caches), self.head_weight)
+        hidden, weight = self.hidden(input_ids, positions, document_ids, caches), self.head_matrix
+        if isinstance(weight, QuantizedWeight):
+            logits = self.logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+        else:
+            logits = F.linear(hidden, weight)
         if labels is None:
             return logits
         targets = labels[:, 1:]
@@ -324,5 +350,5 @@ class TransformerLM(nn.Module):
     def new_caches(self, batch: int) -> list[KeyValueCache]:
         """Returns an empty cache per layer for `batch` sequences of up to max_seq_len tokens."""
         c = self.config
-        weight = self.embedding.weight
-        return [KeyValueCache(batch, c.kv_heads, c.max_seq_len, c.head_dim, weight) for _ in range(c.n_layers)]
+        like = torch.empty(0, dtype=self.dtype, device=self.norm.weight.device)
+        return [KeyValueCache(batch, c.kv_heads, c.max_seq_len, c.head_dim, like) for _ in range(c.n_layers)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import gguf
 import numpy as np
@@ -12,7 +13,8 @@ from gguf import GGMLQuantizationType as Encoding
 from gguf import LlamaFileType
 
 from sansgpu.config import ConfigError
-from sansgpu.kernels.block_quantization import FORMATS, quantize_rows
+from sansgpu.config.wording import counted
+from sansgpu.kernels.block_quantization import FORMATS, SMALLER_BLOCKS, quantize_rows
 
 GGUFType = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q4_k", "q4_1", "q4_0"]
 TYPES: dict[GGUFType, tuple[Encoding, LlamaFileType]] = {  # encodings of matrices; vectors are always f32
@@ -29,14 +31,35 @@ EMBEDDING, HEAD, POSITIONS = "token_embd.weight", "output.weight", "position_emb
 _ENCODED_VALUES = 1 << 24  # converted to fp32 at a time, because a vocabulary may have a billion values
 
 
-def encoding_of(name: str, shape: Sequence[int], kind: GGUFType, is_head: bool) -> Encoding:
-    """Returns the encoding of a tensor. A head is q6_k in files of 4 bits, as llama.cpp makes them."""
+class EncodingChoice(NamedTuple):
+    """The encoding of a tensor, and the one that it would have if its rows were whole blocks of it."""
+
+    used: Encoding
+    wanted: Encoding
+
+
+def encoding_of(name: str, shape: Sequence[int], kind: GGUFType, is_head: bool) -> EncodingChoice:
+    """Chooses the encoding of a tensor. A head is q6_k in files of 4 bits, as llama.cpp makes them."""
     if len(shape) < 2 or name == POSITIONS:  # llama.cpp adds these to activations in f32
-        return Encoding.F32
+        return EncodingChoice(Encoding.F32, Encoding.F32)
     wanted = Encoding.Q6_K if is_head and kind.startswith("q4") else TYPES[kind][0]
-    smaller = (Encoding.Q8_0,) if kind.startswith("q") else ()  # blocks of 32 instead of 256 values
-    whole = (e for e in (wanted, *smaller) if shape[-1] % gguf.GGML_QUANT_SIZES[e][0] == 0)
-    return next(whole, Encoding.F16)
+    smaller = SMALLER_BLOCKS.get(wanted.name.lower())
+    tried = (wanted,) if smaller is None else (wanted, FORMATS[smaller].encoding)
+    whole = (e for e in tried if shape[-1] % gguf.GGML_QUANT_SIZES[e][0] == 0)
+    return EncodingChoice(next(whole, Encoding.F16), wanted)
+
+
+def describe_substitutes(choices: Mapping[str, EncodingChoice]) -> str | None:
+    """Returns a sentence about the matrices that do not have the wanted encoding, or None if all have it."""
+    replaced = {name: choice for name, choice in choices.items() if choice.used != choice.wanted}
+    if not replaced:
+        return None
+    counts = Counter((choice.used.name.lower(), choice.wanted.name.lower()) for choice in replaced.values())
+    parts = [f"{count:,} as {used} instead of {wanted}" for (used, wanted), count in counts.items()]
+    return (
+        f"{counted(len(replaced), 'matrix is', 'matrices are')} stored in another type, because their rows are not "
+        f"whole blocks of the usual one: {' and '.join(parts)}; the first is {next(iter(replaced))}."
+    )
 
 
 def encode(name: str, tensor: torch.Tensor, encoding: Encoding) -> np.ndarray:

@@ -22,10 +22,10 @@ from gguf import Keys
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.atomic import atomic_write, write_failures_as
 from sansgpu.config.plain_data import truncate
-from sansgpu.kernels.block_quantization import FORMATS, BlockFormat, QuantizedWeight
+from sansgpu.kernels.block_quantization import FORMATS, BlockFormat, Matrix, QuantizedWeight
 from sansgpu.machine.sandbox import is_panic
 from sansgpu.machine.tokenizer_trial import tokenizer_flaw
-from sansgpu.models.gguf_encoding import EMBEDDING, HEAD, TYPES, GGUFType, encode, encoding_of
+from sansgpu.models.gguf_encoding import EMBEDDING, HEAD, TYPES, EncodingChoice, GGUFType, encode, encoding_of
 from sansgpu.models.gguf_reader import GGUFTensor, read_gguf
 from sansgpu.models.gguf_settings import (
     KNOWN,
@@ -39,7 +39,7 @@ from sansgpu.models.gguf_settings import (
 from sansgpu.models.gguf_tokenizer import read_tokenizer, write_tokenizer
 from sansgpu.models.layouts import LAYOUTS, Weights, module_names, with_default_settings
 from sansgpu.models.model_folder import require_layers
-from sansgpu.models.stored_weights import StoredTensor, as_stored
+from sansgpu.models.stored_weights import StoredTensor, as_stored, kept_blocks
 from sansgpu.models.text import TokenizerParts
 
 # Raised for metadata of unexpected types, invalid JSON and JSON that is nested too deeply.
@@ -64,10 +64,10 @@ def write_gguf(
     tokenizer: TokenizerParts,
     kind: GGUFType,
     description: ModelDescription,
-) -> list[str]:
+) -> dict[str, EncodingChoice]:
     """Writes a model with the `settings` of its config.json atomically, one tensor at a time.
 
-    Returns the matrices that `kind` cannot encode. Raises ConfigError if llama.cpp would compute other results than
+    Returns the encodings of the tensors by name. Raises ConfigError if llama.cpp would compute other results than
     transformers.
     """
     settings = with_default_settings(settings)
@@ -81,7 +81,7 @@ def write_gguf(
         tensors[ROPE_FACTORS] = as_stored(factors)
     rows = tensors[EMBEDDING].shape[0]
     head = HEAD if HEAD in tensors else EMBEDDING
-    encodings = {name: encoding_of(name, tensor.shape, kind, name == head) for name, tensor in tensors.items()}
+    choices = {name: encoding_of(name, tensor.shape, kind, name == head) for name, tensor in tensors.items()}
 
     def write(partial: Path) -> None:
         writer = gguf.GGUFWriter(partial, architecture)
@@ -91,21 +91,21 @@ def write_gguf(
             writer.add_vocab_size(rows)
             write_tokenizer(writer, tokenizer, rows)
             for name, tensor in tensors.items():
-                block, size = gguf.GGML_QUANT_SIZES[encodings[name]]
+                encoding = choices[name].used
+                block, size = gguf.GGML_QUANT_SIZES[encoding]
                 nbytes = prod(tensor.shape) // block * size
-                writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), nbytes, encodings[name])
+                writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), nbytes, encoding)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             for name, tensor in tensors.items():  # one at a time, because a copy of all may not fit into memory
-                writer.write_tensor_data(encode(name, tensor.read(), encodings[name]))
+                writer.write_tensor_data(encode(name, tensor.read(), choices[name].used))
         finally:
             writer.close()
 
     with write_failures_as(SansGPUError, path), atomic_write(path) as partial:
         write(partial)
-    usual = (TYPES[kind][0], Encoding.F32, Encoding.Q6_K)
-    return [name for name, encoding in encodings.items() if encoding not in usual]
+    return choices
 
 
 class GGUFFile:
@@ -148,6 +148,19 @@ class GGUFFile:
     def weights(self) -> Weights:
         """Returns fp32 weights by Hugging Face's names. Raises ConfigError if a name or type is not supported."""
         return {name: tensor.read() for name, tensor in self.stored_weights().items()}
+
+    def matrices(self) -> dict[str, Matrix]:
+        """Returns the weights by Hugging Face's names; quantized ones stay quantized, in the mapped file if possible.
+
+        Raises ConfigError as `weights` does.
+        """
+        stored = self.stored_weights()
+        return {name: kept_blocks(tensor, self._layout.is_transposed(name)) for name, tensor in stored.items()}
+
+    @property
+    def epsilon_key(self) -> str:
+        """The name of the epsilon of norms in `settings`."""
+        return self._layout.norm_eps[0]
 
     @property
     def is_quantized(self) -> bool:

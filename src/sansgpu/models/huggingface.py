@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +13,17 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from sansgpu.config import ConfigError, ModelConfig, problems
+from sansgpu.config.architectures import ARCHITECTURES
 from sansgpu.config.plain_data import first_line, read_object
+from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight
 from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy
+from sansgpu.kernels.norm import LayerNorm, RMSNorm
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.folder_writer import write_folder_atomically
 from sansgpu.models.gguf_source import is_gguf, open_gguf
-from sansgpu.models.layouts import Weights, from_hugging_face, hugging_face_config, model_config, to_hugging_face
+from sansgpu.models.layouts import from_hugging_face, hugging_face_config, model_config, to_hugging_face
 from sansgpu.models.model_folder import require_layers, validate_model_folder
+from sansgpu.models.quantized_layers import QuantizableMatrix, matrix_of
 from sansgpu.models.text import TextCodec
 from sansgpu.models.weights_file import load_weights, readable_weights
 
@@ -62,20 +66,46 @@ def _fp32_weights(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def load_gguf_decoder(file: GGUFFile) -> TransformerLM | None:
-    """Loads a GGUF file as our decoder; returns None for other architectures. Raises ConfigError as `load_decoder`."""
-    config = _config_from(file.settings, file.path)
-    return _build_decoder(config, file.weights(), file.path) if config is not None else None
+    """Loads a GGUF file as our decoder, with norms of any epsilon; returns None for other architectures.
+
+    Quantized matrices stay quantized, so the model can only be used. Raises ConfigError as `load_decoder` does.
+    """
+    name, key = file.settings["model_type"], file.epsilon_key
+    if name not in ARCHITECTURES:
+        return None
+    config = _config_from({**file.settings, key: ARCHITECTURES[name].norm_eps}, file.path)
+    if config is None:
+        return None
+    model = _build_decoder(config, file.matrices(), file.path)
+    for module in model.modules():
+        if isinstance(module, (RMSNorm, LayerNorm)):
+            module.eps = float(file.settings.get(key, module.eps))
+    return model
 
 
-def _build_decoder(config: ModelConfig, weights: Weights, source: Path) -> TransformerLM:
+def _build_decoder(config: ModelConfig, weights: Mapping[str, Matrix], source: Path) -> TransformerLM:
     require_layers(config.n_layers, len(weights), source)
     try:
         model = TransformerLM(config, seed=None)
-        model.load_state_dict(from_hugging_face(config, weights), assign=True)
-    except (RuntimeError, MemoryError, ValueError, AssertionError, ConfigError) as error:
+        plain = {name: _plain(model, name, value) for name, value in from_hugging_face(config, weights).items()}
+        model.load_state_dict({name: value for name, value in plain.items() if value is not None}, assign=True)
+    except (RuntimeError, MemoryError, ValueError, AssertionError, AttributeError, ConfigError) as error:
         reason = " ".join(str(error).split())[:300]  # torch lists every missing weight
         raise ConfigError(f"{source}: the weights do not fit its settings: {reason}") from None
     return model
+
+
+def _plain(model: TransformerLM, name: str, value: Matrix) -> torch.Tensor | None:
+    """Returns a weight to load, or None for a quantized one, which its layer uses from now on."""
+    if not isinstance(value, QuantizedWeight):
+        return value
+    layer: Any = model.get_submodule(name.removesuffix(".weight"))
+    if layer is model.position:  # it is added to the embeddings, not multiplied
+        return value.dequantized(torch.float32)
+    if tuple(layer.weight.shape) != (value.outputs, value.inputs):
+        raise ValueError(f"{name} has the shape {(value.outputs, value.inputs)}, not {tuple(layer.weight.shape)}")
+    QuantizableMatrix((layer,), is_table=False).quantize(value)
+    return None
 
 
 def decoder_config(source: Path) -> ModelConfig | None:
@@ -114,7 +144,7 @@ class HuggingFaceLM(torch.nn.Module):
         from sansgpu.models.rotary import LengthDependentRotary
 
         settings = ModelConfig(name_or_path=name, trust_remote_code=remote_code)
-        self.model = load_model(settings, Head("causal"), seed=0)
+        self.model = load_model(settings, Head("causal"), seed=0, frozen=True)
         patch_model(self.model)
         self.model.eval()
         self._rotary = LengthDependentRotary(self.model)
@@ -158,7 +188,7 @@ class HuggingFaceLM(torch.nn.Module):
     def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if self._fused:
             hidden = self.model.base_model(inputs).last_hidden_state.flatten(0, 1)
-            weight = self.model.get_output_embeddings().weight
+            weight = matrix_of(self.model.get_output_embeddings())
             return linear_cross_entropy(hidden, weight, targets.flatten(), self._loss_shape)
         logits = self.model(inputs).logits.float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")

@@ -14,6 +14,7 @@ import torch
 
 from sansgpu.config import ConfigError, ModelConfig
 from sansgpu.config.architectures import ARCHITECTURES
+from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight
 from sansgpu.models.modules import INIT_STD
 
 _MASK = re.compile(r"\.attn\.(masked_)?bias$")  # GPT-2's causal mask, a buffer in old checkpoints
@@ -191,21 +192,28 @@ def to_hugging_face(config: ModelConfig, weights: Mapping[str, torch.Tensor]) ->
     return renamed
 
 
-def from_hugging_face(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> Weights:
-    """Inverts `to_hugging_face`."""
+def from_hugging_face(config: ModelConfig, weights: Mapping[str, Matrix]) -> dict[str, Matrix]:
+    """Inverts `to_hugging_face`. Quantized matrices stay quantized; they are (outputs, inputs) in every layout."""
     layout = LAYOUTS[config.decoder.name]
     modules = {hf_name: name for name, hf_name in layout.modules.items()}
-    renamed: Weights = {}
+    renamed: dict[str, Matrix] = {}
     for name_in_file, value in weights.items():
         hf_name = name_in_file if name_in_file.startswith((layout.prefix, "lm_head.")) else layout.prefix + name_in_file
         if _MASK.search(hf_name) or (hf_name == "lm_head.weight" and config.tie_embeddings):
             continue
         name = _translate(hf_name, modules)
-        tensor = value.T if layout.is_transposed(hf_name) else value
         parts = "qkv" if ".qkv." in name else "q"
-        for part, piece in zip(parts, tensor.chunk(len(parts)), strict=True):
-            renamed[name.replace(".qkv.", f".{part}.")] = piece.contiguous()
+        is_transposed = layout.is_transposed(hf_name)
+        for part, piece in zip(parts, _in_pieces(value, len(parts), is_transposed), strict=True):
+            renamed[name.replace(".qkv.", f".{part}.")] = piece
     return renamed
+
+
+def _in_pieces(value: Matrix, count: int, is_transposed: bool) -> list[Matrix]:
+    """Splits the outputs of a weight. A quantized one is (outputs, inputs) even if the layout is transposed."""
+    if isinstance(value, QuantizedWeight):
+        return [QuantizedWeight(piece.contiguous(), value.format) for piece in value.data.chunk(count)]
+    return [piece.contiguous() for piece in (value.T if is_transposed else value).chunk(count)]
 
 
 def _translate(name: str, modules: Mapping[str, str]) -> str:

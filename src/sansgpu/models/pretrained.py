@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import SIMPLE_TEMPLATE, ConfigError, ModelConfig, derive_seed
 from sansgpu.config.plain_data import read_text, shown
@@ -111,8 +110,10 @@ def tokenizer_parts(tokenizer: Any) -> TokenizerParts:
     return TokenizerParts(tokenizer_json, bos, tokenizer.eos_token_id, tokenizer.pad_token_id, begins, template)
 
 
-def load_pretrained(model: ModelConfig, head: Head, seed: int) -> PreTrainedModel:
+def load_pretrained(model: ModelConfig, head: Head, seed: int, frozen: bool = False) -> PreTrainedModel:
     """Loads a model with its weights: in fp32 for full fine-tuning, as `base_precision` says for training an adapter.
+
+    `frozen` loads a model to use: the matrices of a GGUF file then stay quantized.
 
     A head or pooler that is missing, or was made for other labels, is initialized from `seed`. Raises ConfigError if
     the model cannot be loaded or other weights are missing.
@@ -121,7 +122,7 @@ def load_pretrained(model: ModelConfig, head: Head, seed: int) -> PreTrainedMode
     if file is not None and head.kind != "causal":
         raise ConfigError(f"{model.name_or_path} holds a causal language model, not {_DESCRIPTION[head.kind]}.")
     dtype = torch.float32 if model.adapter == "none" else "auto"
-    if (precision := base_precision(model)) is not None:
+    if (precision := base_precision(model, frozen)) is not None:
         config = pretrained_config(model)
         loaded, new = _load_one_by_one(model, head, seed, config, stored_weights(model), precision)
     elif file is not None:
@@ -314,7 +315,7 @@ def _tokenizer_of(file: GGUFFile) -> Any:
 
     parts = file.tokenizer
     return PreTrainedTokenizerFast(
-        tokenizer_object=Backend.from_str(parts.json),
+        tokenizer_object=parts.backend,  # which it copies
         bos_token=parts.token(parts.bos_id),
         eos_token=parts.token(parts.eos_id),
         pad_token=parts.token(parts.pad_id),

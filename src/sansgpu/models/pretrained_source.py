@@ -59,9 +59,13 @@ def model_file(model: ModelConfig, name: str) -> Path | None:
     return Path(found) if found else None
 
 
-def base_precision(model: ModelConfig) -> BasePrecision | None:
-    """Returns how the frozen base of an adapter is stored, if it is not as the files of the model are."""
-    if model.adapter == "none" or (model.base_precision == "auto" and not is_gguf(str(model.name_or_path))):
+def base_precision(model: ModelConfig, frozen: bool = False) -> BasePrecision | None:
+    """Returns how the frozen base of an adapter is stored, if it is not as the files of the model are.
+
+    With `frozen`, a model without an adapter is frozen, too.
+    """
+    is_trained = model.adapter == "none" and not frozen
+    if is_trained or (model.base_precision == "auto" and not is_gguf(str(model.name_or_path))):
         return None
     if model.base_precision != "auto":
         return model.base_precision

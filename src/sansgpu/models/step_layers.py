@@ -39,8 +39,8 @@ def decoder_step(model: TransformerLM) -> DecoderStep | None:
         )
         for block in blocks
     ]
-    head = model.head_weight
-    return _step(layers, model.norm, StepWeight(head), model.config.head_dim, head.dtype)
+    head = model.head_matrix
+    return _step(layers, model.norm, StepWeight(head), model.config.head_dim, model.dtype)
 
 
 def pretrained_step(model: Any) -> DecoderStep | None:

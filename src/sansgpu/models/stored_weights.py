@@ -17,7 +17,14 @@ from safetensors import safe_open
 from torch import nn
 
 from sansgpu.config import ConfigError
-from sansgpu.kernels.block_quantization import FORMATS, BlockFormat, QuantizedWeight, format_for, quantize_rows
+from sansgpu.kernels.block_quantization import (
+    FORMATS,
+    BlockFormat,
+    Matrix,
+    QuantizedWeight,
+    format_for,
+    quantize_rows,
+)
 from sansgpu.models.modules import INIT_STD
 from sansgpu.models.quantized_layers import QuantizableMatrix, is_transposed, quantizable_matrices
 from sansgpu.models.weights_file import readable_weights
@@ -165,18 +172,32 @@ def fill(
         if matrix is not None and weight is not None:
             matrix.quantize(weight)
         else:
-            tensor.data = source.read().to(tensor.dtype, copy=True)
+            is_vector = isinstance(tensor, nn.Parameter) and tensor.ndim < 2  # it is added or multiplied in fp32
+            tensor.data = source.read().to(torch.float32 if is_vector else tensor.dtype, copy=True)
 
 
 def _quantized(source: StoredTensor, matrix: QuantizableMatrix, precision: BasePrecision) -> QuantizedWeight | None:
     """Returns a matrix in blocks; None if it is not quantized."""
     wanted = format_of(precision, matrix.shape[1], source.quantized_as, matrix.is_table)
-    if wanted is None:
-        return None
+    return None if wanted is None else _in_blocks(source, wanted, is_transposed(matrix.layers[0]))
+
+
+def _in_blocks(source: StoredTensor, wanted: BlockFormat, transposed: bool) -> QuantizedWeight:
     if source.blocks is not None and source.quantized_as == wanted.name:
         return source.blocks()
     values = source.read()
-    return QuantizedWeight(quantize_rows(values.T if is_transposed(matrix.layers[0]) else values, wanted), wanted)
+    return QuantizedWeight(quantize_rows(values.T if transposed else values, wanted), wanted)
+
+
+def kept_blocks(source: StoredTensor, transposed: bool) -> Matrix:
+    """Returns a tensor of a GGUF file as it is stored, or requantized if we do not multiply with its quantization.
+
+    A tensor that is not quantized is fp32. `transposed` says that its layout in transformers is (inputs, outputs).
+    """
+    if source.quantized_as is None:
+        return source.read()
+    wanted = format_of("file", source.shape[0 if transposed else -1], source.quantized_as)
+    return source.read() if wanted is None else _in_blocks(source, wanted, transposed)
 
 
 def quantized_matrices(stored: Mapping[str, StoredTensor]) -> list[StoredTensor]:

@@ -67,7 +67,7 @@ def decoder_teacher(model: TransformerLM, before: tuple[int, ...] = ()) -> Teach
         documents, positions = token_places(lengths)
         return model.hidden(tokens[None], positions[None], documents[None])[0]
 
-    return Teacher(model, states, lambda rows: _product(rows, model.head_weight), model.config.max_seq_len, before)
+    return Teacher(model, states, lambda rows: _product(rows, model.head_matrix), model.config.max_seq_len, before)
 
 
 def transformers_teacher(model: UnpaddedModel, context: int | None, before: tuple[int, ...] = ()) -> Teacher:

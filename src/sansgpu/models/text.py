@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -40,17 +40,16 @@ class TokenizerParts:
     begins: bool
     chat_template: str | None = None
 
+    @cached_property
+    def backend(self) -> Backend:
+        """The parsed tokenizer, which takes as much memory as a part of a small model, so it lives as long as this."""
+        return Backend.from_str(self.json)
+
     def token(self, index: int | None) -> str | None:
         """Returns the text of a token, or None for None. Raises ConfigError if there is no such token."""
         if index is None:
             return None
-        backend = _parsed(self.json)
-        name = backend.id_to_token(index) if type(index) is int and 0 <= index < 1 << 32 else None
+        name = self.backend.id_to_token(index) if type(index) is int and 0 <= index < 1 << 32 else None
         if name is None:
             raise ConfigError(f"the tokenizer has no token {index}.")
         return str(name)
-
-
-@lru_cache(maxsize=1)
-def _parsed(text: str) -> Backend:
-    return Backend.from_str(text)

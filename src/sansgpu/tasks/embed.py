@@ -49,8 +49,8 @@ class EmbeddingObjective(FineTuning):
 
     head_kind = "none"
 
-    def __init__(self, config: Config, random: bool = False, layers: int | None = None) -> None:
-        super().__init__(config, random, layers)
+    def __init__(self, config: Config, random: bool = False, layers: int | None = None, frozen: bool = False) -> None:
+        super().__init__(config, random, layers, frozen)
         self.layout = embedding_layout(config, self.unpadded.causal)
         self.width = int(self.model.config.get_text_config().hidden_size)
         self.dims: Sequence[int] = config.training.matryoshka_dims or ()

@@ -47,11 +47,14 @@ PASS_TOKENS = 4096  # tokens of a forward pass outside training: enough for full
 
 
 class FineTuning(ObjectiveBase, ABC):
-    """A pretrained model and its loss. With `random`, the weights are random and `layers` may replace its depth."""
+    """A pretrained model and its loss. With `random`, the weights are random and `layers` may replace its depth.
+
+    `frozen` is for a model that is used as it is in its files, whose quantized matrices then stay so.
+    """
 
     head_kind: ClassVar[HeadKind]
 
-    def __init__(self, config: Config, random: bool = False, layers: int | None = None) -> None:
+    def __init__(self, config: Config, random: bool = False, layers: int | None = None, frozen: bool = False) -> None:
         from sansgpu.models.patches import patch_layers, patch_model  # imports transformers, which takes seconds
         from sansgpu.models.unpadded import UnpaddedModel
 
@@ -60,7 +63,7 @@ class FineTuning(ObjectiveBase, ABC):
         if random:
             self.model = random_model(settings, self.head, layers)
         else:
-            self.model = load_model(settings, self.head, seed)
+            self.model = load_model(settings, self.head, seed, frozen)
         self._loaded_as = {n: p.dtype for n, p in self.model.named_parameters(remove_duplicate=False)}
         unpatched = patch_model(self.model)
         self.unpadded = UnpaddedModel(self.model, config.data.pack_sequences, config.window)
@@ -229,7 +232,7 @@ class FineTuningTask(TaskWithEvaluator):
         config = source.config or cls.config_of_model(source)
         model = config.model.model_copy(update={"trust_remote_code": source.remote_code})
         config = cls.with_vocabulary(config.model_copy(update={"model": model}))
-        objective = cls.objective_class(config)
+        objective = cls.objective_class(config, frozen=source.config is None)
         tokenizer = load_tokenizer_of(config.model, config.data.chat_template)
         if source.snapshot is not None:
             with torch.no_grad():

@@ -41,8 +41,8 @@ class MaskedObjective(FineTuning):
 
     head_kind = "masked"
 
-    def __init__(self, config: Config, random: bool = False, layers: int | None = None) -> None:
-        super().__init__(config, random, layers)
+    def __init__(self, config: Config, random: bool = False, layers: int | None = None, frozen: bool = False) -> None:
+        super().__init__(config, random, layers, frozen)
         self._sums = MetricSums()
 
     def masked_logits(self, batch: GraphBatch) -> torch.Tensor:

@@ -24,7 +24,9 @@ from sansgpu.models.batched import BatchModel, stream
 from sansgpu.models.generate import Sampling, reading
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.pretrained import load_tokenizer_of, tokenizer_parts
-from sansgpu.models.teacher import Teacher, student_loss, transformers_teacher
+from sansgpu.models.prompts import decoder_chat, prompt_ids
+from sansgpu.models.teacher import Teacher, decoder_teacher, student_loss, transformers_teacher
+from sansgpu.tasks.decoder_chat import DecoderChat
 from sansgpu.tasks.distillation import (
     Lesson,
     StudentLoss,
@@ -37,7 +39,7 @@ from sansgpu.tasks.evaluation import SplitEvaluator, read_requested
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_examples
 from sansgpu.tasks.language_modeling import text_metrics
 from sansgpu.tasks.task import Evaluator, GGUFParts, Sums
-from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
+from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
 from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"  # the name that transformers gives to it
@@ -95,8 +97,8 @@ class SFTObjective(FineTuning):
 
     head_kind = "causal"
 
-    def __init__(self, config: Config, random: bool = False, layers: int | None = None) -> None:
-        super().__init__(config, random, layers)
+    def __init__(self, config: Config, random: bool = False, layers: int | None = None, frozen: bool = False) -> None:
+        super().__init__(config, random, layers, frozen)
         self._student = StudentLoss(config)
 
     def step_sums(self) -> Sums:
@@ -179,7 +181,17 @@ class SFT(SFTObjective, FineTuningTask):
         return Lesson(arrays, counts, sequences, corpus.fingerprint, corpus.notes)
 
     @classmethod
+    def load(cls, source: ModelSource) -> tuple[Any, Any, Config]:
+        config = source.config or cls.config_of_model(source)
+        decoder = DecoderChat.load(source, config)
+        if decoder is None:
+            return super().load(source)
+        return decoder, load_tokenizer_of(config.model, config.data.chat_template), config
+
+    @classmethod
     def teacher(cls, loaded: TrainedModel) -> Teacher:
+        if isinstance(loaded.objective, DecoderChat):
+            return decoder_teacher(loaded.objective.model)
         return transformers_teacher(loaded.objective.unpadded, _context_of(loaded.objective))
 
     def batch(self, step: int, total_steps: int | None = None) -> ExampleBatch:
@@ -198,7 +210,7 @@ class SFT(SFTObjective, FineTuningTask):
 
     def sample(self, prompt: str, tokens: int, seed: int) -> str:
         """Generates an answer to `prompt`."""
-        from sansgpu.models.chat import pretrained_single, prompt_ids  # imports transformers
+        from sansgpu.models.chat import pretrained_single  # imports transformers
 
         tokenizer = self.corpus.tokenizer
         ids = prompt_ids(tokenizer, [{"role": "user", "content": prompt}])
@@ -227,6 +239,9 @@ class SFT(SFTObjective, FineTuningTask):
 
     @classmethod
     def batch_model(cls, loaded: TrainedModel) -> BatchModel:
+        if isinstance(loaded.objective, DecoderChat):
+            _narrow_where_faster(loaded.objective.model)
+            return decoder_chat(loaded.objective.model, loaded.tokenizer)
         from sansgpu.models.chat import pretrained_batch  # imports transformers
 
         _narrow_where_faster(loaded.objective.model)
@@ -271,8 +286,10 @@ def _examples_of(folder: TeacherFolder, part: str) -> ConversationExamples:
     return ConversationExamples(examples, np.arange(len(examples)))
 
 
-def _context_of(objective: SFTObjective) -> int | None:
+def _context_of(objective: SFTObjective | DecoderChat) -> int | None:
     """Returns the model's maximum number of tokens, or None if it declares none."""
+    if isinstance(objective, DecoderChat):
+        return objective.model.config.max_seq_len
     context: int | None = getattr(objective.model.config, "max_position_embeddings", None)
     return context
 
@@ -283,7 +300,7 @@ def _narrow_where_faster(model: torch.nn.Module) -> None:
         narrow_matrices(model)
 
 
-class SFTEvaluator(SplitEvaluator[SFTObjective, ConversationExamples]):
+class SFTEvaluator(SplitEvaluator[SFTObjective | DecoderChat, ConversationExamples]):
     """Evaluates a model on the assistant turns of conversations."""
 
     def evaluate(self, batch: PackedSequences) -> Sums:
