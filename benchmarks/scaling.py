@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import tempfile
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from benchmarks import ours
 from benchmarks.contest import WARM_UP, Row, print_table, row_of, say, spawn, write_json
@@ -105,10 +105,10 @@ def measure(name: str, settings: Settings, steps: int, output: Path) -> Row:
     sample = contestant.read(outcome)
     start = outcome.named("start")[0][1]
     counted = [event for _, event in outcome.named("step")][WARM_UP:]
-    middle: dict[str, Any] = {key: median(event[key] for event in counted) for key in ("tokens_per_second", "mfu")}
     return {
         "name": name,
-        **middle,
+        "tokens_per_second": median(event["tokens_per_second"] for event in counted),
+        "mfu": median([event["mfu"] for event in counted if event["mfu"] is not None] or [math.nan]),
         "median_step_seconds": median(sample.step_seconds),
         "first_step_seconds": sample.first_step_seconds,
         "peak_rss_bytes": sample.peak_rss_bytes,

@@ -35,14 +35,14 @@ def prepare() -> None:
 
     import sansgpu.cli.running
     import sansgpu.jobs.train  # noqa: F401
-    from sansgpu.machine.probe import gemm_flops_per_second
+    from sansgpu.machine.gemm_peak import first_gemm_rate
     from sansgpu.reporting.page import templates
 
     for name in templates().list_templates():
         templates().get_template(name)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    gemm_flops_per_second("fp32", "cpu", 1)  # most tests compute in fp32 with one thread
+    first_gemm_rate("fp32", "cpu", 1)  # most tests compute in fp32 with one thread
     torch.set_num_threads(threads)
     gc.freeze()  # a collection would copy the memory that forks share
 

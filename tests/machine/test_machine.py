@@ -15,6 +15,7 @@ from sansgpu.config import TrainingConfig
 from sansgpu.machine import probe
 from sansgpu.machine.cached_measurement import cached_measurement
 from sansgpu.machine.compilation import eager_seconds, missing_compiler, resolve_compile, saves_compile_time
+from sansgpu.machine.gemm_peak import first_gemm_rate
 from sansgpu.machine.launch import CONTENDED_SPINS, SPINS, make_cublas_deterministic, set_openmp
 from sansgpu.machine.memory import effective_batch, micro_batch_choices, usual_micro_batch
 
@@ -89,7 +90,7 @@ def test_precision_is_what_was_asked_for_and_auto_is_the_faster() -> None:
     if automatic == "bf16":
         assert probe.has_native_bf16()
         threads = torch.get_num_threads()
-        fast, slow = (probe.gemm_flops_per_second(p, "cpu", threads) for p in ("bf16", "fp32"))
+        fast, slow = (first_gemm_rate(p, "cpu", threads) for p in ("bf16", "fp32"))
         assert fast > slow
 
 

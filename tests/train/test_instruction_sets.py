@@ -60,3 +60,21 @@ def test_a_run_names_its_set_and_resuming_with_another_one_is_not_exact(
     assert difference in out
     assert f"{amp} it began so." in out + error
     assert f"parameters, fp32, 1 thread, not compiled, {native.name()} kernels, resumed from step-000002" in out
+
+
+@pytest.mark.parametrize(("kernels", "cost"), [("native", "up to twice"), ("torch", "5 to 35 times")])
+def test_emulated_bf16_is_announced_and_mfu_compares_with_fp32(
+    home: Path, tmp_path: Path, portable: Path, kernels: str, cost: str
+) -> None:
+    changes = {"training__precision": "bf16", "training__kernels": kernels, "training__max_steps": 1}
+    configured = settings(data__dataset_name=home / "corpus.jsonl", **changes)
+    sentence = (
+        f"training.precision is bf16, which this processor only emulates: a step takes {cost} as long as in fp32; set "
+        "it to auto or fp32."
+    )
+    for command in (["plan"], ["train", "--dry-run"], ["train", "--output-dir", str(tmp_path / "run")]):
+        code, out, error = finish_apart([*command, *configured], portable)
+        assert code == 0, error
+        assert (out + error).count(sentence) == 1
+    measured = [json.loads(file.read_text())["question"] for file in (portable / "measured").iterdir()]
+    assert [question["precision"] for question in measured if "gemm" in question] == ["fp32"]

@@ -24,7 +24,7 @@ from sansgpu.config import (
 )
 from sansgpu.config.wording import counted
 from sansgpu.data.shards import ReportProgress
-from sansgpu.machine.probe import best_gemm_rate
+from sansgpu.machine.gemm_peak import flops_utilization
 from sansgpu.planning.estimate import roofline_of, step_limits
 from sansgpu.planning.forecast import Forecast, projections
 from sansgpu.planning.learning_advice import learning_advice
@@ -167,7 +167,7 @@ def _summary(
         "steps_per_second": 1 / middle,
         "flops_per_second": needed / middle,
         "flops_per_step": needed,
-        "mfu": needed / middle / gemm,
+        "mfu": flops_utilization(needed / middle, gemm),
         "gemm_flops_per_second": gemm,
         "peak_rss_bytes": measured["peak_rss_bytes"],
         "build_seconds": {
@@ -281,8 +281,8 @@ def _write_files(result: BenchResult, optimized: Config, request: BenchRequest) 
 
 
 def _gemm_rate(prepared: Prepared, measured: Measured, reached: float) -> float:
-    execution = prepared.execution
-    return best_gemm_rate(measured["gemm_flops_per_second"], reached, execution.precision, execution.device.type)
+    known: float = measured["gemm_flops_per_second"]
+    return known if reached <= known else prepared.peak_gemm_rate(again=True)
 
 
 def _forward_only(prepared: Prepared, chosen: Config, request: BenchRequest, progress: ReportProgress) -> ForwardResult:
@@ -303,7 +303,7 @@ def _forward_only(prepared: Prepared, chosen: Config, request: BenchRequest, pro
                 "seconds": seconds,
                 "tokens_per_second": size * window / seconds,
                 "flops_per_second": flops / seconds,
-                "mfu": flops / seconds / gemm,
+                "mfu": flops_utilization(flops / seconds, gemm),
                 "peak_rss_bytes": measured["peak_rss_bytes"],
                 "model_seconds": measured["model_seconds"],
             }

@@ -15,11 +15,11 @@ from sansgpu.machine.compilation import NATIVE_SAVED_RATIO, missing_compiler
 from sansgpu.machine.compiled import compiled_cache
 from sansgpu.machine.description import hardware, software
 from sansgpu.machine.disk import free_disk_bytes
+from sansgpu.machine.gemm_peak import peak_gemm_rate
 from sansgpu.machine.probe import (
     available_cores,
     available_memory,
     cache_dir,
-    gemm_flops_per_second,
     has_native_bf16,
     resolve_threads,
 )
@@ -101,8 +101,8 @@ def doctor(progress: ReportProgress) -> MachineReport:
         kernels_problem=kernels,
         cache_problem=unsafe[0] if unsafe else None,
         gemm_flops_per_second={
-            "fp32": gemm_flops_per_second("fp32", threads=threads),
-            "bf16": gemm_flops_per_second("bf16", threads=threads) if bf16 else None,
+            "fp32": peak_gemm_rate(cache, "fp32", "cpu", threads),
+            "bf16": peak_gemm_rate(cache, "bf16", "cpu", threads) if bf16 else None,
         },
         memory_bandwidth_bytes_per_second=bandwidth(),
         busy_cores=others["other_cores"] + others["stolen_cores"],

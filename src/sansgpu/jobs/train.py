@@ -31,7 +31,7 @@ from sansgpu.machine.joining import join, resolve_backend
 from sansgpu.machine.launch import has_random_hashes
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.monitor import Monitor
-from sansgpu.machine.probe import Environment, cache_dir, describe_machine, gemm_flops_per_second
+from sansgpu.machine.probe import Environment, cache_dir, describe_machine
 from sansgpu.machine.world import World
 from sansgpu.planning.memory_fit import Shortage
 from sansgpu.planning.prepare import prepare
@@ -271,8 +271,7 @@ def _run(
         task.compute_reference(plan.device, plan.precision, cache, progress, plan.group)
     if environment.compile == "on":
         task.compile(True)
-    rate = gemm_flops_per_second(environment.precision, environment.device, environment.threads)
-    gemm = sum(prepared.group.all_gather_object(rate))
+    gemm = sum(prepared.group.all_gather_object(prepared.peak_gemm_rate()))
     observed = Sinks(sinks)
     total_steps, eval_ratio = prepared.total_steps, prepared.eval_token_ratio
     run = RunSetup(config, paths, plan, environment, total_steps, gemm, eval_ratio, request.started)

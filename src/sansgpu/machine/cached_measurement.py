@@ -25,21 +25,47 @@ def cached_measurement(cache: Path, question: dict[str, Any], measure: Callable[
 
     Results are not cached if other programs used the cores meanwhile. Read and write errors of the cache are ignored.
     """
-    question = {**question, "processor": processor()}  # machines may share a cache
-    text = json.dumps(question, sort_keys=True)
-    path = cache / "measured" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-        if known["question"] == json.loads(text):
-            return dict(known["answer"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+    path, text = _place(cache, question)
+    known = _read(path, text)
+    if isinstance(known, dict):
+        return known
     start, load = time.perf_counter(), LoadMeter()
     answer = measure()
     usage = load.sample()
     disturbed = usage["other_cores"] + usage["stolen_cores"] > BUSY_CORES
-    if disturbed and time.perf_counter() - start > MIN_SECONDS:
-        return answer
-    with contextlib.suppress(OSError):
-        write_text(path, json.dumps({"question": question, "answer": answer}, indent=2) + "\n")
+    if not (disturbed and time.perf_counter() - start > MIN_SECONDS):
+        _write(path, text, answer)
     return answer
+
+
+def best_measurement(cache: Path, question: dict[str, Any], measured: float) -> float:
+    """Returns the largest answer to `question` ever measured on this processor model, and caches it.
+
+    Read and write errors of the cache are ignored.
+    """
+    path, text = _place(cache, question)
+    known = _read(path, text)
+    if isinstance(known, float) and measured <= known < float("inf"):
+        return known
+    _write(path, text, measured)
+    return measured
+
+
+def _place(cache: Path, question: dict[str, Any]) -> tuple[Path, str]:
+    """Returns the file that caches the answer, and the question as JSON."""
+    text = json.dumps({**question, "processor": processor()}, sort_keys=True)  # machines may share a cache
+    return cache / "measured" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json", text
+
+
+def _read(path: Path, question: str) -> Any:
+    """Returns the cached answer, or None."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        known = json.loads(path.read_text(encoding="utf-8"))
+        if known["question"] == json.loads(question):
+            return known["answer"]
+    return None
+
+
+def _write(path: Path, question: str, answer: Any) -> None:
+    with contextlib.suppress(OSError):
+        write_text(path, json.dumps({"question": json.loads(question), "answer": answer}, indent=2) + "\n")

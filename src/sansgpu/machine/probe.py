@@ -1,4 +1,4 @@
-"""The machine's devices, memory, threads and GEMM rates, and the run's use of them."""
+"""The machine's devices, memory, threads and precision, and the run's use of them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from sansgpu.config.wording import counted
 from sansgpu.machine import cgroup, cores, instruction_sets
 from sansgpu.machine.address_space import address_space_left, address_space_limit
 from sansgpu.machine.group import Group
-from sansgpu.machine.roofline import gemm_rate, product_seconds
+from sansgpu.machine.roofline import product_seconds
 from sansgpu.machine.world import threads_from_environment
 
 LAYER_TOKENS, LAYER_WIDTH = 1024, 768  # a typical layer, timed to choose the precision
-GEMM_SIZE = 2048  # large enough for the peak rate, and takes only tenths of a second on a slow core
 # Address space that a run reserves and does not use: stacks and heaps of threads, libraries. Measured: 460 to 750 MB.
 RESERVED_BYTES = 640 << 20
 MAX_THREADS, MAX_THREADS_PER_CPU = 512, 16  # a thread count is valid up to the larger limit; OpenMP may abort beyond
@@ -183,24 +182,14 @@ def isa() -> str:
 def has_native_bf16() -> bool:
     """Returns whether the instruction set, which SANSGPU_ISA can force, includes bf16 products.
 
-    Without them bf16 is emulated, several times slower than fp32.
+    Without them bf16 is emulated, slower than fp32.
     """
     return torch.backends.mkldnn.is_available() and instruction_sets.allowed()[-1].bf16
 
 
-@cache
-def gemm_flops_per_second(precision: str, device: str = "cpu", threads: int = 0) -> float:
-    """Returns the best rate of a square product in FLOP/s; `threads` is only part of the cache key."""
-    return gemm_rate(GEMM_SIZE, precision, device)
-
-
-def best_gemm_rate(known: float, reached: float, precision: str, device: str, processes: int = 1) -> float:
-    """Returns the GEMM rate in FLOP/s to compare a model's rate `reached` with, never less than `reached`.
-
-    That is `known` unless the model exceeds it. Then another program must have slowed that measurement down, so it is
-    repeated here, assuming that all `processes` are as fast as this one.
-    """
-    return known if reached <= known else max(reached, processes * gemm_rate(GEMM_SIZE, precision, device))
+def is_emulated(precision: str, device: str) -> bool:
+    """Returns whether `device` has no instructions for products in this precision."""
+    return precision == "bf16" and device == "cpu" and not has_native_bf16()
 
 
 def resolve_precision(training: TrainingConfig, device: torch.device) -> str:

@@ -18,8 +18,9 @@ from sansgpu.config import Config, SansGPUError
 from sansgpu.config.plain_data import MAX_REASON_CHARACTERS
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.machine.compilation import compile_into
+from sansgpu.machine.gemm_peak import peak_gemm_rate
 from sansgpu.machine.memory import Execution, effective_batch
-from sansgpu.machine.probe import gemm_flops_per_second
+from sansgpu.machine.probe import cache_dir
 from sansgpu.machine.usage import LoadMeter, peak_rss_bytes, process_age
 from sansgpu.planning.set_up import set_up
 from sansgpu.tasks import Corpus, Task, task_of
@@ -75,7 +76,8 @@ def measure(request: MeasureRequest) -> Measured:
         how, _ = set_up(request.config, None, warnings.append)
         bench = _Bench(request.config, how, request, Path(folder))
         result = bench.forward() if request.forward_only else bench.train()
-    gemm = gemm_flops_per_second(how.precision, how.device.type, how.threads)
+    cache = cache_dir(request.config.data.cache_dir)
+    gemm = peak_gemm_rate(cache, how.precision, how.device.type, how.threads)
     return {**result, "import_seconds": imported, "gemm_flops_per_second": gemm, "warnings": warnings}
 
 

@@ -11,6 +11,7 @@ import torch
 
 from sansgpu.config import Config
 from sansgpu.data.order import steps_per_epoch
+from sansgpu.machine.gemm_peak import peak_gemm_rate
 from sansgpu.machine.group import SINGLE_PROCESS, Group
 from sansgpu.machine.memory import Execution, Memory, effective_batch
 from sansgpu.machine.probe import Environment, cache_dir, isa
@@ -97,6 +98,11 @@ class Prepared:
     def step_plan(self) -> StepPlan:
         how = self.execution
         return StepPlan(how.micro_batch, how.device, how.precision, self.group)
+
+    def peak_gemm_rate(self, again: bool = False) -> float:
+        """Returns the best GEMM rate of this process in FLOP/s; `again` measures it once more."""
+        how, processes = self.execution, len(self.group.local_ranks)
+        return peak_gemm_rate(self.cache, how.precision, how.device.type, how.threads, processes, again)
 
     def facts(self) -> dict[str, Any]:
         corpus: Corpus | None = self.corpus

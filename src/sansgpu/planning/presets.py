@@ -14,8 +14,9 @@ import torch
 
 from sansgpu.config import PRESETS, Config, change_config, load_config
 from sansgpu.config.wording import counted
+from sansgpu.machine.gemm_peak import peak_gemm_rate
 from sansgpu.machine.memory import Execution, Memory, effective_batch, micro_batch_choices, usual_micro_batch
-from sansgpu.machine.probe import gemm_flops_per_second, memory_for_run, resolve_precision, resolve_threads
+from sansgpu.machine.probe import cache_dir, memory_for_run, resolve_precision, resolve_threads
 from sansgpu.models.costing import COMPUTE
 from sansgpu.planning.memory_fit import MARGIN, fits
 from sansgpu.reporting.presets_table import PresetRow, ProcessorSpeed
@@ -76,7 +77,7 @@ def this_machine(config: Config) -> Processor:
     torch.set_num_threads(threads)
     precision = resolve_precision(config.training, torch.device("cpu"))
     name = f"this one, {counted(threads, 'core')}"
-    return Processor(name, threads, precision, gemm_flops_per_second(precision, threads=threads))
+    return Processor(name, threads, precision, peak_gemm_rate(cache_dir(None), precision, "cpu", threads))
 
 
 def _row(name: str, config: Config, processors: Sequence[Processor], available: int) -> PresetRow:

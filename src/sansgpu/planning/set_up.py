@@ -18,12 +18,16 @@ from sansgpu.machine.memory import Execution
 from sansgpu.machine.probe import (
     Environment,
     has_native_bf16,
+    is_emulated,
     limit_tokenizer_threads,
     memory_for_run,
     pin_cores,
     resolve_precision,
 )
 from sansgpu.machine.vector_math import choose_vector_math
+
+# Duration of a step in emulated bf16 relative to fp32, by kernels. Measured on processors with AVX2 only.
+EMULATION_COST = {"native": "up to twice", "torch": "5 to 35 times"}
 
 Warn = Callable[[str], None]
 
@@ -64,6 +68,11 @@ def set_up(
         slower = "bf16 is slower here" if has_native_bf16() else "this processor has no bf16 products"
         reason = "it began so" if begun_in else slower
         warn(f"training.use_amp is true, but this run computes in fp32, because {reason}.")
+    if training.wanted_precision == precision and is_emulated(precision, device.type) and group.is_main:
+        warn(
+            f"training.precision is {precision}, which this processor only emulates: a step takes "
+            f"{EMULATION_COST['torch' if kernels == 'torch' else 'native']} as long as in fp32; set it to auto or fp32."
+        )
     available = min(group.all_gather_object(memory_for_run(device, len(group.local_ranks))))
     return Execution(
         micro_batch=1,

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from sansgpu.config.by_task import settings_of
 from sansgpu.reporting.events import metric_texts
-from sansgpu.reporting.tables import count, grid, pace, print_table, rate, storage
+from sansgpu.reporting.tables import count, grid, pace, percent, print_table, rate, storage
 from sansgpu.reporting.terminal import clock, duration
 
 
@@ -74,7 +74,7 @@ class BenchResult(TypedDict):
     flops_per_second: float
     flops_per_step: float
     gemm_flops_per_second: float
-    mfu: float
+    mfu: float | None  # None if the model exceeds the measured GEMM rate
     peak_rss_bytes: int
     build_seconds: dict[str, float]
     startup_seconds: dict[str, float]
@@ -101,7 +101,7 @@ class ForwardPass(TypedDict):
     seconds: float
     tokens_per_second: float
     flops_per_second: float
-    mfu: float
+    mfu: float | None  # None if the model exceeds the measured GEMM rate
     peak_rss_bytes: int
     model_seconds: float
 
@@ -125,7 +125,7 @@ def print_bench(console: Console, result: BenchResult) -> None:
     )
     table.add_row(
         "speed",
-        f"{pace(result['tokens_per_second'])}, {rate(result['flops_per_second'])}, MFU {result['mfu']:.0%} of "
+        f"{pace(result['tokens_per_second'])}, {rate(result['flops_per_second'])}, MFU {percent(result['mfu'])} of "
         f"{rate(result['gemm_flops_per_second'])}",
     )
     table.add_row("peak memory", storage(result["peak_rss_bytes"]))
@@ -165,7 +165,7 @@ def print_forward(console: Console, result: ForwardResult) -> None:
             f"{row['seconds']:.3g}",
             f"{row['tokens_per_second']:,.0f}",
             f"{row['flops_per_second'] / 1e9:,.0f}",
-            f"{row['mfu']:.0%}",
+            percent(row['mfu']),
             storage(row["peak_rss_bytes"]),
         )
     print_table(console, table)

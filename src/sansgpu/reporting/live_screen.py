@@ -22,6 +22,7 @@ from rich.text import Text
 from sansgpu.config.by_task import settings_of
 from sansgpu.reporting.escape import printable, printable_line
 from sansgpu.reporting.events import NEAR_LIMIT, Event, current_metrics
+from sansgpu.reporting.tables import percent
 from sansgpu.reporting.terminal import clock, duration
 
 KEYS = (("p", "pause", "pause"), ("s", "save now", "save"), ("e", "evaluate now", "eval"), ("q", "save and end", "end"))
@@ -153,7 +154,7 @@ def _progress(shown: ScreenState) -> list[Cell]:
     if step:
         cells += [
             ("speed", f"{step['tokens_per_second']:,.0f} tokens/s, {1 / step['step_seconds']:.3g} it/s"),
-            ("step time", f"{_seconds(step['step_seconds'])}, MFU {step['mfu']:.0%}"),
+            ("step time", f"{_seconds(step['step_seconds'])}, MFU {percent(step['mfu'])}"),
             ("trained on", f"{step['tokens'] / 1e6:,.1f}M tokens"),
             ("learning rate", f"{step['lr']:.3g}"),
             ("gradient norm", f"{step['grad_norm']:.3g}"),

@@ -32,6 +32,11 @@ def rate(flops_per_second: float) -> str:
     return f"{flops_per_second / 1e9:,.0f} GFLOP/s"
 
 
+def percent(ratio: float | None) -> str:
+    """Formats a ratio, or None as unknown: MFU where the model exceeds the measured GEMM rate."""
+    return "unknown" if ratio is None else f"{ratio:.0%}"
+
+
 def pace(tokens_per_second: float) -> str:
     return f"{tokens_per_second:,.0f} tokens/s, {1e6 / tokens_per_second:,.0f} s per million tokens"
 

@@ -22,7 +22,7 @@ from sansgpu.config.wording import counted
 from sansgpu.reporting.escape import printable, printable_line
 from sansgpu.reporting.events import Event, current_metrics, metric_texts
 from sansgpu.reporting.jsonl import redirect_to_null
-from sansgpu.reporting.tables import count
+from sansgpu.reporting.tables import count, percent
 
 REDRAWS_PER_SECOND = 4
 MIN_SHOWN_BYTES = 50_000
@@ -120,8 +120,8 @@ class Terminal:
         metrics = "".join(f"{name} {value}  " for name, value in current_metrics(event, self._settings))
         speed = f"{event['tokens_per_second']:,.0f} tokens/s  {1 / event['step_seconds']:.3g} it/s"
         return (
-            f"loss {event['loss']:.4f}  {metrics}{speed}  "
-            f"MFU {event['mfu']:.0%}  {event['rss_bytes'] / 1e9:.1f} GB  {duration(eta)} left, done {clock(finish)}"
+            f"loss {event['loss']:.4f}  {metrics}{speed}  MFU {percent(event['mfu'])}  "
+            f"{event['rss_bytes'] / 1e9:.1f} GB  {duration(eta)} left, done {clock(finish)}"
         )
 
     def _eval(self, event: Event) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sansgpu.machine.probe import Environment, best_gemm_rate
+from sansgpu.machine.cached_measurement import BUSY_CORES
+from sansgpu.machine.gemm_peak import flops_utilization
+from sansgpu.machine.probe import Environment
 from sansgpu.machine.usage import Usage
 from sansgpu.reporting.events import Event, Sinks, finite
 from sansgpu.tasks import Task
@@ -14,8 +16,10 @@ from sansgpu.train.run_length import RunLength
 from sansgpu.train.run_setup import RunSetup
 from sansgpu.train.schedule import UNKNOWN_STEPS
 from sansgpu.train.state import Progress
-from sansgpu.train.step import PHASES, PhaseTimer, StepPlan, StepResult
+from sansgpu.train.step import PHASES, PhaseTimer, StepResult
 from sansgpu.train.threads import AdaptiveThreads
+
+MAX_REPEATS = 3  # of the measurement of the GEMM rate, which takes tenths of a second
 
 SystemStatistics = Callable[[], dict[str, Any] | None]  # returns machine statistics since its last call
 
@@ -30,7 +34,7 @@ class RunLog:
         self, task: Task, run: RunSetup, length: RunLength, sinks: Sinks, system: SystemStatistics = lambda: None
     ) -> None:
         self._run, self._length, self._sinks = run, length, sinks
-        self._steps = StepLog(task, run.gemm_flops_per_second, run.plan, system)
+        self._steps = StepLog(task, run.gemm_flops_per_second, run.measure_gemm_again, system)
         self._health = Health(run.config.training)
         self._threads = AdaptiveThreads(run.config.training, run.environment)
 
@@ -68,14 +72,20 @@ class RunLog:
 class StepLog:
     """Collects steps and turns them into step events.
 
-    `gemm_flops_per_second` is the best total GEMM rate of all processes of `plan`, the denominator of `mfu`.
+    `gemm_flops_per_second` is the best total GEMM rate of all processes, the denominator of `mfu`; `measure_again`
+    measures it once more.
     """
 
     def __init__(
-        self, task: Task, gemm_flops_per_second: float, plan: StepPlan, system: SystemStatistics = lambda: None
+        self,
+        task: Task,
+        gemm_flops_per_second: float,
+        measure_again: Callable[[], float],
+        system: SystemStatistics = lambda: None,
     ) -> None:
-        self._task, self._gemm, self._plan, self._system = task, gemm_flops_per_second, plan, system
+        self._task, self._gemm, self._measure_again, self._system = task, gemm_flops_per_second, measure_again, system
         self._usage = Usage()
+        self._was_busy, self._repeats_left = False, MAX_REPEATS
         self._steps: list[tuple[float, int, PhaseTimer]] = []  # seconds, tokens and phases
 
     def restore(self, recorded: Sequence[Event], environment: Environment) -> None:
@@ -94,10 +104,8 @@ class StepLog:
         """Returns the event for the steps since the last one; the caller adds elapsed time, ETA and threads."""
         steps, self._steps = self._steps, []
         seconds, tokens = sum(step[0] for step in steps), sum(step[1] for step in steps)
-        flops_per_second, plan = self._task.flops_per_token * tokens / seconds, self._plan
-        self._gemm = best_gemm_rate(
-            self._gemm, flops_per_second, plan.precision, plan.device.type, processes=plan.group.size
-        )
+        flops_per_second, system = self._task.flops_per_token * tokens / seconds, self._system()
+        self._correct_gemm(flops_per_second, system or {})
         event = {
             "event": "step",
             "step": progress.step,
@@ -109,13 +117,22 @@ class StepLog:
             "tokens_per_second": tokens / seconds,
             "step_seconds": seconds / len(steps),
             "it/s": len(steps) / seconds,
-            "mfu": flops_per_second / self._gemm,
+            "mfu": flops_utilization(flops_per_second, self._gemm),
             "gemm_flops_per_second": self._gemm,
             "rss_bytes": self._usage.rss_bytes(),
             "cpu_percent": self._usage.cpu_percent(),
             "total_steps": None if total_steps == UNKNOWN_STEPS else total_steps,
             "phase_seconds": {p: sum(step[2].seconds[p] for step in steps) / len(steps) for p in PHASES},
-            "system": self._system(),
+            "system": system,
         }
         progress.logged_loss, progress.logged_targets, progress.logged_sums = 0.0, 0, {}
         return event
+
+    def _correct_gemm(self, flops_per_second: float, system: dict[str, Any]) -> None:
+        """Measures the GEMM rate again if the model exceeds it, or if other programs have just stopped."""
+        others = (system.get("other_percent") or 0.0) + (system.get("stolen_percent") or 0.0)
+        was_busy, self._was_busy = self._was_busy, others > 100 * BUSY_CORES
+        quieter = was_busy and not self._was_busy
+        if self._repeats_left and (quieter or flops_per_second > self._gemm):
+            self._repeats_left -= 1
+            self._gemm = max(self._gemm, self._measure_again())

@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass, field
 
 from sansgpu.config import Config, RunPaths
-from sansgpu.machine.probe import Environment
+from sansgpu.machine.gemm_peak import peak_gemm_rate
+from sansgpu.machine.probe import Environment, cache_dir
 from sansgpu.train.step import StepPlan
 
 
@@ -22,6 +23,13 @@ class RunSetup:
     gemm_flops_per_second: float  # best total rate of all processes; the denominator of `mfu`
     eval_token_ratio: float = 0.0  # tokens per evaluation / tokens per step
     started: float = field(default_factory=time.monotonic)  # start of the run's time budget
+
+    def measure_gemm_again(self) -> float:
+        """Returns the best total GEMM rate of all processes, assuming that they are as fast as this one."""
+        group, how = self.plan.group, self.environment
+        folder = cache_dir(self.config.data.cache_dir)
+        rate = peak_gemm_rate(folder, how.precision, how.device, how.threads, len(group.local_ranks), again=True)
+        return group.size * rate
 
     @property
     def sharding(self) -> str:
