@@ -257,6 +257,7 @@ def test_the_smoke_trains_resumes_and_talks(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "ended in the same state" in done.stdout
+    assert "\n\n\n" not in done.stdout
 
 
 TINY_GRAPH = (

@@ -48,7 +48,7 @@ def sentence(capsys: pytest.CaptureFixture[str]) -> str:
         ({"corpus": "empty.txt"}, "contains no text"),
         ({"corpus": "binary.txt"}, "not UTF-8"),
         ({"corpus": "short.txt"}, "less than one window"),
-        ({"model__vocab_size": 50}, "smaller than the tokenizer's"),
+        ({"model__vocab_size": 50}, "smaller than the tokenizer's 300; set data.vocab_size to 50 as well, or leave"),
         ({"data__tokenizer": "none.json"}, "none.json does not exist"),
         ({"training__distributed_backend": "ccl"}, "set it to gloo"),
         ({"training__report_to": "wandb"}, 'pip install "sansgpu[wandb]"'),

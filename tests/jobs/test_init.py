@@ -74,6 +74,14 @@ def test_every_key_has_a_comment(tmp_path: Path) -> None:
     assert all(lines[n - 1].lstrip().startswith("#") for n in keys if not lines[n].endswith(":"))
 
 
+def test_only_plan_says_how_much_of_the_text_is_read(capsys: Captured) -> None:
+    assert cli(["init", "a.yaml", "--text", "python-stdlib", "--hours", "10m", "--yes"]) == 0
+    head = [line for line in Path("a.yaml").read_text().splitlines() if line.startswith("# ")]
+    assert "`sansgpu plan` measures how much of the text" in " ".join(line.removeprefix("# ") for line in head)
+    assert " tokens" not in capsys.readouterr().out
+    assert "  # passes over the training split, at most\n  num_epochs: 16" in Path("a.yaml").read_text()
+
+
 def test_more_time_and_cores_give_a_larger_model(tmp_path: Path) -> None:
     """Another machine's cores are as fast as those here, so the time and the cores alone decide."""
     widths = []

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from sansgpu.cli import run as cli
 from sansgpu.data.passage_index import PassageIndex
 from sansgpu.data.passages import PassageRules, Spans
 from sansgpu.data.shards import ignore_progress
+from sansgpu.jobs.search import search
 from tests.processes import messages
 from tests.tasks.fine_tuned import sentence
 from tests.tasks.folders import model_folder
@@ -39,7 +40,9 @@ class HashedWords:
     def __init__(self) -> None:
         self.texts: list[str] = []
 
-    def __call__(self, texts: Sequence[str]) -> np.ndarray[Any, Any]:
+    def __call__(
+        self, texts: Sequence[str], encoded: Callable[[int], None] = lambda done: None
+    ) -> np.ndarray[Any, Any]:
         self.texts += texts
         vectors = np.zeros((len(texts), 64), np.float32)
         for vector, text in zip(vectors, texts, strict=True):
@@ -174,3 +177,13 @@ def test_what_cannot_be_searched_is_refused(
     (folder / "picture.png").write_bytes(b"1")
     assert cli(["search", str(model_folder("bert")), str(folder / inside), query]) == 2
     assert expected in sentence(capsys)
+
+
+def test_every_pass_of_the_model_is_progress(folder: Path) -> None:
+    found: list[tuple[str, int, int]] = []
+
+    def progress(doing: str, done: int, total: int, unit: str = "byte", /) -> None:
+        found.append((unit, done, total))
+
+    search(str(model_folder("bert")), folder, "flour", 1, None, "latest", ignore_progress, progress)
+    assert ("passage", 4, 4) in found

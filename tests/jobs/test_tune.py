@@ -17,7 +17,7 @@ from sansgpu.cli import run as cli
 from sansgpu.config import ConfigError, SearchParameter, load_config, load_space, measure_of, spaced_values
 from sansgpu.reporting.jsonl import read_events
 from sansgpu.train.run_folders import lock_run
-from tests.processes import digests, finish, kill_when, settings, start, use_cache, write_corpus
+from tests.processes import digests, finish, kill_when, messages, settings, start, use_cache, write_corpus
 
 SPACE = {"learning_rate": {"log": ["1e-3", 1e-1]}, "gradient_accumulation_steps": [1, 2, 4]}
 
@@ -307,3 +307,10 @@ def test_hours_end_a_search_whose_trial_goes_on_later() -> None:
     result, said = search("--trials", "1", training__max_steps=300)
     assert "trial 0 " in said
     assert [row["state"] for row in result["trials"]] == ["done"]
+
+
+def test_trials_that_would_end_within_their_warm_up_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(arguments("--trials", "2", training__warmup_steps=500)) == 2
+    (sentence,) = messages(capsys.readouterr().err)
+    assert sentence.startswith("sansgpu: all trials would end within their warm-up")
+    assert not Path("search/trials").exists()

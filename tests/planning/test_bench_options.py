@@ -9,7 +9,8 @@ from sansgpu.cli import run as cli
 from sansgpu.config import Config, ConfigError, TrainingConfig
 from sansgpu.planning.forecast import Forecast, projections, start_time, target_steps
 from sansgpu.planning.learning_advice import learning_advice
-from sansgpu.planning.variations import asked_changes
+from sansgpu.planning.variations import HARMLESS_COSTS, affordable, asked_changes, built_in_changes
+from sansgpu.reporting.bench_table import Variation, speedup_text
 
 NEAR = {"mlm_acc": 0.05, "mlm_majority_acc": 0.05, "mrr": 0.033, "relation_frequency_mrr": 0.03, "queries": 100.0}
 
@@ -82,3 +83,26 @@ def test_metrics_near_their_baseline_give_advice_that_acts() -> None:
     config = Config.model_validate({**graph, "model": {"n_entities": 0}})
     assert "data.kge_triples" not in learning_advice(config, NEAR, 20)[1]
     assert learning_advice(config, {**NEAR, "mlm_acc": 0.3, "mrr": 0.4}, 20) == []
+
+
+def test_usual_variations_are_measured_only_as_far_as_they_are_quick() -> None:
+    settings = {"batch_size": 4, "gradient_accumulation_steps": 4, "threads": 2, "precision": "fp32"}
+    changes = built_in_changes(Config.model_validate({"model": {"vocab_size": 500}, "training": settings}))
+    assert affordable(changes, seconds=1.0) == changes
+    harmless, *_ = affordable(changes, seconds=100.0)
+    assert affordable(changes, seconds=100.0) == [harmless]
+    assert harmless[2] in HARMLESS_COSTS
+    assert affordable(changes, seconds=1000.0) == []
+
+
+def test_a_speedup_within_the_noise_of_its_steps_is_not_claimed() -> None:
+    row: Variation = {
+        "name": "half the layers",
+        "set": [],
+        "gives_up": "half of them",
+        "speedup": 0.61,
+        "speedup_range": [0.4, 1.1],
+        "all_step_seconds": [1.0, 2.0],
+    }
+    assert speedup_text(row) == "no measurable difference (0.40x to 1.10x in 2 steps)"
+    assert speedup_text({**row, "speedup_range": [0.5, 0.7]}) == "0.61x (0.50x to 0.70x in 2 steps)"

@@ -16,6 +16,7 @@ from sansgpu.config.built_in import BUILT_IN
 from sansgpu.jobs.plan import plan as plan_job
 from sansgpu.planning.cluster import cluster_of
 from sansgpu.planning.measure import MeasureRequest, measure_in_subprocess
+from sansgpu.reporting.tables import count
 from sansgpu.train.scaling_law import effective_tokens, expected_bits_per_byte
 from tests.processes import environment, json_lines, settings, use_cache
 
@@ -215,12 +216,16 @@ def test_bench_of_the_model_alone_needs_no_data(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.long
 def test_bench_answers_what_if(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["bench", *chosen(home), "--steps", "3", "--output-dir", str(tmp_path / "bench")]
+    arguments = ["bench", *chosen(home), "--steps", "3", "--what-if", "--output-dir", str(tmp_path / "bench")]
     result = printed(capsys, arguments)
     names = [row["name"] for row in result["what_if"]]
     assert names[0] == "as it is"
     assert {"half the sequence length", "half the layers", "half the width"} <= set(names)
-    assert all(row["speedup"] > 0 for row in result["what_if"])
+    for row in result["what_if"]:
+        low, high = row["speedup_range"]
+        assert 0 < low <= row["speedup"] <= high
+    report = (tmp_path / "bench/report.md").read_text()
+    assert "x in 4 steps)" in report
 
 
 @pytest.mark.long
@@ -230,6 +235,8 @@ def test_a_proposal_is_written_and_runs(home: Path, tmp_path: Path, capsys: pyte
     result = printed(capsys, arguments)
     assert min(row["behind"] for row in result["candidates"]) == 0
     assert yaml.safe_load(output.read_text())["training"]["max_hours"] == 0.01
+    head = " ".join(line.removeprefix("# ") for line in output.read_text().splitlines() if line.startswith("# "))
+    assert f"{result['total_steps']:,} steps, {count(result['total_tokens'])} tokens, " in head
     assert cli(arguments) == 2
     assert "already exists" in capsys.readouterr().err
     assert cli(["train", str(output), "--output-dir", str(tmp_path / "r")]) == 0

@@ -60,6 +60,22 @@ def test_a_stage_that_lasts_is_shown_where_there_is_no_terminal(monkeypatch: pyt
     assert file.getvalue().splitlines() == shown
 
 
+def test_a_long_stage_is_shown_at_bounded_intervals_with_its_newest_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "SHOWN_AFTER_SECONDS", 0.1)
+    monkeypatch.setattr(terminal, "REPEATED_AFTER_SECONDS", 0.1)
+    monkeypatch.setattr(terminal, "REPEATED_AFTER_RATIO", 100.0)
+    monkeypatch.setattr(terminal, "REPEATED_WITHIN_SECONDS", 0.3)
+    file = io.StringIO()
+    with closing(PreparationBar(RunConsole(file=file))) as bar:
+        bar("evaluating", 0, 4, "batch")
+        bar("evaluating", 3, 4, "batch")
+        deadline = time.monotonic() + 30  # for a busy machine
+        while len(shown := file.getvalue().splitlines()) < 4 and time.monotonic() < deadline:
+            time.sleep(0.1)
+    assert len(shown) >= 4
+    assert all(line.startswith("evaluating ... 3 of 4 batches, ") for line in shown[1:])
+
+
 def test_a_stage_that_lasts_has_a_spinner_that_the_terminal_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "SHOWN_AFTER_SECONDS", 0.2)
     file = io.StringIO()

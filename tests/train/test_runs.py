@@ -11,6 +11,9 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sansgpu.cli import run as cli
+from sansgpu.config import load_config
+from sansgpu.jobs.train import TrainRequest
+from sansgpu.jobs.train import train as train_job
 from sansgpu.machine.instruction_sets import allowed
 from sansgpu.reporting.events import Event, EventBuffer, Sinks
 from sansgpu.train.snapshots import snapshots
@@ -43,6 +46,29 @@ def test_max_steps_is_exactly_that_many(home: Path, tmp_path: Path) -> None:
     assert [e["step"] for e in of(events, "step")] == list(range(1, 11))
     assert [e["step"] for e in of(events, "eval")] == [3, 6, 9, 10]
     assert of(events, "end") == [{**of(events, "end")[0], "step": 10, "reason": "done", "snapshot": "step-000010"}]
+
+
+def test_the_steps_before_the_first_logged_one_end_with_the_run(home: Path, tmp_path: Path) -> None:
+    config = load_config(None, settings(data__dataset_name=home / "corpus.jsonl", training__logging_steps=10)[1::2])[0]
+    shown: list[tuple[int, int]] = []
+
+    def progress(doing: str, done: int, total: int, unit: str = "byte", /) -> None:
+        if doing.startswith("training up to"):
+            shown.append((done, total))
+
+    changes = ("training.max_steps=3",)
+    train_job(TrainRequest(config=config, overrides=changes, output_dir=tmp_path / "r"), [], progress)
+    assert shown == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_a_warm_up_longer_than_the_run_is_reported(home: Path, tmp_path: Path) -> None:
+    changes = {"training__warmup_steps": 500, "training__max_steps": 4, "training__logging_steps": 1}
+    events = train(home, tmp_path / "r", **changes)
+    message = (
+        "training.warmup_steps is 500, but the run ends after 4 steps, when the learning rate is 1% of "
+        "training.learning_rate; set warmup_steps to 0."
+    )
+    assert [e["message"] for e in of(events, "warning") if "warmup" in e["message"]] == [message]
 
 
 def test_the_events_carry_what_is_promised(home: Path, tmp_path: Path) -> None:

@@ -9,7 +9,17 @@ from typing import Annotated, Any
 import typer
 
 from sansgpu.cli.completion import configuration_names
-from sansgpu.cli.options import ConfigArgument, JsonOption, OverrideOption, option, path_option, print_json, show, warn
+from sansgpu.cli.options import (
+    ConfigArgument,
+    JsonOption,
+    OverrideOption,
+    option,
+    path_option,
+    preparation_bar,
+    print_json,
+    show,
+    warn,
+)
 
 
 class Allocator(str, Enum):
@@ -58,11 +68,11 @@ def k8s(
 
     Example: sansgpu k8s configs/cpu_80m.yaml --nodes 4 --cpus 16 --memory 64Gi --pvc corpus --image hub/sansgpu:1
     """
-    from sansgpu.jobs.k8s import kubernetes
-    from sansgpu.jobs.k8s.request import ClusterRequest
+    with preparation_bar() as bar:
+        from sansgpu.jobs.k8s import kubernetes
+        from sansgpu.jobs.k8s.request import ClusterRequest
 
-    result = kubernetes(
-        ClusterRequest(
+        request = ClusterRequest(
             config_file=config,
             overrides=override or (),
             nodes=nodes,
@@ -79,9 +89,8 @@ def k8s(
             openmp=openmp.value,
             create_pvc=create_pvc,
             output_dir=output_dir,
-        ),
-        warn,
-    )
+        )
+        result = kubernetes(request, bar, warn)
     if as_json:
         print_json(result)
     else:
@@ -117,13 +126,14 @@ def slurm(
 
     Example: sansgpu slurm configs/cpu_80m.yaml --nodes 4 --cpus 32 --time 24:00:00 --partition cpu
     """
-    from sansgpu.jobs.slurm import SlurmRequest
-    from sansgpu.jobs.slurm import slurm as job
+    with preparation_bar() as bar:
+        from sansgpu.jobs.slurm import SlurmRequest
+        from sansgpu.jobs.slurm import slurm as job
 
-    request = SlurmRequest(
-        config, override or (), nodes, processes_per_node, cpus, memory, time, partition, account, name, output_dir
-    )
-    result = job(request, warn)
+        request = SlurmRequest(
+            config, override or (), nodes, processes_per_node, cpus, memory, time, partition, account, name, output_dir
+        )
+        result = job(request, bar, warn)
     if as_json:
         print_json(result)
         return

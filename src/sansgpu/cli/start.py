@@ -148,7 +148,10 @@ def bench(
     start: Annotated[
         str | None, option("When projected runs start, e.g. 18:00 or 6PM. Default: now.", _MEASUREMENT, metavar="TIME")
     ] = None,
-    what_if: Annotated[bool, flag("Also measure usual variations of the configuration.", _MEASUREMENT)] = True,
+    what_if: Annotated[
+        bool | None,
+        flag("Also measure all usual variations, or none. Default: those that take two minutes.", _MEASUREMENT),
+    ] = None,
     vary: Annotated[
         list[str] | None,
         option(

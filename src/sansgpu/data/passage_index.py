@@ -20,14 +20,15 @@ from sansgpu.config import ConfigError
 from sansgpu.config.atomic import atomic_write
 from sansgpu.config.extras import require
 from sansgpu.data.passages import Passage, PassageRules
-from sansgpu.data.shards import ReportProgress
+from sansgpu.data.shards import ReportProgress, counting
 from sansgpu.machine.compiled import make_private, require_own_file
 from sansgpu.machine.disk import file_sha256
 
 ENCODED_PASSAGES = 1024  # embedded at a time
 EXPANSION = 256  # candidates that a search examines; more find the nearest passages more surely
 
-Encode = Callable[[Sequence[str]], np.ndarray]  # texts to (S, D) float32
+EncodeQueries = Callable[[Sequence[str]], np.ndarray]  # texts to (S, D) float32
+Encode = Callable[[Sequence[str], Callable[[int], None]], np.ndarray]  # the same; calls back with the number done
 
 
 def require_usearch() -> None:
@@ -59,7 +60,7 @@ class PassageIndex:
     Many models embed queries differently from passages, so there are two functions that embed texts.
     """
 
-    def __init__(self, folder: Path, rules: PassageRules, encode: Encode, encode_query: Encode) -> None:
+    def __init__(self, folder: Path, rules: PassageRules, encode: Encode, encode_query: EncodeQueries) -> None:
         make_private(folder)
         self._folder, self._rules, self._encode, self._encode_query = folder, rules, encode, encode_query
         self._files: list[tuple[Path, str]] = []  # each file and the name of its entry
@@ -123,8 +124,8 @@ class PassageIndex:
         texts = [passage.text for passages in entries.values() for passage in passages]
         parts = [np.empty((0, 0), np.float32)]
         for first in range(0, len(texts), ENCODED_PASSAGES):
-            progress("embedding", done + first, total, "passage")
-            parts.append(_normalized(self._encode(texts[first : first + ENCODED_PASSAGES])))
+            count = counting(progress, "embedding", done + first, total, "passage")
+            parts.append(_normalized(self._encode(texts[first : first + ENCODED_PASSAGES], count)))
         vectors = np.concatenate(parts[1:] or parts)
         first = 0
         for entry, passages in entries.items():

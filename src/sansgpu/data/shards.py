@@ -41,6 +41,11 @@ class ReportProgress(Protocol):
         """Reports that `done` of `total` bytes, or other units, of an activity are done. A total of 0 is unknown."""
 
 
+def counting(progress: ReportProgress, doing: str, before: int, total: int, unit: str) -> Callable[[int], None]:
+    """Returns a callback that reports how much of a part is done, after `before` of an activity."""
+    return lambda done: progress(doing, before + done, total, unit)
+
+
 def ignore_progress(*_: object) -> None:
     """Shows nothing."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -35,6 +36,7 @@ from sansgpu.planning.set_up import Warn
 from sansgpu.planning.variations import (
     HARMLESS_COSTS,
     WHAT_IF_STEPS,
+    affordable,
     asked_changes,
     built_in_changes,
     time_variations,
@@ -46,8 +48,10 @@ from sansgpu.reporting.bench_table import (
     ForwardResult,
     GpuComparison,
     Variation,
+    is_measurable,
 )
 from sansgpu.reporting.outputs import replace_folder, require_folder
+from sansgpu.reporting.terminal import duration
 from sansgpu.tasks import task_of
 from sansgpu.train.run_folders import open_any, require_plain_name
 
@@ -69,7 +73,7 @@ class BenchRequest:
     from_step: int = 0
     targets: tuple[int, ...] = ()  # numbers of steps to project; empty: PROJECTED_STEPS
     start: datetime | None = None  # when the projections start; None: now
-    what_if: bool = True
+    what_if: bool | None = None  # measure the usual variations; None: as many as do not take long
     vary: tuple[str, ...] = ()  # `key=value,value`: more variations to time
     forward_only: bool = False
     gpu_flops_per_second: float | None = None
@@ -94,16 +98,24 @@ def bench(request: BenchRequest, progress: ReportProgress, warn: Warn) -> BenchR
         progress(f"timing {counted(request.steps, 'step')} with empty caches", 0, 0)
         measured = measure_in_subprocess(_first_request(chosen, prepared, request, Path(compiled)))
         progress("timing the same configuration with warm caches", 0, 0)
+        start = time.perf_counter()
         baseline = measure_in_subprocess(
             MeasureRequest(chosen, WHAT_IF_STEPS, Path(compiled), example_tokens=prepared.usual_tokens)
         )
+        seconds = time.perf_counter() - start
     result = _summary(prepared, measured, baseline, request, progress)
     if prepared.corpus is None:
         result["warnings"].append(
             "the data could not be read, so the projections leave out reading it, evaluations and the export"
         )
-    changes = asked + (built_in_changes(chosen) if request.what_if else [])
-    result["what_if"] = time_variations(chosen, prepared, baseline, changes, progress) if changes else []
+    usual = [] if request.what_if is False else built_in_changes(chosen)
+    changes = asked + (usual if request.what_if else affordable(usual, seconds))
+    if left_out := len(asked) + len(usual) - len(changes):
+        warn(
+            f"{left_out} of {counted(len(usual), 'usual variation')} will not be measured, because each takes about "
+            f"{duration(seconds)}; --what-if measures all of them, --no-what-if none."
+        )
+    result["what_if"] = time_variations(chosen, prepared, baseline, changes, seconds, progress) if changes else []
     result["gpu"] = _gpu(chosen, prepared, result, request, progress)
     optimized, result["optimized"] = _optimized(chosen, result["what_if"])
     progress("writing the report", 0, 0)
@@ -251,7 +263,11 @@ def _gpu(
 def _optimized(chosen: Config, rows: Sequence[Variation]) -> tuple[Config, list[str]]:
     """Returns the configuration with the fastest variation that does not change what the model learns."""
     best = max(
-        (row for row in rows[1:] if row.get("speedup", 0) > MIN_SPEEDUP and row["gives_up"] in HARMLESS_COSTS),
+        (
+            row
+            for row in rows[1:]
+            if row.get("speedup", 0) > MIN_SPEEDUP and is_measurable(row) and row["gives_up"] in HARMLESS_COSTS
+        ),
         key=lambda row: row["speedup"],
         default=None,
     )

@@ -11,7 +11,7 @@ from sansgpu.config import ConfigError, DataConfig, SansGPUError, TrainingConfig
 from sansgpu.config.atomic import atomic_write, write_failures_as
 from sansgpu.config.training import Precision
 from sansgpu.data.rows import BadRowError, SourceRow, row_text
-from sansgpu.data.shards import ReportProgress
+from sansgpu.data.shards import ReportProgress, counting
 from sansgpu.data.sources import open_single
 from sansgpu.jobs.vector_files import open_vector_file, require_vector_file
 from sansgpu.machine.probe import resolve_precision
@@ -53,8 +53,8 @@ def embed(
     with write_failures_as(SansGPUError, output), atomic_write(output) as partial:
         with open_vector_file(partial, output.suffix, loaded.objective.width) as write:
             while chunk := list(islice(rows, CHUNK)):
-                progress("embedding", done, 0, "text")
-                write(chunk, encode_texts(loaded, [_text_of(row, column) for row in chunk], words))
+                count = counting(progress, "embedding", done, 0, "text")
+                write(chunk, encode_texts(loaded, [_text_of(row, column) for row in chunk], count, words))
                 done += len(chunk)
         if not done:
             raise ConfigError(f"{data} has no rows.")

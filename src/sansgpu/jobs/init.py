@@ -133,6 +133,7 @@ def init(
     else:
         config, head = _fine_tuned(answers, purpose, progress, warn)
     comments = {
+        "training.num_epochs": "passes over the training split, at most",
         "training.max_hours": f"the run ends after {_duration(answers.hours)}, or earlier after num_epochs",
         "data.dataset_name": f"the data: {purpose.rows}. {_origin(answers.text)}",
     }
@@ -158,8 +159,8 @@ def _from_scratch(answers: InitAnswers, progress: ReportProgress) -> tuple[Confi
     best = propose_quickly(answers.text, size, answers.hours, processor, memory)
     head = (
         f"A decoder of {best.parameters / 1e6:.1f}M parameters, chosen for {_duration(answers.hours)} on "
-        f"{processor.name} and {memory / 1e9:.0f} GB of memory. It will read about {best.tokens / 1e6:.1f}M tokens, "
-        f"{best.epochs:.1f} times the text. `sansgpu plan` measures how long that takes."
+        f"{processor.name} and {memory / 1e9:.0f} GB of memory. `sansgpu plan` measures how much of the text it reads "
+        "in that time."
     )
     return best.config, head
 

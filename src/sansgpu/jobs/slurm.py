@@ -14,7 +14,8 @@ from sansgpu.config import Config, ConfigError, load_config
 from sansgpu.config.atomic import make_folder, write_failures_as, write_text
 from sansgpu.config.plain_data import truncate
 from sansgpu.config.wording import counted
-from sansgpu.jobs.k8s.pod_needs import needs_of
+from sansgpu.data.shards import ReportProgress
+from sansgpu.jobs.k8s.pod_needs import ESTIMATING, needs_of
 from sansgpu.machine.probe import threads_of_share
 from sansgpu.machine.world import SHUTDOWN_TIMEOUT
 from sansgpu.planning.cluster import require_examples
@@ -71,7 +72,7 @@ class SlurmRequest:
     output_dir: Path | None = None
 
 
-def slurm(request: SlurmRequest, warn: Callable[[str], None]) -> dict[str, Any]:
+def slurm(request: SlurmRequest, progress: ReportProgress, warn: Callable[[str], None]) -> dict[str, Any]:
     """Writes the script into the run's folder and returns its path and the next commands. Raises ConfigError."""
     config, notes = load_config(request.config_file, request.overrides)
     for note in notes:
@@ -90,6 +91,7 @@ def slurm(request: SlurmRequest, warn: Callable[[str], None]) -> dict[str, Any]:
     require_plain_name(folder)
     if re.search(r"\s", str(folder)):
         raise ConfigError(f"{folder} contains spaces, which options in a script of Slurm cannot; rename it.")
+    progress(ESTIMATING, 0, 0)
     grace = _grace_seconds(request, config, warn)
     text = _script(request, name, folder, grace)
     script = _write(folder, text)

@@ -31,7 +31,7 @@ from sansgpu.tasks import Corpus, task_of
 from sansgpu.train.budget import finish_time
 from sansgpu.train.calibrate import LONG, Timing, measure
 from sansgpu.train.optim import choose_optimizer
-from sansgpu.train.schedule import UNKNOWN_STEPS, total_steps
+from sansgpu.train.schedule import UNKNOWN_STEPS, total_steps, warmup_problem
 from sansgpu.train.step import StepPlan
 
 # needed: prepare the data or fail. wanted: do without it if it is unavailable and the estimate allows. unread: skip it.
@@ -65,6 +65,8 @@ def prepare(
     config, corpus = _corpus(config, progress, warn, data, group)
     tokens = math.ceil(corpus.example_tokens if corpus else config.window)
     config, steps, seconds = _with_length(config, how, corpus)
+    if problem := warmup_problem(config.training, steps):
+        warn(problem)
     seconds, compiled = _compilation(config, how, before, seconds, group, warn)
     how = replace(
         how,

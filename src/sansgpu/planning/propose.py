@@ -21,8 +21,9 @@ from sansgpu.planning.prepared import Prepared
 from sansgpu.planning.presets import Processor, largest_memory
 from sansgpu.planning.set_up import Warn
 from sansgpu.reporting.outputs import require_file
-from sansgpu.reporting.plan_table import PlanCandidate, ProposedPlan
-from sansgpu.tasks import Corpus, task_of
+from sansgpu.reporting.plan_table import PlanCandidate, ProposedPlan, RunPlan, length_text
+from sansgpu.reporting.tables import count
+from sansgpu.tasks import task_of
 from sansgpu.train.scaling_law import MAX_EPOCHS, expected_bits_per_byte
 
 WIDTHS = (128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
@@ -69,13 +70,13 @@ def propose(
         raise ConfigError(f"--hours chooses the model and its training; leave out --set {others[0]}.")
     require_file(output)
     base = _base(data, overrides, progress, warn)
-    corpus: Corpus = base.corpus
     efficiencies = [(width, _measured_efficiency(base, width, hours, progress)) for width in MEASURED_WIDTHS]
     candidates = [c for width in WIDTHS if (c := _candidate(base, width, hours, efficiencies, progress)) is not None]
     best = _best(candidates)
     config = _with_length(best, hours)
     prepared = prepare(config, None, progress, warn, "report", timed="always")
-    _write(config, output, best, corpus)
+    plan = plan_prepared(prepared, progress)
+    _write(config, output, plan)
     rows: list[PlanCandidate] = [
         {
             "parameters": c.parameters,
@@ -88,7 +89,7 @@ def propose(
         }
         for c in candidates
     ]
-    return {**plan_prepared(prepared, progress), "candidates": rows, "file": str(output)}
+    return {**plan, "candidates": rows, "file": str(output)}
 
 
 def propose_quickly(data: str, text_bytes: int, hours: float, processor: Processor, memory: int) -> ProposedRun:
@@ -222,11 +223,10 @@ def _with_length(best: ProposedRun, hours: float) -> Config:
     return change_config(best.config, settings)
 
 
-def _write(config: Config, output: Path, best: ProposedRun, corpus: Corpus) -> None:
+def _write(config: Config, output: Path, plan: RunPlan) -> None:
     head = (
         f"Best configuration for {config.training.max_hours:g} hours of training on {config.data.dataset_name}: "
-        f"{best.parameters / 1e6:.1f}M parameters, about {best.tokens / 1e6:.0f}M training tokens "
-        f"({best.epochs:.1f} epochs of {corpus.train_tokens / 1e6:.1f}M)."
+        f"{length_text(plan)} with {count(plan['parameters'])} parameters."
     )
     with write_failures_as(ConfigError, output, "--output"):
         write_text(output, commented_yaml(config, head))

@@ -16,9 +16,11 @@ from sansgpu.planning.measure import Measured, MeasureRequest, measure_in_subpro
 from sansgpu.planning.memory_fit import estimate_memory, fits
 from sansgpu.planning.prepared import Prepared
 from sansgpu.reporting.bench_table import Variation
+from sansgpu.reporting.terminal import duration
 from sansgpu.tasks import task_of
 
 WHAT_IF_STEPS = 4  # timed per variation
+WHAT_IF_SECONDS = 120.0  # time for the built-in variations together, unless all are requested
 COMPILE_COST, FEWER = "half a minute at the start", "parameters"  # the latter is replaced by their share
 HARMLESS_COSTS = ("nothing", "memory", COMPILE_COST)  # costs that do not change what the model learns
 HARMLESS_KEYS = ("training.threads", "training.compile", "training.kernels")
@@ -62,12 +64,20 @@ def _cost(config: Config, changed: Config, key: str) -> str:
 
 
 def time_variations(
-    chosen: Config, prepared: Prepared, baseline: Measured, changes: Sequence[Change], progress: ReportProgress
+    chosen: Config,
+    prepared: Prepared,
+    baseline: Measured,
+    changes: Sequence[Change],
+    seconds: float,
+    progress: ReportProgress,
 ) -> list[Variation]:
-    """Times each change of `chosen` on random tokens. The first row is `baseline`, the configuration itself."""
+    """Times each change of `chosen` on random tokens. The first row is `baseline`, the configuration itself.
+
+    `seconds` is how long the baseline took, and so about how long each change will.
+    """
     rows = [_row("as it is", (), "", chosen, baseline, prepared)]
     for number, (name, settings, cost) in enumerate(changes, start=1):
-        progress(f"timing variation {number} of {len(changes)}: {name}", 0, 0)
+        progress(f"timing variation {number} of {len(changes)}, about {duration(seconds)}: {name}", 0, 0)
         try:
             changed = change_config(chosen, settings)
             _require_memory(changed, prepared)
@@ -81,7 +91,26 @@ def time_variations(
     for row in rows[1:]:
         if "tokens_per_second" in row:
             row["speedup"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
+            (slowest, fastest), (base_slowest, base_fastest) = _pace(row), _pace(rows[0])
+            row["speedup_range"] = [slowest / base_fastest, fastest / base_slowest]
     return rows
+
+
+def _pace(row: Variation) -> tuple[float, float]:
+    """Returns the tokens per second of the slowest and of the fastest timed step."""
+    tokens, seconds = row["tokens_per_second"] * row["step_seconds"], row["all_step_seconds"]
+    return tokens / max(seconds), tokens / min(seconds)
+
+
+def affordable(changes: Sequence[Change], seconds: float) -> list[Change]:
+    """Returns the changes that take at most WHAT_IF_SECONDS together if each takes `seconds`.
+
+    If not all do, those that keep the training result come first, because they can make the run itself faster.
+    """
+    count = int(WHAT_IF_SECONDS / seconds)
+    if count >= len(changes):
+        return list(changes)
+    return sorted(changes, key=lambda change: change[2] not in HARMLESS_COSTS)[:count]
 
 
 def _require_memory(config: Config, prepared: Prepared) -> None:
@@ -99,7 +128,8 @@ def _row(
     name: str, settings: Sequence[str], cost: str, config: Config, measured: Measured, prepared: Prepared
 ) -> Variation:
     parameters = sum(task_of(config).costs(config).parameters().values())
-    seconds = median(measured["step_seconds"][-WHAT_IF_STEPS:])
+    timed = measured["step_seconds"][-WHAT_IF_STEPS:]
+    seconds = median(timed)
     more = parameters / sum(prepared.costs.parameters().values()) - 1
     if cost == FEWER:
         cost = f"{abs(more):.0%} {'more' if more > 0 else 'fewer'} parameters" if more else "as many parameters"
@@ -109,9 +139,11 @@ def _row(
         "gives_up": cost,
         "parameters": parameters,
         "step_seconds": seconds,
+        "all_step_seconds": timed,
         "tokens_per_second": effective_batch(config.training) * min(prepared.example_tokens, config.window) / seconds,
         "peak_rss_bytes": measured["peak_rss_bytes"],
         "speedup": 1.0,
+        "speedup_range": [1.0, 1.0],
     }
 
 

@@ -11,7 +11,7 @@ from sansgpu.config.atomic import write_text
 from sansgpu.config.by_task import settings_of
 from sansgpu.config.extras import is_installed
 from sansgpu.config.wording import counted
-from sansgpu.reporting.bench_table import BenchResult, validation_texts
+from sansgpu.reporting.bench_table import BenchResult, speedup_text, validation_texts
 from sansgpu.reporting.page import page, templates
 from sansgpu.reporting.plots import Plot, Series
 from sansgpu.reporting.tables import count, storage
@@ -22,6 +22,7 @@ def write_report(result: BenchResult, folder: Path) -> list[str]:
     """Writes report.md and, if plotly is installed, report.html. Returns the names of the files. Raises OSError."""
     facts = {**result, "time": datetime.now().strftime("%Y-%m-%d %H:%M")}
     words = {"count": count, "counted": counted, "storage": storage, "duration": duration, "seconds": seconds}
+    words["speedup_text"] = speedup_text
     varying = settings_of(result["task"]).varying_length
     text = (
         templates()

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sansgpu.config.by_task import settings_of
+from sansgpu.config.wording import counted
 from sansgpu.reporting.events import metric_texts
 from sansgpu.reporting.tables import count, grid, pace, percent, print_table, rate, storage
 from sansgpu.reporting.terminal import clock, duration
@@ -40,10 +41,12 @@ class Variation(TypedDict):
     gives_up: str
     problem: NotRequired[str]
     parameters: NotRequired[int]
-    step_seconds: NotRequired[float]
+    step_seconds: NotRequired[float]  # median
+    all_step_seconds: NotRequired[list[float]]
     tokens_per_second: NotRequired[float]
     peak_rss_bytes: NotRequired[int]
-    speedup: NotRequired[float]
+    speedup: NotRequired[float]  # by the medians
+    speedup_range: NotRequired[list[float]]  # slowest step / fastest of the given configuration, and the reverse
 
 
 class GpuComparison(TypedDict):
@@ -138,7 +141,7 @@ def print_bench(console: Console, result: BenchResult) -> None:
         table.add_row("advice", text)
     for row in result["what_if"][1:]:
         if "speedup" in row:
-            table.add_row("what if", f"{row['name']}: {row['speedup']:.2f}x, trade-off: {row['gives_up']}")
+            table.add_row("what if", f"{row['name']}: {speedup_text(row)}, trade-off: {row['gives_up']}")
         else:
             table.add_row("what if", f"{row['name']}: not measured: {row['problem']}", style="yellow")
     for projection in result["projections"]:
@@ -148,6 +151,22 @@ def print_bench(console: Console, result: BenchResult) -> None:
         table.add_row("disturbance", text, style="yellow")
     table.add_row("written", ", ".join(result["files"]))
     console.print(table)
+
+
+def is_measurable(row: Variation) -> bool:
+    """Returns whether the steps of a variation differ from the given configuration's by more than their noise."""
+    low, high = row["speedup_range"]
+    return not low <= 1 <= high
+
+
+def speedup_text(row: Variation) -> str:
+    """Formats a speedup with the range in which the timed steps leave it, or says that they do not tell."""
+    low, high = row["speedup_range"]
+    if low == high:
+        return f"{row['speedup']:.2f}x"
+    steps = counted(len(row["all_step_seconds"]), "step")
+    spread = f"{low:.2f}x to {high:.2f}x in {steps}"
+    return f"{row['speedup']:.2f}x ({spread})" if is_measurable(row) else f"no measurable difference ({spread})"
 
 
 def validation_texts(result: BenchResult) -> list[str]:
@@ -165,7 +184,7 @@ def print_forward(console: Console, result: ForwardResult) -> None:
             f"{row['seconds']:.3g}",
             f"{row['tokens_per_second']:,.0f}",
             f"{row['flops_per_second'] / 1e9:,.0f}",
-            percent(row['mfu']),
+            percent(row["mfu"]),
             storage(row["peak_rss_bytes"]),
         )
     print_table(console, table)

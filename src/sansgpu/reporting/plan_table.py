@@ -165,8 +165,7 @@ def print_plan(console: Console, plan: RunPlan | ProposedPlan) -> None:
     else:
         table.add_row("speed", "not measured, because three layers do not fit into memory")
     if plan["total_steps"] and plan["total_tokens"]:
-        epochs = f", {plan['epochs']:.2g} epochs" if plan["epochs"] else ""
-        length = f"{counted(plan['total_steps'], 'step')}, {count(plan['total_tokens'])} tokens{epochs}"
+        length = length_text(plan)
         if plan["total_seconds"] and plan["finish"]:
             finish = clock(datetime.fromisoformat(plan["finish"]))
             length += f": {duration(plan['total_seconds'])}, if started now done {finish}"
@@ -178,6 +177,14 @@ def print_plan(console: Console, plan: RunPlan | ProposedPlan) -> None:
         _print_candidates(console, cast(ProposedPlan, plan))
     if "cluster" in plan:
         _print_cluster(console, plan["cluster"])
+
+
+def length_text(plan: RunPlan | ProposedPlan) -> str:
+    """Describes a run's known length in steps, tokens and epochs."""
+    assert plan["total_steps"] is not None
+    assert plan["total_tokens"] is not None
+    epochs = f", {plan['epochs']:.2g} epochs" if plan["epochs"] else ""
+    return f"{counted(plan['total_steps'], 'step')}, {count(plan['total_tokens'])} tokens{epochs}"
 
 
 def _precisions(plan: RunPlan) -> str:

@@ -27,8 +27,8 @@ from sansgpu.reporting.tables import count, percent
 REDRAWS_PER_SECOND = 4
 MIN_SHOWN_BYTES = 50_000
 SHOWN_AFTER_SECONDS = 1.5  # a stage of unknown size is shown if it lasts longer
-# Lines about a stage that lasts follow each other after this time, and after this share of the time it has lasted.
-REPEATED_AFTER_SECONDS, REPEATED_AFTER_RATIO = 10.0, 0.1
+# Lines about a stage that lasts follow each other after this share of the time it has lasted, within these limits.
+REPEATED_AFTER_RATIO, REPEATED_AFTER_SECONDS, REPEATED_WITHIN_SECONDS = 0.1, 10.0, 30.0
 DESCRIPTION = TextColumn("{task.description}", markup=False)  # columns of a progress bar
 FIGURES = TextColumn("{task.fields[figures]}", markup=False)
 
@@ -193,11 +193,11 @@ class PreparationBar:
                 self._finish()
                 self._stage = _Activity(doing)
                 self._watch()
-            elif time.monotonic() - self._updated < 1 / REDRAWS_PER_SECOND:
-                return
-            self._updated = time.monotonic()
             assert self._stage is not None
             self._stage.done, self._stage.total, self._stage.unit = done, total, unit
+            if not is_new and time.monotonic() - self._updated < 1 / REDRAWS_PER_SECOND:
+                return
+            self._updated = time.monotonic()
             if is_new and total and unit == "byte":
                 self._show(self._stage)
             elif self._bar is not None:
@@ -295,7 +295,8 @@ class _Activity:
         if self.shown_at is None:
             return self.seconds >= SHOWN_AFTER_SECONDS
         shown = self.shown_at - self.started
-        return self.seconds >= shown + max(REPEATED_AFTER_SECONDS, shown * REPEATED_AFTER_RATIO)
+        pause = min(REPEATED_WITHIN_SECONDS, max(REPEATED_AFTER_SECONDS, shown * REPEATED_AFTER_RATIO))
+        return self.seconds >= shown + pause
 
     def line(self) -> str:
         if self.shown_at is None:

@@ -230,10 +230,13 @@ class TextEmbedding(EmbeddingObjective, FineTuningTask):
         return EmbeddingEvaluator(loaded.objective, part, loss, effective_batch(config.training))
 
 
-def encode_texts(loaded: TrainedModel, texts: Sequence[str], prompt: str = "") -> np.ndarray:
+def encode_texts(
+    loaded: TrainedModel, texts: Sequence[str], encoded: Callable[[int], None] = lambda done: None, prompt: str = ""
+) -> np.ndarray:
     """Returns the vectors of texts, (S, D) float32, from a model that `jobs.embed.open_encoder` loaded.
 
-    `prompt` is written before each text. Raises ConfigError if the tokenizer finds no tokens in a text.
+    Calls `encoded` with the number of texts done. `prompt` is written before each text. Raises ConfigError if the
+    tokenizer finds no tokens in a text.
     """
     tokens = tokenize(texts, loaded.tokenizer, loaded.config.window, prompt)
     if empty := next((number for number, ids in enumerate(tokens, 1) if not len(ids)), None):
@@ -241,9 +244,12 @@ def encode_texts(loaded: TrainedModel, texts: Sequence[str], prompt: str = "") -
     vectors = np.empty((len(texts), loaded.objective.width), np.float32)
     autocast = torch.autocast(loaded.device.type, torch.bfloat16, enabled=loaded.precision == "bf16")
     with torch.inference_mode(), autocast:
-        lengths = np.array([len(ids) for ids in tokens])
+        lengths, done = np.array([len(ids) for ids in tokens]), 0
+        encoded(done)
         for numbers in passes(lengths):
             flat = torch.from_numpy(np.concatenate([tokens[n] for n in numbers]).astype(np.int64)).to(loaded.device)
             own_lengths = torch.from_numpy(lengths[numbers]).to(loaded.device)
             vectors[numbers] = loaded.objective.vectors(flat, own_lengths).cpu().numpy()
+            done += len(numbers)
+            encoded(done)
     return vectors

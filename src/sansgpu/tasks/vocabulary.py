@@ -14,9 +14,10 @@ def with_vocabulary_of(config: Config, tokens: int) -> Config:
     if size is None:
         return _sized(config, tokens)
     if size < tokens:
-        raise ConfigError(
-            f"model.vocab_size {size} is smaller than the tokenizer's {tokens}; raise it or leave it out."
-        )
+        remedy = f"set data.vocab_size to {size} as well, or leave model.vocab_size out"
+        if config.data.tokenizer != "bpe" or tokens > config.data.vocab_size:  # the tokenizer's size is not up to us
+            remedy = f"raise it to {tokens} or leave it out"
+        raise ConfigError(f"model.vocab_size {size} is smaller than the tokenizer's {tokens}; {remedy}.")
     return config
 
 

@@ -26,7 +26,7 @@ from sansgpu.train.run_length import RunLength
 from sansgpu.train.run_log import RunLog, SystemStatistics
 from sansgpu.train.run_setup import RunSetup
 from sansgpu.train.saving import Saver
-from sansgpu.train.schedule import learning_rate
+from sansgpu.train.schedule import UNKNOWN_STEPS, learning_rate
 from sansgpu.train.snapshots import Snapshot
 from sansgpu.train.state import Progress, TrainState
 from sansgpu.train.step import PhaseTimer, StepPlan, train_step
@@ -172,7 +172,8 @@ class Trainer:
     def _show_first_steps(self, start: int) -> None:
         """Shows the steps before the first logged one, because the first step may compile for a minute."""
         every, step = self._training.logging_steps, self._progress.step
-        if every and (logged := start - start % every + every) > step:
+        logged = min(start - start % every + every if every else UNKNOWN_STEPS, self._length.total_steps)
+        if step < logged < UNKNOWN_STEPS:
             self._show("training up to the first logged step", step - start, logged - start, "step")
 
     def _follow_commands(self) -> int | None:

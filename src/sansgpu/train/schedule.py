@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from sansgpu.config import TrainingConfig
+from sansgpu.config.wording import counted
 
 MAX_WARMUP_DIVISOR = 10  # the warm-up of a time-limited run takes at most total_steps / this
 UNKNOWN_STEPS = 1 << 40  # total steps of a time-limited run before any step was timed
@@ -35,6 +36,18 @@ def warmup_steps(training: TrainingConfig, total_steps: int) -> int:
     """Returns the number of warm-up steps, at most a tenth of the steps of a time-limited run."""
     limit = total_steps // MAX_WARMUP_DIVISOR if training.time_limited else training.warmup_steps
     return min(training.warmup_steps, limit)
+
+
+def warmup_problem(training: TrainingConfig, total_steps: int) -> str | None:
+    """Describes a warm-up that is longer than the run, so that the learning rate never reaches its peak."""
+    warmup = warmup_steps(training, total_steps)
+    if warmup <= total_steps:
+        return None
+    return (
+        f"training.warmup_steps is {warmup}, but the run ends after {counted(total_steps, 'step')}, when the learning "
+        f"rate is {total_steps / (warmup + 1):.0%} of training.learning_rate; set warmup_steps to "
+        f"{total_steps // MAX_WARMUP_DIVISOR}."
+    )
 
 
 def total_steps(training: TrainingConfig, steps_per_epoch: int, tokens_per_epoch: int) -> int:

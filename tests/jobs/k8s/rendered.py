@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from sansgpu.cli import run as cli
+from tests.processes import messages
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs/cpu_80m.yaml"
@@ -50,7 +51,7 @@ def refused(capsys: pytest.CaptureFixture[str], *more: str, **options: object) -
     assert cli(arguments(*more, **options)) == 2
     captured = capsys.readouterr()
     assert "Traceback" not in captured.err
-    [line] = captured.err.splitlines()
+    [line] = messages(captured.err)
     assert line.startswith("sansgpu: ")
     assert sorted(Path().rglob("*")) == before
     return line

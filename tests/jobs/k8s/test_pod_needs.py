@@ -6,6 +6,8 @@ import pytest
 
 from sansgpu.cli import run as cli
 from sansgpu.config import load_config
+from sansgpu.jobs.k8s import kubernetes
+from sansgpu.jobs.k8s.request import ClusterRequest
 from sansgpu.machine.compilation import EAGER_FLOPS_PER_SECOND
 from sansgpu.machine.probe import available_cores
 from sansgpu.tasks import TASKS
@@ -86,6 +88,19 @@ def test_insufficient_memory_is_reported(capsys: pytest.CaptureFixture[str]) -> 
     render(memory="2Gi")
     assert "each process needs about" in capsys.readouterr().err
     render(memory="8Gi")
-    assert capsys.readouterr().err == ""
+    assert "warning" not in capsys.readouterr().err
     render(memory="8Gi", nodes=1, processes_per_node=4)
     assert "each process needs about" in capsys.readouterr().err
+
+
+def test_a_display_of_progress_learns_what_takes_time() -> None:
+    shown: list[str] = []
+
+    def progress(doing: str, done: int, total: int, unit: str = "byte", /) -> None:
+        shown.append(doing)
+
+    request = ClusterRequest(
+        CONFIG, (), nodes=4, cpus=16, memory="64Gi", pvc="corpus", image="registry.example/sansgpu:1"
+    )
+    kubernetes(request, progress, shown.append)
+    assert shown == ["estimating memory and the time to save"]

@@ -132,7 +132,7 @@ def test_data_may_be_on_the_claim_or_the_hub(name: str) -> None:
 )
 def test_images_with_a_version_are_accepted(image: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert render(image=image).container["image"] == image
-    assert capsys.readouterr().err == ""
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_an_image_without_a_version_causes_a_warning(capsys: pytest.CaptureFixture[str]) -> None:

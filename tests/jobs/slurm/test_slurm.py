@@ -15,7 +15,7 @@ import yaml
 
 from sansgpu.cli import run as cli
 from tests.jobs.slurm.cluster import cluster, missing, srun, state, submit, wait_until
-from tests.processes import TINY, digests, use_cache, write_corpus
+from tests.processes import TINY, digests, messages, use_cache, write_corpus
 
 Captured = pytest.CaptureFixture[str]
 
@@ -119,7 +119,7 @@ def test_only_a_saved_run_is_queued_again(code: int, queued: bool, capsys: Captu
 )
 def test_bad_arguments_are_refused_in_one_sentence(arguments: list[str], words: str, capsys: Captured) -> None:
     assert cli(["slurm", "notes.yaml", *arguments]) == 2
-    [line] = capsys.readouterr().err.splitlines()
+    [line] = messages(capsys.readouterr().err)
     assert words in line
     assert not Path("runs").exists()
 

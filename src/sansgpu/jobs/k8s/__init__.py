@@ -13,8 +13,10 @@ from jinja2 import Environment, PackageLoader
 from sansgpu import __version__
 from sansgpu.config import Config, ConfigError, load_config
 from sansgpu.config.atomic import write_failures_as
+from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.k8s import manifests
 from sansgpu.jobs.k8s.manifests import ClusterJob, as_yaml
+from sansgpu.jobs.k8s.pod_needs import ESTIMATING
 from sansgpu.jobs.k8s.request import ClusterRequest, local_file, on_claim, resolve_request
 from sansgpu.reporting.outputs import replace_folder
 from sansgpu.train.run_folders import require_plain_name
@@ -25,11 +27,12 @@ RECIPE = ("Dockerfile", "Dockerfile.dockerignore")
 CLAIM = "claim.yaml"
 
 
-def kubernetes(request: ClusterRequest, warn: Callable[[str], None]) -> dict[str, Any]:
+def kubernetes(request: ClusterRequest, progress: ReportProgress, warn: Callable[[str], None]) -> dict[str, Any]:
     """Writes the files and returns their summary and the next commands. Raises ConfigError."""
     config, notes = load_config(request.config_file, request.overrides, find_beside=False)  # paths on the claim
     for note in notes:
         warn(note)
+    progress(ESTIMATING, 0, 0)
     job = resolve_request(request, config, warn)
     folder = request.output_dir or Path("k8s") / request.config_name
     require_plain_name(folder)

@@ -43,6 +43,7 @@ from sansgpu.reporting.outputs import LOCK, require_folder, require_no_links
 from sansgpu.reporting.tune_events import SearchBegin, SearchEstimate, SearchResult
 from sansgpu.tasks import task_of
 from sansgpu.train.run_folders import require_writable
+from sansgpu.train.schedule import warmup_problem
 
 # Evaluations per trial. A configuration with fewer than the minimum gets the default, because pruning needs several.
 MIN_EVALUATIONS, DEFAULT_EVALUATIONS = 5, 8
@@ -156,6 +157,11 @@ def _with_optimizer(config: Config) -> Config:
 def _planned_length(config: Config, progress: ReportProgress, warn: Warn) -> Length:
     """Returns a trial's length, with its duration from a timing. Raises ConfigError if it does not fit into memory."""
     prepared = prepare(config, None, progress, warn, timed="always")
+    if warmup_problem(config.training, prepared.total_steps):
+        raise ConfigError(
+            "all trials would end within their warm-up, so their ranking would mean nothing; lower "
+            "training.warmup_steps or train for longer."
+        )
     plan = plan_prepared(prepared, progress)
     steps, planned_tokens = plan["total_steps"], plan["total_tokens"]
     if steps is None or planned_tokens is None:
