@@ -21,7 +21,7 @@ _PARAMETER = re.compile(r"(?:(?P<pointer>.*\*)|(?P<value>int64_t|double)) \w+")
 Argument = torch.Tensor | tuple[int, ...] | float | None
 
 
-class Kind(NamedTuple):
+class ParameterKind(NamedTuple):
     """How the arguments for one kind of parameter are passed."""
 
     c_type: Any
@@ -30,16 +30,16 @@ class Kind(NamedTuple):
 
 
 _KINDS = {
-    "pointer": Kind(ctypes.c_void_p, (torch.Tensor, tuple, type(None)), "a tensor, a tuple of ints or None"),
-    "int64_t": Kind(ctypes.c_int64, (int,), "an int"),
-    "double": Kind(ctypes.c_double, (int, float), "a number"),
+    "pointer": ParameterKind(ctypes.c_void_p, (torch.Tensor, tuple, type(None)), "a tensor, a tuple of ints or None"),
+    "int64_t": ParameterKind(ctypes.c_int64, (int,), "an int"),
+    "double": ParameterKind(ctypes.c_double, (int, float), "a number"),
 }
 
 
 class Signature(NamedTuple):
     """The parameters of a function, in order, and whether it returns an int64_t."""
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[ParameterKind, ...]
     returns: bool
 
 
@@ -52,7 +52,7 @@ def declared() -> dict[str, Signature]:
     }
 
 
-def _kinds(parameters: str) -> Iterator[Kind]:
+def _kinds(parameters: str) -> Iterator[ParameterKind]:
     for parameter in [] if parameters == "void" else parameters.split(","):
         match = _PARAMETER.fullmatch(parameter.strip())
         if match is None:
