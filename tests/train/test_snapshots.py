@@ -158,6 +158,22 @@ def test_a_disk_that_fills_while_saving_leaves_the_last_snapshot(home: Path, tmp
     assert names(run) == ["step-000003", "step-000004"]
 
 
+def test_a_disk_that_fills_during_a_fork_is_one_short_sentence(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, unlimited = names(run), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, unlimited[1]))
+    try:
+        assert cli(["snapshots", "fork", str(run), "--output-dir", str(tmp_path / "fork")]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'fork'} cannot be written: [Errno 27] File too large: " in error
+    assert error.count("File too large") == 1
+    assert not list(tmp_path.glob("fork*"))
+    assert names(run) == before
+
+
 def test_leftovers_of_a_killed_process_go_and_a_replaced_snapshot_comes_back(run: Path) -> None:
     folder = run / "snapshots"
     (folder / ".step-000099.partial").mkdir()

@@ -52,7 +52,9 @@ def write_failures_as(raised: type[SansGPUError], path: Path, option: str | None
         yield
     except OSError as error:
         advice = f"; choose another {option}" if option else ""
-        raise raised(f"{path} cannot be written: {error.strerror or error}{advice}.") from None
+        # shutil.copytree lists (source, target, reason) of every file; the first one explains the others.
+        reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror or error
+        raise raised(f"{path} cannot be written: {reason}{advice}.") from None
 
 
 def write_text(path: Path, text: str) -> None:
