@@ -67,7 +67,9 @@ def test_a_written_configuration_leaves_the_rate_to_a_run_that_chooses_its_optim
         assert acting_values(config)["training"]["learning_rate"] == config.training.learning_rate
     values = acting_values(Config.model_validate({"training": {"optimizer": "adamw"}, "model": {"d_model": 1024}}))
     assert default_values(values)["training.learning_rate"] == values["training"]["learning_rate"] == 0.0005
-    assert default_values(acting_values(Config()))["training.learning_rate"] == TrainingConfig().learning_rate
+    defaults = default_values(acting_values(Config()))
+    assert defaults["training.learning_rate"] == TrainingConfig().learning_rate
+    assert "training.batch_size: auto" in yaml.safe_dump(defaults)  # which a run's report shows
 
 
 def test_a_run_resumes_with_its_recorded_rate_unless_another_is_given() -> None:

@@ -8,7 +8,7 @@ WIDTH, MUON, ADAMW = 256, 0.004, 0.001
 SGD_RATIO = 100  # learning rate of SGD with momentum / that of AdamW; its clipped steps are that much smaller
 
 
-def default_learning_rate(optimizer: str, width: int, own: float | None = None) -> float:
+def default_learning_rate(optimizer: str, width: float, own: float | None = None) -> float:
     """Returns the default peak learning rate for `training.optimizer` and `model.d_model`.
 
     `own` is the rate of a task that fine-tunes, for AdamW. Muon's updates have the size of AdamW's, but below 256 it

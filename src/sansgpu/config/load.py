@@ -12,6 +12,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from sansgpu.config.automatic import AUTO
 from sansgpu.config.built_in import built_in
 from sansgpu.config.by_task import (
     DEFAULT_TASK,
@@ -146,7 +147,8 @@ def default_values(values: Values) -> Values:
     for key, field in all_keys(Config):
         section, _, name = key.partition(".")
         if name:
-            found[key] = (own.get(section) or {}).get(name, field.default)
+            default = (own.get(section) or {}).get(name, field.default)
+            found[key] = str(default) if default is AUTO else default  # as `acting_values` has it
     found["training.learning_rate"] = _default_learning_rate(values, own)
     found |= {f"model.{key}": field.default for key, field in ModelConfig.model_fields.items() if key in chosen}
     return {**found, "device": found["training.device"]}
@@ -155,7 +157,7 @@ def default_values(values: Values) -> Values:
 def _default_learning_rate(values: Values, own: Values) -> float:
     """Returns the default rate for `values`, a result of `acting_values`; `own` are the defaults of their task."""
     model, training = values.get("model") or {}, values.get("training") or {}
-    width = model.get("d_model", ModelConfig.model_fields["d_model"].default)
+    width = float(model.get("d_model", ModelConfig.model_fields["d_model"].default))  # a file may have it as a string
     return default_learning_rate(training.get("optimizer", ""), width, (own.get("training") or {}).get("learning_rate"))
 
 
