@@ -33,7 +33,8 @@ def load_snapshot(
     record = group.broadcast_object(snapshot.state)
     shapes = {file: group.broadcast_object(partial(snapshot.shapes, file)) for file in (WEIGHTS, MOMENTS)}
     _require_same_shape(state, shapes[WEIGHTS], snapshot)
-    if shapes[MOMENTS].keys() != state.optimizer.state_names():
+    moments = {name: (list(t.shape), t.dtype) for name, t in state.moments().items()}
+    if moments != {name: (shape, SAFETENSORS_TYPES.get(dtype)) for name, (shape, dtype) in shapes[MOMENTS].items()}:
         raise ConfigError(
             f"{snapshot.folder} was made with another optimizer; set training.optimizer to the value in the run's "
             "config.yaml."
