@@ -12,6 +12,7 @@ from sansgpu.cli.options import (
     ObjectiveOption,
     SnapshotOption,
     flag,
+    number_option,
     option,
     path_option,
     preparation_bar,
@@ -37,7 +38,7 @@ def extract(
     closed: Annotated[
         bool, flag("Choose tails from the text's entities, or else from all training tails.", _QUERY, "--closed")
     ] = False,
-    min_score: Annotated[float | None, option("Minimum score (mean log-probability).", _QUERY)] = None,
+    min_score: Annotated[float | None, number_option("Minimum score (mean log-probability).", _QUERY)] = None,
     beams: Annotated[int, option("Beam width when tails are generated token by token.", _QUERY, min=1)] = 10,
     top: Annotated[int, option("Maximum number of tails per head and relation.", _QUERY, min=1)] = 1,
     output: Annotated[Path | None, path_option("New JSON lines file. Default: stdout.", "FILE")] = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import closing
@@ -20,14 +21,17 @@ if TYPE_CHECKING:
 CONFIGURATION, OUTPUT, SAMPLING = "Configuration", "Output", "Sampling"  # groups of options in a command's help
 CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 MAX_LINE_LENGTH = 2500  # characters of a message on stderr
-LARGEST_SEED = 2**63 - 1  # limit of torch.Generator
+MAX_WORD_LENGTH = 400  # the same of a word in it, e.g. a value of thousands of digits
+LARGEST_INTEGER = 2**63 - 1  # limit of torch.Generator, NumPy and files
 
 
 def written_path(name: str) -> Path:
     """Parses an output path. Rejects an empty one: from an unset shell variable, it would mean the current folder."""
     if not name.strip():
         raise typer.BadParameter("the name is empty; give a file or a folder")
-    return Path(name)
+    from sansgpu.config.paths import local_path  # imports the schema, which `--help` does not need
+
+    return local_path(name)
 
 
 def option(help: str, group: str | None = None, *names: str, **more: Any) -> Any:
@@ -38,6 +42,23 @@ def option(help: str, group: str | None = None, *names: str, **more: Any) -> Any
 def flag(help: str, group: str | None = None, *names: str) -> Any:
     """Returns an option that takes no value."""
     return option(help, group, *names, metavar="")
+
+
+def number_option(help: str, group: str | None = None, least: float = -math.inf) -> Any:
+    """Returns an option that takes a finite number, at least `least`."""
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            raise typer.BadParameter(f"{text} is not a finite number")
+        if number < least:
+            raise typer.BadParameter(f"{text} is less than {least:g}")
+        return number
+
+    return option(help, group, parser=parse, metavar="NUMBER")
 
 
 def path_option(help: str, metavar: str) -> Any:
@@ -137,9 +158,10 @@ def check_tables(config: Path | None, overrides: Iterable[Any], resume: str | No
 def check_tables_for(run: str, data: str) -> None:
     """Raises ConfigError, before PyTorch is loaded, if a run's task cannot use the columns of the tables in `data`."""
     from sansgpu.config import load_config
+    from sansgpu.config.paths import local_path
     from sansgpu.data.headers import require_columns
 
-    file = Path(run).expanduser() / "config.yaml"
+    file = local_path(run) / "config.yaml"
     if file.is_file():
         config, _ = load_config(file, own=False)
         data_of_it = config.data.model_copy(update={"dataset_name": data, "validation_name": None})
@@ -157,9 +179,14 @@ def preparation_bar(silent: bool = False) -> closing[PreparationBar]:
 
 def complain(message: str) -> None:
     """Prints one line to stderr. Cuts the middle of a long one: its start names the problem, its end the remedy."""
-    line = printable_line(message)
-    half = MAX_LINE_LENGTH // 2
-    print(line if len(line) <= MAX_LINE_LENGTH else f"{line[:half]} ... {line[-half:]}", file=sys.stderr)
+    words = (_cut(word, MAX_WORD_LENGTH, "...") for word in printable_line(message).split(" "))
+    print(_cut(" ".join(words), MAX_LINE_LENGTH, " ... "), file=sys.stderr)
+
+
+def _cut(text: str, most: int, gap: str) -> str:
+    """Replaces the middle of a text of more than `most` characters with `gap`."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]}{gap}{text[-half:]}"
 
 
 def warn(message: str) -> None:

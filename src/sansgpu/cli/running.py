@@ -47,6 +47,7 @@ def run(arguments: list[str]) -> int:
     debug = "--debug" in arguments
     arguments = _with_resume_value([a for a in arguments if a != "--debug"])
     try:
+        _require_text(arguments)
         code = app(arguments, prog_name="sansgpu", standalone_mode=False)
         if interrupted():  # typer turns the interrupt into an exit code
             raise KeyboardInterrupt
@@ -63,6 +64,19 @@ def run(arguments: list[str]) -> int:
         return code
 
 
+def _require_text(arguments: list[str]) -> None:
+    """Raises ConfigError if an argument has bytes that are not UTF-8, which Python reads as lone surrogates."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            from sansgpu.config import ConfigError  # not needed otherwise
+
+            raise ConfigError(
+                f"the argument {argument} is not UTF-8 text; convert it, or rename the file that it names."
+            ) from None
+
+
 def _explain(error: BaseException) -> tuple[str, int]:
     """Returns the sentence to print, or "" if the help was printed instead, and the exit code."""
     if interrupted() or isinstance(error, (KeyboardInterrupt, typer.Abort)):
@@ -77,6 +91,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = str(error.filename or error)
         return f"the name {truncate(name)} has {len(name):,} characters, which is too long for the file system.", 2
+    if isinstance(error, UnicodeEncodeError) and error.reason.startswith("surrogates"):
+        return f"the name {truncate(error.object)} is not UTF-8 text; rename the file or the folder.", 2
     usage_error: type[Any] = typer.BadParameter.__bases__[0]  # typer does not export it
     if isinstance(error, SansGPUError):
         return " ".join(str(error).split()), error.exit_code  # it may quote a library's message of several lines

@@ -13,6 +13,7 @@ from sansgpu.cli.options import (
     OverrideOption,
     check_tables,
     flag,
+    number_option,
     option,
     path_option,
     preparation_bar,
@@ -51,7 +52,9 @@ def plan(
             metavar="SIZE",
         ),
     ] = None,
-    hours: Annotated[float | None, option("Propose the best configuration for this many hours.", _PROPOSAL)] = None,
+    hours: Annotated[
+        float | None, number_option("Propose the best configuration for this many hours.", _PROPOSAL)
+    ] = None,
     data: Annotated[str | None, option("With --hours: dataset (file, folder or Hub name).", _PROPOSAL)] = None,
     output: Annotated[
         Path | None, path_option("With --hours: configuration file to write. Default: proposed.yaml.", "FILE")
@@ -63,7 +66,7 @@ def plan(
     latency: Annotated[
         str | None, option("One-way network latency, e.g. 0.1ms. Default: 50us.", _CLUSTER, metavar="TIME")
     ] = None,
-    price: Annotated[float | None, option("Price per node and hour.", _CLUSTER, min=0)] = None,
+    price: Annotated[float | None, number_option("Price per node and hour.", _CLUSTER, least=0)] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Estimate memory and time of a run without training.
@@ -164,7 +167,7 @@ def bench(
         bool, flag("Time only forward passes, without data.", _MEASUREMENT, "--forward-only")
     ] = False,
     gpu_tflops: Annotated[
-        float | None, option("Compare with a GPU of this many TFLOP/s (an estimate).", _MEASUREMENT)
+        float | None, number_option("Compare with a GPU of this many TFLOP/s (an estimate).", _MEASUREMENT, least=0)
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sansgpu.cli.options import (
-    LARGEST_SEED,
+    LARGEST_INTEGER,
     OUTPUT,
     SAMPLING,
     JsonOption,
@@ -21,6 +21,7 @@ from sansgpu.cli.options import (
     check_tables_for,
     complain,
     flag,
+    number_option,
     option,
     path_option,
     preparation_bar,
@@ -37,10 +38,12 @@ if TYPE_CHECKING:
 
 LARGEST_BATCH = 65536  # prompts at once
 _GRAPH = "Task graph"
-TemperatureOption = Annotated[float, option("Sampling temperature. 0: always the most likely token.", SAMPLING)]
+TemperatureOption = Annotated[float, number_option("Sampling temperature. 0: always the most likely token.", SAMPLING)]
 TopKOption = Annotated[int, option("Sample from the k most likely tokens. 0: from all.", SAMPLING)]
-TopPOption = Annotated[float, option("Sample from the most likely tokens with this total probability.", SAMPLING)]
-SeedOption = Annotated[int, option("Random seed.", SAMPLING, min=0, max=LARGEST_SEED, metavar="N")]
+TopPOption = Annotated[
+    float, number_option("Sample from the most likely tokens with this total probability.", SAMPLING)
+]
+SeedOption = Annotated[int, option("Random seed.", SAMPLING, min=0, max=LARGEST_INTEGER, metavar="N")]
 
 
 def evaluate(
@@ -156,9 +159,11 @@ def _batch_size(value: str) -> int | None:
     """Returns the number of prompts at once, or None for auto. Raises BadParameter."""
     if value == "auto":
         return None
-    if not value.isdecimal() or not 0 < int(value) <= LARGEST_BATCH:
+    from sansgpu.config.parse import whole_number
+
+    if not (number := whole_number(value, LARGEST_BATCH)):
         raise typer.BadParameter(f"--batch-size is {value}, but must be auto or a number from 1 to {LARGEST_BATCH:,}")
-    return int(value)
+    return number
 
 
 def _print_generated(console: RunConsole, summary: dict[str, Any]) -> None:

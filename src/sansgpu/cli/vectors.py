@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from sansgpu.cli.options import (
+    LARGEST_INTEGER,
     JsonOption,
     RemoteCodeOption,
     SnapshotOption,
@@ -96,4 +97,8 @@ def search(
 
 def _column(name: str | None) -> str | int | None:
     """Returns the name of a column, or its number in a file without a header."""
-    return int(name) if name is not None and name.removeprefix("-").isdecimal() else name
+    from sansgpu.config.parse import whole_number
+
+    if name is None or (number := whole_number(name.removeprefix("-"), LARGEST_INTEGER)) is None:
+        return name
+    return -number if name.startswith("-") else number

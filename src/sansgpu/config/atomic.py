@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sansgpu.config.errors import SansGPUError
+from sansgpu.config.folders import delete_folder
 
+PRIVATE_MODE = 0o700  # of caches, whatever the umask is: what others wrote there would be trusted
 _SCRATCH = re.compile(r"\.sansgpu-[0-9a-f]{16}")
 
 
@@ -84,11 +86,11 @@ def scratch_folder(parent: Path, is_folder: bool) -> Iterator[Path]:
             os.close(lock)
 
 
-def make_folder(folder: Path) -> None:
-    """Creates a folder and its missing parents, and syncs them to disk. Raises OSError."""
+def make_folder(folder: Path, mode: int = 0o777) -> None:
+    """Creates a folder and its missing parents with `mode`, less the umask, and syncs them to disk. Raises OSError."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
-        path.mkdir(exist_ok=True)
+        path.mkdir(mode, exist_ok=True)
         sync_to_disk(path.parent)
     if not missing and not folder.is_dir():
         folder.mkdir()  # raises the appropriate error
@@ -149,7 +151,7 @@ def _try_lock(path: Path) -> int | None:
 
 def _delete(path: Path) -> None:
     if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
+        delete_folder(path)
     else:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from typing import Any
 from sansgpu.config.built_in import PRESETS
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.parse import SUFFIXES, Values, read_values
+from sansgpu.config.paths import local_path
 from sansgpu.config.plain_data import truncate
 from sansgpu.config.schema import TOP_LEVEL_KEYS, Config
 from sansgpu.config.task_settings import BUILT_IN_NAMES
@@ -112,4 +113,4 @@ def use_files_beside(values: Values, folder: Path, overridden: Collection[str]) 
 
 def same_input(one: str, other: str) -> bool:
     """Returns whether two values of an input key name the same file, folder or dataset of the Hub."""
-    return os.path.abspath(os.path.expanduser(one)) == os.path.abspath(os.path.expanduser(other))
+    return os.path.abspath(local_path(one)) == os.path.abspath(local_path(other))

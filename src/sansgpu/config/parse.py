@@ -67,6 +67,12 @@ def parse_value(text: str) -> Any:
         return text
 
 
+def whole_number(text: str, largest: int) -> int | None:
+    """Parses a number of decimal digits; None if it is anything else or above `largest`."""
+    digits = text.isascii() and text.isdigit() and len(text) <= len(str(largest))  # Python refuses 5,000 digits
+    return int(text) if digits and int(text) <= largest else None
+
+
 def _parse(path: Path, text: str) -> Any:
     match path.suffix:
         case ".toml":

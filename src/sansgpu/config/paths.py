@@ -1,12 +1,31 @@
-"""Paths in a run's folder."""
+"""Paths that users write, and those in a run's folder."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from sansgpu.config.errors import ConfigError
+from sansgpu.config.plain_data import truncate
+
 RUNS = Path("runs")  # default parent folder of runs
 ABANDONED_FOLDER = "abandoned-from-step-"  # prefix of folders in `snapshots/` with snapshots that a resume discarded
+
+
+def local_path(name: str | Path) -> Path:
+    """Returns the path that a user wrote, with a leading `~` or `~USER` replaced by that home folder.
+
+    Raises ConfigError if there is no such home folder, unless a file or folder has this name.
+    """
+    path = Path(os.path.expanduser(name))
+    first = path.parts[0] if path.parts else ""
+    if first.startswith("~") and not os.path.lexists(first):
+        raise ConfigError(
+            f"{truncate(str(path))} does not exist: this machine knows no home folder {truncate(first)}; write the "
+            "whole path."
+        )
+    return path
 
 
 @dataclass(frozen=True)
@@ -20,7 +39,7 @@ class RunPaths:
     @classmethod
     def of(cls, root: Path, checkpoint_dir: str | None, logging_dir: str | None) -> RunPaths:
         """Builds the paths from `checkpoint_dir` and `logging_dir` of the section `training`."""
-        snapshots, logs = (Path(folder).expanduser() if folder else None for folder in (checkpoint_dir, logging_dir))
+        snapshots, logs = (local_path(folder) if folder else None for folder in (checkpoint_dir, logging_dir))
         return cls(root, snapshots, logs)
 
     @property

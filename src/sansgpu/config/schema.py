@@ -29,10 +29,12 @@ from sansgpu.config.other_names import with_own_names
 from sansgpu.config.plain_data import truncate
 from sansgpu.config.section import Section, all_keys
 from sansgpu.config.task_settings import PYTHON_STDLIB, TaskSettings
-from sansgpu.config.training import Device, TrainingConfig
+from sansgpu.config.training import Device, TimeoutSeconds, TrainingConfig
 
 CLASS_NAME = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 TOP_LEVEL_KEYS = ("device", "force_cpu")  # keys of `training` that a file may also set at the top level
+MIN_VOCABULARY = 257  # 256 bytes and the end of text
+MAX_VOCABULARY = 1 << 20  # four times the largest known; training one allocates memory for all of its tokens
 _SECTIONS = ("model", "training", "data")
 
 
@@ -59,7 +61,9 @@ class DataConfig(Section):
         "with any suffix are read as CoNLL columns. Default: -1 for .conll files",
     )
     tokenizer: str = Field("bpe", description="bpe, char, a tokenizer.json or a Hugging Face tokenizer")
-    vocab_size: int = Field(8192, ge=257, description="vocabulary size of a new bpe tokenizer")
+    vocab_size: int = Field(
+        8192, ge=MIN_VOCABULARY, le=MAX_VOCABULARY, description="vocabulary size of a new bpe tokenizer"
+    )
     tokenizer_sample_mb: int = Field(32, ge=1, description="megabytes of text to train a new tokenizer on")
     max_length: int | None = Field(
         None,
@@ -155,7 +159,9 @@ class DataConfig(Section):
     )
     preprocessing_num_workers: int = Field(2, ge=1, description="tokenizer threads")
     # The default is below that of training.timeout_seconds, so that the worker is named before the other processes end.
-    timeout_seconds: float = Field(240.0, gt=0, description="longest wait of a step for its batch; the run then ends")
+    timeout_seconds: TimeoutSeconds = Field(
+        240.0, description="longest wait of a step for its batch; the run then ends"
+    )
     cache_dir: str | None = Field(None, description="cache folder for tokenized data. Default: ~/.cache/sansgpu")
     validation_split: float = Field(
         0.01, gt=0, lt=1, description="fraction of tokens held out if the data has no validation split"

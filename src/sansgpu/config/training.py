@@ -51,7 +51,12 @@ def _whole_as_integer(value: float) -> float:
 
 
 MAX_EXACT_FLOAT = 2.0**53  # all smaller whole numbers are floats without rounding
+MAX_NUM_EPOCHS = 1e9  # the steps of so many passes over any data fit into 64 bits
+MAX_HOURS = 1e6  # 114 years; dates after the year 9999 cannot be written
+MAX_TIMEOUT_SECONDS = 1e6  # 11 days; the system's calls wait for at most 2^31 milliseconds
+
 PositiveInt = Annotated[int, Field(ge=1)]
+TimeoutSeconds = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_SECONDS)]
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 
 
@@ -85,13 +90,14 @@ class TrainingConfig(Section):
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment of AdamW and Adam; momentum of SGD")
     beta2: float = Field(0.98, ge=0, lt=1, description="decay of the second moment of AdamW and Adam")
     num_epochs: Annotated[float, AfterValidator(_whole_as_integer)] | None = Field(
-        None, gt=0, description="passes over the training split (1 if no limit is set)"
+        None, gt=0, le=MAX_NUM_EPOCHS, description="passes over the training split (1 if no limit is set)"
     )
     max_steps: int | None = Field(None, ge=1, description="optimizer steps; the first limit reached ends the run")
     max_tokens: int | None = Field(None, ge=1, description="training tokens (prediction targets)")
     max_hours: float | None = Field(
         None,
         gt=0,
+        le=MAX_HOURS,
         description="hours from start to saved model, without interruptions; the learning rate schedule spans them",
     )
     until: Annotated[str | None, BeforeValidator(_time_limit)] = Field(
@@ -215,8 +221,8 @@ class TrainingConfig(Section):
         description="network interface that other hosts connect to, e.g. eth0. Default: the one with the route to the "
         "first host",
     )
-    timeout_seconds: float = Field(
-        300.0, gt=0, description="timeout of the processes of a run when they wait for each other"
+    timeout_seconds: TimeoutSeconds = Field(
+        300.0, description="timeout of the processes of a run when they wait for each other"
     )
     gradient_reduction: Literal["fp32", "bf16"] = Field(
         "fp32", description="data type of gradients in the all-reduce; bf16: half the bytes, one rounding per process"
@@ -302,3 +308,12 @@ def unused_settings(values: dict[str, Any]) -> list[str]:
     if training.get("dataloader_num_workers") == 0 and training.get("dataloader_prefetch_factor") is not None:
         return ["training.dataloader_prefetch_factor is ignored, because training.dataloader_num_workers is 0."]
     return []
+
+
+def require_hours(hours: float) -> None:
+    """Raises ConfigError if --hours is not a time that a run or a search can take."""
+    if not 0 < hours <= MAX_HOURS:
+        raise ConfigError(
+            f"--hours is {hours:g}, but must be positive and at most {MAX_HOURS:,.0f}; give a time budget, e.g. 0.5 "
+            "or 8."
+        )

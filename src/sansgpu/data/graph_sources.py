@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, DataConfig
+from sansgpu.config.paths import local_path
 from sansgpu.data.files import TEXT_SUFFIXES, file_form, read_documents, read_rows
 from sansgpu.data.graph import GraphDocument
 from sansgpu.data.graph_rows import FACT_KEYS, EntityText, Fact, read_graph_row, text_document
@@ -76,7 +77,7 @@ def _open(name: str, data: DataConfig, note: Callable[[str], None], inverse: boo
         read = partial(_source_documents, source, data, note, inverse)
         return GraphSource(source.name, files_fingerprint({}, (source.fingerprint, *settings)), read)
 
-    made = {part: knowledge(part, files) for part, files in knowledge_parts(Path(name).expanduser()).items()}
+    made = {part: knowledge(part, files) for part, files in knowledge_parts(local_path(name)).items()}
     if not made:
         splits = open_parts(name, data)
         parts = ("train", splits.train), ("validation", splits.validation), ("test", splits.test)

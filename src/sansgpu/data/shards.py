@@ -18,7 +18,7 @@ import numpy as np
 from filelock import FileLock
 
 from sansgpu.config import ConfigError, DataConfig
-from sansgpu.config.atomic import atomic_folder
+from sansgpu.config.atomic import PRIVATE_MODE, atomic_folder, make_folder
 from sansgpu.data.files import Piece
 from sansgpu.data.rows import SourceRow
 from sansgpu.data.sources import Source
@@ -255,7 +255,7 @@ def cached(folder: Path, build: Callable[[Path], None]) -> Path:
     if folder.is_dir():
         return folder
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(folder.parent, PRIVATE_MODE)
         with FileLock(folder.with_name(folder.name + ".lock")):
             if not folder.is_dir():
                 with atomic_folder(folder) as partial:

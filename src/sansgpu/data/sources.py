@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,6 +12,8 @@ from typing import Any
 
 from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_CHAT, ConfigError, DataConfig, UnreachableError
 from sansgpu.config.extras import require
+from sansgpu.config.folders import entries_below
+from sansgpu.config.paths import local_path
 from sansgpu.config.plain_data import first_line, require_regular_file
 from sansgpu.config.task_settings import BUILT_IN_NAMES
 from sansgpu.data.class_names import class_names, with_names
@@ -92,7 +95,7 @@ def open_parts(name: str, data: DataConfig, text_rows: bool = False) -> Sources:
         return Sources(_files_source(name, *library_files(), data), None)
     if name == PYTHON_STDLIB_CHAT:
         return Sources(_stdlib_chat(open_parts(PYTHON_STDLIB, data).train), None)
-    path = Path(name).expanduser()
+    path = local_path(name)
     if path.is_file():
         if file_form(path) is None and data.tag_column is None:
             raise ConfigError(f"{path} has an unknown suffix; supported are {' '.join(SUFFIXES)}, each also with .gz.")
@@ -119,7 +122,7 @@ def local_files(data: DataConfig, text_rows: bool = False) -> list[Path]:
     """Returns the files with the configured training and validation data, without those of Hugging Face datasets."""
     found: list[Path] = []
     for name in filter(None, (data.dataset_name, data.validation_name)):
-        path = Path(name).expanduser()
+        path = local_path(name)
         if name in BUILT_IN_NAMES:
             continue
         if path.is_file():
@@ -159,7 +162,7 @@ def _folder_sources(root: Path, data: DataConfig, text_rows: bool) -> Sources:
 
 def dataset_files(root: Path) -> list[Path]:
     """Returns the files below `root` that can be read, sorted, without hidden ones. Raises ConfigError for none."""
-    found = (p for p in sorted(root.rglob("*")) if p.is_file() and file_form(p))
+    found = (p for p in sorted(entries_below(root)) if p.is_file() and file_form(p))
     files = [p for p in found if not any(part.startswith(".") for part in p.relative_to(root).parts)]
     if not files:
         raise ConfigError(f"{root} has no file with a supported suffix ({' '.join(SUFFIXES)}, each also with .gz).")
@@ -223,7 +226,7 @@ def files_fingerprint(files: Mapping[str, Path], settings: tuple[Any, ...]) -> s
     digest = hashlib.sha256(repr(settings).encode())
     for name, path in files.items():
         try:
-            digest.update(f"{name}\0{file_sha256(path)}".encode())
+            digest.update(os.fsencode(f"{name}\0{file_sha256(path)}"))
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     return digest.hexdigest()

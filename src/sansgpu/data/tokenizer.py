@@ -15,7 +15,9 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError, DataConfig
+from sansgpu.config.paths import local_path
 from sansgpu.config.plain_data import first_line, read_object, read_text, require_regular_file, truncate
+from sansgpu.config.schema import MAX_VOCABULARY, MIN_VOCABULARY
 from sansgpu.data.sources import open_sources
 from sansgpu.machine.hub import quiet_hub
 from sansgpu.machine.tokenizer_trial import tokenizer_errors, tokenizer_flaw
@@ -173,6 +175,15 @@ class _OnClassOrInstance(Generic[P, R]):
         return partial(self._method, owner() if instance is None else instance)
 
 
+def require_vocabulary_size(size: int, name: str) -> None:
+    """Raises ConfigError, calling the size `name`, unless a new byte-level BPE tokenizer may have it."""
+    if not MIN_VOCABULARY <= size <= MAX_VOCABULARY:
+        raise ConfigError(
+            f"{name} {size} is too {'small' if size < MIN_VOCABULARY else 'large'}; it must be at least "
+            f"{MIN_VOCABULARY}, which are 256 bytes and the end of text, and at most {MAX_VOCABULARY:,}."
+        )
+
+
 class BPETokenizer(Tokenizer):
     """Byte-level byte-pair encoding (Sennrich et al. 2016; Radford et al. 2019).
 
@@ -190,8 +201,10 @@ class BPETokenizer(Tokenizer):
     ) -> BPETokenizer:
         """Trains up to `vocab_size` tokens on `texts`, including the 256 bytes and the special tokens.
 
-        Replaces the vocabulary and returns the tokenizer. `BPETokenizer.train(texts, 512)` returns a new one.
+        Replaces the vocabulary and returns the tokenizer. `BPETokenizer.train(texts, 512)` returns a new one. Raises
+        ConfigError if the size is out of range.
         """
+        require_vocabulary_size(vocab_size, "vocab_size")
         super().__init__(_trained_bpe(texts, vocab_size, special_tokens))
         return self
 
@@ -282,7 +295,7 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
 
     Raises ConfigError if there is none or it has no end-of-text token.
     """
-    path = Path(name).expanduser()
+    path = local_path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
     if file.is_file():
         settings = file.parent / "tokenizer_config.json"
@@ -302,7 +315,7 @@ def load_tokenizer_of_model(name: str | Path, remote_code: bool = False) -> Toke
     For a model pretrained with sansgpu that is one end-of-text token before the text, as in training. `remote_code`
     allows Python code in the model's repository to run.
     """
-    path = Path(name).expanduser()
+    path = local_path(name)
     if path.is_dir():
         own, settings = load_tokenizer(path), path / "tokenizer_config.json"  # raises if the file is invalid
         if settings.exists() and read_object(settings) == _settings(own.end_of_text):

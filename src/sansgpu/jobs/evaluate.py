@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError, TaskSettings
+from sansgpu.config.paths import local_path
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import has_conversations
 from sansgpu.jobs.runs import require_run
@@ -68,7 +68,7 @@ def evaluate_model(
 
 def _reads_conversations(target: str, data: str) -> bool:
     """Returns whether a causal model that is not a run has no task but `data`, which are conversations."""
-    is_run = (Path(target).expanduser() / "config.yaml").is_file()
+    is_run = (local_path(target) / "config.yaml").is_file()
     return not is_run and kind_of_model(target, "evaluate") is TASKS["pretrain"] and has_conversations(data)
 
 

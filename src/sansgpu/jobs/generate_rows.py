@@ -14,6 +14,7 @@ import torch
 
 from sansgpu.config import ConfigError, DataConfig, SansGPUError
 from sansgpu.config.atomic import atomic_write, make_folder, sync_to_disk, write_failures_as
+from sansgpu.config.paths import local_path
 from sansgpu.config.plain_data import InvalidDataError, read_object
 from sansgpu.data.prompts import Prompt, read_prompt
 from sansgpu.data.rows import BadRows, SourceRow
@@ -56,7 +57,7 @@ def generate_rows(request: GenerateRequest, warn: Callable[[str], None], progres
     require_one_process("generate --data")
     require_valid_sampling(request.sampling)
     require_file(request.output)
-    is_run = (Path(request.target).expanduser() / "config.yaml").is_file()
+    is_run = (local_path(request.target) / "config.yaml").is_file()
     loaded = open_model(
         request.target, "complete" if is_run else "chat", request.snapshot, warn, request.remote_code,
         request.objective, progress,

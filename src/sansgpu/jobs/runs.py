@@ -30,17 +30,18 @@ def list_runs(folder: Path) -> list[RunSummary]:
 
 def run_folders(folder: Path) -> Iterator[Path]:
     """Yields folders that look like runs: `folder` itself, or those below it that are not inside another run."""
-    paths = RunPaths(folder)
-    if any(path.exists() for path in (paths.metrics, paths.environment, paths.snapshots)):
-        yield folder
-        return
-    try:
-        inside = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-    except OSError:
-        return
-    for path in inside:
-        if not path.name.startswith((".", ABANDONED_FOLDER)):
-            yield from run_folders(path)
+    left = [folder]
+    while left:
+        paths = RunPaths(left.pop())
+        try:
+            is_run = any(path.exists() for path in (paths.metrics, paths.environment, paths.snapshots))
+            inside = sorted(path for path in paths.root.iterdir() if path.is_dir() and not path.is_symlink())
+        except OSError:  # not readable, or its path is too long
+            continue
+        if is_run:
+            yield paths.root
+        else:
+            left += (path for path in reversed(inside) if not path.name.startswith((".", ABANDONED_FOLDER)))
 
 
 def require_run(run: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -55,7 +56,7 @@ def search(
     rules = PassageRules(partial(_token_spans, tokenizer), room, text_column)
     root = compiled_in(compiled_cache(warn)) / "search"  # private, because a native library parses the index
     make_private(root)
-    key = hashlib.sha256(f"{_fingerprint(loaded)}\0{folder.resolve()}".encode()).hexdigest()[:32]
+    key = hashlib.sha256(os.fsencode(f"{_fingerprint(loaded)}\0{folder.resolve()}")).hexdigest()[:32]
     index = PassageIndex(
         root / key,
         rules,

@@ -9,6 +9,7 @@ from typing import Any
 
 from sansgpu.config import ConfigError, RunPaths, SansGPUError, load_config, save_config
 from sansgpu.config.atomic import make_folder, scratch_folder, write_failures_as
+from sansgpu.config.folders import copy_folder
 from sansgpu.jobs.runs import is_locked
 from sansgpu.reporting.jsonl import MetricsFile
 from sansgpu.reporting.marks import MARK, read_mark
@@ -100,9 +101,9 @@ def fork_snapshot(run: Path, name: str, output: Path, warn: Callable[[str], None
         with scratch_folder(output.parent, is_folder=True) as new:
             forked = RunPaths(new)
             for copied in {snapshot.step: snapshot, **({best.step: best} if best else {})}.values():
-                shutil.copytree(copied.folder, forked.snapshots / copied.folder.name)
+                copy_folder(copied.folder, forked.snapshots / copied.folder.name)
             with replace_folder(forked.tokenizer, "tokenizer") as tokenizer:
-                shutil.copytree(paths.tokenizer, tokenizer, ignore=shutil.ignore_patterns(MARK), dirs_exist_ok=True)
+                copy_folder(paths.tokenizer, tokenizer, without=MARK)
             shutil.copy2(paths.environment, forked.environment)
             shutil.copy2(record_of(snapshot, paths), forked.metrics)
             MetricsFile(forked.metrics, snapshot.step).close()

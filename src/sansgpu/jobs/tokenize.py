@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import ConfigError, SansGPUError, as_config
+from sansgpu.config import SansGPUError, as_config
 from sansgpu.config.atomic import write_failures_as
 from sansgpu.data.shards import ReportProgress, build_tokenizer
 from sansgpu.data.sources import open_sources
-from sansgpu.data.tokenizer import load_tokenizer
+from sansgpu.data.tokenizer import load_tokenizer, require_vocabulary_size
 from sansgpu.machine.probe import available_cores, cache_dir, limit_tokenizer_threads
 from sansgpu.reporting.outputs import replace_folder, require_folder
 
@@ -18,10 +18,7 @@ def train_tokenizer(
     source: str, vocab_size: int, sample_mb: int, output: Path, progress: ReportProgress
 ) -> dict[str, Any]:
     """Trains byte-level BPE on a source and writes a folder that AutoTokenizer loads."""
-    if vocab_size < 257:
-        raise ConfigError(
-            f"--vocab-size {vocab_size} is too small; it must be at least 257: 256 bytes and the end of text."
-        )
+    require_vocabulary_size(vocab_size, "--vocab-size")
     require_folder(output, "tokenizer", "--output")
     limit_tokenizer_threads(available_cores())
     settings = {"dataset_name": source, "vocab_size": vocab_size, "tokenizer_sample_mb": sample_mb}

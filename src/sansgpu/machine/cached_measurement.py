@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config.atomic import write_text
+from sansgpu.config.atomic import PRIVATE_MODE, make_folder, write_text
 from sansgpu.machine.description import processor
 from sansgpu.machine.usage import LoadMeter
 
@@ -68,4 +68,5 @@ def _read(path: Path, question: str) -> Any:
 
 def _write(path: Path, question: str, answer: Any) -> None:
     with contextlib.suppress(OSError):
+        make_folder(path.parent, PRIVATE_MODE)
         write_text(path, json.dumps({"question": json.loads(question), "answer": answer}, indent=2) + "\n")

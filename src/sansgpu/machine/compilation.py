@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sansgpu.config import ConfigError, TrainingConfig
+from sansgpu.config.atomic import PRIVATE_MODE, make_folder
 from sansgpu.machine.compiled import compiled_in, require_safe_path
 
 INDUCTOR_DIR = "TORCHINDUCTOR_CACHE_DIR"
@@ -73,7 +74,7 @@ def keep_compiled(cache: Path, warn: Callable[[str], None]) -> None:
     """
     if chosen := os.environ.get(INDUCTOR_DIR):
         try:
-            Path(chosen).mkdir(parents=True, exist_ok=True)
+            make_folder(Path(chosen), PRIVATE_MODE)
             require_safe_path(Path(chosen))
             return
         except OSError as error:

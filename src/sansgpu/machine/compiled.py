@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
+from sansgpu.config.atomic import PRIVATE_MODE, make_folder
 from sansgpu.machine.probe import cache_dir, user_cache_dir
 
 ROOT_UID = 0
-PRIVATE_MODE = 0o700
 
 _temporary_folders: list[Path] = []  # created by this process; random names make them safe anywhere
 
@@ -52,7 +52,7 @@ def compiled_in(root: Path) -> Path:
     Raises NotPrivateError if other users could change it, and OSError if it cannot be created.
     """
     folder = root / (f"compiled-{os.getuid()}" if hasattr(os, "getuid") else "compiled")
-    root.mkdir(parents=True, exist_ok=True)
+    make_folder(root, PRIVATE_MODE)
     make_private(folder)
     return folder
 

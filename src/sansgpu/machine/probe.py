@@ -16,6 +16,7 @@ import torch
 from sansgpu import __version__
 from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.config.extras import is_installed
+from sansgpu.config.paths import local_path
 from sansgpu.config.wording import counted
 from sansgpu.machine import cgroup, cores, instruction_sets
 from sansgpu.machine.address_space import address_space_left, address_space_limit
@@ -50,15 +51,15 @@ def cache_dir(configured: str | None) -> Path:
     Compiled code is not loaded from it; see `machine.compiled`.
     """
     if configured:
-        return Path(configured).expanduser()
+        return local_path(configured)
     if chosen := os.environ.get("SANSGPU_CACHE"):
-        return Path(chosen)
+        return local_path(chosen)
     return user_cache_dir()
 
 
 def user_cache_dir() -> Path:
     """Returns the cache folder in the user's home."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sansgpu"
+    return Path(os.environ.get("XDG_CACHE_HOME") or local_path("~/.cache")) / "sansgpu"
 
 
 def allowed_cpus() -> int:

@@ -12,19 +12,23 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from sansgpu.config import ConfigError
+from sansgpu.config.parse import whole_number
+from sansgpu.config.plain_data import truncate
 from sansgpu.machine import cores
 from sansgpu.machine.world import SHUTDOWN_TIMEOUT
 
+MAX_PROCESSES_PER_CPU = 8  # a typing error must not start thousands of processes
 SAVING_SECONDS = 600  # time to save after SIGTERM
 
 
 def processes(requested: str) -> int:
-    """Parses --processes; `auto` is one per NUMA node or socket. Raises ConfigError if it is not a positive number."""
+    """Parses --processes; `auto` is one per NUMA node or socket. Raises ConfigError if it is no sensible number."""
     if requested == "auto":
         return cores.count_memory_domains()
-    if not requested.isdecimal() or int(requested) < 1:
-        raise ConfigError(f"--processes is {requested}; give a positive number or auto.")
-    return int(requested)
+    most = MAX_PROCESSES_PER_CPU * len(cores.cpus())
+    if not (number := whole_number(requested, most)):
+        raise ConfigError(f"--processes is {truncate(requested)}; give a number from 1 to {most:,}, or auto.")
+    return number
 
 
 def _signals() -> list[str]:

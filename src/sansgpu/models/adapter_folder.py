@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from sansgpu.config import ConfigError, ModelConfig
+from sansgpu.config.paths import local_path
 from sansgpu.config.plain_data import read_object, shown
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -21,14 +22,14 @@ def base_of(model: ModelConfig) -> ModelConfig | None:
 
     Raises ConfigError if the folder does not name its base model, or if that does not exist.
     """
-    folder = Path(str(model.name_or_path)).expanduser()
+    folder = local_path(str(model.name_or_path))
     if not is_adapter_folder(folder):
         return None
     settings = read_object(folder / ADAPTER_CONFIG)
     name, revision = settings.get("base_model_name_or_path"), settings.get("revision")
     if not isinstance(name, str) or name in ("", "None") or not isinstance(revision, str | None):
         raise _without_base(folder, f"base_model_name_or_path is {shown(name)}")
-    path = Path(name).expanduser()
+    path = local_path(name)
     if (path.is_absolute() or name.startswith((".", "~"))) and not path.exists():
         raise _without_base(folder, f"its base model {name} does not exist")
     if is_adapter_folder(path):

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from sansgpu.config import ConfigError
+from sansgpu.config import ConfigError, SansGPUError
 
+MIN_TEMPERATURE = 1e-6  # divided by less, logits overflow; the most likely token has all probability long before
 NUCLEUS_TOKENS = 1024  # most likely tokens that nearly always hold the probability of top-p
 
 
@@ -44,25 +45,37 @@ def reading(model: nn.Module) -> Iterator[None]:
 def sample_tokens(logits: torch.Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> list[int]:
     """Samples a token from each row of logits (B, V), applying temperature, then top-k, then top-p.
 
-    A row draws one number from its own generator, and its token does not depend on other rows.
+    A row draws one number from its own generator, and its token does not depend on other rows. Raises SansGPUError if
+    a logit is NaN or infinite.
     """
     logits = logits.float().cpu()
     if sampling.temperature == 0:
         greedy: list[int] = logits.numpy().argmax(axis=-1).tolist()  # in less than half of torch's time
+        _require_finite(logits[range(len(greedy)), greedy])
         return greedy
-    logits, order = logits / sampling.temperature, None
+    logits, order = logits / max(sampling.temperature, MIN_TEMPERATURE), None
     if 0 < sampling.top_k < logits.shape[-1]:
         logits, order = logits.topk(sampling.top_k)
     probabilities = logits.softmax(dim=-1)
     if sampling.top_p < 1:
         probabilities, order = _nucleus(probabilities, order, sampling.top_p)
     sums = probabilities.cumsum(dim=-1)
+    _require_finite(sums[:, -1])
     draws = torch.cat([torch.rand(1, generator=generator) for generator in generators])[:, None]
     places = torch.searchsorted(sums, draws * sums[:, -1:], right=True)
     # Rounding can put a draw on the end of the sums: then the last token with a probability is the one.
     places = places.clamp(max=torch.searchsorted(sums, sums[:, -1:].contiguous()))
     chosen: list[int] = (places if order is None else order.gather(-1, places)).flatten().tolist()
     return chosen
+
+
+def _require_finite(values: torch.Tensor) -> None:
+    """Raises SansGPUError if one of the values, which logits determine, is NaN or infinite."""
+    if not bool(values.isfinite().all()):
+        raise SansGPUError(
+            "the model predicts NaN or infinity instead of tokens: its weights are damaged, or training has diverged; "
+            "use another model or an earlier snapshot."
+        )
 
 
 def _nucleus(

@@ -63,7 +63,7 @@ def describe_substitutes(choices: Mapping[str, EncodingChoice]) -> str | None:
 
 
 def encode(name: str, tensor: torch.Tensor, encoding: Encoding) -> np.ndarray:
-    """Returns the bytes of a tensor in a file. Raises ConfigError if f16 cannot hold its values."""
+    """Returns the bytes of a tensor in a file. Raises ConfigError if the file cannot hold its values."""
     rows = tensor.reshape(-1, tensor.shape[-1])
     parts = rows.split(max(1, _ENCODED_VALUES // max(1, rows.shape[1])))
     encoded = np.concatenate([_encoded(name, part.float().cpu().contiguous(), encoding) for part in parts])
@@ -71,6 +71,8 @@ def encode(name: str, tensor: torch.Tensor, encoding: Encoding) -> np.ndarray:
 
 
 def _encoded(name: str, values: torch.Tensor, encoding: Encoding) -> np.ndarray:
+    if not values.isfinite().all():
+        raise ConfigError(f"{name} has values that are NaN or infinite; export another snapshot or model.")
     if encoding.name.lower() in FORMATS:
         return quantize_rows(values, FORMATS[encoding.name.lower()]).numpy()
     array = values.numpy()

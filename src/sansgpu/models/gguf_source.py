@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from sansgpu.config import ConfigError
 from sansgpu.config.extras import require
+from sansgpu.config.paths import local_path
 from sansgpu.config.plain_data import require_regular_file
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 def is_gguf(target: str) -> bool:
     """Returns True for a file, or a .gguf name that is not a folder. Raises ConfigError for a pipe or device."""
-    path = Path(target).expanduser()
+    path = local_path(target)
     require_regular_file(path)
     return path.is_file() or (path.suffix == ".gguf" and not path.is_dir())
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from sansgpu.config import SIMPLE_TEMPLATE, ConfigError, ModelConfig, derive_seed
+from sansgpu.config.paths import local_path
 from sansgpu.config.plain_data import read_text, shown
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.tokenizer_trial import tokenizer_flaw
@@ -96,8 +97,10 @@ def load_tokenizer_of(model: ModelConfig, chat_template: str | None = None) -> A
     _require_finite_length(tokenizer, model.name_or_path)
     if chat_template is not None:
         ours = chat_template == SIMPLE_TEMPLATE
-        path = _SIMPLE if ours else Path(chat_template).expanduser()
+        path = _SIMPLE if ours else local_path(chat_template)
         tokenizer.chat_template = read_text(path)
+        if not tokenizer.chat_template.strip():
+            raise ConfigError(f"{path} is empty; set data.chat_template to a file with a Jinja template, or to simple.")
     return tokenizer
 
 
@@ -246,7 +249,7 @@ def _may_be_new(loaded: PreTrainedModel, name: str) -> bool:
 
 def weights_fingerprint(model: ModelConfig) -> str:
     """Returns a fingerprint of the initial weights of a run, to detect on resume that they changed."""
-    folder = Path(str(model.name_or_path)).expanduser()
+    folder = local_path(str(model.name_or_path))
     if folder.is_file():
         return file_sha256(folder)[:16]
     if not folder.is_dir():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sansgpu.config import ConfigError, ModelConfig, RunPaths
+from sansgpu.config.paths import local_path
 from sansgpu.config.plain_data import first_line, read_object, require_regular_file
 from sansgpu.machine.hub import quiet_hub
 from sansgpu.machine.sandbox import is_panic
@@ -112,14 +114,15 @@ def stored_weights(model: ModelConfig) -> dict[str, StoredTensor]:
 
 def gguf_file_of(model: ModelConfig) -> GGUFFile | None:
     name = str(model.name_or_path)
-    return open_gguf(Path(name).expanduser()) if is_gguf(name) else None
+    return open_gguf(local_path(name)) if is_gguf(name) else None
 
 
 def _config_of(file: GGUFFile) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     _silence_transformers()
-    config: PreTrainedConfig = AutoConfig.for_model(**file.settings)
+    with library_errors(f"{file.path} describes no valid model"):
+        config: PreTrainedConfig = AutoConfig.for_model(**file.settings)
     return config
 
 
@@ -127,6 +130,7 @@ def _silence_transformers() -> None:
     from transformers.utils import logging
 
     quiet_hub()
+    warnings.filterwarnings("ignore", module=r"torch\._weights_only_unpickler")  # a pickle that is refused anyway
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
@@ -134,7 +138,7 @@ def _silence_transformers() -> None:
 def source_of(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     """Returns (name or path, keyword arguments) for from_pretrained. Raises ConfigError if a path does not exist."""
     name = str(model.name_or_path)
-    path = Path(name).expanduser()
+    path = local_path(name)
     _silence_transformers()
     if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~"))):
         raise ConfigError(f"model.name_or_path {name} does not exist; give a folder or the name of a model on the Hub.")
@@ -178,5 +182,10 @@ class library_errors:  # noqa: N801  used like a function
                 raise ConfigError(
                     f"{self._prefix}: it contains custom Python code; review that code, then allow it with "
                     "--trust-remote-code."
+                ) from None
+            if "weights_only" in str(error):  # torch's message advises to run the code in the file
+                raise ConfigError(
+                    f"{self._prefix}: a file of its weights is a pickle that may run code; get the model as "
+                    "safetensors."
                 ) from None
             raise ConfigError(f"{self._prefix}: {first_line(error)}.") from None

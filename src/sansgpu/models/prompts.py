@@ -28,7 +28,9 @@ def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
         raise ConfigError(f"{first_line(error)}; give the model another chat template.") from None
     if prompt.refusal is not None:
         raise ConfigError(f"the chat template refuses this conversation: {prompt.refusal}.")
-    return list(tokenizer(prompt.text, add_special_tokens=False).input_ids)
+    if not (ids := list(tokenizer(prompt.text, add_special_tokens=False).input_ids)):
+        raise ConfigError("the chat template writes no text for this conversation; give the model another one.")
+    return ids
 
 
 def text_prompt_ids(tokenizer: Any, text: str) -> list[int]:

@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 
 from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.config.clock import normal_time
+from sansgpu.config.parse import whole_number
 from sansgpu.config.plain_data import truncate
 from sansgpu.planning.prepare import seconds_allowed
 from sansgpu.planning.prepared import Prepared
@@ -78,10 +79,10 @@ def done_at(seconds: float, start: datetime | None = None) -> str:
 
 def target_steps(text: str) -> tuple[int, ...]:
     """Parses numbers of steps such as 500,5000. Raises ConfigError."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+    steps = tuple(whole_number(part.strip(), UNKNOWN_STEPS) or 0 for part in text.split(","))
+    if not all(steps):
         raise ConfigError(f"--targets is {truncate(text)!r}; give numbers of steps, e.g. 500,5000.")
-    return tuple(int(part) for part in parts)
+    return steps
 
 
 def start_time(text: str) -> datetime:

@@ -17,6 +17,7 @@ from sansgpu.tasks import task_of
 
 CONTEXTS = (512, 1024, 2048, 4096)
 ACCUMULATION = 16  # micro-batches of one example
+MAX_MEMORY_BYTES = 1 << 60
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 
@@ -44,7 +45,10 @@ def parse_memory(text: str) -> int:
     if match is None or not float(match[1]) or (match[3] and not match[2]):
         raise ConfigError(f"--memory is {truncate(text)!r}; give a size such as 8GB or 7.5GiB.")
     power = list(_UNITS).index(match[2])
-    return int(float(match[1]) * (1024**power if match[3] else _UNITS[match[2]]))
+    size = float(match[1]) * (1024**power if match[3] else _UNITS[match[2]])
+    if size > MAX_MEMORY_BYTES:
+        raise ConfigError(f"--memory is {truncate(text)!r}, more than any machine has; give a size such as 8GB.")
+    return int(size)
 
 
 def _config_of(target: str) -> Config:

@@ -12,6 +12,8 @@ from pathlib import Path
 from sansgpu.config import Config, ConfigError, change_config
 from sansgpu.config.atomic import write_failures_as, write_text
 from sansgpu.config.commented import commented_yaml
+from sansgpu.config.paths import local_path
+from sansgpu.config.training import require_hours
 from sansgpu.data.shards import ReportProgress
 from sansgpu.planning.estimate import plan_prepared, roofline_of, step_limits
 from sansgpu.planning.forecast import forecast_of
@@ -64,8 +66,7 @@ def propose(
 
     `overrides` may only change `data` keys. Raises ConfigError if the data is missing or no candidate fits into memory.
     """
-    if hours <= 0:
-        raise ConfigError(f"--hours is {hours:g}, but must be positive; give a time budget, e.g. 0.5 or 8.")
+    require_hours(hours)
     if others := [setting for setting in overrides if not setting.startswith("data.")]:
         raise ConfigError(f"--hours chooses the model and its training; leave out --set {others[0]}.")
     require_file(output)
@@ -135,7 +136,7 @@ def _data_config(data: str, text_bytes: float, overrides: Sequence[str] = ()) ->
 
 def _base(data: str, overrides: Sequence[str], progress: ReportProgress, warn: Warn) -> Prepared:
     """Prepares the data with a vocabulary size that suits it."""
-    file = Path(data).expanduser()
+    file = local_path(data)
     size = file.stat().st_size if file.is_file() else 0
     return prepare(_data_config(data, size, overrides), None, progress, warn, "report", timed="never")
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from sansgpu.config import ConfigError
 from sansgpu.config.atomic import make_folder, scratch_folder, sync_to_disk, write_text
+from sansgpu.config.folders import entries_below
 from sansgpu.reporting.marks import (
     KINDS,
     MARK,
@@ -98,7 +99,8 @@ def replace_folder(folder: Path, kind: str, option: str = "--output") -> Iterato
     before = _own_files(folder, kind)
     make_folder(folder.parent)
     replaceable = _can_replace(folder, kind, before)
-    with scratch_folder(folder.parent if replaceable else folder, is_folder=True) as new:
+    beside = replaceable or not folder.exists()
+    with scratch_folder(folder.parent if beside else folder, is_folder=True) as new:
         yield new
         files = _complete(new, kind)
         if not folder.exists():
@@ -163,7 +165,7 @@ def _is_taken(folder: Path, name: str, known: list[str]) -> bool:
 
 def _others(folder: Path, ours: Files) -> Iterator[str]:
     """Yields paths in `folder` that sansgpu did not write or that were changed."""
-    for path in folder.rglob("*"):
+    for path in entries_below(folder):
         name = path.relative_to(folder).as_posix()
         if (
             (path.is_symlink() or not path.is_dir())
@@ -184,7 +186,7 @@ def _can_replace(folder: Path, kind: str, ours: Files) -> bool:
 
 def _complete(folder: Path, kind: str) -> Files:
     """Marks a new folder, sets file modes according to the umask, and syncs everything to disk."""
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    names = sorted(path.relative_to(folder).as_posix() for path in entries_below(folder) if path.is_file())
     files = {name: [fingerprint(folder / name)] for name in names}
     write_mark(folder, FolderMark(kind, files))
     mode = stat.S_IMODE((folder / MARK).stat().st_mode)
@@ -192,7 +194,7 @@ def _complete(folder: Path, kind: str) -> Files:
         can_run = path.stat().st_mode & stat.S_IXUSR
         path.chmod(mode | (mode & 0o444) >> 2 if can_run else mode)
         sync_to_disk(path)
-    for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+    for path in (folder, *(path for path in entries_below(folder) if path.is_dir())):
         sync_to_disk(path)
     return files
 

@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 
+from sansgpu.config.folders import entries_below
 from sansgpu.config.metrics import LOSS, Metric
 from sansgpu.config.wording import counted
 from sansgpu.reporting.events import Event, metrics_in
@@ -113,7 +114,7 @@ def changed_settings(record: RunRecord) -> datetime | None:
 
 def size_bytes(path: Path) -> int:
     """Returns the size of a file, or of all files below a folder."""
-    files = path.rglob("*") if path.is_dir() else [path]
+    files = entries_below(path) if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
 
 

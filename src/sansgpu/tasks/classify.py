@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from sansgpu.config import SETTINGS, Config, ConfigError
+from sansgpu.config.paths import local_path
 from sansgpu.data.headers import number_label_columns
 from sansgpu.data.labeled import (
     LabeledText,
@@ -177,7 +178,7 @@ class Classify(ClassifyObjective, FineTuningTask):
     @classmethod
     def recognizes(cls, target: str) -> bool:
         """Returns whether a folder holds a transformers model that classifies sequences."""
-        return has_architecture(Path(target).expanduser(), "ForSequenceClassification")
+        return has_architecture(local_path(target), "ForSequenceClassification")
 
     @classmethod
     def config_of_model(cls, source: ModelSource) -> Config:

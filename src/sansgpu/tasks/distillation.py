@@ -9,13 +9,13 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from sansgpu.config import Config, ConfigError
+from sansgpu.config.paths import local_path
 from sansgpu.config.wording import counted
 from sansgpu.data.batch import IGNORE, Batch
 from sansgpu.data.sequences import PackedSequences
@@ -68,7 +68,7 @@ def require_same_vocabulary(backend: Any, name: str, folder: TeacherFolder) -> N
 
 def open_lesson(config: Config) -> TeacherFolder:
     """Opens training.distillation.teacher. Raises ConfigError if it is made for another task or another length."""
-    folder = open_teacher_folder(Path(str(config.training.distillation.teacher)).expanduser())
+    folder = open_teacher_folder(local_path(str(config.training.distillation.teacher)))
     task, length = folder.settings["task"], folder.settings["max_length"]
     if task != config.task:
         raise ConfigError(

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from sansgpu.config import SETTINGS, Config, ConfigError
+from sansgpu.config.paths import local_path
 from sansgpu.data.headers import require_embedding_columns
 from sansgpu.data.order import batch_indices, steps_per_epoch
 from sansgpu.data.pairs import TextRow, read_text_rows
@@ -204,7 +205,7 @@ class TextEmbedding(EmbeddingObjective, FineTuningTask):
 
     @classmethod
     def recognizes(cls, target: str) -> bool:
-        return (Path(target).expanduser() / "modules.json").is_file()
+        return (local_path(target) / "modules.json").is_file()
 
     @classmethod
     def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> EmbeddingEvaluator:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from sansgpu.config import SETTINGS, Config, ConfigError
+from sansgpu.config.paths import local_path
 from sansgpu.data.labeled import LabeledText
 from sansgpu.data.order import steps_per_epoch
 from sansgpu.data.sequences import PackedSequences
@@ -110,7 +111,7 @@ class FewShot(FewShotObjective, Classify):
 
     @classmethod
     def recognizes(cls, target: str) -> bool:
-        return (Path(target).expanduser() / LINEAR_HEAD).is_file()
+        return (local_path(target) / LINEAR_HEAD).is_file()
 
     @classmethod
     def config_of_model(cls, source: ModelSource) -> Config:

@@ -12,6 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from sansgpu.config import SETTINGS, Config, ConfigError, change_config, derive_seed, problems
+from sansgpu.config.paths import local_path
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.graph import Triple
 from sansgpu.data.graph_batch import HEAD_ENTITY, QUERY_TAIL, RELATION, TAIL_START, GraphBatch
@@ -272,7 +273,7 @@ class Graph(GraphObjective, TaskWithEvaluator):
 
     @classmethod
     def recognizes(cls, target: str) -> bool:
-        return is_graph_folder(Path(target).expanduser())
+        return is_graph_folder(local_path(target))
 
     @classmethod
     def load(cls, source: ModelSource) -> tuple[GraphObjective, GraphCodec, Config]:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from sansgpu.config import SETTINGS, Config, ConfigError
+from sansgpu.config.paths import local_path
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.graph_batch import GraphBatch
 from sansgpu.data.leafy import LeafyExample
@@ -119,7 +120,7 @@ class MaskedLM(MaskedObjective, FineTuningTask):
 
     @classmethod
     def recognizes(cls, target: str) -> bool:
-        return has_architecture(Path(target).expanduser(), "ForMaskedLM")
+        return has_architecture(local_path(target), "ForMaskedLM")
 
     @classmethod
     def evaluation_batch(cls, config: Config) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from sansgpu.config import SETTINGS, Config, ConfigError, DataConfig, derive_seed
+from sansgpu.config.paths import local_path
 from sansgpu.config.wording import counted
 from sansgpu.data.batch import Batch
 from sansgpu.data.order import batch_indices
@@ -217,7 +218,7 @@ class Pretrain(PretrainObjective, TaskWithEvaluator):
     @classmethod
     def recognizes(cls, target: str) -> bool:
         """Returns True for folders and GGUF files with one of our decoders, and for paths that `load` will reject."""
-        path = Path(target).expanduser()
+        path = local_path(target)
         if is_gguf(target):
             return decoder_config(path) is not None
         if path.is_dir():
@@ -358,7 +359,7 @@ def _ranges_of(folder: TeacherFolder, part: str) -> TokenRanges:
 
 
 def _is_path(target: str) -> bool:
-    return Path(target).expanduser().is_absolute() or target.startswith((".", "runs/"))
+    return local_path(target).is_absolute() or target.startswith((".", "runs/"))
 
 
 def _context_of(model: TransformerLM | HuggingFaceLM) -> int:

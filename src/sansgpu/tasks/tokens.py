@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from sansgpu.config import SETTINGS, Config, DataConfig
+from sansgpu.config.paths import local_path
 from sansgpu.config.wording import counted
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.conll import DEFAULT_TAG_COLUMN
@@ -130,7 +131,7 @@ class Tokens(TokensObjective, FineTuningTask):
 
     @classmethod
     def recognizes(cls, target: str) -> bool:
-        return has_architecture(Path(target).expanduser(), "ForTokenClassification")
+        return has_architecture(local_path(target), "ForTokenClassification")
 
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> PackedSequences:
@@ -170,7 +171,7 @@ class Tokens(TokensObjective, FineTuningTask):
 
 def _open_tagged(name: str, data: DataConfig, notes: list[str]) -> Source:
     """Opens data to evaluate on, of the same form as that of a run. A file with an unknown suffix has CoNLL columns."""
-    path, tag_column = Path(name).expanduser(), data.tag_column
+    path, tag_column = local_path(name), data.tag_column
     if tag_column is None and path.is_file() and file_form(path) is None:
         tag_column = DEFAULT_TAG_COLUMN
     settings, numbered = number_tag_column(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import torch
 
 from sansgpu.config import Config, ConfigError
+from sansgpu.config.paths import local_path
 from sansgpu.config.wording import counted
 from sansgpu.data.shards import ReportProgress
 
@@ -47,7 +48,7 @@ class ModelSource:
 
     @property
     def path(self) -> Path:
-        return Path(self.target).expanduser()
+        return local_path(self.target)
 
     @property
     def step(self) -> int | None:

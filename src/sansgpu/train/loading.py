@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from sansgpu.config import Config, ConfigError, RunPaths, task_class
+from sansgpu.config.paths import local_path
 from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.kernels.choice import load_kernels
 from sansgpu.machine.probe import limit_tokenizer_threads, resolve_precision, resolve_threads
@@ -37,7 +38,7 @@ def open_model(
     `remote_code` allows the model's own Python code to run, and `objective` the class outside the package that is a
     run's task. The class that a run of a task of the package names only prepares data, to evaluate on it.
     """
-    folder = Path(target).expanduser()
+    folder = local_path(target)
     if (folder / "config.yaml").is_file():
         config, paths = open_run(folder)
         kind = kind_of_run(folder, config, verb, objective)

@@ -28,7 +28,7 @@ from sansgpu.config import (
 )
 from sansgpu.config.atomic import make_folder, scratch_folder, write_failures_as, write_text
 from sansgpu.config.by_task import is_outside
-from sansgpu.config.paths import RUNS
+from sansgpu.config.paths import RUNS, local_path
 from sansgpu.reporting.escape import printable_line
 from sansgpu.reporting.outputs import require_folder
 from sansgpu.train.run_marks import require_own_configuration
@@ -197,11 +197,7 @@ def open_any(config: Config) -> Config:
     """Makes local paths in the configuration absolute, so that its file works from any folder."""
     for section, keys in INPUT_KEYS.items():
         values = attrgetter(section)(config)
-        paths = {
-            key: Path(name).expanduser()
-            for key in keys
-            if (name := getattr(values, key)) and name not in BUILT_IN_NAMES
-        }
+        paths = {key: local_path(name) for key in keys if (name := getattr(values, key)) and name not in BUILT_IN_NAMES}
         local = {key: os.path.abspath(path) for key, path in paths.items() if path.exists()}
         config = _with_values(config, section.split("."), local)
     return config

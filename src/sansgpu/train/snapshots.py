@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from safetensors import safe_open
 
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.atomic import delete_abandoned, make_folder, sync_to_disk
+from sansgpu.config.folders import delete_folder
 from sansgpu.config.plain_data import InvalidDataError, read_validated
 from sansgpu.machine.disk import file_sha256
 from sansgpu.models.weights_file import load_weights, readable_weights
@@ -199,7 +199,7 @@ def save_snapshot(
     partial, replaced = final.with_name(f".{final.name}.partial"), final.with_name(f".{final.name}.replaced")
     try:
         make_folder(folder)
-        shutil.rmtree(partial, ignore_errors=True)
+        delete_folder(partial)
         partial.mkdir()
         files = {file: save_tensors(t, partial / file, gather) for file, t in ((WEIGHTS, weights), (MOMENTS, moments))}
         (partial / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
@@ -208,13 +208,13 @@ def save_snapshot(
         for path in [*partial.iterdir(), partial, *([record] if record.exists() else [])]:
             sync_to_disk(path)
         if final.exists():  # the run was resumed from an earlier step and reached this one again
-            shutil.rmtree(replaced, ignore_errors=True)
+            delete_folder(replaced)
             final.rename(replaced)
         partial.rename(final)
         sync_to_disk(folder)
         _delete(replaced)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        delete_folder(partial)
         reason = error.strerror or str(error)
         raise SansGPUError(
             f"the snapshot of step {step} cannot be written to {folder}: {reason}; earlier snapshots are untouched: "

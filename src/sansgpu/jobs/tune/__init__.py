@@ -26,6 +26,7 @@ from sansgpu.config import (
 from sansgpu.config.atomic import cleanup_of, write_failures_as, write_text
 from sansgpu.config.paths import RUNS
 from sansgpu.config.plain_data import InvalidDataError, read_validated
+from sansgpu.config.training import require_hours
 from sansgpu.config.wording import counted
 from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.tune.result import result_of, write_files
@@ -126,8 +127,8 @@ def _for_worker(config: Config, request: TuneRequest) -> Config:
     training = config.training
     if request.trials is None and request.hours is None:
         raise ConfigError("the search has no limit; give --trials N, --hours H or both.")
-    if request.hours is not None and request.hours <= 0:
-        raise ConfigError(f"--hours is {request.hours:g}, but must be positive; give a time budget, e.g. 0.5 or 8.")
+    if request.hours is not None:
+        require_hours(request.hours)
     if training.until is not None:
         raise ConfigError("training.until does not work with several trials; set training.max_hours instead.")
     if training.eval_batches is not None:
