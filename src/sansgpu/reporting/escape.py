@@ -1,4 +1,4 @@
-"""Escapes control characters in text for a terminal.
+"""Escapes control characters in text for a terminal, and markup in text for a Markdown file.
 
 File names, dataset names, keys, messages and generated text are untrusted. An escape sequence could rewrite the screen,
 and a change of text direction could disguise a name.
@@ -11,6 +11,7 @@ import re
 # C0 and C1 controls except tabs and line ends, bidirectional controls (Unicode TR 36), and surrogates of invalid UTF-8.
 _CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]|\r(?!\n)")
 _LINE_ENDS = re.compile("[\r\n\u2028\u2029]")
+_MARKUP = re.compile(r"[\\`*\[\]<>&|]")  # of HTML and Markdown
 
 
 def printable(text: str) -> str:
@@ -29,6 +30,17 @@ def printable_json(text: str) -> str:
     In JSON, control characters occur only in strings, and those below 32 are already escaped.
     """
     return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def as_text(text: str) -> str:
+    """Formats a name or a recorded value for Markdown, so that its HTML and Markdown are shown, not rendered."""
+    return _MARKUP.sub(r"\\\g<0>", printable_line(text))
+
+
+def as_code(text: str) -> str:
+    """Formats a name as inline code for Markdown."""
+    inside = printable_line(text).replace("`", "'")
+    return f"`{inside}`"
 
 
 def _escape(match: re.Match[str]) -> str:

@@ -17,7 +17,9 @@ from sansgpu.config import (
     CardText,
 )
 from sansgpu.config.metrics import LOSS
+from sansgpu.config.paths import local_path
 from sansgpu.config.wording import counted
+from sansgpu.reporting.escape import as_code, as_text
 from sansgpu.reporting.events import Event
 from sansgpu.reporting.page import templates
 from sansgpu.reporting.record import RunRecord
@@ -68,7 +70,7 @@ class _Model:
         """The model text that the task declares. A class outside the package may declare only its name."""
         settings = self.record.settings
         if settings.card is None:
-            return CardText(f"a model trained with the task `{settings.task}`")
+            return CardText(f"a model trained with the task {as_code(settings.task)}")
         return settings.card(self.record.section("model"))
 
     @property
@@ -106,7 +108,7 @@ def model_card(record: RunRecord, step: int | None = None, adapter: bool = False
     """
     model = _Model(record, step, adapter)
     part = record.section("data").get("dataset_config")
-    shown = _OWN.get(model.data, f"`{_shown(model.data)}`" + (f" ({part})" if part else ""))
+    shown = _OWN.get(model.data, as_code(_shown(model.data)) + (f" ({as_text(part)})" if part else ""))
     evaluation = model.evaluation
     return (
         templates()
@@ -114,9 +116,9 @@ def model_card(record: RunRecord, step: int | None = None, adapter: bool = False
         .render(
             front=yaml.safe_dump(_front_matter(model), sort_keys=False, allow_unicode=True).rstrip("\n"),
             model=model,
-            name=record.name,
+            name=as_text(record.name),
             device="GPU" if _on_gpu(record) else "CPU",
-            base=_shown(model.base) if model.base else None,
+            base=as_code(_shown(model.base)) if model.base else None,
             facts=_facts(model),
             code=_loading_code(model),
             data=shown,
@@ -156,8 +158,8 @@ def _on_gpu(record: RunRecord) -> bool:
 
 def _is_on_hub(name: str) -> bool:
     """Returns True for a Hub name, which is neither a built-in dataset nor a file or folder."""
-    path = Path(name).expanduser()
-    return name not in _OWN and bool(_HUB_NAME.fullmatch(name)) and not _FILE.search(name) and not path.exists()
+    is_name = name not in _OWN and _HUB_NAME.fullmatch(name) and not _FILE.search(name)
+    return bool(is_name) and not local_path(name).exists()
 
 
 def _shown(name: str) -> str:
@@ -201,7 +203,7 @@ def _facts(card: _Model) -> dict[str, str]:
             "shape": ", ".join(f"{model.get(key)} {what}" for what, key in shape.items()),
             "vocabulary": vocabulary + {"bpe": ", byte-level BPE", "char": ", characters"}.get(tokenizer, ""),
         }
-    return {name: words for name, words in found.items() if words}
+    return {name: words for name, words in found.items() if words}  # a task's `layout` may use Markdown
 
 
 def _loading_code(model: _Model) -> str:
@@ -233,7 +235,7 @@ def _procedure(model: _Model) -> dict[str, str]:
         "precision": str(start.get("precision", "")),
         "seed": str(training.get("seed")),
     }
-    return {name: words for name, words in found.items() if words}
+    return {name: as_text(words) for name, words in found.items() if words}
 
 
 def _machine(record: RunRecord) -> dict[str, str]:
@@ -245,10 +247,10 @@ def _machine(record: RunRecord) -> dict[str, str]:
         "total time": duration(record.seconds),
         "processor energy": energy_words(found) or "",
     }
-    return {key: words for key, words in rows.items() if words}
+    return {key: as_text(words) for key, words in rows.items() if words}
 
 
 def _versions(record: RunRecord) -> str:
     known = record.environment
     packages = {**{key: known.get(key) for key in ("sansgpu", "python")}, **(known.get("packages") or {})}
-    return ", ".join(f"{name} {version}" for name, version in packages.items() if version)
+    return as_text(", ".join(f"{name} {version}" for name, version in packages.items() if version))
