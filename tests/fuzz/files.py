@@ -8,6 +8,7 @@ import io
 import json
 import os
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,9 +218,18 @@ def completions(draw: random.Random, bases: Bases) -> Case:
     return Case(command, prepare)
 
 
+_GGUF_COMMAND = ["generate", "m.gguf", "--prompt", "the", "--max-new-tokens", "2"]
+_GGUF_INTEGER = re.compile(rb"\w+\.[\w.]+\x04\0\0\0")  # a key and the type uint32, which the value follows
+
+
 def ggufs(draw: random.Random, bases: Bases) -> Case:
-    """Draws a GGUF file with a damaged header or a huge number in it."""
+    """Draws a GGUF file with a damaged header, a huge number in it, or an odd value of one of its settings."""
     content = bytearray(bases.gguf.read_bytes())
+    if draw.random() < 0.4:
+        settings_at = [match.end() for match in _GGUF_INTEGER.finditer(content)]
+        at = draw.choice(settings_at)
+        content[at : at + 4] = draw.choice((0, 1, 7, 3, 2**16, 2**31, 2**32 - 1)).to_bytes(4, "little")
+        return Case(_GGUF_COMMAND, writes("m.gguf", bytes(content)), (0, 1, 2))
     head = 1 << draw.choice((5, 8, 11))
     if draw.random() < 0.4:
         at = draw.randrange(0, head)
@@ -227,7 +237,7 @@ def ggufs(draw: random.Random, bases: Bases) -> Case:
         data = bytes(content)
     else:
         data = damaged(bytes(content[:head]), draw) + bytes(content[head:])
-    return Case(["generate", "m.gguf", "--prompt", "the", "--max-new-tokens", "2"], writes("m.gguf", data), (0, 1, 2))
+    return Case(_GGUF_COMMAND, writes("m.gguf", data), (0, 1, 2))
 
 
 _READERS = (

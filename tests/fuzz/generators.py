@@ -13,7 +13,8 @@ from sansgpu.config.load import describe
 from tests.fuzz.bases import Bases, copy, tiny_config, yaml_text
 from tests.fuzz.files import completions, ggufs, lessons, model_folders, rows, run_folders, tokenizers, writes
 from tests.fuzz.harness import Case
-from tests.fuzz.values import NUMBERS, TEXTS, changed, damaged, dumped, odd
+from tests.fuzz.odd_folders import folders, templates, weights
+from tests.fuzz.values import NOT_UTF8, NUMBERS, TEXTS, changed, damaged, dumped, odd
 from tests.processes import settings
 
 FAST = ["--set", "training.timeout_seconds=3", "--set", "training.kernels=torch"]
@@ -95,7 +96,7 @@ def _small_data(text: str, bases: Bases) -> list[str]:
 
 
 # Options by command, each with values: text, number, or a word of its own. Paths for output stay inside the folder.
-_PATHS = ["", ".", "..", "x" * 300, "link", "a/b/c", "a\nb", "\x1b[31m", "file", "pipe"]
+_PATHS = ["~nosuchuser/x", NOT_UTF8, "", ".", "..", "x" * 300, "link", "a/b/c", "a\nb", "\x1b[31m", "file", "pipe"]
 _COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
     "train": (["--dry-run"], {
         "--max-steps": "number", "--batch-size": "number", "--seq-len": "number", "--target-device": "text",
@@ -176,7 +177,7 @@ def flags(draw: random.Random, bases: Bases) -> Case:
 
 
 _VARIABLES = {
-    "SANSGPU_CACHE": ["", "/dev/null", "/dev/null/x", "x" * 300, "relative", "file", "\x1b[31m", "~"],
+    "SANSGPU_CACHE": ["", "/dev/null", "/dev/null/x", "x" * 300, "relative", "file", "\x1b[31m", "~nosuchuser/x"],
     "XDG_CACHE_HOME": ["/dev/null", "", "x" * 300],
     "HOME": ["", "/dev/null", "/nonexistent"],
     "TMPDIR": ["/nonexistent", "/dev/null", ""],
@@ -226,16 +227,19 @@ def variables(draw: random.Random, bases: Bases) -> Case:
 
 # How many of a thousand are of each kind.
 KINDS: dict[str, tuple[Generator, int]] = {
-    "configuration": (configuration, 190),
-    "flags": (flags, 120),
-    "rows": (rows, 160),
-    "tokenizers": (tokenizers, 90),
-    "model folders": (model_folders, 90),
-    "GGUF files": (ggufs, 70),
-    "run folders": (run_folders, 160),
+    "configuration": (configuration, 170),
+    "flags": (flags, 110),
+    "rows": (rows, 140),
+    "tokenizers": (tokenizers, 80),
+    "model folders": (model_folders, 80),
+    "GGUF files": (ggufs, 80),
+    "run folders": (run_folders, 140),
     "variables": (variables, 40),
     "lessons": (lessons, 40),
     "completions": (completions, 40),
+    "folders": (folders, 25),
+    "weights": (weights, 35),
+    "templates": (templates, 20),
 }
 
 

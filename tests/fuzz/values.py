@@ -17,11 +17,13 @@ def _deep(levels: int) -> Any:
 
 ODD: list[Any] = [
     "text", "", " ", "\u2028", "\x1b[31mred\x07", "½", "²", "x" * 5000, "\ud800", "1e5", "12", "../up", "a/b\nc",
-    "a\0b", "/dev/null", "/dev/zero", "$HOME", "{{ 7 * 7 }}", -1, 0, 1, 3, 2**31, 2**63, 10**19, 10**400, 0.5, -0.5,
+    "a\0b", "~nosuchuser/x", "<b>&amp;`|", "/dev/null", "/dev/zero", "$HOME", "{{ 7 * 7 }}",
+    -1, 0, 1, 3, 2**31, 2**32, 2**63, 10**19, 10**400, 0.5, -0.5,
     1e308, 1e-320, float("nan"), float("inf"), -float("inf"), None, True, False, [], [1], ["a"], [[]], {}, {"a": 1},
     {"": None}, [None], _deep(5), _deep(200), list(range(3000)),
 ]  # fmt: skip
-TEXTS = [value for value in ODD if isinstance(value, str) and "\0" not in value and value != "\ud800"]
+NOT_UTF8 = "caf\udce9"  # the bytes b"caf\xe9" in an argument or a file name
+TEXTS = [value for value in ODD if isinstance(value, str) and "\0" not in value and value != "\ud800"] + [NOT_UTF8]
 NUMBERS = [
     "-1",
     "0",
@@ -29,13 +31,17 @@ NUMBERS = [
     "2",
     "0.5",
     "-0.5",
+    "1000000",
+    "4294967296",
     "1e308",
+    "1e-320",
     "1e999",
     "nan",
     "inf",
     "-inf",
     "9" * 30,
     "9" * 400,
+    "9" * 5000,
     "abc",
     "",
     "²",
