@@ -171,6 +171,16 @@ def test_moments_of_another_kind_shape_or_type_are_refused(copy: Path, how: str)
     assert_refused("was made with another optimizer", *resume)
 
 
+def test_weights_of_another_model_are_refused(copy: Path) -> None:
+    file = copy / "snapshots/step-000006/model.safetensors"
+    weights = load_file(file)
+    weights["other.weight"] = weights.pop(max(weights))
+    save_file(weights, file)
+    with_hashes(file.parent)
+    for command in (("generate", copy), ("export", copy)):
+        assert_refused("does not contain the whole model", *command)
+
+
 def test_a_folder_of_any_depth_is_read(home: Path, copy: Path, tmp_path: Path, deep: Callable[[Path], Path]) -> None:
     data = deep(tmp_path / "data")
     for command in (

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import nn
 
 from sansgpu.config import ConfigError
 from sansgpu.config.plain_data import require_regular_file, truncate
@@ -27,6 +28,15 @@ def readable_weights(path: Path) -> Iterator[None]:
     except UNREADABLE as error:
         reason = truncate(" ".join(str(error).split())).removesuffix(".")
         raise ConfigError(f"{path} holds no weights that can be read ({reason}); copy or export it again.") from None
+
+
+def set_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: Path, assign: bool = False) -> None:
+    """Loads weights that were read from `source` into a model. Raises ConfigError if they do not fit."""
+    try:
+        model.load_state_dict(weights, assign=assign)
+    except (RuntimeError, TypeError) as error:
+        reason = truncate(" ".join(str(error).split()))
+        raise ConfigError(f"{source} does not contain the whole model: {reason}") from None
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:

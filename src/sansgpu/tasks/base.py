@@ -21,6 +21,7 @@ from sansgpu.models.costing import Costs
 from sansgpu.models.module_costs import ModuleCosts, ModuleShape, module_shape
 from sansgpu.models.module_folder import export_module
 from sansgpu.models.modules import blocks_of, compile_blocks
+from sansgpu.models.weights_file import set_weights
 from sansgpu.tasks.task import Evaluator, Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel, Verb
 from sansgpu.tasks.vocabulary import with_expected_vocabulary
@@ -122,7 +123,7 @@ class TaskBase(ObjectiveBase):
         assert source.snapshot is not None
         assert source.tokenizer is not None
         task = cls.without_data(source.config)
-        task.model.load_state_dict(source.snapshot.weights())
+        set_weights(task.model, source.snapshot.weights(), source.snapshot.folder)
         return task, load_tokenizer(source.tokenizer), source.config
 
     @classmethod

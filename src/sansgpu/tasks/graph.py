@@ -27,6 +27,7 @@ from sansgpu.models.entities import NameBags
 from sansgpu.models.graph_costs import GraphEncoderCosts
 from sansgpu.models.graph_encoder import GraphEncoder
 from sansgpu.models.graph_folder import export_graph_model, is_graph_folder, load_graph_folder
+from sansgpu.models.weights_file import set_weights
 from sansgpu.tasks.base import TaskWithEvaluator
 from sansgpu.tasks.graph_corpus import GraphCorpus, graph_corpus, names_of
 from sansgpu.tasks.link_prediction import SampledRanking, rank_tails
@@ -46,7 +47,7 @@ from sansgpu.tasks.masked_prediction import (
     validation_masking,
 )
 from sansgpu.tasks.task import Sums
-from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, SavedState, TrainedModel
+from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
 from sansgpu.tasks.vocabulary import with_vocabulary_of
 
 UNKNOWN = "-"  # dataset name of an exported model
@@ -285,7 +286,7 @@ class Graph(GraphObjective, TaskWithEvaluator):
             assert source.tokenizer is not None
             config, codec = source.config, GraphCodec.load(source.tokenizer)
             model = GraphEncoder(config.model, seed=None, longest_span=longest_span(config))
-            _load_weights(model, source.snapshot)
+            set_weights(model, source.snapshot.weights(), source.snapshot.folder, assign=True)
         return GraphObjective(config, model.float(), names_of(codec)), codec, config
 
     @classmethod
@@ -320,14 +321,6 @@ def _config_of(model: GraphEncoder, learned: dict[str, Any], folder: Path) -> Co
         )
     except ValidationError as error:
         raise ConfigError(f"{folder}: config.json is not valid: {'; '.join(problems(error))}.") from None
-
-
-def _load_weights(model: GraphEncoder, snapshot: SavedState) -> None:
-    try:
-        model.load_state_dict(snapshot.weights(), assign=True)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{snapshot.folder} does not contain the whole model: {reason}") from None
 
 
 def exported_settings(config: Config) -> dict[str, dict[str, Any]]:

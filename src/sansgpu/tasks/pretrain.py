@@ -41,6 +41,7 @@ from sansgpu.models.layouts import hugging_face_config, to_hugging_face
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.teacher import Teacher, decoder_teacher, transformers_teacher
 from sansgpu.models.text import TokenizerParts
+from sansgpu.models.weights_file import set_weights
 from sansgpu.tasks.base import ObjectiveBase, TaskWithEvaluator
 from sansgpu.tasks.distillation import (
     Lesson,
@@ -233,7 +234,7 @@ class Pretrain(PretrainObjective, TaskWithEvaluator):
         if source.snapshot is not None:
             assert source.tokenizer is not None
             decoder = TransformerLM(config.model, seed=None)
-            decoder.load_state_dict(source.snapshot.weights(), assign=True)
+            set_weights(decoder, source.snapshot.weights(), source.snapshot.folder, assign=True)
             return PretrainObjective(config, decoder), load_tokenizer(source.tokenizer), config
         if is_gguf(source.target):
             file = open_gguf(path)
