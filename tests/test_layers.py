@@ -181,6 +181,13 @@ def test_one_file_prints_and_one_makes_consoles() -> None:
             assert str(module.path.relative_to(SOURCE)) == doors[name], f"{module.path} calls {name}"
 
 
+def test_one_file_expands_home_folders() -> None:
+    """A home that does not exist is an error there; pathlib raises a RuntimeError."""
+    names = ("expanduser", "Path.home")
+    found = {m.path.relative_to(SOURCE).as_posix() for m in modules() if any(n in m.path.read_text() for n in names)}
+    assert found == {"config/paths.py"}
+
+
 def test_only_machine_reads_the_environment() -> None:
     for module in modules():
         reads = {name for name in used_names(module) for read in ENVIRONMENT if f"{name}.".startswith(f"{read}.")}

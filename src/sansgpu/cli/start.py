@@ -22,6 +22,7 @@ from sansgpu.cli.options import (
 )
 
 _PROPOSAL, _CLUSTER, _MEASUREMENT = "Proposal", "Cluster", "Measurement"
+_HoursOption = Annotated[float | None, number_option("Propose the best configuration for this many hours.", _PROPOSAL)]
 
 
 def doctor(as_json: JsonOption = False) -> None:
@@ -52,9 +53,7 @@ def plan(
             metavar="SIZE",
         ),
     ] = None,
-    hours: Annotated[
-        float | None, number_option("Propose the best configuration for this many hours.", _PROPOSAL)
-    ] = None,
+    hours: _HoursOption = None,
     data: Annotated[str | None, option("With --hours: dataset (file, folder or Hub name).", _PROPOSAL)] = None,
     output: Annotated[
         Path | None, path_option("With --hours: configuration file to write. Default: proposed.yaml.", "FILE")
