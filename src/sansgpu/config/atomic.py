@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,9 +53,7 @@ def write_failures_as(raised: type[SansGPUError], path: Path, option: str | None
         yield
     except OSError as error:
         advice = f"; choose another {option}" if option else ""
-        # shutil.copytree lists (source, target, reason) of every file; the first one explains the others.
-        reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror or error
-        raise raised(f"{path} cannot be written: {reason}{advice}.") from None
+        raise raised(f"{path} cannot be written: {error.strerror or error}{advice}.") from None
 
 
 def write_text(path: Path, text: str) -> None:
