@@ -330,6 +330,7 @@ class TransformerLM(nn.Module):
             document_ids = kept.long() if document_ids is None else _apart(document_ids, kept)
             labels = None if labels is None else labels.masked_fill(~kept, IGNORED_LABEL)
         hidden, weight = self.hidden(input_ids, positions, document_ids, caches), self.head_matrix
+        logits: torch.Tensor
         if isinstance(weight, QuantizedWeight):
             logits = self.logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
         else:
