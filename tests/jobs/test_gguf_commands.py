@@ -167,7 +167,7 @@ def test_a_text_that_ends_right_after_the_prompt_is_explained(tmp_path: Path, ca
     assert "ended the text right after the prompt; use `sansgpu chat` if it is a chat model" in captured.err
 
 
-def test_a_chat_model_in_a_file_runs_without_the_models_of_transformers(home: Path, tmp_path: Path) -> None:
+def test_a_chat_model_in_a_file_runs_without_the_models_of_transformers(tmp_path: Path) -> None:
     """Importing them takes more memory and time than a small quantized model."""
     model, tokenizer = base(tmp_path / "base", "llama3")
     model.config.rope_parameters = {"rope_type": "default", "rope_theta": 500.0}
@@ -175,7 +175,8 @@ def test_a_chat_model_in_a_file_runs_without_the_models_of_transformers(home: Pa
     write_base(file, model, tokenizer, "q4_1")
     chosen = ["--max-new-tokens", "3", "--temperature", "0"]
     commands = [["chat", str(file), "--prompt", "red", *chosen], ["generate", str(file), "--prompt", "red", *chosen]]
-    commands.append(["eval", str(file), "--data", str(home / "chat.jsonl"), "--json"])
+    chat_rows(tmp_path / "chat.jsonl")
+    commands.append(["eval", str(file), "--data", str(tmp_path / "chat.jsonl"), "--json"])
     script = f"""
 import sys
 from sansgpu.cli import run
