@@ -47,16 +47,14 @@ def copy(run: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def deep(tmp_path: Path) -> Iterator[Callable[[Path], Path]]:
-    """Makes a folder with 1,500 levels of folders below it, which pytest cannot delete."""
-    made: list[Path] = []
+def deep(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Makes a folder with many levels of folders below it. pytest cannot delete it, so the fixture does."""
 
-    def make(folder: Path) -> Path:
-        made.append(folder)
-        return make_deep(folder, 1500)
+    def make(folder: Path, levels: int = 1500) -> Path:
+        return make_deep(folder, levels)
 
     yield make
-    subprocess.run(["rm", "-rf", *made], check=True)
+    subprocess.run(["rm", "-rf", *tmp_path.iterdir()], check=True)
 
 
 def tiny(home: Path, **changes: object) -> list[str]:
@@ -181,7 +179,7 @@ def test_weights_of_another_model_are_refused(copy: Path) -> None:
         assert_refused("does not contain the whole model", *command)
 
 
-def test_a_folder_of_any_depth_is_read(home: Path, copy: Path, tmp_path: Path, deep: Callable[[Path], Path]) -> None:
+def test_a_folder_of_any_depth_is_read(home: Path, copy: Path, tmp_path: Path, deep: Callable[..., Path]) -> None:
     data = deep(tmp_path / "data")
     for command in (
         ("train", *settings(data__dataset_name=data, training__max_steps=2), "--dry-run"),
@@ -198,13 +196,11 @@ def test_a_folder_of_any_depth_is_read(home: Path, copy: Path, tmp_path: Path, d
     for command in (("runs", copy.parent), ("snapshots", "fork", copy, "--output-dir", forked), resume):
         code, said = outcome(*command)
         assert (code, "recursion" in said) == (0, False), said
-    subprocess.run(["rm", "-rf", forked], check=True)
 
 
-def test_a_path_too_long_for_the_system_is_refused(tmp_path: Path) -> None:
-    data = make_deep(tmp_path / "data", 3000)
+def test_a_path_too_long_for_the_system_is_refused(tmp_path: Path, deep: Callable[..., Path]) -> None:
+    data = deep(tmp_path / "data", 3000)
     assert_refused("too long for the file system", "train", *settings(data__dataset_name=data), "--dry-run")
-    subprocess.run(["rm", "-rf", data], check=True)
 
 
 def test_names_that_are_not_utf8_are_read_in_folders_and_refused_as_arguments(run: Path, tmp_path: Path) -> None:

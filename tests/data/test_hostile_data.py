@@ -95,10 +95,11 @@ def test_a_tokenizer_is_trained_on_words_of_megabytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", ["train.tsv", "entity2text.txt"])
 def test_a_line_of_a_graph_is_bounded_and_named(tmp_path: Path, part: str) -> None:
     (tmp_path / "graph").mkdir()
-    (tmp_path / "graph/train.tsv").write_text("01\thas\t02\n" * 3)
+    header = b"head\trelation\ttail\n"
+    (tmp_path / "graph/train.tsv").write_bytes(header + b"01\thas\t02\n" * 3)
     start = ["train", "--dry-run", "--output-dir", tmp_path / "run", *settings(task="graph")]
     start += ["--set", f"data.dataset_name={tmp_path / 'graph'}"]
-    (tmp_path / "graph" / part).write_bytes(b"01\thas\t02\n" * (part == "train.tsv") + b"\xff\n")
+    (tmp_path / "graph" / part).write_bytes(header * (part == "train.tsv") + b"\xff\n")
     assert_refused(f"{part}, line {1 + (part == 'train.tsv')} is not UTF-8", *start)
     (tmp_path / "graph" / part).write_bytes(b"x\t" * (33 << 20))
     assert_refused(f"{part}, line 1 is longer than 64 MB", *start)

@@ -31,17 +31,24 @@ class Guarded:
 
 
 class GuardedCalls:
-    """Calls kernels with tensors at the end of guarded memory in one call, and at its start in the next."""
+    """Calls kernels with tensors at the end of guarded memory in one call, and at its start in the next.
+
+    Tensors that a kernel also reaches through pointers in its structs stay where they are.
+    """
 
     def __init__(self) -> None:
         self._call, self._at_end = native.call, False
 
     def __call__(self, name: str, *arguments: Any) -> Any:
         self._at_end = not self._at_end
+        in_structs = [value for argument in arguments if isinstance(argument, tuple) for value in argument]
         flat: dict[int, torch.Tensor] = {}
         for argument in arguments:
             if isinstance(argument, torch.Tensor) and argument.numel() > 0:
                 values = _flat(argument.detach())
+                memory = range(values.data_ptr(), values.data_ptr() + values.nbytes)
+                if any(value in memory for value in in_structs):
+                    continue
                 flat[values.data_ptr()] = max(values, flat.get(values.data_ptr(), values), key=len)
         moved = {place: Guarded(values.nbytes).tensor(values, self._at_end) for place, values in flat.items()}
         result = self._call(

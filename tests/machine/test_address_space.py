@@ -41,7 +41,7 @@ def test_a_run_beyond_the_limit_is_refused_with_what_is_available(tmp_path: Path
 
 
 def test_a_failed_allocation_ends_the_run_with_advice(tmp_path: Path, imported_bytes: int) -> None:
-    limit = imported_bytes + 100 * MEGABYTES
+    limit = imported_bytes + 300 * MEGABYTES
     code, error = train(tmp_path, limit, "--force")
     assert (code, error) == (
         1,

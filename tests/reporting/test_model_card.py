@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -156,6 +157,18 @@ def test_a_card_names_data_of_the_hub_and_no_path(
     assert "secret" not in card.content
     assert "~" not in card.content
     assert ".." not in card.content
+
+
+def test_a_card_shows_markup_in_names_instead_of_rendering_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_cache(monkeypatch, home / "cache")
+    record = RunRecord.open(train(home, "<img src=run>", training__max_steps=2))
+    record.config["data"] |= {"dataset_name": "<img src=data>`<img src=quoted>", "dataset_config": "<img src=part>"}
+    record.environment["isa"] = "[cpu](https://example.com) <img src=cpu>"
+    page = MarkdownIt().render(ModelCard(model_card(record)).text)
+    for name in ("run", "data", "quoted", "part", "cpu"):
+        assert f"&lt;img src={name}&gt;" in page
+    assert "<img" not in page
+    assert "<a " not in page
 
 
 def test_a_card_names_the_validation_data_of_its_results(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

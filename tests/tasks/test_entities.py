@@ -111,10 +111,7 @@ def test_validation_ranks_the_validation_split_as_link_prediction_does(
     home: Path, learned: Path, capsys: Captured
 ) -> None:
     first, last = (event for event in json_lines(learned / "metrics.jsonl") if event["event"] == "eval")
-    held = home / "without-test"
-    held.mkdir()
-    for name in ("train.tsv", "dev.tsv"):
-        shutil.copy(home / "graph" / name, held)
+    held = Path(shutil.copytree(home / "graph", home / "without-test", ignore=shutil.ignore_patterns("test.tsv")))
     asked = ("--link-prediction", "--data", str(held), "--limit", "128")
     ranked = printed(capsys, "eval", str(learned), *asked)["tail"]
     own = printed(capsys, "eval", str(learned))

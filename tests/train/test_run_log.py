@@ -90,7 +90,9 @@ def test_the_best_rate_ever_measured_here_counts(home: Path, tmp_path: Path) -> 
     (file,) = (f for f in (home / "cache/measured").iterdir() if "gemm" in json.loads(f.read_text())["question"])
     known = json.loads(file.read_text())
     first = step_events(tmp_path / "first")
-    assert {event["gemm_flops_per_second"] for event in first} == {known["answer"]}
+    rates = [event["gemm_flops_per_second"] for event in first]
+    assert rates == sorted(rates)  # a run measures again when the machine becomes quiet
+    assert rates[-1] == known["answer"]
     file.write_text(json.dumps({**known, "answer": 9e15}))  # as measured earlier, on a quiet machine
     assert train(home, tmp_path / "second") == 0
     assert {event["gemm_flops_per_second"] for event in step_events(tmp_path / "second")} == {9e15}

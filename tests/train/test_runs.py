@@ -128,7 +128,7 @@ def test_no_time_is_left(home: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert cli(["train", *chosen, "--until", "2020-01-01T07:00", "--output-dir", str(tmp_path / "r")]) == 2
     assert "is in the past; give a later time" in capsys.readouterr().err
     assert cli(["train", *chosen, "--until", "tomorrow", "--output-dir", str(tmp_path / "r")]) == 2
-    assert "write 07:00" in capsys.readouterr().err
+    assert "write 18:00, 6PM or 2030-01-31T18:00" in capsys.readouterr().err
 
 
 def test_headless_prints_the_same_lines_and_nothing_else(home: Path, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import typer
+
 from sansgpu.cli.options import (
     CONFIGURATION,
     ConfigArgument,
@@ -176,10 +178,8 @@ def bench(
 
     Example: sansgpu bench configs/cpu_small.yaml --set data.dataset_name=notes/ --vary training.threads=1,2
     """
-    from sansgpu.config import ConfigError
-
     if forward_only and (vary or targets or start):
-        raise ConfigError("--vary, --targets and --start need training steps; leave out --forward-only.")
+        raise typer.BadParameter("--vary, --targets and --start need training steps; leave out --forward-only")
     check_tables(config, override or [])
     folder = output_dir or Path("bench") / (config.stem if config else "default")
     with preparation_bar() as bar:

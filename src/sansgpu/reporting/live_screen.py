@@ -153,8 +153,8 @@ def _progress(shown: ScreenState) -> list[Cell]:
     step, evaluation, cells = shown.step, shown.evaluation, list[Cell]()
     if step:
         cells += [
-            ("speed", f"{step['tokens_per_second']:,.0f} tokens/s, {1 / step['step_seconds']:.3g} it/s"),
-            ("step time", f"{_seconds(step['step_seconds'])}, MFU {percent(step['mfu'])}"),
+            ("speed, MFU", f"{step['tokens_per_second']:,.0f} tokens/s, {percent(step['mfu'])}"),
+            ("step time", f"{_seconds(step['step_seconds'])}, {1 / step['step_seconds']:.3g} it/s"),
             ("trained on", f"{step['tokens'] / 1e6:,.1f}M tokens"),
             ("learning rate", f"{step['lr']:.3g}"),
             ("gradient norm", f"{step['grad_norm']:.3g}"),
