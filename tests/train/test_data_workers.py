@@ -10,32 +10,24 @@ TASK = "tests.train.faulty_data:"
 RESUME = "then continue with --resume latest."
 
 
-def test_a_worker_that_hangs_is_named_and_the_process_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("workers", "problem"),
+    [
+        (1, "data worker 1 of 1 did not finish the batch of step 4 within 1 s"),
+        (0, "the batch of step 4 was not ready within 1 s"),
+    ],
+)
+def test_a_batch_that_hangs_ends_the_run(
+    workers: int, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=":")
     chosen = settings(
         data__dataset_name=write_corpus(tmp_path / "corpus.jsonl"), training__max_steps=8, data__timeout_seconds=1,
-        training__dataloader_num_workers=1, task=f"{TASK}Hanging",
+        training__dataloader_num_workers=workers, task=f"{TASK}Hanging",
     )  # fmt: skip
     code, out, error = finish(["train", *chosen, "--output-dir", str(tmp_path / "run")], tmp_path / "cache")
-    said = (
-        "data worker 1 of 1 did not finish the batch of step 4 within 1 s; check that the disk with the data responds"
-    )
-    assert (code, error.splitlines()[-1]) == (
-        1, f"sansgpu: {said}, or raise data.timeout_seconds, {RESUME}",
-    ), out + error  # fmt: skip
-
-
-def test_without_workers_a_batch_that_hangs_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=":")
-    chosen = settings(
-        data__dataset_name=write_corpus(tmp_path / "corpus.jsonl"), training__max_steps=8, data__timeout_seconds=1,
-        training__dataloader_num_workers=0, task=f"{TASK}Hanging",
-    )  # fmt: skip
-    code, out, error = finish(["train", *chosen, "--output-dir", str(tmp_path / "run")], tmp_path / "cache")
-    said = "the batch of step 4 was not ready within 1 s; check that the disk with the data responds"
-    assert (code, error.splitlines()[-1]) == (
-        1, f"sansgpu: {said}, or raise data.timeout_seconds, {RESUME}",
-    ), out + error  # fmt: skip
+    advice = "check that the disk with the data responds, or raise data.timeout_seconds"
+    assert (code, error.splitlines()[-1]) == (1, f"sansgpu: {problem}; {advice}, {RESUME}"), out + error
 
 
 @pytest.mark.parametrize(

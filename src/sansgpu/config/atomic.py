@@ -13,7 +13,7 @@ from pathlib import Path
 from sansgpu.config.errors import SansGPUError
 from sansgpu.config.folders import delete_folder
 
-PRIVATE_MODE = 0o700  # of caches, whatever the umask is: what others wrote there would be trusted
+PRIVATE_MODE = 0o700  # caches have it under any umask, because their content is trusted
 _SCRATCH = re.compile(r"\.sansgpu-[0-9a-f]{16}")
 
 

@@ -148,7 +148,7 @@ def default_values(values: Values) -> Values:
         section, _, name = key.partition(".")
         if name:
             default = (own.get(section) or {}).get(name, field.default)
-            found[key] = str(default) if default is AUTO else default  # as `acting_values` has it
+            found[key] = str(default) if default is AUTO else default  # the form that `acting_values` compares
     found["training.learning_rate"] = _default_learning_rate(values, own)
     found |= {f"model.{key}": field.default for key, field in ModelConfig.model_fields.items() if key in chosen}
     return {**found, "device": found["training.device"]}

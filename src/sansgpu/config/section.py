@@ -20,7 +20,7 @@ class Section(BaseModel):
     given, so an assignment changes one configuration only.
     """
 
-    section_name: ClassVar[str] = ""  # where other_names.py finds keys of other trainers
+    section_name: ClassVar[str] = ""  # key of the table of other trainers' names in other_names.py
 
     model_config = ConfigDict(
         extra="forbid", revalidate_instances="always", protected_namespaces=(), allow_inf_nan=False

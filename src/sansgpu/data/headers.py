@@ -25,7 +25,7 @@ from sansgpu.data.tagged import TAG_COLUMNS
 TABLES = (".csv", ".tsv")
 MAX_LINES = 100_000  # lines in which a value of the first line may occur again
 MANY_WORDS = 5  # a value with as many words is a text rather than the name of a column
-SHOWN_COLUMNS, SHOWN_CHARACTERS = 12, 20  # of a first line in a message
+SHOWN_COLUMNS, SHOWN_CHARACTERS = 12, 20  # a message quotes at most these of a first line
 
 TAGGED_FORMS = (*TABLES, ".txt")  # files that may contain CoNLL columns, in addition to .conll
 _TAGGED_NAMES = frozenset(("text", "tokens", "spans", *TAG_COLUMNS))

@@ -318,7 +318,7 @@ def _tokenizer_of(file: GGUFFile) -> Any:
 
     parts = file.tokenizer
     return PreTrainedTokenizerFast(
-        tokenizer_object=parts.backend,  # which it copies
+        tokenizer_object=parts.backend,  # copied by the constructor
         bos_token=parts.token(parts.bos_id),
         eos_token=parts.token(parts.eos_id),
         pad_token=parts.token(parts.pad_id),

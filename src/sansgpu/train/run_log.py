@@ -19,7 +19,7 @@ from sansgpu.train.state import Progress
 from sansgpu.train.step import PHASES, PhaseTimer, StepResult
 from sansgpu.train.threads import AdaptiveThreads
 
-MAX_REPEATS = 3  # of the measurement of the GEMM rate, which takes tenths of a second
+MAX_REPEATS = 3  # each new measurement of the GEMM rate takes tenths of a second
 
 SystemStatistics = Callable[[], dict[str, Any] | None]  # returns machine statistics since its last call
 

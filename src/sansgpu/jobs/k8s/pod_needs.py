@@ -14,7 +14,7 @@ from sansgpu.tasks import task_of
 from sansgpu.train.budget import DISK_BYTES_PER_SECOND
 from sansgpu.train.optim import choose_optimizer
 
-ESTIMATING = "estimating memory and the time to save"  # what `needs_of` does, for a display of progress
+ESTIMATING = "estimating memory and the time to save"  # a display of progress shows it while `needs_of` runs
 STEPS = 2.0  # time to finish the current step; doubled because a CPU of a pod may be a hyper-thread, half a core
 SNAPSHOTS = 2.0  # the final snapshot waits for one that is still being written
 START_SECONDS = 30.0  # time that torchrun needs to signal its processes, and a reserve
