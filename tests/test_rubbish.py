@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import pickle
 import re
@@ -23,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from sansgpu.config import ConfigError
 from sansgpu.data.tokenizer import BPETokenizer
 from tests.bounded import assert_refused, outcome
-from tests.fuzz.odd_folders import make_deep
+from tests.fuzz.odd_folders import delete_deep, make_deep, with_hashes
 from tests.fuzz.values import NOT_UTF8
 from tests.processes import settings, train, use_cache
 from tests.tasks.folders import chat_rows
@@ -48,25 +46,17 @@ def copy(run: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def deep(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Makes a folder with many levels of folders below it. pytest cannot delete it, so the fixture does."""
+    """Makes a folder with many levels of folders below it."""
 
     def make(folder: Path, levels: int = 1500) -> Path:
         return make_deep(folder, levels)
 
     yield make
-    subprocess.run(["rm", "-rf", *tmp_path.iterdir()], check=True)
+    delete_deep(tmp_path)
 
 
 def tiny(home: Path, **changes: object) -> list[str]:
     return ["train", *settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=2, **changes)]
-
-
-def with_hashes(snapshot: Path) -> None:
-    """Updates a snapshot's manifest after a change of its files."""
-    manifest = json.loads((snapshot / "MANIFEST.json").read_text())
-    for name in manifest["files"]:
-        manifest["files"][name] = hashlib.sha256((snapshot / name).read_bytes()).hexdigest()
-    (snapshot / "MANIFEST.json").write_text(json.dumps(manifest))
 
 
 def test_a_path_in_the_home_of_nobody_is_refused(home: Path, run: Path) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +33,19 @@ def make_deep(folder: Path, levels: int) -> Path:
     os.close(file)
     os.close(here)
     return folder
+
+
+def delete_deep(folder: Path) -> None:
+    """Deletes a folder of any depth; pytest ends in a RecursionError when it deletes an old one for its next run."""
+    subprocess.run(["rm", "-rf", folder], check=True)
+
+
+def with_hashes(snapshot: Path) -> None:
+    """Updates a snapshot's manifest after a change of its files."""
+    file = snapshot / "MANIFEST.json"
+    values = json.loads(file.read_text())
+    files = {name: hashlib.sha256((snapshot / name).read_bytes()).hexdigest() for name in values["files"]}
+    file.write_text(json.dumps({**values, "files": files}))
 
 
 def folders(draw: random.Random, bases: Bases) -> Case:
@@ -89,11 +103,7 @@ def weights(draw: random.Random, bases: Bases) -> Case:
                 tensors["other." + name] = tensors.pop(name)
             save_file(tensors, file, {"format": "pt"})
         for manifest in run.rglob("MANIFEST.json"):
-            values = json.loads(manifest.read_text())
-            files = {
-                name: hashlib.sha256((manifest.parent / name).read_bytes()).hexdigest() for name in values["files"]
-            }
-            manifest.write_text(json.dumps({**values, "files": files}))
+            with_hashes(manifest.parent)
 
     return Case(draw.choice(commands), prepare, (0, 1, 2))
 

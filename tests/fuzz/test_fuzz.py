@@ -11,6 +11,7 @@ import pytest
 from tests.fuzz.bases import Bases, make_bases
 from tests.fuzz.generators import cases
 from tests.fuzz.harness import Runner, runner
+from tests.fuzz.odd_folders import delete_deep
 
 SEED = int(os.environ.get("SANSGPU_FUZZ_SEED", "0"))
 
@@ -22,8 +23,10 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    with runner(tmp_path_factory.mktemp("fuzz")) as found:
+    home = tmp_path_factory.mktemp("fuzz")
+    with runner(home) as found:
         yield found
+    delete_deep(home)
 
 
 def complaints(bases: Bases, run: Runner, seed: int, scale: float) -> list[str]:
