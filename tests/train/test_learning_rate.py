@@ -69,7 +69,7 @@ def test_a_written_configuration_leaves_the_rate_to_a_run_that_chooses_its_optim
     assert default_values(values)["training.learning_rate"] == values["training"]["learning_rate"] == 0.0005
     defaults = default_values(acting_values(Config()))
     assert defaults["training.learning_rate"] == TrainingConfig().learning_rate
-    assert "training.batch_size: auto" in yaml.safe_dump(defaults)  # which a run's report shows
+    assert "training.batch_size: auto" in yaml.safe_dump(defaults)  # the report of a run writes them as YAML
 
 
 def test_a_run_resumes_with_its_recorded_rate_unless_another_is_given() -> None:

@@ -93,7 +93,7 @@ def test_the_best_rate_ever_measured_here_counts(home: Path, tmp_path: Path) -> 
     rates = [event["gemm_flops_per_second"] for event in first]
     assert rates == sorted(rates)  # a run measures again when the machine becomes quiet
     assert rates[-1] == known["answer"]
-    file.write_text(json.dumps({**known, "answer": 9e15}))  # as measured earlier, on a quiet machine
+    file.write_text(json.dumps({**known, "answer": 9e15}))  # an earlier measurement on a quiet machine
     assert train(home, tmp_path / "second") == 0
     assert {event["gemm_flops_per_second"] for event in step_events(tmp_path / "second")} == {9e15}
     file.write_text("{torn")

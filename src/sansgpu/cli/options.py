@@ -164,8 +164,7 @@ def check_tables_for(run: str, data: str) -> None:
     file = local_path(run) / "config.yaml"
     if file.is_file():
         config, _ = load_config(file, own=False)
-        data_of_it = config.data.model_copy(update={"dataset_name": data, "validation_name": None})
-        require_columns(config.model_copy(update={"data": data_of_it}))
+        require_columns(config.model_copy(update={"data": config.data.for_dataset(data)}))
 
 
 def preparation_bar(silent: bool = False) -> closing[PreparationBar]:

@@ -173,6 +173,10 @@ class DataConfig(Section):
         columns = {key: field for key, field in type(self).model_fields.items() if key.endswith("_column")}
         return not any(isinstance(getattr(self, key), int) for key, field in columns.items() if field.default is None)
 
+    def for_dataset(self, name: str) -> DataConfig:
+        """Returns the settings with which all rows of another dataset are read, e.g. to evaluate on it."""
+        return self.model_copy(update={"dataset_name": name, "validation_name": None})
+
 
 def _without_sampling(values: dict[str, Any]) -> dict[str, Any]:
     """Removes a section `sampling` of other trainers that asks for nothing. Raises ValueError if it asks for more."""

@@ -30,7 +30,6 @@ SPLIT = (
 )
 LONG_RUN = re.compile(r"[^\W\d_]{1000}|[^\w\s]{1000}|\s{1000}")  # characters that SPLIT keeps together
 FALLBACK_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-BYTES = 256
 Ids = tuple[int, ...]
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -193,7 +192,7 @@ class BPETokenizer(Tokenizer):
     def __init__(
         self, backend: Backend | None = None, end_of_text: str | None = None, around: tuple[Ids, Ids] | None = None
     ) -> None:
-        super().__init__(backend or _trained_bpe((), BYTES + 1, (END_OF_TEXT,)), end_of_text, around)
+        super().__init__(backend or _trained_bpe((), MIN_VOCABULARY, (END_OF_TEXT,)), end_of_text, around)
 
     @_OnClassOrInstance
     def train(

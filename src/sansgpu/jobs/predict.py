@@ -89,7 +89,7 @@ def rows_of(
     one is not an object.
     """
     form = {} if file_form(Path(name)) is None else {"tag_column": None}  # rows may have another form than in training
-    data = data.model_copy(update={"dataset_name": name, "validation_name": None, **form})
+    data = data.for_dataset(name).model_copy(update=form)
     require_no_header(data)
     source = open_single(name, data, text_rows=True)
     row = None

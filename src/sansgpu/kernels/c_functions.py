@@ -71,7 +71,7 @@ class Function:
     def __init__(self, name: str, signature: Signature, function: Any) -> None:
         self._name, self._kinds, self._function = name, signature.kinds, function
         self._pointers = [place for place, kind in enumerate(signature.kinds) if kind is _KINDS["pointer"]]
-        self._fitting = set[tuple[type, ...]]()  # of arguments: whether they fit depends on their types alone
+        self._fitting = set[tuple[type, ...]]()  # types of arguments that passed the check, which depends on them alone
         function.argtypes = [kind.c_type for kind in signature.kinds]
         function.restype = ctypes.c_int64 if signature.returns else None
 

@@ -110,7 +110,7 @@ class Interrupt:
         if self._watch is not None:
             self._watch.close()
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
+            signal.signal(number, handler)  # type: ignore[arg-type]  # signal.signal returned it
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or number

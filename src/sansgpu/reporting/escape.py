@@ -11,7 +11,7 @@ import re
 # C0 and C1 controls except tabs and line ends, bidirectional controls (Unicode TR 36), and surrogates of invalid UTF-8.
 _CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]|\r(?!\n)")
 _LINE_ENDS = re.compile("[\r\n\u2028\u2029]")
-_MARKUP = re.compile(r"[\\`*\[\]<>&|]")  # of HTML and Markdown
+_MARKUP = re.compile(r"[\\`*\[\]<>&|]")  # characters with a meaning in HTML or Markdown
 
 
 def printable(text: str) -> str:

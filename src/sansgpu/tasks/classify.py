@@ -194,8 +194,7 @@ class Classify(ClassifyObjective, FineTuningTask):
         if request.data is None:
             part, skipped = cast(LabeledCorpus, request.own_corpus()).validation, 0
         else:
-            data = loaded.config.data.model_copy(update={"dataset_name": request.data, "validation_name": None})
-            data, numbered = number_label_columns(data)
+            data, numbered = number_label_columns(loaded.config.data.for_dataset(request.data))
             if numbered:
                 request.warn(f"{numbered}.")
             source, bad_rows = open_single(request.data, data, text_rows=True), BadRows("skip")

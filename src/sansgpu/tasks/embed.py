@@ -214,7 +214,7 @@ class TextEmbedding(EmbeddingObjective, FineTuningTask):
             part, name = cast(EmbeddingCorpus, request.own_corpus()).validation, "validation rows"
             loss = loaded.objective.loss_name
         else:
-            data = config.data.model_copy(update={"dataset_name": request.data, "validation_name": None})
+            data = config.data.for_dataset(request.data)
             require_embedding_columns(data)
             source, bad_rows, notes = open_single(request.data, data, text_rows=True), BadRows("skip"), list[str]()
             rows, name = read_text_rows(source.rows(), data, bad_rows), source.name
