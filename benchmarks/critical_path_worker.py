@@ -27,7 +27,7 @@ from sansgpu.config import load_config
 from sansgpu.kernels import native
 from sansgpu.machine.launch import quiet_profiler
 from sansgpu.planning.set_up import set_up
-from sansgpu.tasks import task_of
+from sansgpu.tasks.registry import task_of
 from sansgpu.train.state import TrainState
 from sansgpu.train.step import StepPlan, train_step
 

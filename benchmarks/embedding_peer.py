@@ -18,10 +18,10 @@ from sentence_transformers.sentence_transformer.losses import CosineSimilarityLo
 
 from benchmarks.fine_tuning_peer import Watch, trainer_arguments
 from sansgpu.config import Config
-from sansgpu.data.pairs import read_text_rows
 from sansgpu.data.rows import BadRows
 from sansgpu.data.sources import open_sources
-from sansgpu.data.text_groups import TextGroups
+from sansgpu.tasks.embed.groups import TextGroups
+from sansgpu.tasks.embed.rows import read_text_rows
 
 LOSSES = {"cosine": CosineSimilarityLoss, "ranking": MultipleNegativesRankingLoss}
 

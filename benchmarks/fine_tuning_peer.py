@@ -25,8 +25,8 @@ from sansgpu.data.batch import IGNORE
 from sansgpu.data.order import batch_indices, steps_per_epoch
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.machine.memory import effective_batch
-from sansgpu.models.pretrained import AUTO_CLASSES
-from sansgpu.tasks import task_of
+from sansgpu.models.huggingface.pretrained import AUTO_CLASSES
+from sansgpu.tasks.registry import task_of
 from sansgpu.train.schedule import total_steps
 
 Row = dict[str, Any]  # lists of integers; a label may be a number

@@ -20,8 +20,8 @@ Ids = list[list[int]]
 def ours(job: Job) -> Callable[[Ids], Ids]:
     import torch
 
-    from sansgpu.models.batched import complete
-    from sansgpu.models.generate import Sampling
+    from sansgpu.models.generation.generate import complete
+    from sansgpu.models.generation.sampling import Sampling
     from sansgpu.train.loading import open_model
 
     torch.set_num_threads(job["threads"])

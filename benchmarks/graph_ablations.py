@@ -20,14 +20,14 @@ import torch
 
 from benchmarks.contest import Row, print_table, say, write_json
 from sansgpu.config import Config, load_config
-from sansgpu.data.leafy import LeafyDataset
 from sansgpu.kernels import native
 from sansgpu.kernels.choice import load_kernels
 from sansgpu.machine.allocator import keep_freed_memory
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.probe import cache_dir, resolve_precision, resolve_threads
-from sansgpu.tasks.graph import Graph
-from sansgpu.tasks.graph_corpus import GraphCorpus
+from sansgpu.tasks.graph.data import GraphCorpus
+from sansgpu.tasks.graph.leafy import LeafyDataset
+from sansgpu.tasks.graph.task import Graph
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.optim import choose_optimizer
 from sansgpu.train.schedule import learning_rate

@@ -21,11 +21,11 @@ from torch import nn
 
 from sansgpu.config import Config, ModelConfig, load_config
 from sansgpu.data.batch import IGNORE
-from sansgpu.data.graph_batch import POSITION_FIELDS, GraphBatch
 from sansgpu.machine.memory import effective_batch
-from sansgpu.models.graph_encoder import GraphEncoder
-from sansgpu.tasks.graph import Graph
-from sansgpu.tasks.masked_prediction import Masking, mask_rules
+from sansgpu.tasks.graph.batch import POSITION_FIELDS, GraphBatch
+from sansgpu.tasks.graph.encoder import GraphEncoder
+from sansgpu.tasks.graph.masked_prediction import Masking, mask_rules
+from sansgpu.tasks.graph.task import Graph
 
 PAD = 0
 

@@ -22,8 +22,8 @@ Results = np.ndarray  # vectors (texts, D), or the label of each text
 def our_encoder(job: Job, texts: list[str]) -> tuple[Callable[[], Results], Callable[[], Any]]:
     """Returns functions that encode and that only tokenize the texts."""
     from sansgpu.jobs.embed import open_encoder
-    from sansgpu.tasks.embed import encode_texts
-    from sansgpu.tasks.embedding_data import tokenize
+    from sansgpu.tasks.embed.data import tokenize
+    from sansgpu.tasks.embed.objective import encode_texts
 
     loaded = open_encoder(job["model"], "latest", print, lambda *_: None, "bf16")
     return lambda: encode_texts(loaded, texts), lambda: tokenize(texts, loaded.tokenizer, loaded.config.window, "")

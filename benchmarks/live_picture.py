@@ -17,11 +17,11 @@ from rich.console import Console, RenderableType
 from rich.terminal_theme import TerminalTheme
 
 from sansgpu.config import RunPaths
-from sansgpu.reporting.controls import Controls
-from sansgpu.reporting.events import Event
-from sansgpu.reporting.jsonl import read_events
-from sansgpu.reporting.live import LiveView
-from sansgpu.reporting.live_screen import screen
+from sansgpu.events.controls import Controls
+from sansgpu.events.event import Event
+from sansgpu.events.jsonl import read_events
+from sansgpu.views.live import LiveView
+from sansgpu.views.live_screen import screen
 
 ROWS_PER_COLUMN = 0.27
 # Colors that read well on white and on black pages: background, text, eight colors, eight bright colors.

@@ -24,12 +24,12 @@ from rich.console import Console
 
 from benchmarks.contest import describe_machine
 from sansgpu.config import load_config
+from sansgpu.events.callbacks import Callback, CallbackSink
+from sansgpu.events.controls import Controls
+from sansgpu.events.event import Event
 from sansgpu.jobs.train import TrainRequest, train
-from sansgpu.reporting.callbacks import Callback, CallbackSink
-from sansgpu.reporting.controls import Controls
-from sansgpu.reporting.events import Event
-from sansgpu.reporting.live import LiveView
-from sansgpu.reporting.terminal import PreparationBar
+from sansgpu.views.live import LiveView
+from sansgpu.views.terminal import PreparationBar
 
 WARM_UP = 20  # unmeasured first steps
 NEIGHBORS = 4  # steps on each side that a step is compared with

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sansgpu.reporting.events import MEASURED_CAUSES, MEASURED_KEYS
+from sansgpu.events.event import MEASURED_CAUSES, MEASURED_KEYS
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:

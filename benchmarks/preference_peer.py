@@ -17,7 +17,7 @@ from torch.utils.data import SequentialSampler
 from trl import DPOConfig, DPOTrainer
 
 from benchmarks.fine_tuning_peer import Watch, batches, load_model, say, trainer_arguments
-from sansgpu.data.answer_pairs import AnswerPairs
+from sansgpu.tasks.preference.batch import AnswerPairs
 
 
 def columns(given: list[AnswerPairs]) -> Dataset:

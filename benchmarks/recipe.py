@@ -13,18 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import corpus, ours
-from benchmarks.contest import (
-    ROOT,
-    Event,
-    NoResultError,
-    Outcome,
-    Row,
-    add_ratios,
-    print_table,
-    say,
-    spawn,
-    write_json,
-)
+from benchmarks.contest import ROOT, Event, NoResultError, Outcome, Row, add_ratios, print_table, say, spawn, write_json
 from benchmarks.sizes import SIZES, Job
 
 COLUMNS = {

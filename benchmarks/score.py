@@ -17,7 +17,7 @@ import torch
 
 from sansgpu.config import load_config
 from sansgpu.machine.memory import effective_batch
-from sansgpu.tasks import task_of
+from sansgpu.tasks.registry import task_of
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.step import StepPlan
 

@@ -6,9 +6,9 @@ import torch
 
 from sansgpu.config import ModelConfig
 from sansgpu.models import TransformerLM
-from sansgpu.models.batched import generate
-from sansgpu.models.generate import Sampling
-from sansgpu.models.huggingface import export_model
+from sansgpu.models.formats.decoder_folder import export_model
+from sansgpu.models.generation.generate import generate
+from sansgpu.models.generation.sampling import Sampling
 from sansgpu.tokenizer import BPETokenizer
 
 WINDOW, ROWS, STEPS = 64, 8, 40

@@ -11,8 +11,8 @@ from IPython.utils.capture import capture_output
 
 import sansgpu
 from sansgpu.config import ConfigError
+from sansgpu.events.controls import Controls
 from sansgpu.machine.launch import has_random_hashes
-from sansgpu.reporting.controls import Controls
 from tests.processes import TINY, digests, environment, finish, record, settings, use_cache, write_corpus
 from tests.scale.steered import Steers
 from tests.tasks.folders import chat_rows, model_folder
@@ -104,7 +104,7 @@ def test_bad_requests_are_one_sentence(tmp_path: Path) -> None:
 
 OBJECTIVE = '''
 import torch
-from sansgpu.tasks.pretrain import Pretrain
+from sansgpu.tasks.pretrain.objective import Pretrain
 
 
 class Halved(Pretrain):
@@ -181,7 +181,7 @@ def test_a_run_from_python_depends_neither_on_hashes_nor_on_the_order_of_imports
 
 
 def test_a_notebook_shows_one_output_that_is_drawn_anew(tmp_path: Path, overrides: list[str]) -> None:
-    from sansgpu.reporting.notebook import NotebookView
+    from sansgpu.views.notebook import NotebookView
 
     InteractiveShell.instance()
     with capture_output() as captured:

@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification
 from sansgpu.machine.instruction_sets import supported
 from tests.processes import environment, settings, write_corpus
 from tests.tasks.folders import chat_rows, conll, labeled_rows, sentence, squad
-from tests.tasks.graphs import rows, write_rows
+from tests.tasks.graph.graphs import rows, write_rows
 from tests.tasks.texts import text_rows
 
 ROOT = Path(__file__).parent.parent

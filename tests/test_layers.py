@@ -175,7 +175,7 @@ def test_files_and_functions_fit_on_a_few_screens() -> None:
 
 def test_one_file_prints_and_one_makes_consoles() -> None:
     """Both write control characters out, wherever a text comes from."""
-    doors = {"builtins.print": "cli/options.py", "rich.console.Console": "reporting/terminal.py"}
+    doors = {"builtins.print": "cli/options.py", "rich.console.Console": "views/terminal.py"}
     for module in modules():
         for name in {*used_names(module, called=True)} & doors.keys():
             assert str(module.path.relative_to(SOURCE)) == doors[name], f"{module.path} calls {name}"

@@ -24,7 +24,7 @@ missing, commands = json.loads(sys.argv[1])
 sys.modules.update(dict.fromkeys(missing))
 from sansgpu.cli import run
 codes = [run(command) for command in commands]
-import sansgpu.api, sansgpu.reporting.live  # for notebooks and terminals
+import sansgpu.api, sansgpu.views.live  # for notebooks and terminals
 print(json.dumps([codes, sorted({name.partition(".")[0] for name, module in sys.modules.items() if module})]))
 """
 

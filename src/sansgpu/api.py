@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import Config, ConfigError, as_config, note_of, with_own_names
+from sansgpu.events.callbacks import Callback, CallbackSink
+from sansgpu.events.event import Event, Sink
+from sansgpu.events.record import RunRecord
 from sansgpu.jobs.generate import generate_text
 from sansgpu.jobs.runs import is_locked
 from sansgpu.jobs.train import TrainRequest
@@ -16,14 +19,11 @@ from sansgpu.jobs.train import train as train_job
 from sansgpu.machine.launch import make_cublas_deterministic
 from sansgpu.machine.launcher_output import is_forwarded
 from sansgpu.machine.world import find_world
-from sansgpu.models.generate import Sampling
-from sansgpu.reporting.callbacks import Callback, CallbackSink
-from sansgpu.reporting.events import Event, Sink
-from sansgpu.reporting.notebook import NotebookView
-from sansgpu.reporting.record import RunRecord
-from sansgpu.reporting.results import describe_results, summarize
-from sansgpu.reporting.terminal import PreparationBar, RunConsole, Terminal, Warnings
+from sansgpu.models.generation.sampling import Sampling
 from sansgpu.train.loop import TrainingResult
+from sansgpu.views.notebook import NotebookView
+from sansgpu.views.results import describe_results, summarize
+from sansgpu.views.terminal import PreparationBar, RunConsole, Terminal, Warnings
 
 __all__ = ["Callback", "Config", "ConfigError", "Run", "fit"]
 

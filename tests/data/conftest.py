@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.graph_files import Write
+from tests.tasks.graph.graph_files import Write
 
 
 @pytest.fixture

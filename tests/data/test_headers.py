@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from sansgpu.config import ConfigError, DataConfig
-from sansgpu.data.graph_sources import open_graphs
 from sansgpu.data.headers import number_label_columns, number_tag_column
-from tests.data.graph_files import facts, read
+from sansgpu.tasks.graph.sources import open_graphs
+from tests.tasks.graph.graph_files import facts, read
 
 FILMS = "a good film\tpos\na bad film\tneg\nanother good one\tpos\n"
 

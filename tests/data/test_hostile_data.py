@@ -12,7 +12,7 @@ import pytest
 
 from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.files import read_documents, read_rows
-from sansgpu.data.graph_sources import open_graphs
+from sansgpu.tasks.graph.sources import open_graphs
 from tests.bounded import assert_refused, outcome
 from tests.processes import settings, use_cache, write_corpus
 

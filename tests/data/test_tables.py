@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from sansgpu.config import ConfigError, DataConfig
-from sansgpu.data.graph_sources import open_graphs
-from sansgpu.data.labeled import read_texts
-from sansgpu.data.pairs import read_text_rows
 from sansgpu.data.rows import BadRows, SourceRow, row_value
 from sansgpu.data.sources import Source, open_sources
+from sansgpu.tasks.classify.labels import read_texts
+from sansgpu.tasks.embed.rows import read_text_rows
+from sansgpu.tasks.graph.sources import open_graphs
 
 STS = b'news\t1\t4.500\tA "plane" takes off.\tIt\'s off, now.\r\nforum\t2\t0.000\t"One\tTwo"\tsource\tlicense\n\n'
 

@@ -36,7 +36,7 @@ def prepare() -> None:
     import sansgpu.cli.running
     import sansgpu.jobs.train  # noqa: F401
     from sansgpu.machine.gemm_peak import first_gemm_rate
-    from sansgpu.reporting.page import templates
+    from sansgpu.views.page import templates
 
     for name in templates().list_templates():
         templates().get_template(name)

@@ -16,7 +16,7 @@ from benchmarks.tiny_model import make_folder
 from sansgpu.cli import run as cli
 from tests.processes import TINY, settings, write_corpus
 from tests.tasks.folders import chat_rows, conll, labeled_rows, preference_rows, squad, tagged_rows
-from tests.tasks.graphs import rows as graph_rows
+from tests.tasks.graph.graphs import rows as graph_rows
 from tests.tasks.texts import text_rows
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from sansgpu.cli import run as cli
 from sansgpu.jobs.chat import ChatSession
-from sansgpu.models.generate import Sampling
+from sansgpu.models.generation.sampling import Sampling
 from tests import processes
 from tests.processes import use_cache, write_corpus
 from tests.tasks.fine_tuned import Captured, events_of, made, sentence

@@ -13,10 +13,10 @@ import gguf
 import pytest
 
 from sansgpu.cli import run as cli
-from sansgpu.models.gguf_file import write_gguf
-from sansgpu.models.pretrained import tokenizer_parts
+from sansgpu.models.formats.gguf_file import write_gguf
+from sansgpu.models.huggingface.pretrained import tokenizer_parts
 from sansgpu.train.snapshots import snapshots
-from tests.models.gguf_models import ABOUT, base, write_base
+from tests.models.formats.gguf_models import ABOUT, base, write_base
 from tests.processes import messages, settings, use_cache, write_corpus
 from tests.tasks.folders import chat_rows, model_folder
 

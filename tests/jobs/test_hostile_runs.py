@@ -16,9 +16,9 @@ from sansgpu.machine.compiled import NotPrivateError, compiled_in
 from tests import processes
 from tests.jobs.hostile import MODULE, bomb, copied, with_code, write_module
 from tests.processes import environment, write_corpus
-from tests.tasks import graphs
 from tests.tasks.folders import chat_rows, labeled_rows, model_folder, squad
-from tests.tasks.test_graph_runs import TINY as GRAPH
+from tests.tasks.graph import graphs
+from tests.tasks.graph.test_graph_runs import TINY as GRAPH
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from sansgpu.cli import run as cli
-from sansgpu.data.passage_index import PassageIndex
-from sansgpu.data.passages import PassageRules, Spans
 from sansgpu.data.shards import ignore_progress
 from sansgpu.jobs.search import search
+from sansgpu.tasks.embed.index import PassageIndex, PassageRules, Spans
 from tests.processes import messages
 from tests.tasks.fine_tuned import sentence
 from tests.tasks.folders import model_folder

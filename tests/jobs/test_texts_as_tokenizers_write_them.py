@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sansgpu.cli import run as cli
-from sansgpu.models.batched import stream
-from sansgpu.models.chat import pretrained_single
-from sansgpu.models.generate import Sampling
+from sansgpu.models.generation.generate import stream
+from sansgpu.models.generation.sampling import Sampling
+from sansgpu.models.huggingface.generation import pretrained_single
 from tests.processes import settings, use_cache
 from tests.tasks.tokenizer_kinds import KINDS, TEXT, folder_of, tokenizer_of
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sansgpu.cli import run as cli
 from sansgpu.config import ConfigError, SearchParameter, load_config, load_space, measure_of, spaced_values
-from sansgpu.reporting.jsonl import read_events
+from sansgpu.events.jsonl import read_events
 from sansgpu.train.run_folders import lock_run
 from tests.processes import digests, finish, kill_when, messages, settings, start, use_cache, write_corpus
 

@@ -19,7 +19,7 @@ from sansgpu.cli import run as cli
 from tests import processes
 from tests.processes import finish_apart, messages, use_cache
 from tests.tasks.folders import model_folder
-from tests.tasks.test_graph_runs import TINY as GRAPH
+from tests.tasks.graph.test_graph_runs import TINY as GRAPH
 
 Captured = pytest.CaptureFixture[str]
 COMMON = {"training.precision": "fp32", "training.compile": "off", "training.threads": 1, "device": "cpu"}

@@ -5,8 +5,8 @@ import torch
 from sansgpu.config import ModelConfig
 from sansgpu.data.tokenizer import BPETokenizer
 from sansgpu.models import TransformerLM
-from sansgpu.models.batched import decoder_batch, stream
-from sansgpu.models.generate import Sampling
+from sansgpu.models.generation.generate import decoder_batch, stream
+from sansgpu.models.generation.sampling import Sampling
 
 SHAPE = {"vocab_size": 320, "d_model": 32, "n_heads": 4, "n_layers": 2, "d_ff": 40, "max_seq_len": 24}
 LAYOUTS = {

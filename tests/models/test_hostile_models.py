@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from sansgpu.data.tokenizer import load_tokenizer
 from sansgpu.machine.sandbox import Sandbox, SandboxError
 from sansgpu.machine.templates import UnusableTemplateError, render_prefixes, render_spans
-from sansgpu.models.huggingface import export_model
+from sansgpu.models.formats.decoder_folder import export_model
 from tests.bounded import assert_refused, outcome
-from tests.models.gguf_models import write_ours
+from tests.models.formats.gguf_models import write_ours
 from tests.models.small import TOKENIZER, model_of
 from tests.tasks.folders import chat_rows, model_folder
 

@@ -10,10 +10,10 @@ import transformers
 
 from sansgpu.config import ModelConfig, TrainingConfig
 from sansgpu.machine.memory import Execution
+from sansgpu.models.huggingface.costs import PretrainedCosts, pretrained_shape
+from sansgpu.models.huggingface.patches import patch_model
+from sansgpu.models.huggingface.pretrained import Head
 from sansgpu.models.modules import blocks_of
-from sansgpu.models.patches import patch_model
-from sansgpu.models.pretrained import Head
-from sansgpu.models.pretrained_costs import PretrainedCosts, pretrained_shape
 from tests.models.kept import kept_bytes_of
 
 TOKENS = 256

@@ -8,7 +8,7 @@ import pytest
 from sansgpu.config import Config, ConfigError, change_config
 from sansgpu.machine.memory import Execution, effective_batch
 from sansgpu.planning.memory_fit import changes_that_fit, estimate_memory, fits, fitting_micro_batches
-from sansgpu.tasks import TASKS
+from sansgpu.tasks.registry import TASKS
 
 HOW = Execution(1, 1, "fp32", "off", "native", "adamw")
 TASK = TASKS["pretrain"]

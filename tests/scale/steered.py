@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 import sansgpu
-from sansgpu.reporting.controls import Controls
+from sansgpu.events.controls import Controls
 
 
 class Steers(sansgpu.Callback):

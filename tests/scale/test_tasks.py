@@ -14,7 +14,7 @@ from tests.scale.every_task import fit_all
 from tests.scale.launch import finish, torchrun
 from tests.scale.test_runs import losses
 from tests.tasks.folders import chat_rows, conll, labeled_rows, model_folder, preference_rows, squad
-from tests.tasks.graphs import rows, write_rows
+from tests.tasks.graph.graphs import rows, write_rows
 from tests.tasks.texts import text_rows
 
 STEPS = 8

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering
 
 from sansgpu.cli import run as cli
 from sansgpu.config import load_config
+from sansgpu.events.event import Event, EventBuffer
 from sansgpu.jobs.snapshots import fork_snapshot
 from sansgpu.jobs.train import TrainRequest, train
-from sansgpu.models.pretrained import Head, load_pretrained
-from sansgpu.reporting.events import Event, EventBuffer
-from sansgpu.tasks import TASKS
+from sansgpu.models.huggingface.pretrained import Head, load_pretrained
+from sansgpu.tasks.registry import TASKS
 from sansgpu.train.loading import open_model
 from tests.processes import digests, record
 from tests.tasks.folders import chat_rows, model_folder, squad

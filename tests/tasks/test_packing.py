@@ -22,10 +22,10 @@ from sansgpu.cli import run as cli
 from sansgpu.config import ModelConfig
 from sansgpu.kernels import native
 from sansgpu.machine.instruction_sets import InstructionSet, supported
-from sansgpu.models.chat import slots_work
-from sansgpu.models.patches import patch_model
-from sansgpu.models.pretrained import Head, load_pretrained
-from sansgpu.models.unpadded import UnpaddedModel
+from sansgpu.models.huggingface.generation import slots_work
+from sansgpu.models.huggingface.packed_forward import UnpaddedModel
+from sansgpu.models.huggingface.patches import patch_model
+from sansgpu.models.huggingface.pretrained import Head, load_pretrained
 from tests.processes import use_cache
 from tests.tasks.folders import chat_rows, model_folder, squad
 from tests.tasks.test_architectures import settings, task_of
@@ -177,7 +177,7 @@ def test_a_large_model_is_tried_by_its_first_blocks(monkeypatch: pytest.MonkeyPa
     model = LlamaForCausalLM(LlamaConfig(vocab_size=100, use_cache=False, **shape)).eval()
     for number, block in enumerate(model.model.layers):
         block.register_forward_pre_hook(lambda *_, number=number: seen.append(number))
-    monkeypatch.setattr("sansgpu.models.probes.PROBE_FLOPS", 1)
+    monkeypatch.setattr("sansgpu.models.huggingface.probes.PROBE_FLOPS", 1)
     assert UnpaddedModel(model, pack=True).packs
     assert seen.count(1) > seen.count(4)
     assert len(model.model.layers) == 5

@@ -7,11 +7,11 @@ import torch
 from benchmarks.fine_tuning_peer import batches, train
 
 from sansgpu.config import load_config
-from sansgpu.models import lora
-from sansgpu.models.pretrained import Head, load_pretrained
-from sansgpu.tasks import TASKS
-from sansgpu.tasks.classify import ClassifyObjective
-from sansgpu.tasks.tokens import TokensObjective
+from sansgpu.models.huggingface import lora
+from sansgpu.models.huggingface.pretrained import Head, load_pretrained
+from sansgpu.tasks.classify.objective import ClassifyObjective
+from sansgpu.tasks.registry import TASKS
+from sansgpu.tasks.tokens.objective import TokensObjective
 from sansgpu.train.state import TrainState
 from sansgpu.train.step import StepPlan, train_step
 from tests.tasks.folders import chat_rows, conll, labeled_rows, model_folder, squad

@@ -10,7 +10,7 @@ import pytest
 
 from sansgpu.cli import run as cli
 from sansgpu.config import load_config
-from sansgpu.tasks import task_of
+from sansgpu.tasks.registry import task_of
 from tests.scale.test_tasks import TUNED, overrides_by_task
 from tests.tasks.fine_tuned import TINY, Captured, events_of
 from tests.tasks.folders import labeled_rows, model_folder

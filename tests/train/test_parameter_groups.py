@@ -16,9 +16,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from sansgpu.config import ConfigError, TrainingConfig
+from sansgpu.events.event import EventBuffer
 from sansgpu.jobs.train import TrainRequest, train
 from sansgpu.kernels.newton_schulz import newton_schulz
-from sansgpu.reporting.events import EventBuffer
 from sansgpu.train.optim import Optimizer
 from tests.processes import use_cache
 from tests.tasks.folders import chat_rows

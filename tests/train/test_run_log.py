@@ -13,14 +13,14 @@ from rich.console import Console
 
 from sansgpu.config import Config, DataConfig, RunPaths
 from sansgpu.machine.probe import Environment
-from sansgpu.reporting.terminal import Terminal
-from sansgpu.tasks.graph import Graph
+from sansgpu.tasks.graph.task import Graph
 from sansgpu.train.run_log import StepLog, SystemStatistics
 from sansgpu.train.run_setup import RunSetup
 from sansgpu.train.state import Progress
 from sansgpu.train.step import PhaseTimer, StepPlan, StepResult
+from sansgpu.views.terminal import Terminal
 from tests.processes import json_lines, train
-from tests.tasks.graphs import prepared
+from tests.tasks.graph.graphs import prepared
 
 ENVIRONMENT = Environment("2.13", "avx512", "cpu", 2, 1, "fp32", "off", "native", 8)
 

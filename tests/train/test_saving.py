@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from sansgpu.config import Config, RunPaths
+from sansgpu.events.event import EventBuffer, Sinks
 from sansgpu.machine.probe import Environment
-from sansgpu.reporting.events import EventBuffer, Sinks
 from sansgpu.train.run_setup import RunSetup
 from sansgpu.train.saving import Saver
 from sansgpu.train.snapshots import snapshots

@@ -55,9 +55,9 @@ def extract(
 
     Example: sansgpu extract runs/graph --text "Metformin lowers glucose." --head Metformin
     """
-    from sansgpu.reporting.outputs import require_file
-    from sansgpu.reporting.tables import print_extraction
-    from sansgpu.reporting.terminal import RunConsole
+    from sansgpu.files.ownership import require_file
+    from sansgpu.views.tables import print_extraction
+    from sansgpu.views.terminal import RunConsole
 
     if as_json and output is None:
         raise typer.BadParameter("--json requires --output, because stdout carries the triples")

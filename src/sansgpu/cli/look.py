@@ -41,8 +41,8 @@ def list_runs(
     elif not rows:
         show(f"No runs found in {folder}.")
     else:
-        from sansgpu.reporting.run_list import print_runs
-        from sansgpu.reporting.terminal import RunConsole
+        from sansgpu.views.run_list import print_runs
+        from sansgpu.views.terminal import RunConsole
 
         print_runs(RunConsole(), rows)
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sansgpu.cli.completion import configuration_names, run_names, snapshot_names
-from sansgpu.reporting.escape import printable, printable_json, printable_line
+from sansgpu.events.escape import printable, printable_json, printable_line
 
 if TYPE_CHECKING:
-    from sansgpu.reporting.terminal import PreparationBar, RunConsole
+    from sansgpu.views.terminal import PreparationBar, RunConsole
 
 CONFIGURATION, OUTPUT, SAMPLING = "Configuration", "Output", "Sampling"  # groups of options in a command's help
 CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
@@ -109,7 +109,7 @@ def show_json(text: str) -> None:
 
 def print_json(value: dict[str, Any]) -> None:
     """Prints one JSON object. Infinities and NaN become null, because JSON cannot represent them."""
-    from sansgpu.reporting.events import finite
+    from sansgpu.events.event import finite
 
     show_json(json.dumps(finite(value), allow_nan=False) + "\n")
 
@@ -120,7 +120,7 @@ def write_json_lines(values: Iterable[dict[str, Any]], output: Path | None) -> N
     Raises SansGPUError if the file cannot be written.
     """
     from sansgpu.config import SansGPUError
-    from sansgpu.config.atomic import atomic_write, write_failures_as
+    from sansgpu.files.atomic import atomic_write, write_failures_as
 
     lines = (json.dumps(value, ensure_ascii=False) + "\n" for value in values)
     if output is None:
@@ -134,7 +134,7 @@ def write_json_lines(values: Iterable[dict[str, Any]], output: Path | None) -> N
 
 def print_result(result: Any, as_json: bool, print_table: Callable[[RunConsole, Any], None]) -> None:
     """Prints a result as JSON, or as a table on the terminal."""
-    from sansgpu.reporting.terminal import RunConsole
+    from sansgpu.views.terminal import RunConsole
 
     if as_json:
         print_json(result)
@@ -169,7 +169,7 @@ def check_tables_for(run: str, data: str) -> None:
 
 def preparation_bar(silent: bool = False) -> closing[PreparationBar]:
     """Returns a progress bar on stderr for use in a `with` statement that begins with imports."""
-    from sansgpu.reporting.terminal import PreparationBar, RunConsole
+    from sansgpu.views.terminal import PreparationBar, RunConsole
 
     bar = PreparationBar(RunConsole(stderr=True), silent)
     bar("loading PyTorch", 0, 0)

@@ -34,7 +34,7 @@ def doctor(as_json: JsonOption = False) -> None:
     """
     with preparation_bar() as bar:
         from sansgpu.jobs.doctor import doctor as job
-        from sansgpu.reporting.tables import print_doctor
+        from sansgpu.views.tables import print_doctor
 
         report = job(bar)
     print_result(asdict(report), as_json, print_doctor)
@@ -92,7 +92,7 @@ def plan(
         from sansgpu.jobs.plan import plan as job
         from sansgpu.planning.cluster import cluster_of
         from sansgpu.planning.propose import propose
-        from sansgpu.reporting.plan_table import print_plan
+        from sansgpu.views.plan_table import print_plan
 
         cluster = None if nodes is None else cluster_of(nodes, network or "10gbps", latency or "50us", price)
         if hours is not None:
@@ -123,7 +123,7 @@ def _require_consistent(
 def _show_memory_options(model: str, memory: str, as_json: bool) -> None:
     with preparation_bar() as bar:
         from sansgpu.planning.memory_options import memory_options
-        from sansgpu.reporting.memory_table import print_memory_options
+        from sansgpu.views.memory_table import print_memory_options
 
         bar("estimating memory", 0, 0)
         result = memory_options(model, memory)
@@ -133,7 +133,7 @@ def _show_memory_options(model: str, memory: str, as_json: bool) -> None:
 def _show_presets(overrides: list[str], as_json: bool) -> None:
     with preparation_bar() as bar:
         from sansgpu.planning.presets import compare_presets
-        from sansgpu.reporting.presets_table import print_presets
+        from sansgpu.views.presets_table import print_presets
 
         bar.show_message("estimating the presets; timing matrix products")
         rows = compare_presets(overrides)
@@ -186,7 +186,7 @@ def bench(
         from sansgpu.jobs.bench import BenchRequest
         from sansgpu.jobs.bench import bench as job
         from sansgpu.planning.forecast import start_time, target_steps
-        from sansgpu.reporting.bench_table import print_bench, print_forward
+        from sansgpu.views.bench_table import print_bench, print_forward
 
         request = BenchRequest(
             config, tuple(override or ()), folder, steps, from_step,

@@ -35,7 +35,7 @@ from sansgpu.cli.other_flags import with_other_flags
 if TYPE_CHECKING:
     from sansgpu.jobs.train import TrainRequest
     from sansgpu.machine.world import World
-    from sansgpu.reporting.terminal import PreparationBar
+    from sansgpu.views.terminal import PreparationBar
 
 
 class Pruner(str, Enum):
@@ -135,12 +135,12 @@ def _launch(number: int) -> int:
 
 def _train(request: TrainRequest, headless: bool, plain: bool, bar: PreparationBar) -> int:
     """Trains with the requested display and returns the exit code."""
+    from sansgpu.events.event import Sink
+    from sansgpu.events.jsonl import JsonLines
     from sansgpu.jobs.train import train as job
     from sansgpu.machine.launcher_output import is_forwarded
-    from sansgpu.reporting.events import Sink
-    from sansgpu.reporting.jsonl import JsonLines
-    from sansgpu.reporting.terminal import RunConsole, Terminal, Warnings
     from sansgpu.train.loop import TrainingResult
+    from sansgpu.views.terminal import RunConsole, Terminal, Warnings
 
     forwarded = is_forwarded(sys.stdout)
     console, errors, rank = RunConsole(forwarded=forwarded), RunConsole(stderr=True), request.world.rank
@@ -150,7 +150,7 @@ def _train(request: TrainRequest, headless: bool, plain: bool, bar: PreparationB
     elif headless:
         sink = JsonLines(sys.stdout)
     elif sys.stdout.isatty() and not (plain or request.dry_run or forwarded or console.is_dumb_terminal):
-        from sansgpu.reporting.live import LiveView
+        from sansgpu.views.live import LiveView
 
         sink = LiveView(console, request.controls, request.monitor.latest)
     bar.ends_at_start = not isinstance(sink, Terminal)
@@ -221,9 +221,9 @@ def tune(
     with preparation_bar() as bar:
         from sansgpu.jobs.tune import Interrupted, TuneRequest
         from sansgpu.jobs.tune import tune as job
-        from sansgpu.reporting.terminal import RunConsole
-        from sansgpu.reporting.tune_events import SearchEstimate, SearchEvent
-        from sansgpu.reporting.tune_terminal import TuneTerminal, print_estimate, print_tune
+        from sansgpu.views.terminal import RunConsole
+        from sansgpu.views.tune_events import SearchEstimate, SearchEvent
+        from sansgpu.views.tune_terminal import TuneTerminal, print_estimate, print_tune
 
         console = RunConsole(stderr=as_json)
         terminal = TuneTerminal(console)

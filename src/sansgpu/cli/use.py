@@ -34,7 +34,7 @@ from sansgpu.cli.options import (
 
 if TYPE_CHECKING:
     from sansgpu.data.shards import ReportProgress
-    from sansgpu.reporting.terminal import RunConsole
+    from sansgpu.views.terminal import RunConsole
 
 LARGEST_BATCH = 65536  # prompts at once
 _GRAPH = "Task graph"
@@ -78,9 +78,9 @@ def evaluate(
         raise typer.BadParameter("--window has no effect with --link-prediction; leave it out")
     if data is not None:
         check_tables_for(run, data)
-    from sansgpu.reporting.events import finite
-    from sansgpu.reporting.tables import print_link_prediction
-    from sansgpu.reporting.terminal import Terminal
+    from sansgpu.events.event import finite
+    from sansgpu.views.tables import print_link_prediction
+    from sansgpu.views.terminal import Terminal
 
     if link_prediction:
         with preparation_bar() as bar:
@@ -130,7 +130,7 @@ def generate(
         raise typer.BadParameter("--data requires --output, and no --prompt")
     with preparation_bar() as bar:
         from sansgpu.jobs.generate import generate_text
-        from sansgpu.models.generate import Sampling
+        from sansgpu.models.generation.sampling import Sampling
 
         sampling = Sampling(temperature, top_k, top_p, seed)
         if data is not None and output is not None:
@@ -198,7 +198,7 @@ def chat(
 
     with preparation_bar() as bar:
         from sansgpu.jobs.chat import ChatSession
-        from sansgpu.models.generate import Sampling
+        from sansgpu.models.generation.sampling import Sampling
 
         conversation = ChatSession(run, system, snapshot, warn, trust_remote_code, objective, bar)
     interactive = prompt is None and sys.stdin.isatty()
@@ -248,7 +248,7 @@ def predict(
 
     Example: sansgpu predict runs/reviews --text "I liked it."
     """
-    from sansgpu.reporting.outputs import require_file
+    from sansgpu.files.ownership import require_file
 
     row = _single_row({"text": text, "text_pair": text_pair, "question": question, "context": context}, data)
     if output is not None and data is None:

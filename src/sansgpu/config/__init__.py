@@ -1,10 +1,9 @@
 """The configuration schema, its files and its errors. Nothing in this package imports torch."""
 
-from sansgpu.config.built_in import PRESETS
 from sansgpu.config.built_in_tasks import SETTINGS
 from sansgpu.config.by_task import import_class, task_class
 from sansgpu.config.errors import ConfigError, SansGPUError, UnreachableError
-from sansgpu.config.find import INPUT_KEYS, same_input
+from sansgpu.config.find import INPUT_KEYS, PRESETS, same_input
 from sansgpu.config.identity import identity, require_identity
 from sansgpu.config.load import (
     Override,

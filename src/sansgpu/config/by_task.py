@@ -13,17 +13,17 @@ from sansgpu.config.task_settings import KEY_GROUPS, TaskSettings, Values
 # The classes of all kinds of runs. A kind that is not a task acts where a task's settings name it in `with_pretrained`
 # `with_few_shot` or `with_kto`.
 TASK_CLASSES = {
-    "pretrain": "sansgpu.tasks.pretrain:Pretrain",
-    "graph": "sansgpu.tasks.graph:Graph",
-    "masked": "sansgpu.tasks.masked_lm:MaskedLM",
-    "sft": "sansgpu.tasks.sft:SFT",
-    "qa": "sansgpu.tasks.qa:QA",
-    "classify": "sansgpu.tasks.classify:Classify",
-    "few_shot": "sansgpu.tasks.few_shot:FewShot",
-    "tokens": "sansgpu.tasks.tokens:Tokens",
-    "embed": "sansgpu.tasks.embed:TextEmbedding",
-    "preference": "sansgpu.tasks.preference:Preference",
-    "kto": "sansgpu.tasks.preference:KTO",
+    "pretrain": "sansgpu.tasks.pretrain.objective:Pretrain",
+    "graph": "sansgpu.tasks.graph.task:Graph",
+    "masked": "sansgpu.tasks.graph.masked_lm:MaskedLM",
+    "sft": "sansgpu.tasks.sft.objective:SFT",
+    "qa": "sansgpu.tasks.qa.objective:QA",
+    "classify": "sansgpu.tasks.classify.objective:Classify",
+    "few_shot": "sansgpu.tasks.classify.few_shot:FewShot",
+    "tokens": "sansgpu.tasks.tokens.objective:Tokens",
+    "embed": "sansgpu.tasks.embed.objective:TextEmbedding",
+    "preference": "sansgpu.tasks.preference.objective:Preference",
+    "kto": "sansgpu.tasks.preference.objective:KTO",
 }
 DEFAULT_TASK = "pretrain"
 

@@ -9,13 +9,26 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config.built_in import PRESETS
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.parse import SUFFIXES, Values, read_values
 from sansgpu.config.paths import local_path
-from sansgpu.config.plain_data import truncate
 from sansgpu.config.schema import TOP_LEVEL_KEYS, Config
 from sansgpu.config.task_settings import BUILT_IN_NAMES
+from sansgpu.config.wording import truncate
+
+PRESETS = ("small", "medium", "large")
+# Takes minutes on two cores and writes samples.
+BUILT_IN: dict[str, dict[str, Any]] = {"training": {"max_steps": 500, "sample_tokens": 64}}
+LENGTH_KEYS = frozenset(f"training.{key}" for key in ("num_epochs", "max_steps", "max_tokens", "max_hours", "until"))
+
+
+def built_in(overridden: Collection[str]) -> dict[str, Any]:
+    """Returns the values of a run without a configuration file, except those that keys in `overridden` replace."""
+    if "task" in overridden:
+        return {}
+    drops = {"max_steps"} if LENGTH_KEYS & set(overridden) else set()
+    return {name: {k: v for k, v in section.items() if k not in drops} for name, section in BUILT_IN.items()}
+
 
 # Keys that may name a file or a folder to read.
 INPUT_KEYS = {

@@ -12,8 +12,6 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from sansgpu.config.automatic import AUTO
-from sansgpu.config.built_in import built_in
 from sansgpu.config.by_task import (
     DEFAULT_TASK,
     TASK_CLASSES,
@@ -24,16 +22,15 @@ from sansgpu.config.by_task import (
     with_defaults,
 )
 from sansgpu.config.errors import ConfigError
-from sansgpu.config.find import configuration_file, use_files_beside
-from sansgpu.config.learning_rate import default_learning_rate
+from sansgpu.config.find import built_in, configuration_file, use_files_beside
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.other_names import note_of, own_name, with_own_names
 from sansgpu.config.parse import Values, parse_value, read_values
-from sansgpu.config.plain_data import MAX_DEPTH, shown, truncate
+from sansgpu.config.plain_data import MAX_DEPTH
 from sansgpu.config.schema import TOP_LEVEL_KEYS, Config
-from sansgpu.config.section import all_keys, all_sections
-from sansgpu.config.training import unused_settings
-from sansgpu.config.wording import counted
+from sansgpu.config.section import AUTO, all_keys, all_sections
+from sansgpu.config.training import default_learning_rate, unused_settings
+from sansgpu.config.wording import counted, shown, truncate
 
 Override = str | tuple[str, Any]  # `key.path=value` with the value in YAML, or a key and its value
 

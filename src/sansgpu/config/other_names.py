@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sansgpu.config.errors import ConfigError
-from sansgpu.config.plain_data import truncate
+from sansgpu.config.wording import truncate
 
 MAX_NOTE_CHARACTERS = 1000
 _SECTIONS = {"trainer": "training"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sansgpu.config.errors import ConfigError
-from sansgpu.config.plain_data import truncate
+from sansgpu.config.wording import truncate
 
 RUNS = Path("runs")  # default parent folder of runs
 ABANDONED_FOLDER = "abandoned-from-step-"  # prefix of folders in `snapshots/` with snapshots that a resume discarded

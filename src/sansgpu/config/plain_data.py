@@ -12,15 +12,12 @@ from datetime import date, time
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pydantic import BaseModel, ValidationError
-
 from sansgpu.config.errors import ConfigError
+from sansgpu.config.wording import shown, truncate
 
 MAX_RECORD_BYTES = 1 << 20  # maximum size of a JSON file that sansgpu wrote
 MAX_TEXT_BYTES = 256 << 20  # the largest known tokenizer.json has 35 MB
-MAX_JSON_BYTES = 32 << 20  # an index of 100,000 weights has 10 MB
 MAX_DEPTH, MAX_VALUES = 32, 100_000  # levels of nesting and total values; a run's files need a tenth of each
-MAX_SHOWN_CHARACTERS = 200  # messages cut longer values
 MAX_REASON_CHARACTERS = 300  # a library's error may repeat a file's whole content
 _MAX_INTEGER = 2**63 - 1
 _SCALARS = (str, bool, int, float, date, time, type(None))
@@ -52,12 +49,6 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
     return content
 
 
-def require_regular_file(path: Path) -> None:
-    """Raises ConfigError if `path` is a pipe, a device or a socket, from which reading may never end."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise ConfigError(f"{path} is a pipe, a device or a socket; give a regular file or a folder.")
-
-
 def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
     """Returns the text of a UTF-8 file. Raises ConfigError if it is unreadable, too large or not a regular file."""
     try:
@@ -68,34 +59,6 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
         raise ConfigError(f"{path} cannot be read: it is not UTF-8 text (byte {error.start:,}).") from None
     except InvalidDataError as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from None
-
-
-def read_json(path: Path) -> Any:
-    """Returns the value of a JSON file. Raises ConfigError if it cannot be read or is not JSON."""
-    try:
-        return json.loads(read_text(path, MAX_JSON_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from None
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file. Raises ConfigError like `read_json`, or if the value is not an object."""
-    value = read_json(path)
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds a {type(value).__name__}, not keys and values.")
-    return value
-
-
-def read_validated(path: Path, schema: type[BaseModel], finite: bool = True) -> dict[str, Any]:
-    """Reads a JSON object that sansgpu wrote, of at most `MAX_RECORD_BYTES`, and validates it with `schema`.
-
-    Raises InvalidDataError naming the invalid field, and OSError if the file cannot be read.
-    """
-    value = parse_json(read_regular(path, MAX_RECORD_BYTES), finite)
-    if flaw := field_flaw(schema, value):
-        raise InvalidDataError(flaw)
-    found: dict[str, Any] = value
-    return found
 
 
 def parse_json(text: str | bytes, finite: bool = True) -> Any:
@@ -164,23 +127,6 @@ def _text_flaw(value: object) -> str | None:
     return None
 
 
-def field_flaw(schema: type[BaseModel], value: object) -> str | None:
-    """Returns a clause naming the first field of `value` that `schema` rejects, or None."""
-    try:
-        schema.model_validate(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        kind, place, given = first["type"], named(first["loc"]), shown(first["input"])
-        if kind == "missing":
-            return f"{place} is missing"
-        if first["loc"] and first["loc"][0] not in schema.model_fields:  # pydantic would list every type
-            return f"{named(first['loc'][:1])} is {given}, but numbers should be finite and have at most 64 bits"
-        if kind in ("model_type", "dict_type"):
-            return f"{place or 'it'} is {given}, but should contain keys and values"
-        return f"{place} is {given}, but should be {first['msg'].removeprefix('Input should be ')}"
-    return None
-
-
 def named(place: tuple[object, ...]) -> str:
     """Formats a path to a nested value, e.g. `training.report_to.0`."""
     return truncate(".".join(map(str, place)))
@@ -188,27 +134,6 @@ def named(place: tuple[object, ...]) -> str:
 
 def _inside(place: tuple[object, ...]) -> str:
     return f" in {named(place)}" if place else ""
-
-
-def shown(value: object) -> str:
-    """Formats a value as JSON for a message, truncated to `MAX_SHOWN_CHARACTERS`."""
-    if isinstance(value, str):
-        value = value[: MAX_SHOWN_CHARACTERS + 1]
-    try:
-        return truncate(json.dumps(value, default=str))
-    except (ValueError, TypeError, RecursionError):  # an integer of thousands of digits, a recursive list
-        return f"a {type(value).__name__} that cannot be shown"
-
-
-def truncate(text: str, max_characters: int = MAX_SHOWN_CHARACTERS) -> str:
-    """Truncates text to `max_characters` and adds an ellipsis."""
-    return text if len(text) <= max_characters else text[:max_characters] + "..."
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the truncated first line of a library's error without its period, or the error's type if it is empty."""
-    lines = str(error).strip().splitlines()
-    return truncate(lines[0], MAX_REASON_CHARACTERS).removesuffix(".") if lines else type(error).__name__
 
 
 def reason_of(error: Exception) -> str:

@@ -23,13 +23,12 @@ from sansgpu.config.by_task import (
     tasks_with,
     with_defaults,
 )
-from sansgpu.config.learning_rate import default_learning_rate
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.other_names import with_own_names
-from sansgpu.config.plain_data import truncate
 from sansgpu.config.section import Section, all_keys
 from sansgpu.config.task_settings import PYTHON_STDLIB, TaskSettings
-from sansgpu.config.training import Device, TimeoutSeconds, TrainingConfig
+from sansgpu.config.training import Device, TimeoutSeconds, TrainingConfig, default_learning_rate
+from sansgpu.config.wording import truncate
 
 CLASS_NAME = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 TOP_LEVEL_KEYS = ("device", "force_cpu")  # keys of `training` that a file may also set at the top level

@@ -15,13 +15,28 @@ from pydantic import (
     model_validator,
 )
 
-from sansgpu.config.automatic import AUTO, Auto
-from sansgpu.config.clock import normal_time
-from sansgpu.config.distillation import DistillationConfig
 from sansgpu.config.errors import ConfigError
-from sansgpu.config.learning_rate import MUON
-from sansgpu.config.preference import PreferenceConfig
-from sansgpu.config.section import Section
+from sansgpu.config.losses import DistillationConfig, PreferenceConfig
+from sansgpu.config.parse import normal_time
+from sansgpu.config.section import AUTO, Auto, Section
+
+# Peak rates of the optimizers at this width. Measured at widths from 64 to 512, see docs/lab-notes.md; that of AdamW is
+# 6e-4 at GPT-3's smallest width, 768, as published (arXiv 2005.14165, table 2.1).
+WIDTH, MUON, ADAMW = 256, 0.004, 0.001
+SGD_RATIO = 100  # learning rate of SGD with momentum / that of AdamW; its clipped steps are that much smaller
+
+
+def default_learning_rate(optimizer: str, width: float, own: float | None = None) -> float:
+    """Returns the default peak learning rate for `training.optimizer` and `model.d_model`.
+
+    `own` is the rate of a task that fine-tunes, for AdamW. Muon's updates have the size of AdamW's, but below 256 it
+    does not gain from a higher rate. Until `auto` is resolved, its rate is that of Muon.
+    """
+    scale = (WIDTH / width) ** 0.5
+    adamw = ADAMW * scale if own is None else own
+    rates = {"adamw": adamw, "adam": adamw, "sgd": SGD_RATIO * adamw}
+    return float(f"{rates.get(optimizer, MUON * min(1.0, scale) if own is None else own):.2g}")
+
 
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "fp32", "bf16"]

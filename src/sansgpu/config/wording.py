@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
+from sansgpu.config.plain_data import MAX_REASON_CHARACTERS
+
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
     """Formats a number of things, e.g. 1 thread, 2 threads or 3 batches. `plural` is that of an irregular noun."""
@@ -12,3 +16,27 @@ def _plural(noun: str) -> str:
     if noun.endswith("y") and noun[-2:-1] not in "aeiou":
         return f"{noun[:-1]}ies"
     return f"{noun}es" if noun.endswith(("s", "x", "ch", "sh")) else f"{noun}s"
+
+
+MAX_SHOWN_CHARACTERS = 200  # messages cut longer values
+
+
+def shown(value: object) -> str:
+    """Formats a value as JSON for a message, truncated to `MAX_SHOWN_CHARACTERS`."""
+    if isinstance(value, str):
+        value = value[: MAX_SHOWN_CHARACTERS + 1]
+    try:
+        return truncate(json.dumps(value, default=str))
+    except (ValueError, TypeError, RecursionError):  # an integer of thousands of digits, a recursive list
+        return f"a {type(value).__name__} that cannot be shown"
+
+
+def truncate(text: str, max_characters: int = MAX_SHOWN_CHARACTERS) -> str:
+    """Truncates text to `max_characters` and adds an ellipsis."""
+    return text if len(text) <= max_characters else text[:max_characters] + "..."
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the truncated first line of a library's error without its period, or the error's type if it is empty."""
+    lines = str(error).strip().splitlines()
+    return truncate(lines[0], MAX_REASON_CHARACTERS).removesuffix(".") if lines else type(error).__name__

@@ -17,10 +17,9 @@ from typing import IO, Any, NamedTuple
 
 from sansgpu.config import ConfigError
 from sansgpu.config.extras import require
-from sansgpu.config.plain_data import first_line
-from sansgpu.data.class_names import parquet_class_names, with_names
+from sansgpu.config.wording import first_line
 from sansgpu.data.conll import DEFAULT_TAG_COLUMN, as_text, conll_rows
-from sansgpu.data.rows import SourceRow, is_text, row_text
+from sansgpu.data.rows import SourceRow, is_text, parquet_class_names, row_text, with_names
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".conll")

@@ -15,12 +15,12 @@ from pathlib import Path
 from sansgpu.config import SETTINGS, Config, ConfigError, DataConfig
 from sansgpu.data.conll import DEFAULT_TAG_COLUMN, conll_columns
 from sansgpu.data.files import file_form, read_lines, read_rows
-from sansgpu.data.graph_rows import FACT_KEYS, ROW_KEYS
-from sansgpu.data.labeled import LABEL_COLUMNS, PAIR_COLUMN
-from sansgpu.data.pairs import PAIR_COLUMNS, SCORE_COLUMNS, TEXT_COLUMNS
 from sansgpu.data.rows import TEXT_NAMES
 from sansgpu.data.sources import local_files
-from sansgpu.data.tagged import TAG_COLUMNS
+from sansgpu.tasks.classify.labels import LABEL_COLUMNS, PAIR_COLUMN
+from sansgpu.tasks.embed.rows import PAIR_COLUMNS, SCORE_COLUMNS, TEXT_COLUMNS
+from sansgpu.tasks.graph.rows import FACT_KEYS, ROW_KEYS
+from sansgpu.tasks.tokens.tagged import TAG_COLUMNS
 
 TABLES = (".csv", ".tsv")
 MAX_LINES = 100_000  # lines in which a value of the first line may occur again

@@ -18,11 +18,11 @@ import numpy as np
 from filelock import FileLock
 
 from sansgpu.config import ConfigError, DataConfig
-from sansgpu.config.atomic import PRIVATE_MODE, atomic_folder, make_folder
 from sansgpu.data.files import Piece
 from sansgpu.data.rows import SourceRow
 from sansgpu.data.sources import Source
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, load_tokenizer
+from sansgpu.files.atomic import PRIVATE_MODE, atomic_folder, make_folder
 from sansgpu.machine.disk import free_disk_bytes
 
 T = TypeVar("T")

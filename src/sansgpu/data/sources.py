@@ -12,11 +12,9 @@ from typing import Any
 
 from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_CHAT, ConfigError, DataConfig, UnreachableError
 from sansgpu.config.extras import require
-from sansgpu.config.folders import entries_below
 from sansgpu.config.paths import local_path
-from sansgpu.config.plain_data import first_line, require_regular_file
 from sansgpu.config.task_settings import BUILT_IN_NAMES
-from sansgpu.data.class_names import class_names, with_names
+from sansgpu.config.wording import first_line
 from sansgpu.data.files import (
     PIECE_CHARS,
     SUFFIXES,
@@ -28,9 +26,10 @@ from sansgpu.data.files import (
     read_rows,
     text_file_rows,
 )
-from sansgpu.data.rows import SourceRow, is_conversation, row_text
-from sansgpu.data.stdlib import library_files
-from sansgpu.data.stdlib_chat import stdlib_conversations
+from sansgpu.data.rows import SourceRow, class_names, is_conversation, row_text, with_names
+from sansgpu.data.stdlib import library_files, stdlib_conversations
+from sansgpu.files.folders import entries_below
+from sansgpu.files.reading import require_regular_file
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.hub import reading_hub
 

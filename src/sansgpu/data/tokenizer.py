@@ -16,9 +16,11 @@ from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError, DataConfig
 from sansgpu.config.paths import local_path
-from sansgpu.config.plain_data import first_line, read_object, read_text, require_regular_file, truncate
+from sansgpu.config.plain_data import read_text
 from sansgpu.config.schema import MAX_VOCABULARY, MIN_VOCABULARY
+from sansgpu.config.wording import first_line, truncate
 from sansgpu.data.sources import open_sources
+from sansgpu.files.reading import read_object, require_regular_file
 from sansgpu.machine.hub import quiet_hub
 from sansgpu.machine.tokenizer_trial import tokenizer_errors, tokenizer_flaw
 

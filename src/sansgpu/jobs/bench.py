@@ -15,16 +15,10 @@ from typing import cast
 
 import torch
 
-from sansgpu.config import (
-    Config,
-    ConfigError,
-    SansGPUError,
-    change_config,
-    load_config,
-    save_config,
-)
+from sansgpu.config import Config, ConfigError, SansGPUError, change_config, load_config, save_config
 from sansgpu.config.wording import counted
 from sansgpu.data.shards import ReportProgress
+from sansgpu.files.ownership import replace_folder, require_folder
 from sansgpu.machine.gemm_peak import flops_utilization
 from sansgpu.planning.estimate import roofline_of, step_limits
 from sansgpu.planning.forecast import Forecast, projections
@@ -41,19 +35,11 @@ from sansgpu.planning.variations import (
     built_in_changes,
     time_variations,
 )
-from sansgpu.reporting.bench_report import write_report
-from sansgpu.reporting.bench_table import (
-    BenchResult,
-    ForwardPass,
-    ForwardResult,
-    GpuComparison,
-    Variation,
-    is_measurable,
-)
-from sansgpu.reporting.outputs import replace_folder, require_folder
-from sansgpu.reporting.terminal import duration
-from sansgpu.tasks import task_of
+from sansgpu.tasks.registry import task_of
 from sansgpu.train.run_folders import open_any, require_plain_name
+from sansgpu.views.bench_report import write_report
+from sansgpu.views.bench_table import BenchResult, ForwardPass, ForwardResult, GpuComparison, Variation, is_measurable
+from sansgpu.views.terminal import duration
 
 PROJECTED_STEPS = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 MIN_SPEEDUP = 1.03  # smaller speedups are noise

@@ -13,7 +13,6 @@ import torch
 from filelock import FileLock, Timeout
 
 from sansgpu.config import Config, ConfigError, SansGPUError, TrainingConfig, as_config
-from sansgpu.config.atomic import write_failures_as
 from sansgpu.config.wording import counted
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.sequences import PackedSequences
@@ -26,17 +25,18 @@ from sansgpu.data.teacher_folder import (
     record_type,
 )
 from sansgpu.data.tokenizer import Tokenizer, load_tokenizer
+from sansgpu.files.atomic import write_failures_as
+from sansgpu.files.ownership import LOCK, require_no_links
 from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.probe import cache_dir, resolve_precision
 from sansgpu.machine.world import require_one_process
+from sansgpu.models.formats.weights import weights_sha256
+from sansgpu.models.huggingface.pretrained import save_tokenizer
 from sansgpu.models.modules import narrow_matrices
-from sansgpu.models.pretrained import save_tokenizer
 from sansgpu.models.teacher import Teacher
-from sansgpu.models.weights_hash import weights_sha256
-from sansgpu.reporting.outputs import LOCK, require_no_links
-from sansgpu.tasks import TASKS
 from sansgpu.tasks.distillation import Lesson, vocabulary_fingerprint
 from sansgpu.tasks.fine_tuning import PASS_TOKENS
+from sansgpu.tasks.registry import TASKS
 from sansgpu.tasks.trained_model import TrainedModel
 from sansgpu.train.loading import open_model
 

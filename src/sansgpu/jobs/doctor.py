@@ -16,13 +16,7 @@ from sansgpu.machine.compiled import compiled_cache
 from sansgpu.machine.description import hardware, software
 from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.gemm_peak import peak_gemm_rate
-from sansgpu.machine.probe import (
-    available_cores,
-    available_memory,
-    cache_dir,
-    has_native_bf16,
-    resolve_threads,
-)
+from sansgpu.machine.probe import available_cores, available_memory, cache_dir, has_native_bf16, resolve_threads
 from sansgpu.machine.roofline import bandwidth
 from sansgpu.machine.usage import LoadMeter
 

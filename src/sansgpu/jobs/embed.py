@@ -8,15 +8,15 @@ from itertools import islice
 from pathlib import Path
 
 from sansgpu.config import ConfigError, DataConfig, SansGPUError, TrainingConfig
-from sansgpu.config.atomic import atomic_write, write_failures_as
 from sansgpu.config.training import Precision
 from sansgpu.data.rows import BadRowError, SourceRow, row_text
 from sansgpu.data.shards import ReportProgress, counting
 from sansgpu.data.sources import open_single
+from sansgpu.files.atomic import atomic_write, write_failures_as
 from sansgpu.jobs.vector_files import open_vector_file, require_vector_file
 from sansgpu.machine.probe import resolve_precision
 from sansgpu.models.modules import narrow_matrices
-from sansgpu.tasks.embed import encode_texts
+from sansgpu.tasks.embed.objective import encode_texts
 from sansgpu.tasks.trained_model import TrainedModel
 from sansgpu.train.loading import open_model
 

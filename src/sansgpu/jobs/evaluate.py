@@ -11,7 +11,8 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import has_conversations
 from sansgpu.jobs.runs import require_run
 from sansgpu.machine.probe import cache_dir
-from sansgpu.tasks import TASKS, Corpus, task_of
+from sansgpu.tasks.registry import TASKS, task_of
+from sansgpu.tasks.task import Corpus
 from sansgpu.tasks.trained_model import DetailedEvaluator, EvaluationRequest, PredictionWriter, Verb
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.loading import kind_of_model, open_model

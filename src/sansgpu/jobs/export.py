@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 from sansgpu.config import ConfigError
 from sansgpu.config.extras import require
 from sansgpu.data.shards import ReportProgress
+from sansgpu.files.marks import read_mark
+from sansgpu.files.ownership import GGUF, require_file, require_folder
+from sansgpu.files.unmarked import is_unmarked
 from sansgpu.jobs.report import write_model_card
 from sansgpu.jobs.runs import require_run
-from sansgpu.models.adapter_folder import base_of, is_adapter_folder
-from sansgpu.models.onnx_file import FILES, OnnxCheck, decoder_error, require_onnx, write_onnx
-from sansgpu.reporting.marks import read_mark
-from sansgpu.reporting.outputs import GGUF, require_file, require_folder
-from sansgpu.reporting.unmarked import is_unmarked
+from sansgpu.models.formats.onnx import FILES, OnnxCheck, decoder_error, require_onnx, write_onnx
+from sansgpu.models.huggingface.adapter_folder import base_of, is_adapter_folder
 from sansgpu.tasks.trained_model import TrainedModel, Verb
 from sansgpu.train.loading import kind_of_run, open_model
 from sansgpu.train.run_folders import open_run
 
 if TYPE_CHECKING:  # gguf is optional
-    from sansgpu.models.gguf_file import ModelDescription
+    from sansgpu.models.formats.gguf_file import ModelDescription
 
 
 def export_run(
@@ -111,8 +111,8 @@ def export_gguf(
     `kind` is the data type of matrices. Raises ConfigError if llama.cpp does not support the model.
     """
     require("--format gguf", "gguf")
-    from sansgpu.models.gguf_encoding import TYPES, describe_substitutes
-    from sansgpu.models.gguf_file import write_gguf
+    from sansgpu.models.formats.gguf_encoding import TYPES, describe_substitutes
+    from sansgpu.models.formats.gguf_file import write_gguf
 
     if kind not in TYPES:
         raise ConfigError(f"--type is {kind}, but must be one of {', '.join(TYPES)}.")
@@ -138,7 +138,7 @@ def export_gguf(
 
 def _about(run: Path, loaded: TrainedModel) -> ModelDescription:
     """Returns the file's metadata, with names only, so that no local paths are published."""
-    from sansgpu.models.gguf_file import ModelDescription
+    from sansgpu.models.formats.gguf_file import ModelDescription
 
     config, step = loaded.config, loaded.source.step
     of_run = f"Step {step} of a run of task {config.task}, trained with sansgpu."

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sansgpu.config import ConfigError
-from sansgpu.data.graph import GraphDocument
-from sansgpu.data.graph_sources import open_graph_part
 from sansgpu.data.shards import ReportProgress
-from sansgpu.tasks.extraction import Agreement, ExtractionRules, TripleExtractor
-from sansgpu.tasks.graph_corpus import leafy_rules, read_graphs
-from sansgpu.tasks.link_prediction import require_triples, run_parts, tail_predictor
+from sansgpu.tasks.graph.data import leafy_rules, read_graphs
+from sansgpu.tasks.graph.extraction import Agreement, ExtractionRules, TripleExtractor
+from sansgpu.tasks.graph.link_prediction import require_triples, run_parts, tail_predictor
+from sansgpu.tasks.graph.sources import open_graph_part
+from sansgpu.tasks.graph.triples import GraphDocument
 from sansgpu.tasks.trained_model import TrainedModel
 from sansgpu.train.loading import open_model
 

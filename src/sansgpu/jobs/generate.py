@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from sansgpu.data.shards import ReportProgress, ignore_progress
-from sansgpu.models.batched import stream
-from sansgpu.models.generate import Sampling, require_valid_sampling
+from sansgpu.models.generation.generate import stream
+from sansgpu.models.generation.sampling import Sampling, require_valid_sampling
 from sansgpu.train.loading import open_model
 
 

@@ -13,20 +13,21 @@ from typing import Any
 import torch
 
 from sansgpu.config import ConfigError, DataConfig, SansGPUError
-from sansgpu.config.atomic import atomic_write, make_folder, sync_to_disk, write_failures_as
 from sansgpu.config.paths import local_path
-from sansgpu.config.plain_data import InvalidDataError, read_object
-from sansgpu.data.prompts import Prompt, read_prompt
+from sansgpu.config.plain_data import InvalidDataError
 from sansgpu.data.rows import BadRows, SourceRow
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single
+from sansgpu.files.atomic import atomic_write, make_folder, sync_to_disk, write_failures_as
+from sansgpu.files.ownership import require_file
+from sansgpu.files.reading import read_object
 from sansgpu.machine.probe import available_memory
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
 from sansgpu.machine.world import require_one_process
-from sansgpu.models.batched import BatchModel, Completion, complete
-from sansgpu.models.generate import Sampling, reading, require_valid_sampling
-from sansgpu.models.weights_hash import weights_sha256
-from sansgpu.reporting.outputs import require_file
+from sansgpu.models.formats.weights import weights_sha256
+from sansgpu.models.generation.generate import BatchModel, Completion, complete
+from sansgpu.models.generation.sampling import Sampling, reading, require_valid_sampling
+from sansgpu.tasks.sft.prompts import Prompt, read_prompt
 from sansgpu.tasks.trained_model import TrainedModel
 from sansgpu.train.loading import open_model
 

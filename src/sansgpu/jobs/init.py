@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_CHAT, Config, ConfigError, DataConfig, as_config
-from sansgpu.config.atomic import write_failures_as, write_text
 from sansgpu.config.commented import commented_yaml
-from sansgpu.config.plain_data import truncate
-from sansgpu.config.wording import counted
+from sansgpu.config.wording import counted, truncate
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single
+from sansgpu.files.atomic import write_failures_as, write_text
 
 if TYPE_CHECKING:
     from sansgpu.planning.presets import Processor

@@ -11,8 +11,8 @@ from sansgpu.planning.cluster import Cluster, plan_nodes, require_examples
 from sansgpu.planning.estimate import plan_prepared
 from sansgpu.planning.prepare import prepare
 from sansgpu.planning.set_up import Warn
-from sansgpu.reporting.plan_table import RunPlan
 from sansgpu.train.schedule import UNKNOWN_STEPS
+from sansgpu.views.plan_table import RunPlan
 
 
 def plan(

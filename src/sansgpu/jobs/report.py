@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sansgpu.config import ConfigError, RunPaths, SansGPUError
-from sansgpu.config.atomic import write_failures_as, write_text
+from sansgpu.events.record import RunRecord
+from sansgpu.files.atomic import write_failures_as, write_text
+from sansgpu.files.ownership import PAGE, README, replace_folder, require_file, require_folder, write_into_folder
 from sansgpu.jobs.runs import is_locked, require_run
-from sansgpu.reporting.model_card import model_card
-from sansgpu.reporting.outputs import PAGE, README, replace_folder, require_file, require_folder, write_into_folder
-from sansgpu.reporting.paper_plots import write_plots
-from sansgpu.reporting.record import RunRecord
-from sansgpu.reporting.run_report import default_file, run_plots, run_report
+from sansgpu.views.model_card import model_card
+from sansgpu.views.paper_plots import write_plots
+from sansgpu.views.run_report import default_file, run_plots, run_report
 
 FORMS = ("html", "png", "svg")
 

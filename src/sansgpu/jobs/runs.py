@@ -10,9 +10,9 @@ from filelock import FileLock, Timeout
 
 from sansgpu.config import ABANDONED_FOLDER, ConfigError, RunPaths
 from sansgpu.config.paths import RUNS
-from sansgpu.reporting.outputs import require_folder
-from sansgpu.reporting.record import RunRecord
-from sansgpu.reporting.results import RunSummary, changed_settings, size_bytes, summarize
+from sansgpu.events.record import RunRecord
+from sansgpu.files.ownership import require_folder
+from sansgpu.views.results import RunSummary, changed_settings, size_bytes, summarize
 
 
 def list_runs(folder: Path) -> list[RunSummary]:

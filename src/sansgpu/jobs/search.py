@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError
-from sansgpu.config.plain_data import require_regular_file
 from sansgpu.data.files import SUFFIXES, file_form
-from sansgpu.data.passage_index import FoundPassage, PassageIndex, require_usearch
-from sansgpu.data.passages import PassageRules, Spans
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import dataset_files
+from sansgpu.files.reading import require_regular_file
 from sansgpu.jobs.embed import open_encoder
 from sansgpu.machine.compiled import compiled_cache, compiled_in, make_private
-from sansgpu.models.weights_hash import weights_sha256
-from sansgpu.tasks.embed import encode_texts
+from sansgpu.models.formats.weights import weights_sha256
+from sansgpu.tasks.embed.index import FoundPassage, PassageIndex, PassageRules, Spans, require_usearch
+from sansgpu.tasks.embed.objective import encode_texts
 from sansgpu.tasks.trained_model import TrainedModel
 
 # Names of the prompts for queries and passages, as in encode_query and encode_document of Sentence Transformers.

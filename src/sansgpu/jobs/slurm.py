@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import Config, ConfigError, load_config
-from sansgpu.config.atomic import make_folder, write_failures_as, write_text
-from sansgpu.config.plain_data import truncate
-from sansgpu.config.wording import counted
+from sansgpu.config.wording import counted, truncate
 from sansgpu.data.shards import ReportProgress
+from sansgpu.files.atomic import make_folder, write_failures_as, write_text
+from sansgpu.files.marks import FolderMark, read_mark, write_mark
+from sansgpu.files.ownership import require_file, require_folder
 from sansgpu.jobs.k8s.pod_needs import ESTIMATING, needs_of
 from sansgpu.machine.probe import threads_of_share
 from sansgpu.machine.world import SHUTDOWN_TIMEOUT
 from sansgpu.planning.cluster import require_examples
-from sansgpu.reporting.marks import FolderMark, read_mark, write_mark
-from sansgpu.reporting.outputs import require_file, require_folder
 from sansgpu.train.run_folders import require_plain_name
 
 SCRIPT = "job.sbatch"

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError, RunPaths, SansGPUError, load_config, save_config
-from sansgpu.config.atomic import make_folder, scratch_folder, write_failures_as
-from sansgpu.config.folders import copy_folder
+from sansgpu.events.jsonl import MetricsFile
+from sansgpu.files.atomic import make_folder, scratch_folder, write_failures_as
+from sansgpu.files.folders import copy_folder
+from sansgpu.files.marks import MARK, read_mark
+from sansgpu.files.ownership import replace_folder, require_folder
+from sansgpu.files.unmarked import is_unmarked
 from sansgpu.jobs.runs import is_locked
-from sansgpu.reporting.jsonl import MetricsFile
-from sansgpu.reporting.marks import MARK, read_mark
-from sansgpu.reporting.outputs import replace_folder, require_folder
-from sansgpu.reporting.unmarked import is_unmarked
 from sansgpu.train.branches import all_snapshots, ancestors, branches, finish_pending_moves, record_of
 from sansgpu.train.loading import require_snapshot
 from sansgpu.train.run_folders import open_run, recorded_file

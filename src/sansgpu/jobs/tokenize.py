@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import SansGPUError, as_config
-from sansgpu.config.atomic import write_failures_as
 from sansgpu.data.shards import ReportProgress, build_tokenizer
 from sansgpu.data.sources import open_sources
 from sansgpu.data.tokenizer import load_tokenizer, require_vocabulary_size
+from sansgpu.files.atomic import write_failures_as
+from sansgpu.files.ownership import replace_folder, require_folder
 from sansgpu.machine.probe import available_cores, cache_dir, limit_tokenizer_threads
-from sansgpu.reporting.outputs import replace_folder, require_folder
 
 
 def train_tokenizer(

@@ -21,9 +21,15 @@ from sansgpu.config import (
     recorded_values,
     save_config,
 )
-from sansgpu.config.atomic import atomic_write, cleanup_of, write_failures_as
 from sansgpu.config.extras import is_installed
 from sansgpu.data.shards import ReportProgress
+from sansgpu.events.controls import Controls
+from sansgpu.events.event import EventBuffer, Sink, Sinks, now
+from sansgpu.events.jsonl import MetricsFile
+from sansgpu.events.loggers import TensorBoard, WeightsAndBiases, require_boards
+from sansgpu.files.atomic import atomic_write, cleanup_of, write_failures_as
+from sansgpu.files.marks import MARK
+from sansgpu.files.ownership import LOCK, replace_folder
 from sansgpu.jobs.report import write_run_report
 from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.group import Group, reporting_failure
@@ -36,13 +42,8 @@ from sansgpu.machine.world import World
 from sansgpu.planning.memory_fit import Shortage
 from sansgpu.planning.prepare import prepare
 from sansgpu.planning.prepared import Prepared
-from sansgpu.reporting.boards import TensorBoard, WeightsAndBiases, require_boards
-from sansgpu.reporting.controls import Controls
-from sansgpu.reporting.events import EventBuffer, Sink, Sinks, now
-from sansgpu.reporting.jsonl import MetricsFile
-from sansgpu.reporting.marks import MARK
-from sansgpu.reporting.outputs import LOCK, replace_folder
-from sansgpu.tasks import ComparedWithReference, Task, task_of
+from sansgpu.tasks.registry import task_of
+from sansgpu.tasks.task import ComparedWithReference, Task
 from sansgpu.train import RunSetup, Trainer
 from sansgpu.train.branches import finish_pending_moves, switch_to
 from sansgpu.train.loop import TrainingResult

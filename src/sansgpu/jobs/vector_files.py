@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from sansgpu.config import ConfigError
-from sansgpu.config.plain_data import first_line
+from sansgpu.config.wording import first_line
 from sansgpu.data.rows import SourceRow
-from sansgpu.reporting.outputs import require_file
+from sansgpu.files.ownership import require_file
 
 COLUMN = "embedding"  # the column of a .parquet file that holds the vectors
 

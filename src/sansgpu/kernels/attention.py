@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from sansgpu.kernels import native
-from sansgpu.kernels.distances import Decay as Decay  # re-exported
+from sansgpu.kernels.distances import Decay  # re-exported
 from sansgpu.kernels.dropout import draw_seed
 
 ROWS = 128  # queries per block in plain torch: smaller blocks skip more masked scores, larger ones make larger matmuls

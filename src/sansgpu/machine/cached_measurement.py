@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config.atomic import PRIVATE_MODE, make_folder, write_text
+from sansgpu.files.atomic import PRIVATE_MODE, make_folder, write_text
 from sansgpu.machine.description import processor
 from sansgpu.machine.usage import LoadMeter
 

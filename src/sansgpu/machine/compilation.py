@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sansgpu.config import ConfigError, TrainingConfig
-from sansgpu.config.atomic import PRIVATE_MODE, make_folder
+from sansgpu.files.atomic import PRIVATE_MODE, make_folder
 from sansgpu.machine.compiled import compiled_in, require_safe_path
 
 INDUCTOR_DIR = "TORCHINDUCTOR_CACHE_DIR"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-from sansgpu.config.atomic import PRIVATE_MODE, make_folder
+from sansgpu.files.atomic import PRIVATE_MODE, make_folder
 from sansgpu.machine.probe import cache_dir, user_cache_dir
 
 ROOT_UID = 0

@@ -13,7 +13,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from sansgpu.config import ConfigError
 from sansgpu.config.parse import whole_number
-from sansgpu.config.plain_data import truncate
+from sansgpu.config.wording import truncate
 from sansgpu.machine import cores
 from sansgpu.machine.world import SHUTDOWN_TIMEOUT
 

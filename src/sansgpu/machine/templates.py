@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sansgpu.config.plain_data import first_line
+from sansgpu.config.wording import first_line
 from sansgpu.machine.sandbox import Sandbox, SandboxError
 
 CPU_SECONDS = 2  # time limit of all prefixes of a conversation, which usually take milliseconds

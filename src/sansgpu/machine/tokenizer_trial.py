@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError
-from sansgpu.config.plain_data import first_line
+from sansgpu.config.wording import first_line
 from sansgpu.machine.sandbox import Sandbox, SandboxError, is_panic
 
 CPU_SECONDS = 5  # the largest tokenizers take two

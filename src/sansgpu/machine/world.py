@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sansgpu.config import ConfigError
-from sansgpu.config.plain_data import truncate
+from sansgpu.config.wording import truncate
 
 LOOPBACK = "127.0.0.1"
 # Variables of each launcher: rank, world size, and processes on this machine.

@@ -25,8 +25,8 @@ from sansgpu.kernels.linear import Linear, linear, linear_each
 from sansgpu.kernels.norm import LayerNorm, RMSNorm, residual
 from sansgpu.kernels.quantized_linear import quantized_linear
 from sansgpu.kernels.rotary import rotate_heads
+from sansgpu.models.huggingface.quantized_layers import QuantizedEmbedding, matrix_of
 from sansgpu.models.modules import INIT_STD, Table, compile_blocks, materialize_empty
-from sansgpu.models.quantized_layers import QuantizedEmbedding, matrix_of
 
 # By model.activation; GELU is the tanh approximation, as in GPT-2.
 ACTIVATIONS = {"swiglu": Kind.SWIGLU, "gelu": Kind.GELU_TANH, "relu2": Kind.RELU_SQUARED, "relu": Kind.RELU}
@@ -62,7 +62,7 @@ class KeyValueCache:
 
 
 class LayerCache(Protocol):
-    """Keys and values of one layer: a `KeyValueCache`, or a `LayerSlots` of models/slots.py."""
+    """Keys and values of one layer: a `KeyValueCache`, or a `LayerSlots` of models/generation/kv_cache.py."""
 
     @property
     def length(self) -> int:

@@ -18,8 +18,8 @@ from sansgpu.kernels.matmul import is_native, matmul_into
 from sansgpu.kernels.mixed_loss import LEAST_REST, SoftTargets, linear_mixed_loss, mixed_loss_of_logits
 from sansgpu.kernels.quantized_linear import quantized_linear
 from sansgpu.models.decoder import IGNORED_LABEL, TransformerLM
-from sansgpu.models.quantized_layers import matrix_of
-from sansgpu.models.unpadded import UnpaddedModel, token_places
+from sansgpu.models.huggingface.packed_forward import UnpaddedModel, token_places
+from sansgpu.models.huggingface.quantized_layers import matrix_of
 
 LOGIT_ROWS = 256  # tokens whose logits are in memory at a time; fewer are slower to multiply
 

@@ -32,11 +32,11 @@ from sansgpu.planning.nodes import (
 )
 from sansgpu.planning.prepare import ignore_message, prepare
 from sansgpu.planning.prepared import Prepared
-from sansgpu.reporting.plan_table import ClusterPlan, ClusterPoint, CriticalBatch, GrownBatch
-from sansgpu.tasks.pretrain import TextCorpus
+from sansgpu.tasks.pretrain.data import TextCorpus
 from sansgpu.train.calibrate import Timing
 from sansgpu.train.gradient_reduction import BUCKET_BYTES
 from sansgpu.train.scaling_law import expected_bits_per_byte
+from sansgpu.views.plan_table import ClusterPlan, ClusterPoint, CriticalBatch, GrownBatch
 
 NODE_COUNTS = tuple(1 << doublings for doublings in range(11))  # 1 to 1,024
 DEFAULT_LOSS = 3.0  # nats per token, typical of a small language model, if no estimate is available

@@ -9,12 +9,12 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.cached_measurement import cached_measurement
 from sansgpu.machine.probe import isa, total_memory
 from sansgpu.machine.roofline import Roofline, measure_roofline
-from sansgpu.models.pretrained_source import base_precision, file_formats
+from sansgpu.models.huggingface.source import base_precision, file_formats
 from sansgpu.planning.forecast import done_at, forecast_of, length_of
 from sansgpu.planning.memory_fit import changes_that_fit
 from sansgpu.planning.prepared import Prepared
-from sansgpu.reporting.plan_table import MemoryChange, RunPlan
 from sansgpu.train.schedule import UNKNOWN_STEPS
+from sansgpu.views.plan_table import MemoryChange, RunPlan
 
 ROOFLINE_TOKENS = 4096  # maximum rows of timed matrix products
 

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from sansgpu.config import ConfigError, TrainingConfig
-from sansgpu.config.clock import normal_time
-from sansgpu.config.parse import whole_number
-from sansgpu.config.plain_data import truncate
+from sansgpu.config.parse import normal_time, whole_number
+from sansgpu.config.wording import truncate
 from sansgpu.planning.prepare import seconds_allowed
 from sansgpu.planning.prepared import Prepared
-from sansgpu.reporting.bench_table import Projection
-from sansgpu.tasks import ReferenceCorpus
+from sansgpu.tasks.task import ReferenceCorpus
 from sansgpu.train.budget import DISK_BYTES_PER_SECOND, EVALUATED_IN_A_STEP, finish_time
 from sansgpu.train.schedule import UNKNOWN_STEPS
+from sansgpu.views.bench_table import Projection
 
 MAX_SECONDS = 1e10  # about 300 years; later dates may overflow datetime
 START_SECONDS = {"off": 3.0, "on": 8.0}  # measured time to the first step, without and with (cached) compilation

@@ -23,7 +23,8 @@ from sansgpu.machine.memory import Execution, effective_batch
 from sansgpu.machine.probe import cache_dir
 from sansgpu.machine.usage import LoadMeter, peak_rss_bytes, process_age
 from sansgpu.planning.set_up import set_up
-from sansgpu.tasks import Corpus, Task, task_of
+from sansgpu.tasks.registry import task_of
+from sansgpu.tasks.task import Corpus, Task
 from sansgpu.train.evaluate import evaluate, evaluate_batches, rank_sample
 from sansgpu.train.optim import Optimizer
 from sansgpu.train.profile import profile_step, synchronize

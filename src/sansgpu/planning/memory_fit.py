@@ -11,7 +11,7 @@ from sansgpu.machine.address_space import address_space_limit
 from sansgpu.machine.memory import Execution, Memory, effective_batch, micro_batch_choices, micro_batches_per_rank
 from sansgpu.machine.probe import has_native_bf16, memory_limit
 from sansgpu.models.costing import FULL
-from sansgpu.tasks import task_of
+from sansgpu.tasks.registry import task_of
 
 Shortage = Literal["refuse", "begin", "report"]
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sansgpu.config import PRESETS, Config, ConfigError, load_config
-from sansgpu.config.plain_data import truncate
+from sansgpu.config.wording import truncate
 from sansgpu.machine.memory import Execution, Memory
-from sansgpu.models.gguf_source import is_gguf
-from sansgpu.models.pretrained_source import base_precision, pretrained_config
+from sansgpu.models.formats.gguf_source import is_gguf
+from sansgpu.models.huggingface.source import base_precision, pretrained_config
 from sansgpu.planning.memory_fit import fits
-from sansgpu.reporting.memory_table import MemoryOption, MemoryOptions
-from sansgpu.tasks import task_of
+from sansgpu.tasks.registry import task_of
+from sansgpu.views.memory_table import MemoryOption, MemoryOptions
 
 CONTEXTS = (512, 1024, 2048, 4096)
 ACCUMULATION = 16  # micro-batches of one example

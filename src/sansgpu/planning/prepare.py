@@ -18,16 +18,13 @@ from sansgpu.machine.cached_measurement import cached_measurement
 from sansgpu.machine.compilation import eager_seconds, missing_compiler, resolve_compile, saves_compile_time
 from sansgpu.machine.group import SINGLE_PROCESS, Group
 from sansgpu.machine.memory import Execution, effective_batch, micro_batches_per_rank, usual_micro_batch
-from sansgpu.machine.probe import (
-    Environment,
-    cache_dir,
-    isa,
-)
+from sansgpu.machine.probe import Environment, cache_dir, isa
 from sansgpu.models.costing import StepWork
 from sansgpu.planning.memory_fit import Shortage, estimate_memory, fits, fitting_micro_batches
 from sansgpu.planning.prepared import Prepared
 from sansgpu.planning.set_up import Warn, set_up
-from sansgpu.tasks import Corpus, task_of
+from sansgpu.tasks.registry import task_of
+from sansgpu.tasks.task import Corpus
 from sansgpu.train.budget import finish_time
 from sansgpu.train.calibrate import LONG, Timing, measure
 from sansgpu.train.optim import choose_optimizer

@@ -17,7 +17,8 @@ from sansgpu.machine.memory import Execution, Memory, effective_batch
 from sansgpu.machine.probe import Environment, cache_dir, isa
 from sansgpu.models.costing import Costs
 from sansgpu.planning.memory_fit import fits
-from sansgpu.tasks import Corpus, task_of
+from sansgpu.tasks.registry import task_of
+from sansgpu.tasks.task import Corpus
 from sansgpu.train.calibrate import Timing
 from sansgpu.train.evaluate import eval_token_ratio
 from sansgpu.train.schedule import UNKNOWN_STEPS

@@ -19,9 +19,9 @@ from sansgpu.machine.memory import Execution, Memory, effective_batch, micro_bat
 from sansgpu.machine.probe import cache_dir, memory_for_run, resolve_precision, resolve_threads
 from sansgpu.models.costing import COMPUTE
 from sansgpu.planning.memory_fit import MARGIN, fits
-from sansgpu.reporting.presets_table import PresetRow, ProcessorSpeed
-from sansgpu.tasks import task_of
+from sansgpu.tasks.registry import task_of
 from sansgpu.train.optim import choose_optimizer
+from sansgpu.views.presets_table import PresetRow, ProcessorSpeed
 
 OPTIMAL_TOKENS = 20  # compute-optimal training tokens per parameter (Hoffmann et al., arXiv 2203.15556)
 # Measured rate of matrix products / published peak rate at the base clock: of vector units, and of AMX.

@@ -10,11 +10,12 @@ from itertools import pairwise
 from pathlib import Path
 
 from sansgpu.config import Config, ConfigError, change_config
-from sansgpu.config.atomic import write_failures_as, write_text
 from sansgpu.config.commented import commented_yaml
 from sansgpu.config.paths import local_path
 from sansgpu.config.training import require_hours
 from sansgpu.data.shards import ReportProgress
+from sansgpu.files.atomic import write_failures_as, write_text
+from sansgpu.files.ownership import require_file
 from sansgpu.planning.estimate import plan_prepared, roofline_of, step_limits
 from sansgpu.planning.forecast import forecast_of
 from sansgpu.planning.memory_fit import fits
@@ -22,11 +23,10 @@ from sansgpu.planning.prepare import ignore_message, prepare
 from sansgpu.planning.prepared import Prepared
 from sansgpu.planning.presets import Processor, largest_memory
 from sansgpu.planning.set_up import Warn
-from sansgpu.reporting.outputs import require_file
-from sansgpu.reporting.plan_table import PlanCandidate, ProposedPlan, RunPlan, length_text
-from sansgpu.reporting.tables import count
-from sansgpu.tasks import task_of
+from sansgpu.tasks.registry import task_of
 from sansgpu.train.scaling_law import MAX_EPOCHS, expected_bits_per_byte
+from sansgpu.views.plan_table import PlanCandidate, ProposedPlan, RunPlan, length_text
+from sansgpu.views.tables import count
 
 WIDTHS = (128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
 HEAD_DIM, WIDTH_PER_LAYER, MIN_LAYERS, FEED_FORWARD_RATIO = 64, 48, 4, 3

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 
 from sansgpu.config import Config, ConfigError, SansGPUError, change_config
-from sansgpu.config.plain_data import truncate
+from sansgpu.config.wording import truncate
 from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.compilation import missing_compiler
 from sansgpu.machine.memory import effective_batch, micro_batch_choices
@@ -15,9 +15,9 @@ from sansgpu.machine.probe import has_native_bf16
 from sansgpu.planning.measure import Measured, MeasureRequest, measure_in_subprocess
 from sansgpu.planning.memory_fit import estimate_memory, fits
 from sansgpu.planning.prepared import Prepared
-from sansgpu.reporting.bench_table import Variation
-from sansgpu.reporting.terminal import duration
-from sansgpu.tasks import task_of
+from sansgpu.tasks.registry import task_of
+from sansgpu.views.bench_table import Variation
+from sansgpu.views.terminal import duration
 
 WHAT_IF_STEPS = 4  # timed per variation
 WHAT_IF_SECONDS = 120.0  # time for the built-in variations together, unless all are requested

@@ -26,44 +26,6 @@ from sansgpu.tasks.task import (
     add_sums,
 )
 
-
-class _Tasks(Mapping[str, TaskKind]):
-    """The package's task classes by `Config.kind`, imported on first use."""
-
-    def __getitem__(self, kind: str) -> TaskKind:
-        found: TaskKind = task_class(kind)
-        return found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(TASK_CLASSES)
-
-    def __len__(self) -> int:
-        return len(TASK_CLASSES)
-
-
-TASKS = _Tasks()
-
-
-def task_of(config: Config) -> TaskKind:
-    """Returns the task's class, or the class named by `objective`.
-
-    Raises ConfigError if that class cannot be imported or is not derived from the task's, or if the packages of models
-    from Hugging Face, which the task fine-tunes, are not installed.
-    """
-    if config.settings.fine_tunes:
-        require(f"task {config.settings.shown}", *FINE_TUNING)
-    known = task_class(config.kind)
-    if config.objective is None or config.objective == config.task:
-        return cast(TaskKind, known)
-    found = import_class(config.objective, "objective")
-    if not (isinstance(found, type) and issubclass(found, known)):
-        raise ConfigError(
-            f"objective {config.objective} is not derived from {known.__module__}.{known.__name__}, which task "
-            f"{config.task} needs."
-        )
-    return cast(TaskKind, found)
-
-
 __all__ = [
     "TASKS", "Collecting", "ComparedWithReference", "Corpus", "Evaluator", "FittedHead", "Gather",
     "GatheringEvaluator", "Objective", "RankingEvaluator", "ReferenceCorpus", "SizedEvaluator", "StepWideObjective",

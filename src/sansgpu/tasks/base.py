@@ -18,10 +18,10 @@ from sansgpu.data.order import batch_indices
 from sansgpu.data.rows import SourceRow
 from sansgpu.data.tokenizer import load_tokenizer
 from sansgpu.models.costing import Costs
+from sansgpu.models.formats.folders import export_module
+from sansgpu.models.formats.weights import set_weights
 from sansgpu.models.module_costs import ModuleCosts, ModuleShape, module_shape
-from sansgpu.models.module_folder import export_module
 from sansgpu.models.modules import blocks_of, compile_blocks
-from sansgpu.models.weights_file import set_weights
 from sansgpu.tasks.task import Evaluator, Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel, Verb
 from sansgpu.tasks.vocabulary import with_expected_vocabulary

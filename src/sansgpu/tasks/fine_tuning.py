@@ -19,9 +19,17 @@ from sansgpu.data.order import batch_indices
 from sansgpu.data.sources import Sources
 from sansgpu.data.split import split_examples
 from sansgpu.machine.compilation import set_up_compiler
-from sansgpu.models.adapters import add_adapter, load_model, merge_adapter, merged_tensors, restore_frozen, save_adapter
-from sansgpu.models.modules import blocks_of
-from sansgpu.models.pretrained import (
+from sansgpu.models.formats.weights import StoredTensor
+from sansgpu.models.huggingface.adapters import (
+    add_adapter,
+    load_model,
+    merge_adapter,
+    merged_tensors,
+    restore_frozen,
+    save_adapter,
+)
+from sansgpu.models.huggingface.costs import PretrainedCosts, pretrained_shape
+from sansgpu.models.huggingface.pretrained import (
     Head,
     HeadKind,
     load_tokenizer_of,
@@ -33,9 +41,8 @@ from sansgpu.models.pretrained import (
     stored_dtype,
     weights_fingerprint,
 )
-from sansgpu.models.pretrained_costs import PretrainedCosts, pretrained_shape
-from sansgpu.models.pretrained_source import requantized_formats
-from sansgpu.models.stored_weights import StoredTensor
+from sansgpu.models.huggingface.source import requantized_formats
+from sansgpu.models.modules import blocks_of
 from sansgpu.tasks.base import ObjectiveBase, TaskWithEvaluator
 from sansgpu.tasks.trained_model import ModelSource, TrainedModel
 
@@ -55,8 +62,11 @@ class FineTuning(ObjectiveBase, ABC):
     head_kind: ClassVar[HeadKind]
 
     def __init__(self, config: Config, random: bool = False, layers: int | None = None, frozen: bool = False) -> None:
-        from sansgpu.models.patches import patch_layers, patch_model  # imports transformers, which takes seconds
-        from sansgpu.models.unpadded import UnpaddedModel
+        from sansgpu.models.huggingface.packed_forward import UnpaddedModel
+        from sansgpu.models.huggingface.patches import (  # imports transformers, which takes seconds
+            patch_layers,
+            patch_model,
+        )
 
         self.config, settings, seed = config, config.model, config.training.seed
         self.head = self.head_of(config)
@@ -70,7 +80,7 @@ class FineTuning(ObjectiveBase, ABC):
         self._adapted = add_adapter(self.model, settings, seed) if settings.adapter != "none" else None
         patch_layers(self.model)  # again, for the layers of the adapter
         if self._adapted is not None:
-            from sansgpu.models.lora import patch_adapter  # imports peft, which takes a second
+            from sansgpu.models.huggingface.lora import patch_adapter  # imports peft, which takes a second
 
             patch_adapter(self.model)
         self.notes: Sequence[str] = list(self._notes(unpatched))

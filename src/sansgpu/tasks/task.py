@@ -14,10 +14,10 @@ from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.rows import SourceRow
 from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.group import Group
-from sansgpu.models.batched import BatchModel
 from sansgpu.models.costing import Costs
-from sansgpu.models.stored_weights import StoredTensor
-from sansgpu.models.text import TokenizerParts
+from sansgpu.models.formats.tokenizers import TokenizerParts
+from sansgpu.models.formats.weights import StoredTensor
+from sansgpu.models.generation.generate import BatchModel
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel, Verb
 
 if TYPE_CHECKING:  # the latter imports transformers, which takes seconds

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sansgpu.config import ABANDONED_FOLDER, ConfigError, RunPaths, SansGPUError
-from sansgpu.config.atomic import sync_to_disk, write_text
+from sansgpu.files.atomic import sync_to_disk, write_text
 from sansgpu.train.snapshots import Snapshot, delete_snapshots, move_to_notes, snapshots
 
 JOURNAL = ".moves.json"  # planned moves; if this process is killed, the next one finishes them

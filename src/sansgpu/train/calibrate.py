@@ -20,7 +20,7 @@ from sansgpu.config.wording import counted
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.machine.memory import micro_batches_per_rank
-from sansgpu.tasks import Objective, StepWideObjective, TaskKind
+from sansgpu.tasks.task import Objective, StepWideObjective, TaskKind
 from sansgpu.train.optim import Optimizer
 from sansgpu.train.profile import synchronize
 from sansgpu.train.state import TrainState

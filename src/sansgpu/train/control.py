@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 from typing import NamedTuple
 
+from sansgpu.events.controls import Controls, Request
 from sansgpu.machine.group import Group
 from sansgpu.machine.interrupt import Interrupt, write_line
 from sansgpu.machine.world import grace_seconds
-from sansgpu.reporting.controls import Controls, Request
 
 FORWARD_SECONDS = 3.0  # within which a launcher may forward a signal that its processes already received
 

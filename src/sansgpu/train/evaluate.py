@@ -12,8 +12,8 @@ import torch
 from sansgpu.config import TrainingConfig
 from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.machine.memory import effective_batch
-from sansgpu.models.generate import reading
-from sansgpu.tasks import (
+from sansgpu.models.generation.sampling import reading
+from sansgpu.tasks.task import (
     Evaluator,
     FittedHead,
     GatheringEvaluator,

@@ -11,7 +11,7 @@ import torch
 
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.machine.group import Group
-from sansgpu.tasks import StepWideObjective
+from sansgpu.tasks.task import StepWideObjective
 
 
 class GradientCache:

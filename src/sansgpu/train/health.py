@@ -7,7 +7,7 @@ from statistics import mean, median, stdev
 from typing import NamedTuple
 
 from sansgpu.config import TrainingConfig
-from sansgpu.reporting.events import NEAR_LIMIT, Event
+from sansgpu.events.event import NEAR_LIMIT, Event
 
 # All thresholds are assumptions, chosen so that healthy runs get no warnings.
 MIN_EVENTS = 20  # step events before the loss is judged

@@ -11,13 +11,13 @@ from sansgpu.config import ConfigError, SansGPUError, derive_seed
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.prefetch import Prefetcher
 from sansgpu.data.shards import ReportProgress, ignore_progress
+from sansgpu.events.controls import Controls, Request
+from sansgpu.events.event import Event, Sinks, finite, now
+from sansgpu.events.jsonl import read_record
 from sansgpu.machine.peers import LostRankError
 from sansgpu.machine.pressure import MemoryGuard
 from sansgpu.machine.probe import Environment, available_memory, held_memory
-from sansgpu.reporting.controls import Controls, Request
-from sansgpu.reporting.events import Event, Sinks, finite, now
-from sansgpu.reporting.jsonl import read_record
-from sansgpu.tasks import Collecting, Task
+from sansgpu.tasks.task import Collecting, Task
 from sansgpu.train.branches import record_of
 from sansgpu.train.control import RunControl
 from sansgpu.train.evaluate import evaluate, fit_head

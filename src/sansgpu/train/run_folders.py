@@ -26,11 +26,11 @@ from sansgpu.config import (
     load_config,
     overridden_key,
 )
-from sansgpu.config.atomic import make_folder, scratch_folder, write_failures_as, write_text
 from sansgpu.config.by_task import is_outside
 from sansgpu.config.paths import RUNS, local_path
-from sansgpu.reporting.escape import printable_line
-from sansgpu.reporting.outputs import require_folder
+from sansgpu.events.escape import printable_line
+from sansgpu.files.atomic import make_folder, scratch_folder, write_failures_as, write_text
+from sansgpu.files.ownership import require_folder
 from sansgpu.train.run_marks import require_own_configuration
 from sansgpu.train.snapshots import snapshots
 

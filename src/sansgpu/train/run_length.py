@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from sansgpu.config.wording import counted
-from sansgpu.reporting.events import Event
+from sansgpu.events.event import Event
 from sansgpu.train.budget import Budget
 from sansgpu.train.run_setup import RunSetup
 from sansgpu.train.state import Progress, TrainState

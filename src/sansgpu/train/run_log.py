@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sansgpu.events.event import Event, Sinks, finite
 from sansgpu.machine.cached_measurement import BUSY_CORES
 from sansgpu.machine.gemm_peak import flops_utilization
 from sansgpu.machine.probe import Environment
 from sansgpu.machine.usage import Usage
-from sansgpu.reporting.events import Event, Sinks, finite
-from sansgpu.tasks import Task
+from sansgpu.tasks.task import Task
 from sansgpu.train.health import Health
 from sansgpu.train.run_length import RunLength
 from sansgpu.train.run_setup import RunSetup

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import Config, ConfigError, RunPaths, identity, require_identity
-from sansgpu.config.atomic import cleanup_of, make_folder, write_failures_as
 from sansgpu.config.parse import read_values
-from sansgpu.reporting.marks import MARK, FolderMark, read_mark, write_mark
-from sansgpu.reporting.outputs import require_folder, require_no_links
-from sansgpu.reporting.unmarked import is_unmarked
+from sansgpu.files.atomic import cleanup_of, make_folder, write_failures_as
+from sansgpu.files.marks import MARK, FolderMark, read_mark, write_mark
+from sansgpu.files.ownership import require_folder, require_no_links
+from sansgpu.files.unmarked import is_unmarked
 from sansgpu.train.snapshots import snapshots
 
 

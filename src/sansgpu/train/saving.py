@@ -8,8 +8,8 @@ from dataclasses import asdict
 from enum import Enum, auto
 
 from sansgpu.config import identity
+from sansgpu.events.event import Sinks
 from sansgpu.machine.probe import Environment
-from sansgpu.reporting.events import Sinks
 from sansgpu.train.resume import Metrics
 from sansgpu.train.run_setup import RunSetup
 from sansgpu.train.snapshots import Snapshot

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from sansgpu.reporting.event_schema import Count, Plain
+from sansgpu.events.schema import Count, Plain
 
 # A saved loss may be NaN, which Python's JSON can express.
 _Loss = Annotated[float, Field(allow_inf_nan=True)]

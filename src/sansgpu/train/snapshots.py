@@ -22,11 +22,12 @@ from pydantic import BaseModel
 from safetensors import safe_open
 
 from sansgpu.config import ConfigError, SansGPUError
-from sansgpu.config.atomic import delete_abandoned, make_folder, sync_to_disk
-from sansgpu.config.folders import delete_folder
-from sansgpu.config.plain_data import InvalidDataError, read_validated
+from sansgpu.config.plain_data import InvalidDataError
+from sansgpu.files.atomic import delete_abandoned, make_folder, sync_to_disk
+from sansgpu.files.folders import delete_folder
+from sansgpu.files.reading import read_validated
 from sansgpu.machine.disk import file_sha256
-from sansgpu.models.weights_file import load_weights, readable_weights
+from sansgpu.models.formats.weights import load_weights, readable_weights
 from sansgpu.train.snapshot_schema import SnapshotManifest, SnapshotState
 from sansgpu.train.tensor_file import GatherTensor, save_tensors, unchanged
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from sansgpu.config import TrainingConfig
 from sansgpu.machine.group import SINGLE_PROCESS, Group
-from sansgpu.tasks import Sums, add_sums
+from sansgpu.tasks.task import Sums, add_sums
 from sansgpu.train.optim import Optimizer
 
 

@@ -16,7 +16,7 @@ from sansgpu.config import SansGPUError, TrainingConfig, derive_seed
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.machine.group import SINGLE_PROCESS, Group
 from sansgpu.machine.pressure import MemoryShortError
-from sansgpu.tasks import StepWideObjective, Sums, Task
+from sansgpu.tasks.task import StepWideObjective, Sums, Task
 from sansgpu.train.gradient_cache import GradientCache
 from sansgpu.train.state import TrainState
 

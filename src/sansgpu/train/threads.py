@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from sansgpu.config import TrainingConfig
+from sansgpu.events.event import Event
 from sansgpu.machine.probe import Environment, resolve_threads
-from sansgpu.reporting.events import Event
 
 AGREEING_EVENTS = 2  # consecutive step events that must call for the same change, since one may be an accident
 

@@ -10,7 +10,7 @@ from sansgpu.jobs.k8s import kubernetes
 from sansgpu.jobs.k8s.request import ClusterRequest
 from sansgpu.machine.compilation import EAGER_FLOPS_PER_SECOND
 from sansgpu.machine.probe import available_cores
-from sansgpu.tasks import TASKS
+from sansgpu.tasks.registry import TASKS
 from sansgpu.train.budget import DISK_BYTES_PER_SECOND
 from tests.jobs.k8s.rendered import CONFIG, ROOT, refused, render
 

@@ -12,13 +12,13 @@ from jinja2 import Environment, PackageLoader
 
 from sansgpu import __version__
 from sansgpu.config import Config, ConfigError, load_config
-from sansgpu.config.atomic import write_failures_as
 from sansgpu.data.shards import ReportProgress
+from sansgpu.files.atomic import write_failures_as
+from sansgpu.files.ownership import replace_folder
 from sansgpu.jobs.k8s import manifests
 from sansgpu.jobs.k8s.manifests import ClusterJob, as_yaml
 from sansgpu.jobs.k8s.pod_needs import ESTIMATING
 from sansgpu.jobs.k8s.request import ClusterRequest, local_file, on_claim, resolve_request
-from sansgpu.reporting.outputs import replace_folder
 from sansgpu.train.run_folders import require_plain_name
 
 PYTHON_IMAGE = "python:3.12.12-slim-bookworm"

@@ -10,7 +10,7 @@ from sansgpu.config import Config, SansGPUError
 from sansgpu.machine.compilation import EAGER_FLOPS_PER_SECOND
 from sansgpu.machine.memory import Execution, effective_batch, micro_batch_choices
 from sansgpu.planning.memory_fit import MARGIN, estimate_memory
-from sansgpu.tasks import task_of
+from sansgpu.tasks.registry import task_of
 from sansgpu.train.budget import DISK_BYTES_PER_SECOND
 from sansgpu.train.optim import choose_optimizer
 

@@ -23,12 +23,15 @@ from sansgpu.config import (
     measure_of,
     setting,
 )
-from sansgpu.config.atomic import cleanup_of, write_failures_as, write_text
 from sansgpu.config.paths import RUNS
-from sansgpu.config.plain_data import InvalidDataError, read_validated
+from sansgpu.config.plain_data import InvalidDataError
 from sansgpu.config.training import require_hours
 from sansgpu.config.wording import counted
 from sansgpu.data.shards import ReportProgress
+from sansgpu.files.atomic import cleanup_of, write_failures_as, write_text
+from sansgpu.files.marks import FolderMark, write_mark
+from sansgpu.files.ownership import LOCK, require_folder, require_no_links
+from sansgpu.files.reading import read_validated
 from sansgpu.jobs.tune.result import result_of, write_files
 from sansgpu.jobs.tune.search import Search, SearchBudget, Show
 from sansgpu.jobs.tune.study import LOCK_SECONDS, Study, require_same
@@ -39,12 +42,10 @@ from sansgpu.planning.estimate import plan_prepared
 from sansgpu.planning.forecast import forecast_of, length_of
 from sansgpu.planning.prepare import prepare, with_optimizer
 from sansgpu.planning.set_up import Warn
-from sansgpu.reporting.marks import FolderMark, write_mark
-from sansgpu.reporting.outputs import LOCK, require_folder, require_no_links
-from sansgpu.reporting.tune_events import SearchBegin, SearchEstimate, SearchResult
-from sansgpu.tasks import task_of
+from sansgpu.tasks.registry import task_of
 from sansgpu.train.run_folders import require_writable
 from sansgpu.train.schedule import warmup_problem
+from sansgpu.views.tune_events import SearchBegin, SearchEstimate, SearchResult
 
 # Evaluations per trial. A configuration with fewer than the minimum gets the default, because pruning needs several.
 MIN_EVALUATIONS, DEFAULT_EVALUATIONS = 5, 8

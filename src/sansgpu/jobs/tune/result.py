@@ -9,11 +9,11 @@ from typing import Any
 import optuna
 
 from sansgpu.config import Config, SansGPUError, save_config
-from sansgpu.config.atomic import atomic_write, write_failures_as
+from sansgpu.files.atomic import atomic_write, write_failures_as
 from sansgpu.jobs.tune.study import STATES, Study
-from sansgpu.reporting.tune_events import SearchResult, TrialRow
-from sansgpu.reporting.tune_report import write_tune_report
 from sansgpu.train.run_folders import open_any
+from sansgpu.views.tune_events import SearchResult, TrialRow
+from sansgpu.views.tune_report import write_tune_report
 
 MIN_TRIALS_FOR_IMPORTANCE = 6
 

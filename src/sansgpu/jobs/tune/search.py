@@ -16,7 +16,7 @@ from sansgpu.jobs.tune.trial import Length, Outcome, TrialRun, trial_config
 from sansgpu.machine.interrupt import Interrupt
 from sansgpu.machine.world import grace_seconds
 from sansgpu.planning.forecast import done_at
-from sansgpu.reporting.tune_events import SearchEstimate, SearchEvent, TrialBegin, TrialEnd, TrialStep
+from sansgpu.views.tune_events import SearchEstimate, SearchEvent, TrialBegin, TrialEnd, TrialStep
 
 MAX_IDENTICAL_FAILURES = 3  # a search that starts with this many equal failures stops
 POLL_SECONDS = 0.2  # interval of checks for a signal

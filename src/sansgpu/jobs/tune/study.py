@@ -14,8 +14,8 @@ from filelock import FileLock, Timeout
 from optuna.trial import FrozenTrial, TrialState
 
 from sansgpu.config import ConfigError, RunPaths, SearchParameter, Space, derive_seed, flatten, spaced_values
+from sansgpu.files.ownership import remove_folder
 from sansgpu.jobs.tune.trial import Length, Outcome
-from sansgpu.reporting.outputs import remove_folder
 from sansgpu.train.run_folders import lock_run
 from sansgpu.train.snapshots import delete_snapshots
 

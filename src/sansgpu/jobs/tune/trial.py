@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import Config, change_config, save_config
-from sansgpu.config.atomic import atomic_write, make_folder
+from sansgpu.events.jsonl import read_events
+from sansgpu.events.record import seconds_of
+from sansgpu.files.atomic import atomic_write, make_folder
+from sansgpu.files.marks import FolderMark, read_mark, write_mark
+from sansgpu.files.ownership import require_no_links
+from sansgpu.files.unmarked import is_unmarked
 from sansgpu.machine.children import dying_with_parent
 from sansgpu.machine.memory import effective_batch
-from sansgpu.reporting.jsonl import read_events
-from sansgpu.reporting.marks import FolderMark, read_mark, write_mark
-from sansgpu.reporting.outputs import require_no_links
-from sansgpu.reporting.record import seconds_of
-from sansgpu.reporting.unmarked import is_unmarked
 from sansgpu.train.run_folders import open_any
 from sansgpu.train.snapshots import snapshots
 

@@ -1,0 +1,91 @@
+"""The sections of a configuration that choose a loss: `training.preference` and `training.distillation`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from sansgpu.config.section import Section
+
+PreferenceLoss = Literal["dpo", "dpo_norm", "ipo", "simpo", "orpo", "kto"]
+
+
+_DEFAULT_BETA: dict[PreferenceLoss, float] = {"simpo": 2.0, "dpo_norm": 5.0}  # the lower end of SimPO's, and Tülu 3's
+
+
+_KEYS_OF_LOSSES: dict[str, tuple[PreferenceLoss, ...]] = {
+    "label_smoothing": ("dpo", "dpo_norm", "simpo"),
+    "gamma": ("simpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
+
+
+class PreferenceConfig(Section):
+    """The loss of task preference."""
+
+    loss: PreferenceLoss = Field(
+        "dpo",
+        description="dpo: prefer the chosen to the rejected answer, relative to the model before training; dpo_norm: "
+        "DPO with log-probabilities per token; ipo: reach a margin of 1 / (2 beta) per token; simpo, orpo: without the "
+        "model before training; orpo also learns the chosen answer; kto: from single answers rated good or bad",
+    )
+    beta: float | None = Field(
+        None,
+        gt=0,
+        description="scale of the rewards; dpo, dpo_norm, ipo, kto: larger values stay closer to the model before "
+        "training; orpo: weight of the odds ratio. Default: 0.1; simpo: 2; dpo_norm: 5",
+    )
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="dpo, dpo_norm and simpo: assumed share of pairs whose preference is wrong"
+    )
+    gamma: float = Field(1.0, ge=0, description="simpo: margin by which the chosen reward should exceed the rejected")
+    desirable_weight: float = Field(1.0, gt=0, description="kto: loss weight of good answers")
+    undesirable_weight: float = Field(1.0, gt=0, description="kto: loss weight of bad answers")
+
+    @model_validator(mode="after")
+    def _only_keys_of_the_loss(self) -> PreferenceConfig:
+        for key, losses in _KEYS_OF_LOSSES.items():
+            if self.loss not in losses and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is for {' and '.join(losses)}, and has no effect in {self.loss}; remove it")
+        return self
+
+    @property
+    def scale(self) -> float:
+        """`beta`, or the default of the loss."""
+        return _DEFAULT_BETA.get(self.loss, 0.1) if self.beta is None else self.beta
+
+    @property
+    def needs_reference(self) -> bool:
+        """Returns True if the loss compares with the log-probabilities of the model before training."""
+        return self.loss in ("dpo", "dpo_norm", "ipo", "kto")
+
+
+class DistillationConfig(Section):
+    """Learning from a teacher's predictions."""
+
+    teacher: str | None = Field(
+        None,
+        description="folder written by `sansgpu distill`; the model trains on its texts and learns the teacher's "
+        "predictions of each token",
+    )
+    weight: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="weight of the KL divergence from the teacher; 1 - weight is that of the usual loss",
+    )
+    temperature: float = Field(
+        1.0,
+        gt=0,
+        description="divisor of the log-probabilities of teacher and model in the KL divergence, which is multiplied "
+        "by its square",
+    )
+
+    @model_validator(mode="after")
+    def _only_with_a_teacher(self) -> DistillationConfig:
+        for key in ("weight", "temperature"):
+            if self.teacher is None and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} has no effect without a teacher; set teacher to a folder, or remove it")
+        return self

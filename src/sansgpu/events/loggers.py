@@ -1,0 +1,67 @@
+"""TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sansgpu.config.extras import how_to_install, is_installed, require
+from sansgpu.events.event import Event
+
+
+def require_boards(names: Sequence[str], warn: Callable[[str], None]) -> None:
+    """Raises ConfigError if a requested logger is not installed; without TensorBoard, the default, it only warns."""
+    for name in names:
+        if name != "tensorboard":
+            require(f"training.report_to {name}", name)
+        elif not is_installed(name):
+            warn(f"no TensorBoard logs are written: {how_to_install('writing them', name)}")
+
+
+def _scalars(event: Event) -> dict[str, float]:
+    group = {"step": "train", "eval": "validation"}.get(event["event"])
+    if group is None:
+        return {}
+    named = [(group, event), ("system", event.get("system") or {}), ("phase_seconds", event.get("phase_seconds") or {})]
+    return {
+        f"{group}/{key}": value
+        for group, values in named
+        for key, value in values.items()
+        if isinstance(value, (int, float)) and key != "step"
+    }
+
+
+class TensorBoard:
+    """A sink that writes the scalars of step and eval events, and samples as text, to TensorBoard."""
+
+    def __init__(self, folder: Path, resumed_step: int | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # imported here because it is slow
+
+        purge = None if resumed_step is None else resumed_step + 1  # drop what a killed run wrote after its snapshot
+        self._writer = SummaryWriter(str(folder), purge_step=purge)
+
+    def emit(self, event: Event) -> None:
+        for name, value in _scalars(event).items():
+            self._writer.add_scalar(name, value, event["step"])
+        if event.get("sample"):
+            self._writer.add_text("sample", event["sample"], event["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A sink that logs scalars to Weights & Biases."""
+
+    def __init__(self, name: str, folder: Path, config: dict[str, Any]) -> None:
+        import wandb
+
+        self._run = wandb.init(project="sansgpu", name=name, id=name, dir=str(folder), config=config, resume="allow")
+
+    def emit(self, event: Event) -> None:
+        if scalars := _scalars(event):
+            self._run.log(scalars, step=event["step"])
+
+    def close(self) -> None:
+        self._run.finish()

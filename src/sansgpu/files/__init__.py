@@ -1,0 +1,1 @@
+"""Atomic writes, bounded reads of foreign files, and who owns a folder."""

@@ -1,0 +1,66 @@
+"""Reads foreign JSON files with limits on size, nesting and file type, so that none can hang or exhaust memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from sansgpu.config.errors import ConfigError
+from sansgpu.config.plain_data import MAX_RECORD_BYTES, InvalidDataError, named, parse_json, read_regular, read_text
+from sansgpu.config.wording import shown
+
+MAX_JSON_BYTES = 32 << 20  # an index of 100,000 weights has 10 MB
+
+
+def require_regular_file(path: Path) -> None:
+    """Raises ConfigError if `path` is a pipe, a device or a socket, from which reading may never end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ConfigError(f"{path} is a pipe, a device or a socket; give a regular file or a folder.")
+
+
+def read_json(path: Path) -> Any:
+    """Returns the value of a JSON file. Raises ConfigError if it cannot be read or is not JSON."""
+    try:
+        return json.loads(read_text(path, MAX_JSON_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file. Raises ConfigError like `read_json`, or if the value is not an object."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a {type(value).__name__}, not keys and values.")
+    return value
+
+
+def read_validated(path: Path, schema: type[BaseModel], finite: bool = True) -> dict[str, Any]:
+    """Reads a JSON object that sansgpu wrote, of at most `MAX_RECORD_BYTES`, and validates it with `schema`.
+
+    Raises InvalidDataError naming the invalid field, and OSError if the file cannot be read.
+    """
+    value = parse_json(read_regular(path, MAX_RECORD_BYTES), finite)
+    if flaw := field_flaw(schema, value):
+        raise InvalidDataError(flaw)
+    found: dict[str, Any] = value
+    return found
+
+
+def field_flaw(schema: type[BaseModel], value: object) -> str | None:
+    """Returns a clause naming the first field of `value` that `schema` rejects, or None."""
+    try:
+        schema.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        kind, place, given = first["type"], named(first["loc"]), shown(first["input"])
+        if kind == "missing":
+            return f"{place} is missing"
+        if first["loc"] and first["loc"][0] not in schema.model_fields:  # pydantic would list every type
+            return f"{named(first['loc'][:1])} is {given}, but numbers should be finite and have at most 64 bits"
+        if kind in ("model_type", "dict_type"):
+            return f"{place or 'it'} is {given}, but should contain keys and values"
+        return f"{place} is {given}, but should be {first['msg'].removeprefix('Input should be ')}"
+    return None

@@ -1,0 +1,1 @@
+"""Files of models: safetensors, Hugging Face folders, GGUF and ONNX."""

@@ -1,0 +1,198 @@
+"""Loads models from Hugging Face folders and GGUF files, and saves them as Hugging Face folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import ValidationError
+from safetensors.torch import save_file
+
+from sansgpu.config import ConfigError, ModelConfig, problems
+from sansgpu.config.architectures import ARCHITECTURES
+from sansgpu.config.wording import first_line
+from sansgpu.files.reading import read_object
+from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight
+from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy
+from sansgpu.kernels.norm import LayerNorm, RMSNorm
+from sansgpu.models.decoder import TransformerLM
+from sansgpu.models.formats.folders import require_layers, validate_model_folder, write_folder_atomically
+from sansgpu.models.formats.gguf_source import is_gguf, open_gguf
+from sansgpu.models.formats.layouts import from_hugging_face, hugging_face_config, model_config, to_hugging_face
+from sansgpu.models.formats.tokenizers import TextCodec
+from sansgpu.models.formats.weights import load_weights, readable_weights
+from sansgpu.models.huggingface.quantized_layers import QuantizableMatrix, matrix_of
+
+if TYPE_CHECKING:
+    from sansgpu.models.formats.gguf_file import GGUFFile
+    from sansgpu.models.huggingface.packed_forward import UnpaddedModel
+
+
+def export_model(model: TransformerLM, tokenizer: TextCodec, folder: Path) -> None:
+    """Writes a folder for AutoModelForCausalLM and AutoTokenizer, atomically."""
+    write_folder_atomically(folder, lambda partial: _write_model(model, tokenizer, partial))
+
+
+def _write_model(model: TransformerLM, tokenizer: TextCodec, partial: Path) -> None:
+    weights = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    save_file(to_hugging_face(model.config, weights), partial / "model.safetensors", metadata={"format": "pt"})
+    _write_json(partial / "config.json", hugging_face_config(model.config, tokenizer.end_id))
+    generation = {"bos_token_id": tokenizer.end_id, "eos_token_id": tokenizer.end_id, "pad_token_id": tokenizer.end_id}
+    _write_json(partial / "generation_config.json", {**generation, "do_sample": True, "temperature": 0.8})
+    tokenizer.save(partial)
+
+
+def load_decoder(folder: Path) -> TransformerLM | None:
+    """Loads a local folder as our decoder; returns None for an architecture that `TransformerLM` does not compute.
+
+    Raises ConfigError if the folder holds no model or its weights do not match its config.
+    """
+    config = decoder_config(folder)
+    if config is None:
+        return None
+    files = sorted(folder.glob("*.safetensors"))
+    return _build_decoder(config, {name: tensor for file in files for name, tensor in _fp32_weights(file)}, folder)
+
+
+def _fp32_weights(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in load_weights(file).items():
+        with readable_weights(file):  # torch cannot convert some of its own dtypes to fp32
+            converted = tensor.float()
+        yield name, converted
+
+
+def load_gguf_decoder(file: GGUFFile) -> TransformerLM | None:
+    """Loads a GGUF file as our decoder, with norms of any epsilon; returns None for other architectures.
+
+    Quantized matrices stay quantized, so the model can only be used. Raises ConfigError as `load_decoder` does.
+    """
+    name, key = file.settings["model_type"], file.epsilon_key
+    if name not in ARCHITECTURES:
+        return None
+    config = _config_from({**file.settings, key: ARCHITECTURES[name].norm_eps}, file.path)
+    if config is None:
+        return None
+    model = _build_decoder(config, file.matrices(), file.path)
+    for module in model.modules():
+        if isinstance(module, (RMSNorm, LayerNorm)):
+            module.eps = float(file.settings.get(key, module.eps))
+    return model
+
+
+def _build_decoder(config: ModelConfig, weights: Mapping[str, Matrix], source: Path) -> TransformerLM:
+    require_layers(config.n_layers, len(weights), source)
+    try:
+        model = TransformerLM(config, seed=None)
+        plain = {name: _plain(model, name, value) for name, value in from_hugging_face(config, weights).items()}
+        model.load_state_dict({name: value for name, value in plain.items() if value is not None}, assign=True)
+    except (RuntimeError, MemoryError, ValueError, AssertionError, AttributeError, ConfigError) as error:
+        reason = " ".join(str(error).split())[:300]  # torch lists every missing weight
+        raise ConfigError(f"{source}: the weights do not fit its settings: {reason}") from None
+    return model
+
+
+def _plain(model: TransformerLM, name: str, value: Matrix) -> torch.Tensor | None:
+    """Returns a weight to load, or None for a quantized one, which its layer uses from now on."""
+    if not isinstance(value, QuantizedWeight):
+        return value
+    layer: Any = model.get_submodule(name.removesuffix(".weight"))
+    if layer is model.position:  # it is added to the embeddings, not multiplied
+        return value.dequantized(torch.float32)
+    if tuple(layer.weight.shape) != (value.outputs, value.inputs):
+        raise ValueError(f"{name} has the shape {(value.outputs, value.inputs)}, not {tuple(layer.weight.shape)}")
+    QuantizableMatrix((layer,), is_table=False).quantize(value)
+    return None
+
+
+def decoder_config(source: Path) -> ModelConfig | None:
+    """Reads the configuration of a folder or GGUF file in one of our layouts; returns None for other layouts.
+
+    Raises ConfigError if `source` is no model.
+    """
+    if is_gguf(str(source)):
+        return _config_from(open_gguf(source).settings, source)
+    if not (source / "config.json").exists():
+        raise ConfigError(f"{source} is not a Hugging Face model folder: it has no config.json.")
+    validate_model_folder(source)
+    return _config_from(read_object(source / "config.json"), source)
+
+
+def _config_from(settings: dict[str, Any], source: Path) -> ModelConfig | None:
+    try:
+        return model_config(settings)
+    except KeyError as error:
+        raise ConfigError(f"{source}: config.json has no {error.args[0]}; save the model again.") from None
+    except ValidationError as error:
+        raise ConfigError(f"{source}: config.json describes no valid model: {'; '.join(problems(error))}.") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"{source}: config.json has a value of an unexpected type ({first_line(error)}).") from None
+
+
+class HuggingFaceLM(torch.nn.Module):
+    """Any transformers causal LM, with the interface that evaluation uses."""
+
+    def __init__(self, name: str, remote_code: bool = False) -> None:
+        super().__init__()
+        from sansgpu.models.huggingface.adapters import load_model  # transformers takes seconds to import
+        from sansgpu.models.huggingface.patches import patch_model
+        from sansgpu.models.huggingface.pretrained import Head
+        from sansgpu.models.huggingface.probes import head_is_plain
+        from sansgpu.models.huggingface.rotary import LengthDependentRotary
+
+        settings = ModelConfig(name_or_path=name, trust_remote_code=remote_code)
+        self.model = load_model(settings, Head("causal"), seed=0, frozen=True)
+        patch_model(self.model)
+        self.model.eval()
+        self._rotary = LengthDependentRotary(self.model)
+        self._loss_shape = LossOptions(softcap=getattr(self.model.config, "final_logit_softcapping", None) or 0.0)
+        with torch.no_grad():
+            self._fused = head_is_plain(self.model, self._loss_shape.softcap)
+
+    def unpadded(self) -> UnpaddedModel:
+        """Returns the model for sequences that share a row, if it supports that."""
+        from sansgpu.models.huggingface.packed_forward import UnpaddedModel  # imports transformers
+
+        return UnpaddedModel(self.model, pack=True)
+
+    @property
+    def context(self) -> int | None:
+        """The maximum number of tokens, or None if the model declares none."""
+        length: Any = getattr(self.model.config, "max_position_embeddings", None)
+        return int(length) if length else None
+
+    def summed_loss(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Returns the cross-entropy summed over targets (B, T); each row is one document."""
+        if positions is not None or document_ids is not None:
+            raise ValueError("packed documents are not supported; pass windows of one document each")
+        if not self._rotary:
+            return self._loss(inputs, targets)
+        valid = targets != -100
+        lengths = (valid * torch.arange(1, targets.shape[1] + 1, device=valid.device)).amax(dim=1).tolist()
+        losses = []
+        for rows in self._rotary.groups(lengths):  # RoPE depends on the row length, which must not include padding
+            self._rotary.reset()
+            stop = max(1, max(lengths[row] for row in rows))
+            losses.append(self._loss(inputs[rows, :stop], targets[rows, :stop]))
+        return torch.stack(losses).sum()
+
+    def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if self._fused:
+            hidden = self.model.base_model(inputs).last_hidden_state.flatten(0, 1)
+            weight = matrix_of(self.model.get_output_embeddings())
+            return linear_cross_entropy(hidden, weight, targets.flatten(), self._loss_shape)
+        logits = self.model(inputs).logits.float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

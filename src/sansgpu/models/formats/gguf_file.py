@@ -1,0 +1,298 @@
+"""Reads and writes models as GGUF files, the format of llama.cpp (github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+
+A GGUF file has the contents of a Hugging Face folder under other names; this interface uses Hugging Face's names.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Encoding
+from gguf import Keys
+
+from sansgpu.config import ConfigError, SansGPUError
+from sansgpu.config.wording import truncate
+from sansgpu.files.atomic import atomic_write, write_failures_as
+from sansgpu.kernels.block_quantization import FORMATS, BlockFormat, Matrix, QuantizedWeight
+from sansgpu.machine.sandbox import is_panic
+from sansgpu.machine.tokenizer_trial import tokenizer_flaw
+from sansgpu.models.formats.folders import require_layers
+from sansgpu.models.formats.gguf_encoding import EMBEDDING, HEAD, TYPES, EncodingChoice, GGUFType, encode, encoding_of
+from sansgpu.models.formats.gguf_metadata import (
+    KNOWN,
+    ROPE_FACTORS,
+    read_settings,
+    read_tokenizer,
+    require_expressible,
+    rope_factors,
+    write_settings,
+    write_tokenizer,
+    xielu_weights,
+)
+from sansgpu.models.formats.gguf_reader import GGUFTensor, read_gguf
+from sansgpu.models.formats.layouts import LAYOUTS, Weights, module_names, with_default_settings
+from sansgpu.models.formats.tokenizers import TokenizerParts
+from sansgpu.models.formats.weights import StoredTensor, as_stored, kept_blocks
+
+# Raised for metadata of unexpected types, invalid JSON and JSON that is nested too deeply.
+METADATA_ERRORS = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
+_PLAIN = (Encoding.F32, Encoding.F16, Encoding.BF16, Encoding.F64)  # not quantized
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """Descriptive metadata of a GGUF file."""
+
+    name: str
+    description: str
+    dataset: str | None
+    base_model: str | None = None
+
+
+def write_gguf(
+    path: Path,
+    settings: Mapping[str, Any],
+    weights: Mapping[str, torch.Tensor | StoredTensor],
+    tokenizer: TokenizerParts,
+    kind: GGUFType,
+    description: ModelDescription,
+) -> dict[str, EncodingChoice]:
+    """Writes a model with the `settings` of its config.json atomically, one tensor at a time.
+
+    Returns the encodings of the tensors by name. Raises ConfigError if llama.cpp would compute other results than
+    transformers.
+    """
+    settings = with_default_settings(settings)
+    require_expressible(settings)
+    architecture = settings["model_type"]
+    tensors = _renamed(settings, weights)
+    count = sum(prod(tensor.shape) for tensor in tensors.values())
+    if LAYOUTS[architecture].gguf_needs_head and HEAD not in tensors:
+        tensors[HEAD] = tensors[EMBEDDING]
+    if (factors := rope_factors(settings)) is not None:
+        tensors[ROPE_FACTORS] = as_stored(factors)
+    rows = tensors[EMBEDDING].shape[0]
+    head = HEAD if HEAD in tensors else EMBEDDING
+    choices = {name: encoding_of(name, tensor.shape, kind, name == head) for name, tensor in tensors.items()}
+
+    def write(partial: Path) -> None:
+        writer = gguf.GGUFWriter(partial, architecture)
+        try:
+            _describe(writer, description, kind, count)
+            write_settings(writer, settings, weights)
+            writer.add_vocab_size(rows)
+            write_tokenizer(writer, tokenizer, rows)
+            for name, tensor in tensors.items():
+                encoding = choices[name].used
+                block, size = gguf.GGML_QUANT_SIZES[encoding]
+                nbytes = prod(tensor.shape) // block * size
+                writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), nbytes, encoding)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for name, tensor in tensors.items():  # one at a time, because a copy of all may not fit into memory
+                writer.write_tensor_data(encode(name, tensor.read(), choices[name].used))
+        finally:
+            writer.close()
+
+    with write_failures_as(SansGPUError, path), atomic_write(path) as partial:
+        write(partial)
+    return choices
+
+
+class GGUFFile:
+    """A model in a GGUF file, with settings and weights under the names of Hugging Face."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._metadata, self._tensors = read_gguf(path)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"{path} is a damaged GGUF file ({error}); copy or export it again.") from None
+        self._architecture = str(self._metadata.get(Keys.General.ARCHITECTURE))
+        if self._architecture not in LAYOUTS:
+            raise ConfigError(f"{path} has the unsupported architecture {self._architecture}; supported are {KNOWN}.")
+        self._layout = LAYOUTS[self._architecture]
+        try:
+            self.settings = self._settings()
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+        except METADATA_ERRORS as error:
+            reason = truncate(str(error))
+            raise ConfigError(f"{path}: the metadata describe no model ({reason} is missing or invalid).") from None
+
+    @property
+    def tokenizer(self) -> TokenizerParts:
+        """The tokenizer in the file. Raises ConfigError if there is none or it is invalid."""
+        try:
+            parts = read_tokenizer(self._metadata)
+            flaw = tokenizer_flaw(parts.json)
+        except ConfigError as error:
+            raise ConfigError(f"{self.path}: {error}") from None
+        except BaseException as error:  # `tokenizers` raises bare Exception for invalid merges, or panics
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
+            raise ConfigError(f"{self.path}: its tokenizer is invalid ({truncate(str(error))}).") from None
+        if flaw is not None:
+            raise ConfigError(f"{self.path}: its tokenizer is invalid ({flaw}).")
+        return parts
+
+    def weights(self) -> Weights:
+        """Returns fp32 weights by Hugging Face's names. Raises ConfigError if a name or type is not supported."""
+        return {name: tensor.read() for name, tensor in self.stored_weights().items()}
+
+    def matrices(self) -> dict[str, Matrix]:
+        """Returns the weights by Hugging Face's names; quantized ones stay quantized, in the mapped file if possible.
+
+        Raises ConfigError as `weights` does.
+        """
+        stored = self.stored_weights()
+        return {name: kept_blocks(tensor, self._layout.is_transposed(name)) for name, tensor in stored.items()}
+
+    @property
+    def epsilon_key(self) -> str:
+        """The name of the epsilon of norms in `settings`."""
+        return self._layout.norm_eps[0]
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if a matrix is stored in blocks of quantized values."""
+        return any(len(tensor.shape) == 2 and tensor.tensor_type not in _PLAIN for tensor in self._tensors.values())
+
+    def stored_weights(self) -> dict[str, StoredTensor]:
+        """Returns tensors to read, by Hugging Face's names. Raises ConfigError if a name is not supported."""
+        hf_modules = {gguf_name: hf_name for hf_name, gguf_name in _gguf_modules(self.settings).items()}
+        found: dict[str, StoredTensor] = {}
+        for name, tensor in self._tensors.items():
+            if name == ROPE_FACTORS and rope_factors(self.settings) is not None:
+                continue  # the settings contain them
+            module, _, kind = name.rpartition(".")
+            if module not in hf_modules:
+                raise ConfigError(f"{self.path}: the architecture {self._architecture} has no weight named {name}.")
+            hf_name = f"{hf_modules[module]}.{kind}"
+            found[hf_name] = self._stored(name, hf_name, tensor)
+        if self.settings.get("hidden_act") == "xielu":
+            for hf_name, value in xielu_weights(self._metadata).items():
+                found[hf_name] = StoredTensor(tuple(value.shape), partial(torch.clone, value))
+        return found
+
+    def _stored(self, name: str, hf_name: str, tensor: GGUFTensor) -> StoredTensor:
+        transposed = self._layout.is_transposed(hf_name)
+        shape, kind = tensor.shape[::-1] if transposed else tensor.shape, tensor.tensor_type
+        if kind in _PLAIN or len(shape) != 2:
+            return StoredTensor(shape, partial(self._read, name, hf_name, tensor))
+        known = FORMATS.get(kind.name.lower())
+        blocks = None if known is None else partial(self._blocks, hf_name, tensor, known)
+        return StoredTensor(shape, partial(self._read, name, hf_name, tensor), blocks, kind.name.lower())
+
+    def _read(self, name: str, hf_name: str, tensor: GGUFTensor) -> torch.Tensor:
+        """Returns a tensor in fp32 and the layout of Hugging Face. Raises ConfigError if its type is not supported."""
+        try:
+            values = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        except NotImplementedError:
+            encoding = tensor.tensor_type.name
+            raise ConfigError(f"{self.path}: {name} has the type {encoding}, which is not supported.") from None
+        return _from_file(hf_name, torch.from_numpy(values), self.settings)
+
+    def _blocks(self, hf_name: str, tensor: GGUFTensor, known: BlockFormat) -> QuantizedWeight:
+        """Returns a matrix (outputs, inputs) as it is in the mapped file, or with whole rows permuted."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*not writable")
+            rows = torch.from_numpy(tensor.data)
+        return QuantizedWeight(_unpermuted(hf_name, rows, self.settings), known)
+
+    def _settings(self) -> dict[str, Any]:
+        embedding, head = self._tensors[EMBEDDING], self._tensors.get(HEAD)
+        tied = head is None or (self._layout.gguf_needs_head and np.array_equal(head.data, embedding.data))
+        settings = read_settings(self._architecture, self._metadata)
+        require_layers(_layers(settings), len(self._tensors), "its metadata")
+        return {**settings, "vocab_size": embedding.shape[0], "tie_word_embeddings": tied}
+
+
+def _describe(writer: gguf.GGUFWriter, description: ModelDescription, kind: GGUFType, parameters: int) -> None:
+    writer.add_type("model")
+    writer.add_name(description.name)
+    writer.add_description(description.description)
+    writer.add_size_label(gguf.size_label(parameters, parameters, 0, 0))
+    if description.dataset is not None:
+        writer.add_dataset_count(1)
+        writer.add_dataset_name(0, description.dataset)
+    if description.base_model is not None:
+        writer.add_base_model_count(1)
+        writer.add_base_model_name(0, description.base_model)
+    writer.add_file_type(TYPES[kind][1])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+
+def _gguf_modules(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Returns llama.cpp's module names by Hugging Face's."""
+    architecture, layers = settings["model_type"], _layers(settings)
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    table = gguf.get_tensor_name_map(arch, layers)
+    return {module: name for module in module_names(LAYOUTS[architecture], layers) if (name := table.get_name(module))}
+
+
+def _layers(settings: Mapping[str, Any]) -> int:
+    return int(settings[LAYOUTS[settings["model_type"]].sizes["n_layers"][0]])
+
+
+def _renamed(
+    settings: Mapping[str, Any], weights: Mapping[str, torch.Tensor | StoredTensor]
+) -> dict[str, StoredTensor]:
+    """Returns the weights under llama.cpp's names and in its layout."""
+    gguf_modules = _gguf_modules(settings)
+    tensors: dict[str, StoredTensor] = {}
+    for hf_name, weight in weights.items():
+        module, _, kind = hf_name.rpartition(".")
+        if module.endswith(".act_fn") or (module == "lm_head" and settings.get("tie_word_embeddings")):
+            continue
+        if module not in gguf_modules:
+            raise ConfigError(f"the architecture {settings['model_type']} of llama.cpp has no weight named {hf_name}.")
+        tensors[f"{gguf_modules[module]}.{kind}"] = _in_file(hf_name, as_stored(weight), settings)
+    return tensors
+
+
+def _in_file(name: str, weight: StoredTensor, settings: Mapping[str, Any]) -> StoredTensor:
+    shape = weight.shape[::-1] if LAYOUTS[settings["model_type"]].is_transposed(name) else weight.shape
+    return StoredTensor(shape, lambda: _to_file(name, weight.read().detach(), settings))
+
+
+def _to_file(name: str, tensor: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
+    """Converts a weight to llama.cpp's layout: (out, in), with the two rows of each rotary pair of Llama adjacent."""
+    if LAYOUTS[settings["model_type"]].is_transposed(name):
+        return tensor.T
+    if (heads := _rotated_heads(name, settings)) is None:
+        return tensor
+    return tensor.reshape(heads, 2, -1, tensor.shape[-1]).transpose(1, 2).reshape(tensor.shape)
+
+
+def _from_file(name: str, tensor: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
+    """Inverts `_to_file`."""
+    if LAYOUTS[settings["model_type"]].is_transposed(name):
+        return tensor.T.contiguous()
+    return _unpermuted(name, tensor, settings)
+
+
+def _unpermuted(name: str, rows: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
+    """Returns the rows of a matrix in the order of Hugging Face."""
+    if (heads := _rotated_heads(name, settings)) is None:
+        return rows
+    return rows.reshape(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
+
+
+def _rotated_heads(name: str, settings: Mapping[str, Any]) -> int | None:
+    """Returns the number of heads of a matrix whose rows llama.cpp permutes for rotary pairs; None for others."""
+    if not LAYOUTS[settings["model_type"]].gguf_permutes:
+        return None
+    if name.endswith("q_proj.weight"):
+        return int(settings["num_attention_heads"])
+    return int(settings["num_key_value_heads"]) if name.endswith("k_proj.weight") else None

@@ -1,0 +1,293 @@
+"""Writes encoders as ONNX files, and checks them by running them with onnxruntime."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from sansgpu.config import ConfigError, ModelConfig, SansGPUError
+from sansgpu.config.extras import require
+from sansgpu.config.wording import first_line
+from sansgpu.files.reading import read_object
+from sansgpu.models.formats.folders import validate_model_folder, write_folder_atomically
+from sansgpu.models.formats.linear_head import LinearHead, read_linear_head
+from sansgpu.models.huggingface.pretrained import (
+    AUTO_CLASSES,
+    Head,
+    HeadKind,
+    load_pretrained,
+    load_tokenizer_of,
+    save_tokenizer,
+)
+from sansgpu.models.huggingface.sentence_embedding import EmbeddingLayout, read_layout, write_layout
+
+if TYPE_CHECKING:  # importing transformers takes seconds
+    from transformers import PreTrainedModel
+
+FILES = {"f32": "model.onnx", "int8": "model_quantized.onnx"}  # by type of the weights; Optimum uses the same names
+PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+TOLERANCE = 1e-4  # largest difference of an f32 file from the torch model, relative to values above 1
+# Outputs of transformers' models by kind of head.
+_OUTPUTS: dict[HeadKind, tuple[str, ...]] = {
+    "qa": ("start_logits", "end_logits"),
+    "sequence": ("logits",),
+    "tokens": ("logits",),
+    "masked": ("logits",),
+    "none": ("last_hidden_state",),
+}
+_DECODERS = ("ForCausalLM", "LMHeadModel")
+_CHECKED_SHAPES = ((1, 7), (12, 160))  # texts and tokens; the second exceeds the usual window of local attention
+_TRACED_SHAPE = (2, 16)
+_RESERVED_POSITIONS = 2  # RoBERTa cannot use the first two positions of its context
+_LARGE_BYTES = 3 << 29  # models that need several files, because a file of ONNX is limited to 2 GB
+
+Arrays = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class OnnxCheck:
+    """How close the outputs of an ONNX file are to the torch model's on random texts.
+
+    `equal_argmax` is the share of equal predictions, and `lowest_cosine` the lowest cosine similarity of vectors. Each
+    is None for models to which it does not apply.
+    """
+
+    largest_difference: float
+    largest_value: float  # the largest absolute value in the outputs of the torch model
+    equal_argmax: float | None
+    lowest_cosine: float | None
+
+    @property
+    def is_exact(self) -> bool:
+        """Returns whether the outputs are equal up to rounding in fp32."""
+        return self.largest_difference <= TOLERANCE * max(1.0, self.largest_value)
+
+    def __str__(self) -> str:
+        parts = [f"largest difference {self.largest_difference:.2g} of values up to {self.largest_value:.3g}"]
+        if self.equal_argmax is not None:
+            parts.append(f"{self.equal_argmax:.1%} of the predictions equal")
+        if self.lowest_cosine is not None:
+            parts.append(f"lowest cosine similarity {self.lowest_cosine:.4f}")
+        return ", ".join(parts)
+
+
+def require_onnx() -> None:
+    """Raises ConfigError if a package for ONNX is not installed."""
+    require("--format onnx", *PACKAGES)
+
+
+def write_onnx(source: Path, name: str, folder: Path, kind: str, remote_code: bool) -> OnnxCheck:
+    """Writes the encoder in the Hugging Face folder `source` to `folder`: an ONNX file, config.json and the tokenizer.
+
+    `kind` is f32 or int8. Messages call the model `name`. Raises ConfigError if the model is not an
+    encoder, and SansGPUError if the f32 file does not compute what torch does.
+    """
+    settings, head = ModelConfig(name_or_path=str(source), trust_remote_code=remote_code), _head_of(source, name)
+    tokenizer = load_tokenizer_of(settings)
+    model = load_pretrained(settings, Head(head), seed=0).eval()
+    model.set_attn_implementation("eager")
+    layout = read_layout(settings) if head == "none" else None
+    classifier = read_linear_head(settings) if layout else None
+    traced = _TracedModel(model, head, tokenizer.model_input_names, layout, classifier).eval()
+    found: list[OnnxCheck] = []
+
+    def write(partial: Path) -> None:
+        path = partial / FILES["f32"]
+        _trace(traced, path, name)
+        if kind == "int8":
+            path = _quantize(path)
+        found.append(_compare(traced, path))
+        if kind == "f32" and not found[0].is_exact:
+            raise SansGPUError(
+                f"{name} cannot be exported as ONNX: the file's results differ from torch's ({found[0]})."
+            )
+        model.config.save_pretrained(partial)
+        save_tokenizer(tokenizer, partial)
+        if layout is not None:
+            write_layout(layout, int(model.config.get_text_config().hidden_size), partial)
+        if classifier is not None:
+            classifier.save(partial)
+
+    write_folder_atomically(folder, write)
+    return found[0]
+
+
+def _head_of(source: Path, name: str) -> HeadKind:
+    """Returns the kind of head of a model folder. Raises ConfigError if its config.json names no encoder."""
+    validate_model_folder(source)
+    architectures = read_object(source / "config.json").get("architectures")
+    architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else "none"
+    endings = {kind: auto.removeprefix("AutoModel") or "Model" for kind, auto in AUTO_CLASSES.items()}
+    found = next((kind for kind in _OUTPUTS if architecture.endswith(endings[kind])), None)
+    if architecture.endswith(_DECODERS):
+        raise decoder_error(name)
+    if found is None:
+        known = " ".join(f"*{endings[kind]}" for kind in _OUTPUTS)
+        raise ConfigError(
+            f"{name} cannot be exported as ONNX: its layout must be one of transformers' ({known}), but its "
+            f"config.json names the architecture {architecture}."
+        )
+    return found
+
+
+def decoder_error(name: str) -> ConfigError:
+    """Returns the error for a model that generates text."""
+    return ConfigError(f"{name} is a decoder, but --format onnx needs an encoder; export its run with --format gguf.")
+
+
+class _TracedModel(torch.nn.Module):
+    """A transformers model with tensors as inputs, named as the tokenizer names them, and a tuple of outputs."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        head: HeadKind,
+        inputs: list[str],
+        layout: EmbeddingLayout | None,
+        classifier: LinearHead | None,
+    ) -> None:
+        super().__init__()
+        self.model, self.head, self.layout, self.classifier = model, head, layout, classifier
+        more = [*(["sentence_embedding"] if layout else []), *(["logits"] if classifier else [])]
+        self.outputs = (*_OUTPUTS[head], *more)
+        self.inputs = [name for name in ("input_ids", "attention_mask", "token_type_ids") if name in inputs]
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, token_type_ids: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+        found: Any = self.model(input_ids=input_ids, attention_mask=attention_mask, return_dict=True, **types)
+        tensors = tuple(found[name] for name in _OUTPUTS[self.head])
+        if self.layout is None:
+            return tensors
+        vectors = _pool(tensors[0], attention_mask, self.layout)
+        if self.classifier is None:
+            return (*tensors, vectors)
+        return (*tensors, vectors, F.linear(vectors, self.classifier.weight, self.classifier.bias))
+
+    def random_inputs(self, texts: int, tokens: int) -> Arrays:
+        """Draws texts of `tokens` random tokens, or fewer if the model's context is shorter. All but one are padded."""
+        config, draws = self.model.config, torch.Generator().manual_seed(tokens)
+        tokens = min(tokens, getattr(config, "max_position_embeddings", tokens) - _RESERVED_POSITIONS)
+        padding = int(getattr(config, "pad_token_id", None) or 0)
+        ids = torch.randint(0, config.get_text_config().vocab_size - 1, (texts, tokens), generator=draws)
+        ids += ids >= padding  # never the padding token, whose position some models skip
+        lengths = torch.linspace(tokens, 1, texts).long()
+        mask = torch.arange(tokens) < lengths[:, None]
+        inputs = {"input_ids": ids.where(mask, padding), "attention_mask": mask.long()}
+        return {name: inputs.get(name, torch.zeros_like(ids)) for name in self.inputs}
+
+    def predictions(self, output: torch.Tensor, inputs: Arrays) -> list[torch.Tensor]:
+        """Returns the vectors of an output that each predict something: a label, a token, or the place of an answer."""
+        mask = inputs["attention_mask"].bool()
+        if self.head == "qa":  # (B, T): the places in each text
+            return [row[known] for row, known in zip(output, mask, strict=True)]
+        if output.ndim == 2:  # (B, L) or (B, D)
+            return list(output)
+        return list(output[mask])  # (B, T, L)
+
+
+def _pool(hidden: torch.Tensor, mask: torch.Tensor, layout: EmbeddingLayout) -> torch.Tensor:
+    """Returns the vector of each text, (B, D), from hidden states with padding at the end, (B, T, D)."""
+    mask = mask.to(hidden.dtype)[..., None]
+    if layout.pooling == "mean":
+        vectors = (hidden * mask).sum(1) / mask.sum(1)
+    elif layout.pooling == "cls":
+        vectors = hidden[:, 0]
+    else:  # the token whose mask differs from that of the next
+        vectors = (hidden * (mask - F.pad(mask[:, 1:], (0, 0, 0, 1)))).sum(1)
+    return F.normalize(vectors, dim=-1) if layout.normalize else vectors
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences warnings of the exporter and the quantizer, which concern their own code."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _trace(model: _TracedModel, path: Path, name: str) -> None:
+    """Writes an f32 file that takes any number of texts and tokens. Raises ConfigError if tracing fails."""
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+
+    sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
+    with _quiet(), torch.no_grad():
+        try:
+            program = torch.onnx.export(
+                model,
+                tuple(model.random_inputs(*_TRACED_SHAPE).values()),
+                dynamo=True,
+                verbose=False,
+                input_names=model.inputs,
+                output_names=model.outputs,
+                dynamic_shapes=tuple(sizes for _ in model.inputs),
+            )
+        except (torch.onnx.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError(f"{name} cannot be exported as ONNX: {first_line(error)}.") from None
+        assert program is not None
+        ClearMetadataAndDocStringPass()(program.model)  # stack traces, which name folders of this machine
+        program.save(path)
+
+
+def _quantize(path: Path) -> Path:
+    """Replaces a file by one with int8 matrices, whose inputs are quantized while it runs; returns its path.
+
+    Each column of a matrix has its own scale. Weights have 7 bits, because processors without VNNI instructions would
+    saturate sums of products of 8 bits.
+    """
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    data = path.with_name(f"{path.name}.data")
+    size = sum(file.stat().st_size for file in (path, data) if file.exists())
+    quantized = path.with_name(FILES["int8"])
+    with _quiet():
+        quantize_dynamic(
+            path,
+            quantized,
+            weight_type=QuantType.QInt8,
+            per_channel=True,
+            reduce_range=True,
+            use_external_data_format=size > _LARGE_BYTES,
+        )
+    path.unlink()
+    data.unlink(missing_ok=True)
+    return quantized
+
+
+def _compare(model: _TracedModel, path: Path) -> OnnxCheck:
+    """Runs a file and the torch model on random texts of two shapes, with padding."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for shape in _CHECKED_SHAPES:
+        inputs = model.random_inputs(*shape)
+        results = session.run(model.outputs, {name: value.numpy() for name, value in inputs.items()})
+        with torch.no_grad():
+            expected = model(*inputs.values())
+        for found, wanted in zip(map(torch.from_numpy, results), expected, strict=True):
+            pairs += zip(model.predictions(found, inputs), model.predictions(wanted, inputs), strict=True)
+    equal = torch.stack([(found.argmax() == wanted.argmax()).float() for found, wanted in pairs])
+    cosine = torch.stack([F.cosine_similarity(found, wanted, dim=0) for found, wanted in pairs])
+    return OnnxCheck(
+        largest_difference=float(torch.stack([(found - wanted).abs().max() for found, wanted in pairs]).max()),
+        largest_value=float(torch.stack([wanted.abs().max() for _, wanted in pairs]).max()),
+        equal_argmax=None if model.head == "none" else float(equal.mean()),
+        lowest_cosine=float(cosine.min()) if model.head == "none" else None,
+    )

@@ -1,0 +1,255 @@
+"""Loads a model one tensor at a time, and keeps its matrices quantized.
+
+transformers first loads placeholders that take no memory, which checks names and shapes and initializes new heads. Then
+each placeholder is replaced by the stored tensor, quantized if wanted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+from sansgpu.config import ConfigError
+from sansgpu.config.wording import truncate
+from sansgpu.files.reading import require_regular_file
+from sansgpu.kernels.block_quantization import FORMATS, BlockFormat, Matrix, QuantizedWeight, format_for, quantize_rows
+from sansgpu.models.huggingface.quantized_layers import QuantizableMatrix, is_transposed, quantizable_matrices
+from sansgpu.models.modules import INIT_STD
+
+UNREADABLE = (SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError)
+
+
+@contextmanager
+def readable_weights(path: Path) -> Iterator[None]:
+    """Converts the errors of safetensors and torch for invalid headers, dtypes and shapes to ConfigError."""
+    require_regular_file(path)
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except UNREADABLE as error:
+        reason = truncate(" ".join(str(error).split())).removesuffix(".")
+        raise ConfigError(f"{path} holds no weights that can be read ({reason}); copy or export it again.") from None
+
+
+def set_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: Path, assign: bool = False) -> None:
+    """Loads weights that were read from `source` into a model. Raises ConfigError if they do not fit."""
+    try:
+        model.load_state_dict(weights, assign=assign)
+    except (RuntimeError, TypeError) as error:
+        reason = truncate(" ".join(str(error).split()))
+        raise ConfigError(f"{source} does not contain the whole model: {reason}") from None
+
+
+def load_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Returns the memory-mapped tensors of a file by name. Raises ConfigError if the file is damaged."""
+    with readable_weights(path):
+        weights = dict(load_file(path))
+        if name := next((name for name, tensor in weights.items() if tensor.is_complex()), None):
+            raise ValueError(f"{name} has complex numbers")
+    return weights
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """Returns a hash of all weights in memory, which takes less time than reading a model, on torch's threads."""
+    tensors = dict(model.state_dict())
+    for name, module in model.named_modules():
+        quantized = {key: value for key, value in vars(module).items() if isinstance(value, QuantizedWeight)}
+        tensors |= {f"{name}.{key} {value.format.name}": value.data for key, value in quantized.items()}
+    names = sorted(tensors)
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        hashes = pool.map(lambda name: _sha256(name, tensors[name]), names)
+        return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def _sha256(name: str, tensor: torch.Tensor) -> str:
+    digest = hashlib.sha256(f"{name}\0{tuple(tensor.shape)}\0{tensor.dtype}\0".encode())
+    digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+BasePrecision = Literal["file", "bf16", "int8", "int4"]  # file: the quantization of a GGUF file
+REQUANTIZED: Literal["int8"] = "int8"  # replaces quantizations of GGUF files that we do not multiply with
+_RANDOM_ROWS = 16  # quantized rows that a random weight repeats
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a model's files, in the layout of transformers, which is read when it is needed.
+
+    `blocks` returns a matrix (outputs, inputs) in its own block format; None if it has none that we multiply with.
+    """
+
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+    blocks: Callable[[], QuantizedWeight] | None = None
+    quantized_as: str | None = None  # name of its quantization
+
+
+def as_stored(tensor: torch.Tensor | StoredTensor) -> StoredTensor:
+    """Returns a tensor in memory as one to read."""
+    return tensor if isinstance(tensor, StoredTensor) else StoredTensor(tuple(tensor.shape), lambda: tensor)
+
+
+def safetensors_weights(files: list[Path]) -> dict[str, StoredTensor]:
+    """Returns the tensors of safetensors files by name. Raises ConfigError if a file is damaged."""
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        with readable_weights(file), safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  not a dict
+                found[name] = StoredTensor(tuple(opened.get_slice(name).get_shape()), partial(_read, file, name))
+    return found
+
+
+def _read(file: Path, name: str) -> torch.Tensor:
+    """Returns a view of a mapped file; the mapping ends with it, so that what was read does not stay in memory."""
+    with readable_weights(file), safe_open(file, "pt") as opened:
+        tensor: torch.Tensor = opened.get_tensor(name)
+    return tensor
+
+
+def format_of(
+    precision: BasePrecision, inputs: int, quantized_as: str | None, is_table: bool = False
+) -> BlockFormat | None:
+    """Returns the format of a matrix with rows of `inputs` values, stored as `quantized_as`; None if it stays bf16."""
+    if precision == "bf16" or (precision == "file" and quantized_as is None):
+        return None
+    known = FORMATS.get(str(quantized_as)) if precision == "file" else None
+    return known or format_for(REQUANTIZED if precision == "file" else precision, inputs, is_table)
+
+
+@dataclass(frozen=True)
+class MatrixFormat:
+    """The shape of a matrix (outputs, inputs) and the format in which it stays in memory."""
+
+    outputs: int
+    inputs: int
+    format: BlockFormat
+    is_table: bool
+
+    @property
+    def weights(self) -> int:
+        return self.outputs * self.inputs
+
+    @property
+    def bytes(self) -> int:
+        return self.outputs * self.format.row_bytes(self.inputs)
+
+
+def matrix_formats(
+    model: nn.Module, precision: BasePrecision, stored: Mapping[str, StoredTensor]
+) -> dict[str, MatrixFormat]:
+    """Returns the formats of the matrices of a model that are quantized, by name.
+
+    `stored` are the tensors of a GGUF file; a model with more layers than the file has repeats the first format.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    usual = next((tensor.quantized_as for tensor in stored.values() if tensor.quantized_as), None)
+    found: dict[str, MatrixFormat] = {}
+    for key, matrix in quantizable_matrices(model).items():
+        name, (outputs, inputs) = names[key], matrix.shape
+        quantized_as = stored[name].quantized_as if name in stored else usual
+        chosen = format_of(precision, inputs, quantized_as, matrix.is_table)
+        if chosen is not None:
+            found[name] = MatrixFormat(outputs, inputs, chosen, matrix.is_table)
+    return found
+
+
+def random_weights(
+    model: nn.Module, precision: BasePrecision, stored: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """Returns random weights for the matrices of `matrix_formats`."""
+    found: dict[str, StoredTensor] = {}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for name, matrix in matrix_formats(model, precision, stored).items():
+        blocks = partial(_random_blocks, matrix)
+        found[name] = StoredTensor(shapes[name], partial(torch.zeros, shapes[name]), blocks, matrix.format.name)
+    return found
+
+
+def _random_blocks(matrix: MatrixFormat) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(0)
+    rows = quantize_rows(torch.randn(_RANDOM_ROWS, matrix.inputs, generator=generator) * INIT_STD, matrix.format)
+    repeated = rows.repeat(-(-matrix.outputs // _RANDOM_ROWS), 1)[: matrix.outputs]
+    return QuantizedWeight(repeated.contiguous(), matrix.format)
+
+
+def placeholders(stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Returns a tensor for each stored one, of its shape and without its memory."""
+    return {name: torch.empty((), dtype=dtype).expand(tensor.shape) for name, tensor in stored.items()}
+
+
+def fill(
+    model: nn.Module,
+    stored: Mapping[str, StoredTensor],
+    given: Mapping[str, torch.Tensor],
+    precision: BasePrecision,
+    new: set[str],
+) -> None:
+    """Replaces the placeholders `given` to transformers by the stored tensors.
+
+    `new` are the names of weights that were initialized. Raises ConfigError if transformers has changed a placeholder.
+    """
+    by_place = {tensor.data_ptr(): stored[name] for name, tensor in given.items()}
+    matrices = quantizable_matrices(model)
+    persistent = model.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in persistent]
+    for name, tensor in [*model.named_parameters(), *buffers]:
+        if name in new:
+            continue
+        source = by_place.get(tensor.data_ptr()) or stored.get(name)
+        if source is None:
+            folder = (
+                "give the model's Hugging Face folder instead of the GGUF file, and " if precision == "file" else ""
+            )
+            raise ConfigError(
+                f"transformers computes {name} from several weights, so they cannot be read one by one; "
+                f"{folder}set model.base_precision=auto."
+            )
+        matrix = matrices.get(id(tensor))
+        weight = None if matrix is None else _quantized(source, matrix, precision)
+        if matrix is not None and weight is not None:
+            matrix.quantize(weight)
+        else:
+            is_vector = isinstance(tensor, nn.Parameter) and tensor.ndim < 2  # it is added or multiplied in fp32
+            tensor.data = source.read().to(torch.float32 if is_vector else tensor.dtype, copy=True)
+
+
+def _quantized(source: StoredTensor, matrix: QuantizableMatrix, precision: BasePrecision) -> QuantizedWeight | None:
+    """Returns a matrix in blocks; None if it is not quantized."""
+    wanted = format_of(precision, matrix.shape[1], source.quantized_as, matrix.is_table)
+    return None if wanted is None else _in_blocks(source, wanted, is_transposed(matrix.layers[0]))
+
+
+def _in_blocks(source: StoredTensor, wanted: BlockFormat, transposed: bool) -> QuantizedWeight:
+    if source.blocks is not None and source.quantized_as == wanted.name:
+        return source.blocks()
+    values = source.read()
+    return QuantizedWeight(quantize_rows(values.T if transposed else values, wanted), wanted)
+
+
+def kept_blocks(source: StoredTensor, transposed: bool) -> Matrix:
+    """Returns a tensor of a GGUF file as it is stored, or requantized if we do not multiply with its quantization.
+
+    A tensor that is not quantized is fp32. `transposed` says that its layout in transformers is (inputs, outputs).
+    """
+    if source.quantized_as is None:
+        return source.read()
+    wanted = format_of("file", source.shape[0 if transposed else -1], source.quantized_as)
+    return source.read() if wanted is None else _in_blocks(source, wanted, transposed)
+
+
+def quantized_matrices(stored: Mapping[str, StoredTensor]) -> list[StoredTensor]:
+    """Returns the quantized matrices of a GGUF file."""
+    return [tensor for tensor in stored.values() if tensor.quantized_as]

@@ -1,0 +1,139 @@
+"""A static key-value cache for many sequences at once, each of its own length.
+
+B slots, N new tokens, S tokens that a slot holds, H query heads, K key-value heads, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sansgpu.kernels.attention import attention, causal_ranges
+from sansgpu.kernels.packed_cache import PackedCache
+from sansgpu.models.huggingface.packed_mask import Kernel
+
+
+class PlainCache:
+    """Keys and values (B, K, S, d) of one layer."""
+
+    def __init__(self, slots: int, length: int, heads: int, dim: int, dtype: torch.dtype) -> None:
+        self._stored = [torch.zeros(slots, heads, length, dim, dtype=dtype) for _ in "kv"]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stored.nbytes for stored in self._stored)
+
+    def store(self, slots: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Stores keys and values (N, K, d) of tokens at `positions` (N,) of `slots` (N,)."""
+        for stored, new in zip(self._stored, (keys, values), strict=True):
+            stored[slots, :, positions] = new
+
+    def read(self, slots: slice, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the keys and values (B, K, count, d) of some slots."""
+        keys, values = (stored[slots, :, :count] for stored in self._stored)
+        return keys, values
+
+    def move(self, to: int, slot: int, count: int) -> None:
+        """Copies the `count` tokens of a slot to another one."""
+        for stored in self._stored:
+            stored[to, :, :count] = stored[slot, :, :count]
+
+
+class SlotCache:
+    """Keys and values of every layer, allocated in a layer's first forward pass. `packed` are those of a DecoderStep.
+
+    The sequences in use fill the first slots. Before each forward pass, `start_prompts`, `start_piece` or `start_step`
+    says where its tokens go. What a sequence sees does not depend on the others, so neither do its results.
+    """
+
+    def __init__(self, slots: int, length: int, packed: bool) -> None:
+        self.slots, self.length = slots, length
+        self.lengths = torch.zeros(slots, dtype=torch.long)
+        self._type = PackedCache if packed else PlainCache
+        self._layers: dict[int, PackedCache | PlainCache] = {}
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token."""
+        return sum(layer.nbytes for layer in self._layers.values()) // (self.slots * self.length)
+
+    def start_prompts(self, first: int, lengths: Sequence[int]) -> None:
+        """Prepares for a pass over whole prompts, concatenated in one row, for the slots from `first` on."""
+        self._separate, counts = list(lengths), torch.tensor(lengths)
+        slots = torch.arange(first, first + len(counts))
+        self.lengths[slots] = counts
+        starts = counts.cumsum(0) - counts
+        self._slots = torch.repeat_interleave(slots, counts)
+        self.positions = torch.arange(len(self._slots)) - torch.repeat_interleave(starts, counts)
+        self._visible: slice | None = None
+
+    def start_piece(self, slot: int, start: int, count: int) -> None:
+        """Prepares for a pass over the next `count` tokens of a long prompt, of which `start` are cached."""
+        self.lengths[slot] = start + count
+        self._slots, self.positions = torch.full((count,), slot), torch.arange(start, start + count)
+        self._visible, self._longest, self._separate = slice(slot, slot + 1), start + count, []
+        self._ranges = _up_to(self.positions[None] + 1)
+
+    def start_step(self, count: int) -> None:
+        """Prepares for a pass over one token of each of the first `count` slots, in rows of their own."""
+        self._slots, self.positions = torch.arange(count), self.lengths[:count].clone()
+        self.lengths[:count] += 1
+        self._visible, self._longest, self._separate = slice(0, count), int(self.lengths[:count].max()), []
+        self._ranges = _up_to(self.lengths[:count, None])
+
+    def packed_layers(self) -> list[PackedCache]:
+        """Returns the caches of the layers, after the first pass."""
+        layers = [self._layers[layer] for layer in sorted(self._layers)]
+        return [layer for layer in layers if isinstance(layer, PackedCache)]
+
+    def keep(self, slots: Sequence[int]) -> None:
+        """Moves the sequences in `slots`, in ascending order, to the first slots."""
+        for to, slot in enumerate(slots):
+            if to != slot:
+                used = int(self.lengths[slot])
+                for layer in self._layers.values():
+                    layer.move(to, slot, used)
+                self.lengths[to] = used
+        self.lengths[len(slots) :] = 0
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores the keys and values of a pass; returns those that its queries see.
+
+        Both are (1, K, N, d), or (B, K, 1, d) in a step.
+        """
+        if layer not in self._layers:
+            _, heads, _, dim = keys.shape
+            self._layers[layer] = self._type(self.slots, self.length, heads, dim, keys.dtype)
+        by_token = [new[0].transpose(0, 1) if len(new) == 1 else new[:, :, 0] for new in (keys, values)]
+        self._layers[layer].store(self._slots, self.positions, *by_token)
+        return (keys, values) if self._visible is None else self._layers[layer].read(self._visible, self._longest)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: Kernel) -> torch.Tensor:
+        """Computes the attention of a pass from q (1, H, N, d) or (B, H, 1, d), and what `append` returned.
+
+        Whole prompts are computed one by one: the order of a packed prompt's sums would depend on the prompts before.
+        """
+        if self._visible is not None:
+            return kernel(q, k, v, self._ranges)
+        ranges = causal_ranges(torch.zeros(1, max(self._separate), dtype=torch.long))
+        parts = zip(*(x.split(self._separate, dim=2) for x in (q, k, v)), strict=True)
+        outs = [kernel(q, k, v, ranges[:, : q.shape[2]]) for q, k, v in parts]
+        return torch.cat(outs, dim=2)
+
+
+class LayerSlots:
+    """One layer of a `SlotCache`, with the interface of `decoder.KeyValueCache`."""
+
+    length = 0  # the positions of tokens are given, so they need not continue a length
+
+    def __init__(self, cache: SlotCache, layer: int) -> None:
+        self._cache, self._layer = cache, layer
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
+        return self._cache.attend(q, *self._cache.append(k, v, self._layer), attention)
+
+
+def _up_to(ends: torch.Tensor) -> torch.Tensor:
+    """Returns ranges (B, T, 2) of the keys before `ends` (B, T)."""
+    return torch.stack((torch.zeros_like(ends), ends), dim=-1).int()

@@ -1,0 +1,58 @@
+"""Converts prompts and generated tokens with a tokenizer of transformers. Imports none of its models."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from sansgpu.config import ConfigError
+from sansgpu.config.wording import first_line
+from sansgpu.machine.templates import UnusableTemplateError, render_prefixes
+from sansgpu.machine.tokenizer_trial import tokenizer_errors
+from sansgpu.models.decoder import TransformerLM
+from sansgpu.models.generation.generate import BatchModel, decoder_readers
+
+
+@tokenizer_errors()
+def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    """Returns the prompt ids of a conversation; without a chat template, those of its last message.
+
+    Raises ConfigError if the chat template refuses the conversation.
+    """
+    if tokenizer.chat_template is None:
+        return text_prompt_ids(tokenizer, messages[-1]["content"])
+    try:
+        template = tokenizer.get_chat_template()
+        prompt = render_prefixes(template, tokenizer.special_tokens_map, messages, [(len(messages), True)])[0]
+    except (UnusableTemplateError, ValueError) as error:  # ValueError: several templates without a default
+        raise ConfigError(f"{first_line(error)}; give the model another chat template.") from None
+    if prompt.refusal is not None:
+        raise ConfigError(f"the chat template refuses this conversation: {prompt.refusal}.")
+    if not (ids := list(tokenizer(prompt.text, add_special_tokens=False).input_ids)):
+        raise ConfigError("the chat template writes no text for this conversation; give the model another one.")
+    return ids
+
+
+def text_prompt_ids(tokenizer: Any, text: str) -> list[int]:
+    """Returns the ids of a text with the tokenizer's leading special tokens, but without its trailing ones."""
+    with tokenizer_errors():
+        probe = tokenizer("a", return_special_tokens_mask=True)
+        prefix = probe.input_ids[: (*probe.special_tokens_mask, 0).index(0)]
+        ids = [*prefix, *tokenizer(text, add_special_tokens=False).input_ids]
+    first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    return ids or [first]
+
+
+def decode(tokenizer: Any, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def decoder_chat(model: TransformerLM, tokenizer: Any) -> BatchModel:
+    """Returns our decoder and a tokenizer of transformers as a BatchModel."""
+    return BatchModel(
+        **decoder_readers(model),
+        text_ids=partial(text_prompt_ids, tokenizer),
+        chat_ids=None if tokenizer.chat_template is None else partial(prompt_ids, tokenizer),
+        decode=partial(decode, tokenizer),
+        ends=frozenset({tokenizer.eos_token_id} - {None}),
+    )

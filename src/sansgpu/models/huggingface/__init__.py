@@ -1,0 +1,1 @@
+"""Transformers' models: loading, faster layers, packing, LoRA and quantized weights."""

@@ -1,0 +1,318 @@
+"""Adds, merges and saves adapters with peft."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from sansgpu.config import ConfigError, ModelConfig
+from sansgpu.config.wording import shown
+from sansgpu.files.reading import read_object
+from sansgpu.models.formats.folders import write_folder_atomically
+from sansgpu.models.formats.weights import StoredTensor, as_stored
+from sansgpu.models.huggingface.adapter_folder import ADAPTER_CONFIG, add_base, base_of, how_trained
+from sansgpu.models.huggingface.pretrained import (
+    Head,
+    is_inside,
+    load_pretrained,
+    plain_name,
+    prepare_for_training,
+    save_tokenizer,
+    seeded,
+    stored_dtype,
+)
+from sansgpu.models.huggingface.quantized_layers import (
+    QuantizedLayer,
+    dequantize_layer,
+    dequantize_layers,
+    matrix_of,
+    restore_conv1d,
+)
+from sansgpu.models.huggingface.source import library_errors, source_of
+
+if TYPE_CHECKING:  # functions import transformers when they need it, because that takes seconds
+    from transformers import PreTrainedModel
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from sansgpu.config import ConfigError, ModelConfig
+from sansgpu.config.wording import shown
+
+if TYPE_CHECKING:  # its import is slow, and it is optional
+    from transformers import PreTrainedModel
+
+
+ALL_LINEAR = "all-linear"
+# Kinds of models whose mixers read the weights of these layers directly, without calling the layers, so an adapter
+# beside them would have no effect. peft refuses the first, and adapters of the second get no gradient.
+_STATE_SPACE_MODELS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+_READ_DIRECTLY = ("out_proj", "dt_proj")
+
+
+def adapter_targets(loaded: PreTrainedModel, asked: list[str] | str) -> list[str] | str:
+    """Returns peft's `target_modules` for `model.lora_targets`.
+
+    For `all-linear` these are the linear layers that can have an adapter, by name if some of the model's cannot.
+    """
+    if asked != ALL_LINEAR:
+        return asked
+    special = _has_experts(loaded) or _is_state_space_model(loaded)
+    return _adaptable_layers(loaded) if special else ALL_LINEAR
+
+
+def adaptable(loaded: PreTrainedModel) -> str:
+    """Returns the names of the layers that can have an adapter, without those of their blocks, for a message."""
+    return f"[{','.join(sorted({_last(name) for name in _adaptable_layers(loaded)}))}]"
+
+
+def require_layers(loaded: PreTrainedModel, model: ModelConfig) -> None:
+    """Raises ConfigError if `model.lora_targets` is no regular expression, or names a layer that the model lacks."""
+    asked = model.lora_targets
+    if asked == ALL_LINEAR:
+        return
+    names = [name for name, _ in loaded.named_modules()]
+    if isinstance(asked, str):
+        try:
+            missing = [] if any(re.fullmatch(asked, name) for name in names) else [asked]
+        except re.error as error:
+            raise ConfigError(f"model.lora_targets {shown(asked)} is not a regular expression: {error}.") from None
+    else:
+        ends = {name[start:] for name in names for start in _starts(name)}
+        missing = [name for name in asked if name not in ends]
+    if missing or not asked:
+        found = f"{model.name_or_path} has no layer {shown(missing[0])}" if missing else "it names no layer"
+        raise ConfigError(f"model.lora_targets: {found}; set it to {ALL_LINEAR}, or to some of {adaptable(loaded)}.")
+
+
+def _starts(name: str) -> list[int]:
+    """Returns where the parts of a dotted name start."""
+    return [0, *(place + 1 for place, letter in enumerate(name) if letter == ".")]
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _linear_layers(loaded: PreTrainedModel) -> list[str]:
+    """Returns the names of the linear layers below the head."""
+    from transformers.pytorch_utils import Conv1D
+
+    inside = {id(module) for module in loaded.base_model.modules()}
+    return [n for n, m in loaded.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and id(m) in inside]
+
+
+def _adaptable_layers(loaded: PreTrainedModel) -> list[str]:
+    names = _without_experts(loaded, _linear_layers(loaded)) if _has_experts(loaded) else _linear_layers(loaded)
+    if _is_state_space_model(loaded):
+        names = [name for name in names if _last(name) not in _READ_DIRECTLY]
+    return names
+
+
+def _has_experts(loaded: PreTrainedModel) -> bool:
+    return any("Experts" in type(module).__name__ for module in loaded.modules())
+
+
+def _is_state_space_model(loaded: PreTrainedModel) -> bool:
+    return loaded.config.get_text_config().model_type in _STATE_SPACE_MODELS
+
+
+def _without_experts(loaded: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """Leaves out the layers in whose place peft would adapt the stacked experts or the router.
+
+    For some mixtures of experts, peft takes the name of a layer such as `gate_proj`, also of one that is no expert,
+    for the name that the experts had in an earlier release of transformers. A router that is a linear layer returns
+    several tensors, to which the output of an adapter cannot be added.
+    """
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    converted: Any = LoraConfig(target_modules=list(names))
+    convert_peft_config_for_transformers(converted, model=loaded, conversions=None)
+    return [name for name in names if name in converted.target_modules and _last(name) != "router"]
+
+
+# Ends of the names of models whose head is made for the task, so that it is trained even beside an adapter.
+HEADS_OF_TASKS = ("QuestionAnswering", "SequenceClassification", "TokenClassification")
+
+
+def add_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
+    """Wraps a model in a trainable LoRA or DoRA adapter (arXiv 2106.09685, 2402.09353). A new head is trained, too."""
+    from peft import LoraConfig, get_peft_model  # takes a second to import, and full fine-tuning does not need it
+
+    require_layers(loaded, model)
+    targets, can_have_one = adapter_targets(loaded, model.lora_targets), adaptable(loaded)
+    heads = {name.split(".")[0]: None for name, _ in loaded.named_parameters() if not is_inside(loaded, name)}
+    trained_heads = list(heads) if type(loaded).__name__.endswith(HEADS_OF_TASKS) else None
+    config = LoraConfig(
+        r=model.lora_rank,
+        lora_alpha=cast(Any, model.lora_alpha),  # annotated int, but floats work
+        lora_dropout=model.lora_dropout,
+        target_modules=targets,
+        use_dora=model.adapter == "dora",
+        modules_to_save=trained_heads,
+    )
+    try:
+        with seeded(seed, "adapter"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
+            warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft warns that it corrects this setting
+            warnings.filterwarnings("ignore", message=".*tie_word_embeddings")  # `_require_mergeable` refuses it
+            adapted = get_peft_model(loaded, config)
+    except ValueError as error:
+        reason = re.sub(r"^\[PEFT:.*?\] ", "", " ".join(str(error).split())).split(". ")[0].rstrip(".")
+        raise ConfigError(
+            f"model.lora_targets: {reason}; set it to {ALL_LINEAR}, or to some of {can_have_one}."
+        ) from None
+    _require_mergeable(loaded, can_have_one)
+    return adapted
+
+
+def _require_mergeable(model: PreTrainedModel, can_have_one: str) -> None:
+    """Raises ConfigError if the adapter of a layer cannot be merged into its weight.
+
+    `can_have_one` are the names of layers for which that is possible.
+    """
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    bases = [getattr(table, "base_layer", table) for table in tables if table is not None]
+    tied = len(bases) == 2 and len({id(matrix_of(base)) for base in bases}) == 1
+    for name, layer in _adapted_layers(model).items():
+        base = layer.get_base_layer()
+        if not hasattr(base, "weight"):
+            raise ConfigError(
+                f"model.lora_targets: {plain_name(name)} holds the experts of a layer, whose adapters sansgpu cannot "
+                f"merge; set model.lora_targets to {ALL_LINEAR}, or to some of {can_have_one}."
+            )
+        if tied and any(base is table for table in bases):
+            raise ConfigError(
+                f"model.lora_targets: {plain_name(name)} shares its weight with another layer, which an adapter would "
+                "change, too; leave the embedding and the output head out of model.lora_targets."
+            )
+
+
+def merge_adapter(adapted: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """Merges the adapter into the weights in fp32, rounding once to `dtype`; returns the model without the adapter."""
+    for layer in _adapted_layers(adapted).values():  # one by one, because the model in fp32 may not fit into memory
+        weight, base = _merged_weight(layer).to(dtype), layer.get_base_layer()
+        if isinstance(base, QuantizedLayer):
+            dequantize_layer(base, nn.Parameter(weight, requires_grad=False))
+        base.weight.data = weight
+    plain: PreTrainedModel = adapted.unload()
+    dequantize_layers(plain, dtype)
+    for module in plain.modules():
+        if getattr(module, "transposed", False):
+            restore_conv1d(module)
+    plain.to(dtype)  # type: ignore[arg-type]
+    return plain
+
+
+def merged_tensors(adapted: Any) -> dict[str, StoredTensor]:
+    """Returns the tensors of a model with its adapter merged in; those of linear layers are computed when read."""
+    model = adapted.get_base_model()
+    found = {plain_name(name): as_stored(t) for name, t in model.state_dict().items() if "lora_" not in name}
+    layers = _adapted_layers(model)
+    for name, module in model.named_modules():
+        if name in layers:
+            base = layers[name].get_base_layer()
+            found[f"{name}.weight"] = _in_own_layout(base, partial(_merged_weight, layers[name]))
+        elif isinstance(module, QuantizedLayer) and not name.endswith(".base_layer"):
+            found[f"{name}.weight"] = _in_own_layout(module, module.dequantize)
+    return found
+
+
+def _in_own_layout(base: Any, read: Callable[[], torch.Tensor]) -> StoredTensor:
+    """Returns the weight of a layer in the layout of transformers."""
+    if not isinstance(base, QuantizedLayer):
+        return StoredTensor(tuple(base.weight.shape), read)
+    outputs, inputs = base.blocks.outputs, base.blocks.inputs
+    if getattr(base, "transposed", False):
+        return StoredTensor((inputs, outputs), lambda: read().T)
+    return StoredTensor((outputs, inputs), read)
+
+
+def _adapted_layers(model: Any) -> dict[str, Any]:
+    """Returns the layers with an adapter by name."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}
+
+
+@torch.no_grad()
+def _merged_weight(layer: Any) -> torch.Tensor:
+    """Returns the fp32 weight of a layer with its adapter merged in; the layer does not change."""
+    base = layer.get_base_layer()
+    before: nn.Parameter | None = base.weight
+    base.weight = nn.Parameter(base.dequantize() if before is None else before.float(), requires_grad=False)
+    layer.merge(safe_merge=True)
+    merged: torch.Tensor = base.weight.detach()
+    base.weight = before
+    layer.merged_adapters.clear()
+    return merged
+
+
+def load_model(model: ModelConfig, head: Head, seed: int, frozen: bool = False) -> PreTrainedModel:
+    """Loads a model as `load_pretrained` does; of a folder with only an adapter, its base model with it merged in."""
+    base = base_of(model)
+    return load_pretrained(model, head, seed, frozen) if base is None else _load_merged(model, base, head, seed)
+
+
+def restore_frozen(loaded: PreTrainedModel, model: ModelConfig, head: Head, seed: int) -> None:
+    """Reloads the frozen weights from the model's files, in their stored dtype.
+
+    Frees the current values first, so that memory never holds two models.
+    """
+    frozen = {n: p for n, p in loaded.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    for parameter in frozen.values():
+        parameter.data = parameter.data.new_empty(0)
+    original = dict(load_model(model, head, seed).named_parameters(remove_duplicate=False))
+    for name, parameter in frozen.items():
+        parameter.data = original[plain_name(name)].data
+
+
+def _load_merged(model: ModelConfig, base: ModelConfig, head: Head, seed: int) -> PreTrainedModel:
+    from peft import PeftModel
+
+    folder = source_of(model)[0]
+    loaded = load_pretrained(base, head, seed)
+    trained = how_trained(read_object(Path(folder) / ADAPTER_CONFIG)).get("base_model_class")
+    if trained not in (None, type(loaded).__name__):
+        raise ConfigError(
+            f"{folder} holds an adapter of a {shown(trained)}, but this needs one of a {type(loaded).__name__}; give "
+            "the run that trained it."
+        )
+    with library_errors(f"the adapter in {folder} does not fit its base model {base.name_or_path}"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.filterwarnings("ignore", message="fan_in_fan_out")
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            adapted = PeftModel.from_pretrained(loaded, folder)
+        dtype = torch.float32 if model.adapter == "none" else stored_dtype(model)
+        return prepare_for_training(merge_adapter(adapted, dtype), model)
+
+
+def save_adapter(adapted: Any, tokenizer: Any, folder: Path, model: ModelConfig) -> None:
+    """Writes the adapter, without its base model, to a folder that peft loads, atomically.
+
+    `model` is the configuration of the base.
+    """
+
+    def write(partial: Path) -> None:
+        for config in adapted.peft_config.values():
+            if isinstance(config.target_modules, set):  # its order differs between processes
+                config.target_modules = sorted(config.target_modules)
+        adapted.save_pretrained(partial, save_embedding_layers=False)
+        settings = read_object(partial / ADAPTER_CONFIG)
+        add_base(settings, model)
+        (partial / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        save_tokenizer(tokenizer, partial)
+
+    write_folder_atomically(folder, write)

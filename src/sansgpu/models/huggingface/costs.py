@@ -1,0 +1,93 @@
+"""Costs of training a transformers model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from sansgpu.config import ModelConfig
+from sansgpu.machine.memory import Execution
+from sansgpu.models.costing import COMPUTE, StepWork, cross_entropy_bytes
+from sansgpu.models.formats.weights import matrix_formats
+from sansgpu.models.huggingface.adapters import add_adapter
+from sansgpu.models.huggingface.pretrained import Head, meta_model
+from sansgpu.models.huggingface.source import base_precision, stored_weights
+from sansgpu.models.module_costs import ModuleCosts, ModuleShape, QuantizedWeights, module_shape
+
+_PROCESS_BYTES = 510 << 20  # the process with torch, transformers and peft, and the buffers of its libraries
+
+
+def pretrained_shape(model: ModelConfig, head: Head) -> ModuleShape:
+    """Returns the shape of a model with its adapter. Raises ConfigError if the model cannot be loaded."""
+    return _shape(model.model_dump_json(), head)
+
+
+@lru_cache(maxsize=8)
+def _shape(model_json: str, head: Head) -> ModuleShape:
+    from sansgpu.models.huggingface.packed_forward import can_pack
+    from sansgpu.models.huggingface.patches import patch_model  # imports transformers, which takes seconds
+
+    settings = ModelConfig.model_validate_json(model_json)
+    model = meta_model(settings, head)
+    quantized_blocks, quantized_tables = _quantized(settings, model)
+    if settings.adapter != "none":
+        with torch.device("meta"):
+            add_adapter(model, settings, 0)
+    packs = can_pack(model)
+    patch_model(model)
+    config: Any = model.config.get_text_config()
+    vocabulary = int(config.vocab_size)
+    outputs = _outputs(head, vocabulary)
+    heads = int(getattr(config, "num_attention_heads", 0))  # a state space model such as Mamba has none
+    shape = module_shape(model, int(config.hidden_size), heads, vocabulary, outputs)
+    return replace(shape, packs=packs, quantized_blocks=quantized_blocks, quantized_tables=quantized_tables)
+
+
+def _quantized(settings: ModelConfig, model: nn.Module) -> list[QuantizedWeights]:
+    """Returns what stays quantized of the blocks of a model, and of its tables."""
+    precision = base_precision(settings)
+    if precision is None:
+        return [QuantizedWeights(), QuantizedWeights()]
+    stored = stored_weights(settings) if precision == "file" else {}
+    formats = matrix_formats(model, precision, stored).values()
+    parts = ([matrix for matrix in formats if matrix.is_table == is_table] for is_table in (False, True))
+    return [QuantizedWeights(sum(m.weights for m in part), sum(m.bytes for m in part)) for part in parts]
+
+
+def _outputs(head: Head, vocabulary: int) -> int:
+    """Returns the logits per token."""
+    if head.kind in ("causal", "masked"):
+        return vocabulary
+    if head.kind == "none":
+        return 1  # the loss compares vectors of texts, which is little work per token
+    return len(head.labels) or 2  # transformers' default, and the start and end of an answer
+
+
+@dataclass(frozen=True)
+class PretrainedCosts(ModuleCosts):
+    """The costs of a transformers model, whose weights may be frozen next to an adapter."""
+
+    pack: bool = True  # packs texts if the model allows it; otherwise each text has a row as long as the longest
+
+    def micro_batch_tokens(self, execution: Execution) -> int:
+        return execution.tokens(self.window, padded=not (self.pack and self.shape.packs))
+
+    def work(self, tokens: float) -> StepWork:
+        return replace(super().work(tokens), muon=0.0)
+
+    def head_bytes(self, execution: Execution) -> int:
+        trained = self.model.adapter == "none" and self.shape.outputs == self.shape.vocabulary
+        return cross_entropy_bytes(execution, self.micro_batch_tokens(execution), self.products().head, trained)
+
+    def weight_bytes(self, execution: Execution) -> int:
+        quantized = self.shape.quantized_blocks, self.shape.quantized_tables
+        wide = sum(self.parameters().values()) - self.trained() - sum(part.count for part in quantized)
+        frozen = COMPUTE[execution.precision] * wide + sum(part.bytes for part in quantized)
+        return super().weight_bytes(execution) + frozen
+
+    def overhead_bytes(self, execution: Execution, needed: int) -> int:
+        return _PROCESS_BYTES

@@ -1,0 +1,143 @@
+"""Chat and text generation with transformers models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from sansgpu.kernels.decoder_step import DecoderStep
+from sansgpu.models.generation.generate import PROMPT_TOKENS, BatchModel, BatchReader, SingleReader, SlotReader
+from sansgpu.models.generation.kv_cache import SlotCache
+from sansgpu.models.generation.prompts import decode, prompt_ids, text_prompt_ids
+from sansgpu.models.generation.step_layers import pretrained_step
+from sansgpu.models.huggingface.packed_forward import UnpaddedModel, logits_of
+from sansgpu.models.huggingface.probes import autocast_of, close_outputs, copies_for_kernels
+
+UNBOUNDED_CONTEXT = 4096  # tokens of context for models that declare no maximum
+
+
+class PretrainedReader(SingleReader):
+    """A SingleReader for a transformers model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def reset(self) -> None:
+        self._cache = DynamicCache(config=self._model.config)
+
+    def forward_new(self, ids: list[int]) -> torch.Tensor:
+        for start in range(0, len(ids), PROMPT_TOKENS):
+            inputs = torch.tensor([ids[start : start + PROMPT_TOKENS]], device=self._model.device)
+            with autocast_of(self._model):
+                options = {"past_key_values": self._cache, "use_cache": True}
+                logits = logits_after(self._model, torch.tensor([inputs.shape[1] - 1]), input_ids=inputs, **options)
+        return logits[0]
+
+
+class PretrainedSlots(SlotReader):
+    """A BatchReader for a transformers model that uses our attention; see `slots_work`."""
+
+    def __init__(self, unpadded: UnpaddedModel, slots: int, length: int, fused: DecoderStep | None = None) -> None:
+        super().__init__(slots, length, fused)
+        self._unpadded = unpadded
+
+    def logits(self, ids: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        model = self._unpadded.model
+        inputs = self._unpadded.packed_inputs(ids, positions, self.cache)
+        with autocast_of(model):
+            return logits_after(model, chosen, **inputs, past_key_values=_TransformersCache(self.cache), use_cache=True)
+
+    def embedded(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        model: Any = self._unpadded.model
+        x = model.get_input_embeddings()(ids)
+        return x, *model.base_model.rotary_emb(x.float(), positions[:, None])
+
+
+class _TransformersCache(Cache):
+    """A SlotCache for the layers of transformers."""
+
+    def __init__(self, cache: SlotCache) -> None:
+        super().__init__(layers=[])
+        self._cache = cache
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._cache.append(key_states, value_states, layer_idx)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+def slots_work(unpadded: UnpaddedModel, fused: DecoderStep | None = None) -> bool:
+    """Returns True if a model can read several sequences with one cache: if that gives the logits of separate passes.
+
+    Models with sliding windows, recurrent state or frequencies that depend on the length cannot.
+    """
+    if not unpadded.has_plain_rows or unpadded.model.device.type != "cpu":
+        return False
+    model, tokens = unpadded.model, torch.arange(15) * 7 % unpadded.model.config.get_text_config().vocab_size
+    first, second = tokens[:6].tolist(), tokens[6:].tolist()
+    reader, last = PretrainedSlots(unpadded, 2, 32, fused), torch.tensor([-1])
+    try:
+        with torch.inference_mode(), autocast_of(model):
+            copied = [torch.tensor([ids] * copies_for_kernels(len(ids))) for ids in (first, second)]
+            expected = [logits_after(model, last, input_ids=ids) for ids in copied]
+            reader.add([first[:-1], second[:-1]])
+            found = reader.step([first[-1], second[-1]])
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError):
+        return False
+    return close_outputs(model, found.float(), torch.cat(expected).float())
+
+
+def logits_after(model: PreTrainedModel, chosen: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """Returns the logits (n, V) after the `chosen` ones of all tokens; those after others are not computed."""
+    return logits_of(model, lambda states: states.flatten(0, 1)[chosen], **inputs)
+
+
+def _end_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    eos: Any = getattr(model.generation_config, "eos_token_id", None)
+    ends = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
+    return frozenset(end for end in ends if end is not None)
+
+
+def pretrained_single(model: PreTrainedModel, tokenizer: Any) -> BatchModel:
+    """Returns a transformers model and its tokenizer as a BatchModel of one prompt at a time, layer by layer."""
+    return _batch_model(model, tokenizer, lambda slots, length: PretrainedReader(model), together=False)
+
+
+def pretrained_batch(unpadded: UnpaddedModel, tokenizer: Any) -> BatchModel:
+    """Returns a transformers model and its tokenizer as a BatchModel that may hold copies of the weights."""
+    model, fused = unpadded.model, pretrained_step(unpadded.model) if unpadded.has_plain_rows else None
+    together = slots_work(unpadded, fused)
+    if not together and fused is not None:  # its embeddings or its head are others
+        together, fused = slots_work(unpadded), None
+    if not together:
+        return pretrained_single(model, tokenizer)
+
+    def open_reader(slots: int, length: int) -> BatchReader:
+        return PretrainedSlots(unpadded, slots, length, fused)
+
+    batch = _batch_model(model, tokenizer, open_reader, together=True)
+    return batch if fused is None else replace(batch, open_single=lambda length: open_reader(1, length))
+
+
+def _batch_model(
+    model: PreTrainedModel, tokenizer: Any, open_reader: Callable[[int, int], BatchReader], together: bool
+) -> BatchModel:
+    text: Any = model.config.get_text_config()
+    return BatchModel(
+        open_reader,
+        lambda length: PretrainedReader(model),
+        int(getattr(text, "max_position_embeddings", None) or UNBOUNDED_CONTEXT),
+        together,
+        text_ids=partial(text_prompt_ids, tokenizer),
+        chat_ids=None if tokenizer.chat_template is None else partial(prompt_ids, tokenizer),
+        decode=partial(decode, tokenizer),
+        ends=_end_ids(model, tokenizer),
+    )

@@ -1,0 +1,58 @@
+"""Runs the LoRA adapters of peft with our kernel."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from peft.tuners.lora import Linear as PeftLinear
+from torch import nn
+
+from sansgpu.kernels.linear import MIN_ROWS, Linear, autocasted
+from sansgpu.kernels.lora import MAX_RANK, lora_linear
+from sansgpu.kernels.matmul import is_native
+from sansgpu.kernels.quantized_linear import quantized_lora_linear
+from sansgpu.models.huggingface.quantized_layers import QuantizedLinear
+
+
+class LoraLinear(PeftLinear):
+    """peft's linear layer with an adapter, fused with the frozen layer where our kernel runs."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        base: Any = self.base_layer
+        source, adapter = autocasted(x), self.single_adapter()
+        if args or kwargs or adapter is None or source.numel() < MIN_ROWS * base.in_features:
+            return super().forward(x, *args, **kwargs)
+        first, second, scale = adapter
+        quantized = isinstance(base, QuantizedLinear)
+        if len(first) > MAX_RANK or not is_native(source, *(() if quantized else (base.weight,)), first, second):
+            return super().forward(x)
+        source = source.reshape(-1, base.in_features)
+        product, weight = (quantized_lora_linear, base.blocks) if quantized else (lora_linear, base.weight)
+        dropped = self.lora_dropout[self.active_adapters[0]](source)
+        y = product(source, dropped, weight, base.bias, first, second, scale)
+        return y.view(*x.shape[:-1], base.out_features)
+
+    def single_adapter(self) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+        """Returns A, B and the factor of their product; None if the layer adds something else to a frozen one."""
+        if self._is_unusual():
+            return None
+        (name,) = self.active_adapters
+        return cast(Any, self.lora_A[name]).weight, cast(Any, self.lora_B[name]).weight, self.scaling[name]
+
+    def _is_unusual(self) -> bool:
+        """Returns True unless exactly one adapter, a plain one, is active and trained beside a frozen layer."""
+        base, names = self.base_layer, self.active_adapters
+        if self.disable_adapters or self.merged or self.lora_variant or len(names) != 1:
+            return True
+        if type(base) not in (Linear, QuantizedLinear):
+            return True
+        trained = any(parameter.requires_grad for parameter in base.parameters())
+        return trained or self.lora_bias[names[0]]
+
+
+def patch_adapter(model: nn.Module) -> None:
+    """Makes the LoRA layers of a model use our kernel, in place."""
+    for module in model.modules():
+        if type(module) is PeftLinear:
+            module.__class__ = LoraLinear

@@ -1,0 +1,295 @@
+"""Runs transformers models on examples of unequal length, packed without padding if the model supports it.
+
+B examples, N tokens in total, T tokens of the longest, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sansgpu.kernels.attention import bidirectional_ranges, causal_ranges
+from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions, linear_cross_entropy
+from sansgpu.models.generation.sampling import reading
+from sansgpu.models.huggingface.attention_interface import NAME, stand_in_mask
+from sansgpu.models.huggingface.packed_mask import KeyRanges, PackedMask
+from sansgpu.models.huggingface.probes import PROBE_LONGEST, autocast_of, head_is_plain, packs_well
+from sansgpu.models.huggingface.quantized_layers import matrix_of
+from sansgpu.models.huggingface.rotary import LengthDependentRotary
+
+if TYPE_CHECKING:  # its import is slow, and it is optional
+    from transformers import PreTrainedModel
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' names of types of layers
+
+Flat = Callable[[torch.Tensor], torch.Tensor]  # converts a model's output by row to (N, ...)
+
+
+class UnpaddedModel:
+    """A transformers model for batches of concatenated examples, each of at most `longest` tokens.
+
+    If `packs`, the examples share one row and do not attend to each other; otherwise each has a padded row. Examples
+    whose rotary frequencies differ, because they depend on length, run in separate forward passes.
+    """
+
+    def __init__(self, model: PreTrainedModel, pack: bool, longest: int = PROBE_LONGEST) -> None:
+        self.model, self._rotary = model, LengthDependentRotary(model)
+        self._text: Any = model.config.get_text_config()
+        self.causal = _is_causal(model)
+        self._window = None if self.causal else _encoder_window(self._text)
+        known = self._window is not None or not _has_windows(self._text)
+        self._by_ranges = known and model.config._attn_implementation == NAME
+        self.position_offset = _position_offset(model)
+        self.softcap = getattr(self._text, "final_logit_softcapping", None) or 0.0
+        with reading(model), torch.no_grad(), autocast_of(model):
+            self.packs = pack and packs_well(self, min(longest, self._rotary.unscaled or longest))
+            self.fused = head_is_plain(model, self.softcap)
+
+    def packed_inputs(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: PackedMask | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Returns the model's inputs for packed tokens with their ids and positions, each (B, T)."""
+        inputs = {"input_ids": ids, "position_ids": positions + self.position_offset}
+        return inputs if mask is None else {**inputs, "attention_mask": stand_in_mask(mask, ids.device)}
+
+    def _inputs(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None = None
+    ) -> tuple[dict[str, torch.Tensor], Flat]:
+        """Returns the model's inputs, and a function that maps outputs to a row per token; tokens and types (N,)."""
+        examples, positions = token_places(lengths)
+        if self.packs:
+            inputs = self.packed_inputs(tokens[None], positions[None])
+            if self._by_ranges:
+                inputs["attention_mask"] = self._packed_mask(examples[None])
+            if types is not None:
+                inputs["token_type_ids"] = types[None]
+            return inputs, lambda output: output[0]
+        return self._padded(tokens, lengths, types), lambda output: output[examples, positions]
+
+    def _packed_mask(self, examples: torch.Tensor) -> Any:
+        """Returns the mask of packed tokens, or one for each type of layer; `examples` (1, N) are their examples."""
+        ranges = (causal_ranges if self.causal else bidirectional_ranges)(examples)
+        if self._window is None:
+            return stand_in_mask(KeyRanges(ranges), examples.device)
+        position = torch.arange(examples.shape[1], device=examples.device, dtype=ranges.dtype)
+        first = torch.maximum(ranges[..., 0], position - self._window)
+        end = torch.minimum(ranges[..., 1], position + self._window + 1)
+        masks = {FULL: KeyRanges(ranges), SLIDING: KeyRanges(torch.stack((first, end), dim=-1))}
+        return {kind: stand_in_mask(mask, examples.device) for kind, mask in masks.items()}
+
+    def _padded(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """Returns inputs with a padded row per example."""
+        mask = _pad(torch.ones_like(tokens), lengths)
+        inputs = {"input_ids": _pad(tokens, lengths, int(self._text.pad_token_id or 0)), "attention_mask": mask}
+        if types is not None:
+            inputs["token_type_ids"] = _pad(types, lengths)
+        return inputs
+
+    def summed_loss(
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        targets: torch.Tensor,
+        shape: LossOptions = DEFAULT_LOSS_OPTIONS,
+    ) -> torch.Tensor:
+        """Returns the cross-entropy of a causal model summed over targets (N,), skipping -100: ()."""
+        shape = LossOptions(shape.label_smoothing, shape.z_loss, self.softcap)
+        states, head = self.head_inputs(tokens, lengths), self.head
+        if head is not None:
+            return linear_cross_entropy(states, matrix_of(head), targets, shape)
+        valid = targets != -100
+        logits, targets = states[valid].float(), targets[valid]
+        loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=shape.label_smoothing)
+        return loss + shape.z_loss * torch.logsumexp(logits, dim=-1).square().sum() if shape.z_loss else loss
+
+    def head_inputs(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Returns the last hidden states of a causal model if it has a plain `head`, otherwise its logits: (N, ...)."""
+        return self._by_token(self.before_head, tokens, lengths)
+
+    def before_head(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Returns what `head_inputs` returns, but by row and for the model's own inputs: (B, T, ...)."""
+        if self.head is not None:
+            states: torch.Tensor = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+            return states
+        logits: torch.Tensor = self.model(**inputs, use_cache=False).logits
+        return logits
+
+    @property
+    def has_plain_rows(self) -> bool:
+        """True if all examples of a causal model share a row, and key ranges alone say what each token sees."""
+        return self.packs and self.causal and self._by_ranges and not self._rotary
+
+    @property
+    def head(self) -> nn.Linear | None:
+        """The output projection of a causal model whose logits are its product with the last hidden states."""
+        head: Any = self.model.get_output_embeddings()
+        return head if self.fused and isinstance(head, nn.Linear) else None  # peft may have replaced the head
+
+    def qa_logits(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns start and end logits of each token from a question answering model: (N,) and (N,), fp32."""
+
+        def start_and_end(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            output = self.model(**inputs)
+            return torch.stack((output.start_logits, output.end_logits), dim=-1)
+
+        starts, ends = self._by_token(start_and_end, tokens, lengths, types).float().unbind(dim=1)
+        return starts, ends
+
+    def token_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None) -> torch.Tensor:
+        """Returns the logits of each token from a model that classifies tokens: (N, labels), fp32."""
+        return self._by_token(lambda inputs: self.model(**inputs).logits, tokens, lengths, types).float()
+
+    def sequence_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None) -> torch.Tensor:
+        """Returns the logits of a model that classifies sequences, for each of the B examples: (B, L), fp32."""
+        examples, _ = token_places(lengths)
+        groups = []
+        for indices, group in self._groups(lengths):
+            own_types = None if types is None else types[indices]
+            logits = self._sequence_logits(tokens[indices], group, own_types)
+            groups.append((examples[indices].unique(), logits.float()))
+        return _in_order(groups)
+
+    def _sequence_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None) -> torch.Tensor:
+        """Runs the blocks on packed examples and the head on padded ones, so that the head may be any."""
+        padded = self._padded(tokens, lengths, types)
+        if not self.packs:
+            plain: torch.Tensor = self.model(**padded).logits
+            return plain
+        packed, _ = self._inputs(tokens, lengths, types)
+        base: Any = self.model.base_model
+
+        def pack(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return (), {**kwargs, "attention_mask": None, **packed}
+
+        def unpack(module: nn.Module, args: Any, output: Any) -> Any:
+            output.last_hidden_state = _pad(output.last_hidden_state[0], lengths)
+            return output
+
+        hooks = [base.register_forward_pre_hook(pack, with_kwargs=True), base.register_forward_hook(unpack)]
+        if (pooler := getattr(base, "pooler", None)) is not None:  # in BERT it is a part of the base model
+            hooks.append(pooler.register_forward_pre_hook(lambda _, args: (_pad(args[0][0], lengths), *args[1:])))
+        try:
+            logits: torch.Tensor = self.model(**padded).logits
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return logits
+
+    def hidden_states(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Returns the last hidden states of the model without its head: (N, D)."""
+        return self._by_token(lambda inputs: self.model.base_model(**inputs).last_hidden_state, tokens, lengths)
+
+    def masked_lm_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
+        """Returns the logits of a masked LM at the M tokens where `masked` (N,) is true: (M, V)."""
+        parts = [(p[masked[p]], self._masked_logits(tokens[p], group, masked[p])) for p, group in self._groups(lengths)]
+        return _in_order(parts)
+
+    def _masked_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
+        inputs, flat = self._inputs(tokens, lengths)
+        return logits_of(self.model, lambda states: flat(states)[masked], **inputs)
+
+    def _groups(self, lengths: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields groups of examples for one forward pass each: the indices of their tokens (n,), their lengths (b,)."""
+        all_tokens = torch.arange(int(lengths.sum()), device=lengths.device)
+        groups = self._rotary.groups(lengths.tolist()) if self._rotary else []
+        if not self._rotary:
+            yield all_tokens, lengths
+        for group in groups:
+            self._rotary.reset()
+            chosen = torch.zeros(len(lengths), dtype=torch.bool, device=lengths.device)
+            chosen[group] = True
+            yield all_tokens[torch.repeat_interleave(chosen, lengths)], lengths[chosen]
+
+    def _by_token(
+        self,
+        run: Callable[[dict[str, torch.Tensor]], torch.Tensor],
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        types: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Returns a row per token, (N, ...), of what `run` computes by row from the model's inputs, (B, T, ...)."""
+        parts = []
+        for indices, group in self._groups(lengths):
+            inputs, flat = self._inputs(tokens[indices], group, None if types is None else types[indices])
+            parts.append((indices, flat(run(inputs))))
+        return _in_order(parts)
+
+
+def logits_of(model: PreTrainedModel, chosen: Flat, **inputs: Any) -> torch.Tensor:
+    """Returns the logits (n, V) of n tokens. `chosen` selects their last hidden states (n, D) from those by row."""
+    base: Any = model.base_model
+
+    def select(module: nn.Module, args: Any, output: Any) -> Any:
+        output.last_hidden_state = chosen(output.last_hidden_state)[None]
+        return output
+
+    hook = base.register_forward_hook(select)
+    try:
+        logits: torch.Tensor = model(**inputs).logits[0]
+    finally:
+        hook.remove()
+    return logits
+
+
+def token_places(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns each token's example and its position in it, (N,) and (N,)."""
+    examples = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    starts = lengths.cumsum(0) - lengths
+    return examples, torch.arange(len(examples), device=lengths.device) - starts[examples]
+
+
+def _pad(values: torch.Tensor, lengths: torch.Tensor, fill_value: int = 0) -> torch.Tensor:
+    """Converts a row per token, (N, ...), to padded rows per example, (B, T, ...)."""
+    longest = int(lengths.max()) if len(lengths) else 0
+    out = values.new_full((len(lengths), longest, *values.shape[1:]), fill_value)
+    out[token_places(lengths)] = values
+    return out
+
+
+def _in_order(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Concatenates the rows of (indices, rows) pairs, sorted by index."""
+    if len(parts) == 1:
+        return parts[0][1]
+    indices, values = (torch.cat(side) for side in zip(*parts, strict=True))
+    return values[indices.argsort()]
+
+
+def can_pack(model: PreTrainedModel) -> bool:
+    """Returns False for encoders with unknown windows of attention, which can be known without running the model."""
+    config = model.config.get_text_config()
+    return _is_causal(model) or not _has_windows(config) or _encoder_window(config) is not None
+
+
+def _is_causal(model: PreTrainedModel) -> bool:
+    return any(m.is_causal for m in model.modules() if hasattr(m, "is_causal"))
+
+
+def _has_windows(config: Any) -> bool:
+    """Returns True if some layer has windowed attention."""
+    types = getattr(config, "layer_types", None)
+    if types:
+        return any(kind != FULL for kind in types)
+    return any(getattr(config, name, None) for name in ("sliding_window", "local_attention", "attention_chunk_size"))
+
+
+def _encoder_window(config: Any) -> int | None:
+    """Returns the tokens that a token of an encoder sees on each side in layers with a window, or None.
+
+    They are those of transformers' `create_bidirectional_sliding_window_mask`, used by ModernBERT.
+    """
+    types = set(getattr(config, "layer_types", None) or ())
+    return getattr(config, "sliding_window", None) if types <= {FULL, SLIDING} and SLIDING in types else None
+
+
+def _position_offset(model: PreTrainedModel) -> int:
+    """Returns the first position id. In RoBERTa and its relatives it is the padding id plus one."""
+    modules: Iterator[Any] = (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids"))
+    return next((int(module.padding_idx) + 1 for module in modules), 0)

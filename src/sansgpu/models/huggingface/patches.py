@@ -1,0 +1,278 @@
+"""Replaces layers of a transformers model with our kernels that compute the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from sansgpu.kernels.activation import Kind
+from sansgpu.kernels.dropout import dropout
+from sansgpu.kernels.embedding import embed
+from sansgpu.kernels.feed_forward import feed_forward
+from sansgpu.kernels.linear import Linear, linear_each
+from sansgpu.kernels.norm import LayerNorm
+from sansgpu.models.huggingface.attention_interface import NAME, attention_forward, use_our_attention
+from sansgpu.models.huggingface.fused_layers import (
+    AttentionPart,
+    FusedGELU,
+    FusedTanhGELU,
+    LinearPart,
+    Part,
+    agree,
+    fuse_layers,
+    random_tensor,
+    replaced_parts,
+    with_forward,
+)
+from sansgpu.models.huggingface.rotary_attention import fuse_rotary_attention
+
+KINDS: dict[type[nn.Module], Kind] = {FusedGELU: Kind.GELU, FusedTanhGELU: Kind.GELU_TANH}
+
+
+class _EncoderAttention:
+    """Self-attention that projects queries, keys and values in one call."""
+
+    projections: tuple[str, str, str]
+    dropout: nn.Dropout
+    attention_head_size: int
+    scaling: float
+    training: bool
+
+    def attend(self, x: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
+        """(B, T, D) -> (B, T, D), without the output projection."""
+        layers = [getattr(self, name) for name in self.projections]
+        plain = all(type(layer) is Linear for layer in layers)  # adapters replace some
+        projected = linear_each(x, *layers) if plain else tuple(layer(x) for layer in layers)
+        shape = (*x.shape[:-1], -1, self.attention_head_size)
+        q, k, v = (y.view(shape).transpose(1, 2) for y in projected)
+        dropout = self.dropout.p if self.training else 0.0
+        out, _ = attention_forward(cast(Any, self), q, k, v, attention_mask, dropout, self.scaling, **kwargs)
+        return out.flatten(2)
+
+
+class BertSelfAttention(_EncoderAttention):
+    """The self-attention of BERT, whose output projection is another module."""
+
+    projections = ("query", "key", "value")
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: object = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if past_key_values is not None:  # while it generates
+            original = cast(Any, super()).forward
+            return cast(
+                tuple[torch.Tensor, None],
+                original(hidden_states, attention_mask, past_key_values=past_key_values, **kwargs),
+            )
+        return self.attend(hidden_states, attention_mask, **kwargs), None
+
+
+class DistilBertSelfAttention(_EncoderAttention):
+    """The self-attention of DistilBERT."""
+
+    projections = ("q_lin", "k_lin", "v_lin")
+    out_lin: nn.Module
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        return self.out_lin(self.attend(hidden_states, attention_mask, **kwargs)), None
+
+
+class BertOutput:
+    """The end of a branch of BERT: a linear layer, dropout, the residual addition and LayerNorm."""
+
+    dense: nn.Module
+    dropout: nn.Dropout
+    LayerNorm: LayerNorm
+
+    def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
+        return self.LayerNorm.after(input_tensor, self.dense(hidden_states), self.dropout.p)
+
+
+class BertLayer:
+    """A block of BERT, whose feed-forward network is one function for autograd."""
+
+    fused_as = "encoder"  # see module_costs
+    intermediate: Any
+    output: Any
+
+    def feed_forward_chunk(self, attention_output: torch.Tensor) -> torch.Tensor:
+        up, down = self.intermediate.dense, self.output.dense
+        if type(up) is not Linear or type(down) is not Linear:  # adapters replace some
+            return cast(torch.Tensor, cast(Any, super()).feed_forward_chunk(attention_output))
+        y = feed_forward(attention_output, KINDS[type(self.intermediate.intermediate_act_fn)], up, down)
+        return cast(torch.Tensor, self.output.LayerNorm.after(attention_output, y, self.output.dropout.p))
+
+
+class DistilBertFeedForward:
+    """The feed-forward network of DistilBERT, one function for autograd."""
+
+    lin1: nn.Module
+    lin2: nn.Module
+    activation: nn.Module
+    dropout: nn.Module
+
+    def ff_chunk(self, input: torch.Tensor) -> torch.Tensor:
+        if type(self.lin1) is not Linear or type(self.lin2) is not Linear:  # adapters replace some
+            return cast(torch.Tensor, cast(Any, super()).ff_chunk(input))
+        return cast(torch.Tensor, self.dropout(feed_forward(input, KINDS[type(self.activation)], self.lin1, self.lin2)))
+
+
+class DistilBertBlock:
+    """A block of DistilBERT, whose norms add the residuals."""
+
+    fused_as = "encoder"
+    attention: nn.Module
+    sa_layer_norm: LayerNorm
+    ffn: nn.Module
+    output_layer_norm: LayerNorm
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        y, _ = self.attention(hidden_states, attention_mask=attention_mask, **kwargs)
+        x = self.sa_layer_norm.after(hidden_states, y, 0.0)
+        return self.output_layer_norm.after(x, self.ffn(x), 0.0)
+
+
+def fuse_encoder_layers(model: nn.Module) -> None:
+    """Makes the encoder layers of a model, whose norms and activations are ours, use fused kernels, in place."""
+    modules = list(model.modules())
+    replaced: list[tuple[Callable[[Any], bool], type]] = [
+        (lambda module: _is_self_attention(module, BertSelfAttention, ()), BertSelfAttention),
+        (lambda module: _is_self_attention(module, DistilBertSelfAttention, ("out_lin",)), DistilBertSelfAttention),
+        (_is_output, BertOutput),
+        (_is_distilbert_feed_forward, DistilBertFeedForward),
+        (_is_bert_layer, BertLayer),
+        (_is_distilbert_block, DistilBertBlock),
+    ]
+    for recognizes, mixin in replaced:  # blocks after their parts
+        for module in modules:
+            if recognizes(module):
+                module.__class__ = with_forward(mixin, type(module))
+
+
+def _has_parts(module: nn.Module, **kinds: type | tuple[type, ...]) -> bool:
+    """Returns True if a module has parts of these names and classes, and nothing else."""
+    parts = module._modules
+    return (
+        not module._parameters and set(parts) == set(kinds) and all(isinstance(parts[n], k) for n, k in kinds.items())
+    )
+
+
+def _is_self_attention(module: Any, mixin: type[_EncoderAttention], others: tuple[str, ...]) -> bool:
+    names = (*mixin.projections, *others)
+    if not _has_parts(module, dropout=nn.Dropout, **dict.fromkeys(names, Linear)):
+        return False
+    if getattr(getattr(module, "config", None), "_attn_implementation", None) != NAME:
+        return False
+    trial, width = copy.copy(module), 2 * module.attention_head_size
+    trial._modules = {name: LinearPart(width, width, place) for place, name in enumerate(names)}
+    trial._modules["dropout"], trial.training = nn.Dropout(0.5), True
+    ours, x = copy.copy(trial), random_tensor(1, 5, width)
+    ours.__class__ = with_forward(mixin, type(module))
+    return agree(lambda: _seeded(lambda: trial.forward(x)), lambda: _seeded(lambda: ours.forward(x)))
+
+
+def _seeded(attention: Callable[[], Any]) -> torch.Tensor:
+    """Returns the output of attention, whose dropout draws the same numbers in every call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return cast(torch.Tensor, attention()[0])
+
+
+def _is_output(module: nn.Module) -> bool:
+    if not _has_parts(module, dense=Linear, dropout=nn.Dropout, LayerNorm=LayerNorm):
+        return False
+    dense, drop, norm, h, x = Part(1.5), Part(2.5), Part(0.5), random_tensor(3, 8), random_tensor(3, 8).sin()
+    with replaced_parts(module, {"dense": dense, "dropout": drop, "LayerNorm": norm}):
+        return agree(lambda: module.forward(h, x), lambda: norm(x + drop(dense(h))))
+
+
+def _is_bert_layer(module: Any) -> bool:
+    if not _has_parts(module, attention=nn.Module, intermediate=nn.Module, output=BertOutput):
+        return False
+    first, up, act, output, x = module.intermediate, Part(1.5), Part(2.5), _OutputPart(), random_tensor(1, 3, 8)
+    if not _has_parts(first, dense=Linear, intermediate_act_fn=tuple(KINDS)):
+        return False
+    stubs = {"dense": up, "intermediate_act_fn": act}
+    with replaced_parts(first, stubs), replaced_parts(module, {"output": output}):
+        return agree(lambda: module.feed_forward_chunk(x), lambda: output(act(up(x)), x))
+
+
+def _is_distilbert_feed_forward(module: Any) -> bool:
+    if not _has_parts(module, lin1=Linear, activation=tuple(KINDS), lin2=Linear, dropout=nn.Dropout):
+        return False
+    up, act, down, drop, x = Part(1.5), Part(2.5), Part(0.5), Part(0.7), random_tensor(1, 3, 8)
+    with replaced_parts(module, {"lin1": up, "activation": act, "lin2": down, "dropout": drop}):
+        return agree(lambda: module.ff_chunk(x), lambda: drop(down(act(up(x)))))
+
+
+def _is_distilbert_block(module: nn.Module) -> bool:
+    norms = {"sa_layer_norm": LayerNorm, "output_layer_norm": LayerNorm}
+    if not _has_parts(module, attention=nn.Module, ffn=nn.Module, **norms):
+        return False
+    attention, norm, ffn, last, x = AttentionPart(2.5), Part(1.5), Part(0.7), Part(0.5), random_tensor(1, 3, 8)
+
+    def expected() -> torch.Tensor:
+        total = cast(torch.Tensor, norm(x + attention(x)[0]))
+        return cast(torch.Tensor, last(total + ffn(total)))
+
+    stubs = {"attention": attention, "sa_layer_norm": norm, "ffn": ffn, "output_layer_norm": last}
+    with replaced_parts(module, stubs):
+        return agree(lambda: module.forward(x), expected)
+
+
+class _OutputPart(nn.Module):
+    """Takes the place of the end of a branch in a trial."""
+
+    def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
+        return torch.sin(0.5 * hidden_states + input_tensor)
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding with fp32 outputs and gradients summed in fp32, for any dtype of the table."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return embed(input, self.weight, sparse=True)
+
+
+class Dropout(nn.Dropout):
+    """nn.Dropout in one pass over memory."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return dropout(input, self.p, self.training)
+
+
+def patch_layers(model: nn.Module) -> None:
+    """Makes the Linear, Dropout, LayerNorm and Embedding layers of a model use our kernels."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Linear
+        elif type(module) is nn.Dropout:
+            module.__class__ = Dropout
+        elif type(module) is nn.LayerNorm:
+            module.__class__ = LayerNorm
+        elif type(module) is nn.Embedding and module.max_norm is None and not module.sparse:
+            module.__class__ = Embedding
+
+
+def patch_model(model: PreTrainedModel) -> list[str]:
+    """Patches a model in place; returns descriptions of the parts that do not use our kernels."""
+    unpatched = [] if use_our_attention(model) else ["attention"]
+    patch_layers(model)
+    fuse_layers(model)
+    fuse_rotary_attention(model)
+    fuse_encoder_layers(model)
+    others = {type(m).__name__: None for m in model.modules() if type(m).__name__ == "Conv1D"}
+    return unpatched + [f"layers of type {name}" for name in others]

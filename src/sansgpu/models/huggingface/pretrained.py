@@ -1,0 +1,341 @@
+"""Loads and saves models and adapters with transformers and peft."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import cycle, islice
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from sansgpu.config import SIMPLE_TEMPLATE, ConfigError, ModelConfig, derive_seed
+from sansgpu.config.paths import local_path
+from sansgpu.config.plain_data import read_text
+from sansgpu.config.wording import shown
+from sansgpu.machine.disk import file_sha256
+from sansgpu.machine.tokenizer_trial import tokenizer_flaw
+from sansgpu.models.formats.folders import write_folder_atomically
+from sansgpu.models.formats.tokenizers import TokenizerParts
+from sansgpu.models.formats.weights import BasePrecision, StoredTensor, fill, placeholders, random_weights
+from sansgpu.models.huggingface.adapter_folder import base_of
+from sansgpu.models.huggingface.source import (
+    base_precision,
+    gguf_file_of,
+    is_base_quantized,
+    library_errors,
+    pretrained_config,
+    source_of,
+    stored_weights,
+)
+
+if TYPE_CHECKING:  # functions import transformers when they need it, because that takes seconds
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from sansgpu.models.formats.gguf_file import GGUFFile
+
+HeadKind = Literal["causal", "qa", "masked", "sequence", "tokens", "none"]
+AUTO_CLASSES: dict[HeadKind, str] = {
+    "causal": "AutoModelForCausalLM",
+    "qa": "AutoModelForQuestionAnswering",
+    "masked": "AutoModelForMaskedLM",
+    "sequence": "AutoModelForSequenceClassification",
+    "tokens": "AutoModelForTokenClassification",
+    "none": "AutoModel",
+}
+_DESCRIPTION: dict[HeadKind, str] = {
+    "causal": "a causal language model",
+    "qa": "a question answering model",
+    "masked": "a masked language model",
+    "sequence": "a model that classifies texts",
+    "tokens": "a model that classifies tokens",
+    "none": "an encoder",
+}
+_SIMPLE = Path(__file__).parent / "templates/simple.jinja"
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+
+
+# The values of `problem_type` in a config of transformers.
+ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
+
+
+@dataclass(frozen=True)
+class Head:
+    """The head of a model: its kind and, for a classifier, the labels in the order of the logits."""
+
+    kind: HeadKind
+    labels: tuple[str, ...] = ()
+    problem_type: ProblemType | None = None
+
+    def set_labels(self, config: PreTrainedConfig) -> None:
+        """Sets the labels in the config of a classifier."""
+        if self.labels:
+            config.id2label = dict(enumerate(self.labels))  # also sets num_labels
+            config.label2id = {label: number for number, label in enumerate(self.labels)}
+            config.problem_type = self.problem_type
+        text = config.get_text_config()
+        if self.kind == "sequence" and text.pad_token_id is None:  # a decoder finds the end of each row by it
+            ends = text.eos_token_id
+            config.pad_token_id = text.pad_token_id = (ends[0] if isinstance(ends, list) else ends) or 0
+
+
+def load_tokenizer_of(model: ModelConfig, chat_template: str | None = None) -> Any:
+    """Loads the tokenizer of a model, with the chat template from a file if given. Raises ConfigError."""
+    if (file := gguf_file_of(model)) is not None:
+        tokenizer: Any = _tokenizer_of(file)
+    else:
+        from transformers import AutoTokenizer
+
+        name, options = source_of(model)
+        _require_sound_tokenizer(Path(name) / "tokenizer.json")
+        with library_errors(f"the tokenizer of {name} cannot be loaded"):
+            tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError(f"{model.name_or_path} has no tokenizer.json; convert it with transformers first.")
+    _require_finite_length(tokenizer, model.name_or_path)
+    if chat_template is not None:
+        ours = chat_template == SIMPLE_TEMPLATE
+        path = _SIMPLE if ours else local_path(chat_template)
+        tokenizer.chat_template = read_text(path)
+        if not tokenizer.chat_template.strip():
+            raise ConfigError(f"{path} is empty; set data.chat_template to a file with a Jinja template, or to simple.")
+    return tokenizer
+
+
+def tokenizer_parts(tokenizer: Any) -> TokenizerParts:
+    """Converts a transformers tokenizer for export."""
+    bos, template = tokenizer.bos_token_id, tokenizer.chat_template
+    begins = bos is not None and tokenizer("a").input_ids[:1] == [bos]
+    template = template.get("default") if isinstance(template, dict) else template
+    tokenizer_json = tokenizer.backend_tokenizer.to_str()
+    return TokenizerParts(tokenizer_json, bos, tokenizer.eos_token_id, tokenizer.pad_token_id, begins, template)
+
+
+def load_pretrained(model: ModelConfig, head: Head, seed: int, frozen: bool = False) -> PreTrainedModel:
+    """Loads a model with its weights: in fp32 for full fine-tuning, as `base_precision` says for training an adapter.
+
+    `frozen` loads a model to use: the matrices of a GGUF file then stay quantized.
+
+    A head or pooler that is missing, or was made for other labels, is initialized from `seed`. Raises ConfigError if
+    the model cannot be loaded or other weights are missing.
+    """
+    file = gguf_file_of(model)
+    if file is not None and head.kind != "causal":
+        raise ConfigError(f"{model.name_or_path} holds a causal language model, not {_DESCRIPTION[head.kind]}.")
+    dtype = torch.float32 if model.adapter == "none" else "auto"
+    if (precision := base_precision(model, frozen)) is not None:
+        config = pretrained_config(model)
+        loaded, new = _load_one_by_one(model, head, seed, config, stored_weights(model), precision)
+    elif file is not None:
+        options = {"config": pretrained_config(model), "state_dict": file.weights()}
+        loaded, new = _load(model, head, seed, None, options, dtype)
+    else:
+        name, options = source_of(model)
+        if head.labels:
+            config = pretrained_config(model)
+            head.set_labels(config)
+            options |= {"config": config, "ignore_mismatched_sizes": True}
+        loaded, new = _load(model, head, seed, name, options, dtype)
+    missing = (key for key in new if head.kind == "causal" or not _may_be_new(loaded, key))
+    if (first := min(missing, default=None)) is not None:
+        raise ConfigError(
+            f"{model.name_or_path}: the weights do not match config.json: {first} is missing or has another shape."
+        )
+    return prepare_for_training(loaded, model)
+
+
+def _load(
+    model: ModelConfig, head: Head, seed: int, name: str | None, options: dict[str, Any], dtype: torch.dtype | str
+) -> tuple[PreTrainedModel, set[str]]:
+    """Loads a model from `name` or, without one, from the state_dict in `options`.
+
+    Returns it with the names of the weights that were initialized, because they are missing or have another shape.
+    """
+    import transformers
+
+    loader: Any = getattr(transformers, AUTO_CLASSES[head.kind])
+    if name is None:
+        loader = type(_from_config(model, head, options["config"], "meta"))  # the Auto classes accept no state_dict
+    with library_errors(f"{model.name_or_path} cannot be loaded as {_DESCRIPTION[head.kind]}"), seeded(seed, "head"):
+        loaded, info = loader.from_pretrained(name, **options, dtype=dtype, output_loading_info=True)
+    return loaded, {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
+
+
+def _load_one_by_one(
+    model: ModelConfig,
+    head: Head,
+    seed: int,
+    config: PreTrainedConfig,
+    stored: Mapping[str, StoredTensor],
+    precision: BasePrecision,
+) -> tuple[PreTrainedModel, set[str]]:
+    """Loads a model in bf16, reading one tensor at a time, with the matrices of its blocks quantized."""
+    head.set_labels(config)
+    given = placeholders(stored, torch.bfloat16)
+    options = {"config": config, "state_dict": given, "ignore_mismatched_sizes": True}
+    loaded, new = _load(model, head, seed, None, options, torch.bfloat16)
+    with library_errors(f"{model.name_or_path} cannot be loaded as {_DESCRIPTION[head.kind]}"):
+        fill(loaded, stored, given, precision, new)
+    return loaded, new
+
+
+def random_model(model: ModelConfig, head: Head, layers: int | None = None) -> PreTrainedModel:
+    """Builds a model with random weights, optionally with another number of layers, to time its steps."""
+    config = pretrained_config(model)
+    if layers is not None:
+        config = with_layers(config, layers)
+    if (precision := base_precision(model)) is None:
+        return prepare_for_training(_from_config(model, head, config), model)
+    from_file = stored_weights(model) if precision == "file" else {}
+    random = random_weights(_from_config(model, head, config, "meta"), precision, from_file)
+    return prepare_for_training(_load_one_by_one(model, head, 0, config, random, precision)[0], model)
+
+
+def meta_model(model: ModelConfig, head: Head) -> PreTrainedModel:
+    """Builds a model on the meta device, to count its parameters."""
+    return _from_config(model, head, pretrained_config(model), "meta")
+
+
+def _from_config(model: ModelConfig, head: Head, config: PreTrainedConfig, device: str = "cpu") -> PreTrainedModel:
+    import transformers
+
+    head.set_labels(config)
+    options = {"trust_remote_code": True} if model.trust_remote_code else {}
+    with (
+        library_errors(f"{model.name_or_path} cannot be built as {_DESCRIPTION[head.kind]}"),
+        seeded(0, "shape"),
+        torch.device(device),
+    ):
+        built: PreTrainedModel = getattr(transformers, AUTO_CLASSES[head.kind]).from_config(config, **options)
+    return built
+
+
+def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """Sets the number of blocks of a config, in place; returns it."""
+    text = config.get_text_config()
+    if types := getattr(text, "layer_types", None):
+        text.layer_types = list(islice(cycle(types), layers))  # a timed model may have more blocks than the original
+    text.num_hidden_layers = layers
+    return config
+
+
+def prepare_for_training(loaded: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
+    """Enables gradient checkpointing if configured, disables the cache, and converts biases and norms to fp32."""
+    if model.gradient_checkpointing:
+        if not loaded.supports_gradient_checkpointing:
+            raise ConfigError(
+                f"{model.name_or_path} does not support gradient checkpointing; set model.gradient_checkpointing=false."
+            )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the new name of this method is missing in some releases
+            loaded.gradient_checkpointing_enable({"use_reentrant": False})
+    loaded.config.use_cache = False
+    for parameter in loaded.parameters():  # autocast covers matmuls, but not sums and norms
+        if parameter.ndim < 2:  # a view of the mapped file would keep all of it in memory
+            parameter.data = parameter.data.to(torch.float32, copy=True)
+    return loaded
+
+
+def is_inside(loaded: PreTrainedModel, name: str) -> bool:
+    return name.startswith(loaded.base_model_prefix + ".")
+
+
+def _may_be_new(loaded: PreTrainedModel, name: str) -> bool:
+    """Returns True for a weight of the head or of the pooler, which not every pretraining objective trains."""
+    return "pooler." in name or not (loaded.base_model is loaded or is_inside(loaded, name))
+
+
+def weights_fingerprint(model: ModelConfig) -> str:
+    """Returns a fingerprint of the initial weights of a run, to detect on resume that they changed."""
+    folder = local_path(str(model.name_or_path))
+    if folder.is_file():
+        return file_sha256(folder)[:16]
+    if not folder.is_dir():
+        return str(getattr(pretrained_config(model), "_commit_hash", None) or model.revision or "main")
+    files = sorted(path for pattern in WEIGHT_FILES for path in folder.glob(pattern))
+    base = base_of(model)
+    return "-".join([*([weights_fingerprint(base)] if base else []), *(file_sha256(path)[:16] for path in files)])
+
+
+def stored_dtype(model: ModelConfig) -> torch.dtype:
+    """Returns the dtype in the model's config.json, in which trained weights are exported; fp32 by default.
+
+    That of a quantized GGUF file is bf16.
+    """
+    if base_precision(base_of(model) or model) == "file":
+        return torch.bfloat16
+    dtype: torch.dtype | None = getattr(pretrained_config(model), "dtype", None)
+    return dtype or torch.float32
+
+
+def merges_adapter(model: ModelConfig) -> bool:
+    """Returns whether the exported model has its adapter merged in: model.merge_adapter, or its default."""
+    return not is_base_quantized(model) if model.merge_adapter is None else model.merge_adapter
+
+
+def plain_name(name: str) -> str:
+    """Returns the name of a parameter in the model without an adapter; peft wraps layers and copies heads."""
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+
+
+def save_pretrained(
+    model: PreTrainedModel, tokenizer: Any, folder: Path, write_more: Callable[[Path], None] = lambda folder: None
+) -> None:
+    """Writes a model to a folder that transformers loads, atomically. `write_more` adds files to it."""
+
+    def write(partial: Path) -> None:
+        model.config.use_cache = True
+        model.save_pretrained(partial)
+        save_tokenizer(tokenizer, partial)
+        write_more(partial)
+
+    write_folder_atomically(folder, write)
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Writes a tokenizer, after disabling truncation and padding, which an earlier call may have enabled."""
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    tokenizer.save_pretrained(folder)
+
+
+def _require_sound_tokenizer(file: Path) -> None:
+    if file.is_file() and (flaw := tokenizer_flaw(read_text(file))) is not None:
+        raise ConfigError(f"{file} is not a usable tokenizer: {flaw}.")
+
+
+def _require_finite_length(tokenizer: Any, name: str | None) -> None:
+    """Raises ConfigError if model_max_length is not a finite number, as transformers only notices when it tokenizes."""
+    length = tokenizer.model_max_length
+    if not isinstance(length, (int, float)) or not -inf < length < inf:
+        raise ConfigError(f"{name}: model_max_length in tokenizer_config.json is {shown(length)}; give a number.")
+
+
+def _tokenizer_of(file: GGUFFile) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    parts = file.tokenizer
+    return PreTrainedTokenizerFast(
+        tokenizer_object=parts.backend,  # copied by the constructor
+        bos_token=parts.token(parts.bos_id),
+        eos_token=parts.token(parts.eos_id),
+        pad_token=parts.token(parts.pad_id),
+        chat_template=parts.chat_template,
+    )
+
+
+class seeded:  # noqa: N801
+    """Seeds torch's generator from `seed` and a purpose, and restores its state on exit."""
+
+    def __init__(self, seed: int, purpose: str) -> None:
+        self._seed, self._fork = derive_seed(seed, purpose), torch.random.fork_rng(devices=[])
+
+    def __enter__(self) -> None:
+        self._fork.__enter__()
+        torch.manual_seed(self._seed)
+
+    def __exit__(self, *error: Any) -> None:
+        self._fork.__exit__(*error)

@@ -1,0 +1,148 @@
+"""Tries a transformers model on a few tokens, to find out how its outputs may be computed."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from sansgpu.kernels.linear import MIN_ROWS, Linear
+from sansgpu.models.huggingface.quantized_layers import QuantizedLinear
+from sansgpu.models.modules import blocks_of
+
+if TYPE_CHECKING:  # importing transformers takes seconds
+    from transformers import PreTrainedModel
+
+    from sansgpu.models.huggingface.packed_forward import UnpaddedModel
+
+PROBE_SHORT = 5  # tokens of the first probe example, so that the second does not start at a block boundary
+PROBE_LONG = 65  # minimum tokens of the second one: longer than hard-coded blocks of 32 and 64
+PROBE_LONGEST = 1024  # maximum tokens of the second one if the length of the examples is unknown
+PROBE_FLOPS = 2e12  # a few seconds; larger models are probed with their first blocks only
+# Keys of a configuration whose values are not window sizes.
+OTHER_SIZES = re.compile(r"_ids?$|vocab|hidden|intermediate|ffn|mlp|dim$|embd|d_model|^n_|^num_|max_position|head|rank")
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}  # relative to the largest output
+Output = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # from concatenated examples and their lengths
+
+
+def packs_well(unpadded: UnpaddedModel, longest: int) -> bool:
+    """Returns True if two packed examples give the same outputs as separate forward passes. Changes `packs`.
+
+    Models with recurrent state, or with positions that do not start at 0, give other outputs. No example is longer than
+    `longest`.
+    """
+    model, text = unpadded.model, unpadded.model.config.get_text_config()
+    lengths = _probe_lengths(unpadded, longest)
+    lengths *= copies_for_kernels(sum(lengths))
+    tokens = torch.arange(sum(lengths)) * 7 % text.vocab_size
+    outputs: list[Output] = [lambda tokens, lengths: unpadded.hidden_states(tokens, lengths).float()]
+    if type(model).__name__.endswith("ForSequenceClassification"):
+        outputs.append(lambda tokens, lengths: unpadded.sequence_logits(tokens, lengths, None))
+    flops = 4.0 * sum(lengths) * sum(p.numel() for p in model.base_model.parameters())
+    with _first_blocks_of(model, text) if flops > PROBE_FLOPS else nullcontext():
+        return all(_packs_equally(unpadded, output, tokens, lengths) for output in outputs)
+
+
+def _packs_equally(unpadded: UnpaddedModel, output: Output, tokens: torch.Tensor, lengths: list[int]) -> bool:
+    try:
+        unpadded.packs = True
+        packed = output(tokens, torch.tensor(lengths))
+        unpadded.packs = False
+        separate = [_separate(output, part) for part in tokens.split(lengths)]
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        return False
+    return close_outputs(unpadded.model, packed, torch.cat(separate))
+
+
+def _separate(output: Output, part: torch.Tensor) -> torch.Tensor:
+    """Returns the output of an example in a row of its own."""
+    copies = copies_for_kernels(len(part))
+    return output(part.repeat(copies), torch.full((copies,), len(part))).chunk(copies)[0]
+
+
+def copies_for_kernels(rows: int) -> int:
+    """Returns how often to repeat `rows` tokens so that the kernels of large products multiply them.
+
+    Fewer rows are multiplied by other code, which rounds in another way. Trials that compare passes of few and of many
+    rows would measure that: a real model of 4 bits amplifies it to 4 % of its outputs.
+    """
+    return -(-MIN_ROWS // rows)
+
+
+def _probe_lengths(unpadded: UnpaddedModel, longest: int) -> list[int]:
+    """Returns the lengths of a short example and one longer than every window or block in the configuration.
+
+    Neither exceeds `longest` or the model's positions.
+    """
+    config: Any = unpadded.model.config
+    max_positions = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 0)
+    limit = min(longest, max_positions - unpadded.position_offset) if max_positions > 0 else longest
+    beyond_windows = 1 + max(_possible_windows(config.to_dict()), default=0)
+    return [min(PROBE_SHORT, limit), min(max(PROBE_LONG, beyond_windows), limit)]
+
+
+def _possible_windows(settings: Any, name: str = "") -> Iterator[int]:
+    """Yields every integer of a configuration that may be a window, block, chunk or stride."""
+    if isinstance(settings, dict):
+        for key, value in settings.items():
+            yield from _possible_windows(value, str(key))
+    elif isinstance(settings, (list, tuple)):
+        for value in settings:
+            yield from _possible_windows(value, name)
+    elif isinstance(settings, int) and not isinstance(settings, bool) and not OTHER_SIZES.search(name):
+        yield settings
+
+
+@contextmanager
+def _first_blocks_of(model: PreTrainedModel, config: Any) -> Iterator[None]:
+    """Temporarily truncates a model to its first blocks, with at least one block of each layer type."""
+    blocks = blocks_of(model)
+    types = (getattr(config, "layer_types", None) or [])[: len(blocks)]
+    count = max([2, *(types.index(kind) + 1 for kind in dict.fromkeys(types))])
+    if not blocks:
+        yield
+        return
+    children = ((parent, name, child) for parent in model.modules() for name, child in parent.named_children())
+    parent, name, block_list = next(
+        (parent, name, child)
+        for parent, name, child in children
+        if isinstance(child, nn.ModuleList) and len(child) == len(blocks) and all(map(operator.is_, child, blocks))
+    )
+    setattr(parent, name, block_list[:count])
+    try:
+        yield
+    finally:
+        setattr(parent, name, block_list)
+
+
+def close_outputs(model: PreTrainedModel, found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Returns True if two outputs of a model differ by no more than rounding in the dtype of its matrices."""
+    error = (found - expected).abs().max() / found.abs().max()
+    return bool(error <= PROBE_TOLERANCE.get(_matrix_dtype(model), min(PROBE_TOLERANCE.values())))
+
+
+def autocast_of(model: PreTrainedModel) -> torch.autocast:
+    """Returns bf16 autocast, enabled if the model's matrices are in bf16; for use outside training steps."""
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=_matrix_dtype(model) == torch.bfloat16)
+
+
+def _matrix_dtype(model: PreTrainedModel) -> torch.dtype:
+    embedding: Any = model.get_input_embeddings()
+    return torch.bfloat16 if embedding.weight is None else embedding.weight.dtype  # quantized models compute in bf16
+
+
+def head_is_plain(model: PreTrainedModel, softcap: float) -> bool:
+    """Returns True if logits are last hidden states times output embedding, softcapped; some models scale or shift."""
+    head: Any = model.get_output_embeddings()
+    if type(head) not in (nn.Linear, Linear, QuantizedLinear) or head.bias is not None:
+        return False
+    probe = torch.arange(4)[None] % head.out_features
+    logits = head(model.base_model(probe).last_hidden_state)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    return torch.allclose(logits, model(probe).logits, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,133 @@
+"""Vectors of texts: pooling of a model's outputs, and the files of Sentence Transformers folders.
+
+S texts, N tokens in total, D width.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+from sansgpu.config import ConfigError, ModelConfig
+from sansgpu.files.reading import read_json, read_object
+from sansgpu.models.huggingface.source import model_file
+
+Pooling = Literal["mean", "cls", "last"]
+MODULES, POOLING, NORMALIZE = "modules.json", "1_Pooling", "2_Normalize"
+VERSIONED = "config_sentence_transformers.json"
+SETTINGS = "sentence_bert_config.json"  # holds the settings of the transformer module
+# Names of the pooling modes in 1_Pooling/config.json, in the form that all versions read and in that of version 5.4 on.
+_MODES: dict[str, Pooling] = {
+    "pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last",
+    "cls": "cls", "mean": "mean", "lasttoken": "last",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EmbeddingLayout:
+    """How a text becomes a vector."""
+
+    pooling: Pooling
+    normalize: bool
+    max_length: int | None = None  # tokens, after which texts are cut
+    prompts: dict[str, str] = field(default_factory=dict)  # by name; a prompt is written before a text
+    default_prompt: str | None = None  # name of the prompt of texts for which no other is chosen
+
+    def prompt(self, *names: str) -> str:
+        """Returns the first of these prompts that exists, by default the default prompt, which may be empty."""
+        return next((self.prompts[name] for name in (*names, self.default_prompt) if name in self.prompts), "")
+
+
+def read_layout(model: ModelConfig) -> EmbeddingLayout | None:
+    """Reads the layout of a Sentence Transformers model; None if it is another model.
+
+    Raises ConfigError if it has parts that sansgpu does not support.
+    """
+    if (file := model_file(model, MODULES)) is None:
+        return None
+    modules = read_json(file)
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise ConfigError(f"{file} does not hold a list of modules.")
+    kinds = {str(module.get("type")).rpartition(".")[2]: str(module.get("path", "")) for module in modules}
+    if unknown := next((kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")), None):
+        raise ConfigError(
+            f"{file} names the module {unknown[:100]}, but sansgpu supports Transformer, Pooling and Normalize; choose "
+            "another model, or delete the file to embed with the transformer alone."
+        )
+    pooling, settings = model_file(model, f"{kinds.get('Pooling', POOLING)}/config.json"), model_file(model, SETTINGS)
+    length = read_object(settings).get("max_seq_length") if settings else None
+    prompts, default = _prompts_of(versioned) if (versioned := model_file(model, VERSIONED)) else ({}, None)
+    return EmbeddingLayout(
+        _pooling_of(pooling, with_prompts=any(prompts.values())) if pooling else "mean",
+        "Normalize" in kinds,
+        length if isinstance(length, int) and length >= 2 else None,
+        prompts,
+        default,
+    )
+
+
+def _prompts_of(file: Path) -> tuple[dict[str, str], str | None]:
+    """Returns the prompts and the name of the default one. Raises ConfigError if there is no such prompt."""
+    found = read_object(file)
+    prompts, default = found.get("prompts") or {}, found.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
+        raise ConfigError(f"{file} has prompts that are not an object of texts; fix or remove them.")
+    if default is not None and default not in prompts:
+        raise ConfigError(f"{file} names the default prompt {str(default)[:100]}, but has no such prompt; add it.")
+    return {name: text or "" for name, text in prompts.items()}, default
+
+
+def _pooling_of(file: Path, with_prompts: bool) -> Pooling:
+    found: dict[str, Any] = read_object(file)
+    if with_prompts and not found.get("include_prompt", True):
+        raise ConfigError(
+            f"{file} leaves prompts out of the pooling (include_prompt: false), which sansgpu does not support; choose "
+            "another model."
+        )
+    given = found.get("pooling_mode", [key for key, value in found.items() if key.startswith("pooling_") and value])
+    modes = given if isinstance(given, list) else [given]
+    if len(modes) != 1 or modes[0] not in _MODES:
+        shown = ", ".join(map(str, modes))[:100] or "nothing"
+        raise ConfigError(f"{file} asks for {shown}, but sansgpu supports pooling mean, cls or lasttoken alone.")
+    return _MODES[modes[0]]
+
+
+def pool(hidden: torch.Tensor, lengths: torch.Tensor, layout: EmbeddingLayout) -> torch.Tensor:
+    """Returns the vector of each text, (S, D) fp32, from the hidden states of its tokens (N, D)."""
+    ends = lengths.cumsum(0)
+    if layout.pooling == "mean":
+        texts = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+        sums = hidden.new_zeros(len(lengths), hidden.shape[1], dtype=torch.promote_types(hidden.dtype, torch.float32))
+        vectors = sums.index_add(0, texts, hidden.to(sums.dtype)) / lengths[:, None]
+    else:
+        vectors = hidden[ends - 1 if layout.pooling == "last" else ends - lengths]
+    vectors = vectors.to(torch.promote_types(hidden.dtype, torch.float32))
+    return F.normalize(vectors, dim=-1) if layout.normalize else vectors
+
+
+def write_layout(layout: EmbeddingLayout, width: int, folder: Path) -> None:
+    """Adds to a folder with a transformer what Sentence Transformers needs to load it, of version 2 or later."""
+    names = [("Transformer", ""), ("Pooling", POOLING), *([("Normalize", NORMALIZE)] if layout.normalize else [])]
+    modules = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (kind, path) in enumerate(names)
+    ]
+    modes = {key: layout.pooling == mode for key, mode in _MODES.items() if key.startswith("pooling_")}
+    files: dict[str, Any] = {
+        MODULES: modules,
+        f"{POOLING}/config.json": {"word_embedding_dimension": width, **modes},
+        SETTINGS: {"max_seq_length": layout.max_length, "do_lower_case": False},
+        VERSIONED: {
+            "prompts": layout.prompts,
+            "default_prompt_name": layout.default_prompt,
+            "similarity_fn_name": "cosine",
+        },
+    }
+    for name, value in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

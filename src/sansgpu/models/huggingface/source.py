@@ -1,0 +1,192 @@
+"""Finds the files of a pretrained model: a folder, a GGUF file or a name on the Hub."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sansgpu.config import ConfigError, ModelConfig, RunPaths
+from sansgpu.config.paths import local_path
+from sansgpu.config.wording import first_line
+from sansgpu.files.reading import read_object, require_regular_file
+from sansgpu.machine.hub import quiet_hub
+from sansgpu.machine.sandbox import is_panic
+from sansgpu.models.formats.folders import folder_settings, validate_model_folder
+from sansgpu.models.formats.gguf_source import is_gguf, open_gguf
+from sansgpu.models.formats.weights import (
+    BasePrecision,
+    StoredTensor,
+    format_of,
+    quantized_matrices,
+    safetensors_weights,
+)
+from sansgpu.models.huggingface.adapter_folder import base_of
+from sansgpu.tasks.graph.folder import MODEL_TYPE
+
+if TYPE_CHECKING:  # functions import transformers when they need it, because that takes seconds
+    from transformers import PreTrainedConfig
+
+    from sansgpu.models.formats.gguf_file import GGUFFile
+
+
+def pretrained_config(model: ModelConfig) -> PreTrainedConfig:
+    """Loads the config.json of a model, or of the base of an adapter. Raises ConfigError if it cannot be loaded."""
+    model = base_of(model) or model
+    if (file := gguf_file_of(model)) is not None:
+        return _config_of(file)
+    from transformers import AutoConfig
+
+    name, options = source_of(model)
+    if Path(name).is_dir() and folder_settings(Path(name)).get("model_type") == MODEL_TYPE:
+        raise ConfigError(
+            f"{name} is a graph encoder that transformers cannot load; train a plain BERT instead, with "
+            "model.leaves 0, model.decay none, model.position learned and model.embedding_norm true."
+        )
+    with library_errors(f"{name} cannot be loaded"):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, **options)
+    return config
+
+
+def model_file(model: ModelConfig, name: str) -> Path | None:
+    """Returns the path of a file that comes with a model, or None if the model has none of this name."""
+    if is_gguf(str(model.name_or_path)):
+        return None
+    from transformers.utils.hub import cached_file
+
+    source, options = source_of(model)
+    options.pop("trust_remote_code")
+    with library_errors(f"{name} of {source} cannot be loaded"):
+        found = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **options)
+    return Path(found) if found else None
+
+
+def base_precision(model: ModelConfig, frozen: bool = False) -> BasePrecision | None:
+    """Returns how the frozen base of an adapter is stored, if it is not as the files of the model are.
+
+    With `frozen`, a model without an adapter is frozen, too.
+    """
+    is_trained = model.adapter == "none" and not frozen
+    if is_trained or (model.base_precision == "auto" and not is_gguf(str(model.name_or_path))):
+        return None
+    if model.base_precision != "auto":
+        return model.base_precision
+    file = gguf_file_of(model)
+    assert file is not None
+    return "file" if file.is_quantized else None
+
+
+def is_base_quantized(model: ModelConfig) -> bool:
+    return base_precision(model) not in (None, "bf16")
+
+
+def file_formats(model: ModelConfig) -> list[str]:
+    """Returns the formats in which the quantized matrices of a GGUF file are kept in memory."""
+    matrices = quantized_matrices(stored_weights(model))
+    formats = (format_of("file", matrix.shape[-1], matrix.quantized_as) for matrix in matrices)
+    return sorted({chosen.name for chosen in formats if chosen is not None})
+
+
+def requantized_formats(model: ModelConfig) -> list[str]:
+    """Returns the quantizations of a GGUF file that a frozen base cannot keep."""
+    if base_precision(model) != "file":
+        return []
+    return sorted({str(t.quantized_as) for t in quantized_matrices(stored_weights(model)) if t.blocks is None})
+
+
+def stored_weights(model: ModelConfig) -> dict[str, StoredTensor]:
+    """Returns the tensors of a model, to read one by one. Raises ConfigError if it has no safetensors files."""
+    if (file := gguf_file_of(model)) is not None:
+        return file.stored_weights()
+    if (index := model_file(model, "model.safetensors.index.json")) is not None:
+        names = dict.fromkeys(read_object(index).get("weight_map", {}).values())
+        found = [model_file(model, str(name)) for name in names]
+    else:
+        found = [model_file(model, "model.safetensors")]
+    files = [path for path in found if path is not None]
+    if len(files) < len(found) or not files:
+        raise ConfigError(
+            f"{model.name_or_path} has no model.safetensors, from which a quantized base is read; set "
+            "model.base_precision=auto, or save the model with transformers."
+        )
+    return safetensors_weights(files)
+
+
+def gguf_file_of(model: ModelConfig) -> GGUFFile | None:
+    name = str(model.name_or_path)
+    return open_gguf(local_path(name)) if is_gguf(name) else None
+
+
+def _config_of(file: GGUFFile) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    _silence_transformers()
+    with library_errors(f"{file.path} describes no valid model"):
+        config: PreTrainedConfig = AutoConfig.for_model(**file.settings)
+    return config
+
+
+def _silence_transformers() -> None:
+    from transformers.utils import logging
+
+    quiet_hub()
+    warnings.filterwarnings("ignore", module=r"torch\._weights_only_unpickler")  # a pickle that is refused anyway
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def source_of(model: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """Returns (name or path, keyword arguments) for from_pretrained. Raises ConfigError if a path does not exist."""
+    name = str(model.name_or_path)
+    path = local_path(name)
+    _silence_transformers()
+    if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~"))):
+        raise ConfigError(f"model.name_or_path {name} does not exist; give a folder or the name of a model on the Hub.")
+    if path.is_dir() and not any((path / known).is_file() for known in ("config.json", "adapter_config.json")):
+        final = RunPaths(path).final
+        advice = f"; give {final}" if final.is_dir() else ""
+        raise ConfigError(f"{name} is not a model folder: it has no config.json{advice}.")
+    if path.is_dir():
+        validate_model_folder(path)
+        _require_no_import(path / "adapter_config.json")
+    else:
+        require_regular_file(path)
+    options = {"revision": model.revision} if model.revision else {}
+    return str(path) if path.is_dir() else name, {**options, "trust_remote_code": model.trust_remote_code}
+
+
+def _require_no_import(adapter: Path) -> None:
+    """Raises ConfigError if the settings of an adapter would make peft import a module."""
+    if not adapter.is_file():
+        return
+    with library_errors(f"{adapter} cannot be read"):
+        settings = json.loads(adapter.read_text(encoding="utf-8"))
+    if isinstance(settings, dict) and settings.get("megatron_config"):
+        raise ConfigError(f"{adapter} names a Python module to import (megatron_core); set megatron_config to null.")
+
+
+class library_errors:  # noqa: N801  used like a function
+    """Converts errors of libraries to ConfigError, with the given prefix and the first line of the message."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is None or isinstance(error, ConfigError):
+            return
+        if isinstance(error, Exception) or is_panic(error):
+            if "trust_remote_code" in str(error):
+                raise ConfigError(
+                    f"{self._prefix}: it contains custom Python code; review that code, then allow it with "
+                    "--trust-remote-code."
+                ) from None
+            if "weights_only" in str(error):  # torch's message advises to run the code in the file
+                raise ConfigError(
+                    f"{self._prefix}: a file of its weights is a pickle that may run code; get the model as "
+                    "safetensors."
+                ) from None
+            raise ConfigError(f"{self._prefix}: {first_line(error)}.") from None

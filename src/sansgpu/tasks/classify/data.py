@@ -1,0 +1,72 @@
+"""Tokenized texts with labels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sansgpu.config import Config, ConfigError
+from sansgpu.data.rows import BadRows
+from sansgpu.data.sequences import LabeledSequences
+from sansgpu.tasks.classify.labels import (
+    LabeledText,
+    Labels,
+    tokenize_texts,
+    with_targets,
+)
+from sansgpu.tasks.classify.objective import ClassifyObjective
+from sansgpu.tasks.fine_tuning import longest_example
+from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
+
+
+@dataclass(frozen=True)
+class LabeledCorpus(TokenizedCorpus[LabeledSequences]):
+    """Labeled texts for training and validation."""
+
+    labels: Labels
+
+    def preview(self) -> str | None:
+        """Returns the text of the first row and its labels in brackets."""
+        target = self.train.targets[0]
+        if self.labels.kind == "single":
+            shown = self.labels.names[int(target[0])]
+        elif self.labels.kind == "multiple":
+            shown = ", ".join(name for name, given in zip(self.labels.names, target, strict=True) if given)
+        else:
+            shown = f"{float(target[0]):g}"
+        return f"{self.tokenizer.decode(self.train.tokens[0])} ⟦{shown}⟧"
+
+
+def _with_labels(config: Config, labels: Labels) -> Config:
+    """Returns a configuration that records the labels. Raises ConfigError if other settings do not fit them."""
+    data = config.data.model_copy(update={"labels": list(labels.names), "label_kind": labels.kind})
+    config = config.model_copy(update={"data": data})
+    if found := next(iter(config.settings.problems(config)), None):
+        raise ConfigError(f"{found}.")
+    return config
+
+
+def _labels_of(objective: ClassifyObjective) -> Labels:
+    kind = objective.label_kind
+    return Labels(kind, () if kind == "regression" else objective.head.labels)
+
+
+def tokenize_labeled(
+    texts: list[LabeledText], labels: Labels, config: Config, tokenizer: Any, bad_rows: BadRows, note: Any
+) -> LabeledSequences:
+    """Tokenizes texts, passing the number of truncated ones to `note`. Rows with unknown labels are bad rows."""
+    kept, targets = with_targets(texts, labels, bad_rows)
+    longest = longest_example(config, tokenizer)
+    made = tokenize_texts(kept, tokenizer, longest)
+    if made.truncated:
+        note(f"texts: {made.truncated:,} of {len(kept):,} are longer than {longest} tokens and are truncated.")
+    return LabeledSequences(made.ids, targets, made.types)
+
+
+def balanced_weights(targets: np.ndarray, labels: int) -> torch.Tensor:
+    """Returns the weight of each label, (L,), by which all labels have the same total weight and the mean is 1."""
+    counts = np.bincount(targets, minlength=labels)
+    return torch.from_numpy(len(targets) / (np.count_nonzero(counts) * np.maximum(counts, 1))).float()

@@ -1,0 +1,138 @@
+"""Metrics of predicted labels and scores, by torchmetrics.
+
+Functions import torchmetrics when they need it, because that takes seconds and every command loads this module.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+
+from sansgpu.data.sequences import LabeledSequences, PackedSequences
+from sansgpu.tasks.classify.data import _labels_of
+from sansgpu.tasks.classify.labels import (
+    Labels,
+)
+from sansgpu.tasks.classify.objective import ClassifyObjective
+from sansgpu.tasks.evaluation import SplitEvaluator, wilson
+from sansgpu.tasks.task import Sums
+
+FEW_ROWS = 100  # below, an accuracy is shown with its interval, which spans a fifth of all values
+MAX_CONFUSION_LABELS = 30  # more cannot be read in a report
+
+
+def label_metrics(labels: Labels, predicted: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
+    """Returns the metrics of R rows; (R, 1) indices of labels or scores, or (R, L) zeros and ones for several labels.
+
+    `confusion[i][j]` is the number of rows with label i for which label j was predicted.
+    """
+    if labels.kind == "regression":
+        return _correlations(predicted[:, 0].double(), targets[:, 0].double())
+    if labels.kind == "multiple":
+        return _several(predicted, targets)
+    from torchmetrics.functional import classification
+
+    count = len(labels.names)
+    given, right = predicted[:, 0], targets[:, 0]
+    found: dict[str, Any] = {
+        "accuracy": float(classification.multiclass_accuracy(given, right, count, average="micro")),
+        "macro_f1": float(classification.multiclass_f1_score(given, right, count, average="macro")),
+        "matthews": _matthews(given, right, count),
+    }
+    if len(right) < FEW_ROWS:
+        found["accuracy_interval"] = wilson(found["accuracy"], len(right))
+    if count <= MAX_CONFUSION_LABELS:
+        found["confusion"] = classification.multiclass_confusion_matrix(given, right, count).tolist()
+    return found
+
+
+def _matthews(given: torch.Tensor, right: torch.Tensor, count: int) -> float:
+    """Returns 0 if all predictions or all labels are equal, as in scikit-learn; torchmetrics approximates a limit."""
+    from torchmetrics.functional import classification
+
+    if any(len(values.unique()) < 2 for values in (given, right)):
+        return 0.0
+    return float(classification.multiclass_matthews_corrcoef(given, right, count))
+
+
+def _several(predicted: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
+    from torchmetrics.functional import classification
+
+    count = targets.shape[1]
+    if count == 1:  # torchmetrics refuses a single label
+        predicted, targets, count = predicted.repeat(1, 2), targets.repeat(1, 2), 2
+    return {
+        "accuracy": float(classification.multilabel_exact_match(predicted, targets, count)),
+        "macro_f1": float(classification.multilabel_f1_score(predicted, targets, count, average="macro")),
+        "micro_f1": float(classification.multilabel_f1_score(predicted, targets, count, average="micro")),
+    }
+
+
+def _correlations(predicted: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
+    """Returns the rank and the linear correlation; NaN if all predictions or all targets are equal."""
+    from torchmetrics.functional import regression
+
+    constant = any(bool((values == values[0]).all()) for values in (predicted, targets))
+    if constant or not bool(predicted.isfinite().all()):
+        return {"spearman": math.nan, "pearson": math.nan}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torchmetrics warns of nearly constant values
+        spearman = regression.spearman.spearman_corrcoef(predicted, targets)
+        pearson = regression.pearson.pearson_corrcoef(predicted, targets)
+    return {"spearman": float(spearman), "pearson": float(pearson)}
+
+
+def prediction(logits: torch.Tensor, labels: Labels) -> dict[str, Any]:
+    """Returns the prediction for one example from its logits, (L,)."""
+    if labels.kind == "regression":
+        return {"score": float(logits[0])}
+    single = labels.kind == "single"
+    scores = dict(zip(labels.names, (logits.softmax(0) if single else logits.sigmoid()).tolist(), strict=True))
+    if single:
+        return {"label": labels.names[int(logits.argmax())], "scores": scores}
+    return {"labels": [name for name, score in scores.items() if score > 0.5], "scores": scores}
+
+
+class ClassifyEvaluator(SplitEvaluator[ClassifyObjective, LabeledSequences]):
+    """Predicts the labels of texts and computes metrics from all of them."""
+
+    def __init__(self, objective: ClassifyObjective, part: LabeledSequences, skipped: int) -> None:
+        super().__init__(objective, part)
+        self._skipped = skipped
+
+    def evaluate(self, batch: PackedSequences) -> Sums:
+        """Returns the loss, without label smoothing and class weights, and each row's prediction under its number.
+
+        Several labels are one entry each, `ROW LABEL`. Sums over ranks therefore hold the predictions of all rows.
+        """
+        assert batch.numbers is not None
+        logits = self._objective.logits(batch)
+        sums = {"loss": float(self._objective.losses(logits, batch).sum()), "rows": float(len(batch))}
+        kind = self._objective.label_kind
+        for number, row in zip(batch.numbers.tolist(), logits.cpu(), strict=True):
+            if kind == "multiple":
+                sums[f"{number}"] = 0.0
+                sums |= {f"{number} {label}": 1.0 for label in torch.nonzero(row > 0).flatten().tolist()}
+            else:
+                sums[f"{number}"] = float(row.argmax() if kind == "single" else row[0])
+        return sums
+
+    def metrics(self, sums: Sums) -> dict[str, Any]:
+        """Computes the loss per row and the metrics of the kind of labels."""
+        numbers = sorted(int(name) for name in sums if name.isdigit())
+        labels = _labels_of(self._objective)
+        targets = torch.from_numpy(self._part.targets[numbers])
+        if labels.kind == "multiple":
+            values = [[sums.get(f"{n} {label}", 0.0) for label in range(len(labels.names))] for n in numbers]
+        else:
+            values = [[sums[f"{n}"]] for n in numbers]
+        predicted = torch.tensor(values, dtype=torch.float64).to(targets.dtype)
+        loss = sums["loss"] / sums["rows"]
+        return {"loss": loss, **label_metrics(labels, predicted, targets), "rows": sums["rows"]}
+
+    def detailed(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Adds the number of bad rows, which have no prediction."""
+        return {**metrics, "skipped": float(self._skipped)}

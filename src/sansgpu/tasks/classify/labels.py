@@ -1,0 +1,248 @@
+"""Parses labeled texts: a text or a pair of texts, with one label, several labels or a number to predict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from sansgpu.config import ConfigError, DataConfig
+from sansgpu.config.wording import counted, truncate
+from sansgpu.data.rows import BadRowError, BadRows, SourceRow, column_key, column_names, row_text, shorten
+from sansgpu.machine.tokenizer_trial import tokenizer_errors
+
+LabelKind = Literal["single", "multiple", "regression"]
+
+LABEL_COLUMNS = ("label", "labels")  # looked up in this order if data.label_column is not set
+PAIR_COLUMN = "text_pair"
+MAX_NUMBER_CLASSES = 30  # labels with more distinct integers are scores, unless data.label_kind says otherwise
+BATCH = 1000  # texts tokenized in one call, in parallel
+
+
+@dataclass(frozen=True)
+class LabeledText:
+    """A text or a pair of texts. The label is a string, a number, true or false, or a list of them; None: unknown."""
+
+    where: str
+    text: str
+    pair: str | None
+    label: Any
+
+    @property
+    def labels(self) -> list[str]:
+        """The names of the row's labels."""
+        return [label_name(value) for value in (self.label if isinstance(self.label, list) else [self.label])]
+
+    def error(self, problem: str) -> BadRowError:
+        return BadRowError(f"{self.where}: {shorten(problem)}; fix or remove the row.")
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The kind of a dataset's labels, and their names in the order of the model's outputs, empty for a regression."""
+
+    kind: LabelKind
+    names: tuple[str, ...]
+    note: str | None = None  # says why the kind was chosen
+
+    @property
+    def shown(self) -> str:
+        return "a number to predict" if self.kind == "regression" else counted(len(self.names), "label")
+
+
+def read_texts(rows: Iterable[SourceRow], data: DataConfig, bad_rows: BadRows) -> list[LabeledText]:
+    """Reads texts with a label in each row, in order."""
+    return list(bad_rows.parsed(rows, lambda row: _labeled(row, data)))
+
+
+def unlabeled_text(row: SourceRow, data: DataConfig) -> LabeledText:
+    """Parses a row whose label is to be predicted. Raises BadRowError. A label in the row is ignored."""
+    given = _columns(row)
+    column = _column(given, data.text_column, ())
+    pair = _column(given, data.text_pair_column, (PAIR_COLUMN,))
+    if data.text_pair_column is not None and pair is None:
+        raise row.error(f"it has no column {data.text_pair_column}, only {column_names(given)}")
+    label = _column(given, data.label_column, LABEL_COLUMNS)
+    others = {key: value for key, value in given.items() if key != label}
+    try:
+        return _text(row, others, column, pair)
+    except BadRowError:
+        if column is None and sum(isinstance(value, str) for value in others.values()) > 1 and "text" not in others:
+            wanted = data.text_column or "text"
+            raise row.error(f"it has no column {wanted}, only {column_names(given)}") from None
+        raise
+
+
+def _labeled(row: SourceRow, data: DataConfig) -> LabeledText:
+    given = _columns(row)
+    label = _column(given, data.label_column, LABEL_COLUMNS)
+    if label is None:
+        wanted = data.label_column if data.label_column is not None else " or ".join(LABEL_COLUMNS)
+        raise BadRowError(f"{row.where} has no column {wanted}, only {column_names(given)}; set data.label_column.")
+    pair = _column(given, data.text_pair_column, (PAIR_COLUMN,))
+    if data.text_pair_column is not None and pair is None:
+        raise BadRowError(
+            f"{row.where} has no column {data.text_pair_column}, only {column_names(given)}; set data.text_pair_column."
+        )
+    value = given[label]
+    for one in value if isinstance(value, list) else [value]:
+        _require_label(row, one)
+    column = None if data.text_column is None else column_key(given, data.text_column)
+    parsed = _text(row, {key: inner for key, inner in given.items() if key != label}, column, pair)
+    return LabeledText(parsed.where, parsed.text, parsed.pair, value)
+
+
+def _columns(row: SourceRow) -> dict[Any, Any]:
+    if not isinstance(row.readable_value(), dict):
+        raise row.error(f"it is a {type(row.value).__name__}, not an object with a text and a label")
+    given: dict[Any, Any] = row.value
+    return given
+
+
+def _column(given: dict[Any, Any], chosen: str | int | None, usual: tuple[str, ...]) -> Any:
+    """Returns the key of the `chosen` column, or else of the first of the `usual` ones that exists, or None."""
+    keys = usual if chosen is None else (column_key(given, chosen), str(chosen))
+    return next((key for key in keys if key in given), None)
+
+
+def _text(row: SourceRow, given: dict[Any, Any], column: Any, pair: Any) -> LabeledText:
+    second = given.get(pair) if pair is not None else None
+    text = row_text({key: value for key, value in given.items() if key != pair}, column, row.where)
+    if pair is not None and (not isinstance(second, str) or not second.strip()):
+        raise row.error(f"its {pair} has no text")
+    if not text.strip():
+        raise row.error("its text is empty")
+    second = None if second is None else row.valid_text(second, str(pair))
+    return LabeledText(row.where, row.valid_text(text, "text"), second, None)
+
+
+def _require_label(row: SourceRow, value: Any) -> None:
+    """Raises BadRowError if a value cannot be a label."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise row.error("it has no label")
+    if not isinstance(value, (str, int, float)) or (isinstance(value, float) and not math.isfinite(value)):
+        raise row.error(f"its label is {value!r}, not a text, a finite number, true or false, or a list of them")
+    if isinstance(value, str):
+        row.valid_text(value, "label")
+
+
+def label_name(value: Any) -> str:
+    """Returns the name of a label: 1, 1.0 and "1" are the same."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value).strip()
+
+
+def _number(value: Any) -> float | None:
+    """Returns the finite number that a label or its text is, or None."""
+    if isinstance(value, (bool, list)):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def find_labels(texts: Sequence[LabeledText], data: DataConfig, name: str) -> Labels:
+    """Determines the kind and the names of the labels. `name` is the data's. Raises ConfigError if all are equal."""
+    kind: LabelKind
+    note = None
+    if data.label_kind == "auto":
+        kind, why = _kind([text.label for text in texts])
+        note = f"{name}: {why}; if that is wrong, set data.label_kind." if why else None
+    else:
+        kind = data.label_kind
+    found = dict.fromkeys(label for text in texts for label in text.labels)
+    if (len(found) == 1 and kind != "multiple") or not found:
+        shown = f"only one label, {truncate(next(iter(found)))!r}" if found else "no label"
+        raise ConfigError(f"{name} has {shown}, so there is nothing to learn; add rows with other labels.")
+    if kind == "regression":
+        return Labels(kind, (), note)
+    names = data.labels if data.labels is not None else _ordered(list(found))
+    return Labels(kind, tuple(names), note)
+
+
+def _kind(labels: Sequence[Any]) -> tuple[LabelKind, str]:
+    """Returns the kind of labels, and a clause that says why unless each row has one of a few labels."""
+    if any(isinstance(label, list) for label in labels):
+        return "multiple", "labels are lists, so each row may have several labels"
+    numbers = {_number(label) for label in labels}
+    values = [value for value in numbers if value is not None]
+    if len(values) < len(numbers):
+        return "single", ""
+    if any(not value.is_integer() for value in values):
+        return "regression", "labels are numbers with fractions, so the model predicts a number (regression)"
+    if len(values) > MAX_NUMBER_CLASSES:
+        reason = f"labels are {len(values)} different numbers, so the model predicts a number (regression)"
+        return "regression", reason
+    return "single", ""
+
+
+def _ordered(names: list[str]) -> list[str]:
+    """Sorts labels: numbers by value, others by text."""
+    numbers = {name: _number(name) for name in names}
+    if all(number is not None for number in numbers.values()):
+        return sorted(names, key=lambda name: (numbers[name], name))
+    return sorted(names)
+
+
+def with_targets(
+    texts: Sequence[LabeledText], labels: Labels, bad_rows: BadRows
+) -> tuple[list[LabeledText], np.ndarray]:
+    """Returns the texts whose labels are known, and their targets.
+
+    Targets are (R, 1) int64 indices of labels, (R, L) int64 zeros and ones for several labels, or (R, 1) float32.
+    """
+    index = {name: number for number, name in enumerate(labels.names)}
+
+    def target(text: LabeledText) -> tuple[LabeledText, list[float]]:
+        if labels.kind == "regression":
+            number = _number(text.label)
+            if number is None:
+                raise text.error(f"its label is {text.label!r}, not a number")
+            return text, [number]
+        if labels.kind == "single" and isinstance(text.label, list):
+            raise text.error("its label is a list, but data.label_kind is single")
+        if unknown := next((name for name in text.labels if name not in index), None):
+            raise text.error(f"its label {unknown!r} is none of the {len(index)} labels of the training data")
+        chosen = [index[name] for name in text.labels]
+        if labels.kind == "single":
+            return text, [chosen[0]]
+        return text, [float(number in chosen) for number in range(len(index))]
+
+    kept = list(bad_rows.parsed(texts, target))
+    width = len(index) if labels.kind == "multiple" else 1
+    dtype = np.float32 if labels.kind == "regression" else np.int64
+    return [text for text, _ in kept], np.array([row for _, row in kept], dtype).reshape(-1, width)
+
+
+@dataclass(frozen=True)
+class EncodedTexts:
+    """The token ids and, if the tokenizer has them, the type ids of texts; `truncated` counts shortened texts."""
+
+    ids: list[np.ndarray]
+    types: list[np.ndarray] | None
+    truncated: int
+
+
+@tokenizer_errors()
+def tokenize_texts(texts: Sequence[LabeledText], tokenizer: Any, max_length: int) -> EncodedTexts:
+    """Tokenizes texts and pairs with special tokens. Longer ones are truncated, the longest part of a pair first."""
+    ids: list[np.ndarray] = []
+    types: list[np.ndarray] = []
+    truncated = 0
+    for start in range(0, len(texts), BATCH):
+        batch = texts[start : start + BATCH]
+        pairs = [(text.text,) if text.pair is None else (text.text, text.pair) for text in batch]
+        given = [pair if len(pair) == 2 else pair[0] for pair in pairs]
+        encoded = tokenizer(given, truncation=True, max_length=max_length, padding=False, verbose=False)
+        truncated += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
+        ids += [np.array(row, np.int32) for row in encoded["input_ids"]]
+        types += [np.array(row, np.int8) for row in encoded.get("token_type_ids", ())]
+    return EncodedTexts(ids, types or None, truncated)

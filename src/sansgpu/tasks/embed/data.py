@@ -1,0 +1,149 @@
+"""Prepares the data of embedding models: reads, splits and tokenizes rows of texts."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sansgpu.config import ConfigError, DataConfig
+from sansgpu.config.wording import counted
+from sansgpu.data.rows import BadRows
+from sansgpu.data.split import split_examples
+from sansgpu.machine.tokenizer_trial import tokenizer_errors
+from sansgpu.tasks.embed.groups import TokenizedGroups
+from sansgpu.tasks.embed.rows import TextRow
+from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
+
+BATCH = 1000  # texts tokenized in one call, in parallel
+
+
+@dataclass(frozen=True)
+class EmbeddingCorpus(TokenizedCorpus[TokenizedGroups]):
+    """Tokenized texts for training and validation."""
+
+    @property
+    def sequence_tokens(self) -> float:
+        return self.train_tokens / self.train.text_count
+
+    def most_tokens(self, examples: int, padded: bool) -> int:
+        if not padded:
+            return super().most_tokens(examples, padded)
+        return max(
+            examples * part.most_texts * max(len(text) for text in part.texts) for part in (self.train, self.validation)
+        )
+
+    def preview(self) -> str | None:
+        """Returns the texts of the first example, separated by bars."""
+        batch = self.train.batch(np.array([0]))
+        return " | ".join(self.tokenizer.decode(text) for text in batch.tokens.split(batch.lengths.tolist()))
+
+
+def score_scale(rows: Sequence[TextRow], data: DataConfig) -> float | None:
+    """Returns the score by which scores are divided; None for rows without scores."""
+    scores = [row.score for row in rows if row.score is not None]
+    if not scores or data.score_scale is not None:
+        return data.score_scale
+    return 1.0 if max(scores) <= 1 else float(math.ceil(max(scores)))
+
+
+def with_scores_in_range(rows: Iterable[TextRow], scale: float | None, bad_rows: BadRows) -> list[TextRow]:
+    """Returns the rows whose scores are cosine similarities after division by `scale`."""
+
+    def checked(row: TextRow) -> TextRow:
+        if row.score is not None and scale is not None and not -scale <= row.score <= scale:
+            raise row.error(f"its score {row.score:g} is not between {-scale:g} and data.score_scale {scale:g}")
+        return row
+
+    return list(bad_rows.parsed(rows, checked))
+
+
+def _with_partners(rows: list[TextRow], name: str, notes: list[str]) -> list[TextRow]:
+    """Leaves out labeled texts without another text of the same label. Raises ConfigError if all labels are equal."""
+    labels = Counter(row.label for row in rows)
+    if len(labels) == 1 < len(rows):
+        raise ConfigError(
+            f"{name}: every row has the label {next(iter(labels))}, so there are no texts of another label to tell "
+            "apart; add some."
+        )
+    kept = [row for row in rows if labels[row.label] > 1]
+    if alone := len(rows) - len(kept):
+        notes.append(f"{name}: {counted(alone, 'text')} left out, because no other text has the same label.")
+    return kept
+
+
+def split_rows(rows: list[TextRow], share: float) -> tuple[list[TextRow], list[TextRow]]:
+    """Splits rows into training and validation rows. Rows with the same first text are in the same split."""
+    parts = split_examples([row.texts[0].encode() for row in rows], np.ones(len(rows)), share)
+    train, held = ([rows[number] for number in part] for part in parts)
+    return train, held
+
+
+@dataclass(frozen=True)
+class TextShape:
+    """How rows are tokenized. `seed` draws the positives of labeled texts."""
+
+    tokenizer: Any
+    max_length: int
+    prompt: str  # written before each text
+    seed: int
+    score_scale: float | None  # None for rows without scores
+
+
+def tokenize_groups(
+    rows: Sequence[TextRow], shape: TextShape, bad_rows: BadRows, name: str, notes: list[str]
+) -> TokenizedGroups:
+    """Tokenizes each distinct text once. Rows with a text without tokens are bad rows.
+
+    Adds to `notes` what was left out of the rows, which `name` names in messages.
+    """
+    texts = list(dict.fromkeys(text for row in rows for text in row.texts))
+    number_of = {text: number for number, text in enumerate(texts)}
+    tokens = tokenize(texts, shape.tokenizer, shape.max_length, shape.prompt)
+
+    def checked(row: TextRow) -> TextRow:
+        if any(not len(tokens[number_of[text]]) for text in row.texts):
+            raise row.error("the tokenizer finds no tokens in one of its texts")
+        return row
+
+    rows = list(bad_rows.parsed(rows, checked))
+    bad_rows.report(lambda note: notes.append(f"{name}: {note}"))
+    meanings = np.arange(len(texts))
+    members = [tuple(number_of[text] for text in row.texts) for row in rows]
+    labeled = any(row.label is not None for row in rows)
+    if labeled:
+        rows = _with_partners(rows, name, notes)
+        labels = {label: number for number, label in enumerate(dict.fromkeys(row.label for row in rows))}
+        tokens = [tokens[number_of[row.texts[0]]] for row in rows]  # equal texts may have different labels
+        meanings = np.array([labels[row.label] for row in rows], np.int64)
+        members = [(number,) for number in range(len(rows))]
+    scale = shape.score_scale
+    scores = None if scale is None else np.array([(row.score or 0.0) / scale for row in rows], np.float32)
+    return TokenizedGroups(tokens, meanings, members, scores, labeled, shape.seed, bad_rows.count)
+
+
+@tokenizer_errors()
+def tokenize(texts: Sequence[str], tokenizer: Any, max_length: int, prompt: str) -> list[np.ndarray]:
+    """Returns the tokens of `prompt` and each text, cut to `max_length`, with the special tokens of the model."""
+    found: list[np.ndarray] = []
+    for first in range(0, len(texts), BATCH):
+        encoded = tokenizer(
+            [prompt + text for text in texts[first : first + BATCH]],
+            truncation=True,
+            max_length=max_length,
+            padding=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )
+        found += [np.array(ids, np.int32) for ids in encoded["input_ids"]]
+    return found
+
+
+def cut_note(part: TokenizedGroups, max_length: int) -> str | None:
+    """Returns a message about texts that fill the maximum length, or None if there are none."""
+    cut = sum(len(text) >= max_length for text in part.texts)
+    return f"texts cut to data.max_length {max_length}: {cut:,} of {len(part.texts):,}" if cut else None

@@ -1,0 +1,274 @@
+"""An index of the passages of files by the meaning of their text, stored in a folder of the cache.
+
+Each file's passages (JSON lines) and their vectors (.npy) are named by its content, so that only changed files are
+embedded again. S passages, D width of vectors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+
+from sansgpu.config import ConfigError
+from sansgpu.config.extras import require
+from sansgpu.data.files import TEXT_SUFFIXES, Piece, file_form, read_documents, read_rows
+from sansgpu.data.rows import row_text
+from sansgpu.data.shards import ReportProgress, counting
+from sansgpu.files.atomic import atomic_write
+from sansgpu.machine.compiled import make_private, require_own_file
+from sansgpu.machine.disk import file_sha256
+
+SHORT_WORDS = 12  # a paragraph with fewer words, such as a heading, is joined with the next one
+MAX_CHARS = 1 << 16  # longest paragraph; a file without empty lines would be a single one
+BATCH = 512  # paragraphs tokenized at a time
+
+Spans = Sequence[tuple[int, int]]  # (begin, end) of each token in a text
+FindTokens = Callable[[list[str]], Sequence[Spans]]
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A part of a file. `number` counts its lines or rows, as `unit` says, from 1."""
+
+    unit: str
+    number: int
+    text: str
+
+
+@dataclass(frozen=True)
+class PassageRules:
+    """How files are cut: passages have at most `max_tokens` tokens. Rows have their text in `column`."""
+
+    find_tokens: FindTokens
+    max_tokens: int
+    column: str | int | None = None
+
+    def read(self, path: Path) -> list[Passage]:
+        """Returns the passages of a file: its paragraphs, or those of its rows. Raises ConfigError if it is invalid."""
+        is_text = file_form(path) in TEXT_SUFFIXES
+        found = _paragraphs(_lines(read_documents(path, None))) if is_text else self._row_paragraphs(path)
+        passages: list[Passage] = []
+        while some := list(islice(found, BATCH)):
+            passages += self._cut(some)
+        return passages
+
+    def _row_paragraphs(self, path: Path) -> Iterator[Passage]:
+        for row in read_rows(path, header=not isinstance(self.column, int)):
+            value = row.readable_value()
+            if not isinstance(value, (str, dict)):
+                raise row.error(f"it is a {type(value).__name__}, not an object with a text")
+            text = value if isinstance(value, str) else row_text(value, self.column, row.where)
+            unit, number = row.where.rpartition(", ")[2].split()
+            for paragraph in _paragraphs(_lines([Piece(row.valid_text(text, "text"), True)])):
+                yield Passage(unit, int(number), paragraph.text)
+
+    def _cut(self, paragraphs: Sequence[Passage]) -> Iterator[Passage]:
+        tokens = self.find_tokens([paragraph.text for paragraph in paragraphs])
+        for paragraph, spans in zip(paragraphs, tokens, strict=True):
+            for first in range(0, len(spans), self.max_tokens):
+                begin, end = spans[first][0], spans[min(first + self.max_tokens, len(spans)) - 1][1]
+                text = paragraph.text[begin:end] if len(spans) > self.max_tokens else paragraph.text
+                lines_before = paragraph.text.count("\n", 0, begin) if paragraph.unit == "line" else 0
+                yield Passage(paragraph.unit, paragraph.number + lines_before, text.strip("\r\n"))
+
+
+def _lines(pieces: Iterable[Piece]) -> Iterator[Passage]:
+    """Yields the lines of a document without their ends; one that is longer than a piece is yielded in parts."""
+    number = 1
+    for piece in pieces:
+        *lines, last = piece.text.split("\n")
+        for line in (*lines, last) if last else lines:
+            yield Passage("line", number, line)
+            number += 1
+        number -= bool(last)
+
+
+def _paragraphs(lines: Iterable[Passage]) -> Iterator[Passage]:
+    """Joins lines up to an empty one."""
+    block: list[str] = []
+    number = words = chars = 0
+    for line in lines:
+        if not block:
+            number, words, chars = line.number, 0, 0
+        elif chars > MAX_CHARS or (words >= SHORT_WORDS and not line.text.strip()):
+            yield Passage("line", number, "\n".join(block))
+            block, number, words, chars = [], line.number, 0, 0
+        if block or line.text.strip():
+            block.append(line.text)
+            words, chars = words + len(line.text.split()), chars + len(line.text)
+    if block:
+        yield Passage("line", number, "\n".join(block))
+
+
+ENCODED_PASSAGES = 1024  # embedded at a time
+EXPANSION = 256  # candidates that a search examines; more find the nearest passages more surely
+
+EncodeQueries = Callable[[Sequence[str]], np.ndarray]  # texts to (S, D) float32
+Encode = Callable[[Sequence[str], Callable[[int], None]], np.ndarray]  # the same; calls back with the number done
+
+
+def require_usearch() -> None:
+    """Raises ConfigError if the package that searches vectors is not installed."""
+    require("sansgpu search", "usearch")
+
+
+@dataclass(frozen=True)
+class FoundPassage:
+    """A passage of a file and its cosine similarity to the query."""
+
+    file: Path
+    passage: Passage
+    score: float
+
+    @property
+    def place(self) -> str:
+        row = f", row {self.passage.number}"
+        return f"{self.file}{row if self.passage.unit == 'row' else f':{self.passage.number}'}"
+
+    def as_json(self) -> dict[str, Any]:
+        found = self.passage
+        return {"file": str(self.file), found.unit: found.number, "score": self.score, "text": found.text}
+
+
+class PassageIndex:
+    """The passages of files in a private folder, which `open` brings up to date.
+
+    Many models embed queries differently from passages, so there are two functions that embed texts.
+    """
+
+    def __init__(self, folder: Path, rules: PassageRules, encode: Encode, encode_query: EncodeQueries) -> None:
+        make_private(folder)
+        self._folder, self._rules, self._encode, self._encode_query = folder, rules, encode, encode_query
+        self._files: list[tuple[Path, str]] = []  # each file and the name of its entry
+        self._first: list[int] = []  # number of each file's first passage
+        self._index: Any = None
+
+    def open(self, files: Sequence[Path], warn: Callable[[str], None], progress: ReportProgress) -> None:
+        """Embeds the files that are new or changed, and deletes what is stored of others.
+
+        Files that cannot be read are left out with a warning. Raises ConfigError if no file has a passage.
+        """
+        with FileLock(self._folder / ".lock"):
+            self._files = self._embed_new(files, warn, progress)
+            counts = [len(self._vectors(entry)) for _, entry in self._files]
+            if not sum(counts):
+                raise ConfigError(
+                    f"{files[0]} has no text to search." if len(files) == 1 else "the files have no text."
+                )
+            self._first = np.cumsum([0, *counts])[:-1].tolist()
+            self._index = self._load_index(progress)
+
+    def search(self, query: str, count: int) -> list[FoundPassage]:
+        """Returns the passages nearest to a query, best first."""
+        matches = self._index.search(_normalized(self._encode_query([query]))[0], count)
+        return [
+            self._passage(int(key), 1 - float(distance))
+            for key, distance in zip(matches.keys, matches.distances, strict=True)
+        ]
+
+    def _embed_new(
+        self, files: Sequence[Path], warn: Callable[[str], None], progress: ReportProgress
+    ) -> list[tuple[Path, str]]:
+        """Writes missing entries. Returns the files that could be read, with the names of their entries."""
+        entries = {path: self._entry_of(path) for path in files}
+        new: dict[str, list[Passage]] = {}
+        for path, entry in list(entries.items()):
+            if entry in new or self._path(entry, ".npy").exists():
+                continue
+            progress(f"reading {path.name}", 0, 0)
+            try:
+                new[entry] = self._rules.read(path)
+            except ConfigError as error:
+                warn(f"this file is left out: {str(error).replace('data.text_column', '--text-column')}")
+                del entries[path]
+        done, total = 0, sum(map(len, new.values()))
+        for group in _groups(new):
+            self._write(group, done, total, progress)
+            done += sum(map(len, group.values()))
+        return list(entries.items())
+
+    def _entry_of(self, path: Path) -> str:
+        try:
+            content = file_sha256(path)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+        form = "".join(path.suffixes[-2:])  # the same content is read differently as .txt and as .jsonl
+        return hashlib.sha256(repr((content, form, self._rules.max_tokens, self._rules.column)).encode()).hexdigest()
+
+    def _write(self, entries: dict[str, list[Passage]], done: int, total: int, progress: ReportProgress) -> None:
+        """Embeds the passages of several files, and writes an entry for each file."""
+        texts = [passage.text for passages in entries.values() for passage in passages]
+        parts = [np.empty((0, 0), np.float32)]
+        for first in range(0, len(texts), ENCODED_PASSAGES):
+            count = counting(progress, "embedding", done + first, total, "passage")
+            parts.append(_normalized(self._encode(texts[first : first + ENCODED_PASSAGES], count)))
+        vectors = np.concatenate(parts[1:] or parts)
+        first = 0
+        for entry, passages in entries.items():
+            with atomic_write(self._path(entry, ".jsonl")) as partial:
+                lines = (json.dumps(asdict(passage)) + "\n" for passage in passages)
+                partial.write_text("".join(lines), encoding="utf-8")
+            with atomic_write(self._path(entry, ".npy")) as partial, partial.open("wb") as file:
+                np.save(file, vectors[first : first + len(passages)], allow_pickle=False)
+            first += len(passages)
+
+    def _path(self, entry: str, suffix: str) -> Path:
+        return self._folder / f"{entry}{suffix}"
+
+    def _vectors(self, entry: str) -> np.ndarray:
+        return np.load(self._path(entry, ".npy"), mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
+
+    def _load_index(self, progress: ReportProgress) -> Any:
+        """Loads the index of these files, or builds it and deletes everything that other files left in the folder."""
+        import usearch
+        from usearch.index import Index
+
+        entries = [entry for _, entry in self._files]
+        path = self._path(hashlib.sha256(repr((usearch.__version__, entries)).encode()).hexdigest(), ".usearch")
+        parts = [vectors for entry in entries if len(vectors := self._vectors(entry))]
+        index = Index(ndim=parts[0].shape[1], metric="cos", dtype="f32", expansion_search=EXPANSION)
+        if path.exists():
+            require_own_file(path)
+            index.load(path)
+            return index
+        progress("building the index", 0, 0)
+        vectors = np.concatenate(parts)
+        index.add(np.arange(len(vectors)), vectors, threads=1)  # several threads would build another index each time
+        with atomic_write(path) as partial:
+            index.save(partial)
+        kept = {path.name, ".lock", *(f"{entry}{suffix}" for entry in entries for suffix in (".npy", ".jsonl"))}
+        for old in self._folder.iterdir():
+            if old.name not in kept:
+                old.unlink()
+        return index
+
+    def _passage(self, number: int, score: float) -> FoundPassage:
+        """Returns the passage with this number among all."""
+        place = int(np.searchsorted(self._first, number, side="right")) - 1
+        file, entry = self._files[place]
+        lines = self._path(entry, ".jsonl").read_text(encoding="utf-8").split("\n")
+        return FoundPassage(file, Passage(**json.loads(lines[number - self._first[place]])), score)
+
+
+def _normalized(vectors: np.ndarray) -> np.ndarray:
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors / np.maximum(lengths, np.finfo(np.float32).tiny)  # type: ignore[no-any-return]
+
+
+def _groups(entries: dict[str, list[Passage]]) -> Iterator[dict[str, list[Passage]]]:
+    """Yields files in groups, because many passages are embedded together in less time."""
+    group: dict[str, list[Passage]] = {}
+    for entry, passages in entries.items():
+        group[entry] = passages
+        if sum(map(len, group.values())) >= ENCODED_PASSAGES:
+            yield group
+            group = {}
+    yield group

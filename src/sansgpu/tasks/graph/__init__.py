@@ -1,0 +1,1 @@
+"""Trains encoders on texts and knowledge graphs."""

@@ -1,0 +1,244 @@
+"""Masked language modeling: masked batches for training, and the evaluation of held-out ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sansgpu.config import Config, derive_seed
+from sansgpu.data.batch import IGNORE
+from sansgpu.data.order import batch_indices, generator, steps_per_epoch
+from sansgpu.data.shards import ReportProgress
+from sansgpu.tasks.evaluation import wilson
+from sansgpu.tasks.graph.batch import TAIL_LENGTH, TAIL_START, GraphBatch
+from sansgpu.tasks.graph.leafy import LeafyDataset
+from sansgpu.tasks.graph.masking import MaskRules, add_entity_queries, mask_example
+from sansgpu.tasks.graph.tokenizer import MaskTokenizer
+from sansgpu.tasks.task import StepSums, Sums
+
+KINDS = ("mlm", "mnm")  # masked tokens of the text, masked leaves
+ENTITY = "entity"  # entity queries: the tail is predicted among all entities
+KGE = "kge"  # facts: the tail is predicted from the head's vector and the relation only
+SBO = "sbo"  # span boundary objective: masked tokens predicted from the tokens around their span
+Ordered = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (indices of a batch, all lengths) -> reordered indices
+
+
+class MaskedModel(Protocol):
+    """A model that predicts masked nodes."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    def masked_logits(self, batch: GraphBatch) -> torch.Tensor:
+        """Returns the logits (M, V) of the nodes that have a target, in order."""
+
+    def query_sums(self, batch: GraphBatch) -> Sums:
+        """Returns loss, hits and count of the batch's entity queries; empty if there are none."""
+
+
+class Ranking(Protocol):
+    """A fixed sample of held-out triples to rank."""
+
+    def metrics(self, device: torch.device, precision: str, progress: ReportProgress) -> dict[str, float]: ...
+
+
+def mask_rules(config: Config, tokenizer: MaskTokenizer) -> MaskRules:
+    """Returns the masking settings of a configuration."""
+    data = config.data
+    return MaskRules(
+        data.mask_ratio,
+        config.max_span,
+        data.leaf_mask_ratio,
+        data.min_leaf_groups,
+        tokenizer.mask_id,
+        tokenizer.ordinary_ids(),
+        data.entity_query_ratio if config.model.n_entities else 0.0,
+    )
+
+
+def _keep_order(numbers: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    return numbers
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Triples of entities, K of which are sampled for each example."""
+
+    triples: np.ndarray  # (F, 3) int64: ids of head, relation and tail
+    each: int  # K
+
+    @classmethod
+    def of(cls, graphs: LeafyDataset, each: int) -> Facts | None:
+        """Collects the distinct triples with both ends in the entity table; None if there are none or K is 0."""
+        placed = (p for _, placed in graphs.examples for p in placed)
+        found = dict.fromkeys((p.entities[0], p.relation, p.entities[1]) for p in placed if all(p.entities))
+        return cls(np.array(list(found), np.int64), each) if found and each else None
+
+    def drawn(self, seed: int, epoch: int, numbers: np.ndarray) -> np.ndarray:
+        """Samples the facts for the examples with these indices, (B, K, 3)."""
+        draws = (generator(seed, "facts", epoch, int(number)) for number in numbers)
+        rows = np.array([draw.integers(len(self.triples), size=self.each) for draw in draws])
+        drawn: np.ndarray = self.triples[rows]
+        return drawn
+
+
+@dataclass(frozen=True)
+class Masking:
+    """Examples with new masks in each epoch."""
+
+    graphs: LeafyDataset
+    rules: MaskRules
+    seed: int
+    ordered: Ordered = _keep_order
+    facts: Facts | None = None  # None: no facts are learned without text
+
+    def batch(self, numbers: np.ndarray, epoch: int) -> GraphBatch:
+        """Masks the examples with these indices."""
+        numbers = self.ordered(numbers, self.graphs.lengths)
+        examples = [
+            add_entity_queries(self.graphs.example(int(number)), self.rules, self.seed, epoch, int(number))
+            for number in numbers
+        ]
+        masked_examples = [
+            mask_example(example, self.rules, self.seed, epoch, int(number))
+            for example, number in zip(examples, numbers, strict=True)
+        ]
+        facts = self.facts.drawn(self.seed, epoch, numbers) if self.facts else None
+        return GraphBatch.of(examples, masked_examples, facts)
+
+    def of_step(self, step: int, size: int) -> GraphBatch:
+        """Returns the batch of step 0, 1, 2, ..."""
+        epoch = step // steps_per_epoch(len(self.graphs), size)
+        return self.batch(batch_indices(self.seed, step, len(self.graphs), size), epoch)
+
+
+def validation_masking(graphs: LeafyDataset, rules: MaskRules, seed: int, ordered: Ordered = _keep_order) -> Masking:
+    """Masks held-out examples with a separate seed, in the same way at every evaluation."""
+    return Masking(graphs, rules, derive_seed(seed, "validation"), ordered)
+
+
+class MetricSums(StepSums):
+    """The sums for training metrics of several kinds of targets."""
+
+    def add_kind(self, name: str, **values: float) -> None:
+        """Adds values for one kind of target; `name` prefixes their keys."""
+        self.add({f"{name}_{key}": value for key, value in values.items()})
+
+
+def masked_metrics(sums: Sums) -> dict[str, float]:
+    """Computes loss, accuracy and counts for each kind of target that occurred."""
+    metrics: dict[str, float] = {}
+    for name in (*KINDS, ENTITY):
+        if count := sums.get(f"{name}_count"):
+            metrics |= {
+                f"{name}_loss": sums[f"{name}_loss"] / count,
+                f"{name}_acc": sums[f"{name}_hits"] / count,
+                f"{name}_hits": sums[f"{name}_hits"],
+                f"{name}_count": count,
+            }
+    return metrics
+
+
+@dataclass(frozen=True)
+class Majority:
+    """The most frequent tokens of texts and of tails in the training data."""
+
+    root: int
+    leaf: int
+
+
+def majority_of(graphs: LeafyDataset) -> Majority:
+    """Finds the most frequent tokens, a baseline for accuracy."""
+    roots: Counter[int] = Counter()
+    for tokens, _ in graphs.windows:
+        roots.update(tokens[1:-1].tolist())
+    leaves = Counter(token for _, placed in graphs.examples for p in placed for token in p.tail.tolist())
+    first = [min(c, key=lambda token: (-c[token], token), default=-1) for c in (roots, leaves)]
+    return Majority(*first)
+
+
+class MaskedEvaluation:
+    """Evaluates a model on masked held-out examples."""
+
+    def __init__(
+        self,
+        masked_model: MaskedModel,
+        masking: Masking,
+        majority: Majority,
+        weights: tuple[float, float, float] = (1.0, 1.0, 1.0),
+        ranking: Ranking | None = None,
+    ) -> None:
+        """Uses `weights` for masked tokens, masked leaves and entity queries in `loss`."""
+        self._model, self._masking, self._majority, self._weights = masked_model, masking, majority, weights
+        self._ranking = ranking
+
+    @property
+    def model(self) -> nn.Module:
+        return self._model.model
+
+    def validation_batches(self, size: int) -> Iterator[GraphBatch]:
+        """Yields all examples in order, `size` at a time, with the same masks every time."""
+        count = len(self._masking.graphs)
+        for start in range(0, count, size):
+            yield self._masking.batch(np.arange(start, min(start + size, count)), epoch=0)
+
+    def evaluate(self, batch: GraphBatch) -> Sums:
+        """Sums losses, hits and counts of masked tokens and leaves, and counts tails with all tokens correct."""
+        chosen = batch.targets != IGNORE
+        targets, leaves = batch.targets[chosen], batch.is_leaf[chosen]
+        sums = self._model.query_sums(batch)
+        if not len(targets):
+            return sums
+        logits = self._model.masked_logits(batch).float()
+        losses, correct = F.cross_entropy(logits, targets, reduction="none"), logits.argmax(dim=1) == targets
+        for name, rows, majority in zip(
+            KINDS, (~leaves, leaves), (self._majority.root, self._majority.leaf), strict=True
+        ):
+            sums[f"{name}_loss"] = float(losses[rows].sum(dtype=torch.float64))
+            sums[f"{name}_hits"] = float(correct[rows].sum())
+            sums[f"{name}_usual"] = float((targets[rows] == majority).sum())
+            sums[f"{name}_count"] = float(rows.sum())
+        return sums | _complete_tails(batch, chosen, correct)
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        """Computes means. `loss` is their weighted sum as in training, but never pools tokens and leaves."""
+        metrics = masked_metrics(sums)
+        losses = (w * metrics.get(f"{name}_loss", 0.0) for name, w in zip((*KINDS, ENTITY), self._weights, strict=True))
+        metrics = {"loss": sum(losses), **metrics}
+        for name in KINDS:
+            if count := sums.get(f"{name}_count"):
+                metrics[f"{name}_majority_acc"] = sums[f"{name}_usual"] / count
+        if tails := sums.get("tails"):
+            tail_hits = sums["whole_tails"]
+            metrics |= {"tail_acc": tail_hits / tails, "tail_hits": tail_hits, "tail_count": tails}
+        return metrics
+
+    def rank_sample(self, device: torch.device, precision: str, progress: ReportProgress) -> dict[str, float]:
+        return {} if self._ranking is None else self._ranking.metrics(device, precision, progress)
+
+    def detailed(self, metrics: dict[str, float]) -> dict[str, Any]:
+        """Adds a 95 % confidence interval to each accuracy (Wilson 1927)."""
+        result: dict[str, Any] = dict(metrics)
+        for name in (*KINDS, ENTITY, "tail"):
+            if count := metrics.get(f"{name}_count"):
+                result[f"{name}_interval"] = wilson(metrics[f"{name}_acc"], count)
+        return result
+
+
+def _complete_tails(batch: GraphBatch, chosen: torch.Tensor, correct: torch.Tensor) -> Sums:
+    """Counts masked tails, and those with all tokens correct."""
+    hit = torch.zeros(len(chosen), dtype=torch.int64, device=chosen.device)
+    hit[chosen] = correct.long()
+    hits_before = torch.cat((hit.new_zeros(1), hit.cumsum(0)))
+    tails = batch.placed_triples()
+    tails = tails[chosen[tails[:, TAIL_START]]]
+    first, leaves = tails[:, TAIL_START], tails[:, TAIL_LENGTH]
+    all_correct = (hits_before[first + leaves] - hits_before[first]) == leaves
+    return {"tails": float(len(tails)), "whole_tails": float(all_correct.sum())}

@@ -1,0 +1,215 @@
+"""Parses rows into documents with triples, facts without text, and descriptions of entities."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple, TypeAlias
+
+from sansgpu.config.wording import counted
+from sansgpu.data.rows import TEXT_NAMES, SourceRow, row_text
+from sansgpu.tasks.graph.triples import GraphDocument, Triple
+
+_Span: TypeAlias = tuple[int, int]  # characters [start, end) of the text
+_NUMBERED = re.compile(r"(.+):\d{1,4}", re.DOTALL)  # more digits are part of an entity id, as in GO:0008150
+FACT_KEYS = ("head", "relation", "tail")
+ROW_KEYS = (*FACT_KEYS, *TEXT_NAMES, "id", "name", "triples", "entities", "qualifiers", "title", "vertexSet")
+
+
+class Fact(NamedTuple):
+    """A triple of entity ids with optional qualifiers."""
+
+    head: str
+    relation: str
+    tail: str
+    qualifiers: tuple[tuple[str, str], ...] = ()
+
+
+class EntityText(NamedTuple):
+    """The description of an entity. In a source without facts it is an ordinary document."""
+
+    name: str
+    document: GraphDocument
+
+
+def read_graph_row(row: SourceRow, column: str | int | None) -> GraphDocument | EntityText | Fact:
+    """Parses one row; its text, from `column`, may be empty. Raises BadRowError if the row is invalid.
+
+    A DocRED document has `vertexSet`, `sents` and `labels`. A fact has `head`, `relation` and `tail` but no text. The
+    description of an entity has an `id` but no triples. Any other row is a text with `triples` or with a single triple.
+    """
+    value = row.readable_value()
+    if not isinstance(value, dict):
+        raise row.error(f"it is a {type(value).__name__}, not an object with a text or a triple")
+    if value.get("vertexSet") is not None:
+        return _docred_document(row)
+    has_triple = any(_is_given(value.get(key)) for key in FACT_KEYS) and not _is_given(value.get("triples"))
+    text_columns = TEXT_NAMES if column is None else (column,)
+    if has_triple and not any(_is_given(value.get(key)) for key in text_columns):
+        head, relation, tail = (_string(row, value, key) for key in FACT_KEYS)
+        return Fact(head, relation, tail, _qualifiers(row))
+    text = row.valid_text(row_text(value, column, row.where), "text")
+    given_triples = [value] if has_triple else value.get("triples")
+    name = _id(row, value, "id")
+    entities = tuple(row.valid_text(entity, "entities") for entity in _list(row, "entities"))
+    triples = _triples(row, given_triples, text) if text.strip() else ()
+    document = text_document(name or _location(row), text, triples, entities)
+    if name is not None and not _is_given(given_triples):
+        return EntityText(_string(row, value, "name") if _is_given(value.get("name")) else name, document)
+    return document
+
+
+def text_document(
+    name: str, text: str, triples: tuple[Triple, ...] = (), entities: tuple[str, ...] = ()
+) -> GraphDocument:
+    """Builds a document with id `name`; ids that differ only in the number after the last colon share a group."""
+    numbered = _NUMBERED.fullmatch(name)
+    return GraphDocument(name, numbered[1] if numbered else name, text, triples, entities)
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value != ""  # in CSV and Parquet every row has all columns
+
+
+def _location(row: SourceRow) -> str:
+    return row.where.rpartition("/")[2]  # independent of the folder
+
+
+def _string(row: SourceRow, value: dict[str, Any], key: str, where: str = "") -> str:
+    """Returns a required, non-empty text."""
+    text = value.get(key)
+    if not isinstance(text, str) or not text.strip():
+        raise row.error(f"{where}no {key}" if not _is_given(text) else f"{where}its {key} {text!r} is not text")
+    return row.valid_text(text, key)
+
+
+def _id(row: SourceRow, value: dict[str, Any], key: str) -> str | None:
+    identifier = value.get(key)
+    if not _is_given(identifier):
+        return None
+    if not isinstance(identifier, str | int) or isinstance(identifier, bool):
+        raise row.error(f"its {key} is {identifier!r}, not text or an integer")
+    return row.valid_text(str(identifier), key)
+
+
+def _list(row: SourceRow, key: str) -> list[Any]:
+    items = row.value.get(key)
+    if not _is_given(items):
+        return []
+    if not isinstance(items, list):
+        raise row.error(f"its {key} is a {type(items).__name__}, not a list")
+    return items
+
+
+def _triples(row: SourceRow, triples: Any, text: str) -> tuple[Triple, ...]:
+    if not _is_given(triples):
+        return ()
+    if not isinstance(triples, list):
+        raise row.error(f"its triples are a {type(triples).__name__}, not a list")
+    return tuple(_triple(row, number, triple, text) for number, triple in enumerate(triples, 1))
+
+
+def _triple(row: SourceRow, number: int, triple: Any, text: str) -> Triple:
+    where = f"triple {number}: "
+    if not isinstance(triple, dict):
+        raise row.error(f"{where}it is a {type(triple).__name__}, not an object with head, relation and tail")
+    head, relation, tail = (_string(row, triple, key, where) for key in FACT_KEYS)
+    span = _span(row, where, triple.get("head_span"), text)
+    return Triple(head, relation, tail, span, _id(row, triple, "head_id"), _id(row, triple, "tail_id"))
+
+
+def _span(row: SourceRow, where: str, span: Any, text: str) -> _Span | None:
+    if span is None:
+        return None
+    if not isinstance(span, list) or len(span) != 2 or not all(type(end_point) is int for end_point in span):
+        raise row.error(f"{where}its head_span is {span!r}, not two integers")
+    start, end = span
+    if not 0 <= start < end <= len(text):
+        raise row.error(
+            f"{where}its head_span {span} is empty or exceeds the text of {counted(len(text), 'character')}"
+        )
+    return start, end
+
+
+def _qualifiers(row: SourceRow) -> tuple[tuple[str, str], ...]:
+    qualifiers = row.value.get("qualifiers")
+    found = []
+    for group in [qualifiers] if isinstance(qualifiers, dict) else _list(row, "qualifiers"):
+        if not isinstance(group, dict):
+            raise row.error(f"its qualifiers contain a {type(group).__name__}, not an object of keys and values")
+        for key, value in group.items():
+            if _is_given(value):
+                text = str(value) if type(value) in (int, float) else value
+                found.append((row.valid_text(key, "qualifiers"), row.valid_text(text, f"qualifiers.{key}")))
+    return tuple(found)
+
+
+class _Mention(NamedTuple):
+    span: _Span
+    name: str
+
+
+def _docred_document(row: SourceRow) -> GraphDocument:
+    """Parses a DocRED document (arXiv 1906.06127). An entity gets the name and span of its first mention."""
+    title = _string(row, row.value, "title")
+    text, spans = _joined_tokens(row)
+    mentions = [_first_mention(row, number, vertex, spans) for number, vertex in enumerate(_list(row, "vertexSet"))]
+    triples = [_label_triple(row, title, label, mentions) for label in _list(row, "labels")]
+    names = dict.fromkeys(mention.name for mention in mentions)
+    return GraphDocument(title, title, text, tuple(dict.fromkeys(triples)), tuple(names))
+
+
+def _joined_tokens(row: SourceRow) -> tuple[str, list[list[_Span]]]:
+    """Returns the tokens joined by spaces, and the span of each token in that text, by sentence."""
+    tokens: list[str] = []
+    spans: list[list[_Span]] = []
+    start = 0
+    for number, sentence in enumerate(_list(row, "sents")):
+        if not isinstance(sentence, list):
+            raise row.error(f"sentence {number} is a {type(sentence).__name__}, not a list of tokens")
+        spans.append([])
+        for token in sentence:
+            tokens.append(row.valid_text(token, "sents"))
+            spans[-1].append((start, start + len(token)))
+            start += len(token) + 1
+    return " ".join(tokens), spans
+
+
+def _first_mention(row: SourceRow, number: int, vertex: Any, spans: list[list[_Span]]) -> _Mention:
+    if not isinstance(vertex, list) or not vertex:
+        raise row.error(f"entity {number} of its vertexSet is not a list of mentions")
+    return min((_mention(row, number, mention, spans) for mention in vertex), key=lambda mention: mention.span)
+
+
+def _mention(row: SourceRow, number: int, mention: Any, spans: list[list[_Span]]) -> _Mention:
+    where = f"entity {number} of its vertexSet: "
+    if not isinstance(mention, dict):
+        raise row.error(f"{where}a mention is a {type(mention).__name__}, not an object")
+    sentence, tokens = mention.get("sent_id"), mention.get("pos")
+    if type(sentence) is not int or not 0 <= sentence < len(spans):
+        raise row.error(f"{where}sent_id {sentence!r} is not one of the {counted(len(spans), 'sentence')}")
+    if not isinstance(tokens, list) or len(tokens) != 2 or not all(type(place) is int for place in tokens):
+        raise row.error(f"{where}pos {tokens!r} is not two integers")
+    first, end = tokens
+    if not 0 <= first < end <= len(spans[sentence]):
+        raise row.error(
+            f"{where}pos {tokens} is not within the {counted(len(spans[sentence]), 'token')} of its sentence"
+        )
+    span = spans[sentence][first][0], spans[sentence][end - 1][1]
+    return _Mention(span, _string(row, mention, "name", where))
+
+
+def _label_triple(row: SourceRow, title: str, label: Any, mentions: list[_Mention]) -> Triple:
+    if not isinstance(label, dict):
+        raise row.error(f"a label is a {type(label).__name__}, not an object")
+    for end in ("h", "t"):
+        if type(label.get(end)) is not int or not 0 <= label[end] < len(mentions):
+            raise row.error(f"a label's {end} {label.get(end)!r} is not one of the {counted(len(mentions), 'entity')}")
+    head, tail = label["h"], label["t"]
+    return Triple(
+        mentions[head].name,
+        _string(row, label, "r", "a label: "),
+        mentions[tail].name,
+        mentions[head].span,
+        f"{title}#{head}",
+        f"{title}#{tail}",
+    )

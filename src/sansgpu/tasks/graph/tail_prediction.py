@@ -1,0 +1,206 @@
+"""Predicts the tails of (head, relation, ?) questions on masked leaves, and searches for them with beams.
+
+Q questions, L leaves of each, V vocabulary, S candidates, M beams, D width, E entities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from sansgpu.data.batch import IGNORE
+from sansgpu.tasks.graph.batch import GraphBatch
+from sansgpu.tasks.graph.entities import NameBags
+from sansgpu.tasks.graph.leafy import LeafyExample, PlacedTriple
+from sansgpu.tasks.graph.masking import MaskedExample
+from sansgpu.tasks.graph.tokenizer import MaskTokenizer
+from sansgpu.tasks.graph.triples import Triple
+
+if TYPE_CHECKING:  # it imports this module
+    from sansgpu.tasks.graph.objective import GraphObjective
+
+MAX_NODES = 8192  # nodes of a forward pass
+MAX_VALUES = 1 << 24  # fp32 values in memory for the questions of one forward pass: 64 MiB
+_NO_TRIPLE = Triple("", "", "")  # a question has no tail
+NONE = float("-inf")  # score of an impossible answer
+
+
+class PredictedTail(NamedTuple):
+    """A predicted tail."""
+
+    text: str
+    score: float  # mean log-probability of its tokens
+
+
+class TailQuery(NamedTuple):
+    """A (head, relation, ?) question about a head in its window."""
+
+    tokens: np.ndarray  # (R,) int64, of the window, including its first and last special token
+    root: int  # the head's first root
+    head_length: int  # tokens of the head's name
+    relation: int  # 1, 2, ...
+    entity: int = 0  # the head's row in the entity table, or 0
+
+
+@dataclass(frozen=True)
+class TailPredictor:
+    """A trained encoder in evaluation mode on `device`, with matrix products in `precision`."""
+
+    objective: GraphObjective
+    mask_id: int
+    device: torch.device
+    precision: str = "fp32"
+
+    @property
+    def vocabulary(self) -> int:
+        """Returns V."""
+        return self.objective.model.embedding.num_embeddings
+
+    def pieces(self, questions: Sequence[TailQuery], leaves: int, numbers: int) -> Iterator[tuple[int, int]]:
+        """Yields the ranges [start, stop) of questions for one pass, if each needs `numbers` fp32 values."""
+        start = nodes = 0
+        for stop, question in enumerate(questions):
+            size = len(question.tokens) + leaves
+            if stop > start and (nodes + size > MAX_NODES or (stop + 1 - start) * numbers > MAX_VALUES):
+                yield start, stop
+                start, nodes = stop, 0
+            nodes += size
+        if questions:
+            yield start, len(questions)
+
+    @torch.no_grad()
+    def log_probabilities(
+        self, questions: Sequence[TailQuery], leaves: np.ndarray, slots: slice = slice(None)
+    ) -> torch.Tensor:
+        """Returns the log-probabilities of all tokens on the chosen slots from one forward pass, (Q, slots, V) fp32.
+
+        leaves (Q, L): known tokens, or the mask. The output projection is always in fp32: bf16 cannot distinguish the
+        logits of close candidates.
+        """
+        states = self._leaf_states(questions, leaves)[:, slots]
+        model = self.objective.model
+        with self.head_precision():
+            predicted = model.predicted(states.flatten(0, 1))
+        logits = F.linear(predicted.float(), model.embedding.weight.float())
+        return torch.log_softmax(logits, dim=-1).view(len(questions), -1, self.vocabulary)
+
+    @torch.no_grad()
+    def entity_log_probabilities(
+        self, questions: Sequence[TailQuery], candidates: torch.Tensor, table: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the log-probability of each candidate from one forward pass, (Q, S) fp32.
+
+        candidates (S, D) fp32; table (E, D) fp32, the vectors of entities 1, 2, ..., used for the heads.
+        """
+        states = self._leaf_states(questions, self.empty(questions, 1))[:, 0]
+        heads, relations = torch.tensor([(q.entity, q.relation) for q in questions], device=self.device).unbind(1)
+        with self.head_precision():
+            predicted = self.objective.predicted_entities(states, heads, relations, table)
+        return torch.log_softmax(predicted.float() @ candidates.T, dim=-1)
+
+    @torch.no_grad()
+    def candidate_vectors(self, names: Sequence[Sequence[int]], numbers: Sequence[int]) -> torch.Tensor:
+        """Returns the vectors of entities with these name tokens and these rows in the table, (S, D) fp32."""
+        model = self.objective.model
+        assert model.entities is not None
+        bags = NameBags(names, self.vocabulary, self.device)
+        chosen = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        with self.head_precision():
+            own = model.entities.own_vectors(chosen)
+        return own.float() + bags.means(model.embedding.weight)
+
+    def head_precision(self) -> torch.autocast:
+        """Returns a context for the output head: fp32, unless the model is being trained with bf16 weights."""
+        narrow = self.objective.model.transform.weight.dtype == torch.bfloat16
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=narrow)
+
+    def _leaf_states(self, questions: Sequence[TailQuery], leaves: np.ndarray) -> torch.Tensor:
+        """Returns the hidden states of the leaves, (Q, L, D) fp32."""
+        graphs = [_leafy(question, row) for question, row in zip(questions, leaves, strict=True)]
+        batch = GraphBatch.of(graphs, [_without_targets(graph) for graph in graphs]).to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            states = self.objective.states(batch)
+        return states[batch.is_leaf].float().view(*leaves.shape, -1)
+
+    def empty(self, questions: Sequence[TailQuery], leaves: int) -> np.ndarray:
+        """Returns masked leaves for each question, (Q, L)."""
+        return np.full((len(questions), leaves), self.mask_id, np.int64)
+
+
+def _leafy(question: TailQuery, leaves: np.ndarray) -> LeafyExample:
+    placed = PlacedTriple(
+        question.root, question.head_length, question.relation, leaves, _NO_TRIPLE, (question.entity, 0)
+    )
+    return LeafyExample(question.tokens, np.zeros(len(question.tokens), bool), [placed])
+
+
+def _without_targets(graph: LeafyExample) -> MaskedExample:
+    tokens = np.concatenate([graph.tokens, *(placed.tail for placed in graph.placed)])
+    return MaskedExample(tokens, np.full(len(tokens), IGNORE), np.zeros((len(tokens), 2), np.int64))
+
+
+class BeamSearch:
+    """Beam search for tails of 1, 2, ... tokens, which are predicted from left to right.
+
+    A token is never repeated immediately: masked leaves of one head look alike to the model, which otherwise predicts
+    the same token on each of them.
+    """
+
+    def __init__(self, predictor: TailPredictor, tokenizer: MaskTokenizer, leaves: int, width: int, count: int) -> None:
+        """Searches for the `count` best tails of up to `leaves` tokens, with `width` beams for each length."""
+        self._predictor, self._tokenizer, self._leaves = predictor, tokenizer, leaves
+        self._width, self._count = min(width, predictor.vocabulary), count
+        self._allowed = torch.full((predictor.vocabulary,), NONE, device=predictor.device)
+        self._allowed[torch.from_numpy(tokenizer.ordinary_ids()).to(predictor.device)] = 0.0
+
+    def predict_tails(self, questions: Sequence[TailQuery], floors: np.ndarray) -> list[list[PredictedTail]]:
+        """Returns the best tails of each question with scores above its floor (Q,), best first."""
+        best: list[dict[str, float]] = [{} for _ in questions]
+        bounds = floors.astype(np.float64)
+        for length in range(1, self._leaves + 1):
+            for question, ids, score in zip(*self._beams(questions, length, bounds), strict=True):
+                if text := self._tokenizer.decode(ids).strip():
+                    best[question][text] = max(score, best[question].get(text, NONE))
+            for number, found in enumerate(best):
+                best[number] = dict(sorted(found.items(), key=lambda item: -item[1])[: self._count])
+                if len(best[number]) == self._count:
+                    bounds[number] = max(bounds[number], min(best[number].values()))
+        return [[PredictedTail(text, score) for text, score in found.items()] for found in best]
+
+    def _beams(
+        self, questions: Sequence[TailQuery], length: int, bounds: np.ndarray
+    ) -> tuple[list[int], list[list[int]], list[float]]:
+        """Returns the beams of `length` tokens: question index, token ids and score of each.
+
+        A beam is dropped once its score cannot exceed its question's bound even if all remaining tokens were certain.
+        This does not change the result.
+        """
+        rows, totals = np.arange(len(questions)), np.zeros(len(questions))
+        ids = self._predictor.empty(questions, length)
+        for slot in range(length):
+            values, tokens = self._top_tokens([questions[row] for row in rows.tolist()], ids, slot)
+            sums, parents = (totals[:, None] + values).ravel(), np.repeat(np.arange(len(rows)), self._width)
+            order = np.lexsort((-sums, rows[parents]))  # by question, best first
+            question = rows[parents[order]]
+            rank = np.arange(len(order)) - np.searchsorted(question, question)
+            selected = order[(rank < self._width) & (sums[order] / length > bounds[question])]
+            ids, rows, totals = ids[parents[selected]], rows[parents[selected]], sums[selected]
+            ids[:, slot] = tokens.ravel()[selected]
+        return rows.tolist(), ids.tolist(), (totals / length).tolist()
+
+    def _top_tokens(self, questions: Sequence[TailQuery], ids: np.ndarray, slot: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the log-probabilities and ids of the best tokens of one leaf, each (M, width)."""
+        values, tokens = np.zeros((len(questions), self._width)), np.zeros((len(questions), self._width), np.int64)
+        for start, stop in self._predictor.pieces(questions, ids.shape[1], 2 * self._predictor.vocabulary):
+            log_probs = self._predictor.log_probabilities(questions[start:stop], ids[start:stop], slice(slot, slot + 1))
+            log_probs = log_probs[:, 0] + self._allowed
+            if slot:
+                log_probs.scatter_(1, torch.from_numpy(ids[start:stop, slot - 1 : slot]).to(log_probs.device), NONE)
+            found = log_probs.topk(self._width)
+            values[start:stop], tokens[start:stop] = found.values.cpu().numpy(), found.indices.cpu().numpy()
+        return values, tokens

@@ -1,0 +1,1 @@
+"""Trains on preferences: chosen and rejected, or rated answers."""

@@ -1,0 +1,131 @@
+"""Batches of prompts with two answers each. The two answers of an example share the tokens of their prompt.
+
+B examples, N input tokens, K target tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from sansgpu.data.batch import IGNORE, ExampleBatch, concatenated
+from sansgpu.tasks.preference.rows import Answers
+
+
+@dataclass(frozen=True)
+class AnswerPairs(ExampleBatch):
+    """B prompts with two answers each, whose last tokens are targets only."""
+
+    tokens: torch.Tensor  # (N,) int64: prompt, first answer, second answer
+    targets: torch.Tensor  # (K,) int64: first answer, second answer; IGNORE for tokens without a loss
+    sizes: torch.Tensor  # (B, 3) int64: tokens of the prompt and targets of the answers
+    labels: torch.Tensor  # (B,) int64: 1 if the first answer is good, 0 if it is bad, IGNORE for no loss
+    reference: torch.Tensor  # (B, 2) float64: log-probabilities of the answers before training
+    numbers: torch.Tensor  # (B,) int64: indices of the examples in the dataset
+
+    @classmethod
+    def of(cls, examples: Sequence[Answers], reference: np.ndarray, numbers: np.ndarray) -> AnswerPairs:
+        """Concatenates examples with two answers."""
+        inputs = [part for e in examples for part in (e.prompt, e.ids[0][:-1], e.ids[1][:-1])]
+        targets = [np.where(known, ids, IGNORE) for e in examples for ids, known in zip(e.ids, e.learned, strict=True)]
+        sizes = [[len(e.prompt), len(e.ids[0]), len(e.ids[1])] for e in examples]
+        return cls(
+            concatenated(inputs),
+            concatenated(targets),
+            torch.tensor(sizes, dtype=torch.int64).reshape(-1, 3),
+            torch.tensor([int(e.label) for e in examples], dtype=torch.int64),
+            torch.from_numpy(reference.astype(np.float64)),
+            torch.from_numpy(numbers.astype(np.int64)),
+        )
+
+    @classmethod
+    def joined(cls, batches: Sequence[AnswerPairs]) -> AnswerPairs:
+        """Concatenates several batches."""
+        parts = {field.name: [getattr(batch, field.name) for batch in batches] for field in fields(cls)}
+        return cls(**{name: torch.cat(tensors) for name, tensors in parts.items()})
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def has_target(self) -> torch.Tensor:
+        """Returns a bool for each example, (B,)."""
+        return self.labels != IGNORE
+
+    def target_count(self) -> int:
+        return int(self.has_target().sum())
+
+    def token_count(self) -> int:
+        return len(self.tokens)
+
+    def target_tokens(self) -> torch.Tensor:
+        """Returns the number of tokens with a loss of each answer, (B, 2)."""
+        answers = torch.repeat_interleave(
+            torch.arange(2 * len(self), device=self.sizes.device), self.sizes[:, 1:].flatten()
+        )
+        return torch.bincount(answers[self.targets != IGNORE], minlength=2 * len(self)).view(-1, 2)
+
+    def content(self) -> bytes:
+        """Returns what determines the log-probabilities of the answers."""
+        return b"".join(part.numpy().tobytes() for part in (self.tokens, self.targets, self.sizes))
+
+    def rows(self, start: int, stop: int) -> AnswerPairs:
+        ends = [int(self.sizes[:end].sum()) - 2 * len(self.sizes[:end]) for end in (start, stop)]
+        targets = [int(self.sizes[:end, 1:].sum()) for end in (start, stop)]
+        return AnswerPairs(
+            self.tokens[slice(*ends)],
+            self.targets[slice(*targets)],
+            self.sizes[start:stop],
+            self.labels[start:stop],
+            self.reference[start:stop],
+            self.numbers[start:stop],
+        )
+
+    def without_targets(self, size: int) -> AnswerPairs:
+        first = self.rows(0, 1)
+        return replace(first, labels=torch.full_like(first.labels, IGNORE))
+
+
+class PreferenceExamples:
+    """The examples of one split, with the log-probabilities of their answers before training, (len, 2), once known."""
+
+    def __init__(self, examples: Sequence[Answers]) -> None:
+        self.examples = examples
+        self.reference = np.zeros((len(examples), 2))
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """The number of input tokens of each example, with a shared prompt."""
+        return np.array([len(e.prompt) + sum(len(ids) - 1 for ids in e.ids) for e in self.examples], np.int64)
+
+    @cached_property
+    def sequence_lengths(self) -> np.ndarray:
+        """The number of input tokens of each answer with its prompt, (len, 2)."""
+        return np.array([[len(e.prompt) + len(ids) - 1 for ids in e.ids] for e in self.examples], np.int64)
+
+    @property
+    def targets(self) -> int:
+        """The number of tokens with a loss."""
+        return sum(int(known.sum()) for e in self.examples for known in e.learned)
+
+    def batch(self, numbers: np.ndarray) -> AnswerPairs:
+        """Returns the examples with these indices."""
+        return AnswerPairs.of([self.examples[number] for number in numbers], self.reference[numbers], numbers)
+
+
+def with_other_answers(examples: Sequence[Answers], max_length: int) -> list[Answers]:
+    """Adds to each rated answer that of the next example with the same rating, cut to fit, to estimate the KL."""
+    ordered = sorted(range(len(examples)), key=lambda number: examples[number].label)
+    following = dict(zip(ordered, ordered[1:] + ordered[:1], strict=True))
+    found = []
+    for number, own in enumerate(examples):
+        other, room = examples[following[number]], max(1, max_length - len(own.prompt))
+        pairs = (own.ids[0], other.ids[0][:room]), (own.learned[0], other.learned[0][:room])
+        found.append(replace(own, ids=pairs[0], learned=pairs[1]))
+    return found

@@ -1,0 +1,279 @@
+"""Parses and tokenizes rows with preferences: prompts with a chosen and a rejected answer, or with one rated answer."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from sansgpu.config import ConfigError
+from sansgpu.data.rows import BadRows, SourceRow, column_names, is_text
+from sansgpu.machine.tokenizer_trial import tokenizer_errors
+from sansgpu.tasks.sft.chat import MaskedConversation, mask_conversation
+from sansgpu.tasks.sft.conversations import Conversation, Message, bad_row, check_turns, read_turns
+
+ROW_FORMS = (
+    "prompt, chosen and rejected; chosen and rejected; conversations, chosen and rejected; messages and label; or "
+    "prompt, completion and label"
+)
+# ShareGPT's names of roles, and those of transformers.
+ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
+LABELS = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}  # 1 == True
+
+
+@dataclass(frozen=True)
+class PreferenceRow:
+    """One row: the chosen and the rejected conversation, which begin alike, or one conversation with its rating."""
+
+    where: str
+    conversations: tuple[Conversation, ...]
+    label: bool | None = None  # whether the only answer is good
+
+    @property
+    def rated(self) -> list[tuple[Conversation, bool]]:
+        """Returns each conversation with its rating."""
+        if self.label is not None:
+            return [(self.conversations[0], self.label)]
+        return list(zip(self.conversations, (True, False), strict=True))
+
+
+def read_preference(row: SourceRow) -> PreferenceRow:
+    """Parses a row. Raises BadRowError if it has no preference."""
+    where = row.where
+    if row.problem is not None:
+        raise bad_row(where, row.problem.removeprefix(where).strip().removesuffix("."))
+    if not isinstance(row.value, dict):
+        raise bad_row(where, f"is a {type(row.value).__name__}, not an object with {ROW_FORMS}")
+    values = {name: value for name, value in row.value.items() if value is not None}
+    if not is_text(json.dumps(values, ensure_ascii=False, default=str)):
+        raise bad_row(where, "contains an unpaired surrogate, which is not valid text")
+    if "chosen" in values and "rejected" in values:
+        return PreferenceRow(where, _pair(where, values))
+    if "label" in values and ("messages" in values or "conversations" in values):
+        return PreferenceRow(where, (_rated(where, values),), _label(where, values["label"]))
+    if {"label", "prompt", "completion"} <= values.keys():
+        answer = _conversation(where, values["prompt"], values["completion"], "completion")
+        return PreferenceRow(where, (answer,), _label(where, values["label"]))
+    raise bad_row(where, f"has {column_names(values) or 'no columns'}, but rows need {ROW_FORMS}")
+
+
+def _pair(where: str, values: dict[Any, Any]) -> tuple[Conversation, Conversation]:
+    chosen, rejected = values["chosen"], values["rejected"]
+    if chosen == rejected:
+        raise bad_row(where, "has equal chosen and rejected answers")
+    if "conversations" in values:
+        prompt: Any = _with_system(values, values["conversations"])
+    elif "prompt" in values and not _is_whole(chosen):
+        prompt = values["prompt"]
+    else:
+        prompt, chosen, rejected = _common_prompt(where, chosen, rejected)
+    first, second = (
+        _conversation(where, prompt, answer, name) for name, answer in (("chosen", chosen), ("rejected", rejected))
+    )
+    return first, second
+
+
+def _is_whole(answer: Any) -> bool:
+    """Returns whether a list of turns begins with the prompt, as in ultrafeedback_binarized."""
+    return isinstance(answer, list) and bool(answer) and _role(answer[0]) in ("system", "developer", "user")
+
+
+def _with_system(values: dict[Any, Any], turns: Any) -> Any:
+    """Adds the system message in a column of its own, as LLaMA-Factory writes it, to the turns."""
+    system = values.get("system")
+    return [{"role": "system", "content": system}, *turns] if system and isinstance(turns, list) else turns
+
+
+def _common_prompt(where: str, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """Splits two conversations or texts into what both begin with and their answers, as TRL does."""
+    if type(chosen) is not type(rejected) or not isinstance(chosen, (list, str)):
+        raise bad_row(where, "has no prompt; without it, chosen and rejected must both be texts or lists of turns")
+    pairs = zip(chosen, rejected, strict=False)
+    same = next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(chosen), len(rejected)))
+    if isinstance(chosen, str) and same and chosen[same - 1] == " ":
+        same -= 1  # the space belongs to the next word's token
+    if not same:
+        raise bad_row(where, "has no prompt: chosen and rejected begin differently")
+    return chosen[:same], chosen[same:], rejected[same:]
+
+
+def _rated(where: str, values: dict[Any, Any]) -> Conversation:
+    column = "messages" if "messages" in values else "conversations"
+    turns = tuple(read_turns(where, _as_turns(_with_system(values, values[column])), column))
+    if turns and turns[-1]["role"] != "assistant":
+        raise bad_row(where, "ends without an answer to rate")
+    return Conversation(where, check_turns(where, turns, len(turns) - 1), len(turns) - 1)
+
+
+def _label(where: str, value: Any) -> bool:
+    label = LABELS.get(value.strip().lower() if isinstance(value, str) else value) if _is_scalar(value) else None
+    if label is None:
+        raise bad_row(where, f"has the label {value!r}, which is not true or false")
+    return label
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, (str, bool, int, float))
+
+
+def _conversation(where: str, prompt: Any, answer: Any, column: str) -> Conversation:
+    """Returns a prompt, a text or a list of turns, with an answer: a text, a turn or a list of turns."""
+    plain = (prompt, answer) if isinstance(prompt, str) and isinstance(answer, str) else None
+    for name, text in (("prompt", prompt), (column, answer)):
+        if isinstance(text, str) and not text.strip():
+            raise bad_row(where, f"has an empty {name}")
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _as_turns(prompt)
+    answered = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else _as_turns(answer)
+    before = tuple(read_turns(where, asked, "prompt"))
+    turns = (*before, *read_turns(where, answered, column, len(before)))
+    return Conversation(where, check_turns(where, turns, len(before)), len(before), plain)
+
+
+def _as_turns(value: Any) -> Any:
+    """Returns turns with the keys of transformers; ShareGPT's are `from` and `value`. Other values are unchanged."""
+    if isinstance(value, dict):
+        value = [value]
+    return [_turn(turn) for turn in value] if isinstance(value, list) else value
+
+
+def _turn(turn: Any) -> Any:
+    if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
+        return turn
+    rest: Message = {name: part for name, part in turn.items() if name not in ("from", "value")}
+    return {**rest, "role": _role(turn), "content": turn["value"]}
+
+
+def _role(turn: Any) -> Any:
+    role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
+    return ROLES.get(role, role) if isinstance(role, str) else role
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The tokens of a prompt and of one or two answers to it."""
+
+    prompt: np.ndarray  # (P,) int32
+    ids: tuple[np.ndarray, ...]  # (L,) int32 each
+    learned: tuple[np.ndarray, ...]  # (L,) bool each: tokens that the model generates, among them the last one
+    label: bool = True  # whether the first answer is good
+
+
+@dataclass
+class ReadingNotes:
+    """Counts of the rows of a source that are shortened or left out."""
+
+    shortened: int = 0  # rows without their oldest turns
+    dropped: int = 0  # rows that are too long, or have an answer without tokens
+    bad_rows: BadRows = field(default_factory=lambda: BadRows("fail"))
+
+    def texts(self, name: str, max_length: int) -> Iterator[str]:
+        """Yields the notes for the user about the source `name`."""
+        if self.shortened:
+            yield (
+                f"{name}: {self.shortened} rows are longer than {max_length} tokens, and the oldest turns of their "
+                "prompts were left out."
+            )
+        if self.dropped:
+            yield (
+                f"{name}: {self.dropped} rows are dropped: they are longer than {max_length} tokens, or there is "
+                "nothing to learn; raise data.max_length (eval: --window) to keep the long ones."
+            )
+        yield from (f"{name}: {note}" for note in self.bad_rows.notes())
+
+
+def tokenize_preferences(
+    rows: Iterable[SourceRow],
+    tokenizer: Any,
+    max_length: int,
+    long_rows: Literal["truncate", "drop"],
+    rated: bool,
+    notes: ReadingNotes,
+) -> list[Answers]:
+    """Tokenizes rows, which must all have the same form, in order; if `rated`, each answer is an example of its own.
+
+    Raises BadRowError for an invalid row, and ConfigError if rows without pairs are to be used as pairs.
+    """
+    first: PreferenceRow | None = None
+
+    def fit(row: SourceRow) -> list[tuple[Answers | None, bool]]:
+        nonlocal first
+        read = read_preference(row)
+        if read.label is not None and not rated:
+            raise ConfigError(
+                f"{read.where} has a rated answer, but this loss compares a chosen with a rejected answer; set "
+                "training.preference.loss to kto, or give rows with chosen and rejected."
+            )
+        first = first or read
+        if (read.label is None) != (first.label is None):
+            kinds = ("a rated answer", "a chosen and a rejected answer")
+            raise bad_row(
+                read.where, f"has {kinds[read.label is None]}, but the rows before it have {kinds[first.label is None]}"
+            )
+        with tokenizer_errors(read.where):
+            if rated:
+                found = [(*_tokenized([one], tokenizer, max_length, long_rows), good) for one, good in read.rated]
+                return [(answers and replace(answers, label=good), is_short) for answers, is_short, good in found]
+            return [_tokenized(read.conversations, tokenizer, max_length, long_rows)]
+
+    examples = []
+    for fitted in notes.bad_rows.parsed(rows, fit):
+        for answers, is_shortened in fitted:
+            notes.shortened += is_shortened
+            notes.dropped += answers is None
+            examples += [answers] if answers is not None else []
+    return examples
+
+
+def _tokenized(
+    conversations: Sequence[Conversation], tokenizer: Any, max_length: int, long_rows: Literal["truncate", "drop"]
+) -> tuple[Answers | None, bool]:
+    """Tokenizes the same prompt with one or two answers; None if they are too long or there is nothing to learn.
+
+    With "truncate", the prompt loses as few of its oldest turns as possible. Also returns whether it lost any.
+    """
+
+    def masked_from(question: int | None) -> list[MaskedConversation]:
+        cut = conversations if question is None else [c.from_question(question) for c in conversations]
+        return [mask_conversation(conversation, tokenizer) for conversation in cut]
+
+    def fits(masked: Sequence[MaskedConversation]) -> bool:
+        return max(len(one.ids) for one in masked) <= max_length
+
+    masked, is_long = masked_from(None), False
+    if not fits(masked):
+        asked = [] if long_rows == "drop" else conversations[0].later_questions()
+        questions = [number for number in asked if number < conversations[0].first]
+        kept = bisect_left(questions, True, key=lambda question: fits(masked_from(question)))
+        if kept == len(questions):
+            return None, False
+        masked, is_long = masked_from(questions[kept]), True
+    answers = _split(masked)
+    if len(masked) == 2 and masked[0].ids == masked[1].ids:
+        raise bad_row(conversations[0].where, "has chosen and rejected answers with equal tokens")
+    return answers, is_long and answers is not None
+
+
+def _split(masked: Sequence[MaskedConversation]) -> Answers | None:
+    """Splits conversations into the tokens before the answers, which are equal, and the answers."""
+    if not all(any(one.learned[1:]) for one in masked):
+        return None
+    starts = [max(1, one.learned.index(True)) for one in masked]
+    ids = [np.array(one.ids, np.int32) for one in masked]
+    same = min(len(one) for one in ids)
+    if len(ids) == 2:
+        differs = np.flatnonzero(ids[0][:same] != ids[1][:same])
+        same = int(differs[0]) if len(differs) else same
+    length = min(*starts, same) if len(starts) > 1 else starts[0]
+    if not length:
+        return None
+    learned = [np.array(one.learned[length:], np.bool_) for one in masked]
+    stops = [int(np.flatnonzero(known)[-1]) + 1 if known.any() else 0 for known in learned]
+    if not all(stops):
+        return None
+    answers = zip(ids, learned, stops, strict=True)
+    parts = [(one[length : length + stop], known[:stop]) for one, known, stop in answers]
+    return Answers(ids[0][:length], tuple(one for one, _ in parts), tuple(known for _, known in parts))

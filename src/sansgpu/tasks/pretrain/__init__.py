@@ -1,0 +1,1 @@
+"""Pretrains a decoder from scratch."""

@@ -1,0 +1,134 @@
+"""Reads, tokenizes and packs the texts of pretraining."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sansgpu.config import Config, ConfigError
+from sansgpu.config.wording import counted
+from sansgpu.data.pack import Windows, make_windows
+from sansgpu.data.shards import ReportProgress, TokenSizes, TokenStore, build_store
+from sansgpu.data.sources import Sources
+from sansgpu.data.split import TokenRanges, all_documents, split_documents
+from sansgpu.data.teacher_folder import Predictions, TeacherFolder
+from sansgpu.data.tokenizer import (
+    Tokenizer,
+    load_tokenizer,
+)
+from sansgpu.tasks.distillation import with_length_of
+from sansgpu.tasks.vocabulary import with_vocabulary_of
+
+if TYPE_CHECKING:  # gguf is optional
+    pass
+
+
+@dataclass(frozen=True)
+class TextCorpus:
+    """Tokenized text, cut into windows."""
+
+    tokenizer: Tokenizer
+    train: Windows
+    validation: Windows
+    example_tokens: float
+    train_tokens: int
+    validation_tokens: int
+    fingerprint: str
+    teacher: Predictions | None = None
+
+    @property
+    def train_examples(self) -> int:
+        return len(self.train)
+
+    def most_tokens(self, examples: int, padded: bool) -> int:
+        return examples * int(self.example_tokens)
+
+    @property
+    def notes(self) -> Sequence[str]:
+        return ()  # no text is dropped
+
+    def preview(self) -> str | None:
+        return None  # every token has a loss
+
+
+def _read_parts(
+    config: Config, sources: Sources, tokenizer: Tokenizer, cache: Path, progress: ReportProgress
+) -> tuple[TokenRanges, TokenRanges, str]:
+    """Tokenizes the training and validation documents, and returns them and the fingerprint of how they are used.
+
+    Raises ConfigError if there are too few.
+    """
+    store = build_store(sources.train, tokenizer, cache, progress)
+    if sources.validation is not None:
+        held = build_store(sources.validation, tokenizer, cache, progress)
+        train, validation = all_documents(store), all_documents(held)
+    else:
+        train, validation = split_documents(store, config.data.validation_split)
+    _require_tokens(config, train, validation, store)
+    pack, window = config.data.pack_sequences, config.window
+    name = f"{sources.train.fingerprint[:16]}-{len(store.tokens)}-{train.token_count}-{window}-{pack}"
+    return train, validation, name
+
+
+def _corpus_of(
+    config: Config,
+    tokenizer: Tokenizer,
+    train: TokenRanges,
+    validation: TokenRanges,
+    fingerprint: str,
+    teacher: Predictions | None = None,
+) -> TextCorpus:
+    pack, window = config.data.pack_sequences, config.window
+    return TextCorpus(
+        tokenizer,
+        make_windows(train, window, tokenizer.end_id, pack),
+        make_windows(validation, window, tokenizer.end_id, pack),
+        window,
+        train.token_count,
+        validation.token_count,
+        fingerprint,
+        teacher,
+    )
+
+
+def _taught_corpus(config: Config, folder: TeacherFolder, progress: ReportProgress) -> tuple[Config, TextCorpus]:
+    """Opens the texts and the predictions of a teacher's folder, with its tokenizer."""
+    tokenizer = load_tokenizer(folder.root)
+    config = with_vocabulary_of(with_length_of(config, folder), tokenizer.vocab_size)
+    if config.roots > config.model.max_seq_len:
+        raise ConfigError(
+            f"model.max_seq_len is {config.model.max_seq_len}, but the examples of {folder.root} have "
+            f"{counted(config.roots, 'token')}; raise it."
+        )
+    train, validation = (_ranges_of(folder, part) for part in ("train", "validation"))
+    sizes = TokenSizes(validation.tokens, tokenizer.token_bytes(), folder.array("validation_sizes"))
+    predictions = Predictions(folder, progress)
+    validation = replace(validation, sizes=sizes)
+    return config, _corpus_of(config, tokenizer, train, validation, folder.fingerprint, predictions)
+
+
+def _arrays_of(part: str, ranges: TokenRanges) -> dict[str, np.ndarray]:
+    """Returns the tokens of the documents, one after the other, and their lengths."""
+    pieces = [ranges.tokens[start:stop] for start, stop in zip(ranges.starts, ranges.stops, strict=True)]
+    return {f"{part}_tokens": np.concatenate(pieces), f"{part}_lengths": ranges.stops - ranges.starts}
+
+
+def _ranges_of(folder: TeacherFolder, part: str) -> TokenRanges:
+    stops = np.cumsum(folder.array(f"{part}_lengths"))
+    return TokenRanges(folder.array(f"{part}_tokens"), stops - folder.array(f"{part}_lengths"), stops)
+
+
+def _require_tokens(config: Config, train: TokenRanges, validation: TokenRanges, store: TokenStore) -> None:
+    if train.token_count < config.window:
+        raise ConfigError(
+            f"{store.name} has {counted(train.token_count, 'token')} to train on, less than one window of "
+            f"{config.window}; add more text or lower data.max_length."
+        )
+    if validation.token_count < 2:
+        raise ConfigError(
+            f"the validation part of {store.name} is empty; raise data.validation_split or set data.validation_name."
+        )

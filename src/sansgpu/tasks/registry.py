@@ -1,0 +1,50 @@
+"""Finds the class of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+from sansgpu.config import Config, ConfigError, import_class, task_class
+from sansgpu.config.by_task import TASK_CLASSES
+from sansgpu.config.extras import FINE_TUNING, require
+from sansgpu.tasks.task import (
+    TaskKind,
+)
+
+
+class _Tasks(Mapping[str, TaskKind]):
+    """The package's task classes by `Config.kind`, imported on first use."""
+
+    def __getitem__(self, kind: str) -> TaskKind:
+        found: TaskKind = task_class(kind)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(TASK_CLASSES)
+
+    def __len__(self) -> int:
+        return len(TASK_CLASSES)
+
+
+TASKS = _Tasks()
+
+
+def task_of(config: Config) -> TaskKind:
+    """Returns the task's class, or the class named by `objective`.
+
+    Raises ConfigError if that class cannot be imported or is not derived from the task's, or if the packages of models
+    from Hugging Face, which the task fine-tunes, are not installed.
+    """
+    if config.settings.fine_tunes:
+        require(f"task {config.settings.shown}", *FINE_TUNING)
+    known = task_class(config.kind)
+    if config.objective is None or config.objective == config.task:
+        return cast(TaskKind, known)
+    found = import_class(config.objective, "objective")
+    if not (isinstance(found, type) and issubclass(found, known)):
+        raise ConfigError(
+            f"objective {config.objective} is not derived from {known.__module__}.{known.__name__}, which task "
+            f"{config.task} needs."
+        )
+    return cast(TaskKind, found)

@@ -1,0 +1,140 @@
+"""Tokenized conversations, the data of supervised fine-tuning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from sansgpu.config import Config
+from sansgpu.data.batch import IGNORE
+from sansgpu.data.sequences import PackedSequences
+from sansgpu.data.shards import ReportProgress, rows_with_progress
+from sansgpu.data.sources import Source
+from sansgpu.data.teacher_folder import Predictions, TeacherFolder
+from sansgpu.models.huggingface.pretrained import load_tokenizer_of
+from sansgpu.tasks.distillation import (
+    require_same_vocabulary,
+    with_length_of,
+)
+from sansgpu.tasks.sft.chat import TokenizedConversations, show_masked, tokenize_conversations
+from sansgpu.tasks.sft.objective import CHAT_TEMPLATE_FILE
+from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
+
+
+@dataclass(frozen=True)
+class ConversationExamples:
+    """A subset of examples, by index."""
+
+    examples: TokenizedConversations
+    numbers: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Returns the number of input tokens of each example: the last token is only a target."""
+        lengths: np.ndarray = self.examples.lengths()[self.numbers] - 1
+        return lengths
+
+    def example(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the token ids (L,) and the loss mask (L,) of one example."""
+        return self.examples.example(self.numbers[index])
+
+    @property
+    def targets(self) -> int:
+        """Returns the number of tokens with a loss."""
+        return sum(int(self.examples.example(number)[1][1:].sum()) for number in self.numbers)
+
+    def batch(self, indices: np.ndarray) -> PackedSequences:
+        """Returns the examples with these indices, with targets shifted by one token."""
+        pairs = [self.examples.example(self.numbers[index]) for index in indices]
+        targets = [np.where(learned[1:], ids[1:], IGNORE) for ids, learned in pairs]
+        return PackedSequences.of([ids[:-1] for ids, _ in pairs], targets, numbers=self.numbers[indices])
+
+    def target_bytes(self, numbers: np.ndarray) -> int:
+        """Returns the UTF-8 bytes of text with a loss in the examples with these numbers."""
+        return int(self.examples.learned_bytes[numbers].sum())
+
+
+@dataclass(frozen=True)
+class ChatCorpus(TokenizedCorpus[ConversationExamples]):
+    """Tokenized conversations with loss masks, for training and validation."""
+
+    teacher: Predictions | None = None
+
+    def preview(self) -> str | None:
+        """Returns the text of the first example; brackets enclose the parts with a loss."""
+        return show_masked(*self.train.examples.example(self.train.numbers[0]), self.tokenizer)
+
+
+def _taught_corpus(config: Config, folder: TeacherFolder, progress: ReportProgress) -> tuple[Config, ChatCorpus]:
+    """Opens the conversations and the predictions of a teacher's folder.
+
+    The student gets the teacher's chat template. Raises ConfigError if its tokenizer has another vocabulary.
+    """
+    template = folder.root / CHAT_TEMPLATE_FILE
+    tokenizer = load_tokenizer_of(config.model, str(template) if template.is_file() else None)
+    require_same_vocabulary(tokenizer.backend_tokenizer, str(config.model.name_or_path), folder)
+    train, validation = (_examples_of(folder, part) for part in ("train", "validation"))
+    predictions = Predictions(folder, progress)
+    corpus = ChatCorpus(train, validation, [], folder.fingerprint, tokenizer, predictions)
+    return with_length_of(config, folder), corpus
+
+
+def _arrays_of(part: str, rows: ConversationExamples) -> dict[str, np.ndarray]:
+    """Returns the tokens and loss masks of examples, one after the other, and the size of each."""
+    examples = [rows.example(number) for number in range(len(rows))]
+    return {
+        f"{part}_tokens": np.concatenate([ids for ids, _ in examples]),
+        f"{part}_learned": np.concatenate([learned for _, learned in examples]),
+        f"{part}_lengths": np.array([len(ids) for ids, _ in examples], np.int64),
+        f"{part}_bytes": rows.examples.learned_bytes[rows.numbers],
+    }
+
+
+def _examples_of(folder: TeacherFolder, part: str) -> ConversationExamples:
+    names = ("tokens", "learned", "lengths", "bytes")
+    tokens, learned, lengths, sizes = (folder.array(f"{part}_{name}") for name in names)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    examples = TokenizedConversations(tokens, learned, offsets, sizes, 0, 0, 0, None)
+    return ConversationExamples(examples, np.arange(len(examples)))
+
+
+def tokenize_source(
+    source: Source, config: Config, tokenizer: Any, progress: ReportProgress, notes: list[str]
+) -> ConversationExamples:
+    """Reads all rows of a source. Raises ConfigError if one is invalid."""
+    examples = _examples(source, config, tokenizer, progress, notes)
+    return ConversationExamples(examples, np.arange(len(examples)))
+
+
+def _examples(
+    source: Source, config: Config, tokenizer: Any, progress: ReportProgress, notes: list[str]
+) -> TokenizedConversations:
+    data = config.data
+    assert data.max_length is not None
+    rows, window = rows_with_progress(source, progress), data.max_length
+    examples = tokenize_conversations(rows, tokenizer, window, data.long_rows, data.on_bad_row)
+    if examples.shortened:
+        notes.append(
+            f"{source.name}: {examples.shortened} rows are longer than {window} tokens and were shortened at their "
+            "start, conversations by whole turns."
+        )
+    if examples.dropped:
+        whole = "their last question and answer" if data.long_rows == "truncate" else "they"
+        notes.append(
+            f"{source.name}: {examples.dropped} rows are dropped: {whole} are longer than {window} tokens, or there is "
+            "nothing to learn; raise data.max_length (eval: --window) to keep the long ones."
+        )
+    if examples.lacking_system:
+        notes.append(
+            f"{source.name}: the chat template leaves out the system message of {examples.lacking_system} rows; to "
+            "train on it, put its text into the first question."
+        )
+    if examples.skipped:
+        notes.append(f"{source.name}: bad rows skipped: {examples.skipped}; the first: {examples.first_skipped}")
+    return examples

@@ -1,0 +1,1 @@
+"""Tags words: entities, parts of speech."""

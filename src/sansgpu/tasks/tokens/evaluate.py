@@ -1,0 +1,131 @@
+"""Tokenized texts whose words have tags, and the evaluation and prediction of tags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from sansgpu.data.batch import IGNORE
+from sansgpu.data.sequences import PackedSequences
+from sansgpu.tasks.evaluation import whole_groups
+from sansgpu.tasks.task import Sums
+from sansgpu.tasks.tokens.data import TaggedWindows
+from sansgpu.tasks.tokens.spans import SpanCounts, has_entities, scores, span_counts, spans_of
+from sansgpu.tasks.tokens.tagged import TaggedText
+
+
+class TagModel(Protocol):
+    """A model that tags words; implemented by `tasks.tokens.TokensObjective`."""
+
+    model: Any
+
+    @property
+    def labels(self) -> list[str]: ...
+
+    def logits(self, batch: PackedSequences) -> torch.Tensor: ...
+
+    def ordered(self, indices: np.ndarray, lengths: np.ndarray) -> np.ndarray: ...
+
+
+class TaggedWords(NamedTuple):
+    """The P scored words of a text: their indices, and the predicted labels with their probabilities."""
+
+    words: np.ndarray
+    labels: np.ndarray
+    probabilities: np.ndarray
+
+
+class TagEvaluator:
+    """Tags words with a model and computes scores of tags and entities."""
+
+    def __init__(self, objective: TagModel, tokenized: TaggedWindows) -> None:
+        self._objective, self._tokenized = objective, tokenized
+        self._labels = objective.labels
+        self._entities = has_entities(self._labels)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        model: torch.nn.Module = self._objective.model
+        return model
+
+    def validation_batches(self, size: int) -> Iterator[PackedSequences]:
+        """Yields about `size` windows at a time; all windows of a text are in one batch."""
+        groups, lengths = self._tokenized.by_text(), self._tokenized.lengths
+        yield from map(self._tokenized.batch, whole_groups(groups, lengths, size, self._objective.ordered))
+
+    def evaluate(self, batch: PackedSequences) -> Sums:
+        """Returns the loss, the counts of words and of correct ones, and the counts of spans by label."""
+        logits = self._word_logits(batch)
+        targets = batch.targets[batch.targets != IGNORE]
+        sums = {"loss": float(F.cross_entropy(logits, targets, reduction="sum")), "words": float(len(targets))}
+        sums["right"] = float((logits.argmax(dim=1) == targets).sum())
+        for text, tagged in self._tagged(batch, logits):
+            gold = self._tokenized.targets[text][tagged.words]
+            counts = span_counts(*(spans_of(self._tags(labels), self._entities) for labels in (gold, tagged.labels)))
+            for label, found in counts.items():
+                for name, count in zip(SpanCounts._fields, found, strict=True):
+                    key = f"{name} {label}"
+                    sums[key] = sums.get(key, 0.0) + count
+        return sums
+
+    def metrics(self, sums: Sums) -> dict[str, Any]:
+        """Computes the loss per word, the accuracy, and micro-averaged scores of entities, between 0 and 1."""
+        names = SpanCounts._fields
+        labels = sorted({key.partition(" ")[2] for key in sums if key.startswith("gold ")})
+        by_label = {label: [sums[f"{name} {label}"] for name in names] for label in labels}
+        total = scores(*(sum(counts[part] for counts in by_label.values()) for part in range(len(names))))
+        return {
+            "loss": sums["loss"] / sums["words"],
+            **{f"entity_{name}": value for name, value in total.items()},
+            "accuracy": sums["right"] / sums["words"],
+            "words": sums["words"],
+            "by_label": {label: {**scores(*counts), "count": counts[-1]} for label, counts in by_label.items()},
+        }
+
+    def detailed(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Adds the number of bad rows, which have no score."""
+        return {**metrics, "skipped": float(self._tokenized.bad_rows.count)}
+
+    def predictions(self, size: int, device: torch.device, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns the spans of each text; those of rows with `tokens` have the indices of their tokens, too."""
+        found: list[dict[str, Any]] = [{"spans": []} for _ in self._tokenized.texts]
+        for batch in (batch.to(device) for batch in self.validation_batches(size)):
+            for number, tagged in self._tagged(batch, self._word_logits(batch)):
+                text, by_token = self._tokenized.texts[number], "tokens" in rows[number]
+                found[number] = {"spans": list(self._spans(text, tagged, by_token))}
+        return found
+
+    def _spans(self, text: TaggedText, tagged: TaggedWords, by_token: bool) -> Iterator[dict[str, Any]]:
+        for span in spans_of(self._tags(tagged.labels), self._entities):
+            first, last = int(tagged.words[span.start]), int(tagged.words[span.stop - 1])
+            start, end = int(text.starts[first]), int(text.ends[last])
+            score = float(tagged.probabilities[span.start : span.stop].mean())
+            place = {"start": start, "end": end, "label": span.label, "text": text.text[start:end], "score": score}
+            yield {**place, **({"token_start": first, "token_end": last + 1} if by_token else {})}
+
+    def _tags(self, labels: np.ndarray) -> list[str]:
+        return [self._labels[number] for number in labels.tolist()]
+
+    def _word_logits(self, batch: PackedSequences) -> torch.Tensor:
+        """Returns the logits of the scored words of a batch, in the order of the windows: (P, labels)."""
+        return self._objective.logits(batch)[batch.targets != IGNORE].float()
+
+    def _tagged(self, batch: PackedSequences, logits: torch.Tensor) -> Iterator[tuple[int, TaggedWords]]:
+        """Yields the index of each text of a batch and its words, in order, with the most probable labels."""
+        assert batch.numbers is not None
+        windows = [self._tokenized.windows[number] for number in batch.numbers.tolist()]
+        probabilities, labels = (values.cpu().numpy() for values in logits.softmax(dim=1).max(dim=1))
+        by_text: dict[int, list[TaggedWords]] = {}
+        stop = 0
+        for window in windows:
+            start, stop = stop, stop + len(window.words)
+            part = TaggedWords(window.words, labels[start:stop], probabilities[start:stop])
+            by_text.setdefault(window.text, []).append(part)
+        for text, parts in by_text.items():
+            joined = TaggedWords(*map(np.concatenate, zip(*parts, strict=True)))
+            order = np.argsort(joined.words)
+            yield text, TaggedWords(*(values[order] for values in joined))

@@ -1,0 +1,1 @@
+"""What a person looks at: terminal, live view, tables, HTML reports, plots and model cards."""

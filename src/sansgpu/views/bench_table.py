@@ -1,0 +1,190 @@
+"""The results of `sansgpu bench`, and their tables."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import NotRequired, TypedDict
+
+from rich.console import Console
+from rich.table import Table
+
+from sansgpu.config.by_task import settings_of
+from sansgpu.config.wording import counted
+from sansgpu.events.event import metric_texts
+from sansgpu.views.tables import count, grid, pace, percent, print_table, rate, storage
+from sansgpu.views.terminal import clock, duration
+
+
+class StepSeconds(TypedDict):
+    """The durations of the timed steps."""
+
+    median: float
+    min: float
+    max: float
+
+
+class Projection(TypedDict):
+    """The time to train for a number of steps, from zero and from a snapshot."""
+
+    steps: int
+    seconds: float
+    done: str
+    seconds_from_snapshot: NotRequired[float]
+    done_from_snapshot: NotRequired[str]
+
+
+class Variation(TypedDict):
+    """A changed configuration, with its measurement or the problem that prevented one."""
+
+    name: str
+    set: list[str]
+    gives_up: str
+    problem: NotRequired[str]
+    parameters: NotRequired[int]
+    step_seconds: NotRequired[float]  # median
+    all_step_seconds: NotRequired[list[float]]
+    tokens_per_second: NotRequired[float]
+    peak_rss_bytes: NotRequired[int]
+    speedup: NotRequired[float]  # by the medians
+    speedup_range: NotRequired[list[float]]  # slowest step / fastest of the given configuration, and the reverse
+
+
+class GpuComparison(TypedDict):
+    """A GPU's time for the benchmarked step, measured or estimated from its FLOP/s."""
+
+    name: str
+    estimate: bool
+    step_seconds: float
+    tokens_per_second: float
+    times_faster: float
+
+
+class BenchResult(TypedDict):
+    """The result of `sansgpu bench --json`. It also has facts of the run, its environment and the machine's load."""
+
+    name: str
+    task: str
+    padded: bool
+    window: int
+    micro_batch: int
+    gradient_accumulation_steps: int
+    tokens_per_step: int
+    step_seconds: StepSeconds
+    all_step_seconds: list[float]
+    tokens_per_second: float
+    steps_per_second: float
+    seconds_per_million_tokens: float
+    flops_per_second: float
+    flops_per_step: float
+    gemm_flops_per_second: float
+    mfu: float | None  # None if the model exceeds the measured GEMM rate
+    peak_rss_bytes: int
+    build_seconds: dict[str, float]
+    startup_seconds: dict[str, float]
+    breakdown: dict[str, float]  # share of a step by part
+    limits: dict[str, float]  # lower bound of each part's time at peak hardware rates / measured step time
+    disturbances: list[str]
+    warnings: list[str]
+    validation: dict[str, float]  # the task's metrics after the measured steps; empty without data
+    advice: list[str]
+    from_step: int
+    start: str | None  # when the projections start; None: at the end of the benchmark
+    projections: list[Projection]
+    what_if: list[Variation]
+    gpu: GpuComparison | None
+    optimized: list[str]
+    files: list[str]
+
+
+class ForwardPass(TypedDict):
+    """The measured forward passes of one batch size."""
+
+    batch_size: int
+    window: int
+    seconds: float
+    tokens_per_second: float
+    flops_per_second: float
+    mfu: float | None  # None if the model exceeds the measured GEMM rate
+    peak_rss_bytes: int
+    model_seconds: float
+
+
+class ForwardResult(TypedDict):
+    """The result of `sansgpu bench --forward-only --json`."""
+
+    parameters: int
+    forward: list[ForwardPass]
+
+
+def print_bench(console: Console, result: BenchResult) -> None:
+    """Prints a summary of `bench`; its report has the details."""
+    table = grid()
+    step, build = result["step_seconds"], result["build_seconds"]
+    table.add_row(
+        "step",
+        f"{step['median']:.3g} s ({step['min']:.3g} to {step['max']:.3g}) of {result['tokens_per_step']:,} tokens: "
+        f"{result['micro_batch']} x {result['gradient_accumulation_steps']} "
+        f"{'examples of up to' if settings_of(result['task']).varying_length else 'windows of'} {result['window']}",
+    )
+    table.add_row(
+        "speed",
+        f"{pace(result['tokens_per_second'])}, {rate(result['flops_per_second'])}, MFU {percent(result['mfu'])} of "
+        f"{rate(result['gemm_flops_per_second'])}",
+    )
+    table.add_row("peak memory", storage(result["peak_rss_bytes"]))
+    table.add_row("setup", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in build.items()))
+    shares = result["breakdown"].items()
+    table.add_row("step time", ", ".join(f"{part} {share:.0%}" for part, share in shares))
+    for text in validation_texts(result):
+        table.add_row("validation", text)
+    for text in result["advice"]:
+        table.add_row("advice", text)
+    for row in result["what_if"][1:]:
+        if "speedup" in row:
+            table.add_row("what if", f"{row['name']}: {speedup_text(row)}, trade-off: {row['gives_up']}")
+        else:
+            table.add_row("what if", f"{row['name']}: not measured: {row['problem']}", style="yellow")
+    for projection in result["projections"]:
+        finish = clock(datetime.fromisoformat(projection["done"]))
+        table.add_row(f"{projection['steps']:,} steps", f"{duration(projection['seconds'])}, done {finish}")
+    for text in result["disturbances"]:
+        table.add_row("disturbance", text, style="yellow")
+    table.add_row("written", ", ".join(result["files"]))
+    console.print(table)
+
+
+def is_measurable(row: Variation) -> bool:
+    """Returns whether the steps of a variation differ from the given configuration's by more than their noise."""
+    low, high = row["speedup_range"]
+    return not low <= 1 <= high
+
+
+def speedup_text(row: Variation) -> str:
+    """Formats a speedup with the range in which the timed steps leave it, or says that they do not tell."""
+    low, high = row["speedup_range"]
+    if low == high:
+        return f"{row['speedup']:.2f}x"
+    steps = counted(len(row["all_step_seconds"]), "step")
+    spread = f"{low:.2f}x to {high:.2f}x in {steps}"
+    return f"{row['speedup']:.2f}x ({spread})" if is_measurable(row) else f"no measurable difference ({spread})"
+
+
+def validation_texts(result: BenchResult) -> list[str]:
+    """Describes the task's validation metrics."""
+    return metric_texts(result["validation"], settings_of(result["task"]))
+
+
+def print_forward(console: Console, result: ForwardResult) -> None:
+    table = Table(title=f"{count(result['parameters'])} parameters, forward only", title_justify="left")
+    for name in ("batch", "seconds", "tokens/s", "GFLOP/s", "MFU", "memory"):
+        table.add_column(name, justify="right")
+    for row in result["forward"]:
+        table.add_row(
+            f"{row['batch_size']} x {row['window']}",
+            f"{row['seconds']:.3g}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['flops_per_second'] / 1e9:,.0f}",
+            percent(row["mfu"]),
+            storage(row["peak_rss_bytes"]),
+        )
+    print_table(console, table)

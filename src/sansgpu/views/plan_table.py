@@ -1,0 +1,294 @@
+"""The results of `sansgpu plan`, and their tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any, NotRequired, TypedDict, cast
+
+from rich.console import Console
+from rich.table import Table
+
+from sansgpu.config.wording import counted
+from sansgpu.views.tables import count, grid, pace, print_table, storage
+from sansgpu.views.terminal import batch_shape, clock, duration
+
+
+class MemoryChange(TypedDict):
+    """Settings that make a run fit into memory."""
+
+    set: list[str]
+    cost: str
+    memory: int
+
+
+class PlanCandidate(TypedDict):
+    """A model size that was compared for a time budget."""
+
+    parameters: int
+    d_model: int
+    n_layers: int
+    tokens_per_second: float
+    tokens: float
+    epochs: float
+    behind: float  # expected loss relative to the best candidate's, minus 1
+
+
+class ClusterPoint(TypedDict):
+    """The run on a number of nodes."""
+
+    nodes: int
+    step_seconds: float
+    tokens_per_second: float
+    speed_up: float
+    efficiency: float
+    total_steps: int
+    total_seconds: float
+    node_hours: float
+    cost: float | None
+    fits: bool
+
+
+class GrownBatch(TypedDict):
+    """Speed with the same work for each node, so a batch that grows with the nodes."""
+
+    tokens_per_step: int
+    tokens_per_second: float
+    efficiency: float
+
+
+class CriticalBatch(TypedDict):
+    """The batch size up to which larger batches save steps; None for other tasks than pretraining."""
+
+    critical_batch_tokens: float | None
+    critical_batch_loss: float | None
+    critical_batch_nodes: int | None
+
+
+class ClusterPlan(ClusterPoint, CriticalBatch):
+    """The run on the requested nodes, and its strong scaling."""
+
+    network_bits_per_second: float
+    latency_seconds: float
+    gloo_bytes_per_second: float
+    gloo_hop_seconds: float
+    gradient_bytes: int
+    compute_seconds: float
+    communication_seconds: float
+    overlapped_seconds: float
+    collectives_seconds: float
+    finish: str
+    memory_bytes: dict[str, int]
+    most_nodes: int
+    pays: float
+    pays_until: int
+    fastest_nodes: int
+    grown_batch: GrownBatch
+    curve: list[dict[str, Any]]  # a ClusterPoint each; values are None for more nodes than a step has examples
+
+
+class RunPlan(TypedDict):
+    """The result of `sansgpu plan --json` for one configuration. Unknown speeds and durations are None."""
+
+    parameters: int
+    parameters_by_part: dict[str, int]
+    memory_bytes: dict[str, int]
+    available_bytes: int
+    machine_bytes: int
+    fits: bool
+    batch_size: int
+    gradient_accumulation_steps: int
+    window: int
+    precision: str
+    base_precision: str | None  # the frozen base of an adapter: bf16, fp32, int8, int4 or the formats of a GGUF file
+    compile: str
+    kernels: str
+    optimizer: str
+    learning_rate: float
+    threads: int
+    gradient_checkpointing: bool
+    tokens_per_step: int
+    train_tokens: int | None
+    tokens_per_second: float | None
+    seconds_per_million_tokens: float | None
+    step_seconds: float | None
+    machine_share: float | None
+    total_steps: int | None
+    total_tokens: int | None
+    epochs: float | None
+    total_seconds: float | None
+    finish: str | None
+    changes: NotRequired[list[MemoryChange]]
+    cluster: NotRequired[ClusterPlan]
+
+
+class ProposedPlan(RunPlan):
+    """The plan of a proposed run, which was written to `file`."""
+
+    candidates: list[PlanCandidate]
+    file: str
+
+
+def figure(number: float) -> str:
+    """Formats a number with three significant digits, or without decimals from 100 on."""
+    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
+
+
+def print_plan(console: Console, plan: RunPlan | ProposedPlan) -> None:
+    parts = ", ".join(f"{name.replace('_', ' ')} {count(n)}" for name, n in plan["parameters_by_part"].items())
+    table = grid()
+    table.add_row("parameters", f"{count(plan['parameters'])}: {parts}")
+    memory = {name: size for name, size in plan["memory_bytes"].items() if name != "total" and size}
+    table.add_row("memory", ", ".join(f"{name} {storage(size)}" for name, size in memory.items()))
+    needed, available = plan["memory_bytes"]["total"], plan["available_bytes"]
+    verdict = "fits" if plan["fits"] else "does not fit"
+    if plan["fits"] and needed > available:
+        verdict += ", but snapshots will block training"
+    have = f"{storage(available)} available of {storage(plan['machine_bytes'])}"
+    table.add_row("", f"{storage(needed)} total, {have}: {verdict}", style=None if plan["fits"] else "red")
+    for change in plan.get("changes", []):
+        settings = " ".join(f"--set {setting}" for setting in change["set"])
+        table.add_row("  it fits with", f"{settings}: {storage(change['memory'])}, {change['cost']}")
+    table.add_row(
+        "step",
+        f"{batch_shape(plan['batch_size'], dict(plan))}: {plan['tokens_per_step']:,} tokens; {plan['optimizer']} "
+        f"at a learning rate of {plan['learning_rate']:g}, {_precisions(plan)}, {counted(plan['threads'], 'thread')}, "
+        f"{'compiled' if plan['compile'] == 'on' else 'not compiled'}, {plan['kernels']} kernels",
+    )
+    if plan["tokens_per_second"] and plan["step_seconds"]:
+        share = plan["machine_share"]
+        table.add_row(
+            "speed",
+            f"{pace(plan['tokens_per_second'])}, {plan['step_seconds']:.3g} s per step"
+            + (f": {share:.0%} of the limit by matrix products and memory bandwidth" if share else ""),
+        )
+    else:
+        table.add_row("speed", "not measured, because three layers do not fit into memory")
+    if plan["total_steps"] and plan["total_tokens"]:
+        length = length_text(plan)
+        if plan["total_seconds"] and plan["finish"]:
+            finish = clock(datetime.fromisoformat(plan["finish"]))
+            length += f": {duration(plan['total_seconds'])}, if started now done {finish}"
+        table.add_row("time", length)
+    elif plan["train_tokens"] is None:
+        table.add_row("time", "unknown, because the length is given in epochs and the data was not read")
+    console.print(table)
+    if "candidates" in plan:
+        _print_candidates(console, cast(ProposedPlan, plan))
+    if "cluster" in plan:
+        _print_cluster(console, plan["cluster"])
+
+
+def length_text(plan: RunPlan | ProposedPlan) -> str:
+    """Describes a run's known length in steps, tokens and epochs."""
+    assert plan["total_steps"] is not None
+    assert plan["total_tokens"] is not None
+    epochs = f", {plan['epochs']:.2g} epochs" if plan["epochs"] else ""
+    return f"{counted(plan['total_steps'], 'step')}, {count(plan['total_tokens'])} tokens{epochs}"
+
+
+def _precisions(plan: RunPlan) -> str:
+    base = plan["base_precision"]
+    return plan["precision"] if base in (None, plan["precision"]) else f"{plan['precision']} on a base in {base}"
+
+
+def _print_candidates(console: Console, plan: ProposedPlan) -> None:
+    table = Table(title="chosen from", title_justify="left")
+    for name in ("parameters", "width x layers", "tokens/s", "tokens", "epochs", "expected loss"):
+        table.add_column(name, justify="right")
+    for row in plan["candidates"]:
+        table.add_row(
+            count(row["parameters"]),
+            f"{row['d_model']} x {row['n_layers']}",
+            f"{row['tokens_per_second']:,.0f}",
+            count(row["tokens"]),
+            f"{row['epochs']:.1f}",
+            "best" if not row["behind"] else f"+{row['behind']:.1%}",
+        )
+    print_table(console, table)
+    console.print(f"written to {plan['file']}; train it with: sansgpu train {plan['file']}", soft_wrap=True)
+
+
+def _print_cluster(console: Console, cluster: ClusterPlan) -> None:
+    table = grid()
+    nodes, network, gloo = cluster["nodes"], cluster["network_bits_per_second"], cluster["gloo_bytes_per_second"]
+    table.add_row(
+        counted(nodes, "node"),
+        f"like this machine, connected with {network / 1e9:g} Gbit/s and {cluster['latency_seconds'] * 1e6:g} us "
+        f"latency, for {cluster['gradient_bytes'] / 1e6:,.0f} MB of gradients; gloo reduces {gloo * 8e-9:.1f} Gbit/s",
+    )
+    verdict = "fits" if cluster["fits"] else "does not fit"
+    table.add_row("memory", f"{storage(cluster['memory_bytes']['total'])} per node: {verdict}")
+    step, compute = round(cluster["step_seconds"], 4), round(cluster["compute_seconds"], 4)
+    sent, hidden = round(cluster["communication_seconds"], 4), round(cluster["overlapped_seconds"], 4)
+    small = round(cluster["collectives_seconds"], 4)
+    overlap = f" ({figure(hidden)} s more overlap with the backward pass)" if hidden else ""
+    table.add_row(
+        "step",
+        f"{figure(step)} s: {figure(compute)} s computing, {figure(sent - hidden - small)} s waiting for gradients"
+        f"{overlap}, {figure(small)} s for small collectives",
+    )
+    table.add_row(
+        "speed",
+        f"{cluster['tokens_per_second']:,.0f} tokens/s, {figure(cluster['speed_up'])} times one node: efficiency "
+        f"{cluster['efficiency']:.0%}",
+    )
+    finish = clock(datetime.fromisoformat(cluster["finish"]))
+    cost = "" if cluster["cost"] is None else f", which cost {cluster['cost']:,.2f}"
+    table.add_row(
+        "time",
+        f"{counted(cluster['total_steps'], 'step')}: {duration(cluster['total_seconds'])}, if started now done "
+        f"{finish}; {figure(cluster['node_hours'])} node-hours{cost}",
+    )
+    console.print(table)
+    _print_curve(console, cluster)
+
+
+def _print_curve(console: Console, cluster: ClusterPlan) -> None:
+    priced = cluster["cost"] is not None
+    table = Table(title="strong scaling (fixed batch size)", title_justify="left")
+    for name in ("nodes", "step", "tokens/s", "speed-up", "efficiency", "hours", "cost" if priced else "node-hours"):
+        table.add_column(name, justify="right")
+    rows = [row for row in cluster["curve"] if row["step_seconds"]]
+    for row in rows:
+        table.add_row(
+            f"{row['nodes']:,}",
+            f"{figure(row['step_seconds'])} s",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['speed_up']:.2f}",
+            f"{row['efficiency']:.0%}",
+            figure(row["total_seconds"] / 3600),
+            f"{row['cost']:,.2f}" if priced else figure(row["node_hours"]),
+            style=None if row["fits"] else "red",
+        )
+    print_table(console, table)
+    for sentence in _about_nodes(cluster, rows):
+        console.print(sentence, highlight=False)
+
+
+def _about_nodes(cluster: ClusterPlan, rows: list[dict[str, Any]]) -> Iterator[str]:
+    most, last = cluster["most_nodes"], cluster["curve"][-1]["nodes"]
+    if len(rows) < len(cluster["curve"]):
+        yield f"beyond {most:,}: the batch has too few examples, because each node needs at least one"
+    if not all(row["fits"] for row in rows):
+        fitting = next(
+            (f"on {counted(row['nodes'], 'node')} or more" for row in rows if row["fits"]), f"on none of up to {last:,}"
+        )
+        yield f"it fits into memory {fitting}"
+    faster, pays, fastest = f"{cluster['pays']:g} times as fast", cluster["pays_until"], cluster["fastest_nodes"]
+    if pays > 1:
+        yield f"up to {pays:,} nodes, doubling them makes a step at least {faster}; the fastest count is {fastest:,}"
+    elif most > 1:
+        yield f"adding nodes is inefficient: two do not make a step {faster}; the fastest count is {fastest:,}"
+    if (nodes := cluster["nodes"]) > 1:
+        grown = cluster["grown_batch"]
+        yield (
+            f"with the batch {nodes:,} times as large, {count(grown['tokens_per_step'])} tokens, {nodes:,} nodes reach "
+            f"{grown['tokens_per_second']:,.0f} tokens/s: efficiency {grown['efficiency']:.0%}"
+        )
+    if cluster["critical_batch_tokens"]:
+        yield (
+            f"larger batches save steps nearly in proportion up to about {count(cluster['critical_batch_tokens'])} "
+            f"tokens, one example per node for {cluster['critical_batch_nodes']:,} nodes: a rule of thumb (Kaplan et "
+            f"al. 2020) at a loss of {cluster['critical_batch_loss']:.2f} nats per token"
+        )

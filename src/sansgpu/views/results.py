@@ -1,0 +1,176 @@
+"""The results of a run as numbers and as text, for reports, run lists and model cards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import median
+
+from sansgpu.config.metrics import LOSS, Metric
+from sansgpu.config.wording import counted
+from sansgpu.events.event import Event, metrics_in
+from sansgpu.events.record import RunRecord
+from sansgpu.files.folders import entries_below
+from sansgpu.views.tables import count, storage
+from sansgpu.views.terminal import duration
+
+NOT_FINITE = "not finite"  # shown for a number that is null in an event
+STATES = {"done": "done", "out_of_time": "out of time", "interrupted": "interrupted"}
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The results of a run. None: unknown."""
+
+    name: str
+    path: str
+    task: str | None = None
+    state: str = "broken"
+    step: int | None = None
+    total_steps: int | None = None
+    loss: float | None = None
+    validation_loss: float | None = None
+    best_loss: float | None = None
+    best_step: int | None = None
+    bits_per_byte: float | None = None
+    tokens: int | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    seconds: float | None = None
+    peak_memory_bytes: int | None = None
+    joules: float | None = None
+    parameters: int | None = None
+    trained_parameters: int | None = None
+    size_bytes: int | None = None
+    changed: str | None = None  # time of the last change in UTC
+    problem: str | None = None
+
+
+def reported_metrics(record: RunRecord, event: Event) -> list[tuple[Metric, float]]:
+    """Returns the task's metrics in an eval event that reports show, without the loss, with values in their units."""
+    values = [(metric, metric.number(event[metric.name])) for metric in metrics_in(event, record.settings)]
+    return [(metric, value) for metric, value in values if metric.reported and value is not None and metric != LOSS]
+
+
+def summarize(record: RunRecord, held: bool = False) -> RunSummary:
+    """Returns the results of a run. `held` is True if a process is training the run."""
+    steps, best = record.steps, record.best
+    last_evaluation = record.evaluations[-1] if record.evaluations else {}
+    samples = [event.get("system") or {} for event in steps]
+    peak = [e.get("rss_bytes") or 0 for e in (*steps, *samples)]
+    return RunSummary(
+        name=record.name,
+        path=str(record.paths.root),
+        task=record.config.get("task"),
+        state=STATES.get(record.end_reason or "", "training" if held else "killed"),
+        step=record.step,
+        total_steps=record.total_steps,
+        loss=steps[-1].get("loss") if steps else None,
+        validation_loss=last_evaluation.get("loss"),
+        best_loss=best["loss"] if best else None,
+        best_step=best["step"] if best else None,
+        bits_per_byte=best.get("bits_per_byte") if best else None,
+        tokens=steps[-1].get("tokens") if steps else None,
+        tokens_per_second=_median(steps, "tokens_per_second"),
+        mfu=_median(steps, "mfu"),
+        seconds=record.seconds,
+        peak_memory_bytes=max(peak, default=0) or None,
+        joules=record.joules,
+        parameters=record.start.get("parameters"),
+        trained_parameters=record.start.get("trained_parameters"),
+    )
+
+
+def describe_results(found: RunSummary) -> Iterator[tuple[str, str]]:
+    """Yields (name, text) for every known result of a run."""
+    for name, format_text in _FORMATS.items():
+        if (text := format_text(found)) is not None:
+            yield name, text
+
+
+def ran_on(record: RunRecord) -> str:
+    """Describes the machine and how it was used."""
+    known = {**record.start, **record.environment}
+    cores, processes, threads = known.get("cores"), known.get("world_size") or 1, known.get("threads")
+    found = [
+        str(known.get("processor") or "unknown processor"),
+        counted(cores, "core") if cores else "",
+        f"{processes} processes" if processes > 1 else "",
+        counted(threads, "thread") + (" each" if processes > 1 else "") if threads else "",
+        str(known.get("precision") or ""),
+        {"on": "compiled", "off": "not compiled"}.get(str(known.get("compile")), ""),
+        f"{known['kernels']} kernels" if known.get("kernels") else "",
+    ]
+    return ", ".join(part for part in found if part)
+
+
+def changed_settings(record: RunRecord) -> datetime | None:
+    """Returns the time of the last change of the run's files in UTC."""
+    files = [file for file in (record.paths.metrics, record.paths.config) if file.is_file()]
+    return datetime.fromtimestamp(max(f.stat().st_mtime for f in files), timezone.utc) if files else None
+
+
+def size_bytes(path: Path) -> int:
+    """Returns the size of a file, or of all files below a folder."""
+    files = entries_below(path) if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
+
+
+def _median(steps: list[Event], key: str) -> float | None:
+    values = [event[key] for event in steps if event.get(key) is not None]
+    return median(values) if values else None
+
+
+def _known(key: str, form: str, scale: float = 1.0) -> Callable[[RunSummary], str | None]:
+    return lambda found: None if (value := getattr(found, key)) is None else form.format(value * scale)
+
+
+def _steps(found: RunSummary) -> str:
+    return f"{found.step:,}" + (f" of {found.total_steps:,}" if found.total_steps else "")
+
+
+def _best(found: RunSummary) -> str | None:
+    return None if found.best_loss is None else f"{found.best_loss:.4f} at step {found.best_step:,}"
+
+
+def parameter_words(found: RunSummary) -> str | None:
+    """Formats the number of parameters, and of trainable ones if there are fewer."""
+    whole, trained = found.parameters, found.trained_parameters
+    if whole is None:
+        return None
+    return count(whole) + (f", {count(trained)} trainable" if trained and trained < whole else "")
+
+
+def energy_words(found: RunSummary) -> str | None:
+    """Formats the energy of the processors, or returns None if it is unknown."""
+    joules = found.joules
+    return None if joules is None else f"{joules / 3.6e6:.3g} kWh" if joules > 3.6e5 else f"{joules / 3600:.3g} Wh"
+
+
+_FORMATS: dict[str, Callable[[RunSummary], str | None]] = {
+    "state": lambda found: str(found.state),
+    "task": lambda found: str(found.task),
+    "steps": _steps,
+    "validation loss, best": _best,
+    "validation loss, last": _known("validation_loss", "{:.4f}"),
+    "training loss, last": _known("loss", "{:.4f}"),
+    "bits per byte, best": _known("bits_per_byte", "{:.4f}"),
+    "parameters": parameter_words,
+    "training tokens": lambda found: None if found.tokens is None else f"{found.tokens:,}",
+    "tokens/s, median": _known("tokens_per_second", "{:,.0f}"),
+    "MFU, median": _known("mfu", "{:.1f} %", 100),
+    "time": lambda found: duration(found.seconds) if found.seconds else None,
+    "memory, peak": lambda found: storage(found.peak_memory_bytes) if found.peak_memory_bytes else None,
+    "processor energy": energy_words,
+}
+
+
+def evaluation_words(record: RunRecord, event: Event) -> list[tuple[str, str]]:
+    """Returns (name, text) for the loss and the metrics of an evaluation."""
+    loss = NOT_FINITE if event["loss"] is None else LOSS.form.format(event["loss"])
+    return [(LOSS.title, loss)] + [
+        (metric.title, f"{value:,.0f}" if value >= 1000 else f"{value:.4g}")
+        for metric, value in reported_metrics(record, event)
+    ]

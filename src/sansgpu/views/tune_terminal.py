@@ -1,0 +1,195 @@
+"""Prints a hyperparameter search: one line per trial above a progress bar, and finally a table."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID
+from rich.table import Table
+from rich.text import Text
+
+from sansgpu.config.metrics import BITS_PER_BYTE, LOSS
+from sansgpu.config.wording import counted
+from sansgpu.views.tables import grid, print_table
+from sansgpu.views.terminal import DESCRIPTION, FIGURES, clock, duration
+from sansgpu.views.tune_events import (
+    Parameters,
+    SearchBegin,
+    SearchEstimate,
+    SearchEvent,
+    SearchResult,
+    TrialBegin,
+    TrialEnd,
+    TrialRow,
+    TrialStep,
+)
+
+
+def value(chosen: object) -> str:
+    """Formats a parameter's value with three significant digits."""
+    return f"{chosen:.3g}" if isinstance(chosen, float) else "null" if chosen is None else str(chosen)
+
+
+def state(row: TrialRow) -> str:
+    """Returns a trial's state, with the step if it was pruned."""
+    if row.state == "pruned":
+        return f"pruned at {row.step}"
+    return "baseline" if row.trial == 0 and row.state == "done" else row.state
+
+
+def parameters(chosen: Parameters) -> str:
+    """Formats a trial's parameters, e.g. "learning_rate 0.003"; "baseline" if the trial changes none."""
+    return ", ".join(f"{key.rpartition('.')[2]} {value(v)}" for key, v in chosen.items()) or "baseline"
+
+
+def print_estimate(console: Console, estimate: SearchEstimate) -> None:
+    """Prints the search space and the estimated time."""
+    table = grid()
+    for key, values in estimate.space.items():
+        table.add_row(key, values)
+    console.print(table)
+    console.print(_length(estimate), soft_wrap=True, highlight=False)
+
+
+def _length(estimate: SearchEstimate) -> str:
+    each, seconds, trials = estimate.trial_seconds, estimate.seconds, estimate.trials
+    text = counted(trials, "trial") if trials else "trials"
+    if each is not None:
+        text += f" of about {duration(each)}"
+    if seconds == 0:
+        return text + ", all finished"
+    if seconds is None:
+        return text + "; no time estimate, because the model does not fit into memory here"
+    return f"{text}, about {duration(seconds)} total (less with pruning), done {_finish(estimate)}"
+
+
+def _finish(estimate: SearchEstimate) -> str:
+    return clock(datetime.fromisoformat(estimate.finish)) if estimate.finish else "unknown"
+
+
+class TuneTerminal:
+    """Prints the events of a search."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._running: dict[int, str] = {}  # progress of each running trial
+
+    def __call__(self, event: SearchEvent) -> None:
+        match event:
+            case SearchBegin():
+                self._begin(event)
+            case TrialBegin():
+                self._begin_trial(event)
+            case TrialStep():
+                of = f"/{event.total_steps:,}" if event.total_steps else ""
+                self._running[event.trial] = f"step {event.step:,}{of} loss {event.loss:.3f}"
+                self._redraw()
+            case TrialEnd():
+                self._end_trial(event)
+
+    def close(self) -> None:
+        """Stops the progress bar."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _say(self, text: str, style: str = "") -> None:
+        self._console.print(Text(text, style=style), soft_wrap=True)
+
+    def _begin(self, event: SearchBegin) -> None:
+        trials, finished = event.estimate.trials, event.finished
+        print_estimate(self._console, event.estimate)
+        if event.evaluations_changed:
+            self._say(f"each trial is evaluated {counted(event.evaluations, 'time')} to allow pruning")
+        if finished:
+            of = f" of {trials}" if trials else ""
+            self._say(f"continuing {event.folder}: {finished}{of} trials done")
+        else:
+            self._say(f"writing to {event.folder}; if you stop the search, the same command continues it")
+        if self._console.is_terminal:
+            columns = DESCRIPTION, BarColumn(bar_width=20), FIGURES
+            self._bar = Progress(*columns, console=self._console, refresh_per_second=4)
+            self._task = self._bar.add_task("trials", total=trials, completed=finished, figures="")
+            self._bar.start()
+
+    def _begin_trial(self, event: TrialBegin) -> None:
+        self._running[event.trial] = "starting"
+        if event.resumed:
+            action = f"resumes from step {event.step}" if event.step else "restarts"
+            self._say(f"trial {event.trial} {action}: {parameters(event.parameters)}")
+        self._redraw()
+
+    def _end_trial(self, event: TrialEnd) -> None:
+        self._running.pop(event.trial, None)
+        loss = "" if event.loss is None else f"  {event.loss:.4f}"
+        parts = [f"trial {event.trial:>3}  {event.state:<7}{loss}", parameters(event.parameters)]
+        parts.append(duration(event.seconds))
+        if event.best:
+            trial, best = event.best
+            parts.append(f"best {best:.4f} (trial {trial})")
+        if event.left.seconds:
+            parts.append(f"{duration(event.left.seconds)} left, done {_finish(event.left)}")
+        styles = {"failed": "red", "pruned": "dim"}
+        self._say("  ".join(parts), styles.get(event.state, ""))
+        if event.why:
+            self._say(f"           {event.why}", "red")
+        self._redraw(event.finished)
+
+    def _redraw(self, finished: int | None = None) -> None:
+        if self._bar is not None and self._task is not None:
+            figures = "  ".join(f"trial {number}: {text}" for number, text in sorted(self._running.items()))
+            self._bar.update(self._task, completed=finished, figures=figures)
+
+
+def print_tune(console: Console, result: SearchResult) -> None:
+    """Prints the trials, best first, the gain, and the importance of the parameters."""
+    bits = result.measure == LOSS.name and any(row.bits_per_byte is not None for row in result.trials)
+    table = Table(box=None, pad_edge=False)
+    for name in ("trial", "", result.measure_label, *([BITS_PER_BYTE.label] if bits else [])):
+        table.add_column(name, justify="left" if not name else "right", no_wrap=not name)
+    for name in (*(key.rpartition(".")[2].replace("_", " ") for key in result.keys), "minutes"):  # spaces let them wrap
+        table.add_column(name, justify="right")
+    for row in result.trials:
+        figures = [row.loss, *([row.bits_per_byte] if bits else [])]
+        table.add_row(
+            str(row.trial),
+            state(row),
+            *("" if figure is None else f"{figure:.4f}" for figure in figures),
+            *chosen_values(row, result),
+            f"{row.seconds / 60:.1f}",
+            style="bold" if row is result.best else {"failed": "red", "done": None}.get(row.state, "dim"),
+        )
+    print_table(console, table)
+    for row in result.trials:
+        if row.why:
+            console.print(Text(f"trial {row.trial} failed: {row.why}", "red"), soft_wrap=True)
+    written = f"written: {', '.join(result.files)}", f"train it with: sansgpu train {result.files[0]}"
+    for sentence in (*sentences(result), *written):
+        console.print(sentence, soft_wrap=True, highlight=False)
+
+
+def chosen_values(row: TrialRow, result: SearchResult) -> list[str]:
+    """Returns the text of a trial's values in the order of the result's keys."""
+    return [value(row.parameters[key]) if key in row.parameters else "" for key in result.keys]
+
+
+def sentences(result: SearchResult) -> list[str]:
+    """Describes the result of the search."""
+    best, default, measure = result.best, result.default, result.measure_label
+    found = []
+    if best.trial == 0:
+        found.append(f"the given configuration was the best: {measure} {best.loss:.4f}")
+    elif default is not None:
+        found.append(
+            f"trial {best.trial} has {measure} {best.loss:.4f}, {result.gain:.2%} below the {default.loss:.4f} of the "
+            "given configuration"
+        )
+    if result.importance:
+        shares = [f"{key.rpartition('.')[2]} {share:.0%}" for key, share in result.importance.items()]
+        found.append(
+            f"importance, as the share of differences between trials that a parameter explains: {', '.join(shares)}"
+        )
+    return found

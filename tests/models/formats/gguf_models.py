@@ -1,0 +1,75 @@
+"""GGUF files of small models, in our layouts and in the architectures supported for fine-tuning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.tiny_model import make_folder
+from transformers import PreTrainedModel
+
+from sansgpu.config import ModelConfig
+from sansgpu.data.tokenizer import Tokenizer
+from sansgpu.models import TransformerLM
+from sansgpu.models.formats.gguf_encoding import EncodingChoice, GGUFType
+from sansgpu.models.formats.gguf_file import ModelDescription, write_gguf
+from sansgpu.models.formats.layouts import hugging_face_config, to_hugging_face
+from sansgpu.models.formats.tokenizers import TokenizerParts
+from sansgpu.models.huggingface.pretrained import Head, load_pretrained, load_tokenizer_of, tokenizer_parts
+from tests.models.small import TOKENIZER
+
+ABOUT = ModelDescription("small", "Made by a test.", "words", "base")
+_ROPE = {"rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "llama3", **_ROPE, "original_max_position_embeddings": 64},
+    "rms_norm_eps": 1e-5,
+}
+BASES: dict[str, tuple[str, dict[str, Any]]] = {  # the architecture of a folder, and what is changed in its config.json
+    "llama": ("llama", {}),
+    "tied": ("smollm", {}),
+    "llama3": ("llama", LLAMA3),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "gpt2": ("gpt2", {}),
+    "xielu": ("llama", {"model_type": "apertus", "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
+    "relu2": ("llama", {"model_type": "apertus", "hidden_act": "relu2", "tie_word_embeddings": True, **LLAMA3}),
+}
+
+
+def parts_of(tokenizer: Tokenizer) -> TokenizerParts:
+    end = tokenizer.end_id
+    return TokenizerParts(tokenizer.backend.to_str(), end, end, end, begins=True)
+
+
+def write_ours(
+    path: Path, model: TransformerLM, kind: GGUFType, tokenizer: Tokenizer = TOKENIZER
+) -> dict[str, EncodingChoice]:
+    settings = hugging_face_config(model.config, tokenizer.end_id)
+    return write_gguf(
+        path, settings, to_hugging_face(model.config, model.state_dict()), parts_of(tokenizer), kind, ABOUT
+    )
+
+
+def base(folder: Path, name: str) -> tuple[PreTrainedModel, Any]:
+    """Returns a transformers model with weights large enough to matter, and its tokenizer."""
+    architecture, changes = BASES[name]
+    given = ModelConfig(name_or_path=str(make_folder(folder, architecture, **changes)))
+    model = load_pretrained(given, Head("causal"), 0).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return model, load_tokenizer_of(given)
+
+
+def write_base(path: Path, model: PreTrainedModel, tokenizer: Any, kind: GGUFType) -> dict[str, EncodingChoice]:
+    return write_gguf(path, model.config.to_dict(), model.state_dict(), tokenizer_parts(tokenizer), kind, ABOUT)
+
+
+@torch.no_grad()
+def logits_of(model: Any, ids: list[int]) -> torch.Tensor:
+    """Returns the logits (T, V) of our model or a transformers model."""
+    out = model(torch.tensor([ids]))
+    logits: torch.Tensor = out if isinstance(out, torch.Tensor) else out.logits
+    return logits[0]

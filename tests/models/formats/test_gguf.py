@@ -1,0 +1,378 @@
+"""GGUF files are read back as written, up to the precision of their encoding; damaged files are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from sansgpu.config import ConfigError, ModelConfig, SansGPUError
+from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer
+from sansgpu.models import TransformerLM
+from sansgpu.models.formats.decoder_folder import load_gguf_decoder
+from sansgpu.models.formats.gguf_encoding import GGUFType, describe_substitutes
+from sansgpu.models.formats.gguf_file import write_gguf
+from sansgpu.models.formats.gguf_source import open_gguf
+from sansgpu.models.formats.layouts import hugging_face_config, to_hugging_face
+from sansgpu.models.huggingface.pretrained import Head, load_pretrained, load_tokenizer_of
+from sansgpu.models.huggingface.quantized_layers import dequantize_layers
+from sansgpu.train.loading import open_model
+from tests.models.formats.gguf_models import ABOUT, BASES, base, logits_of, parts_of, write_base, write_ours
+from tests.models.small import IN_GGUF, TEXT, TOKENIZER, model_of, tokens
+
+# How far a number may be from the one written: a share of itself, or of the largest of its 32 in q8_0, whose scale is
+# f16; and half of f16's smallest number, as often as it is taken.
+HALF_STEPS = {"f32": (0, 0), "f16": (2**-11, 1), "bf16": (2**-8, 0), "q8_0": (0.5 / 127 + 2**-11, 127)}
+
+
+def read(path: Path) -> TransformerLM:
+    """Reads a file and dequantizes what stayed quantized."""
+    decoder = load_gguf_decoder(open_gguf(path))
+    assert decoder is not None
+    dequantize_layers(decoder, torch.float32)
+    return decoder.eval()
+
+
+def metadata(path: Path) -> dict[str, Any]:
+    return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+
+
+def bound(tensor: torch.Tensor, kind: GGUFType) -> torch.Tensor:
+    size, (share, smallest) = tensor.abs(), HALF_STEPS[kind]
+    if kind == "q8_0":
+        blocks = size.unflatten(-1, (-1, 32))
+        size = blocks.amax(-1, keepdim=True).expand_as(blocks).flatten(-2)
+    return size * share + smallest * 2**-25
+
+
+@pytest.mark.parametrize("kind", HALF_STEPS)
+@pytest.mark.parametrize("layout", IN_GGUF)
+def test_a_model_comes_back_within_what_its_numbers_hold(layout: str, kind: GGUFType, tmp_path: Path) -> None:
+    model, inputs = model_of(layout, d_ff=64), tokens(2, 24)
+    assert describe_substitutes(write_ours(tmp_path / "model.gguf", model, kind)) is None
+    back = read(tmp_path / "model.gguf")
+    for name, tensor in back.state_dict().items():
+        written = model.state_dict()[name]
+        exact = kind == "f32" or tensor.ndim < 2 or name == "position.weight"
+        assert torch.equal(tensor, written) == exact, name
+        assert exact or bool(((tensor - written).abs() <= bound(written, kind)).all()), name
+    apart = float((back(inputs) - model(inputs)).detach().abs().max())
+    assert apart <= {"f32": 0, "f16": 3e-3, "bf16": 3e-2, "q8_0": 0.1}[kind]
+
+
+@settings(max_examples=25)
+@given(
+    architecture=st.sampled_from(["llama", "qwen3", "apertus", "gpt2"]),
+    heads=st.integers(1, 3),
+    shared=st.integers(1, 3),
+    half=st.integers(1, 5),
+    layers=st.integers(1, 3),
+    d_ff=st.integers(1, 40),
+    context=st.integers(2, 50),
+    tied=st.booleans(),
+    theta=st.floats(10, 1e6, width=32),
+)
+def test_any_shape_comes_back(
+    tmp_path_factory: pytest.TempPathFactory,
+    architecture: str,
+    heads: int,
+    shared: int,
+    half: int,
+    layers: int,
+    d_ff: int,
+    context: int,
+    tied: bool,
+    theta: float,
+) -> None:
+    modern = architecture != "gpt2"
+    shape = {
+        "vocab_size": 320, "d_model": 2 * half * heads * (shared if modern else 1), "n_layers": layers, "d_ff": d_ff,
+        "n_heads": heads * (shared if modern else 1), "n_kv_heads": heads if modern else None,
+        "architecture": architecture, "max_seq_len": context, "tie_embeddings": tied,
+        **({"rope_theta": float(str(theta))} if modern else {}),
+    }  # fmt: skip
+    model = TransformerLM(ModelConfig.model_validate(shape), 1).eval()
+    path = tmp_path_factory.mktemp("shape") / "model.gguf"
+    write_ours(path, model, "f32")
+    back, inputs = read(path), tokens(1, min(context, 9))
+    assert back.config.tie_embeddings == tied
+    assert back.config.max_seq_len == context
+    assert torch.equal(back(inputs), model(inputs))
+
+
+def test_what_the_file_says_of_itself(tmp_path: Path) -> None:
+    write_ours(tmp_path / "model.gguf", model_of("grouped"), "f16")
+    said = metadata(tmp_path / "model.gguf")
+    assert said["general.architecture"] == "qwen3"
+    assert (said["general.name"], said["general.description"]) == (ABOUT.name, ABOUT.description)
+    assert (said["general.dataset.0.name"], said["general.base_model.0.name"]) == (ABOUT.dataset, ABOUT.base_model)
+    assert said["qwen3.attention.head_count_kv"] == 2
+    assert said["qwen3.rope.freq_base"] == 500
+    assert said["tokenizer.ggml.bos_token_id"] == said["tokenizer.ggml.eos_token_id"] == TOKENIZER.end_id
+    assert said["tokenizer.ggml.add_bos_token"] is True
+    types = dict(zip(said["tokenizer.ggml.tokens"], said["tokenizer.ggml.token_type"], strict=True))
+    assert len(types) == 320  # llama.cpp wants each to be another
+    assert types["<|endoftext|>"] == gguf.TokenType.CONTROL
+    assert types["[PAD319]"] == gguf.TokenType.UNUSED
+
+
+def test_rows_that_q8_0_cannot_hold_are_f16(tmp_path: Path) -> None:
+    choices = write_ours(tmp_path / "model.gguf", model_of("modern"), "q8_0")  # d_ff is 40
+    apart = [name for name, choice in choices.items() if choice.used != choice.wanted]
+    assert apart == ["blk.0.ffn_down.weight", "blk.1.ffn_down.weight"]
+    types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    assert {name for name, kind in types.items() if kind == "F16"} == set(apart)
+    assert types["blk.0.ffn_up.weight"] == "Q8_0"
+    assert types["blk.0.attn_norm.weight"] == "F32"
+
+
+@pytest.mark.parametrize("kind", ["q4_1", "q8_0"])
+@pytest.mark.parametrize("name", ["tied", "llama", "qwen3", "gpt2"])
+def test_a_quantized_file_stays_quantized_in_our_decoder(name: str, kind: GGUFType, tmp_path: Path) -> None:
+    """Its norms may have any epsilon, and its logits are those of the dequantized values in transformers."""
+    model, tokenizer = base(tmp_path / "base", name)
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 1e-3
+    if hasattr(model.config, "rms_norm_eps"):
+        model.config.rms_norm_eps = 1e-3
+    path, ids = tmp_path / "model.gguf", [number * 23 % 1000 for number in range(40)]
+    write_base(path, model, tokenizer, kind)
+    ours = load_gguf_decoder(open_gguf(path))
+    assert ours is not None
+    assert not [name for name, weight in ours.named_parameters() if weight.ndim > 1 and "position" not in name]
+    plain = load_pretrained(ModelConfig(name_or_path=str(path)), Head("causal"), 0).eval()
+    expected = logits_of(plain, ids)
+    assert (logits_of(ours.eval(), ids) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_model_of_transformers_comes_back(name: str, tmp_path: Path) -> None:
+    model, tokenizer = base(tmp_path / "base", name)
+    write_base(tmp_path / "model.gguf", model, tokenizer, "f32")
+    given_file = ModelConfig(name_or_path=str(tmp_path / "model.gguf"))
+    back, its_tokenizer = load_pretrained(given_file, Head("causal"), 0).eval(), load_tokenizer_of(given_file)
+    ids = tokenizer("naïve <|im_end|> 12").input_ids
+    assert torch.equal(logits_of(back, ids), logits_of(model, ids))
+    assert its_tokenizer("naïve <|im_end|> 12").input_ids == ids
+    assert its_tokenizer.chat_template == tokenizer.chat_template
+    assert its_tokenizer.eos_token == tokenizer.eos_token == "<|im_end|>"
+    assert metadata(tmp_path / "model.gguf")["tokenizer.ggml.add_bos_token"] is False
+
+
+def test_characters_and_their_bytes_come_back(tmp_path: Path) -> None:
+    tokenizer = CharTokenizer.train(TEXT)
+    write_ours(tmp_path / "model.gguf", model_of("modern", vocab_size=320), "f32", tokenizer)
+    parts = open_gguf(tmp_path / "model.gguf").tokenizer
+    assert parts.token(parts.eos_id) == "<|endoftext|>"
+    assert Tokenizer(Backend.from_str(parts.json)).encode("naïve 世\n") == tokenizer.encode("naïve 世\n")
+    said = metadata(tmp_path / "model.gguf")
+    assert said["tokenizer.ggml.model"] == "llama"
+    assert said["tokenizer.ggml.add_space_prefix"] is False
+
+
+def split(*patterns: str, use_regex: bool = False) -> Tokenizer:
+    backend = Backend.from_str(TOKENIZER.backend.to_str())
+    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)]
+    )
+    return Tokenizer(backend)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "name"),
+    [(TOKENIZER, "dbrx"), (split(use_regex=True), "gpt-2"), (split(r"\p{N}", use_regex=True), "smollm")],
+    ids=["ours", "gpt2", "smollm"],
+)
+def test_the_split_has_llama_cpps_name(tokenizer: Tokenizer, name: str, tmp_path: Path) -> None:
+    write_ours(tmp_path / "model.gguf", model_of("modern"), "f32", tokenizer)
+    assert metadata(tmp_path / "model.gguf")["tokenizer.ggml.pre"] == name
+
+
+def unusual() -> Tokenizer:
+    backend = Backend(models.WordLevel({"a": 0, "<|endoftext|>": 1}, "a"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return Tokenizer(backend)
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [split(r"\s+"), unusual(), CharTokenizer.train(["a▁b"]), BPETokenizer.train(["ab"], 257)],
+    ids=["split", "words", "underscore", "no merges"],
+)
+def test_a_tokenizer_that_llama_cpp_cannot_compute_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no tokenizer that splits"):
+        write_ours(tmp_path / "model.gguf", model_of("modern"), "f32", tokenizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+QWEN3 = hugging_face_config(model_of("grouped").config, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model_type": "mistral"}, "this model has the architecture mistral"),
+        ({"hidden_act": "gelu"}, "computes silu in qwen3, but this model has gelu"),
+        ({"use_sliding_window": True}, "does not support use_sliding_window"),
+        ({"attention_bias": True}, "does not support attention_bias"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "does not support rope_parameters"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "does not support rope_parameters"),
+        ({"num_hidden_layers": 1}, "of llama.cpp has no weight named model.layers.1."),
+    ],
+    ids=lambda changes: "-".join(changes) if isinstance(changes, dict) else "",
+)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(
+    changes: dict[str, object], sentence: str, tmp_path: Path
+) -> None:
+    model = model_of("grouped")
+    weights = to_hugging_face(model.config, model.state_dict())
+    with pytest.raises(ConfigError, match=sentence):
+        write_gguf(tmp_path / "model.gguf", {**QWEN3, **changes}, weights, parts_of(TOKENIZER), "f32", ABOUT)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "sentence"),
+    [
+        ("relu", "this model has relu"),
+        ("biased", "GGUF does not support attention_bias True in llama"),
+        ("qkv_biased", "GGUF does not support attention_bias True in apertus"),
+    ],
+)
+def test_what_gguf_cannot_express_of_our_layouts_is_refused(layout: str, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{sentence}; use --format hf"):
+        write_ours(tmp_path / "model.gguf", model_of(layout), "f32")
+
+
+def test_rows_of_a_rotary_pair_are_adjacent_in_a_llama_file(tmp_path: Path) -> None:
+    model = model_of("llama")
+    write_ours(tmp_path / "model.gguf", model, "f32")
+    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    half = model.config.head_dim // 2
+    for name, ours in {"attn_q": model.blocks[1].attention.q, "attn_k": model.blocks[1].attention.k}.items():
+        written = torch.from_numpy(tensors[f"blk.1.{name}.weight"].copy())
+        assert torch.equal(written[0], ours.weight[0])
+        assert torch.equal(written[1], ours.weight[half])
+        assert torch.equal(written[2], ours.weight[1])
+
+
+def test_a_number_that_f16_cannot_hold_leaves_the_file_before_as_it_was(tmp_path: Path) -> None:
+    model, path = model_of("modern"), tmp_path / "model.gguf"
+    write_ours(path, model, "f16")
+    before = path.read_bytes()
+    with torch.no_grad():
+        model.embedding.weight[3, 4] = 1e5
+    with pytest.raises(ConfigError, match=r"token_embd.weight has values that f16 cannot hold; choose --type bf16"):
+        write_ours(path, model, "f16")
+    assert path.read_bytes() == before
+    write_ours(path, model, "bf16")
+    assert float(read(path).embedding.weight[3, 4].detach()) == pytest.approx(1e5, rel=2**-8)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.gguf"]
+
+
+def test_a_file_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(SansGPUError, match=r"file/model.gguf cannot be written"):
+        write_ours(tmp_path / "file/model.gguf", model_of("modern"), "f32")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("whole") / "model.gguf"
+    write_ours(path, model_of("modern", n_layers=1), "f16")
+    return path
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_a_torn_file_is_refused(whole: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    content = whole.read_bytes()
+    cut = data.draw(st.integers(0, len(content) - gguf.GGUF_DEFAULT_ALIGNMENT))
+    path = tmp_path_factory.mktemp("torn") / "model.gguf"
+    path.write_bytes(content[:cut])
+    with pytest.raises(ConfigError, match="is a damaged GGUF file" if cut >= 4 else "is not a GGUF file") as error:
+        open_gguf(path)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def rewritten(source: Path, path: Path, leave_out: str = "", architecture: str = "qwen3", **more: object) -> Path:
+    """Rewrites a file without a tensor or key, with another architecture, or with an additional tensor."""
+    reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(path, architecture)
+    for name, field in reader.fields.items():
+        if name not in ("general.architecture", leave_out) and not name.startswith("GGUF."):
+            writer.add_key_value(name, field.contents(), field.types[0], field.types[-1])
+    for tensor in reader.tensors:
+        if tensor.name != leave_out:
+            writer.add_tensor(tensor.name, tensor.data)
+    for name, value in more.items():
+        writer.add_string(name, value) if isinstance(value, str) else writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"architecture": "mamba"}, "has the unsupported architecture mamba; supported are gpt2"),
+        ({"leave_out": "blk.0.attn_q.weight"}, "do not fit its settings.*blocks.0.attention.q.weight"),
+        ({"leave_out": "token_embd.weight"}, "the metadata describe no model"),
+        ({"leave_out": "qwen3.block_count"}, "the metadata describe no model .'qwen3.block_count' is missing"),
+        ({"leave_out": "qwen3.attention.head_count"}, "the metadata describe no model"),
+        ({"qwen3.rope.scaling.type": "yarn"}, "RoPE scaling type yarn"),
+        ({"odd.weight": torch.ones(3).numpy()}, "the architecture qwen3 has no weight named odd.weight"),
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())) if isinstance(changes, dict) else "",
+)
+def test_a_file_that_makes_no_model_is_refused(
+    whole: Path, tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    path = rewritten(whole, tmp_path / "other.gguf", **changes)
+    with pytest.raises(ConfigError, match=sentence) as error:
+        open_model(str(path), "generate", "latest", pytest.fail)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["dbrx", "gpt-2", "smollm"])
+def test_a_tokenizer_that_others_wrote_is_made_from_its_tokens(name: str, tmp_path: Path) -> None:
+    tokenizer = {"dbrx": TOKENIZER, "gpt-2": split(use_regex=True), "smollm": split(r"\p{N}", use_regex=True)}[name]
+    write_ours(tmp_path / "model.gguf", model_of("modern"), "f32", tokenizer)
+    path = rewritten(tmp_path / "model.gguf", tmp_path / "other.gguf", leave_out="tokenizer.huggingface.json")
+    made = open_model(str(path), "generate", "latest", pytest.fail).tokenizer
+    for text in (*TEXT[:1], "naïve 世界 1234 I'LL <|endoftext|>\n\n  x"):
+        assert made.encode(text) == tokenizer.encode(text)
+        assert made.decode(made.encode(text)) == text
+    assert made.end_id == tokenizer.end_id
+    theirs = load_tokenizer_of(ModelConfig(name_or_path=str(path)))
+    assert theirs("naïve").input_ids == [tokenizer.end_id, *tokenizer.encode("naïve")]
+
+
+def test_a_tokenizer_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    write_ours(tmp_path / "model.gguf", model_of("modern", vocab_size=320), "f32", CharTokenizer.train(TEXT))
+    path = rewritten(tmp_path / "model.gguf", tmp_path / "other.gguf", leave_out="tokenizer.huggingface.json")
+    with pytest.raises(ConfigError, match=r"has no tokenizer.json, and its tokenizer \(\S+\) is not supported"):
+        open_model(str(path), "generate", "latest", pytest.fail)
+
+
+def test_a_file_that_changed_is_read_anew(tmp_path: Path) -> None:
+    for layout in ("modern", "classic"):
+        write_ours(tmp_path / "model.gguf", model_of(layout), "f32")
+        assert read(tmp_path / "model.gguf").config.activation == model_of(layout).config.activation
+
+
+def test_a_causal_model_answers_no_questions(whole: Path) -> None:
+    with pytest.raises(ConfigError, match="holds a causal language model"):
+        load_pretrained(ModelConfig(name_or_path=str(whole)), Head("qa"), 0)

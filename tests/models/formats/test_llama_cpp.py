@@ -1,0 +1,70 @@
+"""llama.cpp computes the same tokens and, up to rounding, the same logits from our GGUF files."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer
+from sansgpu.models.formats.decoder_folder import load_gguf_decoder
+from sansgpu.models.formats.gguf_encoding import GGUFType
+from sansgpu.models.formats.gguf_source import open_gguf
+from tests.models.formats.gguf_models import BASES, base, logits_of, write_base, write_ours
+from tests.models.llama import LlamaFile
+from tests.models.small import IN_GGUF, TEXT, model_of, tokens
+
+pytest.importorskip("llama_cpp")
+# Of logits up to 3. It rounds activations as the weights are, takes GELU from a table of f16, and both we do not.
+APART = {"f32": 1e-5, "f16": 5e-3, "bf16": 3e-2, "q8_0": 8e-2}
+APART_BY_GELU = 3e-3
+ODD = [
+    "", " ", "\n", "\r\n \r\n", "\t\tx", "a  b   c \n\n\n d", "naïve café", "e\u0301", "世界 12345 ٣٤٥ ½", "ſ 'ſ ŉ",
+    "I'M he'LL we've 'S", "👨\u200d👩\u200d👧 🇩🇪", "\u00a0\u200b\u3000\ufeff", "\x00\x01\x7f", "x" * 300,
+    "<|endoftext|> <0x41> [PAD3]", "def f(x):\n    return x\n",
+]  # fmt: skip
+
+
+def random_texts(count: int) -> list[str]:
+    draw = random.Random(0)
+    alphabet = [*"abXYZ09'  \t\n\r.,!_ß世é😀\u00a0\u3000ſ", "'s", "'RE", "  ", "\r\n", "def ", "<|endoftext|>", "1234"]
+    every = ["".join(draw.choice(alphabet) for _ in range(draw.randint(1, 25))) for _ in range(count)]
+    points = [chr(point) for point in range(1, 0x30000, 7) if not 0xD800 <= point < 0xE000]
+    return every + [f"a{c}b {c}1{c}{c}'{c} \n{c}.{c}\t" for c in points]
+
+
+@pytest.mark.parametrize("kind", APART)
+@pytest.mark.parametrize("layout", IN_GGUF)
+def test_logits_of_our_layouts(layout: str, kind: GGUFType, tmp_path: Path) -> None:
+    path, ids = tmp_path / "model.gguf", tokens(1, 24)[0].tolist()
+    write_ours(path, model_of(layout, d_ff=64), kind)
+    ours = load_gguf_decoder(open_gguf(path))
+    assert ours is not None
+    theirs = LlamaFile(path).logits(ids)
+    allowed = APART[kind] + (APART_BY_GELU if layout == "classic" else 0)
+    assert float((theirs - logits_of(ours.eval(), ids)).abs().max()) < allowed
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_logits_and_tokens_of_what_fine_tuning_goes_on_from(name: str, tmp_path: Path) -> None:
+    model, tokenizer = base(tmp_path / "base", name)
+    write_base(tmp_path / "model.gguf", model, tokenizer, "f32")
+    theirs, ids = LlamaFile(tmp_path / "model.gguf"), [number * 23 % 1000 for number in range(200)]
+    allowed = 1e-5 + (APART_BY_GELU if name == "gpt2" else 0)
+    assert float((theirs.logits(ids) - logits_of(model, ids)).abs().max()) < allowed
+    assert theirs.encode("naïve text", special=True) == tokenizer("naïve text").input_ids
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [BPETokenizer.train([*TEXT, *random_texts(300)[:300]], 700), CharTokenizer.train(TEXT)],
+    ids=["bpe", "characters"],
+)
+def test_odd_texts_become_the_same_tokens(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    write_ours(tmp_path / "model.gguf", model_of("modern", vocab_size=704), "f16", tokenizer)
+    theirs = LlamaFile(tmp_path / "model.gguf")
+    underscore = "▁"  # which llama.cpp takes for a space where characters are tokens
+    texts = [text for text in [*ODD, *random_texts(3000)] if underscore not in text]
+    assert [text for text in texts if theirs.encode(text) != tokenizer.encode(text)] == []
+    assert theirs.encode("x", special=True) == [tokenizer.end_id, *tokenizer.encode("x")]

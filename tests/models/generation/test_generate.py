@@ -1,0 +1,209 @@
+"""Many prompts at once give the texts that each gives alone, whatever the number of slots and the order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sansgpu.config import ModelConfig
+from sansgpu.kernels import native
+from sansgpu.models.generation import generate as batched
+from sansgpu.models.generation.generate import (
+    BatchModel,
+    Completion,
+    DecoderReader,
+    complete,
+    decoder_batch,
+    generate,
+    stream,
+)
+from sansgpu.models.generation.sampling import Sampling, sample_tokens
+from sansgpu.models.generation.step_layers import pretrained_step
+from sansgpu.models.huggingface.adapters import add_adapter
+from sansgpu.models.huggingface.generation import PretrainedReader, PretrainedSlots, pretrained_batch, pretrained_single
+from sansgpu.models.huggingface.lora import patch_adapter
+from sansgpu.models.huggingface.packed_forward import UnpaddedModel
+from sansgpu.models.huggingface.patches import patch_model
+from sansgpu.models.huggingface.pretrained import Head, load_pretrained, load_tokenizer_of
+from sansgpu.models.modules import narrow_matrices
+from tests.models.small import TEXT, TOKENIZER, model_of
+from tests.tasks.folders import model_folder
+
+GREEDY, RANDOM = Sampling(temperature=0), Sampling(temperature=1.0, top_p=0.95, seed=3)
+WORDS = TEXT[0].split()
+PROMPTS = [" ".join(WORDS[: 1 + number % 7] * (1 + number % 3)) for number in range(9)]
+CONTEXT = 96
+# Those with sliding windows cannot share a cache.
+ARCHITECTURES = {
+    "llama": True,
+    "qwen2": True,
+    "qwen3": True,
+    "gpt2": True,
+    "phi": True,
+    "gemma": True,
+    "mistral": False,
+}
+
+
+def pretrained(architecture: str, **changes: Any) -> tuple[UnpaddedModel, Any]:
+    """Returns a model and its tokenizer; an adapter has random matrices, as after training."""
+    settings = ModelConfig(name_or_path=str(model_folder(architecture)), **changes)
+    model = load_pretrained(settings, Head("causal"), seed=0).eval()
+    patch_model(model)
+    if settings.adapter != "none":
+        patch_adapter(add_adapter(model, settings, 0).eval())
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(len(name)))
+    return UnpaddedModel(model, pack=True), load_tokenizer_of(settings, None)
+
+
+def completions(
+    model: BatchModel, slots: int, sampling: Sampling, first: int = 0, prompts: list[str] = PROMPTS
+) -> list[Completion]:
+    ids = [model.text_ids(prompt) for prompt in prompts]
+    limits = [min(5 + 3 * number, model.context - len(ids[number])) for number in range(len(prompts))]
+    reader = model.open_reader(slots, max(len(row) + limit for row, limit in zip(ids, limits, strict=True)))
+    with torch.inference_mode():
+        return sorted(complete(reader, ids, model.ends, limits, sampling, first))
+
+
+@pytest.mark.parametrize("layout", ["modern", "classic", "grouped"])
+def test_a_batch_of_our_decoder_writes_what_each_prompt_gives_alone(layout: str) -> None:
+    model = model_of(layout, vocab_size=300, max_seq_len=CONTEXT)
+    batch = decoder_batch(model, TOKENIZER)
+    alone = ["".join(generate(model, TOKENIZER, p, 5 + 3 * n, GREEDY)) for n, p in enumerate(PROMPTS)]
+    assert any(alone)
+    for slots in (1, 4, 20):  # with refills, and without
+        assert [TOKENIZER.decode(row.ids) for row in completions(batch, slots, GREEDY)] == alone
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_batch_of_a_transformers_model_writes_what_each_prompt_gives_alone(architecture: str) -> None:
+    unpadded, tokenizer = pretrained(architecture)
+    batch, single = pretrained_batch(unpadded, tokenizer), pretrained_single(unpadded.model, tokenizer)
+    assert batch.together == ((native.available() and ARCHITECTURES[architecture]) or batch.together)
+    together = completions(batch, 4, GREEDY)
+    for number, prompt in enumerate(PROMPTS):
+        ids = unpadded.model.generate(
+            torch.tensor([batch.text_ids(prompt)]), max_new_tokens=5 + 3 * number, do_sample=False, pad_token_id=0
+        )[0, len(batch.text_ids(prompt)) :]
+        assert batch.decode(together[number].ids) == tokenizer.decode(ids, skip_special_tokens=True)
+        for model in (batch, single):
+            pieces = stream(model, model.text_ids(prompt), 5 + 3 * number, GREEDY)
+            assert "".join(pieces) == batch.decode(together[number].ids)
+        assert together[number].reason == ("length" if len(together[number].ids) == 5 + 3 * number else "stop")
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_texts_depend_on_seed_and_row_but_not_on_the_batch(narrow: bool) -> None:
+    unpadded, tokenizer = pretrained("qwen2")
+    if narrow:
+        narrow_matrices(unpadded.model)
+    batch = pretrained_batch(unpadded, tokenizer)
+    expected = completions(batch, 9, RANDOM)
+    for slots in (1, 2, 5):
+        assert completions(batch, slots, RANDOM) == expected
+    limits = [5 + 3 * number for number in range(4, 9)]
+    ids = [batch.text_ids(prompt) for prompt in PROMPTS[4:]]
+    with torch.inference_mode():
+        later = complete(batch.open_reader(3, CONTEXT), ids, batch.ends, limits, RANDOM, first=4)
+        assert sorted(later) == expected[4:]  # as after an interruption
+    other = completions(batch, 9, Sampling(temperature=1.0, top_p=0.95, seed=4))
+    assert [row.ids for row in other] != [row.ids for row in expected]
+    same = completions(batch, 9, RANDOM, prompts=[PROMPTS[0]] * 9)
+    assert len({tuple(row.ids[:5]) for row in same}) > 1
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_a_step_in_one_call_gives_the_same_bits_as_the_layers(architecture: str, narrow: bool) -> None:
+    unpadded, _ = pretrained(architecture)
+    with torch.no_grad():
+        for name, parameter in unpadded.model.named_parameters():
+            if parameter.ndim == 1:  # norms and biases
+                parameter.normal_(0.5, 0.5, generator=torch.Generator().manual_seed(len(name)))
+    if narrow:
+        narrow_matrices(unpadded.model)
+    fused = pretrained_step(unpadded.model)
+    assert fused is not None
+    readers = [PretrainedSlots(unpadded, 40, CONTEXT, one) for one in (fused, None)]
+    prompts = [[7 * n % 250 + length for n in range(length)] for length in range(1, 41)]
+    for reader in readers:
+        reader.add(prompts)
+    for step, count in enumerate((40, 40, 17, 3, 1)):
+        tokens = [(11 * row + step) % 300 for row in range(count)]
+        logits = []
+        for reader in readers:
+            reader.keep(range(count))
+            logits.append(reader.step(tokens))
+        assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4", "bf16"])
+def test_a_step_in_one_call_computes_quantized_weights_and_adapters(precision: str) -> None:
+    adapter = {"adapter": "lora", "lora_rank": 5, "lora_alpha": 10, "lora_targets": ["v_proj", "up_proj", "down_proj"]}
+    unpadded, tokenizer = pretrained("llama", base_precision=precision, **adapter)
+    narrow_matrices(unpadded.model)
+    fused = pretrained_step(unpadded.model)
+    assert fused is not None
+    steps = {}
+    for slots in (20, 1):
+        readers = [PretrainedSlots(unpadded, slots, CONTEXT, one) for one in (fused, None)]
+        for reader in readers:
+            reader.add([[7 * n % 250 + row for n in range(9)] for row in range(slots)])
+        found, expected = (reader.step(range(1, slots + 1)) for reader in readers)
+        torch.testing.assert_close(found, expected, atol=0.05 * float(expected.abs().max()), rtol=0)
+        steps[slots] = found[:1]
+    assert torch.equal(steps[20], steps[1])
+    batch = pretrained_batch(unpadded, tokenizer)
+    texts = [completions(batch, slots, GREEDY) for slots in (1, 4)]
+    assert texts[0] == texts[1]
+    for layer in unpadded.model.modules():
+        if hasattr(layer, "lora_A"):
+            layer.enable_adapters(False)
+    unadapted = PretrainedSlots(unpadded, 1, CONTEXT, None)
+    unadapted.add([[7 * n % 250 for n in range(9)]])
+    assert (unadapted.step([1]) - steps[1]).abs().max() > 0.2 * steps[1].abs().max()
+
+
+def test_long_prompts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, (unpadded, tokenizer) = model_of("modern", vocab_size=300, max_seq_len=CONTEXT), pretrained("llama")
+    for batch, reader in (
+        (decoder_batch(decoder, TOKENIZER), DecoderReader(decoder)),
+        (pretrained_batch(unpadded, tokenizer), PretrainedReader(unpadded.model)),
+    ):
+        prompts = [[7 * n % 250 + 1 for n in range(length)] for length in (70, 3, 50, 33, 17)]
+        monkeypatch.setattr(batched, "PROMPT_TOKENS", 24)
+        with torch.inference_mode():
+            found = batch.open_reader(5, CONTEXT).add(prompts)
+            for row, prompt in zip(found, prompts, strict=True):
+                torch.testing.assert_close(row, reader.add([prompt])[0], atol=2e-5, rtol=1e-4)
+        monkeypatch.undo()
+
+
+def test_rows_end_at_the_context() -> None:
+    model = model_of("modern", vocab_size=300, max_seq_len=24)
+    with torch.no_grad():
+        model.head_weight[TOKENIZER.end_id] = -model.head_weight[7]
+    batch, prompts = decoder_batch(model, TOKENIZER), [[5] * 23, [6] * 20, [7] * 2]
+    limits = [batch.context - len(prompt) for prompt in prompts]
+    with torch.inference_mode():
+        found = sorted(complete(batch.open_reader(2, 24), prompts, (), limits, GREEDY))
+    assert [(len(row.ids), row.reason) for row in found] == [(1, "length"), (4, "length"), (22, "length")]
+
+
+def test_a_rows_draw_does_not_depend_on_other_rows() -> None:
+    logits = torch.randn(6, 2000, generator=torch.Generator().manual_seed(0)) * 3
+
+    def generators() -> list[torch.Generator]:
+        return [torch.Generator().manual_seed(row) for row in range(6)]
+
+    for sampling in (Sampling(0.7), Sampling(1.0, top_k=5), Sampling(2.0, top_p=0.999), Sampling(1.0, 50, 0.8)):
+        together = batched.sample_tokens(logits, sampling, generators())
+        alone = [
+            sample_tokens(row[None], sampling, [draws])[0] for row, draws in zip(logits, generators(), strict=True)
+        ]
+        assert together == alone

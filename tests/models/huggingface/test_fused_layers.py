@@ -1,0 +1,169 @@
+"""Fused layers of transformers models compute what the original ones do; look-alikes are left alone."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from sansgpu.kernels import native
+from sansgpu.kernels.norm import FusedNorm
+from sansgpu.models.huggingface import patches
+from sansgpu.models.huggingface.fused_layers import FusedGELU, FusedTanhGELU
+from sansgpu.models.huggingface.patches import patch_model
+
+SIZES = {
+    "vocab_size": 60, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32, "pad_token_id": 0, "use_cache": False,
+}  # fmt: skip
+ENCODERS = ("Bert", "Roberta", "DistilBert", "MPNet", "RobertaPreLayerNorm")
+BERT_LAYERS = {"SelfAttention", "SelfOutput", "Output", "Layer"}
+DISTILBERT = {"dim": 16, "n_heads": 2, "n_layers": 2, "hidden_dim": 40}
+
+
+def tiny(name: str, **changes: object) -> Any:
+    config = getattr(transformers, f"{name}Config")(**SIZES | changes)
+    torch.manual_seed(0)
+    auto = transformers.AutoModelForMaskedLM if name in ENCODERS else transformers.AutoModelForCausalLM
+    model = auto.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms that differ from 1
+            parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+    return model.train()
+
+
+def replaced(model: nn.Module, before: nn.Module) -> set[str]:
+    """Returns the names of the classes whose element-wise operations are fused."""
+    names = {name: type(module) for name, module in before.named_modules()}
+    changed = [name for name, module in model.named_modules() if type(module) is not names[name]]
+    return {names[name].__name__ for name in changed} - {"Linear", "Dropout", "Embedding"}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "fused"),
+    [
+        ("Qwen2", {}, {"Qwen2RMSNorm", "Qwen2MLP", "Qwen2DecoderLayer", "Qwen2Attention"}),
+        ("Llama", {}, {"LlamaRMSNorm", "LlamaMLP", "LlamaDecoderLayer", "LlamaAttention"}),
+        ("Mistral", {}, {"MistralRMSNorm", "MistralMLP", "MistralDecoderLayer", "MistralAttention"}),
+        ("Qwen3", {}, {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3DecoderLayer", "Qwen3Attention"}),
+        ("Llama", {"hidden_act": "relu"}, {"LlamaRMSNorm", "LlamaDecoderLayer", "LlamaAttention"}),
+        ("Granite", {"residual_multiplier": 0.5}, {"GraniteRMSNorm", "GraniteMLP", "GraniteAttention"}),
+        ("Olmo2", {}, {"Olmo2RMSNorm", "Olmo2MLP"}),  # its norms follow the branches
+        ("Gemma", {}, {"GELUTanh", "GemmaAttention"}),  # its norms multiply by 1 + weight
+        ("GPT2", {"n_embd": 16, "n_head": 2, "n_layer": 2}, {"LayerNorm", "NewGELUActivation"}),
+        ("Bert", {}, {"LayerNorm", "GELUActivation", *(f"Bert{part}" for part in BERT_LAYERS)}),
+        ("Bert", {"hidden_act": "relu"}, {"LayerNorm", "BertSelfAttention", "BertSelfOutput", "BertOutput"}),
+        ("Roberta", {}, {"LayerNorm", "GELUActivation", *(f"Roberta{part}" for part in BERT_LAYERS)}),
+        (
+            "DistilBert",
+            DISTILBERT,
+            {"LayerNorm", "GELUActivation", "DistilBertSelfAttention", "FFN", "TransformerBlock"},
+        ),
+        ("MPNet", {}, {"LayerNorm", "GELUActivation", "MPNetOutput"}),  # its attention has a bias by distance
+        ("RobertaPreLayerNorm", {}, {"LayerNorm", "GELUActivation", "RobertaPreLayerNormSelfAttention"}),
+    ],
+)
+@pytest.mark.parametrize("how", ["fp32", "bf16", "torch"])
+def test_a_patched_model_computes_the_same(
+    name: str, changes: dict[str, object], fused: set[str], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if how == "torch":
+        monkeypatch.setattr(native, "_loaded", False)
+    plain = tiny(name, **changes).eval()
+    ours = copy.deepcopy(plain)
+    patch_model(ours)
+    assert replaced(ours, plain) == fused
+    inputs = torch.randint(2, 60, (16, 20), generator=torch.Generator().manual_seed(1))  # enough rows for our matmuls
+    found = []
+    for model in (plain, ours):
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "bf16"):
+            loss = model(input_ids=inputs, labels=inputs).loss
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.float() for p in model.parameters())])
+    tolerance = 3e-2 if how == "bf16" else 1e-5
+    for expected, mine in zip(*found, strict=True):
+        assert (mine - expected).norm() <= tolerance * (expected.norm() + found[0][1].norm())
+
+
+@pytest.mark.parametrize(("name", "changes"), [("Bert", {}), ("DistilBert", DISTILBERT)])
+@pytest.mark.parametrize("bf16", [True, False])
+def test_fused_encoder_layers_drop_what_plain_ones_drop(
+    name: str, changes: dict[str, object], bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused = tiny(name, **changes)
+    plain = copy.deepcopy(fused)
+    patch_model(fused)
+    monkeypatch.setattr(patches, "fuse_encoder_layers", lambda model: None)
+    patch_model(plain)
+    inputs, found = torch.randint(2, 60, (16, 20), generator=torch.Generator().manual_seed(1)), []
+    for model in (plain, fused):
+        with torch.random.fork_rng(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            torch.manual_seed(3)
+            loss = model(input_ids=inputs, labels=inputs).loss
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.float() for p in model.parameters())])
+    for expected, ours in zip(*found, strict=True):
+        assert (ours - expected).norm() <= (2e-2 if bf16 else 1e-5) * (expected.norm() + found[0][1].norm())
+
+
+@pytest.mark.parametrize(("name", "changes"), [("Bert", {}), ("DistilBert", DISTILBERT)])
+def test_fused_encoder_layers_give_equal_bytes_with_any_threads(name: str, changes: dict[str, object]) -> None:
+    model, threads = tiny(name, **changes), torch.get_num_threads()
+    patch_model(model)
+    inputs, found = torch.randint(2, 60, (16, 20), generator=torch.Generator().manual_seed(1)), []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            model.zero_grad()
+            with torch.random.fork_rng(), torch.autocast("cpu", torch.bfloat16):
+                torch.manual_seed(3)
+                states = model.base_model(input_ids=inputs).last_hidden_state
+            states.float().square().sum().backward()
+            found.append([states.detach(), *(p.grad for p in model.base_model.parameters() if p.grad is not None)])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(mine, other) for others in found[1:] for mine, other in zip(found[0], others, strict=True))
+
+
+def test_outputs_of_layers_are_still_recorded() -> None:
+    plain = tiny("Qwen2").eval()
+    ours = copy.deepcopy(plain)
+    patch_model(ours)
+    inputs = torch.arange(7)[None]
+    with torch.no_grad():
+        states = [model(input_ids=inputs, output_hidden_states=True).hidden_states for model in (plain, ours)]
+    assert len(states[0]) == len(states[1]) == 3
+    torch.testing.assert_close(states[1], states[0])
+
+
+def test_recomputed_activations_give_the_same_gradients() -> None:
+    found = []
+    for checkpointing in (False, True):
+        model = tiny("Qwen3")
+        patch_model(model)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model(input_ids=torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_blocks_read_their_norms_in_bf16() -> None:
+    model = tiny("Llama")
+    patch_model(model)
+    seen = []
+    model.model.layers[0].mlp.gate_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model.model(input_ids=torch.arange(9)[None]).last_hidden_state
+    assert seen == [torch.bfloat16]
+    assert out.dtype == torch.float32
+
+
+def test_other_activations_are_left_alone() -> None:
+    model: Any = tiny("GPT2", activation_function="quick_gelu", n_embd=16, n_head=2, n_layer=1)
+    patch_model(model)
+    kinds = {type(module) for module in model.modules()}
+    assert not kinds & {FusedGELU, FusedTanhGELU}
+    assert any(issubclass(kind, FusedNorm) for kind in kinds)

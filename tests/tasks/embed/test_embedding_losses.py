@@ -1,0 +1,139 @@
+"""Losses of embedding models equal those of Sentence Transformers, and do not depend on the micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.sentence_transformer.losses import (
+    CosineSimilarityLoss,
+    MatryoshkaLoss,
+    MultipleNegativesRankingLoss,
+    TripletLoss,
+)
+from sentence_transformers.sentence_transformer.modules import Pooling
+
+from sansgpu.config import load_config
+from sansgpu.machine.group import SINGLE_PROCESS
+from sansgpu.tasks.embed.groups import TextGroups
+from sansgpu.tasks.embed.objective import TextEmbedding
+from sansgpu.train.gradient_cache import GradientCache
+from tests.tasks.folders import model_folder
+from tests.tasks.test_parity import ROWS, STEPS, our_losses
+from tests.tasks.texts import embed_settings, text_rows
+
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+LOSSES = {
+    "pairs": MultipleNegativesRankingLoss,
+    "triplets": MultipleNegativesRankingLoss,
+    "triplet": TripletLoss,
+    "scores": CosineSimilarityLoss,
+    "matryoshka": lambda model: MatryoshkaLoss(model, MultipleNegativesRankingLoss(model), [64, 16]),
+}
+
+
+def prepared(asked: list[str]) -> TextEmbedding:
+    config, _ = load_config(None, asked)
+    config, corpus = TextEmbedding.prepare(config, Path("unused"), lambda *_: None)
+    return TextEmbedding(config, corpus, ROWS)
+
+
+def columns(batch: TextGroups) -> list[dict[str, torch.Tensor]]:
+    """The padded inputs of all anchors, all positives, and so on, which need equal numbers of negatives."""
+    texts = batch.tokens.split(batch.lengths.tolist())
+    count = int(batch.counts[0])
+    assert (batch.counts == count).all()
+    padded = [torch.nn.utils.rnn.pad_sequence(list(texts[n::count]), batch_first=True) for n in range(count)]
+    lengths = [batch.lengths[n::count] for n in range(count)]
+    masks = [(torch.arange(ids.shape[1]) < size[:, None]).long() for ids, size in zip(padded, lengths, strict=True)]
+    return [{"input_ids": ids, "attention_mask": mask} for ids, mask in zip(padded, masks, strict=True)]
+
+
+def their_losses(folder: Path, kind: str, batches: Sequence[TextGroups], lr: float) -> list[float]:
+    transformer = Transformer(str(folder))
+    model = SentenceTransformer(modules=[transformer, Pooling(transformer.get_embedding_dimension())], device="cpu")
+    loss: Any = LOSSES[kind](model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.999), weight_decay=0.0)
+    losses = []
+    for batch in batches:
+        value = loss(columns(batch), batch.scores)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+    return losses
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_first_losses_are_those_of_sentence_transformers(tmp_path: Path, kind: str) -> None:
+    form = {"triplet": "triplets", "matryoshka": "pairs"}.get(kind, kind)
+    rows = text_rows(tmp_path / "rows.jsonl", form)
+    if form == "triplets":  # theirs needs equal numbers of negatives
+        rows.write_text("".join(line for line in rows.open(encoding="utf-8") if '"negative": [' not in line))
+    more = {"triplet": {"training__embedding_loss": "triplet"}, "matryoshka": {"training__matryoshka_dims": [64, 16]}}
+    folder = model_folder("bert", **STILL)
+    changes = {"data__validation_name": rows, "training__learning_rate": 0.001, **more.get(kind, {})}
+    asked = embed_settings(folder, rows, **changes)
+    ours = our_losses(asked, micro_batch=ROWS)
+    task = prepared(asked)
+    theirs = their_losses(folder, kind, [task.batch(step) for step in range(STEPS)], 0.001)
+    assert ours == pytest.approx(theirs, abs=1e-4)
+    assert ours[-1] < ours[0]
+    assert our_losses(asked, micro_batch=1) == pytest.approx(ours, abs=1e-4)
+
+
+@pytest.mark.parametrize("form", ["triplets", "labels"])
+def test_cached_gradients_are_those_of_the_whole_step(tmp_path: Path, form: str) -> None:
+    """With dropout, whose masks the second pass of a micro-batch repeats."""
+    rows = text_rows(tmp_path / "rows.jsonl", form)
+    task = prepared(embed_settings(model_folder("bert"), rows, data__validation_name=rows))
+    task.model.train()
+    pieces = list(task.batch(0).micro_batches(1))
+    assert len(pieces) == ROWS
+
+    def gradients() -> list[torch.Tensor]:
+        found = [p.grad for p in task.model.parameters() if p.grad is not None]
+        task.model.zero_grad()
+        return found
+
+    outputs = []
+    for number, piece in enumerate(pieces):
+        torch.manual_seed(number)
+        outputs.append(task.outputs(piece))
+    whole = task.step_loss(torch.cat(outputs), pieces)
+    whole.backward()
+    expected = gradients()
+    cache = GradientCache(task, SINGLE_PROCESS, [pieces], torch.manual_seed)
+    total = 0.0
+    for number, piece in enumerate(pieces):
+        torch.manual_seed(number)
+        loss = cache.loss(piece, pieces[number + 1 :], number)
+        loss.backward()
+        total += loss.item()
+    assert total == pytest.approx(float(whole), abs=1e-6)
+    for found, wanted in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_texts_of_one_meaning_are_no_negatives(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    pair = '{"anchor": "red %s", "positive": "old hill"}\n'
+    rows.write_text("".join(pair % name for name in ("house", "cat", "dog", "door")))
+    task = prepared(embed_settings(model_folder("bert", **STILL), rows, data__validation_name=rows))
+    assert float(task.loss(task.batch(0))) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_positives_of_labels_change_with_the_epoch_only(tmp_path: Path) -> None:
+    rows = text_rows(tmp_path / "rows.jsonl", "labels", count=8)
+    task = prepared(embed_settings(model_folder("bert"), rows, data__validation_name=rows))
+    epochs = [torch.cat([task.batch(step).tokens for step in steps]).tolist() for steps in ((0, 1), (0, 1), (2, 3))]
+    assert epochs[0] == epochs[1]
+    assert sorted(epochs[0]) != sorted(epochs[2])
+    for batch in (task.batch(0), task.batch(3)):
+        assert batch.meanings[batch.starts].tolist() == batch.meanings[batch.starts + 1].tolist()

@@ -1,0 +1,246 @@
+"""`task: graph` by the command line: runs are reproducible, evaluated, used and exported; errors are one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForMaskedLM
+
+from sansgpu.cli import run as cli
+from sansgpu.config import Config
+from sansgpu.models.huggingface.packed_forward import UnpaddedModel
+from sansgpu.models.huggingface.patches import patch_model
+from sansgpu.models.huggingface.pretrained import Head, load_pretrained
+from tests.processes import digests, finish, json_lines, kill_when, messages, record, start
+from tests.tasks.folders import model_folder
+from tests.tasks.graph.graphs import rows, write_rows
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+Captured = pytest.CaptureFixture[str]
+TINY = {
+    "task": "graph", "model.d_model": 32, "model.n_heads": 2, "model.n_layers": 2, "model.d_ff": 64,
+    "model.max_seq_len": 32, "data.vocab_size": 480, "data.validation_split": 0.2, "data.leaf_mask_ratio": 0.5,
+    "data.min_leaf_groups": 1,
+    "training.batch_size": 2, "training.gradient_accumulation_steps": 2, "training.learning_rate": 0.003,
+    "training.warmup_steps": 2, "training.max_steps": 4, "training.logging_steps": 1, "training.save_steps": 2,
+    "training.eval_steps": 2, "training.precision": "fp32", "training.compile": "off", "training.report_to": "none",
+    "training.threads": 1, "device": "cpu",
+}  # fmt: skip
+BERT = {
+    "model__leaves": 0,
+    "data__leaf_mask_ratio": 0.15,
+    "data__min_leaf_groups": 0,
+    "model__decay": "none",
+    "model__position": "learned",
+    "model__embedding_norm": "true",
+}
+NOT_OF_MASKED = ("model.d_model", "model.n_heads", "model.n_layers", "model.d_ff", "model.max_seq_len")
+NOT_OF_MASKED += ("data.vocab_size", "data.leaf_mask_ratio", "data.min_leaf_groups")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("graphs")
+    write_rows(folder / "rows.jsonl", rows())
+    return folder
+
+
+def settings(home: Path, **changes: object) -> list[str]:
+    merged = {**TINY, "data.dataset_name": home / "rows.jsonl"}
+    merged |= {key.replace("__", "."): value for key, value in changes.items()}
+    if "model.name_or_path" in merged:
+        merged = {key: value for key, value in merged.items() if key not in NOT_OF_MASKED}
+    return [part for key, value in merged.items() for part in ("--set", f"{key}={value}")]
+
+
+def made(home: Path, name: str, **changes: object) -> Path:
+    """Trains a run in this process, once per name."""
+    run = home / name
+    if not run.exists():
+        assert cli(["train", *settings(home, **changes), "--output-dir", str(run)]) == 0
+    return run
+
+
+def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = json_lines(run / "metrics.jsonl")
+    return [line for line in lines if line["event"] == kind]
+
+
+def printed(capsys: Captured, *arguments: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert cli(list(arguments)) == 0
+    value: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return value
+
+
+def refused(capsys: Captured, *arguments: str) -> str:
+    capsys.readouterr()
+    assert cli(list(arguments)) == 2
+    captured = capsys.readouterr()
+    lines = messages(captured.err)
+    assert len(lines) == 1, captured.err
+    assert "Traceback" not in captured.err + captured.out
+    return lines[0]
+
+
+@pytest.mark.parametrize("changes", [{"training__sbo_weight": 0.5, "model__position": "learned"}], ids=["all heads"])
+def test_a_run_that_was_killed_goes_on_without_one_bit_of_difference(home: Path, changes: dict[str, object]) -> None:
+    long = {"training__max_steps": 10, "training__gradient_accumulation_steps": 4, **changes}
+    whole, killed = home / "whole", home / "killed"
+    line = ["train", *settings(home, **long), "--output-dir"]
+    code, _, error = finish([*line, str(whole)], home / "cache")
+    assert code == 0, error
+    process = start([*line, str(killed)], home / "cache")
+    assert kill_when(process, (killed / "snapshots/step-000004/MANIFEST.json").exists) == -9
+    assert not (killed / "final").exists()
+    code, _, error = finish([*line, str(killed), "--resume"], home / "cache")
+    assert code == 0, error
+    kept = [
+        {k: v for k, v in digests(run).items() if k.startswith(("snapshots/step-000010", "final"))}
+        for run in (whole, killed)
+    ]
+    assert len(kept[0]) == 3
+    assert kept[0] == kept[1]
+    assert record(whole) == record(killed)
+
+
+def test_events_tell_both_kinds_of_gaps(home: Path) -> None:
+    run = made(home, "graph")
+    step, evaluated = events_of(run, "step")[0], events_of(run, "eval")[-1]
+    assert {"mlm_loss", "mlm_acc", "mlm_count"} <= step.keys()
+    wanted = {f"{kind}_{key}" for kind in ("mlm", "mnm") for key in ("loss", "acc", "count", "majority_acc")}
+    assert wanted | {"tail_acc", "tail_count", "loss"} <= evaluated.keys()
+    assert evaluated["loss"] == pytest.approx(evaluated["mlm_loss"] + evaluated["mnm_loss"])
+
+
+def test_eval_gives_what_the_run_found_with_intervals(home: Path, capsys: Captured) -> None:
+    run = made(home, "graph")
+    found, then = printed(capsys, "eval", str(run), "--json"), events_of(run, "eval")[-1]
+    assert found.pop("event") == then.pop("event")
+    then.pop("seconds")  # of the clock
+    assert {key: found[key] for key in then} == pytest.approx(then, rel=1e-5)
+    low, high = found["mlm_interval"]
+    assert 0 <= low <= found["mlm_acc"] <= high <= 1
+    other = printed(capsys, "eval", str(run), "--data", str(home / "rows.jsonl"), "--json")
+    assert other["mlm_count"] > found["mlm_count"]
+    folder = printed(capsys, "eval", str(run / "final"), "--data", str(home / "rows.jsonl"), "--json")
+    assert folder["loss"] == pytest.approx(other["loss"], rel=1e-4)
+
+
+def test_entities_are_ranked_and_triples_read(home: Path, capsys: Captured) -> None:
+    run = made(home, "graph")
+    ranked = printed(capsys, "eval", str(run), "--link-prediction", "--limit", "3", "--json")
+    assert ranked["tail"]["queries"] == 3
+    assert 0 < ranked["tail"]["mrr"] <= 1
+    assert cli(["eval", str(run), "--link-prediction"]) == 0
+    assert "baseline MRR" in capsys.readouterr().out
+    assert cli(["extract", str(run), "--text", "aspirin acid was given", "--head", "aspirin acid"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {line["relation"] for line in lines} == {"treats", "acts on"}
+    assert all(line.keys() == {"doc", "head", "relation", "tail", "score"} for line in lines)
+    output = home / "triples.jsonl"
+    agreed = printed(
+        capsys, "extract", str(run / "final"), "--data", str(home / "rows.jsonl"), "--relation", "treats",
+        "--output", str(output), "--json",
+    )  # fmt: skip
+    assert agreed["documents"] == 10
+    assert agreed["triples"] == len(output.read_text().splitlines())
+    assert 0 <= agreed["f1"] <= agreed["best_f1"] <= 1
+
+
+def test_nothing_is_evaluated_unless_every_weight_is_there(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    run = made(home, "graph")
+    folder = tmp_path / "half"
+    assert cli(["export", str(run), "--output", str(folder)]) == 0
+    weights = load_file(folder / "model.safetensors")
+    del weights["fusion.matrix.weight"]
+    save_file(weights, folder / "model.safetensors")
+    said = refused(capsys, "eval", str(folder), "--data", str(home / "rows.jsonl"))
+    assert "the weights do not fit config.json" in said
+    assert "fusion.matrix.weight" in said
+
+
+def test_what_cannot_work_is_refused_in_one_sentence(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    run, text = made(home, "graph"), str(home / "rows.jsonl")
+    assert "is not a run" in refused(capsys, "eval", str(run / "final"))
+    assert "--window works with decoders only" in refused(capsys, "eval", str(run), "--window", "9")
+    assert "--limit requires --link-prediction" in refused(capsys, "eval", str(run), "--limit", "9")
+    assert "either --text or --data" in refused(capsys, "extract", str(run))
+    assert "--json requires --output" in refused(capsys, "extract", str(run), "--data", text, "--json")
+    assert "--relation eats is unknown" in refused(capsys, "extract", str(run), "--text", "a", "--relation", "eats")
+    assert "neither a run of task graph" in refused(capsys, "extract", str(tmp_path), "--text", "a")
+    train = ["train", "--dry-run"]
+    few = settings(home, model__n_relations=1)
+    assert "n_relations is 1, but the data has 2" in refused(capsys, *train, *few)
+    assert "has no mask token" in refused(capsys, *train, *settings(home, data__tokenizer="char"))
+    bad = write_rows(tmp_path / "bad.jsonl", [*rows(4), {"text": "a", "triples": [{"head": "a", "tail": "b"}]}])
+    assert "line 5" in refused(capsys, *train, *settings(home, data__dataset_name=bad))
+    said = refused(capsys, *train, *settings(home, data__mask_ratio=0, training__mnm_weight=0))
+    assert "the loss has no terms" in said
+    assert "has no effect because model.leaves is 0" in refused(capsys, *train, *settings(home, model__leaves=0))
+    assert "cannot generate text" in refused(capsys, "generate", str(run), "--prompt", "a")
+    assert "has no adapter; leave out --merge" in refused(capsys, "export", str(run), "--merge")
+    assert "export takes a run" in refused(capsys, "export", str(run / "final"))
+    short = write_rows(tmp_path / "short.jsonl", [{"text": f"a b {n}"} for n in range(9)])
+    changes = {**BERT, "data__dataset_name": short}
+    assert "would be masked" in refused(capsys, *train, *settings(home, **changes))
+    single = write_rows(tmp_path / "one.jsonl", rows(1))
+    assert "validation part" in refused(capsys, *train, *settings(home, data__dataset_name=single))
+    assert cli([*train, *settings(home, data__dataset_name=bad, data__on_bad_row="skip")]) == 0
+    assert "⟦" in capsys.readouterr().out
+
+
+def test_a_plan_knows_what_an_encoder_costs(home: Path, capsys: Captured) -> None:
+    plan = printed(capsys, "plan", "--json", *settings(home))
+    weights = load_file(made(home, "graph") / "final/model.safetensors")
+    assert plan["parameters"] == sum(tensor.numel() for tensor in weights.values())
+    assert plan["memory_bytes"]["total"] > 4e8
+
+
+# Text alone, and encoders of transformers
+
+
+def test_text_alone_becomes_bert_and_goes_on_as_one(home: Path, capsys: Captured) -> None:
+    run = made(home, "bert", **BERT)
+    _, info = AutoModelForMaskedLM.from_pretrained(run / "final", output_loading_info=True)
+    assert not info["missing_keys"]
+    more = made(home, "more", model__name_or_path=run / "final", data__max_length=32)
+    found, then = printed(capsys, "eval", str(more), "--json"), events_of(more, "eval")[-1]
+    assert found["loss"] == pytest.approx(then["loss"], rel=1e-5)
+    before = printed(capsys, "eval", str(run / "final"), "--data", str(home / "rows.jsonl"), "--json")
+    after = printed(capsys, "eval", str(more / "final"), "--data", str(home / "rows.jsonl"), "--json")
+    assert after["mlm_loss"] < before["mlm_loss"]
+    assert AutoModelForMaskedLM.from_pretrained(more / "final").config.model_type == "bert"
+    said = refused(
+        capsys, "train", "--dry-run", *settings(home, model__name_or_path=run / "final", data__max_length=64)
+    )
+    assert "exceeds the maximum of 32 tokens" in said
+
+
+@pytest.mark.parametrize("architecture", ["bert", "roberta", "distilbert", "modernbert"])
+def test_gaps_are_filled_as_transformers_fills_them(architecture: str, tmp_path: Path) -> None:
+    """Logits at masked tokens of two texts of different lengths equal those of the whole model on each text."""
+    folder = tmp_path / architecture
+    plain: Any = AutoModelForMaskedLM.from_pretrained(model_folder(architecture)).eval()
+    plain.save_pretrained(folder)
+    given = {"task": "graph", "model": {"name_or_path": str(folder)}, "data": {"dataset_name": "-"}}
+    ours = load_pretrained(Config.model_validate(given).model, Head("masked"), seed=0).eval()
+    patch_model(ours)
+    lengths = torch.tensor([9, 14])
+    tokens = torch.arange(23) * 31 % 1000 + 5
+    gaps = torch.arange(23) % 3 == 1
+    with torch.no_grad():
+        found = UnpaddedModel(ours, pack=True).masked_lm_logits(tokens, lengths, gaps)
+        apart = [plain(input_ids=part[None]).logits[0] for part in tokens.split(lengths.tolist())]
+    torch.testing.assert_close(found, torch.cat(apart)[gaps], rtol=1e-3, atol=1e-4)
+
+
+def test_an_encoder_without_a_mask_token_is_refused(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    said = refused(capsys, "train", "--dry-run", *settings(home, model__name_or_path=model_folder("qwen2")))
+    assert "no mask token" in said

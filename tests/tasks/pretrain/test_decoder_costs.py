@@ -1,0 +1,138 @@
+"""Estimated costs of a decoder match real models."""
+
+import itertools
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sansgpu.config import ModelConfig, TrainingConfig, architectures
+from sansgpu.kernels import native
+from sansgpu.kernels.attention import causal_ranges
+from sansgpu.kernels.norm import residual
+from sansgpu.machine.memory import Execution
+from sansgpu.models import TransformerLM
+from sansgpu.tasks.pretrain.costs import DecoderCosts
+from tests.models.kept import kept_bytes_of
+
+
+def costs(model: ModelConfig, window: int = 16) -> DecoderCosts:
+    return DecoderCosts(model, TrainingConfig(), window, window)
+
+
+ARCHITECTURES = ("qwen3", "llama", "apertus", "gpt2")
+
+
+@given(
+    st.sampled_from(ARCHITECTURES),
+    st.integers(1, 3),
+    st.sampled_from([(1, 1), (2, 1), (4, 2)]),
+    st.integers(1, 3),
+    st.integers(1, 40),
+    st.booleans(),
+    st.integers(0, 2),
+)
+def test_the_parts_add_up_to_the_model(
+    architecture: str, layers: int, heads: tuple[int, int], widths: int, vocabulary: int, tied: bool, bias: int
+) -> None:
+    biases = architectures.ARCHITECTURES[architecture].bias
+    grouped = {} if architecture == "gpt2" else {"n_kv_heads": heads[1]}
+    config = ModelConfig.model_validate(
+        {
+            "architecture": architecture, "n_layers": layers, "n_heads": heads[0], **grouped, "d_model": 8 * heads[0],
+            "d_ff": 8 * widths, "bias": biases[bias % len(biases)], "vocab_size": vocabulary,
+            "max_seq_len": 16, "tie_embeddings": tied,
+        }
+    )  # fmt: skip
+    parts = costs(config).parameters()
+    assert sum(parts.values()) == TransformerLM(config, seed=None).parameter_count
+    assert ("head" in parts) == (not tied)
+
+
+def test_flops_of_a_token_by_hand() -> None:
+    modern = ModelConfig(vocab_size=10, d_model=4, n_heads=1, n_layers=1, d_ff=8, max_seq_len=8)
+    matmul = 4 * 4 * 4 + 3 * 4 * 8  # q k v o, gate up down
+    attention = 3 * 2 * 2 * 4 * (1 + 2 + 3) / 3  # two products a key, over an average of two keys
+    work = costs(modern, window=3).work(5)
+    assert (work.matmul, work.loss, work.attention) == (5 * 6 * matmul, 5 * 6 * 10 * 4, 5 * attention)
+    assert work.needed == 5 * (6 * (matmul + 40) + attention)
+    classic = ModelConfig(vocab_size=10, d_model=4, n_heads=1, n_layers=2, d_ff=8, activation="gelu")
+    matmul = 2 * (4 * 4 * 4 + 2 * 4 * 8)  # neither biases nor positions are multiplied by
+    assert costs(classic, window=3).work(1).needed == 6 * (matmul + 10 * 4) + 2 * attention
+
+
+def kept_by_a_block(config: ModelConfig, how: Execution, window: int) -> int:
+    model = TransformerLM(config, seed=0).train()
+    model.compile_blocks(how.compile == "on")
+
+    def prepare() -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
+        x = torch.randn(how.micro_batch, window, config.d_model, requires_grad=True)
+        ranges = causal_ranges(torch.zeros(how.micro_batch, window, dtype=torch.int64))
+        rotary = model.rotary(torch.arange(window)[None])
+
+        def run() -> torch.Tensor:
+            out, branch = model.blocks[0](x, rotary, ranges)
+            return cast(torch.Tensor, out) if branch is None else residual(out, branch, config.dropout, True)
+
+        return run, [x, ranges, *(rotary or ())]
+
+    return kept_bytes_of(model, how, prepare)
+
+
+KINDS = [
+    *itertools.product(ARCHITECTURES, ["bf16", "fp32"], ["off"], ["native", "torch"]),
+    pytest.param("qwen3", "bf16", "on", "native", marks=pytest.mark.long),
+    pytest.param("llama", "bf16", "on", "native", marks=pytest.mark.long),
+    pytest.param("llama", "fp32", "on", "native", marks=pytest.mark.long),
+    pytest.param("gpt2", "fp32", "on", "native", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("architecture", "precision", "compiled", "kernels"), KINDS)
+def test_a_block_keeps_what_is_said(
+    architecture: str, precision: str, compiled: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(native, "_loaded", kernels == "native")
+    for width, feed_forward, heads, kv_heads in [(128, 512, 2, 2), (256, 256, 4, 2)]:
+        config = ModelConfig.model_validate(
+            {
+                "vocab_size": 64, "d_model": width, "n_heads": heads, "n_layers": 1, "d_ff": feed_forward,
+                "max_seq_len": 128, "architecture": architecture,
+                **({} if architecture == "gpt2" else {"n_kv_heads": kv_heads}),
+            }
+        )  # fmt: skip
+        how = Execution(2, 1, precision, compiled, kernels, "adamw")
+        assert costs(config, 128).saved_bytes(how) == pytest.approx(kept_by_a_block(config, how, 128), rel=0.03)
+
+
+@settings(max_examples=50)
+@given(st.sampled_from(ARCHITECTURES), st.sampled_from(["fp32", "bf16"]), st.sampled_from(["muon", "adamw"]))
+def test_what_takes_more_memory_is_said_to(architecture: str, precision: str, optimizer: str) -> None:
+    config = ModelConfig.model_validate({"vocab_size": 1000, "architecture": architecture})
+    how = Execution(4, 1, precision, "off", "native", optimizer)
+    memory = costs(config, 256).memory(how)
+    assert sum(value for name, value in memory.to_json().items() if name != "total") == memory.total
+    double = costs(config, 256).memory(Execution(8, 1, precision, "off", "native", optimizer))
+    frugal = costs(config.model_copy(update={"gradient_checkpointing": True}), 256).memory(
+        Execution(8, 1, precision, "off", "native", optimizer)
+    )
+    plain = costs(config, 256).memory(Execution(4, 1, precision, "off", "torch", optimizer))
+    assert frugal.total < double.total
+    assert memory.total < double.total
+    assert memory.total < plain.total
+    if optimizer == "muon":
+        adamw = costs(config, 256).memory(Execution(4, 1, precision, "off", "native", "adamw"))
+        assert memory.optimizer < adamw.optimizer
+
+
+def test_narrow_weights_and_moments_take_less_memory() -> None:
+    config, how = ModelConfig(vocab_size=1000), Execution(4, 1, "bf16", "off", "native", "adamw")
+    narrow = TrainingConfig(optimizer="adamw", precision="bf16", master_weights="bf16", optimizer_state="8bit")
+    wide, less = (DecoderCosts(config, training, 256, 256).memory(how) for training in (TrainingConfig(), narrow))
+    assert less.weights / wide.weights == pytest.approx(1 / 3, rel=0.01)
+    assert less.optimizer / wide.optimizer == pytest.approx(1 / 4, rel=0.02)
+    assert less.snapshot < wide.snapshot

@@ -1,0 +1,100 @@
+"""Four row formats are parsed into conversations; errors name the invalid row."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sansgpu.data.rows import BadRowError, SourceRow
+from sansgpu.tasks.sft.conversations import Conversation, read_conversation
+
+WHERE = "notes.jsonl, line 7"
+
+
+def conversation_of(*contents: str) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(contents)]
+
+
+def read(**row: Any) -> Conversation:
+    return read_conversation(SourceRow(WHERE, row))
+
+
+def test_each_form_is_read_and_other_columns_are_ignored() -> None:
+    turns = tuple(conversation_of("a?", "b"))
+    assert read(messages=list(turns), id=7, text="c", prompt=None) == Conversation(WHERE, turns)
+    assert read(prompt="a?", completion="b", text="c") == Conversation(WHERE, turns, 1, ("a?", "b"))
+    assert read(prompt=[turns[0]], completion=[turns[1]]) == Conversation(WHERE, turns, 1)
+    assert read(prompt=[turns[0]], completion="b") == Conversation(WHERE, turns, 1)
+    assert read(text=" c ", messages=None) == Conversation(WHERE, text=" c ")
+    alpaca = read(instruction="a?", output="b", text="c")
+    assert (alpaca.turns, alpaca.first) == (turns, 1)
+    assert read(instruction="a?", input=None, output="b") == read(instruction="a?", input=" ", output="b") == alpaca
+    assert read(instruction="a", input="?", output="b").turns[0]["content"] == "a\n\n?"
+
+
+def test_what_else_a_turn_has_is_kept_for_the_template() -> None:
+    calls = [{"function": {"name": "look", "arguments": {}}}]
+    asking = {"role": "assistant", "content": None, "tool_calls": calls, "name": None}
+    told = {"role": "tool", "content": "x", "tool_call_id": "1", "name": "look"}
+    question, answer = conversation_of("a?", "b")
+    kept = {"role": "assistant", "content": "", "tool_calls": calls}
+    assert read(messages=[question, asking, told, told, answer]).turns == (question, kept, told, told, answer)
+
+
+def bad_rows() -> Iterator[tuple[str, Any]]:
+    def turns(*roles: str) -> dict[str, Any]:
+        return {"messages": [{"role": role, "content": "x"} for role in roles]}
+
+    yield "is a list, not an object", [1]
+    yield (
+        "has id, input, which matches none of the four formats: messages, prompt and completion",
+        {"id": 1, "input": "x"},
+    )
+    yield "has no columns, which matches none of the four formats", {"text": None}
+    yield "has no assistant turn", turns("user")
+    yield "has no assistant turn", {"prompt": conversation_of("a", "b"), "completion": conversation_of("c")}
+    yield "has no assistant turn", {"messages": []}
+    yield "empty answer in turn 2", {"messages": conversation_of("a", " \n")}
+    yield "empty answer in turn 2", {"prompt": "a", "completion": [{"role": "assistant", "content": ""}]}
+    yield "empty completion", {"prompt": "a", "completion": "\t"}
+    yield "empty output", {"instruction": "a", "output": ""}
+    yield "empty text", {"text": " "}
+    yield "unknown role 'bot' in turn 2", turns("user", "bot")
+    yield "unknown role None in turn 1", {"messages": [{"content": "x"}]}
+    yield r"wrong order: turn 2 \(system\) follows user", turns("user", "system", "assistant")
+    yield r"wrong order: turn 2 \(developer\) follows system", turns("system", "developer", "user", "assistant")
+    yield r"wrong order: turn 1 \(assistant\) is the first", turns("assistant", "user")
+    yield r"wrong order: turn 2 \(assistant\) follows system", turns("system", "assistant")
+    yield r"wrong order: turn 2 \(user\) follows user", turns("user", "user", "assistant")
+    yield r"wrong order: turn 3 \(assistant\) follows assistant", turns("user", "assistant", "assistant")
+    yield r"wrong order: turn 2 \(tool\) follows user", turns("user", "tool", "assistant")
+    yield "NoneType as the content of turn 1", {"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]}
+    yield "list as the content of turn 1", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}
+    yield "has a str as turn 1", {"messages": ["x"]}
+    yield "has a str in messages", {"messages": "x"}
+    yield "has a int in prompt", {"prompt": 1, "completion": "x"}
+    yield "has a dict in text", {"text": {}}
+    yield "has a list in input", {"instruction": "a", "input": ["b"], "output": "c"}
+    yield "contains an unpaired surrogate", {"text": "a\ud800"}
+    yield "contains an unpaired surrogate", {"messages": conversation_of("\udc00", "b")}
+    yield "contains an unpaired surrogate", {"prompt": "a", "completion": "\ud800"}
+
+
+@pytest.mark.parametrize(("problem", "value"), list(bad_rows()))
+def test_a_bad_row_is_named(problem: str, value: Any) -> None:
+    with pytest.raises(BadRowError, match=rf"^{WHERE} .*{problem}.*; fix or remove the row\.$"):
+        read_conversation(SourceRow(WHERE, value))
+
+
+def test_what_the_reader_found_is_passed_on() -> None:
+    with pytest.raises(
+        BadRowError, match=rf"^{WHERE} is not valid JSON: Extra data at character 3; fix or remove the row\.$"
+    ):
+        read_conversation(SourceRow(WHERE, None, f"{WHERE} is not valid JSON: Extra data at character 3."))
+
+
+def test_texts_in_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "?"}]
+    in_parts = [{"role": "user", "content": parts}, {"role": "assistant", "content": "b"}]
+    read = read_conversation(SourceRow(WHERE, {"messages": in_parts}))
+    assert read == read_conversation(SourceRow(WHERE, {"messages": conversation_of("a?", "b")}))

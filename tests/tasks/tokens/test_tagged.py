@@ -1,0 +1,205 @@
+"""Tagged texts are read in every form; invalid rows are named with file and line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sansgpu.config import ConfigError, DataConfig
+from sansgpu.data.rows import BadRowError, BadRows, SourceRow
+from sansgpu.data.sources import open_sources
+from sansgpu.tasks.tokens.tagged import TaggedText, in_iob2, read_tagged, read_untagged, require_labels, with_targets
+from tests.fuzz.values import changed
+
+CONLL = "-DOCSTART- -X- O\n\nAda NNP B-person\nlives VB O\n\nin IN O\nNew NNP B-place\nYork NNP I-place\n. . O\n"
+READ = [("Ada lives", ("B-person", "O")), ("in New York .", ("O", "B-place", "I-place", "O"))]
+
+
+def source_of(path: Path, tag_column: int | None = None) -> Any:
+    return open_sources(DataConfig(dataset_name=str(path), tag_column=tag_column)).train
+
+
+def read(path: Path, tag_column: int | None = None) -> list[TaggedText]:
+    return read_tagged(source_of(path, tag_column).rows(), BadRows("fail"))
+
+
+def from_row(**columns: Any) -> TaggedText:
+    (text,) = read_tagged([SourceRow("rows.jsonl, line 7", columns)], BadRows("fail"))
+    return text
+
+
+def shown(texts: list[TaggedText]) -> list[tuple[str, tuple[str, ...]]]:
+    return [(text.text, text.tags) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "column"),
+    [
+        ("train.conll", CONLL, None),
+        ("train.conll.gz", CONLL, None),
+        ("train.conll", CONLL.replace(" ", "\t").replace("\n", "\r\n"), None),
+        ("train.conll", CONLL.replace("\n\n", "\n\t\n").rstrip("\n"), None),
+        ("train.txt", CONLL, -1),
+        ("train.annotated", CONLL, 2),
+    ],
+)
+def test_columns_of_conll(tmp_path: Path, name: str, content: str, column: int | None) -> None:
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content.encode()) if path.suffix == ".gz" else content.encode())
+    texts = read(path, column)
+    assert shown(texts) == READ
+    assert [text.where.split(", ")[1] for text in texts] == ["line 3", "line 6"]
+    assert [texts[1].word(number) for number in range(4)] == ["in", "New", "York", "."]
+
+
+def test_another_column_has_other_tags_and_another_fingerprint(tmp_path: Path) -> None:
+    (tmp_path / "train.conll").write_text(CONLL)
+    assert read(tmp_path / "train.conll", 1)[0].tags == ("NNP", "VB")
+    assert len({source_of(tmp_path / "train.conll", column).fingerprint for column in (None, 1, -2)}) == 3
+
+
+def test_sentences_are_texts_for_other_tasks(tmp_path: Path) -> None:
+    (tmp_path / "train.conll").write_text(CONLL)
+    assert [piece.text for piece in source_of(tmp_path / "train.conll").read()] == [text for text, _ in READ]
+
+
+@pytest.mark.parametrize(
+    ("line", "column", "problem"),
+    [
+        ("York", None, "line 4 has 1 column, so column -1 holds no tag; fix it or set data.tag_column."),
+        ("York NNP O", 7, "line 1 has 3 columns, so column 7 holds no tag; fix it or set data.tag_column."),
+        ("York\t", None, "line 4 has 1 column, so column -1"),
+        ("Y\\xff O", None, "line 4 is not UTF-8 text (byte 0xff)."),
+    ],
+)
+def test_a_bad_line_makes_its_sentence_a_bad_row(tmp_path: Path, line: str, column: Any, problem: str) -> None:
+    content = f"Ada NNP O\n\nNew NNP O\n{line}\n".encode().replace(b"\\xff", b"\xff")
+    (tmp_path / "a.conll").write_bytes(content)
+    with pytest.raises(BadRowError) as caught:
+        read(tmp_path / "a.conll", column)
+    assert str(caught.value).startswith(f"{tmp_path / 'a.conll'}, {problem.removesuffix('.')}")
+    if column is None:
+        skipping = BadRows("skip")
+        assert len(read_tagged(source_of(tmp_path / "a.conll").rows(), skipping)) == 1
+        assert skipping.count == 1
+
+
+def test_a_file_without_empty_lines_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sansgpu.data.conll.MAX_TOKENS", 3)
+    (tmp_path / "a.conll").write_text("a O\n" * 4)
+    with pytest.raises(ConfigError, match=r"a\.conll, line 1: the sentence has more than 3 tokens"):
+        read(tmp_path / "a.conll")
+
+
+@pytest.mark.parametrize("key", ["tags", "ner_tags"])
+def test_lists_of_tokens_and_tags(tmp_path: Path, key: str) -> None:
+    row = {"tokens": ["in", "New York", "."], key: ["O", "B-place", "O"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (text,) = read(tmp_path / "rows.jsonl")
+    assert (text.text, text.tags, text.word(1)) == ("in New York .", ("O", "B-place", "O"), "New York")
+
+
+def test_spans_of_characters_tag_the_words_in_them() -> None:
+    spans = [{"start": 12, "end": 17, "label": "place"}, {"start": 0, "end": 3, "label": "person", "text": "Zoë"}]
+    text = from_row(text="Zoë 🎉 is in Paris's 東京.", spans=spans)
+    words = ["Zoë", "🎉", "is", "in", "Paris", "'", "s", "東", "京", "."]
+    assert [text.word(number) for number in range(len(text.tags))] == words
+    assert text.tags == ("B-person", "O", "O", "O", "B-place", "O", "O", "O", "O", "O")
+    assert text.moved_spans == 0
+    assert from_row(text="東京 is", spans=[{"start": 0, "end": 2, "label": "x"}]).tags == ("B-x", "I-x", "O")
+    assert from_row(text="Nothing here.", spans=[]).tags == ("O",) * 3
+
+
+def test_a_span_within_a_word_is_extended_and_counted() -> None:
+    notes: list[str] = []
+    text = from_row(
+        text="unhappy man", spans=[{"start": 2, "end": 7, "label": "x"}, {"start": 7, "end": 9, "label": "y"}]
+    )
+    assert text.tags == ("B-x", "B-y")
+    in_iob2([text], "rows", notes)
+    assert notes == ["rows: 2 spans begin or end inside a word; they were extended to whole words."]
+
+
+def span(**changes: Any) -> dict[str, Any]:
+    row = {"text": "Ada is.", "spans": [{"start": 0, "end": 3, "label": "p"} | changes]}
+    return row
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (["a"], "it is a list, not an object"),
+        ({"words": ["a"]}, "it has the columns words, but needs `tokens` and `tags`, or `text` and `spans`"),
+        ({"tokens": ["a"]}, "it has no tags or ner_tags"),
+        ({"tokens": [], "tags": []}, "its tokens are not a list with at least one token"),
+        ({"tokens": "a", "tags": ["O"]}, "its tokens are not a list"),
+        ({"tokens": ["a", ""], "tags": ["O", "O"]}, "token 1 is empty"),
+        ({"tokens": [" "], "tags": ["O"]}, "its tokens have no text"),
+        ({"tokens": ["a", 3], "tags": ["O", "O"]}, "its tokens contains 3, which is not text"),
+        ({"tokens": ["a", "b"], "tags": ["O"]}, "its tags have 1 values, but its tokens 2"),
+        ({"tokens": ["a"], "tags": "O"}, "its tags have a str, but its tokens 1"),
+        ({"tokens": ["a"], "ner_tags": [3]}, "its ner_tags are numbers without names"),
+        ({"tokens": ["a"], "tags": [None]}, "its tags contains None, which is not text"),
+        ({"tokens": ["a"], "tags": [""]}, "a tag is empty"),
+        ({"tokens": ["a", "b"], "tags": ["B-x", "x"]}, "its tag 'x' is neither O nor begins with B-, I-, E- or S-"),
+        ({"tokens": ["\ud800"], "tags": ["O"]}, "its tokens contains an unpaired surrogate"),
+        ({"text": " \n", "spans": []}, "no text"),
+        ({"text": "a"}, "no list of spans"),
+        ({"text": "a", "spans": ["x"]}, "span 0 is not an object"),
+        (span(end=8), "span 0 goes from 0 to 8, which is empty or not within the 7 characters"),
+        (span(start=-1), "span 0 goes from -1 to 3"),
+        (span(start=3), "span 0 goes from 3 to 3, which is empty"),
+        (span(start=True), "span 0 goes from True to 3, which are not both integers"),
+        (span(start=3, end=4), "span 0 from 3 to 4 contains only white space"),
+        (span(label=""), "span 0 has the label '', which is not the name of an entity"),
+        (span(kind="x"), "span 0 has the unknown key 'kind'"),
+        (span(text="Ida"), "span 0 has the text 'Ida', but its characters are 'Ada'"),
+        (
+            {"text": "Ada is.", "spans": [{"start": s, "end": 5, "label": "p"} for s in (0, 4)]},
+            "the span from 4 to 5 overlaps with the one before it",
+        ),
+    ],
+)  # fmt: skip
+def test_a_bad_row_is_one_sentence_with_its_place(row: Any, problem: str) -> None:
+    with pytest.raises(BadRowError) as caught:
+        read_tagged([SourceRow("rows.jsonl, line 7", row)], BadRows("fail"))
+    assert str(caught.value).startswith(f"rows.jsonl, line 7: {problem}")
+    assert str(caught.value).endswith("fix or remove the row, or set data.on_bad_row to skip.")
+
+
+def test_unknown_tags_and_a_single_one_are_refused() -> None:
+    text = from_row(tokens=["a", "b"], tags=["O", "B-x"])
+    with pytest.raises(BadRowError, match=r"rows\.jsonl, line 7: its tag 'B-x' is not one of the model's labels"):
+        with_targets([text], ["O", "B-y", "I-y"], BadRows("fail"))
+    with pytest.raises(ConfigError, match=r"rows: every word has the tag 'O', so there is nothing to learn"):
+        require_labels([from_row(tokens=["a"], tags=["O"])], "rows")
+
+
+def test_rows_to_predict_need_no_tags() -> None:
+    assert read_untagged(SourceRow("row 1", {"tokens": ["a", "b"]})).text == "a b"
+    assert read_untagged(SourceRow("row 1", {"text": "a b"})).tags == ()
+
+
+def test_odd_values_are_read_or_answered_by_one_sentence() -> None:
+    draw = random.Random(0)
+    rows = [
+        {"tokens": ["New", "York"], "tags": ["B-x", "I-x"]},
+        {"tokens": ["a"], "ner_tags": ["NOUN"]},
+        {"text": "Ada is here.", "spans": [{"start": 0, "end": 3, "label": "p", "text": "Ada"}]},
+    ]
+    refused: list[str] = []
+    for _ in range(600):
+        row = changed(draw.choice(rows), draw)
+        try:
+            texts = in_iob2(read_tagged([SourceRow("rows.jsonl, line 7", row)], BadRows("fail")), "rows", [])
+        except BadRowError as error:
+            refused.append(str(error))
+        else:
+            assert all(len(text.tags) == len(text.starts) for text in texts)
+    assert 100 < len(refused) < 600
+    assert all(said.startswith("rows.jsonl, line 7: ") and len(said) < 700 for said in refused)
