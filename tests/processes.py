@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 from benchmarks.outcome import file_digests
+from benchmarks.outcome import json_lines as json_lines
+from benchmarks.outcome import record as record
 
 from sansgpu.cli import run as cli
 from tests.forks import Fork, ForkServer

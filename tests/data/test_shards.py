@@ -18,7 +18,7 @@ from sansgpu.data.files import Piece
 from sansgpu.data.shards import build_store, build_tokenizer
 from sansgpu.data.sources import open_sources
 from sansgpu.data.split import all_documents
-from sansgpu.tasks.pretrain.objective import Pretrain
+from sansgpu.tasks.pretrain.task import Pretrain
 from tests.processes import kill_when, write_corpus
 
 BUILD = """

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sansgpu.tasks.pretrain.objective import Pretrain
+from sansgpu.tasks.pretrain.task import Pretrain
 from sansgpu.tasks.trained_model import ModelSource
 from tests.processes import finish
 

@@ -4,7 +4,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from sansgpu.tasks.pretrain.objective import Pretrain
+from sansgpu.tasks.pretrain.task import Pretrain
 from tests.hanging import hang_in_c
 
 

@@ -10,7 +10,7 @@ import torch
 
 from sansgpu.config import Config
 from sansgpu.data.batch import IGNORE
-from sansgpu.tasks.pretrain.objective import Pretrain
+from sansgpu.tasks.pretrain.task import Pretrain
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.step import StepPlan
 from tests.processes import TINY, finish, kill_when, record, settings, start, write_corpus

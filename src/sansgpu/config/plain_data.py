@@ -18,7 +18,6 @@ from sansgpu.config.wording import shown, truncate
 MAX_RECORD_BYTES = 1 << 20  # maximum size of a JSON file that sansgpu wrote
 MAX_TEXT_BYTES = 256 << 20  # the largest known tokenizer.json has 35 MB
 MAX_DEPTH, MAX_VALUES = 32, 100_000  # levels of nesting and total values; a run's files need a tenth of each
-MAX_REASON_CHARACTERS = 300  # a library's error may repeat a file's whole content
 _MAX_INTEGER = 2**63 - 1
 _SCALARS = (str, bool, int, float, date, time, type(None))
 

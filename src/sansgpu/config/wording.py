@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-from sansgpu.config.plain_data import MAX_REASON_CHARACTERS
-
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
     """Formats a number of things, e.g. 1 thread, 2 threads or 3 batches. `plural` is that of an irregular noun."""
@@ -40,3 +38,6 @@ def first_line(error: BaseException) -> str:
     """Returns the truncated first line of a library's error without its period, or the error's type if it is empty."""
     lines = str(error).strip().splitlines()
     return truncate(lines[0], MAX_REASON_CHARACTERS).removesuffix(".") if lines else type(error).__name__
+
+
+MAX_REASON_CHARACTERS = 300  # a library's error may repeat a file's whole content

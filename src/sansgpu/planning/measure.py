@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sansgpu.config import Config, SansGPUError
-from sansgpu.config.plain_data import MAX_REASON_CHARACTERS
+from sansgpu.config.wording import MAX_REASON_CHARACTERS
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.machine.compilation import compile_into
 from sansgpu.machine.gemm_peak import peak_gemm_rate

@@ -8,9 +8,7 @@ from typing import cast
 from sansgpu.config import Config, ConfigError, import_class, task_class
 from sansgpu.config.by_task import TASK_CLASSES
 from sansgpu.config.extras import FINE_TUNING, require
-from sansgpu.tasks.task import (
-    TaskKind,
-)
+from sansgpu.tasks.task import TaskKind
 
 
 class _Tasks(Mapping[str, TaskKind]):

@@ -20,7 +20,7 @@ from sansgpu.cli import run as cli
 from sansgpu.config import load_config
 from sansgpu.jobs.snapshots import fork_snapshot
 from sansgpu.tasks.classify.data import balanced_weights
-from sansgpu.tasks.classify.objective import Classify
+from sansgpu.tasks.classify.task import Classify
 from tests.processes import digests, record
 from tests.tasks.fine_tuned import TINY, Captured, events_of, sentence
 from tests.tasks.folders import labeled_rows, model_folder

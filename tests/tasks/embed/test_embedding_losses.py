@@ -21,7 +21,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from sansgpu.config import load_config
 from sansgpu.machine.group import SINGLE_PROCESS
 from sansgpu.tasks.embed.groups import TextGroups
-from sansgpu.tasks.embed.objective import TextEmbedding
+from sansgpu.tasks.embed.task import TextEmbedding
 from sansgpu.train.gradient_cache import GradientCache
 from tests.tasks.folders import model_folder
 from tests.tasks.test_parity import ROWS, STEPS, our_losses

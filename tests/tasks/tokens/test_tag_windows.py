@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from sansgpu.config import ConfigError
 from sansgpu.data.rows import SourceRow
+from sansgpu.tasks.tokens.data import TagWindow, make_tag_windows
 from sansgpu.tasks.tokens.tagged import TaggedText, read_untagged
-from sansgpu.tasks.tokens.windows import TagWindow, make_tag_windows
 from tests.tasks.tokenizer_kinds import KINDS, SPECIAL, tokenizer_of
 from tests.tasks.tokenizer_kinds import TEXT as TRAINED
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -40,18 +40,6 @@ from sansgpu.models.huggingface.source import library_errors, source_of
 
 if TYPE_CHECKING:  # functions import transformers when they need it, because that takes seconds
     from transformers import PreTrainedModel
-import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
-
-from sansgpu.config import ConfigError, ModelConfig
-from sansgpu.config.wording import shown
-
-if TYPE_CHECKING:  # its import is slow, and it is optional
-    from transformers import PreTrainedModel
-
 
 ALL_LINEAR = "all-linear"
 # Kinds of models whose mixers read the weights of these layers directly, without calling the layers, so an adapter

@@ -11,12 +11,7 @@ import torch
 from sansgpu.config import Config, ConfigError
 from sansgpu.data.rows import BadRows
 from sansgpu.data.sequences import LabeledSequences
-from sansgpu.tasks.classify.labels import (
-    LabeledText,
-    Labels,
-    tokenize_texts,
-    with_targets,
-)
+from sansgpu.tasks.classify.labels import LabeledText, Labels, tokenize_texts, with_targets
 from sansgpu.tasks.classify.objective import ClassifyObjective
 from sansgpu.tasks.fine_tuning import longest_example
 from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
@@ -40,7 +35,7 @@ class LabeledCorpus(TokenizedCorpus[LabeledSequences]):
         return f"{self.tokenizer.decode(self.train.tokens[0])} ⟦{shown}⟧"
 
 
-def _with_labels(config: Config, labels: Labels) -> Config:
+def with_labels(config: Config, labels: Labels) -> Config:
     """Returns a configuration that records the labels. Raises ConfigError if other settings do not fit them."""
     data = config.data.model_copy(update={"labels": list(labels.names), "label_kind": labels.kind})
     config = config.model_copy(update={"data": data})
@@ -49,7 +44,7 @@ def _with_labels(config: Config, labels: Labels) -> Config:
     return config
 
 
-def _labels_of(objective: ClassifyObjective) -> Labels:
+def labels_of(objective: ClassifyObjective) -> Labels:
     kind = objective.label_kind
     return Labels(kind, () if kind == "regression" else objective.head.labels)
 

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 
 from sansgpu.data.sequences import LabeledSequences, PackedSequences
-from sansgpu.tasks.classify.data import _labels_of
-from sansgpu.tasks.classify.labels import (
-    Labels,
-)
+from sansgpu.tasks.classify.data import labels_of
+from sansgpu.tasks.classify.labels import Labels
 from sansgpu.tasks.classify.objective import ClassifyObjective
 from sansgpu.tasks.evaluation import SplitEvaluator, wilson
 from sansgpu.tasks.task import Sums
@@ -123,7 +121,7 @@ class ClassifyEvaluator(SplitEvaluator[ClassifyObjective, LabeledSequences]):
     def metrics(self, sums: Sums) -> dict[str, Any]:
         """Computes the loss per row and the metrics of the kind of labels."""
         numbers = sorted(int(name) for name in sums if name.isdigit())
-        labels = _labels_of(self._objective)
+        labels = labels_of(self._objective)
         targets = torch.from_numpy(self._part.targets[numbers])
         if labels.kind == "multiple":
             values = [[sums.get(f"{n} {label}", 0.0) for label in range(len(labels.names))] for n in numbers]

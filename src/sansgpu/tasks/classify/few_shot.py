@@ -28,7 +28,8 @@ from sansgpu.models.formats.linear_head import LINEAR_HEAD, LinearHead, read_lin
 from sansgpu.models.huggingface.sentence_embedding import pool, write_layout
 from sansgpu.tasks.classify.data import LabeledCorpus
 from sansgpu.tasks.classify.labels import LabeledText
-from sansgpu.tasks.classify.objective import Classify, ClassifyObjective
+from sansgpu.tasks.classify.objective import ClassifyObjective
+from sansgpu.tasks.classify.task import Classify
 from sansgpu.tasks.embed.objective import embedding_layout
 from sansgpu.tasks.fine_tuning import FineTuning
 from sansgpu.tasks.trained_model import ModelSource

@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sansgpu.config import SETTINGS, Config
-from sansgpu.config.paths import local_path
-from sansgpu.data.headers import number_label_columns
-from sansgpu.data.rows import BadRows, located
-from sansgpu.data.sequences import LabeledSequences, PackedSequences
-from sansgpu.data.shards import ReportProgress
-from sansgpu.data.sources import open_single, open_sources
-from sansgpu.data.split import describe_split
-from sansgpu.models.formats.folders import has_architecture
-from sansgpu.models.huggingface.pretrained import Head, HeadKind, ProblemType, load_tokenizer_of
-from sansgpu.models.huggingface.source import pretrained_config
-from sansgpu.tasks.classify.data import LabeledCorpus, _labels_of, _with_labels, balanced_weights, tokenize_labeled
-from sansgpu.tasks.classify.evaluate import ClassifyEvaluator, prediction
-from sansgpu.tasks.classify.labels import (
-    LabeledText,
-    LabelKind,
-    Labels,
-    find_labels,
-    read_texts,
-    tokenize_texts,
-    unlabeled_text,
-)
-from sansgpu.tasks.evaluation import require_rows
-from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, longest_example, passes, require_examples, split_rows
-from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
+from sansgpu.config import Config
+from sansgpu.data.sequences import PackedSequences
+from sansgpu.models.huggingface.pretrained import Head, HeadKind, ProblemType
+from sansgpu.tasks.classify.labels import LabelKind
+from sansgpu.tasks.fine_tuning import FineTuning
 
 SCORE = "score"  # name of the only output of a regression
 _PROBLEM_TYPES: dict[LabelKind, ProblemType] = {
@@ -85,116 +62,3 @@ class ClassifyObjective(FineTuning):
         else:
             losses = (logits[:, 0] - targets[:, 0]).square()
         return losses * known
-
-
-class Classify(ClassifyObjective, FineTuningTask):
-    """`task: classify`."""
-
-    settings = SETTINGS["classify"]
-    verbs = ("evaluate", "predict", "export")
-    row_forms = (("text",), ("text", "text_pair"))
-    objective_class = ClassifyObjective
-    evaluator: ClassifyEvaluator
-
-    def __init__(self, config: Config, corpus: LabeledCorpus, effective_batch: int) -> None:
-        super().__init__(config)
-        self.use_corpus(corpus, effective_batch)
-        self.evaluator = ClassifyEvaluator(self, corpus.validation, 0)
-        if config.data.class_weights == "balanced":
-            self.class_weights = balanced_weights(corpus.train.targets[:, 0], len(corpus.labels.names))
-
-    @classmethod
-    def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, LabeledCorpus]:
-        """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
-        data, numbered = number_label_columns(config.data)
-        config = config.model_copy(update={"data": data})
-        sources = open_sources(data, text_rows=True)
-        tokenizer = load_tokenizer_of(config.model)
-        notes: list[str] = []
-        train_rows, held_rows = BadRows(data.on_bad_row), BadRows(data.on_bad_row)
-        texts = read_texts(sources.train.rows(), data, train_rows)
-        require_examples(sources, [len(texts)], "row", train_rows.notes())
-        cls.require_readable(texts)
-        labels = find_labels(texts, data, sources.train.name)
-        notes += [f"{numbered}, {labels.shown}."] if numbered else []
-        notes += [labels.note] if labels.note else []
-        config = _with_labels(config, labels)
-        split = None
-        if sources.validation is not None:
-            train, held = texts, read_texts(sources.validation.rows(), data, held_rows)
-            cls.require_readable(held)
-        else:
-            train, held = split_rows(texts, [f"{t.text}\0{t.pair}".encode() for t in texts], data.validation_split)
-            split = describe_split(len(train), len(held), "row", data.validation_split)
-
-        def tokenized(part: list[LabeledText], rows: BadRows, name: str) -> LabeledSequences:
-            size = sum(len(text.text) for text in part)
-            progress("tokenizing", size, size)
-            made = tokenize_labeled(part, labels, config, tokenizer, rows, lambda note: notes.append(f"{name} {note}"))
-            rows.report(lambda note: notes.append(f"{name} rows: {note}"))
-            return made
-
-        parts = tokenized(train, train_rows, "training"), tokenized(held, held_rows, "validation")
-        require_examples(sources, [len(part) for part in parts], "row", notes)
-        fingerprint = f"{sources.train.fingerprint[:16]}-{len(parts[0])}-{parts[0].lengths.sum()}"
-        return config, LabeledCorpus(*parts, notes, fingerprint, tokenizer, labels, split=split)
-
-    @classmethod
-    def require_readable(cls, texts: Sequence[LabeledText]) -> None:
-        """Raises BadRowError if the task cannot read one of the texts."""
-
-    @classmethod
-    def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> PackedSequences:
-        """Builds `size` texts of random tokens with the first label."""
-        outputs = len(cls.head_of(config).labels) if config.data.label_kind == "multiple" else 1
-        dtype = np.float32 if config.data.label_kind == "regression" else np.int64
-        return PackedSequences.of(cls.random_tokens(config, size, tokens), np.zeros((size, outputs), dtype))
-
-    @classmethod
-    def evaluation_batch(cls, config: Config) -> int:
-        return 32
-
-    @classmethod
-    def recognizes(cls, target: str) -> bool:
-        """Returns whether a folder holds a transformers model that classifies sequences."""
-        return has_architecture(local_path(target), "ForSequenceClassification")
-
-    @classmethod
-    def config_of_model(cls, source: ModelSource) -> Config:
-        """Returns a configuration with the labels in the model's config.json."""
-        config = super().config_of_model(source)
-        settings: Any = pretrained_config(config.model.model_copy(update={"trust_remote_code": source.remote_code}))
-        names = tuple(str(name) for _, name in sorted(settings.id2label.items()))
-        kind = _KINDS.get(settings.problem_type) or ("regression" if len(names) == 1 else "single")
-        return _with_labels(config, Labels(kind, () if kind == "regression" else names))
-
-    @classmethod
-    def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> ClassifyEvaluator:
-        if request.data is None:
-            part, skipped = cast(LabeledCorpus, request.own_corpus()).validation, 0
-        else:
-            data, numbered = number_label_columns(loaded.config.data.for_dataset(request.data))
-            if numbered:
-                request.warn(f"{numbered}.")
-            source, bad_rows = open_single(request.data, data, text_rows=True), BadRows("skip")
-            texts = read_texts(source.rows(), data, bad_rows)
-            cls.require_readable(texts)
-            labels = _labels_of(loaded.objective)
-            part = tokenize_labeled(texts, labels, loaded.config, loaded.tokenizer, bad_rows, request.warn)
-            bad_rows.report(lambda note: request.warn(f"{source.name}: {note}"))
-            require_rows(part, source.name)
-            skipped = bad_rows.count
-        return ClassifyEvaluator(loaded.objective, part, skipped)
-
-    @classmethod
-    def predict(cls, loaded: TrainedModel, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns the label and the probability of each label for every row, or the number that is predicted for it."""
-        data, objective = loaded.config.data, cast(ClassifyObjective, loaded.objective)
-        texts = [unlabeled_text(row, data) for row in located(rows)]
-        cls.require_readable(texts)
-        made = tokenize_texts(texts, loaded.tokenizer, longest_example(loaded.config, loaded.tokenizer))
-        part = LabeledSequences(made.ids, np.zeros((len(texts), 1), np.int64), made.types)
-        labels, logits = _labels_of(objective), torch.empty(len(texts), len(objective.head.labels))
-        for numbers in passes(part.lengths):
-            logits[torch.from_numpy(numbers)] = objective.logits(part.batch(numbers).to(loaded.device)).cpu()
-        return [prediction(row, labels) for row in logits]

@@ -13,15 +13,7 @@ from sansgpu.kernels.embedding import embed
 from sansgpu.tasks.graph.batch import HEAD_ENTITY, QUERY_TAIL, RELATION, TAIL_START, GraphBatch
 from sansgpu.tasks.graph.encoder import GraphEncoder
 from sansgpu.tasks.graph.entities import NameBags
-from sansgpu.tasks.graph.masked_prediction import (
-    ENTITY,
-    KGE,
-    KINDS,
-    SBO,
-    MetricSums,
-    masked_metrics,
-)
-from sansgpu.tasks.graph.task import longest_span
+from sansgpu.tasks.graph.masked_prediction import ENTITY, KGE, KINDS, SBO, MetricSums, masked_metrics
 from sansgpu.tasks.task import Sums
 
 
@@ -147,3 +139,8 @@ class GraphObjective:
 
     def between_blocks(self, callback: Callable[[], None]) -> None:
         self.model.before_block = callback
+
+
+def longest_span(config: Config) -> int | None:
+    """Returns the longest span of the boundary loss in tokens, or None if that loss is off."""
+    return config.max_span if config.training.sbo_weight else None

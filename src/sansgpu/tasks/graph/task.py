@@ -34,7 +34,7 @@ from sansgpu.tasks.graph.masked_prediction import (
     validation_masking,
 )
 from sansgpu.tasks.graph.masking import MaskRules, mask_example
-from sansgpu.tasks.graph.objective import GraphObjective
+from sansgpu.tasks.graph.objective import GraphObjective, longest_span
 from sansgpu.tasks.graph.tokenizer import GraphCodec
 from sansgpu.tasks.graph.triples import Triple
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
@@ -204,11 +204,6 @@ def _masked_share(config: Config) -> float:
     """Returns the expected share of masked nodes if every leaf slot is filled."""
     leaves, data = config.model.leaf_slots, config.data
     return (data.mask_ratio + leaves * data.leaf_mask_ratio) / (1 + leaves)
-
-
-def longest_span(config: Config) -> int | None:
-    """Returns the longest span of the boundary loss in tokens, or None if that loss is off."""
-    return config.max_span if config.training.sbo_weight else None
 
 
 def _with_data_settings(config: Config, corpus: GraphCorpus) -> Config:

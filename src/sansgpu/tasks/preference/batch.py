@@ -1,4 +1,4 @@
-"""Batches of prompts with two answers each. The two answers of an example share the tokens of their prompt.
+"""Tokenized preferences and their batches: prompts with two answers each, or with one rated answer.
 
 B examples, N input tokens, K target tokens.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,7 +16,14 @@ import torch
 from sansgpu.data.batch import IGNORE, ExampleBatch, concatenated
 from sansgpu.tasks.preference.rows import Answers
 
+if TYPE_CHECKING:
+    pass
 
+from sansgpu.tasks.sft.chat import show_masked
+from sansgpu.tasks.variable_length_corpus import TokenizedCorpus, largest_batch
+
+
+@dataclass(frozen=True)
 @dataclass(frozen=True)
 class AnswerPairs(ExampleBatch):
     """B prompts with two answers each, whose last tokens are targets only."""
@@ -129,3 +137,36 @@ def with_other_answers(examples: Sequence[Answers], max_length: int) -> list[Ans
         pairs = (own.ids[0], other.ids[0][:room]), (own.learned[0], other.learned[0][:room])
         found.append(replace(own, ids=pairs[0], learned=pairs[1]))
     return found
+
+
+ANSWERS = 2  # answers in an example
+
+
+class PreferenceCorpus(TokenizedCorpus[PreferenceExamples]):
+    """Tokenized preferences for training and validation."""
+
+    needs_reference: bool
+
+    @property
+    def reference_tokens(self) -> int:
+        return self.train_tokens + self.validation_tokens if self.needs_reference else 0
+
+    def preview(self) -> str | None:
+        """Returns the text of the first example; brackets enclose the chosen and the rejected answer."""
+        first = self.train.examples[0]
+        prompt = [(int(token), False) for token in first.prompt]
+        shown = []
+        for before, ids, learned in zip((prompt, []), first.ids, first.learned, strict=False):
+            tokens = [*before, *zip(ids.tolist(), learned.tolist(), strict=True)]
+            shown.append(show_masked([t for t, _ in tokens], [known for _, known in tokens], self.tokenizer))
+        return "\n".join(shown)
+
+    @property
+    def sequence_tokens(self) -> float:
+        return float(self.train.sequence_lengths.mean())
+
+    def most_tokens(self, examples: int, padded: bool) -> int:
+        parts = (self.train, self.validation)
+        if padded:
+            return ANSWERS * examples * max(int(part.sequence_lengths.max()) for part in parts)
+        return max(largest_batch(part.lengths, examples) for part in parts)

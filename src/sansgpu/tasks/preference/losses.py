@@ -7,11 +7,16 @@ prompt, from which the KL divergence is estimated.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from sansgpu.config.losses import PreferenceConfig
+from sansgpu.tasks.task import Sums
+
+if TYPE_CHECKING:
+    pass
 
 LARGEST_MEAN = -1e-6  # largest mean log-probability, because the odds of a certain answer are infinite
 
@@ -67,3 +72,12 @@ def kto_losses(
     sign = torch.where(is_good, 1.0, -1.0)
     weights = torch.where(is_good, settings.desirable_weight, settings.undesirable_weight)
     return weights * (1 - torch.sigmoid(sign * (rewards - settings.scale * kl))), rewards
+
+
+def reward_metrics(sums: Sums) -> dict[str, float]:
+    """Computes means from the sums of `measured`."""
+    count = sums["examples"]
+    chosen = sums["chosen"] / max(1.0, sums["rated_good"])
+    rejected = sums["rejected"] / max(1.0, sums["rated_bad"])
+    means: dict[str, float] = {name: sums[name] / count for name in ("accuracy", "nll", "kl") if name in sums}
+    return {**means, "margin": chosen - rejected, "chosen_reward": chosen, "rejected_reward": rejected}

@@ -16,10 +16,7 @@ from sansgpu.data.shards import ReportProgress, TokenSizes, TokenStore, build_st
 from sansgpu.data.sources import Sources
 from sansgpu.data.split import TokenRanges, all_documents, split_documents
 from sansgpu.data.teacher_folder import Predictions, TeacherFolder
-from sansgpu.data.tokenizer import (
-    Tokenizer,
-    load_tokenizer,
-)
+from sansgpu.data.tokenizer import Tokenizer, load_tokenizer
 from sansgpu.tasks.distillation import with_length_of
 from sansgpu.tasks.vocabulary import with_vocabulary_of
 
@@ -55,7 +52,7 @@ class TextCorpus:
         return None  # every token has a loss
 
 
-def _read_parts(
+def read_parts(
     config: Config, sources: Sources, tokenizer: Tokenizer, cache: Path, progress: ReportProgress
 ) -> tuple[TokenRanges, TokenRanges, str]:
     """Tokenizes the training and validation documents, and returns them and the fingerprint of how they are used.
@@ -74,7 +71,7 @@ def _read_parts(
     return train, validation, name
 
 
-def _corpus_of(
+def corpus_of(
     config: Config,
     tokenizer: Tokenizer,
     train: TokenRanges,
@@ -95,7 +92,7 @@ def _corpus_of(
     )
 
 
-def _taught_corpus(config: Config, folder: TeacherFolder, progress: ReportProgress) -> tuple[Config, TextCorpus]:
+def taught_corpus(config: Config, folder: TeacherFolder, progress: ReportProgress) -> tuple[Config, TextCorpus]:
     """Opens the texts and the predictions of a teacher's folder, with its tokenizer."""
     tokenizer = load_tokenizer(folder.root)
     config = with_vocabulary_of(with_length_of(config, folder), tokenizer.vocab_size)
@@ -108,10 +105,10 @@ def _taught_corpus(config: Config, folder: TeacherFolder, progress: ReportProgre
     sizes = TokenSizes(validation.tokens, tokenizer.token_bytes(), folder.array("validation_sizes"))
     predictions = Predictions(folder, progress)
     validation = replace(validation, sizes=sizes)
-    return config, _corpus_of(config, tokenizer, train, validation, folder.fingerprint, predictions)
+    return config, corpus_of(config, tokenizer, train, validation, folder.fingerprint, predictions)
 
 
-def _arrays_of(part: str, ranges: TokenRanges) -> dict[str, np.ndarray]:
+def arrays_of(part: str, ranges: TokenRanges) -> dict[str, np.ndarray]:
     """Returns the tokens of the documents, one after the other, and their lengths."""
     pieces = [ranges.tokens[start:stop] for start, stop in zip(ranges.starts, ranges.stops, strict=True)]
     return {f"{part}_tokens": np.concatenate(pieces), f"{part}_lengths": ranges.stops - ranges.starts}

@@ -3,61 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from sansgpu.config import SETTINGS, Config, ConfigError, DataConfig, derive_seed
-from sansgpu.config.paths import local_path
+from sansgpu.config import Config, derive_seed
 from sansgpu.data.batch import Batch
-from sansgpu.data.order import batch_indices
-from sansgpu.data.pack import PackedWindows, TextWindows, piece_length
-from sansgpu.data.sequences import PackedSequences
-from sansgpu.data.shards import ReportProgress, build_store, build_tokenizer
-from sansgpu.data.sources import open_single, open_sources
-from sansgpu.data.split import all_documents
-from sansgpu.data.tokenizer import (
-    Tokenizer,
-    load_tokenizer,
-    load_tokenizer_of_model,
-    parsed_tokenizer,
-    special_tokens_around,
-)
 from sansgpu.kernels.cross_entropy import LossOptions
 from sansgpu.kernels.mixed_loss import linear_mixed_loss
 from sansgpu.models import TransformerLM
-from sansgpu.models.formats.decoder_folder import (
-    HuggingFaceLM,
-    decoder_config,
-    export_model,
-    load_decoder,
-    load_gguf_decoder,
-)
-from sansgpu.models.formats.gguf_source import is_gguf, open_gguf
-from sansgpu.models.formats.layouts import hugging_face_config, to_hugging_face
-from sansgpu.models.formats.tokenizers import TokenizerParts
-from sansgpu.models.formats.weights import set_weights
-from sansgpu.models.generation.generate import BatchModel, decoder_batch, generate
-from sansgpu.models.generation.sampling import Sampling
-from sansgpu.models.huggingface.adapter_folder import is_adapter_folder
-from sansgpu.models.modules import narrow_matrices
-from sansgpu.models.teacher import Teacher, decoder_teacher, transformers_teacher
-from sansgpu.tasks.base import ObjectiveBase, TaskWithEvaluator
-from sansgpu.tasks.distillation import Lesson, StudentLoss, open_lesson, sequences_of, student_metrics
-from sansgpu.tasks.language_modeling import LanguageModeling
-from sansgpu.tasks.pretrain.costs import DecoderCosts
-from sansgpu.tasks.task import GGUFParts, Sums
-from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
-from sansgpu.tasks.vocabulary import with_vocabulary_of
+from sansgpu.tasks.base import ObjectiveBase
+from sansgpu.tasks.distillation import StudentLoss, student_metrics
+from sansgpu.tasks.task import Sums
 
 if TYPE_CHECKING:  # gguf is optional
-    from sansgpu.models.formats.gguf_file import GGUFFile
-from sansgpu.tasks.pretrain.data import TextCorpus, _arrays_of, _corpus_of, _read_parts, _taught_corpus
-
-EVALUATION_TOKENS = 4096  # tokens in a micro-batch
-UNBOUNDED_CONTEXT = 1024  # tokens of context for models that declare no maximum
+    pass
 
 
 class PretrainObjective(ObjectiveBase):
@@ -93,189 +53,3 @@ class PretrainObjective(ObjectiveBase):
 
     def between_blocks(self, callback: Callable[[], None]) -> None:
         self.model.before_block = callback
-
-
-class Pretrain(PretrainObjective, TaskWithEvaluator):
-    """`task: pretrain`."""
-
-    settings = SETTINGS["pretrain"]
-    verbs = ("evaluate", "generate", "complete", "export", "gguf", "distill")
-    verbs_for_any_model = ("evaluate", "distill")
-    verbs_without_kernels = ("export", "gguf")
-    has_windows = True
-
-    def __init__(self, config: Config, corpus: TextCorpus, effective_batch: int) -> None:
-        super().__init__(config)
-        self.corpus, self._config = corpus, config
-        self._effective_batch = effective_batch
-        self.evaluator = LanguageModeling(self.model, corpus.validation)
-        self.fingerprint, self.notes = corpus.fingerprint, ()
-        self.flops_per_token = self.costs(config).work(1).needed
-
-    @staticmethod
-    def prepare(config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, TextCorpus]:
-        """Tokenizes the data, or opens a teacher's, and sets model.vocab_size.
-
-        Raises ConfigError if there is not enough data, or a configured vocabulary is smaller than the tokenizer's.
-        """
-        if config.training.distillation.teacher is not None:
-            return _taught_corpus(config, open_lesson(config), progress)
-        sources = open_sources(config.data)
-        tokenizer = build_tokenizer(config.data, sources.train, cache, progress)
-        config = with_vocabulary_of(config, tokenizer.vocab_size)
-        train, validation, name = _read_parts(config, sources, tokenizer, cache, progress)
-        return config, _corpus_of(config, tokenizer, train, validation, name)
-
-    @classmethod
-    def lesson(cls, config: Config, tokenizer: Tokenizer, cache: Path, progress: ReportProgress) -> Lesson:
-        sources = open_sources(config.data)
-        train, validation, name = _read_parts(config, sources, tokenizer, cache, progress)
-        windows = PackedWindows(train, config.window, tokenizer.end_id)
-        counts = np.full(len(windows), config.window, np.int64)
-        counts[-1] -= counts.sum() - train.token_count
-        arrays = {**_arrays_of("train", train), **_arrays_of("validation", validation)}
-        arrays["validation_sizes"] = validation.token_sizes()
-
-        def sequences(first: int, stop: int) -> PackedSequences:
-            return sequences_of(windows.batch(np.arange(first, stop)))
-
-        return Lesson(arrays, counts, sequences, name)
-
-    @classmethod
-    def teacher(cls, loaded: TrainedModel) -> Teacher:
-        model, tokenizer = loaded.objective.model, loaded.tokenizer
-        before = () if tokenizer.prefix_ids == (tokenizer.end_id,) else tokenizer.prefix_ids
-        if isinstance(model, TransformerLM):
-            return decoder_teacher(model, before)
-        return transformers_teacher(model.unpadded(), model.context, before)
-
-    @classmethod
-    def without_data(cls, config: Config) -> PretrainObjective:
-        return PretrainObjective(config)
-
-    @staticmethod
-    def random_batch(config: Config, size: int, tokens: int | None = None) -> Batch:
-        """Builds `size` windows of random tokens, each a single document. Windows are full, so `tokens` is ignored."""
-        assert config.model.vocab_size is not None
-        draws = torch.Generator().manual_seed(derive_seed(config.training.seed, "trial"))
-        shape = (size, config.window + 1)
-        drawn = torch.randint(0, config.model.vocab_size, shape, generator=draws)
-        inputs, targets = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
-        positions = torch.arange(config.window).expand_as(inputs).contiguous()
-        return Batch(inputs, targets, positions, torch.zeros_like(inputs))
-
-    @classmethod
-    def costs(cls, config: Config) -> DecoderCosts:
-        return DecoderCosts(config.model, config.training, config.window, config.window)
-
-    def batch(self, step: int, total_steps: int | None = None) -> Batch:
-        """Returns the global batch of a step, cut into shorter pieces during the window warm-up."""
-        training, window = self._config.training, self._config.window
-        indices = batch_indices(training.seed, step, len(self.corpus.train), self._effective_batch)
-        batch: Batch = self.corpus.train.batch(indices)
-        if self.corpus.teacher is not None:
-            batch = self.corpus.teacher.add_to(batch, indices)
-        piece = window if total_steps is None else piece_length(training, window, step, total_steps)
-        return batch.in_pieces(piece) if piece < window else batch
-
-    def sample(self, prompt: str, tokens: int, seed: int) -> str:
-        return "".join(generate(self.model, self.corpus.tokenizer, prompt, tokens, Sampling(seed=seed)))
-
-    def export(self, folder: Path) -> None:
-        """Writes weights, config, tokenizer and generation config."""
-        export_model(self.model, self.corpus.tokenizer, folder)
-
-    @classmethod
-    def recognizes(cls, target: str) -> bool:
-        """Returns True for folders and GGUF files with one of our decoders, and for paths that `load` will reject."""
-        path = local_path(target)
-        if is_gguf(target):
-            return decoder_config(path) is not None
-        if path.is_dir():
-            is_other = is_adapter_folder(path) or ((path / "config.json").is_file() and decoder_config(path) is None)
-            return not is_other
-        return _is_path(target)
-
-    @classmethod
-    def load(cls, source: ModelSource) -> tuple[PretrainObjective, Tokenizer, Config]:
-        """Loads our decoder, or else any causal model of transformers."""
-        config, path = source.config or Config(), source.path
-        if source.snapshot is not None:
-            assert source.tokenizer is not None
-            decoder = TransformerLM(config.model, seed=None)
-            set_weights(decoder, source.snapshot.weights(), source.snapshot.folder, assign=True)
-            return PretrainObjective(config, decoder), load_tokenizer(source.tokenizer), config
-        if is_gguf(source.target):
-            file = open_gguf(path)
-            model: Any = load_gguf_decoder(file) or HuggingFaceLM(str(path))
-            return PretrainObjective(config, model), _gguf_tokenizer(file), config
-        name: str | Path = source.target
-        model = None
-        if path.is_dir() and not is_adapter_folder(path):
-            if not (path / "config.json").is_file():
-                raise ConfigError(f"{path} is neither a run (config.yaml) nor a Hugging Face model (config.json).")
-            name, model = path, load_decoder(path)
-        elif not path.is_dir() and _is_path(source.target):
-            raise ConfigError(f"{source.target} does not exist; give a run's folder or a Hugging Face model.")
-        model = model or HuggingFaceLM(str(name), source.remote_code)
-        return PretrainObjective(config, model), load_tokenizer_of_model(name, source.remote_code), config
-
-    @classmethod
-    def evaluation_batch(cls, config: Config) -> int:
-        return max(1, EVALUATION_TOKENS // config.window)
-
-    @classmethod
-    def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> LanguageModeling:
-        model, tokenizer, config = loaded.objective.model, loaded.tokenizer, loaded.config
-        if request.data is None:
-            return LanguageModeling(model, cast(TextCorpus, request.own_corpus()).validation)
-        default = config.window if loaded.source.config else UNBOUNDED_CONTEXT
-        window = request.window_within(_context_of(model), default)
-        source = open_single(request.data, DataConfig(dataset_name=request.data, text_column=config.data.text_column))
-        documents = all_documents(build_store(source, tokenizer, request.cache, request.progress))
-        # As in pretraining, the last token of a document predicts the first token of the next document.
-        around = (tokenizer.prefix_ids, tokenizer.suffix_ids)
-        if isinstance(model, TransformerLM) and around == ((tokenizer.end_id,), ()):
-            return LanguageModeling(model, PackedWindows(documents, window, tokenizer.end_id))
-        windows = TextWindows(documents, window, len(tokenizer.prefix_ids), tokenizer.end_id)
-        return LanguageModeling(model, windows)
-
-    @classmethod
-    def batch_model(cls, loaded: TrainedModel) -> BatchModel:
-        model = loaded.objective.model
-        if loaded.precision == "bf16":
-            narrow_matrices(model)
-        return decoder_batch(model, loaded.tokenizer)
-
-    @classmethod
-    def export_model(cls, loaded: TrainedModel, folder: Path, merge: bool | None) -> None:
-        export_model(loaded.objective.model, loaded.tokenizer, folder)
-
-    @classmethod
-    def gguf_parts(cls, loaded: TrainedModel) -> GGUFParts:
-        decoder, tokenizer, end = loaded.objective.model, loaded.tokenizer, loaded.tokenizer.end_id
-        weights = to_hugging_face(decoder.config, decoder.state_dict())
-        parts = TokenizerParts(
-            tokenizer.backend.to_str(), end, end, end, begins=True
-        )  # the end-of-text token also starts a document
-        return hugging_face_config(decoder.config, end), weights, parts
-
-
-def _is_path(target: str) -> bool:
-    return local_path(target).is_absolute() or target.startswith((".", "runs/"))
-
-
-def _context_of(model: TransformerLM | HuggingFaceLM) -> int:
-    """Returns the maximum context length in tokens."""
-    if isinstance(model, TransformerLM):
-        return model.config.max_seq_len
-    return model.context or UNBOUNDED_CONTEXT
-
-
-def _gguf_tokenizer(file: GGUFFile) -> Tokenizer:
-    parts = file.tokenizer
-    tokenizer = parsed_tokenizer(parts.json, parts.token(parts.eos_id), file.path)
-    tokenizer.prefix_ids, tokenizer.suffix_ids = special_tokens_around(tokenizer.backend)
-    if parts.begins and parts.bos_id is not None and not tokenizer.prefix_ids:
-        tokenizer.prefix_ids = (parts.bos_id,)
-    return tokenizer

@@ -11,11 +11,7 @@ from sansgpu.config import Config
 from sansgpu.data.rows import BadRows
 from sansgpu.data.sequences import PackedSequences, WindowedTexts
 from sansgpu.tasks.fine_tuning import longest_example
-from sansgpu.tasks.qa.questions import (
-    Question,
-    QuestionWindow,
-    make_windows,
-)
+from sansgpu.tasks.qa.questions import Question, QuestionWindow, make_windows
 from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
 
 

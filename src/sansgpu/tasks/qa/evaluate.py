@@ -16,7 +16,7 @@ from sansgpu.files.atomic import write_text
 from sansgpu.tasks.evaluation import whole_groups
 from sansgpu.tasks.qa.answers import Answer, AnswerRules, best_answers, exact_match_f1, predictions_json
 from sansgpu.tasks.qa.data import TokenizedQuestions
-from sansgpu.tasks.qa.objective import PREDICTION_FILES, QAObjective, _position_loss
+from sansgpu.tasks.qa.objective import QAObjective, position_loss
 from sansgpu.tasks.task import Gather, Sums
 
 
@@ -43,7 +43,7 @@ class QAEvaluator:
         """Returns the loss, the counts of windows and questions, and the sums of exact match and F1."""
         assert batch.numbers is not None
         scored = list(self._objective.scores(batch))
-        loss = sum(float(_position_loss(s, t[0]) + _position_loss(e, t[1])) / 2 for s, e, t in scored)
+        loss = sum(float(position_loss(s, t[0]) + position_loss(e, t[1])) / 2 for s, e, t in scored)
         logits = {
             int(n): (s.cpu().numpy(), e.cpu().numpy()) for n, (s, e, _) in zip(batch.numbers, scored, strict=True)
         }
@@ -102,3 +102,6 @@ class QAEvaluator:
                     raise SansGPUError(f"{folder / name} cannot be written: {error.strerror}.") from None
                 written.append(folder / name)
         return written
+
+
+PREDICTION_FILES = ("predictions.json", "nbest_predictions.json", "null_odds.json")

@@ -15,12 +15,8 @@ from sansgpu.data.shards import ReportProgress, rows_with_progress
 from sansgpu.data.sources import Source
 from sansgpu.data.teacher_folder import Predictions, TeacherFolder
 from sansgpu.models.huggingface.pretrained import load_tokenizer_of
-from sansgpu.tasks.distillation import (
-    require_same_vocabulary,
-    with_length_of,
-)
+from sansgpu.tasks.distillation import require_same_vocabulary, with_length_of
 from sansgpu.tasks.sft.chat import TokenizedConversations, show_masked, tokenize_conversations
-from sansgpu.tasks.sft.objective import CHAT_TEMPLATE_FILE
 from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
 
 
@@ -71,7 +67,7 @@ class ChatCorpus(TokenizedCorpus[ConversationExamples]):
         return show_masked(*self.train.examples.example(self.train.numbers[0]), self.tokenizer)
 
 
-def _taught_corpus(config: Config, folder: TeacherFolder, progress: ReportProgress) -> tuple[Config, ChatCorpus]:
+def taught_corpus(config: Config, folder: TeacherFolder, progress: ReportProgress) -> tuple[Config, ChatCorpus]:
     """Opens the conversations and the predictions of a teacher's folder.
 
     The student gets the teacher's chat template. Raises ConfigError if its tokenizer has another vocabulary.
@@ -85,7 +81,7 @@ def _taught_corpus(config: Config, folder: TeacherFolder, progress: ReportProgre
     return with_length_of(config, folder), corpus
 
 
-def _arrays_of(part: str, rows: ConversationExamples) -> dict[str, np.ndarray]:
+def arrays_of(part: str, rows: ConversationExamples) -> dict[str, np.ndarray]:
     """Returns the tokens and loss masks of examples, one after the other, and the size of each."""
     examples = [rows.example(number) for number in range(len(rows))]
     return {
@@ -108,11 +104,11 @@ def tokenize_source(
     source: Source, config: Config, tokenizer: Any, progress: ReportProgress, notes: list[str]
 ) -> ConversationExamples:
     """Reads all rows of a source. Raises ConfigError if one is invalid."""
-    examples = _examples(source, config, tokenizer, progress, notes)
+    examples = examples_in(source, config, tokenizer, progress, notes)
     return ConversationExamples(examples, np.arange(len(examples)))
 
 
-def _examples(
+def examples_in(
     source: Source, config: Config, tokenizer: Any, progress: ReportProgress, notes: list[str]
 ) -> TokenizedConversations:
     data = config.data
@@ -138,3 +134,6 @@ def _examples(
     if examples.skipped:
         notes.append(f"{source.name}: bad rows skipped: {examples.skipped}; the first: {examples.first_skipped}")
     return examples
+
+
+CHAT_TEMPLATE_FILE = "chat_template.jinja"  # the name that transformers gives to it

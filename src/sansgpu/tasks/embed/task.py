@@ -1,0 +1,152 @@
+"""`task: embed`: a model learns to give texts of similar meaning similar vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+
+from sansgpu.config import SETTINGS, Config, ConfigError
+from sansgpu.config.paths import local_path
+from sansgpu.data.headers import require_embedding_columns
+from sansgpu.data.order import batch_indices, steps_per_epoch
+from sansgpu.data.rows import BadRows
+from sansgpu.data.shards import ReportProgress
+from sansgpu.data.sources import open_single, open_sources
+from sansgpu.data.split import describe_split
+from sansgpu.machine.memory import effective_batch
+from sansgpu.models.huggingface.pretrained import load_tokenizer_of
+from sansgpu.models.huggingface.sentence_embedding import read_layout
+from sansgpu.tasks.embed.data import (
+    EmbeddingCorpus,
+    TextShape,
+    cut_note,
+    score_scale,
+    split_rows,
+    tokenize_groups,
+    with_scores_in_range,
+)
+from sansgpu.tasks.embed.evaluate import EmbeddingEvaluator
+from sansgpu.tasks.embed.groups import TextGroups, TokenizedGroups, text_groups
+from sansgpu.tasks.embed.losses import loss_for
+from sansgpu.tasks.embed.objective import USUAL_TEXTS, EmbeddingObjective, with_values
+from sansgpu.tasks.embed.rows import TextRow, read_text_rows
+from sansgpu.tasks.evaluation import require_rows
+from sansgpu.tasks.fine_tuning import FineTuningTask, require_examples
+from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
+
+
+class TextEmbedding(EmbeddingObjective, FineTuningTask):
+    """`task: embed`."""
+
+    settings = SETTINGS["embed"]
+    verbs = ("evaluate", "embed", "export")
+    verbs_for_any_model = ("embed",)
+    objective_class = EmbeddingObjective
+    evaluator: EmbeddingEvaluator
+
+    def __init__(self, config: Config, corpus: EmbeddingCorpus, effective_batch: int) -> None:
+        super().__init__(config)
+        self.use_corpus(corpus, effective_batch)
+        self.evaluator = EmbeddingEvaluator(self, corpus.validation, self.loss_name, effective_batch)
+
+    @classmethod
+    def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, EmbeddingCorpus]:
+        """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
+        config = cls.with_vocabulary(config)
+        require_embedding_columns(config.data)
+        sources, data, notes = open_sources(config.data, text_rows=True), config.data, list[str]()
+        train_rows, held_rows = BadRows(data.on_bad_row), BadRows("skip")
+        name, held_name = sources.train.name, f"validation rows of {sources.train.name}"
+        rows = read_text_rows(sources.train.rows(), data, train_rows)
+        require_examples(sources, [len(rows)], "row", train_rows.notes())
+        scale = score_scale(rows, data)
+        rows = with_scores_in_range(rows, scale, train_rows)
+        split = None
+        if sources.validation is not None:
+            held_name, form = sources.validation.name, rows[0].form
+            train, held = rows, read_text_rows(sources.validation.rows(), data, held_rows, form)
+            held = with_scores_in_range(held, scale, held_rows)
+        else:
+            train, held = split_rows(rows, data.validation_split)
+            split = describe_split(len(train), len(held), "row", data.validation_split)
+        loss = loss_for(rows, config.training.embedding_loss)
+        config = with_values(with_values(config, "training", embedding_loss=loss), "data", score_scale=scale)
+        splits = (
+            cls._tokenized(train, config, progress, train_rows, name, notes),
+            cls._tokenized(held, config, progress, held_rows, held_name, notes),
+        )
+        require_examples(sources, [len(part) for part in splits], "row", notes)
+        if note := cut_note(splits[0], config.window):
+            notes.append(f"{note}.")
+        fingerprint = f"{sources.train.fingerprint[:16]}-{loss}-{len(splits[0])}-{splits[0].lengths.sum()}"
+        return config, EmbeddingCorpus(*splits, notes, fingerprint, load_tokenizer_of(config.model), split=split)
+
+    @classmethod
+    def _tokenized(
+        cls,
+        rows: list[TextRow],
+        config: Config,
+        progress: ReportProgress,
+        bad_rows: BadRows,
+        name: str,
+        notes: list[str],
+    ) -> TokenizedGroups:
+        size = sum(len(text) for row in rows for text in row.texts)
+        progress("tokenizing", size, size)
+        tokenizer, layout = load_tokenizer_of(config.model), read_layout(config.model)
+        prompt = layout.prompt() if layout else ""
+        shape = TextShape(tokenizer, config.window, prompt, config.training.seed, config.data.score_scale)
+        return tokenize_groups(rows, shape, bad_rows, name, notes)
+
+    def batch(self, step: int, total_steps: int | None = None) -> TextGroups:
+        part, seed = self.corpus.train, self.config.training.seed
+        indices = batch_indices(seed, step, len(part), self._effective_batch)
+        epoch = step // steps_per_epoch(len(part), self._effective_batch)
+        batch: TextGroups = part.batch(self.ordered(indices, part.lengths), epoch)
+        return batch
+
+    @classmethod
+    def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> TextGroups:
+        """Builds `size` pairs of random tokens; `tokens` is the length of a pair."""
+        length = None if tokens is None else -(-tokens // USUAL_TEXTS)
+        drawn = cls.random_tokens(config, USUAL_TEXTS * size, length)
+        pairs = [drawn[first : first + USUAL_TEXTS] for first in range(0, len(drawn), USUAL_TEXTS)]
+        return text_groups(pairs, np.arange(len(drawn)), np.zeros(size), np.arange(size))
+
+    def gather(self, all_gather_rows: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
+        self.evaluator.gather(all_gather_rows)
+
+    @classmethod
+    def evaluation_batch(cls, config: Config) -> int:
+        return 32
+
+    @classmethod
+    def recognizes(cls, target: str) -> bool:
+        return (local_path(target) / "modules.json").is_file()
+
+    @classmethod
+    def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> EmbeddingEvaluator:
+        config = loaded.config
+        if request.data is None:
+            part, name = cast(EmbeddingCorpus, request.own_corpus()).validation, "validation rows"
+            loss = loaded.objective.loss_name
+        else:
+            data = config.data.for_dataset(request.data)
+            require_embedding_columns(data)
+            source, bad_rows, notes = open_single(request.data, data, text_rows=True), BadRows("skip"), list[str]()
+            rows, name = read_text_rows(source.rows(), data, bad_rows), source.name
+            if not rows:
+                raise ConfigError(bad_rows.first or f"{name} has no rows.")
+            scale = score_scale(rows, data) if rows[0].form == "scores" else None
+            rows = with_scores_in_range(rows, scale, bad_rows)
+            config = with_values(config, "data", score_scale=scale)
+            part = cls._tokenized(rows, config, request.progress, bad_rows, name, notes)
+            for note in notes:
+                request.warn(note)
+            loss = loss_for(rows, "auto")
+        require_rows(part, name)
+        return EmbeddingEvaluator(loaded.objective, part, loss, effective_batch(config.training))

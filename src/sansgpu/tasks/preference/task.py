@@ -1,0 +1,133 @@
+"""`task: preference`: a causal model learns which answers are better."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import numpy as np
+import torch
+
+from sansgpu.config import SETTINGS, Config
+from sansgpu.data.rows import BadRows
+from sansgpu.data.shards import ReportProgress, rows_with_progress
+from sansgpu.data.sources import Source, open_sources
+from sansgpu.data.split import describe_split
+from sansgpu.machine.group import Group
+from sansgpu.models.huggingface.pretrained import load_tokenizer_of
+from sansgpu.tasks.evaluation import read_requested
+from sansgpu.tasks.fine_tuning import require_examples, split_rows
+from sansgpu.tasks.preference.batch import PreferenceCorpus, PreferenceExamples, with_other_answers
+from sansgpu.tasks.preference.rows import Answers, ReadingNotes, tokenize_preferences
+from sansgpu.tasks.sft.task import SFT
+from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
+
+if TYPE_CHECKING:
+    pass
+from sansgpu.tasks.preference.batch import ANSWERS
+from sansgpu.tasks.preference.evaluate import PreferenceEvaluator
+from sansgpu.tasks.preference.objective import KTOObjective, PreferenceObjective
+from sansgpu.tasks.preference.reference import compute_reference
+
+PROMPT_SHARE = 0.5  # assumed share of the prompt in the tokens of an example of a random batch
+
+
+class Preference(PreferenceObjective, SFT):
+    """`task: preference` with pairs of answers."""
+
+    settings = SETTINGS["preference"]
+    objective_class = PreferenceObjective
+    rated: ClassVar[bool] = False
+
+    def __init__(self, config: Config, corpus: PreferenceCorpus, effective_batch: int) -> None:
+        super().__init__(config, corpus, effective_batch)
+        self.evaluator = PreferenceEvaluator(self, corpus.validation)
+
+    @classmethod
+    def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, Any]:
+        """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
+        sources = open_sources(config.data)
+        tokenizer = load_tokenizer_of(config.model, config.data.chat_template)
+        notes: list[str] = []
+        train = cls._read(sources.train, config, tokenizer, progress, notes)
+        split = None
+        if sources.validation is not None:
+            held = cls._read(sources.validation, config, tokenizer, progress, notes)
+        else:
+            require_examples(sources, [len(train)], "row", notes)
+            train, held = split_rows(train, [one.prompt.tobytes() for one in train], config.data.validation_split)
+            split = describe_split(len(train), len(held), "example", config.data.validation_split)
+        require_examples(sources, [len(train), len(held)], "row", notes)
+        parts = cls._examples(train, config), cls._examples(held, config)
+        fingerprint = f"{sources.train.fingerprint[:16]}-{len(train)}-{parts[0].lengths.sum()}-{parts[0].targets}"
+        return config, PreferenceCorpus(
+            *parts, notes, fingerprint, tokenizer, config.training.preference.needs_reference, split=split
+        )
+
+    @classmethod
+    def _read(
+        cls, source: Source, config: Config, tokenizer: Any, progress: ReportProgress, notes: list[str]
+    ) -> list[Answers]:
+        found = ReadingNotes(bad_rows=BadRows(config.data.on_bad_row))
+        rows, long_rows = rows_with_progress(source, progress), config.data.long_rows
+        examples = tokenize_preferences(rows, tokenizer, config.window, long_rows, cls.rated, found)
+        notes += found.texts(source.name, config.window)
+        return examples
+
+    @classmethod
+    def _examples(cls, examples: Sequence[Answers], config: Config) -> PreferenceExamples:
+        return PreferenceExamples(with_other_answers(examples, config.window) if cls.rated else examples)
+
+    def compute_reference(
+        self, device: torch.device, precision: str, cache: Path, progress: ReportProgress, group: Group
+    ) -> None:
+        if self.preference.needs_reference:
+            parts = [self.corpus.train, self.corpus.validation]
+            compute_reference(parts, lambda: self, self.config.model, device, precision, cache, progress, group)
+
+    @classmethod
+    def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> Any:
+        """Builds `size` examples of random tokens; `tokens` is the length of each, with a shared prompt."""
+        total = min(tokens or ANSWERS * config.window, ANSWERS * config.window)
+        prompt = max(1, round(total * PROMPT_SHARE)) if tokens else 1
+        answer = min(max(0, total - prompt) // ANSWERS, config.window - prompt) + 1
+        drawn = cls.random_tokens(config, size * ANSWERS, prompt + answer)
+        examples = [
+            Answers(one[:prompt], (one[prompt:], other[prompt:]), (np.ones(len(one) - prompt, np.bool_),) * ANSWERS)
+            for one, other in zip(drawn[::2], drawn[1::2], strict=True)
+        ]
+        return PreferenceExamples(examples).batch(np.arange(size))
+
+    @classmethod
+    def evaluation_batch(cls, config: Config) -> int:
+        return 8
+
+    @classmethod
+    def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> Any:
+        config = loaded.config
+        if request.data is None:
+            part = cast(PreferenceCorpus, request.own_corpus()).validation
+        else:
+            evaluated = cls.config_to_evaluate(loaded, request)
+
+            def read(source: Source, notes: list[str]) -> PreferenceExamples:
+                rows = cls._read(source, evaluated, loaded.tokenizer, request.progress, notes)
+                return cls._examples(rows, evaluated)
+
+            part = read_requested(request, evaluated.data, read)
+        if config.training.preference.needs_reference:
+            plain = config.model_copy(update={"model": config.model.model_copy(update={"adapter": "none"})})
+            compute_reference(
+                [part], lambda: cls.objective_class(plain), config.model, loaded.device, loaded.precision,
+                request.cache, request.progress,
+            )  # fmt: skip
+        return PreferenceEvaluator(loaded.objective, part)
+
+
+class KTO(KTOObjective, Preference):
+    """`task: preference` with rated answers."""
+
+    settings = SETTINGS["kto"]
+    objective_class = KTOObjective
+    rated = True

@@ -1,0 +1,182 @@
+"""`task: sft`: a causal model is fine-tuned on conversations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import numpy as np
+import torch
+
+from sansgpu.config import SETTINGS, Config
+from sansgpu.data.batch import ExampleBatch
+from sansgpu.data.sequences import PackedSequences
+from sansgpu.data.shards import ReportProgress
+from sansgpu.data.sources import Source, open_sources
+from sansgpu.data.split import describe_split, split_examples
+from sansgpu.machine.probe import has_native_bf16
+from sansgpu.models.generation.generate import BatchModel, stream
+from sansgpu.models.generation.prompts import decoder_chat, prompt_ids
+from sansgpu.models.generation.sampling import Sampling, reading
+from sansgpu.models.huggingface.pretrained import load_tokenizer_of, tokenizer_parts
+from sansgpu.models.modules import narrow_matrices
+from sansgpu.models.teacher import Teacher, decoder_teacher, transformers_teacher
+from sansgpu.tasks.distillation import Lesson, open_lesson
+from sansgpu.tasks.evaluation import read_requested
+from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_examples
+from sansgpu.tasks.sft.data import (
+    ChatCorpus,
+    ConversationExamples,
+    arrays_of,
+    examples_in,
+    taught_corpus,
+    tokenize_source,
+)
+from sansgpu.tasks.sft.decoder_chat import DecoderChat
+from sansgpu.tasks.sft.evaluate import SFTEvaluator
+from sansgpu.tasks.sft.objective import SFTObjective
+from sansgpu.tasks.task import Evaluator, GGUFParts
+from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
+
+
+class SFT(SFTObjective, FineTuningTask):
+    """`task: sft`."""
+
+    settings = SETTINGS["sft"]
+    verbs = ("evaluate", "generate", "complete", "chat", "export", "gguf", "distill")
+    verbs_for_any_model = ("generate", "chat")
+    has_windows = True
+    objective_class: ClassVar[type[FineTuning]] = SFTObjective
+
+    def __init__(self, config: Config, corpus: ChatCorpus, effective_batch: int) -> None:
+        super().__init__(config)
+        self.use_corpus(corpus, effective_batch, corpus.train.targets / corpus.train_tokens)
+        self.evaluator = SFTEvaluator(self, corpus.validation)
+
+    @classmethod
+    def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, ChatCorpus]:
+        """Reads and tokenizes the rows, or opens a teacher's.
+
+        Raises ConfigError if there are too few, one is invalid, or the teacher has another vocabulary.
+        """
+        if config.training.distillation.teacher is not None:
+            return taught_corpus(config, open_lesson(config), progress)
+        return config, cls.read(config, load_tokenizer_of(config.model, config.data.chat_template), progress)
+
+    @classmethod
+    def read(cls, config: Config, tokenizer: Any, progress: ReportProgress) -> ChatCorpus:
+        """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
+        sources = open_sources(config.data)
+        notes: list[str] = []
+        examples = examples_in(sources.train, config, tokenizer, progress, notes)
+        split = None
+        if sources.validation is not None:
+            train = ConversationExamples(examples, np.arange(len(examples)))
+            validation = tokenize_source(sources.validation, config, tokenizer, progress, notes)
+        else:
+            require_examples(sources, [len(examples)], "row", notes)
+            contents = [examples.example(number)[0].tobytes() for number in range(len(examples))]
+            numbers = split_examples(contents, examples.lengths(), config.data.validation_split)
+            train, validation = (ConversationExamples(examples, part) for part in numbers)
+            split = describe_split(len(train), len(validation), "row", config.data.validation_split)
+        require_examples(sources, [len(train), len(validation)], "row", notes)
+        tokens = int(train.lengths.sum())
+        fingerprint = f"{sources.train.fingerprint[:16]}-{len(train)}-{tokens}-{train.targets}"
+        return ChatCorpus(train, validation, notes, fingerprint, tokenizer, split=split)
+
+    @classmethod
+    def lesson(cls, config: Config, tokenizer: Any, cache: Path, progress: ReportProgress) -> Lesson:
+        corpus = cls.read(config, tokenizer, progress)
+        arrays = {**arrays_of("train", corpus.train), **arrays_of("validation", corpus.validation)}
+
+        def sequences(first: int, stop: int) -> PackedSequences:
+            return corpus.train.batch(np.arange(first, stop))
+
+        counts = np.array([int(corpus.train.example(number)[1][1:].sum()) for number in range(len(corpus.train))])
+        return Lesson(arrays, counts, sequences, corpus.fingerprint, corpus.notes)
+
+    @classmethod
+    def load(cls, source: ModelSource) -> tuple[Any, Any, Config]:
+        config = source.config or cls.config_of_model(source)
+        decoder = DecoderChat.load(source, config)
+        if decoder is None:
+            return super().load(source)
+        return decoder, load_tokenizer_of(config.model, config.data.chat_template), config
+
+    @classmethod
+    def teacher(cls, loaded: TrainedModel) -> Teacher:
+        if isinstance(loaded.objective, DecoderChat):
+            return decoder_teacher(loaded.objective.model)
+        return transformers_teacher(loaded.objective.unpadded, _context_of(loaded.objective))
+
+    def batch(self, step: int, total_steps: int | None = None) -> ExampleBatch:
+        batch = super().batch(step, total_steps)
+        teacher = self.corpus.teacher if isinstance(self.corpus, ChatCorpus) else None
+        if teacher is None or not isinstance(batch, PackedSequences):
+            return batch
+        assert batch.numbers is not None
+        return teacher.add_to(batch, batch.numbers.numpy())
+
+    @classmethod
+    def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> ExampleBatch:
+        """Builds `size` examples of random tokens, all with a loss."""
+        drawn = cls.random_tokens(config, size, tokens)
+        return PackedSequences.of(drawn, drawn)
+
+    def sample(self, prompt: str, tokens: int, seed: int) -> str:
+        """Generates an answer to `prompt`."""
+        from sansgpu.models.huggingface.generation import pretrained_single  # imports transformers
+
+        tokenizer = self.corpus.tokenizer
+        ids = prompt_ids(tokenizer, [{"role": "user", "content": prompt}])
+        with reading(self.model):
+            return "".join(stream(pretrained_single(self.model, tokenizer), ids, tokens, Sampling(seed=seed)))
+
+    @classmethod
+    def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> Evaluator:
+        if request.data is None:
+            return SFTEvaluator(loaded.objective, cast(ChatCorpus, request.own_corpus()).validation)
+        config = cls.config_to_evaluate(loaded, request)
+
+        def read(source: Source, notes: list[str]) -> ConversationExamples:
+            return tokenize_source(source, config, loaded.tokenizer, request.progress, notes)
+
+        return SFTEvaluator(loaded.objective, read_requested(request, config.data, read))
+
+    @classmethod
+    def config_to_evaluate(cls, loaded: TrainedModel, request: EvaluationRequest) -> Config:
+        """Returns the configuration of a model, with the maximum length of the examples to evaluate."""
+        data = loaded.config.data
+        assert data.max_length is not None
+        longest = max(data.max_length, request.window or 0)
+        window = request.window_within(_context_of(loaded.objective) or longest, data.max_length)
+        return loaded.config.model_copy(update={"data": data.model_copy(update={"max_length": window})})
+
+    @classmethod
+    def batch_model(cls, loaded: TrainedModel) -> BatchModel:
+        if isinstance(loaded.objective, DecoderChat):
+            _narrow_where_faster(loaded.objective.model)
+            return decoder_chat(loaded.objective.model, loaded.tokenizer)
+        from sansgpu.models.huggingface.generation import pretrained_batch  # imports transformers
+
+        _narrow_where_faster(loaded.objective.model)
+        return pretrained_batch(loaded.objective.unpadded, loaded.tokenizer)
+
+    @classmethod
+    def gguf_parts(cls, loaded: TrainedModel) -> GGUFParts:
+        settings = loaded.objective.model.config.to_dict()
+        return settings, loaded.objective.merged_weights(), tokenizer_parts(loaded.tokenizer)
+
+
+def _context_of(objective: SFTObjective | DecoderChat) -> int | None:
+    """Returns the model's maximum number of tokens, or None if it declares none."""
+    if isinstance(objective, DecoderChat):
+        return objective.model.config.max_seq_len
+    context: int | None = getattr(objective.model.config, "max_position_embeddings", None)
+    return context
+
+
+def _narrow_where_faster(model: torch.nn.Module) -> None:
+    """Converts matrices to bf16 if this CPU computes it natively, because each generated token reads all of them."""
+    if has_native_bf16():
+        narrow_matrices(model)
