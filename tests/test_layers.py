@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from sansgpu.config.load import describe
+from sansgpu.config.tasks import TASKS, built_in_settings
 from tests.processes import environment, settings, write_corpus
 
 SOURCE = Path(__file__).parent.parent / "src" / "sansgpu"
@@ -27,7 +28,10 @@ FLOORS = [
     {"tasks"},
     {"data", "models"},
     {"kernels"},
-    {"machine", "reporting"},
+    {"machine"},
+    {"views"},
+    {"events"},
+    {"files"},
     {"config"},
 ]
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
@@ -140,6 +144,20 @@ def test_imports_point_downwards_only_and_siblings_never() -> None:
     assert seen > 500
 
 
+def test_a_task_imports_only_the_tasks_that_the_table_names() -> None:
+    for module in modules():
+        if module.room == "tasks":
+            task = folder_of(module.name)
+            others = {folder_of(found.source) for found in imports(module)} - {"", task}
+            assert others <= set(TASKS.get(task, ())), module.name
+
+
+def folder_of(module: str) -> str:
+    """The task in whose folder a module is, or an empty string."""
+    parts = module.split(".")
+    return parts[2] if parts[:2] == ["sansgpu", "tasks"] and len(parts) > 3 and parts[2] in TASKS else ""
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     names = {module.name for module in modules()}
     graph = {}
@@ -196,7 +214,7 @@ def test_only_machine_reads_the_environment() -> None:
 
 def test_the_configuration_imports_no_torch() -> None:
     for module in modules():
-        if module.room == "config":
+        if module.room == "config" or module.name.endswith(".settings"):
             assert not [found for found in imports(module) if found.source.partition(".")[0] == "torch"], module.path
     program = "import sys, sansgpu.config as c; c.load_config(); print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
@@ -209,6 +227,7 @@ def test_there_is_no_room_for_odds_and_ends() -> None:
 def test_every_key_of_the_schema_is_read_somewhere() -> None:
     nodes = [node for module in modules() for node in ast.walk(module.tree)]
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    read |= {variant.key.rpartition(".")[2] for found in built_in_settings().values() for variant in found.variants}
     gets = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "get"]
     read |= {argument.value for node in gets for argument in node.args if isinstance(argument, ast.Constant)}
     assert [key for key, _, _ in describe() if key.rpartition(".")[2] not in read] == []
@@ -257,5 +276,6 @@ def test_a_table_whose_columns_are_unclear_is_refused_before_torch_is_loaded(
 
 def test_loading_the_tasks_imports_no_metrics() -> None:
     """`sansgpu generate` and `chat` look through the tasks for one that knows the model; torchmetrics loads scipy."""
-    program = "import sys; from sansgpu.tasks import TASKS; list(TASKS.values()); print('torchmetrics' in sys.modules)"
+    load = "from sansgpu.tasks.registry import TASKS; list(TASKS.values())"
+    program = f"import sys; {load}; print('torchmetrics' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from sansgpu.config.by_task import settings_of
+from sansgpu.config.tasks import settings_of
 from sansgpu.events.event import Event
 from sansgpu.views import terminal
 from sansgpu.views.tables import storage

@@ -73,7 +73,8 @@ def _answers(
 ) -> InitAnswers:
     """Asks for each answer that is not given and checks all of them."""
     from sansgpu.config import PYTHON_STDLIB
-    from sansgpu.jobs.init import DEFAULT_HOURS, DEFAULT_TASK, PURPOSES, InitAnswers, parse_hours, purposes_of
+    from sansgpu.config.tasks import DEFAULT_TASK
+    from sansgpu.jobs.init import DEFAULT_HOURS, PURPOSES, InitAnswers, parse_hours, purposes_of
     from sansgpu.jobs.init import require_text as check_text
 
     if text is None:

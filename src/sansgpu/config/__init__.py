@@ -1,7 +1,5 @@
 """The configuration schema, its files and its errors. Nothing in this package imports torch."""
 
-from sansgpu.config.built_in_tasks import SETTINGS
-from sansgpu.config.by_task import import_class, task_class
 from sansgpu.config.errors import ConfigError, SansGPUError, UnreachableError
 from sansgpu.config.find import INPUT_KEYS, PRESETS, same_input
 from sansgpu.config.identity import identity, require_identity
@@ -14,7 +12,6 @@ from sansgpu.config.load import (
     flatten,
     load_config,
     overridden_key,
-    problems,
     recorded_values,
     save_config,
     setting,
@@ -23,10 +20,11 @@ from sansgpu.config.metrics import Metric
 from sansgpu.config.model import MAX_LEAVES, ModelConfig
 from sansgpu.config.other_names import note_of, with_own_names
 from sansgpu.config.paths import ABANDONED_FOLDER, RunPaths
+from sansgpu.config.problems import problems
 from sansgpu.config.schema import Config, DataConfig
 from sansgpu.config.search_space import SearchParameter, Space, load_space, measure_of, spaced_values
 from sansgpu.config.seeds import derive_seed
-from sansgpu.config.task_settings import (
+from sansgpu.config.tasks import (
     BUILT_IN_NAMES,
     PYTHON_STDLIB,
     PYTHON_STDLIB_CHAT,
@@ -34,6 +32,8 @@ from sansgpu.config.task_settings import (
     SIMPLE_TEMPLATE,
     CardText,
     TaskSettings,
+    import_class,
+    task_class,
 )
 from sansgpu.config.training import TrainingConfig
 
@@ -46,7 +46,6 @@ __all__ = [
     "PYTHON_STDLIB",
     "PYTHON_STDLIB_CHAT",
     "PYTHON_STDLIB_GRAPH",
-    "SETTINGS",
     "SIMPLE_TEMPLATE",
     "CardText",
     "Config",

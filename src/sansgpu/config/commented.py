@@ -22,19 +22,13 @@ def commented_yaml(config: Config, head: str, comments: Mapping[str, str] | None
     Above each key stands its comment, or else its meaning from the schema.
     """
     meanings = {key: field.description or "" for key, field in all_keys(Config)}
-    meanings["task"] = f"kind of run: {_task_meaning(meanings['task'], config.task)}"
+    meanings["task"] = f"kind of run: {config.settings.description or 'your own class'}"
     values = config.model_dump(mode="json", exclude_defaults=True)
     values = {"task": config.task, **values}
     for key in comments or {}:
         section, _, name = key.partition(".")
         values.setdefault(section, {})[name] = setting(config, key)
     return "\n".join([*_comment(head, ""), *_lines(values, "", "", {**meanings, **(comments or {})})]) + "\n"
-
-
-def _task_meaning(meanings: str, task: str) -> str:
-    """Returns the part of the description of the key `task` that explains one of its values."""
-    parts = dict(part.split(": ", 1) for part in meanings.split("; ") if ": " in part)
-    return parts.get(task, "your own class")
 
 
 def _lines(values: Values, prefix: str, indent: str, meanings: Mapping[str, str]) -> Iterator[str]:

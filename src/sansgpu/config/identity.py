@@ -12,7 +12,8 @@ from typing import Any
 
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.load import acting_values, flatten
-from sansgpu.config.schema import TOP_LEVEL_KEYS, Config
+from sansgpu.config.problems import TOP_LEVEL_KEYS
+from sansgpu.config.schema import Config
 
 Values = dict[str, Any]
 

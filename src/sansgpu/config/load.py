@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Sequence
 from operator import attrgetter
@@ -10,32 +9,22 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from sansgpu.config.by_task import (
-    DEFAULT_TASK,
-    TASK_CLASSES,
-    is_outside,
-    settings_of,
-    task_class,
-    task_names,
-    with_defaults,
-)
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.find import built_in, configuration_file, use_files_beside
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.other_names import note_of, own_name, with_own_names
 from sansgpu.config.parse import Values, parse_value, read_values
 from sansgpu.config.plain_data import MAX_DEPTH
-from sansgpu.config.schema import TOP_LEVEL_KEYS, Config
-from sansgpu.config.section import AUTO, all_keys, all_sections
+from sansgpu.config.problems import TOP_LEVEL_KEYS, problems
+from sansgpu.config.schema import Config
+from sansgpu.config.section import AUTO, all_keys
+from sansgpu.config.tasks import DEFAULT_TASK, TASKS, built_in_settings, is_outside, task_class, with_defaults
 from sansgpu.config.training import default_learning_rate, unused_settings
-from sansgpu.config.wording import counted, shown, truncate
+from sansgpu.config.wording import shown, truncate
 
 Override = str | tuple[str, Any]  # `key.path=value` with the value in YAML, or a key and its value
-
-MAX_UNKNOWN_KEYS, MAX_WRONG_VALUES = 5, 10  # named in one message
-MAX_SUGGESTION_LENGTH = 40  # longer keys get no "did you mean"
 
 
 def load_config(
@@ -78,13 +67,7 @@ def as_config(values: Values, where: str = "the configuration") -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {'; '.join(problems(error))}.") from None
-
-
-def assignment_error(section: type[BaseModel], error: ValidationError) -> ConfigError:
-    """Returns the error of an assignment to a key of `section`, in the words of `as_config`."""
-    path = next((name.split(".") for name, kind in all_sections(Config) if kind is section), [])
-    return ConfigError(f"the configuration: {'; '.join(problems(error, section=(*path,)))}.")
+        raise ConfigError(f"{where}: {'; '.join(problems(error, Config))}.") from None
 
 
 def recorded_values(path: Path) -> Values:
@@ -96,7 +79,7 @@ def recorded_values(path: Path) -> Values:
     try:
         Config.model_validate(values)
     except ValidationError as error:
-        if wrong := problems(error, with_unknown=False):
+        if wrong := problems(error, Config, with_unknown=False):
             raise ConfigError(f"{path}: {'; '.join(wrong)}.") from None
     return values
 
@@ -199,70 +182,22 @@ def _set(values: Values, key: str, value: Any) -> None:
     values[name] = value
 
 
-def problems(error: ValidationError, with_unknown: bool = True, section: tuple[str, ...] = ()) -> list[str]:
-    """Returns a clause for each of the first wrong keys, and the number of the remaining ones.
-
-    `section` is the path of the section that was validated. pydantic reports every member of a union that did not
-    match; they are joined to one clause with alternatives.
-    """
-    unknown: dict[str, list[str]] = {}  # paths by name
-    wrong: dict[str, str] = {}  # clauses by key
-    for item in error.errors(include_url=False):
-        path = _field_path((*section, *item["loc"]))
-        where = truncate(".".join(path))
-        if item["type"] == "extra_forbidden":
-            unknown |= {where: path} if with_unknown else {}
-        elif item["type"] == "value_error":
-            wrong[where] = f"{where}: {item['ctx']['error']}" if where else str(item["ctx"]["error"])
-        elif item["type"] in ("model_type", "dict_type"):
-            wrong[where] = f"{where or 'it'} is {shown(item['input'])}, but a section must contain keys and values"
-        elif where not in wrong:
-            wrong[where] = f"{where} is {shown(item['input'])}, but {item['msg'][0].lower()}{item['msg'][1:]}"
-        elif (other := item["msg"].removeprefix("Input should be ")) not in wrong[where]:
-            wrong[where] += f", or {other}"
-    named = [f"unknown key {where}{_nearest(path)}" for where, path in list(unknown.items())[:MAX_UNKNOWN_KEYS]]
-    more = (
-        [f"{counted(len(unknown) - MAX_UNKNOWN_KEYS, 'more unknown key')}"] if len(unknown) > MAX_UNKNOWN_KEYS else []
-    )
-    rest = [f"{counted(len(wrong) - MAX_WRONG_VALUES, 'more wrong value')}"] if len(wrong) > MAX_WRONG_VALUES else []
-    return [*named, *more, *list(wrong.values())[:MAX_WRONG_VALUES], *rest]
-
-
-def _field_path(location: tuple[int | str, ...]) -> list[str]:
-    """Returns the keys in an error's location, without pydantic's tags for union members."""
-    path: list[str] = []
-    model: Any = Config
-    for part in location:
-        if not (isinstance(model, type) and issubclass(model, BaseModel)):
-            break
-        path.append(str(part))
-        field = model.model_fields.get(str(part))
-        model = field.annotation if field else None
-    return path
-
-
-def _nearest(path: list[str]) -> str:
-    model: Any = Config
-    for part in path[:-1]:
-        model = model.model_fields[part].annotation
-    known = list(model.model_fields) + (list(TOP_LEVEL_KEYS) if model is Config else [])
-    if len(path[-1]) > MAX_SUGGESTION_LENGTH:
-        return ""
-    if near := difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5):
-        return f" (did you mean {'.'.join([*path[:-1], near[0]])}?)"
-    sections = [
-        s for s, field in Config.model_fields.items() if path[-1] in getattr(field.annotation, "model_fields", ())
-    ]
-    return f" (it belongs in {sections[0]})" if sections else f" (known keys: {', '.join(known)})"
-
-
 def describe() -> list[tuple[str, str, str]]:
     """Returns (key, default, description) for every key of the schema, for help and documentation."""
     rows: list[tuple[str, str, str]] = []
+    settings = built_in_settings()
     for name, field in all_keys(Config):
-        choices = [str(a) for a in get_args(field.annotation) if isinstance(a, str)] if name != "task" else task_names()
-        meaning = (field.description or "") + (f" ({', '.join(choices)})" if choices else "")
-        if len(kinds := [kind for kind in TASK_CLASSES if settings_of(kind).acts(name)]) < len(TASK_CLASSES):
+        meaning = task_meanings() if name == "task" else field.description or ""
+        choices = list(TASKS) if name == "task" else [str(a) for a in get_args(field.annotation) if isinstance(a, str)]
+        if choices:
+            meaning += f" ({', '.join(choices)})"
+        if len(kinds := [kind for kind in settings if settings[kind].acts(name)]) < len(settings):
             meaning += f" · {', '.join(kinds)}"
         rows.append((name, json.dumps(field.default), meaning))
     return rows
+
+
+def task_meanings() -> str:
+    """Returns what the values of the key `task` mean."""
+    meanings = [f"{task}: {built_in_settings()[task].description}" for task in TASKS]
+    return "; ".join([*meanings, "package.module:Class: your own task"])

@@ -49,133 +49,14 @@ def percentage(name: str, label: str, short: str = "") -> Metric:
     return Metric(name, label, "{:.2f} %", unit="%", better="higher", short=short)
 
 
-def _interval(name: str, within: str) -> Metric:
+def interval(name: str, within: str) -> Metric:
     return Metric(name, "95 % interval", "{0[0]:.1%} to {0[1]:.1%}", within=within, reported=False)
-
-
-def accuracy(
-    stem: str, target: str, targets: str, short: str = "", remedies: tuple[str, ...] = ()
-) -> tuple[Metric, ...]:
-    """Describes `stem`_acc, the share of correct targets, and the metrics that the terminal shows beside it."""
-    name, right = f"{stem}_acc", f"{{value}} of {{{stem}_count:,.0f}} {targets} correct"
-    return (
-        Metric(f"{stem}_loss", f"{target} loss", text="loss {value}", within=name, unit="nats"),
-        Metric(
-            name,
-            f"{target} accuracy",
-            "{:.1%}",
-            right,
-            unit="%",
-            scale=100.0,
-            better="higher",
-            short=short,
-            baseline=f"{stem}_majority_acc",
-            remedies=("training.learning_rate", *remedies),
-        ),
-        Metric(f"{stem}_hits", text="", reported=False),
-        Metric(f"{stem}_count", text="", reported=False),
-        _interval(f"{stem}_interval", name),
-        Metric(f"{stem}_majority_acc", "", "{:.1%}", "majority baseline: {value}", within=name, reported=False),
-    )
 
 
 LOSS = Metric("loss")  # every task has it
 BITS_PER_BYTE = Metric("bits_per_byte", text="{value} {label}", short="bits per byte")  # comparable across vocabularies
-TEXT_METRICS = (
-    Metric("perplexity", form="{:.2f}", plotted=False),
-    BITS_PER_BYTE,
-    Metric("kl", "KL divergence from the teacher", short="KL"),  # in training, with training.distillation
-)
 
 
-def _ranking(side: str, prefix: str, label: str, short: str = "") -> tuple[Metric, ...]:
-    """Describes the mean reciprocal rank of the true tails or heads of sampled triples, other true ones left out."""
-    mrr, frequency = f"{prefix}mrr", f"{prefix}relation_frequency_mrr"
-    return (
-        Metric(
-            mrr,
-            label,
-            "{:.3f}",
-            f"filtered MRR {{value}} of {{{prefix}queries:,.0f}} {side}s of the validation split",
-            better="higher",
-            short=short,
-            baseline=frequency,
-            remedies=("training.learning_rate", "training.entity_weight", "data.kge_triples"),
-        ),
-        Metric(
-            f"{prefix}hits_at_1",
-            "Hits@1" if side == "tail" else f"Hits@1 of {side}s",
-            "{:.1%}",
-            "Hits@1 {value}",
-            within=mrr,
-            unit="%",
-            scale=100.0,
-            better="higher",
-        ),
-        Metric(frequency, "", "{:.3f}", "ranked by frequency: {value}", within=mrr, reported=False),
-        Metric(f"{prefix}queries", text="", reported=False),
-    )
-
-
-MASKED_METRICS = (
-    *_ranking("tail", "", "filtered MRR", "MRR"),
-    *_ranking("head", "head_", "filtered MRR of heads"),
-    *accuracy("mlm", "masked token", "masked tokens", "masked tokens", ("training.mlm_weight",)),
-    *accuracy("mnm", "masked leaf", "masked leaves", "masked leaves", ("training.mnm_weight",)),
-    *accuracy("entity", "entity", "unfiltered entity queries"),
-    *accuracy("tail", "whole tail", "whole tails"),
-)
-EMBEDDING_METRICS = (
-    Metric("spearman", "Spearman correlation", better="higher", short="Spearman"),
-    Metric("pearson", "Pearson correlation", better="higher"),
-    Metric("mrr", "MRR", better="higher", short="MRR"),
-    Metric("ndcg_at_10", "NDCG@10", better="higher"),
-    Metric("rows", form="{:,.0f}", text="{value} {label}", reported=False),
-    Metric("skipped", form="{:.0f}", text="{value} {label}", reported=False),
-)
-QUESTION_METRICS = (
-    percentage("exact_match", "exact match", "exact match"),
-    percentage("f1", "F1", "F1"),
-    Metric("questions", form="{:.0f}", text="{value} {label}", reported=False),
-    Metric("answerable", form="{:.0f}", text="{value} {label}", reported=False),
-    Metric("unanswerable", form="{:.0f}", text="{value} not", reported=False),
-    Metric("skipped", form="{:.0f}", text="{value} {label}", reported=False),
-    percentage("no_answer_exact_match", "no answer exact match"),
-    percentage("has_answer_exact_match", "has answer exact match"),
-    percentage("has_answer_f1", "has answer F1"),
-)
-
-
-def _share(name: str, label: str = "", short: str = "", within: str = "") -> Metric:
+def share(name: str, label: str = "", short: str = "", within: str = "") -> Metric:
     """Describes a score between 0 and 1 that is shown in per cent."""
     return Metric(name, label, "{:.1%}", unit="%", scale=100.0, better="higher", short=short, within=within)
-
-
-CLASS_METRICS = (
-    _share("accuracy", short="accuracy"),
-    _interval("accuracy_interval", "accuracy"),
-    _share("macro_f1", "macro F1"),
-    _share("micro_f1", "micro F1"),
-    Metric("matthews", "Matthews correlation", better="higher"),
-    Metric("spearman", "Spearman correlation", better="higher", short="Spearman"),
-    Metric("pearson", "Pearson correlation", better="higher"),
-    Metric("rows", form="{:,.0f}", text="{value} {label}", reported=False),
-    Metric("skipped", form="{:.0f}", text="{value} {label}", reported=False),
-)
-TAG_METRICS = (
-    _share("entity_f1", "entity F1", "entity F1"),
-    _share("entity_precision", "precision", within="entity_f1"),
-    _share("entity_recall", "recall", within="entity_f1"),
-    _share("accuracy", "accuracy"),
-    Metric("words", form="{:,.0f}", text="{value} {label}", reported=False),
-    Metric("skipped", form="{:.0f}", text="{value} {label}", reported=False),
-)
-PREFERENCE_METRICS = (
-    _share("accuracy", short="accuracy"),
-    Metric("margin", "reward margin", better="higher"),
-    Metric("chosen_reward", "chosen", within="margin", better="higher"),
-    Metric("rejected_reward", "rejected", within="margin"),
-    Metric("nll", "loss of the chosen answers per token", unit="nats"),
-    Metric("kl", "KL divergence", unit="nats"),
-    Metric("examples", form="{:,.0f}", text="{value} {label}", reported=False),
-)

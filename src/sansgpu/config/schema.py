@@ -10,28 +10,28 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, ModelWrapValidatorHandler, StrictInt, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from sansgpu.config.by_task import (
+from sansgpu.config.model import ModelConfig
+from sansgpu.config.other_names import with_own_names
+from sansgpu.config.problems import TOP_LEVEL_KEYS
+from sansgpu.config.section import Section, all_keys
+from sansgpu.config.tasks import (
     DEFAULT_TASK,
-    TASK_CLASSES,
+    PYTHON_STDLIB,
+    TASKS,
+    TaskSettings,
     as_values,
     is_outside,
     is_section,
     kind_of,
     labels,
     settings_of,
-    task_names,
     tasks_with,
     with_defaults,
 )
-from sansgpu.config.model import ModelConfig
-from sansgpu.config.other_names import with_own_names
-from sansgpu.config.section import Section, all_keys
-from sansgpu.config.task_settings import PYTHON_STDLIB, TaskSettings
 from sansgpu.config.training import Device, TimeoutSeconds, TrainingConfig, default_learning_rate
 from sansgpu.config.wording import truncate
 
 CLASS_NAME = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
-TOP_LEVEL_KEYS = ("device", "force_cpu")  # keys of `training` that a file may also set at the top level
 MIN_VOCABULARY = 257  # 256 bytes and the end of text
 MAX_VOCABULARY = 1 << 20  # four times the largest known; training one allocates memory for all of its tokens
 _SECTIONS = ("model", "training", "data")
@@ -200,10 +200,7 @@ class Config(Section):
 
     task: str = Field(
         DEFAULT_TASK,
-        description="pretrain: train a decoder from scratch; graph: train an encoder of texts and triples, or of texts "
-        "only; sft: supervised fine-tuning on conversations; qa: extractive question answering; classify: labels or "
-        "scores of texts; tokens: entities and other tags of words; embed: vectors of texts by meaning; preference: "
-        "preferred answers; package.module:Class: your own task",
+        description="kind of run",
     )
     objective: str | None = Field(
         None,
@@ -250,10 +247,10 @@ class Config(Section):
     @field_validator("task")
     @classmethod
     def _is_task(cls, task: str) -> str:
-        if task in TASK_CLASSES and settings_of(task).task == task:
+        if task in TASKS:
             return task
         if not re.match(CLASS_NAME, task):
-            known = f"{', '.join(map(repr, task_names()))} or your own class as 'package.module:Class'"
+            known = f"{', '.join(map(repr, TASKS))} or your own class as 'package.module:Class'"
             raise PydanticCustomError("unknown_task", "Input should be {known}", {"known": known})
         return task
 
@@ -294,7 +291,7 @@ class Config(Section):
     @property
     def kind(self) -> str:
         """The task, or the kind of run that replaces it with a pretrained model."""
-        return kind_of(self.task, self.model.name_or_path, self.training.few_shot, self.training.preference.loss)
+        return kind_of(self.task, self)
 
     @property
     def outside_class(self) -> str | None:
@@ -328,3 +325,6 @@ class Config(Section):
     def window(self) -> int:
         """Tokens of one training example, including the leaves of a graph."""
         return self.roots * (1 + self.leaf_slots)
+
+
+Section.root = Config

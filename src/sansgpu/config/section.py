@@ -10,8 +10,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, mod
 from pydantic.fields import FieldInfo
 from typing_extensions import Self
 
+from sansgpu.config.errors import ConfigError
 from sansgpu.config.other_names import section_with_own_names
 from sansgpu.config.plain_data import InvalidDataError, require_plain
+from sansgpu.config.problems import problems
 
 
 class _Automatic(str):
@@ -38,6 +40,7 @@ class Section(BaseModel):
     given, so an assignment changes one configuration only.
     """
 
+    root: ClassVar[type[Section] | None] = None  # the class of the whole configuration, which a message names keys of
     section_name: ClassVar[str] = ""  # key of the table of other trainers' names in other_names.py
 
     model_config = ConfigDict(
@@ -53,13 +56,13 @@ class Section(BaseModel):
 
         Sections inside it are copied whether `deep` or not, so that a change of the copy never changes the original.
         """
-        from sansgpu.config.load import assignment_error  # it imports this module
-
         changes = section_with_own_names(self.section_name, update or {})
         try:
             return type(self).model_validate({**self.given_values(), **changes})
         except ValidationError as error:
-            raise assignment_error(type(self), error) from None
+            root = Section.root or type(self)
+            path = next((name.split(".") for name, kind in all_sections(root) if kind is type(self)), [])
+            raise ConfigError(f"the configuration: {'; '.join(problems(error, root, section=(*path,)))}.") from None
 
     def given_values(self) -> dict[str, Any]:
         """Returns the values that are not defaults of the schema, those of sections as mappings."""

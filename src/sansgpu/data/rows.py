@@ -45,6 +45,7 @@ def _by_name(value: Any, names: list[str]) -> Any:
 
 MAX_PROBLEM = 400  # characters of a message about a row
 TEXT_NAMES = ("text", "content")  # columns with the text, looked up in this order if data.text_column is not set
+LABEL_COLUMNS = ("label", "labels")  # looked up in this order if data.label_column is not set
 
 _Row = TypeVar("_Row")
 _T = TypeVar("_T")

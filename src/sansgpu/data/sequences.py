@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from sansgpu.config import ConfigError
 from sansgpu.data.batch import IGNORE, ExampleBatch, concatenated
 
 
@@ -139,3 +140,14 @@ class LabeledSequences:
         """Returns the examples with these indices."""
         types = None if self.types is None else [self.types[number] for number in numbers]
         return PackedSequences.of([self.tokens[number] for number in numbers], self.targets[numbers], types, numbers)
+
+
+def require_overlap_fits(tokenizer: Any, max_length: int, doc_stride: int, pair: bool) -> int:
+    """Returns the tokens of a window without special tokens. Raises ConfigError if the overlap has as many or more."""
+    room = max_length - int(tokenizer.num_special_tokens_to_add(pair=pair))
+    if doc_stride >= room:
+        raise ConfigError(
+            f"data.doc_stride {doc_stride} leaves no room in a window of data.max_length {max_length} tokens; "
+            "lower data.doc_stride or raise data.max_length."
+        )
+    return room

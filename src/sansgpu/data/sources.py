@@ -13,7 +13,7 @@ from typing import Any
 from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_CHAT, ConfigError, DataConfig, UnreachableError
 from sansgpu.config.extras import require
 from sansgpu.config.paths import local_path
-from sansgpu.config.task_settings import BUILT_IN_NAMES
+from sansgpu.config.tasks import BUILT_IN_NAMES
 from sansgpu.config.wording import first_line
 from sansgpu.data.files import (
     PIECE_CHARS,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError, RunPaths, TaskSettings, recorded_values, require_identity
-from sansgpu.config.by_task import kind_of_sections, settings_of
 from sansgpu.config.plain_data import InvalidDataError
+from sansgpu.config.tasks import kind_of, settings_of
 from sansgpu.events.event import Event
 from sansgpu.events.jsonl import read_record
 from sansgpu.events.schema import RecordedEnvironment
@@ -66,8 +66,7 @@ class RunRecord:
     @cached_property
     def settings(self) -> TaskSettings:
         """The settings that the run's task declares."""
-        task = str(self.config.get("task"))
-        return settings_of(kind_of_sections(task, self.section("model"), self.section("training")))
+        return settings_of(kind_of(str(self.config.get("task")), self.config))
 
     @property
     def name(self) -> str:

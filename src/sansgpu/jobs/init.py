@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_CHAT, Config, ConfigError, DataConfig, as_config
+from sansgpu.config import Config, ConfigError, DataConfig, as_config
 from sansgpu.config.commented import commented_yaml
+from sansgpu.config.tasks import Purpose, built_in_settings
 from sansgpu.config.wording import counted, truncate
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single
@@ -20,43 +21,13 @@ from sansgpu.files.atomic import write_failures_as, write_text
 if TYPE_CHECKING:
     from sansgpu.planning.presets import Processor
 
-DEFAULT_FILE, DEFAULT_TASK, DEFAULT_HOURS = Path("sansgpu.yaml"), "pretrain", "1"
+DEFAULT_FILE, DEFAULT_HOURS = Path("sansgpu.yaml"), "1"
 SUFFIXES = (".yaml", ".yml")
 MAX_HOURS = 24 * 365
-SMALL_CHAT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-SMALL_ENCODER = "distilbert-base-uncased"
 _HOURS_PER_UNIT = {"": 1.0, "h": 1.0, "hour": 1.0, "hours": 1.0, "m": 1 / 60, "min": 1 / 60, "minutes": 1 / 60}
 # Fine-tuning of a decoder: low-rank matrices need little memory beyond the model's own.
 _ADAPTER: dict[str, Any] = {"adapter": "lora", "lora_rank": 16, "lora_alpha": 32}
-
-
-@dataclass(frozen=True)
-class Purpose:
-    """A task in the words of someone who wants to train."""
-
-    words: str  # completes "You get ..."
-    rows: str  # the data it needs
-    model: str | None = None  # base model that the question suggests; None: trained from scratch
-    built_in: str | None = None  # data that every machine has
-    batch: int = 16  # examples per step
-    is_decoder: bool = False  # True: fine-tuned with an adapter
-
-
-PURPOSES = {
-    "pretrain": Purpose("a small language model of your own", "texts", built_in=PYTHON_STDLIB),
-    "sft": Purpose(
-        "a model that chats", "conversations", SMALL_CHAT_MODEL, built_in=PYTHON_STDLIB_CHAT, is_decoder=True
-    ),
-    "classify": Purpose("labels or scores of texts", "texts with labels", SMALL_ENCODER, batch=32),
-    "tokens": Purpose("entities found in texts", "sentences with tags", SMALL_ENCODER),
-    "qa": Purpose("answers found in texts", "questions about texts, as SQuAD has them", SMALL_ENCODER),
-    "embed": Purpose(
-        "vectors of texts by meaning", "pairs of texts", "sentence-transformers/all-MiniLM-L6-v2", batch=128
-    ),
-    "preference": Purpose(
-        "a chat model that prefers good answers", "chosen and rejected answers", SMALL_CHAT_MODEL, is_decoder=True
-    ),
-}
+PURPOSES = {task: settings.purpose for task, settings in built_in_settings().items() if settings.purpose}
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import cast
 
 from sansgpu.config import Config, ConfigError, import_class, task_class
-from sansgpu.config.by_task import TASK_CLASSES
 from sansgpu.config.extras import FINE_TUNING, require
+from sansgpu.config.tasks import built_in_settings
 from sansgpu.tasks.task import TaskKind
 
 
@@ -19,10 +19,10 @@ class _Tasks(Mapping[str, TaskKind]):
         return found
 
     def __iter__(self) -> Iterator[str]:
-        return iter(TASK_CLASSES)
+        return iter(built_in_settings())
 
     def __len__(self) -> int:
-        return len(TASK_CLASSES)
+        return len(built_in_settings())
 
 
 TASKS = _Tasks()

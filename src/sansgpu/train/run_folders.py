@@ -26,8 +26,8 @@ from sansgpu.config import (
     load_config,
     overridden_key,
 )
-from sansgpu.config.by_task import is_outside
 from sansgpu.config.paths import RUNS, local_path
+from sansgpu.config.tasks import is_outside
 from sansgpu.events.escape import printable_line
 from sansgpu.files.atomic import make_folder, scratch_folder, write_failures_as, write_text
 from sansgpu.files.ownership import require_folder

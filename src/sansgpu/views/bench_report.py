@@ -7,8 +7,8 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from sansgpu.config.by_task import settings_of
 from sansgpu.config.extras import is_installed
+from sansgpu.config.tasks import settings_of
 from sansgpu.config.wording import counted
 from sansgpu.files.atomic import write_text
 from sansgpu.views.bench_table import BenchResult, speedup_text, validation_texts

@@ -8,7 +8,7 @@ from typing import NotRequired, TypedDict
 from rich.console import Console
 from rich.table import Table
 
-from sansgpu.config.by_task import settings_of
+from sansgpu.config.tasks import settings_of
 from sansgpu.config.wording import counted
 from sansgpu.events.event import metric_texts
 from sansgpu.views.tables import count, grid, pace, percent, print_table, rate, storage

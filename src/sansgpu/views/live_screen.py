@@ -19,7 +19,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from sansgpu.config.by_task import settings_of
+from sansgpu.config.tasks import settings_of
 from sansgpu.events.escape import printable, printable_line
 from sansgpu.events.event import NEAR_LIMIT, Event, current_metrics
 from sansgpu.views.tables import percent

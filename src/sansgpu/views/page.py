@@ -34,7 +34,7 @@ class PlotlyFigure:
 def templates() -> Environment:
     """Returns the template environment, which escapes values in HTML."""
     environment = Environment(
-        loader=PackageLoader("sansgpu.reporting"), autoescape=select_autoescape(["html"]), keep_trailing_newline=True
+        loader=PackageLoader("sansgpu.views"), autoescape=select_autoescape(["html"]), keep_trailing_newline=True
     )
     environment.globals.update(figure=as_json, palette=PALETTE)
     return environment

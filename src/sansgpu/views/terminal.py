@@ -17,7 +17,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from sansgpu.config import RunPaths, TaskSettings
-from sansgpu.config.by_task import DEFAULT_TASK, settings_of
+from sansgpu.config.tasks import DEFAULT_TASK, settings_of
 from sansgpu.config.wording import counted
 from sansgpu.events.escape import printable, printable_line
 from sansgpu.events.event import Event, current_metrics, metric_texts

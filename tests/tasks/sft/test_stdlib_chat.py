@@ -70,7 +70,7 @@ def test_what_our_template_asks_for_is_how_an_answer_began(tmp_path: Path) -> No
     corpus = (row.value["completion"] for row in islice(open_sources(STDLIB).train.rows(), 500))
     BPETokenizer.train(corpus, 600).save(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    tokenizer.chat_template = (Path(sansgpu.__file__).parent / "models/templates/simple.jinja").read_text()
+    tokenizer.chat_template = (Path(sansgpu.__file__).parent / "models/huggingface/templates/simple.jinja").read_text()
     turns = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Return the file."}]
     whole = tokenizer.apply_chat_template(turns, tokenize=False)
     asked = tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)

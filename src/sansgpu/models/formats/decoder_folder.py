@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
-from sansgpu.config import ConfigError, ModelConfig, problems
+from sansgpu.config import Config, ConfigError, ModelConfig, problems
 from sansgpu.config.architectures import ARCHITECTURES
 from sansgpu.config.wording import first_line
 from sansgpu.files.reading import read_object
@@ -127,7 +127,9 @@ def _config_from(settings: dict[str, Any], source: Path) -> ModelConfig | None:
     except KeyError as error:
         raise ConfigError(f"{source}: config.json has no {error.args[0]}; save the model again.") from None
     except ValidationError as error:
-        raise ConfigError(f"{source}: config.json describes no valid model: {'; '.join(problems(error))}.") from None
+        raise ConfigError(
+            f"{source}: config.json describes no valid model: {'; '.join(problems(error, Config))}."
+        ) from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{source}: config.json has a value of an unexpected type ({first_line(error)}).") from None
 

@@ -127,3 +127,6 @@ def _check_index(path: Path) -> None:
     for name in dict.fromkeys(map(str, names)):
         if name != Path(name).name or not (path.parent / name).is_file():
             raise ConfigError(f"{path} names the weights {name[:200]!r}, which is not a file in its folder.")
+
+
+MODEL_TYPE = "sansgpu-graph"  # model_type in config.json of our own layout

@@ -13,7 +13,7 @@ from sansgpu.config.wording import first_line
 from sansgpu.files.reading import read_object, require_regular_file
 from sansgpu.machine.hub import quiet_hub
 from sansgpu.machine.sandbox import is_panic
-from sansgpu.models.formats.folders import folder_settings, validate_model_folder
+from sansgpu.models.formats.folders import MODEL_TYPE, folder_settings, validate_model_folder
 from sansgpu.models.formats.gguf_source import is_gguf, open_gguf
 from sansgpu.models.formats.weights import (
     BasePrecision,
@@ -23,7 +23,6 @@ from sansgpu.models.formats.weights import (
     safetensors_weights,
 )
 from sansgpu.models.huggingface.adapter_folder import base_of
-from sansgpu.tasks.graph.folder import MODEL_TYPE
 
 if TYPE_CHECKING:  # functions import transformers when they need it, because that takes seconds
     from transformers import PreTrainedConfig

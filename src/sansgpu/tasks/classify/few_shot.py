@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sansgpu.config import SETTINGS, Config, ConfigError
+from sansgpu.config import Config, ConfigError
 from sansgpu.config.paths import local_path
 from sansgpu.data.order import steps_per_epoch
 from sansgpu.data.sequences import PackedSequences
@@ -29,6 +29,7 @@ from sansgpu.models.huggingface.sentence_embedding import pool, write_layout
 from sansgpu.tasks.classify.data import LabeledCorpus
 from sansgpu.tasks.classify.labels import LabeledText
 from sansgpu.tasks.classify.objective import ClassifyObjective
+from sansgpu.tasks.classify.settings import FEW_SHOT
 from sansgpu.tasks.classify.task import Classify
 from sansgpu.tasks.embed.objective import embedding_layout
 from sansgpu.tasks.fine_tuning import FineTuning
@@ -92,7 +93,7 @@ class FewShotObjective(ClassifyObjective):
 class FewShot(FewShotObjective, Classify):
     """`task: classify` with `training.few_shot`."""
 
-    settings = SETTINGS["few_shot"]
+    settings = FEW_SHOT
     objective_class = FewShotObjective
 
     @classmethod

@@ -11,12 +11,20 @@ import numpy as np
 
 from sansgpu.config import ConfigError, DataConfig
 from sansgpu.config.wording import counted, truncate
-from sansgpu.data.rows import BadRowError, BadRows, SourceRow, column_key, column_names, row_text, shorten
+from sansgpu.data.rows import (
+    LABEL_COLUMNS,
+    BadRowError,
+    BadRows,
+    SourceRow,
+    column_key,
+    column_names,
+    row_text,
+    shorten,
+)
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
 
 LabelKind = Literal["single", "multiple", "regression"]
 
-LABEL_COLUMNS = ("label", "labels")  # looked up in this order if data.label_column is not set
 PAIR_COLUMN = "text_pair"
 MAX_NUMBER_CLASSES = 30  # labels with more distinct integers are scores, unless data.label_kind says otherwise
 BATCH = 1000  # texts tokenized in one call, in parallel

@@ -9,9 +9,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from sansgpu.config import SETTINGS, Config
+from sansgpu.config import Config
 from sansgpu.config.paths import local_path
-from sansgpu.data.headers import number_label_columns
 from sansgpu.data.rows import BadRows, located
 from sansgpu.data.sequences import LabeledSequences, PackedSequences
 from sansgpu.data.shards import ReportProgress
@@ -20,10 +19,12 @@ from sansgpu.data.split import describe_split
 from sansgpu.models.formats.folders import has_architecture
 from sansgpu.models.huggingface.pretrained import load_tokenizer_of
 from sansgpu.models.huggingface.source import pretrained_config
+from sansgpu.tasks.classify.columns import number_label_columns
 from sansgpu.tasks.classify.data import LabeledCorpus, balanced_weights, labels_of, tokenize_labeled, with_labels
 from sansgpu.tasks.classify.evaluate import ClassifyEvaluator, prediction
 from sansgpu.tasks.classify.labels import LabeledText, Labels, find_labels, read_texts, tokenize_texts, unlabeled_text
 from sansgpu.tasks.classify.objective import _KINDS, ClassifyObjective
+from sansgpu.tasks.classify.settings import SETTINGS
 from sansgpu.tasks.evaluation import require_rows
 from sansgpu.tasks.fine_tuning import FineTuningTask, longest_example, passes, require_examples, split_rows
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
@@ -32,7 +33,7 @@ from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedM
 class Classify(ClassifyObjective, FineTuningTask):
     """`task: classify`."""
 
-    settings = SETTINGS["classify"]
+    settings = SETTINGS
     verbs = ("evaluate", "predict", "export")
     row_forms = (("text",), ("text", "text_pair"))
     objective_class = ClassifyObjective

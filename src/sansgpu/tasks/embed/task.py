@@ -9,9 +9,8 @@ from typing import cast
 import numpy as np
 import torch
 
-from sansgpu.config import SETTINGS, Config, ConfigError
+from sansgpu.config import Config, ConfigError
 from sansgpu.config.paths import local_path
-from sansgpu.data.headers import require_embedding_columns
 from sansgpu.data.order import batch_indices, steps_per_epoch
 from sansgpu.data.rows import BadRows
 from sansgpu.data.shards import ReportProgress
@@ -20,6 +19,7 @@ from sansgpu.data.split import describe_split
 from sansgpu.machine.memory import effective_batch
 from sansgpu.models.huggingface.pretrained import load_tokenizer_of
 from sansgpu.models.huggingface.sentence_embedding import read_layout
+from sansgpu.tasks.embed.columns import require_embedding_columns
 from sansgpu.tasks.embed.data import (
     EmbeddingCorpus,
     TextShape,
@@ -34,6 +34,7 @@ from sansgpu.tasks.embed.groups import TextGroups, TokenizedGroups, text_groups
 from sansgpu.tasks.embed.losses import loss_for
 from sansgpu.tasks.embed.objective import USUAL_TEXTS, EmbeddingObjective, with_values
 from sansgpu.tasks.embed.rows import TextRow, read_text_rows
+from sansgpu.tasks.embed.settings import SETTINGS
 from sansgpu.tasks.evaluation import require_rows
 from sansgpu.tasks.fine_tuning import FineTuningTask, require_examples
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
@@ -42,7 +43,7 @@ from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 class TextEmbedding(EmbeddingObjective, FineTuningTask):
     """`task: embed`."""
 
-    settings = SETTINGS["embed"]
+    settings = SETTINGS
     verbs = ("evaluate", "embed", "export")
     verbs_for_any_model = ("embed",)
     objective_class = EmbeddingObjective

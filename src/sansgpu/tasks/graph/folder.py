@@ -15,14 +15,13 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
-from sansgpu.config import ConfigError, ModelConfig, problems
-from sansgpu.models.formats.folders import folder_settings, require_layers, write_folder_atomically
+from sansgpu.config import Config, ConfigError, ModelConfig, problems
+from sansgpu.models.formats.folders import MODEL_TYPE, folder_settings, require_layers, write_folder_atomically
 from sansgpu.models.formats.weights import load_weights
 from sansgpu.models.modules import INIT_STD
 from sansgpu.tasks.graph.encoder import GraphEncoder
 from sansgpu.tasks.graph.entities import NORM_EPS
 
-MODEL_TYPE = "sansgpu-graph"  # model_type in config.json of our own layout
 Weights = dict[str, torch.Tensor]
 
 # Our parameter names -> BERT's. `{}` is the layer.
@@ -98,7 +97,9 @@ def load_graph_folder(folder: Path) -> tuple[GraphEncoder, dict[str, Any]]:
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{folder} is not a graph encoder folder: {error}; export the model again.") from None
     except ValidationError as error:
-        raise ConfigError(f"{folder}: config.json describes no valid model: {'; '.join(problems(error))}.") from None
+        raise ConfigError(
+            f"{folder}: config.json describes no valid model: {'; '.join(problems(error, Config))}."
+        ) from None
     except (RuntimeError, MemoryError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{folder}: the weights do not fit config.json: {reason}") from None

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sansgpu.config import SETTINGS, Config, ConfigError
+from sansgpu.config import Config, ConfigError
 from sansgpu.config.paths import local_path
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.shards import ReportProgress
@@ -32,6 +32,7 @@ from sansgpu.tasks.graph.masked_prediction import (
     validation_masking,
 )
 from sansgpu.tasks.graph.masking import MaskRules, mask_example
+from sansgpu.tasks.graph.settings import MASKED
 from sansgpu.tasks.graph.tokenizer import GraphCodec, from_pretrained
 from sansgpu.tasks.task import Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
@@ -71,7 +72,7 @@ class MaskedObjective(FineTuning):
 class MaskedLM(MaskedObjective, FineTuningTask):
     """`task: graph` with `model.name_or_path`."""
 
-    settings = SETTINGS["masked"]
+    settings = MASKED
     objective_class = MaskedObjective
 
     def __init__(self, config: Config, corpus: GraphCorpus, effective_batch: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from sansgpu.config import SETTINGS, Config, ConfigError, change_config, problems
+from sansgpu.config import Config, ConfigError, change_config, problems
 from sansgpu.config.paths import local_path
 from sansgpu.data.order import generator
 from sansgpu.data.shards import ReportProgress
@@ -35,6 +35,7 @@ from sansgpu.tasks.graph.masked_prediction import (
 )
 from sansgpu.tasks.graph.masking import MaskRules, mask_example
 from sansgpu.tasks.graph.objective import GraphObjective, longest_span
+from sansgpu.tasks.graph.settings import SETTINGS
 from sansgpu.tasks.graph.tokenizer import GraphCodec
 from sansgpu.tasks.graph.triples import Triple
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
@@ -47,7 +48,7 @@ EXPECTED_RELATIONS = 32  # estimate without data; their number hardly affects me
 class Graph(GraphObjective, TaskWithEvaluator):
     """`task: graph`."""
 
-    settings = SETTINGS["graph"]
+    settings = SETTINGS
     verbs = ("evaluate", "rank", "extract", "export")
     evaluator: MaskedEvaluation
 
@@ -186,7 +187,7 @@ def _config_of(model: GraphEncoder, learned: dict[str, Any], folder: Path) -> Co
             {"task": Graph.settings.task, "model": model.config.model_dump(), **learned, "data": data}
         )
     except ValidationError as error:
-        raise ConfigError(f"{folder}: config.json is not valid: {'; '.join(problems(error))}.") from None
+        raise ConfigError(f"{folder}: config.json is not valid: {'; '.join(problems(error, Config))}.") from None
 
 
 def exported_settings(config: Config) -> dict[str, dict[str, Any]]:

@@ -8,22 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from sansgpu.data.batch import IGNORE, ExampleBatch, concatenated
 from sansgpu.tasks.preference.rows import Answers
-
-if TYPE_CHECKING:
-    pass
-
 from sansgpu.tasks.sft.chat import show_masked
 from sansgpu.tasks.variable_length_corpus import TokenizedCorpus, largest_batch
 
 
-@dataclass(frozen=True)
 @dataclass(frozen=True)
 class AnswerPairs(ExampleBatch):
     """B prompts with two answers each, whose last tokens are targets only."""
@@ -142,6 +136,7 @@ def with_other_answers(examples: Sequence[Answers], max_length: int) -> list[Ans
 ANSWERS = 2  # answers in an example
 
 
+@dataclass(frozen=True)
 class PreferenceCorpus(TokenizedCorpus[PreferenceExamples]):
     """Tokenized preferences for training and validation."""
 

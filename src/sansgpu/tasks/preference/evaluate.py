@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
 from sansgpu.tasks.evaluation import SplitEvaluator
-from sansgpu.tasks.preference.batch import AnswerPairs, PreferenceExamples
-from sansgpu.tasks.task import Sums
-
-if TYPE_CHECKING:
-    pass
-from sansgpu.tasks.preference.batch import ANSWERS
+from sansgpu.tasks.preference.batch import ANSWERS, AnswerPairs, PreferenceExamples
 from sansgpu.tasks.preference.losses import reward_metrics
 from sansgpu.tasks.preference.objective import PreferenceObjective
+from sansgpu.tasks.task import Sums
 
 
 class PreferenceEvaluator(SplitEvaluator[PreferenceObjective, PreferenceExamples]):

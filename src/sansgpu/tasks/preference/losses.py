@@ -7,16 +7,12 @@ prompt, from which the KL divergence is estimated.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from sansgpu.config.losses import PreferenceConfig
 from sansgpu.tasks.task import Sums
-
-if TYPE_CHECKING:
-    pass
 
 LARGEST_MEAN = -1e-6  # largest mean log-probability, because the odds of a certain answer are infinite
 

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sansgpu.config import Config
 from sansgpu.models.huggingface.costs import PretrainedCosts
 from sansgpu.tasks.fine_tuning import FineTuning
-from sansgpu.tasks.preference.batch import AnswerPairs
-from sansgpu.tasks.preference.losses import Scores, kl_divergence, kto_losses, pair_losses
+from sansgpu.tasks.preference.batch import ANSWERS, AnswerPairs
+from sansgpu.tasks.preference.losses import Scores, kl_divergence, kto_losses, pair_losses, reward_metrics
 from sansgpu.tasks.task import StepSums, Sums
-
-if TYPE_CHECKING:
-    pass
-from sansgpu.tasks.preference.batch import ANSWERS
-from sansgpu.tasks.preference.losses import reward_metrics
 
 
 class PreferenceObjective(FineTuning):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,9 +16,6 @@ from sansgpu.models.huggingface.pretrained import weights_fingerprint
 from sansgpu.models.modules import narrowed_matrices
 from sansgpu.tasks.fine_tuning import passes
 from sansgpu.tasks.preference.batch import AnswerPairs, PreferenceExamples
-
-if TYPE_CHECKING:
-    pass
 from sansgpu.tasks.preference.objective import PreferenceObjective
 
 CHUNK = 64  # examples whose results are one file of the cache, so that a killed run loses little work

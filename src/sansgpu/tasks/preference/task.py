@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 
-from sansgpu.config import SETTINGS, Config
+from sansgpu.config import Config
 from sansgpu.data.rows import BadRows
 from sansgpu.data.shards import ReportProgress, rows_with_progress
 from sansgpu.data.sources import Source, open_sources
@@ -18,17 +18,15 @@ from sansgpu.machine.group import Group
 from sansgpu.models.huggingface.pretrained import load_tokenizer_of
 from sansgpu.tasks.evaluation import read_requested
 from sansgpu.tasks.fine_tuning import require_examples, split_rows
-from sansgpu.tasks.preference.batch import PreferenceCorpus, PreferenceExamples, with_other_answers
-from sansgpu.tasks.preference.rows import Answers, ReadingNotes, tokenize_preferences
-from sansgpu.tasks.sft.task import SFT
-from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
-
-if TYPE_CHECKING:
-    pass
-from sansgpu.tasks.preference.batch import ANSWERS
+from sansgpu.tasks.preference.batch import ANSWERS, PreferenceCorpus, PreferenceExamples, with_other_answers
 from sansgpu.tasks.preference.evaluate import PreferenceEvaluator
 from sansgpu.tasks.preference.objective import KTOObjective, PreferenceObjective
 from sansgpu.tasks.preference.reference import compute_reference
+from sansgpu.tasks.preference.rows import Answers, ReadingNotes, tokenize_preferences
+from sansgpu.tasks.preference.settings import KTO as KTO_SETTINGS
+from sansgpu.tasks.preference.settings import SETTINGS
+from sansgpu.tasks.sft.task import SFT
+from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 
 PROMPT_SHARE = 0.5  # assumed share of the prompt in the tokens of an example of a random batch
 
@@ -36,7 +34,7 @@ PROMPT_SHARE = 0.5  # assumed share of the prompt in the tokens of an example of
 class Preference(PreferenceObjective, SFT):
     """`task: preference` with pairs of answers."""
 
-    settings = SETTINGS["preference"]
+    settings = SETTINGS
     objective_class = PreferenceObjective
     rated: ClassVar[bool] = False
 
@@ -128,6 +126,6 @@ class Preference(PreferenceObjective, SFT):
 class KTO(KTOObjective, Preference):
     """`task: preference` with rated answers."""
 
-    settings = SETTINGS["kto"]
+    settings = KTO_SETTINGS
     objective_class = KTOObjective
     rated = True

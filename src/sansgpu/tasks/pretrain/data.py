@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,9 +18,6 @@ from sansgpu.data.teacher_folder import Predictions, TeacherFolder
 from sansgpu.data.tokenizer import Tokenizer, load_tokenizer
 from sansgpu.tasks.distillation import with_length_of
 from sansgpu.tasks.vocabulary import with_vocabulary_of
-
-if TYPE_CHECKING:  # gguf is optional
-    pass
 
 
 @dataclass(frozen=True)

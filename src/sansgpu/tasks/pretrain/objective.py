@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,9 +15,6 @@ from sansgpu.models import TransformerLM
 from sansgpu.tasks.base import ObjectiveBase
 from sansgpu.tasks.distillation import StudentLoss, student_metrics
 from sansgpu.tasks.task import Sums
-
-if TYPE_CHECKING:  # gguf is optional
-    pass
 
 
 class PretrainObjective(ObjectiveBase):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from sansgpu.config import SETTINGS, Config, ConfigError, DataConfig, derive_seed
+from sansgpu.config import Config, ConfigError, DataConfig, derive_seed
 from sansgpu.config.paths import local_path
 from sansgpu.data.batch import Batch
 from sansgpu.data.order import batch_indices
@@ -45,14 +45,15 @@ from sansgpu.tasks.base import TaskWithEvaluator
 from sansgpu.tasks.distillation import Lesson, open_lesson, sequences_of
 from sansgpu.tasks.language_modeling import LanguageModeling
 from sansgpu.tasks.pretrain.costs import DecoderCosts
+from sansgpu.tasks.pretrain.data import TextCorpus, arrays_of, corpus_of, read_parts, taught_corpus
+from sansgpu.tasks.pretrain.objective import PretrainObjective
+from sansgpu.tasks.pretrain.settings import SETTINGS
 from sansgpu.tasks.task import GGUFParts
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
 from sansgpu.tasks.vocabulary import with_vocabulary_of
 
 if TYPE_CHECKING:  # gguf is optional
     from sansgpu.models.formats.gguf_file import GGUFFile
-from sansgpu.tasks.pretrain.data import TextCorpus, arrays_of, corpus_of, read_parts, taught_corpus
-from sansgpu.tasks.pretrain.objective import PretrainObjective
 
 EVALUATION_TOKENS = 4096  # tokens in a micro-batch
 
@@ -63,7 +64,7 @@ UNBOUNDED_CONTEXT = 1024  # tokens of context for models that declare no maximum
 class Pretrain(PretrainObjective, TaskWithEvaluator):
     """`task: pretrain`."""
 
-    settings = SETTINGS["pretrain"]
+    settings = SETTINGS
     verbs = ("evaluate", "generate", "complete", "export", "gguf", "distill")
     verbs_for_any_model = ("evaluate", "distill")
     verbs_without_kernels = ("export", "gguf")

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from sansgpu.config import ConfigError
 from sansgpu.data.rows import BadRowError, BadRows, SourceRow, is_text
+from sansgpu.data.sequences import require_overlap_fits
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
 
 BATCH = 1000  # questions tokenized in one call, in parallel
@@ -182,17 +182,6 @@ def make_windows(
         windows += _batch_windows(batch, len(kept), tokenizer, max_length, doc_stride) if batch else []
         kept += batch
     return kept, windows
-
-
-def require_overlap_fits(tokenizer: Any, max_length: int, doc_stride: int, pair: bool) -> int:
-    """Returns the tokens of a window without special tokens. Raises ConfigError if the overlap has as many or more."""
-    room = max_length - int(tokenizer.num_special_tokens_to_add(pair=pair))
-    if doc_stride >= room:
-        raise ConfigError(
-            f"data.doc_stride {doc_stride} leaves no room in a window of data.max_length {max_length} tokens; "
-            "lower data.doc_stride or raise data.max_length."
-        )
-    return room
 
 
 def _lengths(texts: list[str], tokenizer: Any) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from sansgpu.config import SETTINGS, Config, ConfigError, DataConfig
+from sansgpu.config import Config, ConfigError, DataConfig
 from sansgpu.data.rows import BadRows, SourceRow, located
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress
@@ -21,6 +21,7 @@ from sansgpu.tasks.qa.data import QuestionCorpus, TokenizedQuestions, tokenize_q
 from sansgpu.tasks.qa.evaluate import QAEvaluator
 from sansgpu.tasks.qa.objective import QAObjective
 from sansgpu.tasks.qa.questions import Question, read_questions, single_questions, unanswered_question
+from sansgpu.tasks.qa.settings import SETTINGS
 from sansgpu.tasks.task import Gather
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 
@@ -28,7 +29,7 @@ from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 class QA(QAObjective, FineTuningTask):
     """`task: qa`."""
 
-    settings = SETTINGS["qa"]
+    settings = SETTINGS
     verbs = ("evaluate", "predict", "export")
     verbs_for_any_model = ("predict",)
     row_forms = (("question", "context"),)

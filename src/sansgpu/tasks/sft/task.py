@@ -8,7 +8,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch
 
-from sansgpu.config import SETTINGS, Config
+from sansgpu.config import Config
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress
@@ -35,6 +35,7 @@ from sansgpu.tasks.sft.data import (
 from sansgpu.tasks.sft.decoder_chat import DecoderChat
 from sansgpu.tasks.sft.evaluate import SFTEvaluator
 from sansgpu.tasks.sft.objective import SFTObjective
+from sansgpu.tasks.sft.settings import SETTINGS
 from sansgpu.tasks.task import Evaluator, GGUFParts
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
 
@@ -42,7 +43,7 @@ from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedM
 class SFT(SFTObjective, FineTuningTask):
     """`task: sft`."""
 
-    settings = SETTINGS["sft"]
+    settings = SETTINGS
     verbs = ("evaluate", "generate", "complete", "chat", "export", "gguf", "distill")
     verbs_for_any_model = ("generate", "chat")
     has_windows = True

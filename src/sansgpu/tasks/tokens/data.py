@@ -13,13 +13,12 @@ from sansgpu.config.paths import local_path
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.conll import DEFAULT_TAG_COLUMN
 from sansgpu.data.files import file_form
-from sansgpu.data.headers import number_tag_column
 from sansgpu.data.rows import BadRows
-from sansgpu.data.sequences import PackedSequences, WindowedTexts
+from sansgpu.data.sequences import PackedSequences, WindowedTexts, require_overlap_fits
 from sansgpu.data.sources import Source, open_single
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
 from sansgpu.tasks.fine_tuning import longest_example
-from sansgpu.tasks.qa.questions import require_overlap_fits
+from sansgpu.tasks.tokens.columns import number_tag_column
 from sansgpu.tasks.tokens.spans import OUTSIDE
 from sansgpu.tasks.tokens.tagged import TaggedText, with_targets
 from sansgpu.tasks.variable_length_corpus import TokenizedCorpus

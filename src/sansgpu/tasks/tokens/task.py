@@ -10,10 +10,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from sansgpu.config import SETTINGS, Config
+from sansgpu.config import Config
 from sansgpu.config.paths import local_path
 from sansgpu.config.wording import counted
-from sansgpu.data.headers import number_tag_column
 from sansgpu.data.rows import BadRows, located
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress
@@ -23,9 +22,11 @@ from sansgpu.models.formats.folders import has_architecture
 from sansgpu.models.huggingface.pretrained import load_tokenizer_of
 from sansgpu.tasks.evaluation import require_rows
 from sansgpu.tasks.fine_tuning import FineTuningTask, require_examples, split_rows
+from sansgpu.tasks.tokens.columns import number_tag_column
 from sansgpu.tasks.tokens.data import TagCorpus, open_tagged, tokenize_texts
 from sansgpu.tasks.tokens.evaluate import TagEvaluator
 from sansgpu.tasks.tokens.objective import TokensObjective
+from sansgpu.tasks.tokens.settings import SETTINGS
 from sansgpu.tasks.tokens.tagged import in_iob2, read_tagged, read_untagged, require_labels
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 
@@ -35,7 +36,7 @@ EVALUATION_WINDOWS = 64  # windows in a forward pass of `eval` and `predict`
 class Tokens(TokensObjective, FineTuningTask):
     """`task: tokens`."""
 
-    settings = SETTINGS["tokens"]
+    settings = SETTINGS
     verbs = ("evaluate", "predict", "export")
     row_forms = (("text",),)
     objective_class = TokensObjective

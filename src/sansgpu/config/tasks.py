@@ -1,0 +1,256 @@
+"""The table of tasks, and what each declares: the keys that act, their defaults, problems, metrics and model card.
+
+Every task is a folder of `sansgpu.tasks` whose module `settings` declares it. These modules import no torch, because a
+configuration is validated without it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from sansgpu.config.errors import ConfigError
+from sansgpu.config.metrics import Metric
+
+Values = dict[str, Any]
+
+# Values of the key `task`, each a folder of `sansgpu.tasks`, with the tasks whose code it uses. Adding a task adds its
+# line here.
+TASKS: dict[str, tuple[str, ...]] = {
+    "pretrain": (),
+    "graph": (),
+    "sft": (),
+    "qa": (),
+    "classify": ("embed",),
+    "tokens": (),
+    "embed": (),
+    "preference": ("sft",),
+}
+DEFAULT_TASK = "pretrain"
+
+# Built-in datasets, made from the standard library: texts, triples, conversations.
+PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT = (
+    "python-stdlib", "python-stdlib-graph", "python-stdlib-chat",
+)  # fmt: skip
+SIMPLE_TEMPLATE = "simple"  # the built-in chat template
+# Values that name something built in, in keys that otherwise take a path.
+BUILT_IN_NAMES = (PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT, SIMPLE_TEMPLATE, "bpe", "char")
+
+# Keys, or sections inside sections, that have an effect only in tasks that name their group. Keys of one task alone are
+# its `own_keys`. All other keys act in every task.
+KEY_GROUPS = {
+    "from scratch": """
+        model.vocab_size model.d_model model.n_heads model.n_layers model.d_ff model.max_seq_len
+        model.dropout model.attention_dropout model.activation
+        data.tokenizer data.vocab_size data.tokenizer_sample_mb
+    """,
+    "texts": "data.text_column",
+    "text generation": "training.label_smoothing training.z_loss",
+    "samples": "training.sample_tokens training.sample_prompt",
+    "masking": "data.mask_ratio data.max_span",
+    "windows": "data.doc_stride",
+    "packing": "data.pack_sequences",
+    "pretrained": "model.name_or_path model.revision model.trust_remote_code",
+    "rows": "data.on_bad_row",
+    "adapter": """
+        model.adapter model.lora_rank model.lora_alpha model.lora_dropout model.lora_targets model.base_precision
+        model.merge_adapter
+    """,
+    "conversations": "data.long_rows data.chat_template",
+    "labels": "data.labels",
+    "distillation": "training.distillation",
+}
+
+
+def _no_problems(config: Any) -> Iterator[str]:
+    return iter(())
+
+
+@dataclass(frozen=True)
+class CardText:
+    """Describes the models of a task in their model cards."""
+
+    description: str  # completes "This is ..."
+    pipeline_tag: str = ""  # pipeline tag of the Hugging Face Hub
+    auto_class: str = ""  # suffix of the `AutoModelFor` class; "": transformers cannot load the model
+    command: str = ""  # sansgpu command that uses the model, with the placeholder `MODEL`
+    layout: str = ""  # layout of the weights of a model trained from scratch
+    note: str = ""  # a sentence about its use
+    library: str = ""  # Python library that loads the model, if it is not transformers
+
+
+class Variant(NamedTuple):
+    """A kind of run that replaces a task's usual one if a key has a value."""
+
+    key: str
+    value: Any  # None: any value
+    settings: TaskSettings
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """A task in the words of someone who wants to train, for `sansgpu init`."""
+
+    words: str  # completes "You get ..."
+    rows: str  # the data it needs
+    model: str | None = None  # base model that the question suggests; None: trained from scratch
+    built_in: str | None = None  # data that every machine has
+    batch: int = 16  # examples per step
+    is_decoder: bool = False  # True: fine-tuned with an adapter
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """Declares a task's configuration, metrics and model card."""
+
+    task: str  # value of the key `task`
+    key_groups: tuple[str, ...]  # those of KEY_GROUPS that act
+    own_keys: tuple[str, ...] = ()  # further keys that act, which have no effect in tasks that do not name them
+    implementation: str = ""  # the class, as `package.module:Class`. Default: `task`
+    kind: str = ""  # name of a variant. Default: `task`
+    variants: tuple[Variant, ...] = ()
+    defaults: Mapping[str, Values] = field(default_factory=dict)  # by section, where they differ from the schema's
+    adapter_defaults: Mapping[str, Values] = field(default_factory=dict)  # in addition, with model.adapter
+    problems: Callable[[Any], Iterable[str]] = _no_problems  # yields a clause for each inconsistency of a Config
+    check_columns: Callable[[Any], object] | None = None  # raises ConfigError if the columns of a table are unclear
+    label: str = ""  # the configuration that selects the task, for messages. Default: `task`
+    description: str = ""  # meaning of the value `task`, for help
+    purpose: Purpose | None = None  # offered by `sansgpu init`
+    varying_length: bool = True  # False if all examples are windows of equal length
+    has_leaves: bool = False  # True if the tokens of an example have leaf slots
+    metrics: tuple[Metric, ...] = ()  # all but the loss, in the order shown, with those of the variants
+    card: Callable[[Values], CardText] | None = None  # makes the card text from the section `model`
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        return frozenset((*self.own_keys, *(key for group in self.key_groups for key in KEY_GROUPS[group].split())))
+
+    def acts(self, key: str) -> bool:
+        """Returns whether a dotted key has an effect."""
+        key = ".".join(key.split(".")[:2])  # all keys of a section inside a section act together
+        return key in self.keys or key not in _chosen_keys()
+
+    def default(self, section: str, key: str, otherwise: Any) -> Any:
+        """Returns the default of a key, or the schema's default `otherwise`."""
+        return self.defaults.get(section, {}).get(key, otherwise)
+
+    @property
+    def fine_tunes(self) -> bool:
+        return "pretrained" in self.key_groups
+
+    @property
+    def shown(self) -> str:
+        return self.label or self.task
+
+
+@cache
+def built_in_settings() -> dict[str, TaskSettings]:
+    """Returns the settings of the package's kinds of runs by name: every task, and its variants after it."""
+    found: dict[str, TaskSettings] = {}
+    for task in TASKS:
+        settings: TaskSettings = import_module(f"sansgpu.tasks.{task}.settings").SETTINGS
+        found[task] = settings
+        found |= {variant.settings.kind: variant.settings for variant in settings.variants}
+    return found
+
+
+@cache
+def _chosen_keys() -> frozenset[str]:
+    """Returns the keys that act only in tasks that name them."""
+    shared = (key for keys in KEY_GROUPS.values() for key in keys.split())
+    return frozenset((*shared, *(key for settings in built_in_settings().values() for key in settings.own_keys)))
+
+
+def is_outside(task: str) -> bool:
+    """Returns whether a task is a class outside the package, `package.module:Class`."""
+    return ":" in task
+
+
+def import_class(name: str, option: str = "task") -> Any:
+    """Imports `package.module:Class`. Raises ConfigError if that is not possible."""
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{option} {name} cannot be loaded ({error}); add its folder to Python's path: "
+            "PYTHONPATH=. sansgpu train ..."
+        ) from None
+
+
+def task_class(kind: str) -> Any:
+    """Imports the class of a kind of run, which may be outside the package. Raises ConfigError."""
+    known = built_in_settings().get(kind)
+    found = import_class(known.implementation if known else kind)
+    if not isinstance(getattr(found, "settings", None), TaskSettings):
+        raise ConfigError(f"task {kind} is not the class of a task: it has no TaskSettings named `settings`.")
+    return found
+
+
+def settings_of(kind: str) -> TaskSettings:
+    """Returns the settings of a kind of run.
+
+    A class outside the package is not imported here, because a run may come from anybody: until the user names it, all
+    keys of its runs act and it has no defaults.
+    """
+    if known := built_in_settings().get(kind):
+        return known
+    module, _, name = kind.partition(":")
+    found = getattr(getattr(sys.modules.get(module), name, None), "settings", None)
+    return found if isinstance(found, TaskSettings) else TaskSettings(kind, tuple(KEY_GROUPS), tuple(_chosen_keys()))
+
+
+def kind_of(task: str, values: Any) -> str:
+    """Returns the task, or the variant of it that `values` select: a mapping, or a schema object with the sections."""
+    for key, wanted, settings in settings_of(task).variants:
+        found = values
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, dict) else getattr(found, part, None)
+        if found is not None if wanted is None else found == wanted:
+            return settings.kind
+    return task
+
+
+def with_defaults(task: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Returns `values` with the defaults of their kind of run for missing keys.
+
+    Sections may be mappings or schema objects. Any other section is returned unchanged, for validation to reject.
+    """
+    given, model = {**values}, as_values(values.get("model"))
+    settings = settings_of(kind_of(task, values))
+    adapted = settings.adapter_defaults if model.get("adapter", "none") != "none" else {}
+    for section in dict.fromkeys((*settings.defaults, *adapted)):
+        if is_section(given.get(section)):
+            defaults = {**settings.defaults.get(section, {}), **adapted.get(section, {})}
+            given[section] = {**defaults, **as_values(given.get(section))}
+    return given
+
+
+def is_section(value: Any) -> bool:
+    """Returns True for a mapping, a schema object or None, which is an empty section."""
+    return value is None or isinstance(value, dict) or hasattr(value, "model_dump")
+
+
+def as_values(section: Any) -> Values:
+    """Returns the keys that were set explicitly in a section: a mapping or a schema object."""
+    if section is None:
+        return {}
+    if hasattr(section, "model_dump"):
+        return dict(section.model_dump(exclude_unset=True))
+    return dict(section) if isinstance(section, dict) else {}
+
+
+def tasks_with(key: str) -> list[TaskSettings]:
+    """Returns the settings of the package's tasks in which `section.key` has an effect."""
+    return [settings for settings in built_in_settings().values() if settings.acts(key)]
+
+
+def labels(found: list[TaskSettings], here: TaskSettings) -> str:
+    """Joins the labels of several tasks, for a message about a run of task `here`."""
+    plain = {settings.task for settings in found if not settings.label}
+    chosen = [settings for settings in found if not (settings.label and settings.task in plain)]
+    return " and ".join(s.shown if s.task == here.task else s.task for s in chosen)

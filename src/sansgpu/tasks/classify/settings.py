@@ -1,0 +1,119 @@
+"""The settings of task classify: its keys, their defaults and problems, its metrics and model card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sansgpu.config.metrics import Metric, interval, share
+from sansgpu.config.tasks import CardText, Purpose, TaskSettings, Values, Variant
+from sansgpu.tasks.settings import FINE_TUNED, LORA_LEARNING_RATE, SMALL_ENCODER, fine_tuning_problems, repeated_labels
+
+# Few-shot classification: a run of seconds, evaluated at its end. Each epoch has few steps, because rows are few.
+_FEW_SHOT_DEFAULTS: Values = {
+    "learning_rate": 5e-5,
+    "warmup_steps": 2,
+    "gradient_accumulation_steps": 32,
+    "num_epochs": 20,
+    "eval_steps": 0,
+}
+_CLASSIFY = 'sansgpu predict MODEL --text "I liked it."'
+
+
+CLASSIFY_KEYS = (
+    "data.text_column", "data.text_pair_column", "data.label_column", "data.label_kind", "data.class_weights",
+    "training.label_smoothing", "training.few_shot",
+)  # fmt: skip
+
+
+FEW_SHOT_KEYS = (
+    "data.text_column", "data.label_column", "data.label_kind", "model.pooling", "training.few_shot",
+)  # fmt: skip
+
+
+CLASS_METRICS = (
+    share("accuracy", short="accuracy"),
+    interval("accuracy_interval", "accuracy"),
+    share("macro_f1", "macro F1"),
+    share("micro_f1", "micro F1"),
+    Metric("matthews", "Matthews correlation", better="higher"),
+    Metric("spearman", "Spearman correlation", better="higher", short="Spearman"),
+    Metric("pearson", "Pearson correlation", better="higher"),
+    Metric("rows", form="{:,.0f}", text="{value} {label}", reported=False),
+    Metric("skipped", form="{:.0f}", text="{value} {label}", reported=False),
+)
+
+
+def _label_problems(config: Any) -> Iterator[str]:
+    """Yields a clause for each problem of task classify."""
+    yield from fine_tuning_problems(config)
+    if config.data.label_kind in ("multiple", "regression"):
+        keys = ("data.class_weights", "training.label_smoothing")
+        yield from config.without_effect(keys, f"data.label_kind is {config.data.label_kind}")
+    if config.data.label_kind != "regression":
+        yield from repeated_labels(config, "labels", 1 if config.data.label_kind == "multiple" else 2)
+
+
+def _few_shot_problems(config: Any) -> Iterator[str]:
+    """Yields a clause for each problem of task classify with training.few_shot."""
+    yield from fine_tuning_problems(config)
+    if config.data.label_kind in ("multiple", "regression"):
+        yield (
+            f"training.few_shot needs rows with one label each, but data.label_kind is {config.data.label_kind}; leave "
+            "out training.few_shot, or set data.label_kind to single"
+        )
+    if config.model.merge_adapter is False:
+        yield "training.few_shot fits a classifier to the merged model; set model.merge_adapter to true"
+    if config.model.base_precision in ("int8", "int4"):
+        yield "training.few_shot fits a classifier to the merged model; set model.base_precision to auto or bf16"
+    yield from repeated_labels(config, "labels", 2)
+
+
+def _check_columns(config: Any) -> None:
+    from sansgpu.tasks.classify.columns import number_label_columns
+
+    number_label_columns(config.data)
+
+
+FEW_SHOT = TaskSettings(
+    "classify",
+    ("packing", "pretrained", "rows", "adapter", "labels"),
+    implementation="sansgpu.tasks.classify.few_shot:FewShot",
+    kind="few_shot",
+    own_keys=FEW_SHOT_KEYS,
+    defaults={
+        "training": {**FINE_TUNED, **_FEW_SHOT_DEFAULTS},
+        "data": {"max_length": 256, "validation_split": 0.1},
+    },
+    adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
+    problems=_few_shot_problems,
+    check_columns=_check_columns,
+    label="classify with training.few_shot",
+    metrics=CLASS_METRICS,
+    card=lambda model: CardText(
+        "a classifier of texts, fine-tuned on pairs of labeled examples",
+        "text-classification",
+        command=_CLASSIFY,
+        library="sentence-transformers",
+    ),
+)
+
+SETTINGS = TaskSettings(
+    "classify",
+    ("packing", "pretrained", "rows", "adapter", "labels"),
+    implementation="sansgpu.tasks.classify.task:Classify",
+    description="labels or scores of texts",
+    purpose=Purpose("labels or scores of texts", "texts with labels", SMALL_ENCODER, batch=32),
+    own_keys=CLASSIFY_KEYS,
+    variants=(Variant("training.few_shot", True, FEW_SHOT),),
+    defaults={
+        "training": {**FINE_TUNED, "learning_rate": 3e-5},
+        "data": {"max_length": 256, "validation_split": 0.1},
+    },
+    problems=_label_problems,
+    check_columns=_check_columns,
+    metrics=CLASS_METRICS,
+    card=lambda model: CardText(
+        "an encoder fine-tuned to classify texts", "text-classification", "SequenceClassification", _CLASSIFY
+    ),
+)

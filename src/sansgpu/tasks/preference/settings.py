@@ -1,0 +1,54 @@
+"""The settings of task preference: its keys, their defaults and problems, its metrics and model card."""
+
+from __future__ import annotations
+
+from sansgpu.config.metrics import Metric, share
+from sansgpu.config.tasks import CardText, Purpose, TaskSettings, Values, Variant
+from sansgpu.tasks.settings import CHAT, FINE_TUNED, SMALL_CHAT_MODEL, fine_tuning_problems
+
+# Preferences: smaller steps than in supervised fine-tuning, which the model has behind it.
+_PREFERENCE: Values = {**FINE_TUNED, "learning_rate": 1e-6}
+PREFERENCE_LORA_LEARNING_RATE = 1e-5
+
+
+PREFERENCE_KEYS = (
+    "training.preference",
+)  # fmt: skip
+
+
+PREFERENCE_METRICS = (
+    share("accuracy", short="accuracy"),
+    Metric("margin", "reward margin", better="higher"),
+    Metric("chosen_reward", "chosen", within="margin", better="higher"),
+    Metric("rejected_reward", "rejected", within="margin"),
+    Metric("nll", "loss of the chosen answers per token", unit="nats"),
+    Metric("kl", "KL divergence", unit="nats"),
+    Metric("examples", form="{:,.0f}", text="{value} {label}", reported=False),
+)
+
+
+def _declared(implementation: str, variants: tuple[Variant, ...] = (), kind: str = "", label: str = "") -> TaskSettings:
+    return TaskSettings(
+        "preference",
+        ("samples", "packing", "pretrained", "rows", "adapter", "conversations"),
+        own_keys=PREFERENCE_KEYS,
+        implementation=implementation,
+        kind=kind,
+        variants=variants,
+        defaults={"training": _PREFERENCE, "data": {"max_length": 1024, "validation_split": 0.1}},
+        adapter_defaults={"training": {"learning_rate": PREFERENCE_LORA_LEARNING_RATE}},
+        problems=fine_tuning_problems,
+        label=label,
+        description="preferred answers",
+        purpose=Purpose(
+            "a chat model that prefers good answers", "chosen and rejected answers", SMALL_CHAT_MODEL, is_decoder=True
+        ),
+        metrics=PREFERENCE_METRICS,
+        card=lambda model: CardText(
+            "a decoder trained to prefer some answers to others", "text-generation", "CausalLM", CHAT
+        ),
+    )
+
+
+KTO = _declared("sansgpu.tasks.preference.task:KTO", kind="kto", label="preference with training.preference.loss kto")
+SETTINGS = _declared("sansgpu.tasks.preference.task:Preference", (Variant("training.preference.loss", "kto", KTO),))

@@ -1,0 +1,46 @@
+"""The settings of task pretrain: its keys, their defaults and problems, its metrics and model card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sansgpu.config.architectures import ARCHITECTURES, architecture_name
+from sansgpu.config.tasks import PYTHON_STDLIB, CardText, Purpose, TaskSettings, Values
+from sansgpu.tasks.settings import TEXT_METRICS, distillation_problems, window_problems
+
+DECODER_KEYS = (
+    "model.n_kv_heads", "model.pre_norm", "model.tie_embeddings", "model.rope_theta", "model.architecture",
+    "model.norm", "model.bias", "model.positions", "model.qk_norm", "training.window_warmup_ratio",
+)  # fmt: skip
+
+
+def _pretraining_problems(config: Any) -> Iterator[str]:
+    yield from window_problems(config)
+    keys = "data.text_column", "data.tokenizer", "data.vocab_size", "data.tokenizer_sample_mb", "data.pack_sequences"
+    yield from distillation_problems(config, keys)
+
+
+def _decoder_card(model: Values) -> CardText:
+    return CardText(
+        "a decoder that continues text, trained from scratch",
+        "text-generation",
+        "CausalLM",
+        'sansgpu generate MODEL --prompt "Once"',
+        ARCHITECTURES[str(architecture_name(model))].title,
+        "In training, every document starts with the end-of-text token, so start prompts with `tokenizer.bos_token`.",
+    )
+
+
+SETTINGS = TaskSettings(
+    "pretrain",
+    ("from scratch", "texts", "text generation", "samples", "packing", "distillation"),
+    implementation="sansgpu.tasks.pretrain.task:Pretrain",
+    description="train a decoder from scratch",
+    purpose=Purpose("a small language model of your own", "texts", built_in=PYTHON_STDLIB),
+    own_keys=DECODER_KEYS,
+    problems=_pretraining_problems,
+    varying_length=False,
+    metrics=TEXT_METRICS,
+    card=_decoder_card,
+)

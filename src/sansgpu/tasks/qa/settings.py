@@ -1,0 +1,46 @@
+"""The settings of task qa: its keys, their defaults and problems, its metrics and model card."""
+
+from __future__ import annotations
+
+from sansgpu.config.metrics import Metric, percentage
+from sansgpu.config.tasks import CardText, Purpose, TaskSettings
+from sansgpu.tasks.settings import FINE_TUNED, SMALL_ENCODER, fine_tuning_problems
+
+_ANSWER = 'sansgpu predict MODEL --question "Who wrote it?" --context "It was written by Ada."'
+
+
+ANSWER_KEYS = (
+    "data.n_best_size", "data.max_answer_length", "data.null_answers", "data.null_score_diff_threshold",
+)  # fmt: skip
+
+
+QUESTION_METRICS = (
+    percentage("exact_match", "exact match", "exact match"),
+    percentage("f1", "F1", "F1"),
+    Metric("questions", form="{:.0f}", text="{value} {label}", reported=False),
+    Metric("answerable", form="{:.0f}", text="{value} {label}", reported=False),
+    Metric("unanswerable", form="{:.0f}", text="{value} not", reported=False),
+    Metric("skipped", form="{:.0f}", text="{value} {label}", reported=False),
+    percentage("no_answer_exact_match", "no answer exact match"),
+    percentage("has_answer_exact_match", "has answer exact match"),
+    percentage("has_answer_f1", "has answer F1"),
+)
+
+
+SETTINGS = TaskSettings(
+    "qa",
+    ("windows", "packing", "pretrained", "rows", "adapter"),
+    implementation="sansgpu.tasks.qa.task:QA",
+    description="extractive question answering",
+    purpose=Purpose("answers found in texts", "questions about texts, as SQuAD has them", SMALL_ENCODER),
+    own_keys=ANSWER_KEYS,
+    defaults={"training": {**FINE_TUNED, "learning_rate": 3e-5}, "data": {"max_length": 384}},
+    problems=fine_tuning_problems,
+    metrics=QUESTION_METRICS,
+    card=lambda model: CardText(
+        "an encoder fine-tuned for extractive question answering",
+        "question-answering",
+        "QuestionAnswering",
+        _ANSWER,
+    ),
+)

@@ -1,0 +1,65 @@
+"""Settings that several tasks share. Nothing here imports torch, because a configuration is validated without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sansgpu.config.metrics import BITS_PER_BYTE, Metric
+from sansgpu.config.tasks import PYTHON_STDLIB, Values
+
+LORA_LEARNING_RATE = 2e-4  # ten times that of full fine-tuning, because the low-rank matrices start at zero
+# Base models that `sansgpu init` suggests.
+SMALL_CHAT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SMALL_ENCODER = "distilbert-base-uncased"
+# Fine-tuning: small steps, no weight decay, AdamW as in pretraining, examples at full length.
+FINE_TUNED: Values = {
+    "lr_scheduler": "linear",
+    "warmup_steps": 10,
+    "window_warmup_ratio": 0.0,
+    "optimizer": "adamw",
+    "weight_decay": 0.0,
+    "beta2": 0.999,
+}
+# Keys that choose texts and split them.
+TEXT_KEYS = "data.dataset_name", "data.dataset_config", "data.validation_name", "data.validation_split"
+EVALUATE_TEXTS = "sansgpu eval MODEL --data TEXTS"
+CHAT = 'sansgpu chat MODEL --prompt "Hello!"'
+TEXT_METRICS = (
+    Metric("perplexity", form="{:.2f}", plotted=False),
+    BITS_PER_BYTE,
+    Metric("kl", "KL divergence from the teacher", short="KL"),  # in training, with training.distillation
+)
+
+
+def fine_tuning_problems(config: Any, data: str = "rows") -> Iterator[str]:
+    """Yields a clause if the pretrained model or the `data` are missing."""
+    if config.model.name_or_path is None:
+        yield f"task {config.task} fine-tunes a pretrained model; set model.name_or_path"
+    if config.data.dataset_name == config.settings.default("data", "dataset_name", PYTHON_STDLIB):
+        yield f"task {config.task} needs {data}; set data.dataset_name"
+
+
+def distillation_problems(config: Any, keys: tuple[str, ...]) -> Iterator[str]:
+    """Yields a clause for each of `keys` that is set although a teacher's folder determines what they choose."""
+    if config.training.distillation.teacher is not None:
+        yield from config.without_effect(
+            (*TEXT_KEYS, *keys), "the texts and their tokens are those of training.distillation.teacher"
+        )
+        yield from config.without_effect(("training.label_smoothing",), "training.distillation.teacher is set")
+
+
+def window_problems(config: Any) -> Iterator[str]:
+    """Yields a clause if examples are longer than the model's context."""
+    if config.roots > config.model.max_seq_len:
+        yield (
+            f"data.max_length {config.roots} is longer than model.max_seq_len {config.model.max_seq_len}; "
+            "lower it or raise model.max_seq_len"
+        )
+
+
+def repeated_labels(config: Any, what: str, least: int) -> Iterator[str]:
+    """Yields a clause if data.labels names a label twice, or fewer than `least`."""
+    labels = config.data.labels
+    if labels is not None and len(set(labels)) < max(least, len(labels)):
+        yield f"data.labels needs two {what} or more, each once; add the others, or leave it out"

@@ -1,0 +1,39 @@
+"""The settings of task sft: its keys, their defaults and problems, its metrics and model card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sansgpu.config.tasks import PYTHON_STDLIB_CHAT, CardText, Purpose, TaskSettings
+from sansgpu.tasks.settings import (
+    CHAT,
+    FINE_TUNED,
+    LORA_LEARNING_RATE,
+    SMALL_CHAT_MODEL,
+    TEXT_METRICS,
+    distillation_problems,
+    fine_tuning_problems,
+)
+
+
+def _sft_problems(config: Any) -> Iterator[str]:
+    if config.training.distillation.teacher is None or config.model.name_or_path is None:
+        yield from fine_tuning_problems(config)
+    yield from distillation_problems(config, ("data.long_rows", "data.chat_template", "data.on_bad_row"))
+
+
+SETTINGS = TaskSettings(
+    "sft",
+    ("text generation", "samples", "packing", "pretrained", "rows", "adapter", "conversations", "distillation"),
+    implementation="sansgpu.tasks.sft.task:SFT",
+    description="supervised fine-tuning on conversations",
+    purpose=Purpose(
+        "a model that chats", "conversations", SMALL_CHAT_MODEL, built_in=PYTHON_STDLIB_CHAT, is_decoder=True
+    ),
+    defaults={"training": {**FINE_TUNED, "learning_rate": 2e-5}, "data": {"max_length": 1024}},
+    adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
+    problems=_sft_problems,
+    metrics=TEXT_METRICS,
+    card=lambda model: CardText("a decoder fine-tuned on conversations", "text-generation", "CausalLM", CHAT),
+)

@@ -1,0 +1,60 @@
+"""The settings of task tokens: its keys, their defaults and problems, its metrics and model card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sansgpu.config.metrics import Metric, share
+from sansgpu.config.tasks import CardText, Purpose, TaskSettings
+from sansgpu.tasks.settings import FINE_TUNED, LORA_LEARNING_RATE, SMALL_ENCODER, fine_tuning_problems, repeated_labels
+
+_FIND = 'sansgpu predict MODEL --text "Ada Lovelace lived in London."'
+
+
+TAG_KEYS = (
+    "data.tag_column",
+)  # fmt: skip
+
+
+TAG_METRICS = (
+    share("entity_f1", "entity F1", "entity F1"),
+    share("entity_precision", "precision", within="entity_f1"),
+    share("entity_recall", "recall", within="entity_f1"),
+    share("accuracy", "accuracy"),
+    Metric("words", form="{:,.0f}", text="{value} {label}", reported=False),
+    Metric("skipped", form="{:.0f}", text="{value} {label}", reported=False),
+)
+
+
+def _tag_problems(config: Any) -> Iterator[str]:
+    """Yields a clause for each problem of task tokens."""
+    yield from fine_tuning_problems(config)
+    yield from repeated_labels(config, "tags", 2)
+
+
+def _check_columns(config: Any) -> None:
+    from sansgpu.tasks.tokens.columns import number_tag_column
+
+    number_tag_column(config.data)
+
+
+SETTINGS = TaskSettings(
+    "tokens",
+    ("windows", "packing", "pretrained", "rows", "adapter", "labels"),
+    implementation="sansgpu.tasks.tokens.task:Tokens",
+    description="entities and other tags of words",
+    purpose=Purpose("entities found in texts", "sentences with tags", SMALL_ENCODER),
+    own_keys=TAG_KEYS,
+    defaults={
+        "training": {**FINE_TUNED, "learning_rate": 5e-5},
+        "data": {"max_length": 128, "doc_stride": 32, "validation_split": 0.1},
+    },
+    adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
+    problems=_tag_problems,
+    check_columns=_check_columns,
+    metrics=TAG_METRICS,
+    card=lambda model: CardText(
+        "an encoder fine-tuned to tag words", "token-classification", "TokenClassification", _FIND
+    ),
+)
