@@ -130,7 +130,7 @@ def training_step(job: PathJob) -> Callable[[], None]:
     kind, training = task_of(config), config.training
     config = kind.with_vocabulary(config)
     how, _ = set_up(config, None, lambda message: None)
-    task: Any = kind.objective(config)
+    task: Any = kind.new_objective(config)
     task.compile(training.compile == "on")
     assert training.batch_size != "auto"
     plan = StepPlan(training.batch_size, how.device, how.precision)

@@ -103,7 +103,7 @@ def measured(variant: Variant, config: Config, corpus: GraphCorpus, steps: int, 
         rate = learning_rate(training, step, steps)
         train_step(state, task, task.batch(step), plan, training, rate)
         state.progress.step += 1
-    metrics = evaluate(task, plan)
+    metrics = evaluate(task.evaluator, plan)
     assert metrics is not None
     state.optimizer.release_state()
     return {"name": variant.name, **metrics}

@@ -166,7 +166,7 @@ def run(config: Config, cache: Path, steps: int) -> None:
     masking = Masking(corpus.train, mask_rules(config, corpus.codec.tokenizer), training.seed)
     torch.manual_seed(training.seed)
     plain = PlainEncoder(model, config.roots)
-    plain.take(Graph.objective(config).model)
+    plain.take(Graph.new_objective(config).model)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=training.learning_rate, fused=True)
     for step in range(steps):
         batch = masking.of_step(step, size)

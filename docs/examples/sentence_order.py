@@ -22,6 +22,7 @@ from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import split_examples
 from sansgpu.data.tokenizer import Tokenizer
 from sansgpu.tasks.base import TaskBase
+from sansgpu.tasks.capabilities import Predicts
 from sansgpu.tasks.graph.encoder import GraphEncoder
 from sansgpu.tasks.task import Sums
 from sansgpu.tasks.trained_model import TrainedModel
@@ -49,7 +50,7 @@ class OrderClassifier(nn.Module):
         return self.head(self.encoder.predicted(states[firsts])).float()
 
 
-class SentenceOrder(TaskBase):
+class SentenceOrder(Predicts, TaskBase):
     """`task: sentence_order:SentenceOrder`."""
 
     settings = TaskSettings(
@@ -58,7 +59,6 @@ class SentenceOrder(TaskBase):
         defaults={"model": {"activation": "gelu", "leaves": 0, "position": "learned", "decay": "none"}},
         metrics=(Metric("accuracy", form="{:.1%}", better="higher"),),
     )
-    verbs = ("evaluate", "predict", "export")
     model_class = OrderClassifier
 
     @classmethod

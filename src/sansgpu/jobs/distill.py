@@ -76,7 +76,8 @@ def distill(request: DistillRequest, warn: Callable[[str], None], progress: Repo
         raise ConfigError(
             f"--top-k {request.top_k} must be less than the vocabulary of {counted(vocabulary, 'token')}."
         )
-    lesson = TASKS[request.task].lesson(config, tokenizer, cache_dir(None), progress)
+    task: Any = TASKS[request.task]
+    lesson = task.lesson(config, tokenizer, cache_dir(None), progress)
     for note in lesson.notes:
         warn(note)
     settings = {

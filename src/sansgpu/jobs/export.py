@@ -17,6 +17,7 @@ from sansgpu.jobs.report import write_model_card
 from sansgpu.jobs.runs import require_run
 from sansgpu.models.formats.onnx import FILES, OnnxCheck, decoder_error, require_onnx, write_onnx
 from sansgpu.models.huggingface.adapter_folder import base_of, is_adapter_folder
+from sansgpu.tasks.capabilities import can
 from sansgpu.tasks.trained_model import TrainedModel, Verb
 from sansgpu.train.loading import kind_of_run, open_model
 from sansgpu.train.run_folders import open_run
@@ -130,7 +131,8 @@ def export_gguf(
     loaded = open_model(str(run), verb, snapshot, warn, remote_code, objective, progress)
     progress(f"writing {path}", 0, 0)
     about = _about(run, loaded)
-    choices = write_gguf(path, *loaded.kind.gguf_parts(loaded), kind, about)
+    settings, weights, tokenizer = loaded.kind.gguf_parts(loaded)
+    choices = write_gguf(path, settings, weights, tokenizer, kind, about)
     if (replaced := describe_substitutes(choices)) is not None:
         warn(replaced)
     return path
@@ -209,7 +211,7 @@ def _write_encoder(
 ) -> None:
     """Writes a run's snapshot as a Hugging Face folder, with an adapter merged. Raises ConfigError for a decoder."""
     config, _ = open_run(run)
-    if "generate" in kind_of_run(run, config, "export", objective).verbs:
+    if can(kind_of_run(run, config, "export", objective), "generate"):
         raise decoder_error(str(run))
     loaded = open_model(str(run), "export", snapshot, warn, remote_code, objective, progress)
     loaded.kind.export_model(loaded, folder, True)

@@ -103,7 +103,7 @@ class _Bench:
     def forward(self) -> Measured:
         """Times forward passes of one random micro-batch."""
         start = time.perf_counter()
-        objective = self._kind.objective(self._config)
+        objective = self._kind.new_objective(self._config)
         built = time.perf_counter() - start
         objective.model.to(self._plan.device).eval()
         objective.compile(self._config.training.compile == "on")
@@ -132,7 +132,7 @@ class _Bench:
             start = time.perf_counter()
             task: Any = self._kind(self._config, corpus, effective_batch(self._config.training))
         else:
-            task = self._kind.objective(self._config)
+            task = self._kind.new_objective(self._config)
         result["model_seconds"] = time.perf_counter() - start
         task.compile(self._config.training.compile == "on")
         state = TrainState.create(task.model, self._config.training, self._plan.device, self._plan.compute_dtype)
@@ -183,12 +183,12 @@ class _Bench:
         limit = self._config.training.eval_batches
         batches = batches if limit is None else min(batches, limit)
         timed = min(batches, MAX_TIMED_BATCHES)
-        evaluate(task, self._plan, 1)  # compiles
+        evaluate(task.evaluator, self._plan, 1)  # compiles
         start = time.perf_counter()
-        metrics = evaluate_batches(task, self._plan, timed)
+        metrics = evaluate_batches(task.evaluator, self._plan, timed)
         seconds = (time.perf_counter() - start) * batches / timed
         start = time.perf_counter()
-        ranked = rank_sample(task, self._plan)
+        ranked = rank_sample(task.evaluator, self._plan)
         seconds += time.perf_counter() - start
         return {"evaluation_seconds": seconds, "validation": {**(metrics or {}), **ranked}}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -15,14 +15,13 @@ from torch import nn
 from sansgpu.config import Config, ConfigError, TaskSettings
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.order import batch_indices
-from sansgpu.data.rows import SourceRow
 from sansgpu.data.tokenizer import load_tokenizer
 from sansgpu.models.costing import Costs
 from sansgpu.models.formats.folders import export_module
 from sansgpu.models.formats.weights import set_weights
 from sansgpu.models.module_costs import ModuleCosts, ModuleShape, module_shape
 from sansgpu.models.modules import blocks_of, compile_blocks
-from sansgpu.tasks.task import Evaluator, Sums
+from sansgpu.tasks.task import Evaluator, Objective, Sums
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel, Verb
 from sansgpu.tasks.vocabulary import with_expected_vocabulary
 
@@ -45,11 +44,9 @@ class TaskBase(ObjectiveBase):
     """
 
     settings: ClassVar[TaskSettings]
-    verbs: ClassVar[tuple[Verb, ...]] = ("evaluate", "export")
     verbs_for_any_model: ClassVar[tuple[Verb, ...]] = ()
     verbs_without_kernels: ClassVar[tuple[Verb, ...]] = ()
     has_windows: ClassVar[bool] = False
-    row_forms: ClassVar[tuple[tuple[str, ...], ...]] = ()
     # Builds the model. Its weights depend on `training.seed`, not on torch's global random state.
     model_class: ClassVar[Callable[[Config], nn.Module]]
     model: Any  # nn.Module
@@ -58,19 +55,15 @@ class TaskBase(ObjectiveBase):
         self.config, self.corpus, self._effective_batch = config, corpus, effective_batch
         self.notes: Any = ()
         self.model = type(self).model_class(config)
+        self.evaluator: Any = self  # an Evaluator
         if corpus is not None:
             self.fingerprint: str = corpus.fingerprint
             costs = replace(self.costs(config), example_tokens=corpus.example_tokens)
             self.flops_per_token: float = costs.work(1).needed
 
     @classmethod
-    def objective(cls, config: Config, layers: int | None = None) -> Any:
-        return cls.without_data(config if layers is None else _with_layers(config, layers))
-
-    @classmethod
-    def without_data(cls, config: Config) -> Any:
-        """Returns the model with its loss, an `Objective`."""
-        return cls(config)
+    def new_objective(cls, config: Config, layers: int | None = None) -> Any:
+        return cls(with_layers(config, layers))
 
     @classmethod
     def costs(cls, config: Config) -> Costs:
@@ -122,7 +115,7 @@ class TaskBase(ObjectiveBase):
         assert source.config is not None
         assert source.snapshot is not None
         assert source.tokenizer is not None
-        task = cls.without_data(source.config)
+        task = cls.new_objective(source.config)
         set_weights(task.model, source.snapshot.weights(), source.snapshot.folder)
         return task, load_tokenizer(source.tokenizer), source.config
 
@@ -139,30 +132,40 @@ class TaskBase(ObjectiveBase):
         return evaluator
 
     @classmethod
-    def rows_to_predict(cls, rows: Iterable[SourceRow]) -> Iterable[SourceRow]:
-        return rows
-
-    @classmethod
     def export_model(cls, loaded: TrainedModel, folder: Path, merge: bool | None) -> None:
         export_module(loaded.objective.model, loaded.config.model, loaded.tokenizer, folder)
 
 
-class TaskWithEvaluator(TaskBase):
-    """A task that is evaluated by another object, which also evaluates models without training data."""
+class ComposedTask(TaskBase):
+    """A task that has an objective, the model with its loss, and an evaluator, which also work without its data."""
 
-    evaluator: Evaluator
+    def __init__(self, config: Config, objective: Objective, corpus: Any, effective_batch: int) -> None:
+        """A subclass sets `evaluator`, `fingerprint` and `flops_per_token`."""
+        self.config, self.objective, self.corpus = config, objective, corpus
+        self._effective_batch = effective_batch
+        self.model = objective.model
+        self.notes = getattr(objective, "notes", ())
 
-    def validation_batches(self, size: int) -> Iterator[ExampleBatch]:
-        return self.evaluator.validation_batches(size)
+    def loss(self, batch: Any) -> torch.Tensor:
+        return self.objective.loss(batch)
 
-    def evaluate(self, batch: Any) -> Sums:
-        return self.evaluator.evaluate(batch)
+    def step_sums(self) -> Sums:
+        return self.objective.step_sums()
 
-    def metrics(self, sums: Sums) -> dict[str, float]:
-        return self.evaluator.metrics(sums)
+    def step_metrics(self, sums: Sums) -> dict[str, float]:
+        return self.objective.step_metrics(sums)
+
+    def compile(self, on: bool) -> None:
+        self.objective.compile(on)
+
+    def between_blocks(self, callback: Callable[[], None]) -> None:
+        self.objective.between_blocks(callback)
 
 
-def _with_layers(config: Config, layers: int) -> Config:
+def with_layers(config: Config, layers: int | None) -> Config:
+    """Returns `config` with another number of layers, unless that is None."""
+    if layers is None:
+        return config
     return config.model_copy(update={"model": config.model.model_copy(update={"n_layers": layers})})
 
 

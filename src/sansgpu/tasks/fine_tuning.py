@@ -43,7 +43,7 @@ from sansgpu.models.huggingface.pretrained import (
 )
 from sansgpu.models.huggingface.source import requantized_formats
 from sansgpu.models.modules import blocks_of
-from sansgpu.tasks.base import ObjectiveBase, TaskWithEvaluator
+from sansgpu.tasks.base import ComposedTask, ObjectiveBase
 from sansgpu.tasks.trained_model import ModelSource, TrainedModel
 
 if TYPE_CHECKING:  # importing transformers takes seconds
@@ -202,27 +202,22 @@ class FineTuning(ObjectiveBase, ABC):
         return list(torch.randint(0, cls.costs(config).shape.vocabulary, (size, length), generator=draws).numpy())
 
 
-class FineTuningTask(TaskWithEvaluator):
-    """Second base class of a fine-tuning task: training batches, and loading and saving of transformers models."""
+class FineTuningTask(ComposedTask):
+    """A task that fine-tunes a transformers model: its training batches, and how it is loaded and saved."""
 
     objective_class: ClassVar[type[FineTuning]]
-    corpus: Any
-    config: Config
-    _effective_batch: int
-    ordered: Callable[[np.ndarray, np.ndarray], np.ndarray]
-    export_to: Callable[..., None]
-    flops_of_token: Callable[[float, float], float]
+    objective: Any  # of `objective_class`
 
-    def use_corpus(self, corpus: Any, effective_batch: int, target_ratio: float = 1.0) -> None:
-        """Sets the data to train on. A share `target_ratio` of its tokens has a loss."""
-        self.corpus, self._effective_batch = corpus, effective_batch
-        self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(self.config.model)}"
-        self.flops_per_token = self.flops_of_token(corpus.sequence_tokens, target_ratio)
+    def __init__(self, config: Config, corpus: Any, effective_batch: int, target_ratio: float = 1.0) -> None:
+        """A share `target_ratio` of the tokens of `corpus` has a loss."""
+        super().__init__(config, self.objective_class(config), corpus, effective_batch)
+        self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(config.model)}"
+        self.flops_per_token = self.objective.flops_of_token(corpus.sequence_tokens, target_ratio)
 
     def batch(self, step: int, total_steps: int | None = None) -> ExampleBatch:
         part = self.corpus.train
         indices = batch_indices(self.config.training.seed, step, len(part), self._effective_batch)
-        batch: ExampleBatch = part.batch(self.ordered(indices, part.lengths))
+        batch: ExampleBatch = part.batch(self.objective.ordered(indices, part.lengths))
         return batch
 
     def save_tokenizer(self, folder: Path) -> None:
@@ -230,11 +225,19 @@ class FineTuningTask(TaskWithEvaluator):
 
     def export(self, folder: Path) -> None:
         """Writes the model, or only its adapter."""
-        self.export_to(self.corpus.tokenizer, folder)
+        self.objective.export_to(self.corpus.tokenizer, folder)
 
     @classmethod
-    def objective(cls, config: Config, layers: int | None = None) -> FineTuning:
+    def new_objective(cls, config: Config, layers: int | None = None) -> FineTuning:
         return cls.objective_class(config, random=True, layers=layers)
+
+    @classmethod
+    def costs(cls, config: Config) -> PretrainedCosts:
+        return cls.objective_class.costs(config)
+
+    @classmethod
+    def with_vocabulary(cls, config: Config) -> Config:
+        return cls.objective_class.with_vocabulary(config)
 
     @classmethod
     def load(cls, source: ModelSource) -> tuple[FineTuning, Any, Config]:
@@ -259,6 +262,18 @@ class FineTuningTask(TaskWithEvaluator):
     @classmethod
     def export_model(cls, loaded: TrainedModel, folder: Path, merge: bool | None) -> None:
         loaded.objective.export_to(loaded.tokenizer, folder, merge)
+
+
+class StepWideTask(FineTuningTask):
+    """A task that fine-tunes a model whose loss relates all examples of a step to each other."""
+
+    def outputs(self, batch: Any) -> torch.Tensor:
+        outputs: torch.Tensor = self.objective.outputs(batch)
+        return outputs
+
+    def step_loss(self, outputs: torch.Tensor, batches: Sequence[Any]) -> torch.Tensor:
+        loss: torch.Tensor = self.objective.step_loss(outputs, batches)
+        return loss
 
 
 def longest_example(config: Config, tokenizer: Any) -> int:

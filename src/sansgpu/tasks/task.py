@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -11,21 +11,14 @@ from torch import nn
 
 from sansgpu.config import Config, TaskSettings
 from sansgpu.data.batch import ExampleBatch
-from sansgpu.data.rows import SourceRow
 from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.group import Group
 from sansgpu.models.costing import Costs
-from sansgpu.models.formats.tokenizers import TokenizerParts
-from sansgpu.models.formats.weights import StoredTensor
-from sansgpu.models.generation.generate import BatchModel
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel, Verb
 
 if TYPE_CHECKING:  # the latter imports transformers, which takes seconds
-    from sansgpu.models.teacher import Teacher
-    from sansgpu.tasks.distillation import Lesson
+    pass
 
-# config.json, the weights as transformers names them, and the tokenizer
-GGUFParts = tuple[dict[str, Any], Mapping[str, torch.Tensor | StoredTensor], TokenizerParts]
 Gather = Callable[[Any], list[Any]]
 Sums = dict[str, float]  # numerators and denominators of metrics, which are summed over batches
 
@@ -194,12 +187,15 @@ class Corpus(Protocol):
         """Identifies the data, to detect on resume that it changed."""
 
 
-class Task(Evaluator, Objective, Protocol):
-    """A model with its training data. The loop refers to no task by name."""
+class Task(Objective, Protocol):
+    """A model with its training data and the evaluator of its validation data. The loop refers to no task by name."""
 
     fingerprint: str  # identifies the data
     flops_per_token: float  # needed for training
     notes: Sequence[str]  # messages for the user about the model
+
+    @property
+    def evaluator(self) -> Evaluator: ...
 
     def batch(self, step: int, total_steps: int | None = None) -> ExampleBatch:
         """Returns the global batch of a step, a pure function of the seed and the step.
@@ -217,14 +213,12 @@ class Task(Evaluator, Objective, Protocol):
 
 
 class TaskKind(Protocol):
-    """The class of a task: everything that is known without its data."""
+    """The class of a task: everything that is known without its data. `capabilities` has what commands need besides."""
 
     settings: TaskSettings  # the keys of the configuration, their defaults and problems
-    verbs: tuple[Verb, ...]  # what commands can do with its models
     verbs_for_any_model: tuple[Verb, ...]  # those for which it takes every Hugging Face model
-    verbs_without_kernels: tuple[Verb, ...]  # those that are not worth compiling our kernels for
+    verbs_without_kernels: tuple[Verb, ...]  # those that are not worth loading our kernels for
     has_windows: bool  # True if the length of the windows to evaluate can be chosen
-    row_forms: tuple[tuple[str, ...], ...]  # the columns of a single row that `predict` takes, for each form of a row
 
     def __call__(self, config: Config, corpus: Any, effective_batch: int) -> Task: ...
 
@@ -237,7 +231,7 @@ class TaskKind(Protocol):
     def costs(self, config: Config) -> Costs:
         """Returns what training costs, without building the model."""
 
-    def objective(self, config: Config, layers: int | None = None) -> Objective:
+    def new_objective(self, config: Config, layers: int | None = None) -> Objective:
         """Builds a model with its loss but without data, with `layers` blocks if given."""
 
     def random_batch(self, config: Config, size: int, tokens: int | None = None) -> ExampleBatch:
@@ -258,33 +252,5 @@ class TaskKind(Protocol):
     def evaluator_for(self, loaded: TrainedModel, request: EvaluationRequest) -> Evaluator:
         """Prepares the evaluation of a model. Raises ConfigError if the data cannot be used."""
 
-    def rows_to_predict(self, rows: Iterable[SourceRow]) -> Iterable[SourceRow]:
-        """Returns the rows of a dataset that get a prediction each."""
-
-    def predict(self, loaded: TrainedModel, rows: Sequence[dict[str, Any]], **options: Any) -> Sequence[dict[str, Any]]:
-        """Returns a prediction for each row. Raises ConfigError."""
-
-    def batch_model(self, loaded: TrainedModel) -> BatchModel:
-        """Returns the model to complete prompts. It cannot be trained further."""
-
-    def rank_entities(
-        self,
-        loaded: TrainedModel,
-        data: str | None,
-        limit: int | None,
-        progress: ReportProgress,
-        warn: Callable[[str], None],
-    ) -> dict[str, Any]:
-        """Returns metrics of link prediction."""
-
     def export_model(self, loaded: TrainedModel, folder: Path, merge: bool | None) -> None:
         """Writes a Hugging Face folder. `merge` chooses whether an adapter is merged; None: as configured."""
-
-    def lesson(self, config: Config, tokenizer: Any, cache: Path, progress: ReportProgress) -> Lesson:
-        """Reads and tokenizes the data as `prepare` does, for a teacher to predict. Raises ConfigError."""
-
-    def teacher(self, loaded: TrainedModel) -> Teacher:
-        """Returns a model whose predictions others learn."""
-
-    def gguf_parts(self, loaded: TrainedModel) -> GGUFParts:
-        """Returns the contents of a GGUF file."""

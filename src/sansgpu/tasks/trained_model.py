@@ -15,7 +15,7 @@ from sansgpu.config.wording import counted
 from sansgpu.data.shards import ReportProgress
 
 if TYPE_CHECKING:
-    from sansgpu.tasks.task import Corpus, TaskKind
+    from sansgpu.tasks.task import Corpus
 
 Verb = Literal[
     "evaluate", "rank", "generate", "complete", "chat", "predict", "extract", "embed", "export", "gguf", "distill"
@@ -59,7 +59,7 @@ class ModelSource:
 class TrainedModel:
     """A model in fp32 and evaluation mode, with everything needed to use it."""
 
-    kind: TaskKind
+    kind: Any  # the class of its task, a TaskKind with the capability that its command needs
     source: ModelSource
     objective: Any
     tokenizer: Any

@@ -161,7 +161,7 @@ def _timed(
 def _trial(
     task: TaskKind, config: Config, plan: StepPlan, compiled: str, layers: int
 ) -> Iterator[tuple[Objective, Optimizer]]:
-    trial = task.objective(config, layers)
+    trial = task.new_objective(config, layers)
     trial.compile(compiled == "on")
     optimizer = TrainState.create(trial.model, config.training, plan.device, plan.compute_dtype).optimizer
     try:

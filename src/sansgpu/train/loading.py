@@ -12,6 +12,7 @@ from sansgpu.config.paths import local_path
 from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.kernels.choice import load_kernels
 from sansgpu.machine.probe import limit_tokenizer_threads, resolve_precision, resolve_threads
+from sansgpu.tasks.capabilities import can
 from sansgpu.tasks.registry import TASKS, task_of
 from sansgpu.tasks.task import TaskKind
 from sansgpu.tasks.trained_model import ModelSource, TrainedModel, Verb
@@ -71,7 +72,7 @@ def kind_of_run(folder: Path, config: Config, verb: Verb, objective: str | None)
     elif objective is not None and verb != "evaluate":
         raise ConfigError(f"{folder} is a run of task {config.task}; leave out --objective.")
     kind = task_of(config)
-    if verb not in kind.verbs:
+    if not can(kind, verb):
         raise _refusal(str(folder), config, verb)
     return kind
 
@@ -86,7 +87,7 @@ def require_snapshot(folder: Path, paths: RunPaths, name: str, warn: Callable[[s
 
 def kind_of_model(target: str, verb: Verb) -> TaskKind:
     """Returns the task that recognizes a model, or else the one that takes any Hugging Face model for this verb."""
-    able = [kind for kind in TASKS.values() if verb in kind.verbs]
+    able = [kind for kind in TASKS.values() if can(kind, verb)]
     found = next((kind for kind in able if kind.recognizes(target)), None)
     found = found or next((kind for kind in able if verb in kind.verbs_for_any_model), None)
     if found is None:
@@ -95,7 +96,7 @@ def kind_of_model(target: str, verb: Verb) -> TaskKind:
 
 
 def _refusal(target: str, config: Config, verb: Verb) -> ConfigError:
-    if verb == "chat" and "generate" in task_of(config).verbs:
+    if verb == "chat" and can(task_of(config), "generate"):
         return ConfigError(f"{target} was not trained on conversations; use `sansgpu generate` to continue a text.")
     clause = _REFUSALS.get(verb, "but this command")
     advice = f"; give its folder {RunPaths(Path(target)).final}" if _takes_any_model(verb) else ""
@@ -108,7 +109,7 @@ def _takes_any_model(verb: Verb) -> bool:
 
 
 def _tasks_with(verb: Verb) -> str:
-    return " or ".join(dict.fromkeys(kind.settings.task for kind in TASKS.values() if verb in kind.verbs))
+    return " or ".join(dict.fromkeys(kind.settings.task for kind in TASKS.values() if can(kind, verb)))
 
 
 def _set_up(source: ModelSource, warn: Callable[[str], None]) -> tuple[torch.device, str]:

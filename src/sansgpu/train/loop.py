@@ -243,7 +243,7 @@ class Trainer:
             return
         progress, training, start = self._progress, self._training, time.perf_counter()
         self._fit_head()
-        self._metrics = finite(evaluate(self._task, self._plan, training.eval_batches, stop, self._show))
+        self._metrics = finite(evaluate(self._task.evaluator, self._plan, training.eval_batches, stop, self._show))
         if self._metrics is None:
             return
         seconds, loss = time.perf_counter() - start, self._metrics["loss"]

@@ -32,7 +32,7 @@ from sansgpu.tasks.classify.objective import ClassifyObjective
 from sansgpu.tasks.classify.settings import FEW_SHOT
 from sansgpu.tasks.classify.task import Classify
 from sansgpu.tasks.embed.objective import embedding_layout
-from sansgpu.tasks.fine_tuning import FineTuning
+from sansgpu.tasks.fine_tuning import FineTuning, StepWideTask
 from sansgpu.tasks.trained_model import ModelSource
 
 INVERSE_REGULARIZATION = 1.0  # `C` of scikit-learn's LogisticRegression, its default
@@ -90,7 +90,7 @@ class FewShotObjective(ClassifyObjective):
         self._exported_head.save(folder)
 
 
-class FewShot(FewShotObjective, Classify):
+class FewShot(StepWideTask, Classify):
     """`task: classify` with `training.few_shot`."""
 
     settings = FEW_SHOT
@@ -136,10 +136,10 @@ class FewShot(FewShotObjective, Classify):
 
     def fit_head(self, micro_batch: int, device: torch.device) -> None:
         part = self.corpus.train
-        order = self.ordered(np.arange(len(part)), part.lengths)
+        order = self.objective.ordered(np.arange(len(part)), part.lengths)
         batches = (part.batch(order[start : start + micro_batch]) for start in range(0, len(order), micro_batch))
-        vectors = torch.cat([self.outputs(batch.to(device)).cpu() for batch in batches])
-        head = logistic_regression(vectors, torch.from_numpy(part.targets[order, 0]), len(self.head.labels))
+        vectors = torch.cat([self.objective.outputs(batch.to(device)).cpu() for batch in batches])
+        head = logistic_regression(vectors, torch.from_numpy(part.targets[order, 0]), len(self.objective.head.labels))
         getattr(self.model, _WEIGHT).copy_(head.weight)
         getattr(self.model, _BIAS).copy_(head.bias)
 

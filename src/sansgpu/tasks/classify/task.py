@@ -19,6 +19,7 @@ from sansgpu.data.split import describe_split
 from sansgpu.models.formats.folders import has_architecture
 from sansgpu.models.huggingface.pretrained import load_tokenizer_of
 from sansgpu.models.huggingface.source import pretrained_config
+from sansgpu.tasks.capabilities import Predicts
 from sansgpu.tasks.classify.columns import number_label_columns
 from sansgpu.tasks.classify.data import LabeledCorpus, balanced_weights, labels_of, tokenize_labeled, with_labels
 from sansgpu.tasks.classify.evaluate import ClassifyEvaluator, prediction
@@ -30,21 +31,19 @@ from sansgpu.tasks.fine_tuning import FineTuningTask, longest_example, passes, r
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
 
 
-class Classify(ClassifyObjective, FineTuningTask):
+class Classify(Predicts, FineTuningTask):
     """`task: classify`."""
 
     settings = SETTINGS
-    verbs = ("evaluate", "predict", "export")
     row_forms = (("text",), ("text", "text_pair"))
     objective_class = ClassifyObjective
     evaluator: ClassifyEvaluator
 
     def __init__(self, config: Config, corpus: LabeledCorpus, effective_batch: int) -> None:
-        super().__init__(config)
-        self.use_corpus(corpus, effective_batch)
-        self.evaluator = ClassifyEvaluator(self, corpus.validation, 0)
+        super().__init__(config, corpus, effective_batch)
+        self.evaluator = ClassifyEvaluator(self.objective, corpus.validation, 0)
         if config.data.class_weights == "balanced":
-            self.class_weights = balanced_weights(corpus.train.targets[:, 0], len(corpus.labels.names))
+            self.objective.class_weights = balanced_weights(corpus.train.targets[:, 0], len(corpus.labels.names))
 
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, LabeledCorpus]:
@@ -89,9 +88,11 @@ class Classify(ClassifyObjective, FineTuningTask):
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> PackedSequences:
         """Builds `size` texts of random tokens with the first label."""
-        outputs = len(cls.head_of(config).labels) if config.data.label_kind == "multiple" else 1
+        outputs = len(cls.objective_class.head_of(config).labels) if config.data.label_kind == "multiple" else 1
         dtype = np.float32 if config.data.label_kind == "regression" else np.int64
-        return PackedSequences.of(cls.random_tokens(config, size, tokens), np.zeros((size, outputs), dtype))
+        return PackedSequences.of(
+            cls.objective_class.random_tokens(config, size, tokens), np.zeros((size, outputs), dtype)
+        )
 
     @classmethod
     def evaluation_batch(cls, config: Config) -> int:

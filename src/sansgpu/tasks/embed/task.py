@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 import numpy as np
-import torch
 
 from sansgpu.config import Config, ConfigError
 from sansgpu.config.paths import local_path
@@ -19,6 +17,7 @@ from sansgpu.data.split import describe_split
 from sansgpu.machine.memory import effective_batch
 from sansgpu.models.huggingface.pretrained import load_tokenizer_of
 from sansgpu.models.huggingface.sentence_embedding import read_layout
+from sansgpu.tasks.capabilities import Embeds
 from sansgpu.tasks.embed.columns import require_embedding_columns
 from sansgpu.tasks.embed.data import (
     EmbeddingCorpus,
@@ -36,23 +35,22 @@ from sansgpu.tasks.embed.objective import USUAL_TEXTS, EmbeddingObjective, with_
 from sansgpu.tasks.embed.rows import TextRow, read_text_rows
 from sansgpu.tasks.embed.settings import SETTINGS
 from sansgpu.tasks.evaluation import require_rows
-from sansgpu.tasks.fine_tuning import FineTuningTask, require_examples
+from sansgpu.tasks.fine_tuning import StepWideTask, require_examples
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 
 
-class TextEmbedding(EmbeddingObjective, FineTuningTask):
+class TextEmbedding(Embeds, StepWideTask):
     """`task: embed`."""
 
     settings = SETTINGS
-    verbs = ("evaluate", "embed", "export")
     verbs_for_any_model = ("embed",)
     objective_class = EmbeddingObjective
     evaluator: EmbeddingEvaluator
 
     def __init__(self, config: Config, corpus: EmbeddingCorpus, effective_batch: int) -> None:
-        super().__init__(config)
-        self.use_corpus(corpus, effective_batch)
-        self.evaluator = EmbeddingEvaluator(self, corpus.validation, self.loss_name, effective_batch)
+        super().__init__(config, corpus, effective_batch)
+        loss = self.objective.loss_name
+        self.evaluator = EmbeddingEvaluator(self.objective, corpus.validation, loss, effective_batch)
 
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, EmbeddingCorpus]:
@@ -107,19 +105,16 @@ class TextEmbedding(EmbeddingObjective, FineTuningTask):
         part, seed = self.corpus.train, self.config.training.seed
         indices = batch_indices(seed, step, len(part), self._effective_batch)
         epoch = step // steps_per_epoch(len(part), self._effective_batch)
-        batch: TextGroups = part.batch(self.ordered(indices, part.lengths), epoch)
+        batch: TextGroups = part.batch(self.objective.ordered(indices, part.lengths), epoch)
         return batch
 
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> TextGroups:
         """Builds `size` pairs of random tokens; `tokens` is the length of a pair."""
         length = None if tokens is None else -(-tokens // USUAL_TEXTS)
-        drawn = cls.random_tokens(config, USUAL_TEXTS * size, length)
+        drawn = cls.objective_class.random_tokens(config, USUAL_TEXTS * size, length)
         pairs = [drawn[first : first + USUAL_TEXTS] for first in range(0, len(drawn), USUAL_TEXTS)]
         return text_groups(pairs, np.arange(len(drawn)), np.zeros(size), np.arange(size))
-
-    def gather(self, all_gather_rows: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
-        self.evaluator.gather(all_gather_rows)
 
     @classmethod
     def evaluation_batch(cls, config: Config) -> int:

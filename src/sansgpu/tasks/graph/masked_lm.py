@@ -15,7 +15,7 @@ from sansgpu.config.paths import local_path
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.shards import ReportProgress
 from sansgpu.models.formats.folders import has_architecture
-from sansgpu.models.huggingface.pretrained import load_tokenizer_of, save_tokenizer, weights_fingerprint
+from sansgpu.models.huggingface.pretrained import load_tokenizer_of, save_tokenizer
 from sansgpu.models.huggingface.source import pretrained_config
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask
 from sansgpu.tasks.graph.batch import GraphBatch
@@ -69,21 +69,18 @@ class MaskedObjective(FineTuning):
         return masked_metrics(sums)
 
 
-class MaskedLM(MaskedObjective, FineTuningTask):
+class MaskedLM(FineTuningTask):
     """`task: graph` with `model.name_or_path`."""
 
     settings = MASKED
     objective_class = MaskedObjective
 
     def __init__(self, config: Config, corpus: GraphCorpus, effective_batch: int) -> None:
-        super().__init__(config)
-        self.corpus, self._effective_batch = corpus, effective_batch
-        self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(config.model)}"
-        self.flops_per_token = self.flops_of_token(corpus.example_tokens, config.data.mask_ratio)
+        super().__init__(config, corpus, effective_batch, config.data.mask_ratio)
         rules, seed = mask_rules(config, corpus.codec.tokenizer), config.training.seed
-        self._masking = Masking(corpus.train, rules, seed, self.ordered)
-        held = validation_masking(corpus.validation, rules, seed, self.ordered)
-        self.evaluator = MaskedEvaluation(self, held, majority_of(corpus.train))
+        self._masking = Masking(corpus.train, rules, seed, self.objective.ordered)
+        held = validation_masking(corpus.validation, rules, seed, self.objective.ordered)
+        self.evaluator = MaskedEvaluation(self.objective, held, majority_of(corpus.train))
 
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, GraphCorpus]:
@@ -102,7 +99,9 @@ class MaskedLM(MaskedObjective, FineTuningTask):
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> GraphBatch:
         ids = np.arange(cls.costs(config).shape.vocabulary)
         rules = MaskRules(config.data.mask_ratio, 1, 0.0, 0, 0, ids)
-        examples = [LeafyExample(t, np.ones(len(t), bool), []) for t in cls.random_tokens(config, size, tokens)]
+        examples = [
+            LeafyExample(t, np.ones(len(t), bool), []) for t in cls.objective_class.random_tokens(config, size, tokens)
+        ]
         masked_examples = [mask_example(e, rules, config.training.seed, 0, number) for number, e in enumerate(examples)]
         return GraphBatch.of(examples, masked_examples)
 
@@ -117,7 +116,7 @@ class MaskedLM(MaskedObjective, FineTuningTask):
         save_tokenizer(self._tokenizer, folder)
 
     def export(self, folder: Path) -> None:
-        self.export_to(self._tokenizer, folder)
+        self.objective.export_to(self._tokenizer, folder)
 
     @classmethod
     def recognizes(cls, target: str) -> bool:

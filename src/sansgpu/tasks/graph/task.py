@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from pydantic import ValidationError
 
 from sansgpu.config import Config, ConfigError, change_config, problems
@@ -16,7 +15,8 @@ from sansgpu.config.paths import local_path
 from sansgpu.data.order import generator
 from sansgpu.data.shards import ReportProgress
 from sansgpu.models.formats.weights import set_weights
-from sansgpu.tasks.base import TaskWithEvaluator
+from sansgpu.tasks.base import ComposedTask, with_layers
+from sansgpu.tasks.capabilities import ExtractsTriples, RanksEntities
 from sansgpu.tasks.graph.batch import GraphBatch
 from sansgpu.tasks.graph.costs import GraphEncoderCosts
 from sansgpu.tasks.graph.data import GraphCorpus, graph_corpus, names_of
@@ -45,18 +45,16 @@ UNKNOWN = "-"  # dataset name of an exported model
 EXPECTED_RELATIONS = 32  # estimate without data; their number hardly affects memory or speed
 
 
-class Graph(GraphObjective, TaskWithEvaluator):
+class Graph(RanksEntities, ExtractsTriples, ComposedTask):
     """`task: graph`."""
 
     settings = SETTINGS
-    verbs = ("evaluate", "rank", "extract", "export")
     evaluator: MaskedEvaluation
 
     def __init__(self, config: Config, corpus: GraphCorpus, effective_batch: int) -> None:
-        super().__init__(config, names=corpus.entity_names)
-        self.corpus, self._effective_batch = corpus, effective_batch
+        objective = GraphObjective(config, names=corpus.entity_names)
+        super().__init__(config, objective, corpus, effective_batch)
         self.fingerprint = corpus.fingerprint
-        self.notes: Sequence[str] = ()
         masked = corpus.train_targets / corpus.train_tokens
         costs = replace(self.costs(config), example_tokens=corpus.example_tokens, target_ratio=masked)
         self.flops_per_token = costs.work(1).needed
@@ -65,11 +63,8 @@ class Graph(GraphObjective, TaskWithEvaluator):
         self._masking = Masking(corpus.train, rules, training.seed, facts=facts)
         held = validation_masking(corpus.validation, rules, training.seed)
         weights = training.mlm_weight, training.mnm_weight, training.entity_weight
-        ranking = SampledRanking(self, corpus.codec, corpus.held) if corpus.held else None
-        self.evaluator = MaskedEvaluation(self, held, majority_of(corpus.train), weights, ranking)
-
-    def rank_sample(self, device: torch.device, precision: str, progress: ReportProgress) -> dict[str, float]:
-        return self.evaluator.rank_sample(device, precision, progress)
+        ranking = SampledRanking(objective, corpus.codec, corpus.held) if corpus.held else None
+        self.evaluator = MaskedEvaluation(objective, held, majority_of(corpus.train), weights, ranking)
 
     @staticmethod
     def prepare(config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, GraphCorpus]:
@@ -85,8 +80,8 @@ class Graph(GraphObjective, TaskWithEvaluator):
         return super().with_vocabulary(config)
 
     @classmethod
-    def without_data(cls, config: Config) -> GraphObjective:
-        return GraphObjective(config)
+    def new_objective(cls, config: Config, layers: int | None = None) -> GraphObjective:
+        return GraphObjective(with_layers(config, layers))
 
     @staticmethod
     def random_batch(config: Config, size: int, tokens: int | None = None) -> GraphBatch:

@@ -17,7 +17,7 @@ from sansgpu.data.split import describe_split
 from sansgpu.machine.group import Group
 from sansgpu.models.huggingface.pretrained import load_tokenizer_of
 from sansgpu.tasks.evaluation import read_requested
-from sansgpu.tasks.fine_tuning import require_examples, split_rows
+from sansgpu.tasks.fine_tuning import StepWideTask, require_examples, split_rows
 from sansgpu.tasks.preference.batch import ANSWERS, PreferenceCorpus, PreferenceExamples, with_other_answers
 from sansgpu.tasks.preference.evaluate import PreferenceEvaluator
 from sansgpu.tasks.preference.objective import KTOObjective, PreferenceObjective
@@ -31,16 +31,13 @@ from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 PROMPT_SHARE = 0.5  # assumed share of the prompt in the tokens of an example of a random batch
 
 
-class Preference(PreferenceObjective, SFT):
+class Preference(SFT):
     """`task: preference` with pairs of answers."""
 
     settings = SETTINGS
     objective_class = PreferenceObjective
+    evaluator_class = PreferenceEvaluator
     rated: ClassVar[bool] = False
-
-    def __init__(self, config: Config, corpus: PreferenceCorpus, effective_batch: int) -> None:
-        super().__init__(config, corpus, effective_batch)
-        self.evaluator = PreferenceEvaluator(self, corpus.validation)
 
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, Any]:
@@ -80,9 +77,11 @@ class Preference(PreferenceObjective, SFT):
     def compute_reference(
         self, device: torch.device, precision: str, cache: Path, progress: ReportProgress, group: Group
     ) -> None:
-        if self.preference.needs_reference:
+        if self.objective.preference.needs_reference:
             parts = [self.corpus.train, self.corpus.validation]
-            compute_reference(parts, lambda: self, self.config.model, device, precision, cache, progress, group)
+            compute_reference(
+                parts, lambda: self.objective, self.config.model, device, precision, cache, progress, group
+            )
 
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> Any:
@@ -90,7 +89,7 @@ class Preference(PreferenceObjective, SFT):
         total = min(tokens or ANSWERS * config.window, ANSWERS * config.window)
         prompt = max(1, round(total * PROMPT_SHARE)) if tokens else 1
         answer = min(max(0, total - prompt) // ANSWERS, config.window - prompt) + 1
-        drawn = cls.random_tokens(config, size * ANSWERS, prompt + answer)
+        drawn = cls.objective_class.random_tokens(config, size * ANSWERS, prompt + answer)
         examples = [
             Answers(one[:prompt], (one[prompt:], other[prompt:]), (np.ones(len(one) - prompt, np.bool_),) * ANSWERS)
             for one, other in zip(drawn[::2], drawn[1::2], strict=True)
@@ -123,7 +122,7 @@ class Preference(PreferenceObjective, SFT):
         return PreferenceEvaluator(loaded.objective, part)
 
 
-class KTO(KTOObjective, Preference):
+class KTO(StepWideTask, Preference):
     """`task: preference` with rated answers."""
 
     settings = KTO_SETTINGS

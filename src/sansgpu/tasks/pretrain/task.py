@@ -41,14 +41,14 @@ from sansgpu.models.generation.sampling import Sampling
 from sansgpu.models.huggingface.adapter_folder import is_adapter_folder
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.teacher import Teacher, decoder_teacher, transformers_teacher
-from sansgpu.tasks.base import TaskWithEvaluator
+from sansgpu.tasks.base import ComposedTask, with_layers
+from sansgpu.tasks.capabilities import ExportsGGUF, Generates, GGUFParts, Teaches
 from sansgpu.tasks.distillation import Lesson, open_lesson, sequences_of
 from sansgpu.tasks.language_modeling import LanguageModeling
 from sansgpu.tasks.pretrain.costs import DecoderCosts
 from sansgpu.tasks.pretrain.data import TextCorpus, arrays_of, corpus_of, read_parts, taught_corpus
 from sansgpu.tasks.pretrain.objective import PretrainObjective
 from sansgpu.tasks.pretrain.settings import SETTINGS
-from sansgpu.tasks.task import GGUFParts
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
 from sansgpu.tasks.vocabulary import with_vocabulary_of
 
@@ -61,21 +61,18 @@ EVALUATION_TOKENS = 4096  # tokens in a micro-batch
 UNBOUNDED_CONTEXT = 1024  # tokens of context for models that declare no maximum
 
 
-class Pretrain(PretrainObjective, TaskWithEvaluator):
+class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
     """`task: pretrain`."""
 
     settings = SETTINGS
-    verbs = ("evaluate", "generate", "complete", "export", "gguf", "distill")
     verbs_for_any_model = ("evaluate", "distill")
     verbs_without_kernels = ("export", "gguf")
     has_windows = True
 
     def __init__(self, config: Config, corpus: TextCorpus, effective_batch: int) -> None:
-        super().__init__(config)
-        self.corpus, self._config = corpus, config
-        self._effective_batch = effective_batch
+        super().__init__(config, PretrainObjective(config), corpus, effective_batch)
         self.evaluator = LanguageModeling(self.model, corpus.validation)
-        self.fingerprint, self.notes = corpus.fingerprint, ()
+        self.fingerprint = corpus.fingerprint
         self.flops_per_token = self.costs(config).work(1).needed
 
     @staticmethod
@@ -116,8 +113,8 @@ class Pretrain(PretrainObjective, TaskWithEvaluator):
         return transformers_teacher(model.unpadded(), model.context, before)
 
     @classmethod
-    def without_data(cls, config: Config) -> PretrainObjective:
-        return PretrainObjective(config)
+    def new_objective(cls, config: Config, layers: int | None = None) -> PretrainObjective:
+        return PretrainObjective(with_layers(config, layers))
 
     @staticmethod
     def random_batch(config: Config, size: int, tokens: int | None = None) -> Batch:
@@ -136,7 +133,7 @@ class Pretrain(PretrainObjective, TaskWithEvaluator):
 
     def batch(self, step: int, total_steps: int | None = None) -> Batch:
         """Returns the global batch of a step, cut into shorter pieces during the window warm-up."""
-        training, window = self._config.training, self._config.window
+        training, window = self.config.training, self.config.window
         indices = batch_indices(training.seed, step, len(self.corpus.train), self._effective_batch)
         batch: Batch = self.corpus.train.batch(indices)
         if self.corpus.teacher is not None:

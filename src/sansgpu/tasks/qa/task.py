@@ -15,6 +15,7 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single, open_sources
 from sansgpu.data.split import describe_split
 from sansgpu.models.huggingface.pretrained import load_tokenizer_of
+from sansgpu.tasks.capabilities import Predicts
 from sansgpu.tasks.evaluation import require_rows
 from sansgpu.tasks.fine_tuning import FineTuningTask, require_examples, split_rows
 from sansgpu.tasks.qa.data import QuestionCorpus, TokenizedQuestions, tokenize_questions
@@ -26,20 +27,18 @@ from sansgpu.tasks.task import Gather
 from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 
 
-class QA(QAObjective, FineTuningTask):
+class QA(Predicts, FineTuningTask):
     """`task: qa`."""
 
     settings = SETTINGS
-    verbs = ("evaluate", "predict", "export")
     verbs_for_any_model = ("predict",)
     row_forms = (("question", "context"),)
     objective_class = QAObjective
     evaluator: QAEvaluator
 
     def __init__(self, config: Config, corpus: QuestionCorpus, effective_batch: int) -> None:
-        super().__init__(config)
-        self.use_corpus(corpus, effective_batch)
-        self.evaluator = QAEvaluator(self, corpus.validation, config.data)
+        super().__init__(config, corpus, effective_batch)
+        self.evaluator = QAEvaluator(self.objective, corpus.validation, config.data)
 
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, QuestionCorpus]:
@@ -77,7 +76,7 @@ class QA(QAObjective, FineTuningTask):
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> PackedSequences:
         """Builds `size` windows of random tokens with the answer at the first token."""
-        drawn = cls.random_tokens(config, size, tokens)
+        drawn = cls.objective_class.random_tokens(config, size, tokens)
         return PackedSequences.of(drawn, np.zeros((size, 2), np.int64))
 
     def collect(self, gather: Gather) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -21,6 +22,7 @@ from sansgpu.models.generation.sampling import Sampling, reading
 from sansgpu.models.huggingface.pretrained import load_tokenizer_of, tokenizer_parts
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.teacher import Teacher, decoder_teacher, transformers_teacher
+from sansgpu.tasks.capabilities import Chats, ExportsGGUF, GGUFParts, Teaches
 from sansgpu.tasks.distillation import Lesson, open_lesson
 from sansgpu.tasks.evaluation import read_requested
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_examples
@@ -36,23 +38,22 @@ from sansgpu.tasks.sft.decoder_chat import DecoderChat
 from sansgpu.tasks.sft.evaluate import SFTEvaluator
 from sansgpu.tasks.sft.objective import SFTObjective
 from sansgpu.tasks.sft.settings import SETTINGS
-from sansgpu.tasks.task import Evaluator, GGUFParts
+from sansgpu.tasks.task import Evaluator
 from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
 
 
-class SFT(SFTObjective, FineTuningTask):
+class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
     """`task: sft`."""
 
     settings = SETTINGS
-    verbs = ("evaluate", "generate", "complete", "chat", "export", "gguf", "distill")
     verbs_for_any_model = ("generate", "chat")
     has_windows = True
     objective_class: ClassVar[type[FineTuning]] = SFTObjective
+    evaluator_class: ClassVar[Callable[..., Evaluator]] = SFTEvaluator
 
-    def __init__(self, config: Config, corpus: ChatCorpus, effective_batch: int) -> None:
-        super().__init__(config)
-        self.use_corpus(corpus, effective_batch, corpus.train.targets / corpus.train_tokens)
-        self.evaluator = SFTEvaluator(self, corpus.validation)
+    def __init__(self, config: Config, corpus: Any, effective_batch: int) -> None:
+        super().__init__(config, corpus, effective_batch, corpus.train.targets / corpus.train_tokens)
+        self.evaluator = self.evaluator_class(self.objective, corpus.validation)
 
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, ChatCorpus]:
@@ -121,7 +122,7 @@ class SFT(SFTObjective, FineTuningTask):
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> ExampleBatch:
         """Builds `size` examples of random tokens, all with a loss."""
-        drawn = cls.random_tokens(config, size, tokens)
+        drawn = cls.objective_class.random_tokens(config, size, tokens)
         return PackedSequences.of(drawn, drawn)
 
     def sample(self, prompt: str, tokens: int, seed: int) -> str:

@@ -20,6 +20,7 @@ from sansgpu.data.sources import open_sources
 from sansgpu.data.split import describe_split
 from sansgpu.models.formats.folders import has_architecture
 from sansgpu.models.huggingface.pretrained import load_tokenizer_of
+from sansgpu.tasks.capabilities import Predicts
 from sansgpu.tasks.evaluation import require_rows
 from sansgpu.tasks.fine_tuning import FineTuningTask, require_examples, split_rows
 from sansgpu.tasks.tokens.columns import number_tag_column
@@ -33,19 +34,17 @@ from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
 EVALUATION_WINDOWS = 64  # windows in a forward pass of `eval` and `predict`
 
 
-class Tokens(TokensObjective, FineTuningTask):
+class Tokens(Predicts, FineTuningTask):
     """`task: tokens`."""
 
     settings = SETTINGS
-    verbs = ("evaluate", "predict", "export")
     row_forms = (("text",),)
     objective_class = TokensObjective
     evaluator: TagEvaluator
 
     def __init__(self, config: Config, corpus: TagCorpus, effective_batch: int) -> None:
-        super().__init__(config)
-        self.use_corpus(corpus, effective_batch)
-        self.evaluator = TagEvaluator(self, corpus.validation)
+        super().__init__(config, corpus, effective_batch)
+        self.evaluator = TagEvaluator(self.objective, corpus.validation)
 
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, TagCorpus]:
@@ -97,7 +96,7 @@ class Tokens(TokensObjective, FineTuningTask):
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> PackedSequences:
         """Builds `size` windows of random tokens that are all words with the first label."""
-        drawn = cls.random_tokens(config, size, tokens)
+        drawn = cls.objective_class.random_tokens(config, size, tokens)
         return PackedSequences.of(drawn, [np.zeros(len(ids), np.int64) for ids in drawn])
 
     @classmethod
