@@ -21,13 +21,11 @@ from sansgpu.data.shards import ReportProgress, build_tokenizer
 from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import split_examples
 from sansgpu.data.tokenizer import Tokenizer
-from sansgpu.tasks.base import TaskBase
+from sansgpu.tasks.base import TaskBase, with_vocabulary_of
 from sansgpu.tasks.capabilities import Predicts
+from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.graph.encoder import GraphEncoder
-from sansgpu.tasks.task import Sums
-from sansgpu.tasks.trained_model import TrainedModel
-from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
-from sansgpu.tasks.vocabulary import with_vocabulary_of
+from sansgpu.tasks.task import Sums, TrainedModel
 
 LABELS = ("in order", "swapped")
 

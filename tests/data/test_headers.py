@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from sansgpu.config import ConfigError, DataConfig
-from sansgpu.tasks.classify.columns import number_label_columns
+from sansgpu.tasks.classify.labels import number_label_columns
 from sansgpu.tasks.graph.sources import open_graphs
-from sansgpu.tasks.tokens.columns import number_tag_column
+from sansgpu.tasks.tokens.tagged import number_tag_column
 from tests.tasks.graph.graph_files import facts, read
 
 FILMS = "a good film\tpos\na bad film\tneg\nanother good one\tpos\n"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sansgpu.tasks.pretrain.task import Pretrain
-from sansgpu.tasks.trained_model import ModelSource
+from sansgpu.tasks.task import ModelSource
 from tests.processes import finish
 
 pytestmark = pytest.mark.long

@@ -37,7 +37,7 @@ from sansgpu.models.teacher import Teacher
 from sansgpu.tasks.distillation import Lesson, vocabulary_fingerprint
 from sansgpu.tasks.fine_tuning import PASS_TOKENS
 from sansgpu.tasks.registry import TASKS
-from sansgpu.tasks.trained_model import TrainedModel
+from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import open_model
 
 DEFAULT_LENGTH = {"pretrain": 512, "sft": 1024}  # tokens of an example at most, unless the teacher's context is shorter

@@ -17,7 +17,7 @@ from sansgpu.jobs.vector_files import open_vector_file, require_vector_file
 from sansgpu.machine.probe import resolve_precision
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.tasks.embed.objective import encode_texts
-from sansgpu.tasks.trained_model import TrainedModel
+from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import open_model
 
 CHUNK = 4096  # rows in memory

@@ -12,8 +12,7 @@ from sansgpu.data.sources import has_conversations
 from sansgpu.jobs.runs import require_run
 from sansgpu.machine.probe import cache_dir
 from sansgpu.tasks.registry import TASKS, task_of
-from sansgpu.tasks.task import Corpus
-from sansgpu.tasks.trained_model import DetailedEvaluator, EvaluationRequest, PredictionWriter, Verb
+from sansgpu.tasks.task import Corpus, DetailedEvaluator, EvaluationRequest, PredictionWriter, Verb
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.loading import kind_of_model, open_model
 from sansgpu.train.run_folders import with_objective

@@ -18,7 +18,7 @@ from sansgpu.jobs.runs import require_run
 from sansgpu.models.formats.onnx import FILES, OnnxCheck, decoder_error, require_onnx, write_onnx
 from sansgpu.models.huggingface.adapter_folder import base_of, is_adapter_folder
 from sansgpu.tasks.capabilities import can
-from sansgpu.tasks.trained_model import TrainedModel, Verb
+from sansgpu.tasks.task import TrainedModel, Verb
 from sansgpu.train.loading import kind_of_run, open_model
 from sansgpu.train.run_folders import open_run
 
@@ -112,8 +112,8 @@ def export_gguf(
     `kind` is the data type of matrices. Raises ConfigError if llama.cpp does not support the model.
     """
     require("--format gguf", "gguf")
-    from sansgpu.models.formats.gguf_encoding import TYPES, describe_substitutes
     from sansgpu.models.formats.gguf_file import write_gguf
+    from sansgpu.models.formats.gguf_reader import TYPES, describe_substitutes
 
     if kind not in TYPES:
         raise ConfigError(f"--type is {kind}, but must be one of {', '.join(TYPES)}.")

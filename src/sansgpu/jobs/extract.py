@@ -12,7 +12,7 @@ from sansgpu.tasks.graph.extraction import Agreement, ExtractionRules, TripleExt
 from sansgpu.tasks.graph.link_prediction import require_triples, run_parts, tail_predictor
 from sansgpu.tasks.graph.sources import open_graph_part
 from sansgpu.tasks.graph.triples import GraphDocument
-from sansgpu.tasks.trained_model import TrainedModel
+from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import open_model
 
 

@@ -28,7 +28,7 @@ from sansgpu.models.formats.weights import weights_sha256
 from sansgpu.models.generation.generate import BatchModel, Completion, complete
 from sansgpu.models.generation.sampling import Sampling, reading, require_valid_sampling
 from sansgpu.tasks.sft.conversations import Prompt, read_prompt
-from sansgpu.tasks.trained_model import TrainedModel
+from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import open_model
 
 AUTO_SLOTS = 128  # sequences at once: more rows make matmuls hardly faster

@@ -18,7 +18,7 @@ from sansgpu.data.rows import LocatedRow, SourceRow
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single
 from sansgpu.models.modules import narrow_matrices
-from sansgpu.tasks.trained_model import TrainedModel
+from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import open_model
 
 Row = dict[str, Any]

@@ -19,7 +19,7 @@ from sansgpu.machine.compiled import compiled_cache, compiled_in, make_private
 from sansgpu.models.formats.weights import weights_sha256
 from sansgpu.tasks.embed.index import FoundPassage, PassageIndex, PassageRules, Spans, require_usearch
 from sansgpu.tasks.embed.objective import encode_texts
-from sansgpu.tasks.trained_model import TrainedModel
+from sansgpu.tasks.task import TrainedModel
 
 # Names of the prompts for queries and passages, as in encode_query and encode_document of Sentence Transformers.
 QUERY_PROMPT, PASSAGE_PROMPTS = "query", ("document", "passage", "corpus")

@@ -15,7 +15,7 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.formats.weights import StoredTensor
 from sansgpu.models.generation.generate import BatchModel
-from sansgpu.tasks.trained_model import TrainedModel, Verb
+from sansgpu.tasks.task import TrainedModel, Verb
 
 if TYPE_CHECKING:  # the latter imports transformers, which takes seconds
     from sansgpu.models.teacher import Teacher

@@ -1,18 +1,144 @@
-"""Evaluation of fine-tuned models: datasets to evaluate on, and the batches of their examples."""
+"""Corpora of examples with different lengths, and evaluation: datasets, batches, and metrics of causal models."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence, Sized
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
+from torch import nn
 
 from sansgpu.config import ConfigError, DataConfig
+from sansgpu.data.batch import Batch
+from sansgpu.data.pack import Windows
 from sansgpu.data.sources import Source, open_single
-from sansgpu.tasks.trained_model import EvaluationRequest
-from sansgpu.tasks.variable_length_corpus import CorpusPart
+from sansgpu.tasks.task import EvaluationRequest, Sums
+
+BATCH_DEVIATIONS = 4  # standard deviations by which the largest of thousands of random batches exceeds the mean
+
+
+class CorpusPart(Protocol):
+    """The examples of one split."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Returns the number of input tokens of each example."""
+
+
+Part = TypeVar("Part", bound=CorpusPart)
+
+
+@dataclass(frozen=True)
+class VariableLengthCorpus(Generic[Part]):
+    """Examples of different lengths for training and validation."""
+
+    train: Part
+    validation: Part
+    notes: Sequence[str]
+    fingerprint: str
+    split: str | None = field(default=None, kw_only=True)  # a clause on how rows were held out; None: none had to be
+
+    def preview(self) -> str | None:
+        return None
+
+    @property
+    def train_examples(self) -> int:
+        return len(self.train)
+
+    @property
+    def example_tokens(self) -> float:
+        return self.train_tokens / len(self.train)
+
+    @property
+    def sequence_tokens(self) -> float:
+        """Returns the mean number of tokens that attend to each other."""
+        return self.example_tokens
+
+    def most_tokens(self, examples: int, padded: bool) -> int:
+        if padded:
+            return examples * max(int(part.lengths.max()) for part in (self.train, self.validation))
+        return max(largest_batch(part.lengths, examples) for part in (self.train, self.validation))
+
+    @property
+    def train_tokens(self) -> int:
+        return int(self.train.lengths.sum())
+
+    @property
+    def validation_tokens(self) -> int:
+        return int(self.validation.lengths.sum())
+
+
+def largest_batch(lengths: np.ndarray, examples: int) -> int:
+    """Returns the most tokens to expect in a batch of random examples; no batch has more than the longest ones."""
+    expected = examples * lengths.mean() + BATCH_DEVIATIONS * lengths.std() * examples**0.5
+    return min(int(np.sort(lengths)[-examples:].sum()), int(expected))
+
+
+@dataclass(frozen=True)
+class TokenizedCorpus(VariableLengthCorpus[Part]):
+    """Examples with the tokenizer that made them."""
+
+    tokenizer: Any
+
+
+class CausalModel(Protocol):
+    """`models.TransformerLM`, or a transformers model wrapped by `models.huggingface.HuggingFaceLM`."""
+
+    def summed_loss(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        positions: torch.Tensor | None,
+        document_ids: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Computes the cross-entropy summed over the targets, ()."""
+
+
+class LanguageModeling:
+    """A causal model and its validation windows."""
+
+    def __init__(self, model: nn.Module, windows: Windows) -> None:
+        self.model = model
+        self._windows = windows
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """Computes the cross-entropy summed over the targets, ()."""
+        model = cast(CausalModel, self.model)
+        return model.summed_loss(batch.inputs, batch.targets, batch.positions, batch.document_ids)
+
+    @property
+    def validation_examples(self) -> int:
+        return len(self._windows)
+
+    def validation_batches(self, size: int) -> Iterator[Batch]:
+        """Yields the windows in order, `size` at a time; pads the last batch, as a compiled graph has one shape."""
+        windows = self._windows
+        for start in range(0, len(windows), size):
+            numbers = np.arange(start, min(start + size, len(windows)))
+            sizes = torch.from_numpy(windows.target_bytes(numbers))[:, None]
+            yield replace(windows.batch(numbers), target_bytes=sizes).rows(0, size)
+
+    def evaluate(self, batch: Batch) -> Sums:
+        """Returns the loss, the number of targets and the bytes of text that they cover."""
+        assert batch.target_bytes is not None
+        size = float(batch.target_bytes.sum())
+        return {"loss": float(self.loss(batch)), "tokens": float(batch.target_count()), "bytes": size}
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        return text_metrics(sums)
+
+
+def text_metrics(sums: Sums) -> dict[str, float]:
+    """Computes loss in nats per token, perplexity, and bits per byte, which is comparable across vocabularies."""
+    loss = sums["loss"] / sums["tokens"]
+    bits = sums["loss"] / math.log(2) / max(1.0, sums["bytes"])
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits}
+
 
 WILSON_Z = 1.96  # normal quantile of a two-sided 95 % interval
 

@@ -44,7 +44,7 @@ from sansgpu.models.huggingface.pretrained import (
 from sansgpu.models.huggingface.source import requantized_formats
 from sansgpu.models.modules import blocks_of
 from sansgpu.tasks.base import ComposedTask, ObjectiveBase
-from sansgpu.tasks.trained_model import ModelSource, TrainedModel
+from sansgpu.tasks.task import ModelSource, TrainedModel
 
 if TYPE_CHECKING:  # importing transformers takes seconds
     from transformers import PreTrainedModel

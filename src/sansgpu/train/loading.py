@@ -14,8 +14,7 @@ from sansgpu.kernels.choice import load_kernels
 from sansgpu.machine.probe import limit_tokenizer_threads, resolve_precision, resolve_threads
 from sansgpu.tasks.capabilities import can
 from sansgpu.tasks.registry import TASKS, task_of
-from sansgpu.tasks.task import TaskKind
-from sansgpu.tasks.trained_model import ModelSource, TrainedModel, Verb
+from sansgpu.tasks.task import ModelSource, TaskKind, TrainedModel, Verb
 from sansgpu.train.run_folders import open_run, with_objective
 from sansgpu.train.snapshots import Snapshot, find_snapshot
 

@@ -17,8 +17,8 @@ from sansgpu.config import ConfigError, ModelConfig, SansGPUError
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer
 from sansgpu.models import TransformerLM
 from sansgpu.models.formats.decoder_folder import load_gguf_decoder
-from sansgpu.models.formats.gguf_encoding import GGUFType, describe_substitutes
 from sansgpu.models.formats.gguf_file import write_gguf
+from sansgpu.models.formats.gguf_reader import GGUFType, describe_substitutes
 from sansgpu.models.formats.gguf_source import open_gguf
 from sansgpu.models.formats.layouts import hugging_face_config, to_hugging_face
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained, load_tokenizer_of

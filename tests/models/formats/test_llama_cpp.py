@@ -9,7 +9,7 @@ import pytest
 
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer
 from sansgpu.models.formats.decoder_folder import load_gguf_decoder
-from sansgpu.models.formats.gguf_encoding import GGUFType
+from sansgpu.models.formats.gguf_reader import GGUFType
 from sansgpu.models.formats.gguf_source import open_gguf
 from tests.models.formats.gguf_models import BASES, base, logits_of, write_base, write_ours
 from tests.models.llama import LlamaFile

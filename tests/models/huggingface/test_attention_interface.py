@@ -11,12 +11,13 @@ from sansgpu.kernels.attention import causal_ranges, reference_attention
 from sansgpu.models.formats.decoder_folder import HuggingFaceLM
 from sansgpu.models.huggingface.attention_interface import (
     NAME,
+    KeyRanges,
+    PackedMask,
     attention_forward,
     ranges_of,
     stand_in_mask,
     use_our_attention,
 )
-from sansgpu.models.huggingface.packed_mask import KeyRanges, PackedMask
 from sansgpu.tasks.preference.model import PairLayout
 
 SMALL = {

@@ -143,7 +143,7 @@ class HuggingFaceLM(torch.nn.Module):
         from sansgpu.models.huggingface.patches import patch_model
         from sansgpu.models.huggingface.pretrained import Head
         from sansgpu.models.huggingface.probes import head_is_plain
-        from sansgpu.models.huggingface.rotary import LengthDependentRotary
+        from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
 
         settings = ModelConfig(name_or_path=name, trust_remote_code=remote_code)
         self.model = load_model(settings, Head("causal"), seed=0, frozen=True)

@@ -1,4 +1,6 @@
-"""Checks Hugging Face folders before a library reads them: bad ones could make it hang, or read files elsewhere."""
+"""Writes model folders, and checks foreign ones before a library reads them: bad ones could make it hang, or read files
+elsewhere.
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,6 @@ from sansgpu.kernels.block_quantization import FORMATS, BlockFormat, Matrix, Qua
 from sansgpu.machine.sandbox import is_panic
 from sansgpu.machine.tokenizer_trial import tokenizer_flaw
 from sansgpu.models.formats.folders import require_layers
-from sansgpu.models.formats.gguf_encoding import EMBEDDING, HEAD, TYPES, EncodingChoice, GGUFType, encode, encoding_of
 from sansgpu.models.formats.gguf_metadata import (
     KNOWN,
     ROPE_FACTORS,
@@ -38,7 +37,17 @@ from sansgpu.models.formats.gguf_metadata import (
     write_tokenizer,
     xielu_weights,
 )
-from sansgpu.models.formats.gguf_reader import GGUFTensor, read_gguf
+from sansgpu.models.formats.gguf_reader import (
+    EMBEDDING,
+    HEAD,
+    TYPES,
+    EncodingChoice,
+    GGUFTensor,
+    GGUFType,
+    encode,
+    encoding_of,
+    read_gguf,
+)
 from sansgpu.models.formats.layouts import LAYOUTS, Weights, module_names, with_default_settings
 from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.formats.weights import StoredTensor, as_stored, kept_blocks

@@ -1,7 +1,7 @@
-"""Loads a model one tensor at a time, and keeps its matrices quantized.
+"""Reads and writes the weights of models: one tensor at a time, if wanted quantized.
 
 transformers first loads placeholders that take no memory, which checks names and shapes and initializes new heads. Then
-each placeholder is replaced by the stored tensor, quantized if wanted.
+each placeholder is replaced by the stored tensor.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 
 from sansgpu.kernels.attention import attention, causal_ranges
 from sansgpu.kernels.packed_cache import PackedCache
-from sansgpu.models.huggingface.packed_mask import Kernel
+from sansgpu.models.huggingface.attention_interface import Kernel
 
 
 class PlainCache:

@@ -15,11 +15,10 @@ from torch import nn
 from sansgpu.kernels.attention import bidirectional_ranges, causal_ranges
 from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions, linear_cross_entropy
 from sansgpu.models.generation.sampling import reading
-from sansgpu.models.huggingface.attention_interface import NAME, stand_in_mask
-from sansgpu.models.huggingface.packed_mask import KeyRanges, PackedMask
+from sansgpu.models.huggingface.attention_interface import NAME, KeyRanges, PackedMask, stand_in_mask
 from sansgpu.models.huggingface.probes import PROBE_LONGEST, autocast_of, head_is_plain, packs_well
 from sansgpu.models.huggingface.quantized_layers import matrix_of
-from sansgpu.models.huggingface.rotary import LengthDependentRotary
+from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
 
 if TYPE_CHECKING:  # its import is slow, and it is optional
     from transformers import PreTrainedModel

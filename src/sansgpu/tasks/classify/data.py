@@ -13,8 +13,8 @@ from sansgpu.data.rows import BadRows
 from sansgpu.data.sequences import LabeledSequences
 from sansgpu.tasks.classify.labels import LabeledText, Labels, tokenize_texts, with_targets
 from sansgpu.tasks.classify.objective import ClassifyObjective
+from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.fine_tuning import longest_example
-from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
 
 
 @dataclass(frozen=True)

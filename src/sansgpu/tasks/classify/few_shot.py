@@ -33,7 +33,7 @@ from sansgpu.tasks.classify.settings import FEW_SHOT
 from sansgpu.tasks.classify.task import Classify
 from sansgpu.tasks.embed.objective import embedding_layout
 from sansgpu.tasks.fine_tuning import FineTuning, StepWideTask
-from sansgpu.tasks.trained_model import ModelSource
+from sansgpu.tasks.task import ModelSource
 
 INVERSE_REGULARIZATION = 1.0  # `C` of scikit-learn's LogisticRegression, its default
 FIT_ITERATIONS = 500

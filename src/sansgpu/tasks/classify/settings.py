@@ -70,7 +70,7 @@ def _few_shot_problems(config: Any) -> Iterator[str]:
 
 
 def _check_columns(config: Any) -> None:
-    from sansgpu.tasks.classify.columns import number_label_columns
+    from sansgpu.tasks.classify.labels import number_label_columns
 
     number_label_columns(config.data)
 

@@ -20,15 +20,22 @@ from sansgpu.models.formats.folders import has_architecture
 from sansgpu.models.huggingface.pretrained import load_tokenizer_of
 from sansgpu.models.huggingface.source import pretrained_config
 from sansgpu.tasks.capabilities import Predicts
-from sansgpu.tasks.classify.columns import number_label_columns
 from sansgpu.tasks.classify.data import LabeledCorpus, balanced_weights, labels_of, tokenize_labeled, with_labels
 from sansgpu.tasks.classify.evaluate import ClassifyEvaluator, prediction
-from sansgpu.tasks.classify.labels import LabeledText, Labels, find_labels, read_texts, tokenize_texts, unlabeled_text
+from sansgpu.tasks.classify.labels import (
+    LabeledText,
+    Labels,
+    find_labels,
+    number_label_columns,
+    read_texts,
+    tokenize_texts,
+    unlabeled_text,
+)
 from sansgpu.tasks.classify.objective import _KINDS, ClassifyObjective
 from sansgpu.tasks.classify.settings import SETTINGS
 from sansgpu.tasks.evaluation import require_rows
 from sansgpu.tasks.fine_tuning import FineTuningTask, longest_example, passes, require_examples, split_rows
-from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
+from sansgpu.tasks.task import EvaluationRequest, ModelSource, TrainedModel
 
 
 class Classify(Predicts, FineTuningTask):

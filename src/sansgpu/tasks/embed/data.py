@@ -17,7 +17,7 @@ from sansgpu.data.split import split_examples
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
 from sansgpu.tasks.embed.groups import TokenizedGroups
 from sansgpu.tasks.embed.rows import TextRow
-from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
+from sansgpu.tasks.evaluation import TokenizedCorpus
 
 BATCH = 1000  # texts tokenized in one call, in parallel
 

@@ -19,7 +19,7 @@ from sansgpu.tasks.embed.data import tokenize
 from sansgpu.tasks.embed.groups import TextGroups
 from sansgpu.tasks.embed.losses import LossName, embedding_loss
 from sansgpu.tasks.fine_tuning import FineTuning, passes
-from sansgpu.tasks.trained_model import TrainedModel
+from sansgpu.tasks.task import TrainedModel
 
 USUAL_TEXTS = 2  # texts of an example, assumed if the data has not been read
 DEFAULT_LENGTH = 256  # tokens of the longest text, where the model does not say

@@ -28,7 +28,7 @@ EMBEDDING_METRICS = (
 
 
 def _check_columns(config: Any) -> None:
-    from sansgpu.tasks.embed.columns import require_embedding_columns
+    from sansgpu.tasks.embed.rows import require_embedding_columns
 
     require_embedding_columns(config.data)
 

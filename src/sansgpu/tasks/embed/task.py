@@ -18,7 +18,6 @@ from sansgpu.machine.memory import effective_batch
 from sansgpu.models.huggingface.pretrained import load_tokenizer_of
 from sansgpu.models.huggingface.sentence_embedding import read_layout
 from sansgpu.tasks.capabilities import Embeds
-from sansgpu.tasks.embed.columns import require_embedding_columns
 from sansgpu.tasks.embed.data import (
     EmbeddingCorpus,
     TextShape,
@@ -32,11 +31,11 @@ from sansgpu.tasks.embed.evaluate import EmbeddingEvaluator
 from sansgpu.tasks.embed.groups import TextGroups, TokenizedGroups, text_groups
 from sansgpu.tasks.embed.losses import loss_for
 from sansgpu.tasks.embed.objective import USUAL_TEXTS, EmbeddingObjective, with_values
-from sansgpu.tasks.embed.rows import TextRow, read_text_rows
+from sansgpu.tasks.embed.rows import TextRow, read_text_rows, require_embedding_columns
 from sansgpu.tasks.embed.settings import SETTINGS
 from sansgpu.tasks.evaluation import require_rows
 from sansgpu.tasks.fine_tuning import StepWideTask, require_examples
-from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
+from sansgpu.tasks.task import EvaluationRequest, TrainedModel
 
 
 class TextEmbedding(Embeds, StepWideTask):

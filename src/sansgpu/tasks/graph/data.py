@@ -13,11 +13,11 @@ import numpy as np
 from sansgpu.config import MAX_LEAVES, Config, ConfigError, change_config
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.split import describe_split, split_examples
+from sansgpu.tasks.evaluation import VariableLengthCorpus
 from sansgpu.tasks.graph.leafy import LeafyDataset, LeafyRules, build_leafy, relations_of
 from sansgpu.tasks.graph.sources import GraphSource, GraphSources, open_graphs
 from sansgpu.tasks.graph.tokenizer import GraphCodec, MaskTokenizer, build_mask_tokenizer
 from sansgpu.tasks.graph.triples import Entity, GraphDocument, KnownFacts, entities_of
-from sansgpu.tasks.variable_length_corpus import VariableLengthCorpus
 
 FITTING = 0.99  # share of tails whose tokens all get a slot
 MAX_ENTITIES = 100_000  # in the default table, because each query is compared with all entities

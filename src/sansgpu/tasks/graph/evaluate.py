@@ -9,7 +9,7 @@ from sansgpu.tasks.graph.link_prediction import SampledRanking
 from sansgpu.tasks.graph.masked_prediction import MaskedEvaluation, majority_of, mask_rules, validation_masking
 from sansgpu.tasks.graph.sources import open_graph_part
 from sansgpu.tasks.graph.tokenizer import GraphCodec
-from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
+from sansgpu.tasks.task import EvaluationRequest, TrainedModel
 
 EVALUATION_EXAMPLES = 16  # examples in a micro-batch
 

@@ -26,7 +26,7 @@ from sansgpu.tasks.graph.sources import GraphSource, open_graphs
 from sansgpu.tasks.graph.tail_prediction import TailPredictor, TailQuery
 from sansgpu.tasks.graph.tokenizer import GraphCodec
 from sansgpu.tasks.graph.triples import INVERSE, GraphDocument, KnownFacts, Triple, triples_of
-from sansgpu.tasks.trained_model import TrainedModel
+from sansgpu.tasks.task import TrainedModel
 
 if TYPE_CHECKING:  # it imports this module
     from sansgpu.tasks.graph.objective import GraphObjective

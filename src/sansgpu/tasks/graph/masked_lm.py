@@ -34,8 +34,7 @@ from sansgpu.tasks.graph.masked_prediction import (
 from sansgpu.tasks.graph.masking import MaskRules, mask_example
 from sansgpu.tasks.graph.settings import MASKED
 from sansgpu.tasks.graph.tokenizer import GraphCodec, from_pretrained
-from sansgpu.tasks.task import Sums
-from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
+from sansgpu.tasks.task import EvaluationRequest, Sums, TrainedModel
 
 
 class MaskedObjective(FineTuning):

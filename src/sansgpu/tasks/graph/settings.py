@@ -145,7 +145,7 @@ def _graph_card(model: Values) -> CardText:
 
 
 def _check_columns(config: Any) -> None:
-    from sansgpu.tasks.graph.columns import require_triples_or_columns
+    from sansgpu.tasks.graph.rows import require_triples_or_columns
 
     require_triples_or_columns(config.data)
 

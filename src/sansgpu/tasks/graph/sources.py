@@ -16,8 +16,7 @@ from sansgpu.data.files import TEXT_SUFFIXES, file_form, read_documents, read_li
 from sansgpu.data.rows import BadRows, SourceRow
 from sansgpu.data.sources import TEST_NAMES, VALIDATION_NAMES, Source, files_fingerprint, open_parts
 from sansgpu.files.reading import require_regular_file
-from sansgpu.tasks.graph.columns import has_bare_triples
-from sansgpu.tasks.graph.rows import FACT_KEYS, EntityText, Fact, read_graph_row, text_document
+from sansgpu.tasks.graph.rows import FACT_KEYS, EntityText, Fact, has_bare_triples, read_graph_row, text_document
 from sansgpu.tasks.graph.stdlib import stdlib_documents
 from sansgpu.tasks.graph.triples import INVERSE, GraphDocument, Triple
 

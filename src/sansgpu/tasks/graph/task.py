@@ -15,7 +15,7 @@ from sansgpu.config.paths import local_path
 from sansgpu.data.order import generator
 from sansgpu.data.shards import ReportProgress
 from sansgpu.models.formats.weights import set_weights
-from sansgpu.tasks.base import ComposedTask, with_layers
+from sansgpu.tasks.base import ComposedTask, with_layers, with_vocabulary_of
 from sansgpu.tasks.capabilities import ExtractsTriples, RanksEntities
 from sansgpu.tasks.graph.batch import GraphBatch
 from sansgpu.tasks.graph.costs import GraphEncoderCosts
@@ -38,8 +38,7 @@ from sansgpu.tasks.graph.objective import GraphObjective, longest_span
 from sansgpu.tasks.graph.settings import SETTINGS
 from sansgpu.tasks.graph.tokenizer import GraphCodec
 from sansgpu.tasks.graph.triples import Triple
-from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
-from sansgpu.tasks.vocabulary import with_vocabulary_of
+from sansgpu.tasks.task import EvaluationRequest, ModelSource, TrainedModel
 
 UNKNOWN = "-"  # dataset name of an exported model
 EXPECTED_RELATIONS = 32  # estimate without data; their number hardly affects memory or speed

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from sansgpu.data.batch import IGNORE, ExampleBatch, concatenated
+from sansgpu.tasks.evaluation import TokenizedCorpus, largest_batch
 from sansgpu.tasks.preference.rows import Answers
 from sansgpu.tasks.sft.chat import show_masked
-from sansgpu.tasks.variable_length_corpus import TokenizedCorpus, largest_batch
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import torch
 from sansgpu.kernels.attention import causal_ranges
 from sansgpu.kernels.cross_entropy import target_log_probabilities
 from sansgpu.models.generation.sampling import reading
+from sansgpu.models.huggingface.attention_interface import Kernel
 from sansgpu.models.huggingface.packed_forward import UnpaddedModel
-from sansgpu.models.huggingface.packed_mask import Kernel
 from sansgpu.models.huggingface.probes import autocast_of, close_outputs
 from sansgpu.models.huggingface.quantized_layers import matrix_of
 

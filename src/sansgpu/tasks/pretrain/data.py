@@ -16,8 +16,8 @@ from sansgpu.data.sources import Sources
 from sansgpu.data.split import TokenRanges, all_documents, split_documents
 from sansgpu.data.teacher_folder import Predictions, TeacherFolder
 from sansgpu.data.tokenizer import Tokenizer, load_tokenizer
+from sansgpu.tasks.base import with_vocabulary_of
 from sansgpu.tasks.distillation import with_length_of
-from sansgpu.tasks.vocabulary import with_vocabulary_of
 
 
 @dataclass(frozen=True)

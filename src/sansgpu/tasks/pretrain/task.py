@@ -41,16 +41,15 @@ from sansgpu.models.generation.sampling import Sampling
 from sansgpu.models.huggingface.adapter_folder import is_adapter_folder
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.teacher import Teacher, decoder_teacher, transformers_teacher
-from sansgpu.tasks.base import ComposedTask, with_layers
+from sansgpu.tasks.base import ComposedTask, with_layers, with_vocabulary_of
 from sansgpu.tasks.capabilities import ExportsGGUF, Generates, GGUFParts, Teaches
 from sansgpu.tasks.distillation import Lesson, open_lesson, sequences_of
-from sansgpu.tasks.language_modeling import LanguageModeling
+from sansgpu.tasks.evaluation import LanguageModeling
 from sansgpu.tasks.pretrain.costs import DecoderCosts
 from sansgpu.tasks.pretrain.data import TextCorpus, arrays_of, corpus_of, read_parts, taught_corpus
 from sansgpu.tasks.pretrain.objective import PretrainObjective
 from sansgpu.tasks.pretrain.settings import SETTINGS
-from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
-from sansgpu.tasks.vocabulary import with_vocabulary_of
+from sansgpu.tasks.task import EvaluationRequest, ModelSource, TrainedModel
 
 if TYPE_CHECKING:  # gguf is optional
     from sansgpu.models.formats.gguf_file import GGUFFile

@@ -10,9 +10,9 @@ import numpy as np
 from sansgpu.config import Config
 from sansgpu.data.rows import BadRows
 from sansgpu.data.sequences import PackedSequences, WindowedTexts
+from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.fine_tuning import longest_example
 from sansgpu.tasks.qa.questions import Question, QuestionWindow, make_windows
-from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
 
 
 @dataclass(frozen=True)

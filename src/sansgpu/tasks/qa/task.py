@@ -23,8 +23,7 @@ from sansgpu.tasks.qa.evaluate import QAEvaluator
 from sansgpu.tasks.qa.objective import QAObjective
 from sansgpu.tasks.qa.questions import Question, read_questions, single_questions, unanswered_question
 from sansgpu.tasks.qa.settings import SETTINGS
-from sansgpu.tasks.task import Gather
-from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
+from sansgpu.tasks.task import EvaluationRequest, Gather, TrainedModel
 
 
 class QA(Predicts, FineTuningTask):

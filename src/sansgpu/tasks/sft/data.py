@@ -16,8 +16,8 @@ from sansgpu.data.sources import Source
 from sansgpu.data.teacher_folder import Predictions, TeacherFolder
 from sansgpu.models.huggingface.pretrained import load_tokenizer_of
 from sansgpu.tasks.distillation import require_same_vocabulary, with_length_of
+from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.sft.chat import TokenizedConversations, show_masked, tokenize_conversations
-from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from sansgpu.data.sequences import PackedSequences
-from sansgpu.tasks.evaluation import SplitEvaluator
-from sansgpu.tasks.language_modeling import text_metrics
+from sansgpu.tasks.evaluation import SplitEvaluator, text_metrics
 from sansgpu.tasks.sft.data import ConversationExamples
-from sansgpu.tasks.sft.decoder_chat import DecoderChat
-from sansgpu.tasks.sft.objective import SFTObjective
+from sansgpu.tasks.sft.objective import DecoderChat, SFTObjective
 from sansgpu.tasks.task import Sums
 
 

@@ -34,12 +34,10 @@ from sansgpu.tasks.sft.data import (
     taught_corpus,
     tokenize_source,
 )
-from sansgpu.tasks.sft.decoder_chat import DecoderChat
 from sansgpu.tasks.sft.evaluate import SFTEvaluator
-from sansgpu.tasks.sft.objective import SFTObjective
+from sansgpu.tasks.sft.objective import DecoderChat, SFTObjective
 from sansgpu.tasks.sft.settings import SETTINGS
-from sansgpu.tasks.task import Evaluator
-from sansgpu.tasks.trained_model import EvaluationRequest, ModelSource, TrainedModel
+from sansgpu.tasks.task import EvaluationRequest, Evaluator, ModelSource, TrainedModel
 
 
 class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):

@@ -17,11 +17,10 @@ from sansgpu.data.rows import BadRows
 from sansgpu.data.sequences import PackedSequences, WindowedTexts, require_overlap_fits
 from sansgpu.data.sources import Source, open_single
 from sansgpu.machine.tokenizer_trial import tokenizer_errors
+from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.fine_tuning import longest_example
-from sansgpu.tasks.tokens.columns import number_tag_column
 from sansgpu.tasks.tokens.spans import OUTSIDE
-from sansgpu.tasks.tokens.tagged import TaggedText, with_targets
-from sansgpu.tasks.variable_length_corpus import TokenizedCorpus
+from sansgpu.tasks.tokens.tagged import TaggedText, number_tag_column, with_targets
 
 BATCH = 1000  # texts tokenized in one call, in parallel
 

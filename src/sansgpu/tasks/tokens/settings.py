@@ -34,7 +34,7 @@ def _tag_problems(config: Any) -> Iterator[str]:
 
 
 def _check_columns(config: Any) -> None:
-    from sansgpu.tasks.tokens.columns import number_tag_column
+    from sansgpu.tasks.tokens.tagged import number_tag_column
 
     number_tag_column(config.data)
 

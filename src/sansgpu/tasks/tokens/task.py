@@ -23,13 +23,12 @@ from sansgpu.models.huggingface.pretrained import load_tokenizer_of
 from sansgpu.tasks.capabilities import Predicts
 from sansgpu.tasks.evaluation import require_rows
 from sansgpu.tasks.fine_tuning import FineTuningTask, require_examples, split_rows
-from sansgpu.tasks.tokens.columns import number_tag_column
+from sansgpu.tasks.task import EvaluationRequest, TrainedModel
 from sansgpu.tasks.tokens.data import TagCorpus, open_tagged, tokenize_texts
 from sansgpu.tasks.tokens.evaluate import TagEvaluator
 from sansgpu.tasks.tokens.objective import TokensObjective
 from sansgpu.tasks.tokens.settings import SETTINGS
-from sansgpu.tasks.tokens.tagged import in_iob2, read_tagged, read_untagged, require_labels
-from sansgpu.tasks.trained_model import EvaluationRequest, TrainedModel
+from sansgpu.tasks.tokens.tagged import in_iob2, number_tag_column, read_tagged, read_untagged, require_labels
 
 EVALUATION_WINDOWS = 64  # windows in a forward pass of `eval` and `predict`
 
