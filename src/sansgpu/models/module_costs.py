@@ -5,6 +5,7 @@ N tokens of a micro-batch, D width, F feed-forward width, T tokens of the longes
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
@@ -83,6 +84,19 @@ class ModuleShape:
             trained_matrices=round(self.trained_matrices * share),
             quantized_blocks=self.quantized_blocks.part(share),
         )
+
+
+def count_parameters(model: nn.Module, parts: Mapping[str, str], layers: int) -> dict[str, int]:
+    """Counts the parameters of each part of a model with one block, as if it had `layers`; tied parameters count once.
+
+    A parameter belongs to the part of the first key in `parts` that its name contains.
+    """
+    counts: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        part = next(part for pattern, part in parts.items() if pattern in name)
+        repeats = layers if name.startswith("blocks.") else 1
+        counts[part] = counts.get(part, 0) + repeats * parameter.numel()
+    return counts
 
 
 def module_shape(model: nn.Module, width: int, heads: int, vocabulary: int, outputs: int | None = None) -> ModuleShape:

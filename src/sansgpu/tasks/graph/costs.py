@@ -6,7 +6,9 @@ N nodes of a micro-batch, T nodes of a graph, D width, F feed-forward width, H h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
+from sansgpu.config import ModelConfig
 from sansgpu.kernels.attention import ROWS
 from sansgpu.kernels.cross_entropy import CHUNK_ROWS
 from sansgpu.machine.memory import Execution
@@ -22,11 +24,24 @@ from sansgpu.models.costing import (
     shapes_of,
     vocabulary_of,
 )
+from sansgpu.models.module_costs import count_parameters
+from sansgpu.tasks.graph.encoder import GraphEncoder
 
 # Bytes per node that a block saves for its backward pass, including its output, per unit of D and F, by (compile,
 # precision). Counted from the code; a test compares them with real blocks.
 _SAVED_BYTES = {("off", "bf16"): (24, 2), ("on", "bf16"): (22, 4), ("off", "fp32"): (32, 4), ("on", "fp32"): (32, 8)}
 _SAVED_BYTES_PER_HEAD = 10  # statistics of softmax
+
+# The part of the parameters whose names contain a text, and the order in which the parts are shown.
+_PARTS = {
+    "boundary": "span_boundary", "transform": "head", "entities": "entities", "fusion": "relations", "decay": "decay",
+    "slot": "slots", "position": "positions", "norm": "norms", "attention": "attention", "up.": "feed_forward",
+    "down.": "feed_forward", "embedding": "embedding",
+}  # fmt: skip
+_SHOWN = (
+    "embedding", "positions", "slots", "relations", "entities", "attention", "feed_forward", "norms", "decay", "head",
+    "span_boundary",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,24 +52,8 @@ class GraphEncoderCosts(Costs):
     facts: int = 0  # triples per graph that are learned without text
 
     def parameters(self) -> dict[str, int]:
-        model, span = self.model, self.longest_span
-        d, f, layers = model.d_model, model.d_ff, model.n_layers
-        rows = (model.n_relations or 0) + 1
-        matrix = 2 * d * model.relation_rank if model.relation_rank else d * d
-        parts = {
-            "embedding": vocabulary_of(model) * d,
-            "positions": model.max_seq_len * d if model.position == "learned" else 0,
-            "slots": (model.leaf_slots + 1) * d if model.leaf_slots and model.slot_embedding else 0,
-            "relations": rows * (matrix + 2 * d) if model.leaf_slots and model.fusion == "hgat" else 0,
-            "entities": (model.n_entities + 1 + d) * model.entity_rank + rows * d + 2 * d if model.n_entities else 0,
-            "attention": layers * 4 * (d * d + d),
-            "feed_forward": layers * (2 * d * f + f + d),
-            "norms": layers * 4 * d + (2 * d if model.embedding_norm else 0),
-            "decay": 0 if model.decay == "none" else model.n_heads,
-            "head": d * d + 3 * d,
-            "span_boundary": span * d + 4 * d * d + 6 * d if span else 0,
-        }
-        return {name: count for name, count in parts.items() if count}
+        one_block = self.model.model_copy(update={"n_layers": 1}).model_dump_json()
+        return _counted(one_block, self.longest_span, self.model.n_layers)
 
     def products(self) -> LinearShapes:
         d, f = self.model.d_model, self.model.d_ff
@@ -112,3 +111,10 @@ class GraphEncoderCosts(Costs):
                 logits += model.n_entities * model.d_model * (compute + FULL) + 20 * facts * model.d_model
         # Looked-up rows with dropout, and their gradients; at worst for every relation.
         return logits + 4 * compute * self.parameters().get("relations", 0)
+
+
+@lru_cache(maxsize=64)
+def _counted(one_block: str, longest_span: int | None, layers: int) -> dict[str, int]:
+    model = GraphEncoder(ModelConfig.model_validate_json(one_block), seed=None, longest_span=longest_span)
+    counts = count_parameters(model, _PARTS, layers)
+    return {part: counts[part] for part in _SHOWN if part in counts}

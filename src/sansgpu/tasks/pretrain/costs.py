@@ -5,8 +5,12 @@ N tokens of a micro-batch, D width, K key-value width, F feed-forward width, H h
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+from sansgpu.config import ModelConfig
 from sansgpu.kernels.attention import ROWS
 from sansgpu.machine.memory import Execution
+from sansgpu.models import TransformerLM
 from sansgpu.models.costing import (
     COMPUTE,
     FULL,
@@ -20,6 +24,7 @@ from sansgpu.models.costing import (
     shapes_of,
     vocabulary_of,
 )
+from sansgpu.models.module_costs import count_parameters
 
 # Bytes per token that a block saves for its backward pass, per unit of D, K and F, by activation, code and precision.
 # Counted from the code; a test compares them with real blocks.
@@ -55,28 +60,19 @@ _QK_NORM_BYTES = {
 # Bytes per token and query head of the statistics of softmax and norms, without and with QK-norm.
 _STATISTICS_BYTES = {"native": (4, 4), "torch": (8, 14), "compiled": (8, 14)}
 
+# The part of the parameters whose names contain a text, and the order in which the parts are shown.
+_PARTS = {
+    "norm": "norms", "position": "positions", "embedding": "embedding", "attention": "attention",
+    "feed_forward": "feed_forward", "head": "head",
+}  # fmt: skip
+_SHOWN = ("embedding", "positions", "attention", "feed_forward", "norms", "head")
+
 
 class DecoderCosts(Costs):
     """The costs of a decoder trained on full windows."""
 
     def parameters(self) -> dict[str, int]:
-        model = self.model
-        d, f, layers, vocabulary = model.d_model, model.d_ff, model.n_layers, vocabulary_of(model)
-        kv = model.kv_heads * model.head_dim
-        matrices = 3 if model.activation == "swiglu" else 2
-        attention = 2 * d * d + 2 * d * kv + (2 * (d + kv) if model.biased != "none" else 0)
-        feed_forward = matrices * d * f + ((matrices - 1) * f + d if model.biased == "all" else 0)
-        norm = 2 * d if model.decoder.norm == "layernorm" else d
-        norms = 2 * norm + (2 * model.head_dim if model.decoder.qk_norm else 0)
-        parts = {
-            "embedding": vocabulary * d,
-            "positions": model.max_seq_len * d if model.decoder.positions == "learned" else 0,
-            "attention": layers * attention,
-            "feed_forward": layers * feed_forward,
-            "norms": layers * norms + norm,
-            "head": 0 if model.tie_embeddings else vocabulary * d,
-        }
-        return {name: count for name, count in parts.items() if count}
+        return _counted(self.model.model_copy(update={"n_layers": 1}).model_dump_json(), self.model.n_layers)
 
     def products(self) -> LinearShapes:
         model = self.model
@@ -131,3 +127,10 @@ class DecoderCosts(Costs):
         """Returns the bytes of the bf16 copies of weights that matmuls read; 0 in fp32."""
         compute = COMPUTE[execution.precision]
         return compute * (self.trained() - self.parameters()["norms"]) if compute < FULL else 0
+
+
+@lru_cache(maxsize=64)
+def _counted(one_block: str, layers: int) -> dict[str, int]:
+    model = TransformerLM(ModelConfig.model_validate_json(one_block), seed=None)
+    counts = count_parameters(model, _PARTS, layers)
+    return {part: counts[part] for part in _SHOWN if part in counts}
