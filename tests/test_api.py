@@ -104,7 +104,7 @@ def test_bad_requests_are_one_sentence(tmp_path: Path) -> None:
 
 OBJECTIVE = '''
 import torch
-from sansgpu.tasks.pretrain.objective import Pretrain
+from sansgpu.tasks.pretrain.task import Pretrain
 
 
 class Halved(Pretrain):

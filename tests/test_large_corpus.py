@@ -14,7 +14,7 @@ import re, sys, time
 from pathlib import Path
 from sansgpu.config import Config, DataConfig
 from sansgpu.machine.probe import limit_tokenizer_threads
-from sansgpu.tasks.pretrain.objective import Pretrain
+from sansgpu.tasks.pretrain.task import Pretrain
 limit_tokenizer_threads(2)
 corpus, cache = sys.argv[1:]
 started = time.monotonic()
