@@ -22,10 +22,10 @@ def ours(job: Job) -> Callable[[Ids], Ids]:
 
     from sansgpu.models.generation.generate import complete
     from sansgpu.models.generation.sampling import Sampling
-    from sansgpu.train.loading import open_model
+    from sansgpu.train.loading import ModelRequest, open_model
 
     torch.set_num_threads(job["threads"])
-    loaded = open_model(job["model"], "chat", "latest", lambda text: None)
+    loaded = open_model(ModelRequest(job["model"]), "chat", lambda text: None)
     kind: Any = loaded.kind
     model = kind.batch_model(loaded)
 

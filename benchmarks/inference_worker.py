@@ -24,8 +24,9 @@ def our_encoder(job: Job, texts: list[str]) -> tuple[Callable[[], Results], Call
     from sansgpu.jobs.embed import open_encoder
     from sansgpu.tasks.embed.data import tokenize
     from sansgpu.tasks.embed.objective import encode_texts
+    from sansgpu.train.loading import ModelRequest
 
-    loaded = open_encoder(job["model"], "latest", print, lambda *_: None, "bf16")
+    loaded = open_encoder(ModelRequest(job["model"]), print, lambda *_: None, "bf16")
     return lambda: encode_texts(loaded, texts), lambda: tokenize(texts, loaded.tokenizer, loaded.config.window, "")
 
 
@@ -44,10 +45,10 @@ def their_encoder(job: Job, texts: list[str], batch: int) -> tuple[Callable[[], 
 
 def our_predictor(job: Job, texts: list[str]) -> tuple[Callable[[], Results], None]:
     from sansgpu.jobs.predict import CHUNK_ROWS
-    from sansgpu.train.loading import open_model
+    from sansgpu.train.loading import ModelRequest, open_model
 
     assert len(texts) <= CHUNK_ROWS
-    loaded = open_model(job["model"], "predict", "latest", print, progress=lambda *_: None)
+    loaded = open_model(ModelRequest(job["model"]), "predict", print, lambda *_: None)
     kind: Any = loaded.kind
 
     def predict() -> Results:

@@ -22,6 +22,7 @@ from benchmarks.contest import Row, print_table, write_json
 from sansgpu.config import load_config
 from sansgpu.jobs.evaluate import link_prediction
 from sansgpu.jobs.train import TrainRequest, train
+from sansgpu.train.loading import ModelRequest
 
 ENTITIES, RELATIONS = 135, 46
 BLOCK = 70  # typical number of facts between two related branches
@@ -132,7 +133,7 @@ def measured(folder: Path, changes: Sequence[str]) -> Row:
     spent = {"minutes": (time.perf_counter() - start) / 60, "cpu_minutes": (time.process_time() - cpu) / 60}
     return {
         "name": "tails",
-        **link_prediction(str(folder / "run"), None, "latest", None, _quiet, _quiet)["tail"],
+        **link_prediction(ModelRequest(str(folder / "run")), None, None, _quiet, _quiet)["tail"],
         **spent,
     }
 

@@ -20,6 +20,7 @@ from sansgpu.machine.launch import make_cublas_deterministic
 from sansgpu.machine.launcher_output import is_forwarded
 from sansgpu.machine.world import find_world
 from sansgpu.models.generation.sampling import Sampling
+from sansgpu.train.loading import ModelRequest
 from sansgpu.train.loop import TrainingResult
 from sansgpu.views.notebook import NotebookView
 from sansgpu.views.results import describe_results, summarize
@@ -56,9 +57,8 @@ class Run:
     ) -> str:
         """Continues `prompt` with the latest snapshot. `sampling` takes temperature, top_k, top_p and seed."""
         chosen = Sampling(**sampling)
-        pieces = generate_text(
-            str(self.folder), prompt, max_new_tokens, chosen, "latest", lambda message: None, trust_remote_code
-        )
+        model = ModelRequest(str(self.folder), remote_code=trust_remote_code)
+        pieces = generate_text(model, prompt, max_new_tokens, chosen, lambda message: None)
         return "".join(pieces)
 
     def __repr__(self) -> str:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from sansgpu.cli import run as cli
-from sansgpu.jobs.chat import ChatSession
+from sansgpu.jobs.generate import ChatSession
 from sansgpu.models.generation.sampling import Sampling
+from sansgpu.train.loading import ModelRequest
 from tests import processes
 from tests.processes import use_cache, write_corpus
 from tests.tasks.fine_tuned import Captured, events_of, made, sentence
@@ -65,7 +66,7 @@ def test_a_conversation_comes_from_a_pipe(learned: Path, monkeypatch: pytest.Mon
 
 
 def test_a_conversation_is_remembered_until_it_is_reset(learned: Path) -> None:
-    conversation = ChatSession(str(learned), "Be short.", "latest", pytest.fail)
+    conversation = ChatSession(ModelRequest(str(learned)), "Be short.", pytest.fail)
     question, said = "What follows red?", []
     for _ in range(2):
         said.append("".join(conversation.say(question, 8, Sampling(temperature=0))))

@@ -17,6 +17,7 @@ from sansgpu.cli import run as cli
 from sansgpu.data.shards import ignore_progress
 from sansgpu.jobs.search import search
 from sansgpu.tasks.embed.index import PassageIndex, PassageRules, Spans
+from sansgpu.train.loading import ModelRequest
 from tests.processes import messages
 from tests.tasks.fine_tuned import sentence
 from tests.tasks.folders import model_folder
@@ -184,5 +185,5 @@ def test_every_pass_of_the_model_is_progress(folder: Path) -> None:
     def progress(doing: str, done: int, total: int, unit: str = "byte", /) -> None:
         found.append((unit, done, total))
 
-    search(str(model_folder("bert")), folder, "flour", 1, None, "latest", ignore_progress, progress)
+    search(ModelRequest(str(model_folder("bert"))), folder, "flour", 1, None, ignore_progress, progress)
     assert ("passage", 4, 4) in found

@@ -19,7 +19,7 @@ from sansgpu.jobs.snapshots import fork_snapshot
 from sansgpu.jobs.train import TrainRequest, train
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained
 from sansgpu.tasks.registry import TASKS
-from sansgpu.train.loading import open_model
+from sansgpu.train.loading import ModelRequest, open_model
 from tests.processes import digests, record
 from tests.tasks.folders import chat_rows, model_folder, squad
 
@@ -127,7 +127,7 @@ def outputs(model: Any) -> torch.Tensor:
 )
 def test_what_was_trained_leaves_with_equal_logits(home: Path, architecture: str, adapter: str, precision: str) -> None:
     run, _ = trained(home, architecture, adapter, precision)
-    ours = open_model(str(run), "evaluate", "latest", pytest.fail)
+    ours = open_model(ModelRequest(str(run)), "evaluate", pytest.fail)
     kind = AutoModelForQuestionAnswering if architecture in ENCODERS else AutoModelForCausalLM
     theirs, info = kind.from_pretrained(run / "final", output_loading_info=True)
     assert not any(info.values()), info

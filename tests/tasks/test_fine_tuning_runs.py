@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from sansgpu.cli import run as cli
 from sansgpu.machine.probe import has_native_bf16
-from sansgpu.train.loading import open_model
+from sansgpu.train.loading import ModelRequest, open_model
 from tests.processes import digests, finish, finish_apart, kill_when, record, start
 from tests.tasks.fine_tuned import Captured, events_of, made, sentence, settings
 from tests.tasks.folders import chat_rows, model_folder, squad
@@ -44,7 +44,7 @@ def outputs(model: Any) -> torch.Tensor:
 
 
 def assert_equal_outputs(exported: Any, run: Path, task: str = "sft") -> None:
-    ours = open_model(str(run), "evaluate", "latest", pytest.fail).objective.model
+    ours = open_model(ModelRequest(str(run)), "evaluate", pytest.fail).objective.model
     torch.testing.assert_close(outputs(exported), outputs(ours), rtol=1e-4, atol=1e-4)
 
 
@@ -108,7 +108,7 @@ def test_a_16_bit_base_keeps_its_type_under_an_adapter(home: Path) -> None:
     run = made(home, "narrow-base", model__name_or_path=base, model__adapter="lora")
     merged = AutoModelForCausalLM.from_pretrained(run / "final", dtype="auto")
     assert {weight.dtype for weight in merged.parameters()} == {torch.bfloat16}
-    ours = open_model(str(run), "evaluate", "latest", pytest.fail).objective.model
+    ours = open_model(ModelRequest(str(run)), "evaluate", pytest.fail).objective.model
     before = AutoModelForCausalLM.from_pretrained(base)
     away = (outputs(ours) - outputs(before.float())).norm()
     assert (outputs(merged.float()) - outputs(ours)).norm() < 0.2 * away

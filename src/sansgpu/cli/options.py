@@ -7,8 +7,11 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import closing
+from dataclasses import MISSING, fields
+from functools import wraps
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -96,6 +99,29 @@ RemoteCodeOption = Annotated[
 ]
 ObjectiveOption = Annotated[str | None, option("Python class that the run was trained with.", metavar="MODULE:CLASS")]
 JsonOption = Annotated[bool, flag("Print the result as one JSON object.", OUTPUT, "--json")]
+
+
+def with_fields(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Turns a command whose only argument is a dataclass of options into one that takes each option, as typer needs."""
+    (options,) = signature(command, eval_str=True).parameters.values()
+    hints = get_type_hints(options.annotation, include_extras=True)
+
+    @wraps(command)
+    def with_each_option(**values: Any) -> Any:
+        return command(options.annotation(**values))
+
+    with_each_option.__signature__ = signature(command).replace(  # type: ignore[attr-defined]  # read by typer
+        parameters=[
+            Parameter(
+                each.name,
+                Parameter.KEYWORD_ONLY,
+                default=Parameter.empty if each.default is MISSING else each.default,
+                annotation=hints[each.name],
+            )
+            for each in fields(options.annotation)
+        ]
+    )
+    return with_each_option
 
 
 def show(text: object = "", end: str = "\n") -> None:

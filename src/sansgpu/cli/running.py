@@ -11,19 +11,15 @@ from typing import Annotated, Any
 import typer
 
 from sansgpu import __version__
-from sansgpu.cli.distill import distill
-from sansgpu.cli.extract import extract
-from sansgpu.cli.init import init
 from sansgpu.cli.look import list_runs, report, snapshots
 from sansgpu.cli.options import CONFIG_SUFFIXES, complain, flag, show
 from sansgpu.cli.other_flags import EXPLAINED
 from sansgpu.cli.scale import k8s, slurm
 from sansgpu.cli.signals import CODE, INTERRUPTED, interrupted
-from sansgpu.cli.start import bench, doctor, plan
-from sansgpu.cli.tokenizer import tokenizer
-from sansgpu.cli.train import train, tune
-from sansgpu.cli.use import chat, evaluate, export, generate, predict
-from sansgpu.cli.vectors import embed, search
+from sansgpu.cli.start import bench, doctor, init, plan
+from sansgpu.cli.texts import chat, embed, generate, search, tokenizer
+from sansgpu.cli.train import distill, train, tune
+from sansgpu.cli.use import evaluate, export, extract, predict
 
 # Commands in the order of `sansgpu --help`, under its headings. Within a heading, commands with subcommands come last.
 _COMMANDS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +20,7 @@ from sansgpu.cli.options import (
     print_json,
     show,
     warn,
+    with_fields,
 )
 
 
@@ -39,29 +41,35 @@ class OpenMP(str, Enum):
 _PODS, _IMAGE, _NODES = "Pods", "Image", "Nodes"
 
 
-def k8s(
-    nodes: Annotated[int, option("Number of pods.", _PODS, min=1)],
-    cpus: Annotated[int, option("CPUs per pod.", _PODS, min=1)],
-    memory: Annotated[str, option("Memory per pod, e.g. 64Gi.", _PODS)],
-    pvc: Annotated[str, option("PersistentVolumeClaim for data and snapshots; ReadWriteMany if nodes > 1.", _PODS)],
-    image: Annotated[str, option("Image reference with a tag, e.g. registry.example/sansgpu:1.", _IMAGE)],
-    config: ConfigArgument = None,
-    override: OverrideOption = None,
+@dataclass(frozen=True, kw_only=True)
+class KubernetesOptions:
+    """Options of `sansgpu k8s`."""
+
+    nodes: Annotated[int, option("Number of pods.", _PODS, min=1)]
+    cpus: Annotated[int, option("CPUs per pod.", _PODS, min=1)]
+    memory: Annotated[str, option("Memory per pod, e.g. 64Gi.", _PODS)]
+    pvc: Annotated[str, option("PersistentVolumeClaim for data and snapshots; ReadWriteMany if nodes > 1.", _PODS)]
+    image: Annotated[str, option("Image reference with a tag, e.g. registry.example/sansgpu:1.", _IMAGE)]
+    config: ConfigArgument = None
+    override: OverrideOption = None
     create_pvc: Annotated[
         str | None, option("Size of the claim, to create it, e.g. 200Gi. Default: it exists.", _PODS, metavar="SIZE")
-    ] = None,
-    min_nodes: Annotated[int, option("Minimum pods for the run to continue (PyTorchJob only).", _PODS, min=1)] = 1,
-    processes_per_node: Annotated[int, option("Processes per pod, e.g. one per NUMA node.", _PODS, min=1)] = 1,
+    ] = None
+    min_nodes: Annotated[int, option("Minimum pods for the run to continue (PyTorchJob only).", _PODS, min=1)] = 1
+    processes_per_node: Annotated[int, option("Processes per pod, e.g. one per NUMA node.", _PODS, min=1)] = 1
     node_selector: Annotated[
         list[str] | None, option("Node label required for scheduling. Repeatable.", _PODS, metavar="KEY=VALUE")
-    ] = None,
-    namespace: Annotated[str | None, option("Namespace. Default: kubectl's current one.")] = None,
-    name: Annotated[str | None, option("Run name. Default: the configuration's file name.")] = None,
-    allocator: Annotated[Allocator, option("Memory allocator to preload.", _IMAGE)] = Allocator.TCMALLOC,
-    openmp: Annotated[OpenMP, option("OpenMP runtime. libiomp is x86-64 only.", _IMAGE)] = OpenMP.LIBGOMP,
-    output_dir: Annotated[Path | None, path_option("Output folder. Default: k8s/NAME.", "DIR")] = None,
-    as_json: JsonOption = False,
-) -> None:
+    ] = None
+    namespace: Annotated[str | None, option("Namespace. Default: kubectl's current one.")] = None
+    name: Annotated[str | None, option("Run name. Default: the configuration's file name.")] = None
+    allocator: Annotated[Allocator, option("Memory allocator to preload.", _IMAGE)] = Allocator.TCMALLOC
+    openmp: Annotated[OpenMP, option("OpenMP runtime. libiomp is x86-64 only.", _IMAGE)] = OpenMP.LIBGOMP
+    output_dir: Annotated[Path | None, path_option("Output folder. Default: k8s/NAME.", "DIR")] = None
+    as_json: JsonOption = False
+
+
+@with_fields
+def k8s(given: KubernetesOptions) -> None:
     """Write a Dockerfile and manifests for Kubernetes.
 
     The manifests are a PyTorchJob and a TrainJob for Kubeflow.
@@ -73,31 +81,34 @@ def k8s(
         from sansgpu.jobs.k8s.request import ClusterRequest
 
         request = ClusterRequest(
-            config_file=config,
-            overrides=override or (),
-            nodes=nodes,
-            cpus=cpus,
-            memory=memory,
-            pvc=pvc,
-            image=image,
-            min_nodes=min_nodes,
-            processes_per_node=processes_per_node,
-            node_selector=node_selector or (),
-            namespace=namespace,
-            name=name,
-            allocator=allocator.value,
-            openmp=openmp.value,
-            create_pvc=create_pvc,
-            output_dir=output_dir,
+            config_file=given.config,
+            overrides=given.override or (),
+            nodes=given.nodes,
+            cpus=given.cpus,
+            memory=given.memory,
+            pvc=given.pvc,
+            image=given.image,
+            min_nodes=given.min_nodes,
+            processes_per_node=given.processes_per_node,
+            node_selector=given.node_selector or (),
+            namespace=given.namespace,
+            name=given.name,
+            allocator=given.allocator.value,
+            openmp=given.openmp.value,
+            create_pvc=given.create_pvc,
+            output_dir=given.output_dir,
         )
         result = kubernetes(request, bar, warn)
-    if as_json:
+    if given.as_json:
         print_json(result)
     else:
         _show_files(result)
 
 
-def slurm(
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions:
+    """Options of `sansgpu slurm`."""
+
     config: Annotated[
         Path,
         typer.Argument(
@@ -105,23 +116,24 @@ def slurm(
             help="Configuration file, preset or name of a file in configs/.",
             autocompletion=configuration_names,
         ),
-    ],
-    nodes: Annotated[int, option("Number of nodes.", _NODES, min=1)],
-    override: OverrideOption = None,
-    processes_per_node: Annotated[int, option("Processes per node, e.g. one per NUMA node.", _NODES, min=1)] = 1,
-    cpus: Annotated[int | None, option("CPUs per node. Default: whole nodes.", _NODES, min=1)] = None,
+    ]
+    nodes: Annotated[int, option("Number of nodes.", _NODES, min=1)]
+    override: OverrideOption = None
+    processes_per_node: Annotated[int, option("Processes per node, e.g. one per NUMA node.", _NODES, min=1)] = 1
+    cpus: Annotated[int | None, option("CPUs per node. Default: whole nodes.", _NODES, min=1)] = None
     memory: Annotated[
         str | None, option("Memory per node, e.g. 64G. Default: all of a whole node.", _NODES, metavar="SIZE")
-    ] = None,
-    time: Annotated[str | None, option("Time limit, e.g. 24:00:00 or 2-00.", _NODES, metavar="TIME")] = None,
-    partition: Annotated[str | None, option("Partition to submit to.", _NODES)] = None,
-    account: Annotated[str | None, option("Account to charge.", _NODES)] = None,
-    name: Annotated[str | None, option("Job name. Default: the configuration's file name.")] = None,
-    output_dir: Annotated[
-        Path | None, path_option("Run folder, also of the script. Default: runs/NAME.", "DIR")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
+    ] = None
+    time: Annotated[str | None, option("Time limit, e.g. 24:00:00 or 2-00.", _NODES, metavar="TIME")] = None
+    partition: Annotated[str | None, option("Partition to submit to.", _NODES)] = None
+    account: Annotated[str | None, option("Account to charge.", _NODES)] = None
+    name: Annotated[str | None, option("Job name. Default: the configuration's file name.")] = None
+    output_dir: Annotated[Path | None, path_option("Run folder, also of the script. Default: runs/NAME.", "DIR")] = None
+    as_json: JsonOption = False
+
+
+@with_fields
+def slurm(given: SlurmOptions) -> None:
     """Write an sbatch script for a Slurm cluster.
 
     Example: sansgpu slurm configs/cpu_80m.yaml --nodes 4 --cpus 32 --time 24:00:00 --partition cpu
@@ -131,10 +143,20 @@ def slurm(
         from sansgpu.jobs.slurm import slurm as job
 
         request = SlurmRequest(
-            config, override or (), nodes, processes_per_node, cpus, memory, time, partition, account, name, output_dir
+            given.config,
+            given.override or (),
+            given.nodes,
+            given.processes_per_node,
+            given.cpus,
+            given.memory,
+            given.time,
+            given.partition,
+            given.account,
+            given.name,
+            given.output_dir,
         )
         result = job(request, bar, warn)
-    if as_json:
+    if given.as_json:
         print_json(result)
         return
     show(f"{result['file']}\n\nProcesses save and end {result['grace_seconds']} s before the time limit. Next steps:\n")

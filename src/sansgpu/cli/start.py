@@ -1,10 +1,12 @@
-"""The commands to start with: `sansgpu doctor`, `plan` and `bench`."""
+"""The commands under the heading Start: `sansgpu init`, `doctor`, `plan` and `bench`."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,10 +21,20 @@ from sansgpu.cli.options import (
     option,
     path_option,
     preparation_bar,
+    print_json,
     print_result,
+    show,
     warn,
+    with_fields,
 )
 
+if TYPE_CHECKING:
+    from sansgpu.jobs.init import InitAnswers
+
+# Asks a question. Arguments: the flag that answers it, the question, the default, and a check of the answer.
+Ask = Callable[[str, str, str, Callable[[str], object]], str]
+MAX_CORES = 100_000
+_ANSWERS = "Answers"
 _PROPOSAL, _CLUSTER, _MEASUREMENT = "Proposal", "Cluster", "Measurement"
 _HoursOption = Annotated[float | None, number_option("Propose the best configuration for this many hours.", _PROPOSAL)]
 
@@ -40,12 +52,15 @@ def doctor(as_json: JsonOption = False) -> None:
     print_result(asdict(report), as_json, print_doctor)
 
 
-def plan(
-    config: ConfigArgument = None,
-    override: OverrideOption = None,
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options of `sansgpu plan`."""
+
+    config: ConfigArgument = None
+    override: OverrideOption = None
     presets: Annotated[
         bool, flag("Compare memory and time of small, medium and large by processor.", CONFIGURATION, "--presets")
-    ] = False,
+    ] = False
     memory: Annotated[
         str | None,
         option(
@@ -54,39 +69,43 @@ def plan(
             CONFIGURATION,
             metavar="SIZE",
         ),
-    ] = None,
-    hours: _HoursOption = None,
-    data: Annotated[str | None, option("With --hours: dataset (file, folder or Hub name).", _PROPOSAL)] = None,
+    ] = None
+    hours: _HoursOption = None
+    data: Annotated[str | None, option("With --hours: dataset (file, folder or Hub name).", _PROPOSAL)] = None
     output: Annotated[
         Path | None, path_option("With --hours: configuration file to write. Default: proposed.yaml.", "FILE")
-    ] = None,
-    nodes: Annotated[int | None, option("Also estimate the run on this many machines.", _CLUSTER, min=1)] = None,
+    ] = None
+    nodes: Annotated[int | None, option("Also estimate the run on this many machines.", _CLUSTER, min=1)] = None
     network: Annotated[
         str | None, option("Bandwidth between nodes, e.g. 100mbit. Default: 10gbps.", _CLUSTER, metavar="RATE")
-    ] = None,
+    ] = None
     latency: Annotated[
         str | None, option("One-way network latency, e.g. 0.1ms. Default: 50us.", _CLUSTER, metavar="TIME")
-    ] = None,
-    price: Annotated[float | None, number_option("Price per node and hour.", _CLUSTER, least=0)] = None,
-    as_json: JsonOption = False,
-) -> None:
+    ] = None
+    price: Annotated[float | None, number_option("Price per node and hour.", _CLUSTER, least=0)] = None
+    as_json: JsonOption = False
+
+
+@with_fields
+def plan(given: PlanOptions) -> None:
     """Estimate memory and time of a run without training.
 
     Example: sansgpu plan configs/cpu_small.yaml --set data.dataset_name=notes/ --nodes 4 --network 10gbps
     """
     from sansgpu.config import ConfigError
 
-    if memory is not None:
-        if config is None or presets or hours is not None or nodes is not None or override:
+    if given.memory is not None:
+        others = given.presets, given.override, given.hours is not None, given.nodes is not None
+        if given.config is None or any(others):
             raise ConfigError("--memory needs a model or a configuration, and no other option than --json.")
-        _show_memory_options(str(config), memory, as_json)
+        _show_memory_options(str(given.config), given.memory, given.as_json)
         return
-    _require_consistent(config, presets, hours, bool(data or output), nodes, (network, latency, price) != (None,) * 3)
-    if presets:
-        _show_presets(override or [], as_json)
+    _require_consistent(given)
+    if given.presets:
+        _show_presets(given.override or [], given.as_json)
         return
-    if hours is None:
-        check_tables(config, override or [])
+    if given.hours is None:
+        check_tables(given.config, given.override or [])
     result: Any
     with preparation_bar() as bar:
         from sansgpu.jobs.plan import plan as job
@@ -94,29 +113,31 @@ def plan(
         from sansgpu.planning.propose import propose
         from sansgpu.views.plan_table import print_plan
 
-        cluster = None if nodes is None else cluster_of(nodes, network or "10gbps", latency or "50us", price)
-        if hours is not None:
-            result = propose(hours, data or "python-stdlib", override or [], output or Path("proposed.yaml"), bar, warn)
+        overrides = given.override or []
+        if given.hours is not None:
+            file = given.output or Path("proposed.yaml")
+            result = propose(given.hours, given.data or "python-stdlib", overrides, file, bar, warn)
         else:
-            result = job(config, override or [], bar, warn, cluster)
-    print_result(result, as_json, print_plan)
+            cluster = None
+            if given.nodes is not None:
+                cluster = cluster_of(given.nodes, given.network or "10gbps", given.latency or "50us", given.price)
+            result = job(given.config, overrides, bar, warn, cluster)
+    print_result(result, given.as_json, print_plan)
 
 
-def _require_consistent(
-    config: Path | None, presets: bool, hours: float | None, of_hours: bool, nodes: int | None, of_nodes: bool
-) -> None:
+def _require_consistent(given: PlanOptions) -> None:
     """Raises ConfigError for options of `plan` that do not go together."""
     from sansgpu.config import ConfigError
 
-    if presets and (config or hours is not None):
+    if given.presets and (given.config or given.hours is not None):
         raise ConfigError("--presets compares small, medium and large; leave out the configuration and --hours.")
-    if hours is not None and config:
-        raise ConfigError(f"--hours proposes a configuration of its own; leave out {config} and give --data.")
-    if hours is None and of_hours:
+    if given.hours is not None and given.config:
+        raise ConfigError(f"--hours proposes a configuration of its own; leave out {given.config} and give --data.")
+    if given.hours is None and (given.data or given.output):
         raise ConfigError("--data and --output require --hours; to plan for other data, --set data.dataset_name=PATH.")
-    if nodes is not None and (presets or hours is not None):
+    if given.nodes is not None and (given.presets or given.hours is not None):
         raise ConfigError("--nodes plans a single configuration; leave out --presets and --hours.")
-    if nodes is None and of_nodes:
+    if given.nodes is None and (given.network, given.latency, given.price) != (None,) * 3:
         raise ConfigError("--network, --latency and --price require --nodes.")
 
 
@@ -140,22 +161,25 @@ def _show_presets(overrides: list[str], as_json: bool) -> None:
     print_result({"presets": rows}, as_json, lambda console, _: print_presets(console, rows))
 
 
-def bench(
-    config: ConfigArgument = None,
-    override: OverrideOption = None,
-    steps: Annotated[int, option("Number of steps to time.", _MEASUREMENT, min=2)] = 20,
-    output_dir: Annotated[Path | None, path_option("Folder for the report. Default: bench/NAME.", "DIR")] = None,
-    from_step: Annotated[int, option("Also project the time of a run resumed here.", _MEASUREMENT, min=0)] = 0,
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """Options of `sansgpu bench`."""
+
+    config: ConfigArgument = None
+    override: OverrideOption = None
+    steps: Annotated[int, option("Number of steps to time.", _MEASUREMENT, min=2)] = 20
+    output_dir: Annotated[Path | None, path_option("Folder for the report. Default: bench/NAME.", "DIR")] = None
+    from_step: Annotated[int, option("Also project the time of a run resumed here.", _MEASUREMENT, min=0)] = 0
     targets: Annotated[
         str | None, option("Steps to project. Default: 100 to 100,000.", _MEASUREMENT, metavar="N,N,...")
-    ] = None,
+    ] = None
     start: Annotated[
         str | None, option("When projected runs start, e.g. 18:00 or 6PM. Default: now.", _MEASUREMENT, metavar="TIME")
-    ] = None,
+    ] = None
     what_if: Annotated[
         bool | None,
         flag("Also measure all usual variations, or none. Default: those that take two minutes.", _MEASUREMENT),
-    ] = None,
+    ] = None
     vary: Annotated[
         list[str] | None,
         option(
@@ -163,25 +187,28 @@ def bench(
             _MEASUREMENT,
             metavar="KEY.PATH=VALUE,...",
         ),
-    ] = None,
-    forward_only: Annotated[
-        bool, flag("Time only forward passes, without data.", _MEASUREMENT, "--forward-only")
-    ] = False,
+    ] = None
+    forward_only: Annotated[bool, flag("Time only forward passes, without data.", _MEASUREMENT, "--forward-only")] = (
+        False
+    )
     gpu_tflops: Annotated[
         float | None, number_option("Compare with a GPU of this many TFLOP/s (an estimate).", _MEASUREMENT, least=0)
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
+    ] = None
+    as_json: JsonOption = False
+
+
+@with_fields
+def bench(given: BenchOptions) -> None:
     """Measure training speed and find faster settings.
 
     Writes report.md, report.html, optimized.yaml and start.sh.
 
     Example: sansgpu bench configs/cpu_small.yaml --set data.dataset_name=notes/ --vary training.threads=1,2
     """
-    if forward_only and (vary or targets or start):
+    if given.forward_only and (given.vary or given.targets or given.start):
         raise typer.BadParameter("--vary, --targets and --start need training steps; leave out --forward-only")
-    check_tables(config, override or [])
-    folder = output_dir or Path("bench") / (config.stem if config else "default")
+    check_tables(given.config, given.override or [])
+    folder = given.output_dir or Path("bench") / (given.config.stem if given.config else "default")
     with preparation_bar() as bar:
         from sansgpu.jobs.bench import BenchRequest
         from sansgpu.jobs.bench import bench as job
@@ -189,13 +216,142 @@ def bench(
         from sansgpu.views.bench_table import print_bench, print_forward
 
         request = BenchRequest(
-            config, tuple(override or ()), folder, steps, from_step,
-            targets=target_steps(targets) if targets else (),
-            start=start_time(start) if start else None,
-            what_if=what_if,
-            vary=tuple(vary or ()),
-            forward_only=forward_only,
-            gpu_flops_per_second=gpu_tflops * 1e12 if gpu_tflops else None,
+            given.config, tuple(given.override or ()), folder, given.steps, given.from_step,
+            targets=target_steps(given.targets) if given.targets else (),
+            start=start_time(given.start) if given.start else None,
+            what_if=given.what_if,
+            vary=tuple(given.vary or ()),
+            forward_only=given.forward_only,
+            gpu_flops_per_second=given.gpu_tflops * 1e12 if given.gpu_tflops else None,
         )  # fmt: skip
         result: Any = job(request, bar, warn)
-    print_result(result, as_json, print_forward if forward_only else print_bench)
+    print_result(result, given.as_json, print_forward if given.forward_only else print_bench)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitOptions:
+    """Options of `sansgpu init`."""
+
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="File to write. Default: sansgpu.yaml.", show_default=False)
+    ] = None
+    text: Annotated[str | None, option("File, folder or Hub name, or python-stdlib, the built-in text.", _ANSWERS)] = (
+        None
+    )
+    task: Annotated[str | None, option("Task, e.g. pretrain, sft or classify.", _ANSWERS)] = None
+    model: Annotated[
+        str | None, option("Model to fine-tune: run folder, Hugging Face model or GGUF file.", _ANSWERS)
+    ] = None
+    hours: Annotated[str | None, option("Time to train, e.g. 2h or 30m.", _ANSWERS, metavar="TIME")] = None
+    cores: Annotated[
+        int | None, option("Cores of the machine, if it is not this one.", _ANSWERS, min=1, max=MAX_CORES)
+    ] = None
+    memory: Annotated[str | None, option("Its memory, e.g. 64GB. Default: this one's.", _ANSWERS, metavar="SIZE")] = (
+        None
+    )
+    yes: Annotated[bool, flag("Take the default of every answer that is not given.", None, "--yes", "-y")] = False
+    force: Annotated[bool, flag("Replace an existing file.", None, "--force")] = False
+    as_json: JsonOption = False
+
+
+@with_fields
+def init(given: InitOptions) -> None:
+    """Ask four questions and write a configuration.
+
+    Example: sansgpu init notes.yaml --text notes/ --task pretrain --hours 2h --yes
+    """
+    from sansgpu.jobs.init import DEFAULT_FILE, require_new
+
+    target = given.file or DEFAULT_FILE
+    require_new(target, given.force)
+    answers = _answers(given, _asker(given.yes))
+    with preparation_bar() as bar:
+        from sansgpu.jobs.init import init as job
+
+        result = job(target, answers, given.force, bar, warn)
+    if given.as_json:
+        print_json(result)
+        return
+    show(f"{result['summary']}\n\nWritten to {result['file']}. Next:\n")
+    show("\n".join(f"  {command}" for command in result["commands"]))
+
+
+def _answers(given: InitOptions, ask: Ask) -> InitAnswers:
+    """Asks for each answer that is not given and checks all of them."""
+    from sansgpu.config import PYTHON_STDLIB
+    from sansgpu.config.tasks import DEFAULT_TASK
+    from sansgpu.jobs.init import DEFAULT_HOURS, PURPOSES, InitAnswers, parse_hours, purposes_of
+    from sansgpu.jobs.init import require_text as check_text
+
+    text, task, model, hours, cores, memory = (
+        given.text, given.task, given.model, given.hours, given.cores, given.memory
+    )  # fmt: skip
+    if text is None:
+        text = ask("--text", f"What text? A file, a folder or a Hub name; {PYTHON_STDLIB} is built in", PYTHON_STDLIB,
+                   check_text)  # fmt: skip
+    else:
+        check_text(text)
+    if task is None:
+        tasks = purposes_of(text)
+        width = max(map(len, tasks))
+        lines = "\n".join(f"  {name:<{width}}  {PURPOSES[name].words}; needs {PURPOSES[name].rows}" for name in tasks)
+        task = ask("--task", f"What for?\n{lines}\nTask", DEFAULT_TASK, _one_of(tasks))
+    base = PURPOSES[task].model if task in PURPOSES else None
+    if base and model is None:
+        model = ask("--model", "Which model to start from? A folder, a GGUF file or a Hub name", base, lambda _: None)
+    if hours is None:
+        hours = ask("--hours", "How long? Hours or minutes, e.g. 2h or 30m", DEFAULT_HOURS, parse_hours)
+    if cores is None and memory is None:
+        cores, memory = _machine(ask)
+    return InitAnswers(text, task, parse_hours(hours), model, cores, None if memory is None else _bytes(memory))
+
+
+def _machine(ask: Ask) -> tuple[int | None, str | None]:
+    """Asks for the machine's cores and memory; both are None for this one."""
+    cores = ask("--cores", "Which machine? Its number of cores, or `this`", "this", _cores)
+    if cores == "this":
+        return None, None
+    return int(cores), ask("--memory", "How much memory has it? E.g. 64GB", "16GB", _bytes)
+
+
+def _cores(answer: str) -> None:
+    if answer != "this" and not (answer.isascii() and answer.isdigit() and 0 < int(answer[:9]) <= MAX_CORES):
+        raise typer.BadParameter(f"{answer[:40]} is not a number of cores; give e.g. 16, or `this`")
+
+
+def _bytes(memory: str) -> int:
+    from sansgpu.planning.memory_options import parse_memory
+
+    return parse_memory(memory)
+
+
+def _one_of(names: list[str]) -> Callable[[str], None]:
+    def check(answer: str) -> None:
+        if answer not in names:
+            raise typer.BadParameter(f"{answer[:40]} is not one of {', '.join(names)}")
+
+    return check
+
+
+def _asker(yes: bool) -> Ask:
+    """Returns a function that asks on the terminal, or with `yes` takes the default."""
+    from sansgpu.config import ConfigError
+
+    def ask(name: str, question: str, default: str, check: Callable[[str], object]) -> str:
+        def checked(answer: str) -> str:
+            try:
+                check(answer.strip())
+            except ConfigError as error:
+                raise typer.BadParameter(str(error)) from None
+            return answer.strip()
+
+        if yes:
+            return default
+        if not sys.stdin.isatty():
+            raise ConfigError(
+                f"init asks questions in a terminal, but this is none; give {name}, or --yes for defaults."
+            )
+        answer: str = typer.prompt(question, default=default, value_proc=checked, err=True)
+        return answer
+
+    return ask

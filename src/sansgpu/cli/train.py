@@ -1,11 +1,11 @@
-"""The commands that train: `sansgpu train` and `tune`."""
+"""The commands under the heading Train: `sansgpu train`, `tune` and `distill`."""
 
 from __future__ import annotations
 
 import sys
 import time
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +20,7 @@ from sansgpu.cli.options import (
     JsonOption,
     OverrideOption,
     RemoteCodeOption,
+    SnapshotOption,
     check_tables,
     flag,
     number_option,
@@ -29,6 +30,7 @@ from sansgpu.cli.options import (
     print_json,
     show,
     warn,
+    with_fields,
 )
 from sansgpu.cli.other_flags import with_other_flags
 
@@ -46,66 +48,74 @@ class Pruner(str, Enum):
     NONE = "none"
 
 
-@with_other_flags
-def train(
-    config: ConfigArgument = None,
-    config_option: Annotated[Path | None, option("Same as CONFIG.", CONFIGURATION, "-f", "--config")] = None,
-    override: OverrideOption = None,
-    max_steps: Annotated[int | None, option("Maximum number of optimizer updates.", CONFIGURATION)] = None,
-    batch_size: Annotated[str | None, option("Examples per micro-batch.", CONFIGURATION, metavar="N|auto")] = None,
-    seq_len: Annotated[int | None, option("Tokens per example, for the model and the data.", CONFIGURATION)] = None,
-    target_device: Annotated[str | None, option("Device.", CONFIGURATION, metavar="cpu|gpu|auto")] = None,
-    prefetch: Annotated[int | None, option("Number of batches to prepare ahead.", CONFIGURATION, min=0)] = None,
-    seed: Annotated[int | None, option("Random seed.", CONFIGURATION)] = None,
-    until: Annotated[str | None, option("Finish by this time of day.", CONFIGURATION, metavar="HH:MM")] = None,
-    objective: Annotated[str | None, option("Python class of the task.", CONFIGURATION, metavar="MODULE:CLASS")] = None,
-    output_dir: Annotated[Path | None, path_option("Run folder. Default: runs/NAME.", "DIR")] = None,
-    headless: Annotated[bool, flag("Print only JSON lines on stdout.", OUTPUT, "--headless")] = False,
-    plain: Annotated[bool, flag("Print plain lines instead of the live view.", OUTPUT, "--plain")] = False,
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Options of `sansgpu train`."""
+
+    config: ConfigArgument = None
+    config_option: Annotated[Path | None, option("Same as CONFIG.", CONFIGURATION, "-f", "--config")] = None
+    override: OverrideOption = None
+    max_steps: Annotated[int | None, option("Maximum number of optimizer updates.", CONFIGURATION)] = None
+    batch_size: Annotated[str | None, option("Examples per micro-batch.", CONFIGURATION, metavar="N|auto")] = None
+    seq_len: Annotated[int | None, option("Tokens per example, for the model and the data.", CONFIGURATION)] = None
+    target_device: Annotated[str | None, option("Device.", CONFIGURATION, metavar="cpu|gpu|auto")] = None
+    prefetch: Annotated[int | None, option("Number of batches to prepare ahead.", CONFIGURATION, min=0)] = None
+    seed: Annotated[int | None, option("Random seed.", CONFIGURATION)] = None
+    until: Annotated[str | None, option("Finish by this time of day.", CONFIGURATION, metavar="HH:MM")] = None
+    objective: Annotated[str | None, option("Python class of the task.", CONFIGURATION, metavar="MODULE:CLASS")] = None
+    output_dir: Annotated[Path | None, path_option("Run folder. Default: runs/NAME.", "DIR")] = None
+    headless: Annotated[bool, flag("Print only JSON lines on stdout.", OUTPUT, "--headless")] = False
+    plain: Annotated[bool, flag("Print plain lines instead of the live view.", OUTPUT, "--plain")] = False
     resume: Annotated[
         str | None, option("Resume from a snapshot.", metavar="latest|SNAPSHOT", autocompletion=snapshot_names)
-    ] = None,
-    strict: Annotated[bool, flag("Refuse to resume if the result could differ.", None, "--strict")] = False,
-    dry_run: Annotated[bool, flag("Prepare the run and show it, without training.", None, "--dry-run")] = False,
-    force: Annotated[bool, flag("Start even if the run seems not to fit into memory.", None, "--force")] = False,
+    ] = None
+    strict: Annotated[bool, flag("Refuse to resume if the result could differ.", None, "--strict")] = False
+    dry_run: Annotated[bool, flag("Prepare the run and show it, without training.", None, "--dry-run")] = False
+    force: Annotated[bool, flag("Start even if the run seems not to fit into memory.", None, "--force")] = False
     processes: Annotated[
         str | None, option("Processes to start. auto: one per NUMA node or socket.", metavar="N|auto")
-    ] = None,
-    trust_remote_code: RemoteCodeOption = False,
-) -> int:
+    ] = None
+    trust_remote_code: RemoteCodeOption = False
+
+
+@with_other_flags
+@with_fields
+def train(given: TrainOptions) -> int:
     """Train a model from a configuration.
 
     Example: sansgpu train configs/cpu_small.yaml --set data.dataset_name=notes/ --max-steps 200
     """
     started = time.monotonic()
-    if config and config_option:
+    if given.config and given.config_option:
         raise typer.BadParameter("the configuration is given twice, as CONFIG and with --config")
     settings = {
-        "training.max_steps": max_steps,
-        "training.batch_size": batch_size,
-        "model.max_seq_len": seq_len,
-        "data.max_length": seq_len,
-        "device": _device(target_device),
-        "training.dataloader_num_workers": None if prefetch is None else min(prefetch, 1),
-        "training.dataloader_prefetch_factor": prefetch or None,
-        "training.seed": seed,
-        "training.until": until,
-        "objective": objective,
-        "model.trust_remote_code": trust_remote_code or None,
+        "training.max_steps": given.max_steps,
+        "training.batch_size": given.batch_size,
+        "model.max_seq_len": given.seq_len,
+        "data.max_length": given.seq_len,
+        "device": _device(given.target_device),
+        "training.dataloader_num_workers": None if given.prefetch is None else min(given.prefetch, 1),
+        "training.dataloader_prefetch_factor": given.prefetch or None,
+        "training.seed": given.seed,
+        "training.until": given.until,
+        "objective": given.objective,
+        "model.trust_remote_code": given.trust_remote_code or None,
     }
-    overrides = (*(override or ()), *((key, value) for key, value in settings.items() if value is not None))
+    overrides = (*(given.override or ()), *((key, value) for key, value in settings.items() if value is not None))
 
     from sansgpu.machine.world import find_world
 
-    world, file = find_world(), config or config_option
-    check_tables(file, overrides, resume)
+    world, file = find_world(), given.config or given.config_option
+    check_tables(file, overrides, given.resume)
     with preparation_bar(silent=world.rank > 0) as bar:
         from sansgpu.jobs.train import TrainRequest
 
-        number = 1 if processes is None else _number_of_processes(processes, world)
-        request = TrainRequest(file, overrides, output_dir, resume, strict, dry_run, force, world, started)
+        number = 1 if given.processes is None else _number_of_processes(given.processes, world)
+        request = TrainRequest(
+            file, overrides, given.output_dir, given.resume, given.strict, given.dry_run, given.force, world, started
+        )
         if number == 1:
-            return _train(request, headless, plain, bar)
+            return _train(request, given.headless, given.plain, bar)
     return _launch(number)
 
 
@@ -192,32 +202,36 @@ def _print_dry_run(result: Any) -> None:
         show("".join(f"# {line}\n" for line in preview.splitlines()), end="")
 
 
-def tune(
-    config: ConfigArgument = None,
-    override: OverrideOption = None,
-    space: Annotated[
-        Path | None, option("YAML search space. Default: built-in.", CONFIGURATION, metavar="FILE")
-    ] = None,
-    seed: Annotated[int | None, option("Random seed (training.seed).", CONFIGURATION)] = None,
-    trials: Annotated[int | None, option("Number of trials. The first is the unchanged configuration.", min=1)] = None,
-    hours: Annotated[float | None, number_option("Time budget of the search in hours.")] = None,
-    workers: Annotated[int, option("Trials to run in parallel. They share the cores.", min=1)] = 1,
-    pruner: Annotated[Pruner, option("Rule that stops unpromising trials early.")] = Pruner.MEDIAN,
-    dry_run: Annotated[bool, flag("Only show the search space and a time estimate.", None, "--dry-run")] = False,
-    output_dir: Annotated[Path | None, path_option("Folder for the search. Default: runs/tune-NAME.", "DIR")] = None,
-    as_json: JsonOption = False,
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions:
+    """Options of `sansgpu tune`."""
+
+    config: ConfigArgument = None
+    override: OverrideOption = None
+    space: Annotated[Path | None, option("YAML search space. Default: built-in.", CONFIGURATION, metavar="FILE")] = None
+    seed: Annotated[int | None, option("Random seed (training.seed).", CONFIGURATION)] = None
+    trials: Annotated[int | None, option("Number of trials. The first is the unchanged configuration.", min=1)] = None
+    hours: Annotated[float | None, number_option("Time budget of the search in hours.")] = None
+    workers: Annotated[int, option("Trials to run in parallel. They share the cores.", min=1)] = 1
+    pruner: Annotated[Pruner, option("Rule that stops unpromising trials early.")] = Pruner.MEDIAN
+    dry_run: Annotated[bool, flag("Only show the search space and a time estimate.", None, "--dry-run")] = False
+    output_dir: Annotated[Path | None, path_option("Folder for the search. Default: runs/tune-NAME.", "DIR")] = None
+    as_json: JsonOption = False
+
+
+@with_fields
+def tune(given: TuneOptions) -> int:
     """Search for the best hyperparameters.
 
     The best ones have the lowest validation loss. The same command resumes a search.
 
     Example: sansgpu tune configs/cpu_small.yaml --trials 20 --hours 8 --space space.yaml
     """
-    overrides = (*(override or ()), *([] if seed is None else [("training.seed", seed)]))
+    overrides = (*(given.override or ()), *([] if given.seed is None else [("training.seed", given.seed)]))
     from sansgpu.config.extras import require
 
     require("sansgpu tune", "optuna", "plotly")
-    check_tables(config, overrides)
+    check_tables(given.config, overrides)
     with preparation_bar() as bar:
         from sansgpu.jobs.tune import Interrupted, TuneRequest
         from sansgpu.jobs.tune import tune as job
@@ -225,23 +239,90 @@ def tune(
         from sansgpu.views.tune_events import SearchEstimate, SearchEvent
         from sansgpu.views.tune_terminal import TuneTerminal, print_estimate, print_tune
 
-        console = RunConsole(stderr=as_json)
+        console = RunConsole(stderr=given.as_json)
         terminal = TuneTerminal(console)
 
         def show(event: SearchEvent) -> None:
             bar.close()
             terminal(event)
 
-        request = TuneRequest(config, overrides, space, trials, hours, workers, pruner.value, output_dir, dry_run)
+        request = TuneRequest(
+            given.config,
+            overrides,
+            given.space,
+            given.trials,
+            given.hours,
+            given.workers,
+            given.pruner.value,
+            given.output_dir,
+            given.dry_run,
+        )
         with closing(terminal):
             result = job(request, bar, show, warn)
     if isinstance(result, Interrupted):
         console.print(f"interrupted and saved; the same command resumes {result.folder}", soft_wrap=True)
         return 128 + result.signal
-    if as_json:
+    if given.as_json:
         print_json(asdict(result))
     elif isinstance(result, SearchEstimate):
         print_estimate(console, result)
     else:
         print_tune(console, result)
     return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillOptions:
+    """Options of `sansgpu distill`."""
+
+    teacher: Annotated[str, typer.Argument(metavar="TEACHER", help="Run folder, Hugging Face model or GGUF file.")]
+    data: Annotated[str, option("Texts to predict (file, folder or Hub name).")]
+    output: Annotated[Path, path_option("Folder for the predictions. An unfinished one is completed.", "DIR")]
+    top_k: Annotated[int, option("Number of most likely tokens to write for each token.", min=1)] = 32
+    task: Annotated[
+        str,
+        option(
+            "Task of the students. pretrain: plain text; sft: conversations.", None, "--task", metavar="pretrain|sft"
+        ),
+    ] = "pretrain"
+    max_length: Annotated[
+        int | None,
+        option("Tokens of an example at most. Default: 512, or 1,024 for sft, or the teacher's context.", min=2),
+    ] = None
+    text_column: Annotated[str | None, option("Column with the text. Default: `text`, `content` or the only one.")] = (
+        None
+    )
+    snapshot: SnapshotOption = "latest"
+    trust_remote_code: RemoteCodeOption = False
+    as_json: JsonOption = False
+
+
+@with_fields
+def distill(given: DistillOptions) -> None:
+    """Write a teacher's predictions for a smaller model.
+
+    The smaller model trains with training.distillation.teacher=DIR.
+    Run the command again to continue after an interruption.
+
+    Example: sansgpu distill models/teacher --data notes/ --output lessons
+    """
+    with preparation_bar() as bar:
+        from sansgpu.jobs.distill import DistillRequest
+        from sansgpu.jobs.distill import distill as job
+        from sansgpu.train.loading import ModelRequest
+
+        request = DistillRequest(
+            model=ModelRequest(given.teacher, given.snapshot, given.trust_remote_code),
+            data=given.data,
+            output=given.output,
+            top_k=given.top_k,
+            task=given.task,
+            max_length=given.max_length,
+            text_column=given.text_column,
+        )
+        result = job(request, warn, bar)
+    if given.as_json:
+        print_json(result)
+    else:
+        size = f"{result['bytes'] / 1e6:,.1f} MB"
+        show(f"{given.output}: the {given.top_k} most likely tokens at {result['tokens']:,} places ({size})")

@@ -38,7 +38,7 @@ from sansgpu.tasks.distillation import Lesson, vocabulary_fingerprint
 from sansgpu.tasks.fine_tuning import PASS_TOKENS
 from sansgpu.tasks.registry import TASKS
 from sansgpu.tasks.task import TrainedModel
-from sansgpu.train.loading import open_model
+from sansgpu.train.loading import ModelRequest, open_model
 
 DEFAULT_LENGTH = {"pretrain": 512, "sft": 1024}  # tokens of an example at most, unless the teacher's context is shorter
 NAMES = ("teacher", "data")  # settings that may differ when the command is run again, as files can be moved
@@ -48,15 +48,13 @@ NAMES = ("teacher", "data")  # settings that may differ when the command is run 
 class DistillRequest:
     """Arguments of the command. `task` is the task of the students, pretrain or sft."""
 
-    teacher: str
+    model: ModelRequest
     data: str
     output: Path
     top_k: int = 32
     task: str = "pretrain"
     max_length: int | None = None
     text_column: str | None = None
-    snapshot: str = "latest"
-    remote_code: bool = False
 
 
 def distill(request: DistillRequest, warn: Callable[[str], None], progress: ReportProgress) -> dict[str, Any]:
@@ -66,7 +64,7 @@ def distill(request: DistillRequest, warn: Callable[[str], None], progress: Repo
         raise ConfigError(f"--task is {request.task}, but must be {' or '.join(DEFAULT_LENGTH)}.")
     _require_output(request.output)
     verb: Any = "distill" if request.task == "pretrain" else "chat"  # chat models have the template of conversations
-    loaded = open_model(request.teacher, verb, request.snapshot, warn, request.remote_code, progress=progress)
+    loaded = open_model(request.model, verb, warn, progress)
     teacher = loaded.kind.teacher(loaded)
     config = _config(request, teacher)
     tokenizer = _tokenizer(request, loaded)
@@ -82,7 +80,7 @@ def distill(request: DistillRequest, warn: Callable[[str], None], progress: Repo
         warn(note)
     settings = {
         "task": request.task,
-        "teacher": request.teacher,
+        "teacher": request.model.target,
         "data": request.data,
         "weights": weights_sha256(loaded.objective.model),
         "corpus": lesson.fingerprint,
@@ -118,7 +116,7 @@ def _config(request: DistillRequest, teacher: Teacher) -> Config:
     data = {"dataset_name": request.data, "max_length": length, "text_column": request.text_column}
     if request.task == "sft" and request.text_column is not None:
         raise ConfigError("--text-column has no effect with --task sft; leave it out.")
-    model = {"name_or_path": request.teacher} if request.task == "sft" else {"max_seq_len": max(length, 2)}
+    model = {"name_or_path": request.model.target} if request.task == "sft" else {"max_seq_len": max(length, 2)}
     return as_config({"task": request.task, "model": model, "data": data}, "the request")
 
 

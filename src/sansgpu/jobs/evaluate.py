@@ -14,28 +14,25 @@ from sansgpu.machine.probe import cache_dir
 from sansgpu.tasks.registry import TASKS, task_of
 from sansgpu.tasks.task import Corpus, DetailedEvaluator, EvaluationRequest, PredictionWriter, Verb
 from sansgpu.train.evaluate import evaluate
-from sansgpu.train.loading import kind_of_model, open_model
+from sansgpu.train.loading import ModelRequest, kind_of_model, open_model
 from sansgpu.train.run_folders import with_objective
 from sansgpu.train.step import StepPlan
 
 
 def evaluate_model(
-    target: str,
+    model: ModelRequest,
     data: str | None,
-    snapshot: str,
     window: int | None,
     progress: ReportProgress,
     warn: Callable[[str], None],
-    remote_code: bool = False,
-    objective: str | None = None,
 ) -> tuple[dict[str, Any], TaskSettings]:
     """Returns the eval event of a model on `data`, or of a run on its own validation split, and its task's settings.
 
-    `remote_code` allows the model's own Python code to run. `objective` names the Python class that prepares the run's
-    data. Raises ConfigError if the target or the data cannot be used.
+    Raises ConfigError if the model or the data cannot be used.
     """
+    target, objective = model.target, model.objective
     verb: Verb = "chat" if data is not None and _reads_conversations(target, data) else "evaluate"
-    loaded = open_model(target, verb, snapshot, warn, remote_code, objective, progress)
+    loaded = open_model(model, verb, warn, progress)
     kind, config, source = loaded.kind, loaded.config, loaded.source
     if objective not in (None, config.task) and data is not None:
         raise ConfigError("--objective prepares the run's own data and has no effect with --data; leave one out.")
@@ -73,13 +70,7 @@ def _reads_conversations(target: str, data: str) -> bool:
 
 
 def link_prediction(
-    target: str,
-    data: str | None,
-    snapshot: str,
-    limit: int | None,
-    progress: ReportProgress,
-    warn: Callable[[str], None],
-    objective: str | None = None,
+    model: ModelRequest, data: str | None, limit: int | None, progress: ReportProgress, warn: Callable[[str], None]
 ) -> dict[str, Any]:
     """Returns `tail` metrics of held-out triples, and `head` metrics if the model was trained with inverse relations.
 
@@ -88,6 +79,6 @@ def link_prediction(
     which filtered ranking excludes. `limit` is the maximum number of triples per side. Raises ConfigError if there is
     nothing to query.
     """
-    loaded = open_model(target, "rank", snapshot, warn, objective=objective, progress=progress)
+    loaded = open_model(model, "rank", warn, progress)
     report = loaded.kind.rank_entities(loaded, data, limit, progress, warn)
     return {"event": "link_prediction", "step": loaded.source.step, **report}

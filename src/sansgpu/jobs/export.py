@@ -19,7 +19,7 @@ from sansgpu.models.formats.onnx import FILES, OnnxCheck, decoder_error, require
 from sansgpu.models.huggingface.adapter_folder import base_of, is_adapter_folder
 from sansgpu.tasks.capabilities import can
 from sansgpu.tasks.task import TrainedModel, Verb
-from sansgpu.train.loading import kind_of_run, open_model
+from sansgpu.train.loading import ModelRequest, kind_of_run, open_model
 from sansgpu.train.run_folders import open_run
 
 if TYPE_CHECKING:  # gguf is optional
@@ -27,22 +27,20 @@ if TYPE_CHECKING:  # gguf is optional
 
 
 def export_run(
-    run: Path,
-    snapshot: str,
+    model: ModelRequest,
     output: Path | None,
     merge: bool | None,
     warn: Callable[[str], None],
     progress: ReportProgress,
-    remote_code: bool = False,
-    objective: str | None = None,
 ) -> Path:
     """Writes a run's snapshot as a Hugging Face folder (default: RUN/export) and returns its path.
 
     `merge` chooses whether an adapter is merged into the model; None follows the run's configuration. Raises
     ConfigError if this is not a run.
     """
+    run = Path(model.target)
     if is_adapter_folder(run):
-        return _export_merged(run, snapshot, output, merge, warn, progress, remote_code)
+        return _export_merged(model, output, merge, warn, progress)
     if (run / "config.json").is_file() and not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} is already a Hugging Face folder; export takes a run.")
     config, _ = open_run(run)
@@ -53,7 +51,7 @@ def export_run(
     _require_no_other_run(folder, run)
     if merge is not None and config.model.adapter == "none":
         raise ConfigError(f"{run} has no adapter; leave out --merge and --no-merge.")
-    loaded = open_model(str(run), "export", snapshot, warn, remote_code, objective, progress)
+    loaded = open_model(model, "export", warn, progress)
     progress(f"writing {folder}", 0, 0)
     loaded.kind.export_model(loaded, folder, merge)
     write_model_card(run, folder, loaded.source.step, warn)
@@ -61,21 +59,20 @@ def export_run(
 
 
 def _export_merged(
-    adapter: Path,
-    snapshot: str,
+    model: ModelRequest,
     output: Path | None,
     merge: bool | None,
     warn: Callable[[str], None],
     progress: ReportProgress,
-    remote_code: bool,
 ) -> Path:
     """Writes an adapter of a causal model merged into its base model. Raises ConfigError."""
+    adapter = Path(model.target)
     if merge is False:
         raise ConfigError(f"{adapter} holds only an adapter already; leave out --no-merge.")
     folder = _require_output(adapter, output)
     require_folder(folder, "model", "--output")
     _require_no_other_run(folder, adapter.resolve().parent)
-    loaded = open_model(str(adapter), "chat", snapshot, warn, remote_code, progress=progress)
+    loaded = open_model(model, "chat", warn, progress)
     progress(f"writing {folder}", 0, 0)
     loaded.kind.export_model(loaded, folder, True)
     return folder
@@ -98,14 +95,7 @@ def _require_no_other_run(folder: Path, run: Path) -> None:
 
 
 def export_gguf(
-    run: Path,
-    snapshot: str,
-    output: Path | None,
-    kind: str,
-    warn: Callable[[str], None],
-    progress: ReportProgress,
-    remote_code: bool = False,
-    objective: str | None = None,
+    model: ModelRequest, output: Path | None, kind: str, warn: Callable[[str], None], progress: ReportProgress
 ) -> Path:
     """Writes a run's snapshot as a GGUF file (default: RUN/NAME-KIND.gguf) and returns its path.
 
@@ -115,6 +105,7 @@ def export_gguf(
     from sansgpu.models.formats.gguf_file import write_gguf
     from sansgpu.models.formats.gguf_reader import TYPES, describe_substitutes
 
+    run = Path(model.target)
     if kind not in TYPES:
         raise ConfigError(f"--type is {kind}, but must be one of {', '.join(TYPES)}.")
     if is_adapter_folder(run):
@@ -123,12 +114,12 @@ def export_gguf(
     else:
         verb = "gguf"
         config, _ = open_run(run)
-        kind_of_run(run, config, verb, objective)  # before the output is checked
+        kind_of_run(run, config, verb, model.objective)  # before the output is checked
         path = output or run / f"{run.resolve().name}-{kind}.gguf"
         if output is None:
             require_run(run)
     require_file(path, GGUF)
-    loaded = open_model(str(run), verb, snapshot, warn, remote_code, objective, progress)
+    loaded = open_model(model, verb, warn, progress)
     progress(f"writing {path}", 0, 0)
     about = _about(run, loaded)
     settings, weights, tokenizer = loaded.kind.gguf_parts(loaded)
@@ -155,14 +146,7 @@ def _about(run: Path, loaded: TrainedModel) -> ModelDescription:
 
 
 def export_onnx(
-    target: Path,
-    snapshot: str,
-    output: Path | None,
-    kind: str,
-    warn: Callable[[str], None],
-    progress: ReportProgress,
-    remote_code: bool = False,
-    objective: str | None = None,
+    model: ModelRequest, output: Path | None, kind: str, warn: Callable[[str], None], progress: ReportProgress
 ) -> tuple[Path, OnnxCheck]:
     """Writes an encoder as an ONNX file into a folder (default: RUN/onnx-KIND).
 
@@ -170,11 +154,12 @@ def export_onnx(
     ConfigError if the model is not an encoder.
     """
     require_onnx()
+    target = Path(model.target)
     if kind not in FILES:
         raise ConfigError(f"--type is {kind}, but --format onnx needs one of {', '.join(FILES)}.")
     is_run = (target / "config.yaml").is_file()
     if not is_run:
-        _require_plain_folder(target, snapshot, output, objective)
+        _require_plain_folder(target, model, output)
     folder = output or target / f"onnx-{kind}"
     if output is None:
         require_run(target)
@@ -184,34 +169,27 @@ def export_onnx(
         source = target
         if is_run:
             source = Path(temporary) / "model"
-            _write_encoder(target, snapshot, source, warn, progress, remote_code, objective)
+            _write_encoder(model, source, warn, progress)
         progress(f"writing {folder}", 0, 0)
-        check = write_onnx(source, str(target), folder, kind, remote_code)
+        check = write_onnx(source, model.target, folder, kind, model.remote_code)
     return folder / FILES[kind], check
 
 
-def _require_plain_folder(target: Path, snapshot: str, output: Path | None, objective: str | None) -> None:
+def _require_plain_folder(target: Path, model: ModelRequest, output: Path | None) -> None:
     """Raises ConfigError unless `target` is a Hugging Face folder, and the options are for one."""
     if not (target / "config.json").is_file():
         raise ConfigError(f"{target} is neither a run nor a Hugging Face folder: it has no config.yaml or config.json.")
     if output is None:
         raise ConfigError(f"{target} is not a run; give a folder to write to with --output.")
-    if snapshot != "latest" or objective is not None:
+    if model.snapshot != "latest" or model.objective is not None:
         raise ConfigError(f"{target} is not a run; leave out --snapshot and --objective.")
 
 
-def _write_encoder(
-    run: Path,
-    snapshot: str,
-    folder: Path,
-    warn: Callable[[str], None],
-    progress: ReportProgress,
-    remote_code: bool,
-    objective: str | None,
-) -> None:
+def _write_encoder(model: ModelRequest, folder: Path, warn: Callable[[str], None], progress: ReportProgress) -> None:
     """Writes a run's snapshot as a Hugging Face folder, with an adapter merged. Raises ConfigError for a decoder."""
+    run = Path(model.target)
     config, _ = open_run(run)
-    if can(kind_of_run(run, config, "export", objective), "generate"):
-        raise decoder_error(str(run))
-    loaded = open_model(str(run), "export", snapshot, warn, remote_code, objective, progress)
+    if can(kind_of_run(run, config, "export", model.objective), "generate"):
+        raise decoder_error(model.target)
+    loaded = open_model(model, "export", warn, progress)
     loaded.kind.export_model(loaded, folder, True)

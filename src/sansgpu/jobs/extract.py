@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sansgpu.config import ConfigError
@@ -13,7 +14,27 @@ from sansgpu.tasks.graph.link_prediction import require_triples, run_parts, tail
 from sansgpu.tasks.graph.sources import open_graph_part
 from sansgpu.tasks.graph.triples import GraphDocument
 from sansgpu.tasks.task import TrainedModel
-from sansgpu.train.loading import open_model
+from sansgpu.train.loading import ModelRequest, open_model
+
+
+@dataclass(frozen=True)
+class ExtractRequest:
+    """Arguments of the extract command: triples are read from `text`, or else from the dataset `data`.
+
+    `heads` defaults to each document's entities, or else the heads of its triples, or else its words. `relations`
+    defaults to all of training except inverse ones. With `closed`, tails are chosen from the document's entities, or
+    from all training tails if it has none.
+    """
+
+    model: ModelRequest
+    text: str | None = None
+    data: str | None = None
+    heads: Sequence[str] = ()
+    relations: Sequence[str] = ()
+    closed: bool = False
+    min_score: float | None = None
+    beams: int = 10
+    top: int = 1  # tails per head and relation
 
 
 class Triples:
@@ -39,35 +60,17 @@ class Triples:
         return {"event": "extraction", **self._agreement.summary()}
 
 
-def extract(
-    target: str,
-    text: str | None,
-    data: str | None,
-    heads: Sequence[str],
-    relations: Sequence[str],
-    closed: bool,
-    min_score: float | None,
-    beams: int,
-    top: int,
-    snapshot: str,
-    progress: ReportProgress,
-    warn: Callable[[str], None],
-    objective: str | None = None,
-) -> Triples:
-    """Extracts up to `top` tails per head and relation with a score of at least `min_score` from `text` or `data`.
-
-    `heads` defaults to each document's entities, or else the heads of its triples, or else its words. `relations`
-    defaults to all of training except inverse ones. With `closed`, tails are chosen from the document's entities, or
-    from all training tails if it has none. Raises ConfigError before any text is processed.
-    """
+def extract(request: ExtractRequest, warn: Callable[[str], None], progress: ReportProgress) -> Triples:
+    """Returns the triples of the texts. Raises ConfigError before any text is processed."""
+    target, text, data = request.model.target, request.text, request.data
     if (text is None) == (data is None):
         raise ConfigError("give either --text or --data to extract triples from.")
     if text is not None and not text.strip():
         raise ConfigError("--text must not be empty.")
-    loaded = open_model(target, "extract", snapshot, warn, objective=objective, progress=progress)
+    loaded = open_model(request.model, "extract", warn, progress)
     require_triples(loaded)
     config, codec = loaded.config, loaded.tokenizer
-    unknown = next((name for name in relations if name not in codec.relations), None)
+    unknown = next((name for name in request.relations if name not in codec.relations), None)
     if unknown is not None:
         raise ConfigError(f"--relation {unknown} is unknown; {target} was trained on {', '.join(codec.relations)}.")
     if text is not None:
@@ -76,17 +79,17 @@ def extract(
         assert data is not None
         source = open_graph_part(data, config.data.model_copy(update={"dataset_config": None}), warn)
         documents = read_graphs(source, config, progress)
-    needs_tails = closed and any(not document.entities for document in documents)
+    needs_tails = request.closed and any(not document.entities for document in documents)
     rules = ExtractionRules(
         leafy_rules(config),
         codec.relations,
-        tuple(relations),
-        tuple(heads),
-        closed,
+        tuple(request.relations),
+        tuple(request.heads),
+        request.closed,
         _trained_tails(loaded, target, progress, warn) if needs_tails else (),
-        beams,
-        per_query=top,
-        min_score=min_score,
+        max(request.beams, request.top),
+        per_query=request.top,
+        min_score=request.min_score,
     )
     extraction = TripleExtractor(tail_predictor(loaded), codec, rules)
     return Triples(extraction, Agreement(codec.tokenizer, rules), documents, progress)

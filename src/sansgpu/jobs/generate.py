@@ -1,31 +1,291 @@
-"""Text generation."""
+"""Generation of text: of one prompt, of a conversation, and of many prompts in batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import torch
+
+from sansgpu.config import ConfigError, DataConfig, SansGPUError
+from sansgpu.config.paths import local_path
+from sansgpu.config.plain_data import InvalidDataError
+from sansgpu.data.rows import BadRows, SourceRow
 from sansgpu.data.shards import ReportProgress, ignore_progress
-from sansgpu.models.generation.generate import stream
-from sansgpu.models.generation.sampling import Sampling, require_valid_sampling
-from sansgpu.train.loading import open_model
+from sansgpu.data.sources import open_single
+from sansgpu.files.atomic import atomic_write, make_folder, sync_to_disk, write_failures_as
+from sansgpu.files.ownership import require_file
+from sansgpu.files.reading import read_object
+from sansgpu.machine.probe import available_memory
+from sansgpu.machine.tokenizer_trial import tokenizer_errors
+from sansgpu.machine.world import require_one_process
+from sansgpu.models.formats.weights import weights_sha256
+from sansgpu.models.generation.generate import BatchModel, Completion, complete, stream
+from sansgpu.models.generation.sampling import Sampling, reading, require_valid_sampling
+from sansgpu.tasks.sft.conversations import Prompt, read_prompt
+from sansgpu.tasks.task import TrainedModel
+from sansgpu.train.loading import ModelRequest, open_model
+
+AUTO_SLOTS = 128  # sequences at once: more rows make matmuls hardly faster
+CACHE_RATIO = 0.5  # the share of the available memory that keys and values may take
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """The options of `sansgpu generate --data`. Without a `batch_size`, the largest that fits and helps is chosen."""
+
+    model: ModelRequest
+    data: str
+    output: Path
+    max_new_tokens: int
+    sampling: Sampling
+    batch_size: int | None = None
 
 
 def generate_text(
-    target: str,
+    model: ModelRequest,
     prompt: str,
     max_new_tokens: int,
     sampling: Sampling,
-    snapshot: str,
     warn: Callable[[str], None],
-    remote_code: bool = False,
-    objective: str | None = None,
     progress: ReportProgress = ignore_progress,
 ) -> Iterator[str]:
-    """Streams the continuation of `prompt` by a run, a Hugging Face model or a GGUF file.
-
-    `remote_code` allows the model's own Python code to run.
-    """
+    """Streams the continuation of `prompt` by a run, a Hugging Face model or a GGUF file."""
     require_valid_sampling(sampling)
-    loaded = open_model(target, "generate", snapshot, warn, remote_code, objective, progress)
+    loaded = open_model(model, "generate", warn, progress)
+    opened = loaded.kind.batch_model(loaded)
+    return stream(opened, opened.text_ids(prompt), max_new_tokens, sampling)
+
+
+class ChatSession:
+    """A chat model with the messages so far."""
+
+    def __init__(
+        self,
+        model: ModelRequest,
+        system: str | None,
+        warn: Callable[[str], None],
+        progress: ReportProgress = ignore_progress,
+    ) -> None:
+        """Raises ConfigError if there is no model, or if it has no chat template."""
+        loaded = open_model(model, "chat", warn, progress)
+        self._model = loaded.kind.batch_model(loaded)
+        if self._model.chat_ids is None:
+            raise ConfigError(
+                f"{model.target} has no chat template; use `sansgpu generate`, or give data.chat_template."
+            )
+        self._system_messages = [{"role": "system", "content": system}] if system else []
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = list(self._system_messages)
+
+    def say(self, text: str, max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
+        """Streams the model's answer, which is added to the conversation once the caller has read all of it."""
+        require_valid_sampling(sampling)
+        assert self._model.chat_ids is not None
+        self.messages.append({"role": "user", "content": text})
+        pieces: list[str] = []
+        for piece in stream(self._model, self._model.chat_ids(self.messages), max_new_tokens, sampling):
+            pieces.append(piece)
+            yield piece
+        self.messages.append({"role": "assistant", "content": "".join(pieces)})
+
+
+def generate_rows(request: GenerateRequest, warn: Callable[[str], None], progress: ReportProgress) -> dict[str, Any]:
+    """Writes the rows of a dataset with their completions, and returns a summary. A killed run continues later.
+
+    Raises ConfigError if no row can be completed, or if the output belongs to something else.
+    """
+    require_one_process("generate --data")
+    require_valid_sampling(request.sampling)
+    require_file(request.output)
+    target = request.model.target
+    is_run = (local_path(target) / "config.yaml").is_file()
+    loaded = open_model(request.model, "complete" if is_run else "chat", warn, progress)
     model = loaded.kind.batch_model(loaded)
-    return stream(model, model.text_ids(prompt), max_new_tokens, sampling)
+    if not model.together:
+        warn(f"{target}: its prompts are completed one by one, because its layers cannot share a cache.")
+    bad_rows = BadRows("skip")
+    prompts = list(_encoded(request.data, model, bad_rows, progress))
+    bad_rows.report(lambda note: warn(f"{request.data}: {note}"))
+    if not prompts:
+        raise ConfigError(f"{request.data} has no rows to complete; give rows with a prompt, messages or a text.")
+    file = PartialFile(
+        request.output, target, _fingerprint(request, loaded, prompts), weights_sha256(loaded.objective.model)
+    )
+    with write_failures_as(SansGPUError, request.output), reading(loaded.objective.model):
+        summary = _complete_rest(request, model, prompts, file, progress)
+    return {**summary, "skipped": bad_rows.count, "output": str(request.output)}
+
+
+def _complete_rest(
+    request: GenerateRequest,
+    model: BatchModel,
+    prompts: list[tuple[Prompt, list[int]]],
+    file: PartialFile,
+    progress: ReportProgress,
+) -> dict[str, Any]:
+    done = file.open()
+    rest, tokens, start = prompts[done:], 0, time.monotonic()
+    longest = max((len(ids) for _, ids in rest), default=0)
+    length = min(model.context, longest + request.max_new_tokens)
+    slots = _slots(model, request.batch_size, len(rest), length) if rest else 0
+
+    def counted(completions: Iterator[Completion]) -> Iterator[Completion]:
+        nonlocal tokens
+        for number, completion in enumerate(completions, done + 1):
+            tokens += len(completion.ids)
+            progress("generating", number, len(prompts), "row")
+            yield completion
+
+    progress("generating", done, len(prompts), "row")
+    if rest:
+        limits = [min(request.max_new_tokens, model.context - len(ids)) for _, ids in rest]
+        reader, ids = model.open_reader(slots, length), [ids for _, ids in rest]
+        for completion in _in_order(counted(complete(reader, ids, model.ends, limits, request.sampling, done)), done):
+            row = prompts[completion.row][0].completed(model.decode(completion.ids), completion.reason)
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    file.finish()
+    seconds = time.monotonic() - start
+    return {
+        "rows": len(prompts),
+        "resumed": done,
+        "batch_size": slots,
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+    }
+
+
+def _encoded(
+    name: str, model: BatchModel, bad_rows: BadRows, progress: ReportProgress
+) -> Iterator[tuple[Prompt, list[int]]]:
+    """Yields each usable row with its token ids."""
+
+    def encode(row: SourceRow) -> tuple[Prompt, list[int]]:
+        prompt = read_prompt(row)
+        if prompt.turns and not prompt.text and model.chat_ids is None:
+            raise row.error("it has messages, but the model has no chat template")
+        with tokenizer_errors(row.where):
+            ids = (
+                model.chat_ids(list(prompt.turns))
+                if prompt.turns and model.chat_ids is not None
+                else model.text_ids(prompt.text)
+            )
+        if len(ids) >= model.context:
+            raise row.error(f"it has {len(ids):,} tokens, but the model reads and writes at most {model.context:,}")
+        return prompt, ids
+
+    rows = open_single(name, DataConfig(dataset_name=name), text_rows=True).rows()
+    for number, encoded in enumerate(bad_rows.parsed(rows, encode), 1):
+        progress("tokenizing", number, 0, "row")
+        yield encoded
+
+
+def _slots(model: BatchModel, requested: int | None, rows: int, length: int) -> int:
+    """Returns the number of sequences to read at once: what is requested, or what fits into the available memory."""
+    most = min(requested or AUTO_SLOTS, rows)
+    if requested is not None or not model.together:
+        return most
+    probe = model.open_reader(1, 1)
+    probe.add([[0]])
+    return max(1, min(most, int(CACHE_RATIO * available_memory(torch.device("cpu"))) // (probe.token_bytes * length)))
+
+
+def _in_order(completions: Iterable[Completion], first: int) -> Iterator[Completion]:
+    """Yields completions by row number, from `first` on."""
+    early: dict[int, Completion] = {}
+    for completion in completions:
+        early[completion.row] = completion
+        while first in early:
+            yield early.pop(first)
+            first += 1
+
+
+def _fingerprint(request: GenerateRequest, loaded: TrainedModel, prompts: list[tuple[Prompt, list[int]]]) -> str:
+    """Returns a hash of everything that decides the output, except for the weights."""
+    digest = hashlib.sha256(
+        repr((request.model.target, loaded.source.step, request.max_new_tokens, request.sampling)).encode()
+    )
+    for prompt, ids in prompts:
+        digest.update(json.dumps([prompt.row, ids]).encode())
+    return digest.hexdigest()
+
+
+class PartialFile:
+    """Writes lines to `path`.partial, which becomes `path` once all are written.
+
+    A command that was killed continues after the last whole line when it is repeated.
+    """
+
+    def __init__(self, path: Path, target: str, fingerprint: str, weights: str) -> None:
+        self._path, self._target = path, target
+        self._content = {"fingerprint": fingerprint, "weights": weights}
+        self._partial, self._request = (path.with_name(f"{path.name}.{kind}") for kind in ("partial", "request"))
+
+    def open(self) -> int:
+        """Returns the number of lines that an earlier run has written.
+
+        Raises ConfigError if that run had another request.
+        """
+        make_folder(self._path.parent)
+        for path in (self._partial, self._request):
+            if path.is_symlink() or path.is_dir():
+                raise ConfigError(f"{path} is not a regular file; choose another --output.")
+        lines = 0
+        if self._request.exists():
+            self._require_own_request()
+            lines = self._drop_torn_line()
+        else:
+            require_file(self._partial)
+            with atomic_write(self._request) as partial:
+                partial.write_text(json.dumps(self._content) + "\n", encoding="utf-8")
+        self._file = self._partial.open("a", encoding="utf-8")
+        return lines
+
+    def _require_own_request(self) -> None:
+        try:
+            known = read_object(self._request)
+        except (ConfigError, InvalidDataError):
+            known = {}
+        if known.get("fingerprint") == self._content["fingerprint"] and known != self._content:
+            raise ConfigError(
+                f"the weights of {self._target} have changed since {self._partial} was begun; delete {self._request} "
+                f"and {self._partial} to begin again, or choose another --output."
+            )
+        if known != self._content:
+            raise ConfigError(
+                f"{self._partial} was begun with another model, other rows or other options; repeat its command, "
+                f"delete both {self._request} and it, or choose another --output."
+            )
+
+    def _drop_torn_line(self) -> int:
+        """Cuts off a last line without an end; returns the number of the others."""
+        if not self._partial.exists():
+            return 0
+        lines = size = 0
+        with self._partial.open("rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    lines, size = lines + 1, size + len(line)
+        with self._partial.open("rb+") as file:
+            file.truncate(size)
+        return lines
+
+    def write(self, line: str) -> None:
+        self._file.write(line)
+        self._file.flush()
+
+    def finish(self) -> None:
+        """Renames the file to its final name."""
+        self._file.close()
+        sync_to_disk(self._partial)
+        self._partial.replace(self._path)
+        self._request.unlink()
+        sync_to_disk(self._path.parent)

@@ -19,7 +19,7 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.tasks.task import TrainedModel
-from sansgpu.train.loading import open_model
+from sansgpu.train.loading import ModelRequest, open_model
 
 Row = dict[str, Any]
 
@@ -27,21 +27,14 @@ CHUNK_ROWS = 4096  # rows in memory at a time
 
 
 def predict(
-    target: str,
-    data: str | Row,
-    snapshot: str,
-    warn: Callable[[str], None],
-    progress: ReportProgress,
-    remote_code: bool = False,
-    objective: str | None = None,
-    **options: Any,
+    model: ModelRequest, data: str | Row, warn: Callable[[str], None], progress: ReportProgress, **options: Any
 ) -> Iterator[Row]:
     """Loads a model and returns its prediction for each row, in order. `data` is the name of a dataset, or one row.
 
     `options` are those of the model's task. Raises ConfigError if the task predicts nothing. Rows are read and
     predicted in chunks while the result is consumed, which raises ConfigError if there are none, or one is invalid.
     """
-    loaded = open_model(target, "predict", snapshot, warn, remote_code, objective, progress)
+    loaded = open_model(model, "predict", warn, progress)
     if unknown := next((name for name in options if name not in signature(loaded.kind.predict).parameters), None):
         raise ConfigError(f"{_flags([unknown])} has no effect for a model of task {loaded.config.task}; leave it out.")
     if isinstance(data, str):

@@ -20,21 +20,20 @@ from sansgpu.models.formats.weights import weights_sha256
 from sansgpu.tasks.embed.index import FoundPassage, PassageIndex, PassageRules, Spans, require_usearch
 from sansgpu.tasks.embed.objective import encode_texts
 from sansgpu.tasks.task import TrainedModel
+from sansgpu.train.loading import ModelRequest
 
 # Names of the prompts for queries and passages, as in encode_query and encode_document of Sentence Transformers.
 QUERY_PROMPT, PASSAGE_PROMPTS = "query", ("document", "passage", "corpus")
 
 
 def search(
-    target: str,
+    model: ModelRequest,
     folder: Path,
     query: str,
     top_k: int,
     text_column: str | int | None,
-    snapshot: str,
     warn: Callable[[str], None],
     progress: ReportProgress,
-    remote_code: bool = False,
 ) -> list[FoundPassage]:
     """Returns the passages of the files in a folder, or of one file, that are nearest in meaning to a query.
 
@@ -44,13 +43,13 @@ def search(
     if not query.strip():
         raise ConfigError("the words to search for must not be empty.")
     files = _files_of(folder)
-    loaded = open_encoder(target, snapshot, warn, progress, remote_code=remote_code)
+    loaded = open_encoder(model, warn, progress)
     tokenizer, layout = loaded.tokenizer, loaded.objective.layout
     of_query, of_passage = layout.prompt(QUERY_PROMPT), layout.prompt(*PASSAGE_PROMPTS)
     room = loaded.config.window - tokenizer.num_special_tokens_to_add() - len(_token_spans(tokenizer, [of_passage])[0])
     if room < 1:
         raise ConfigError(
-            f"the prompt of {target} for passages leaves no room for a passage; raise its max_seq_length."
+            f"the prompt of {model.target} for passages leaves no room for a passage; raise its max_seq_length."
         )
     rules = PassageRules(partial(_token_spans, tokenizer), room, text_column)
     root = compiled_in(compiled_cache(warn)) / "search"  # private, because a native library parses the index

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,35 +26,40 @@ _REFUSALS: dict[Verb, str] = {
 }
 
 
-def open_model(
-    target: str,
-    verb: Verb,
-    snapshot_name: str,
-    warn: Callable[[str], None],
-    remote_code: bool = False,
-    objective: str | None = None,
-    progress: ReportProgress = ignore_progress,
-) -> TrainedModel:
-    """Loads the model of a run, or any other model that a task can use for `verb`. Raises ConfigError if none can.
+@dataclass(frozen=True)
+class ModelRequest:
+    """A run, a model's folder or file, or a Hub name, and what the user allows.
 
     `remote_code` allows the model's own Python code to run, and `objective` the class outside the package that is a
     run's task. The class that a run of a task of the package names only prepares data, to evaluate on it.
     """
+
+    target: str
+    snapshot: str = "latest"
+    remote_code: bool = False
+    objective: str | None = None
+
+
+def open_model(
+    request: ModelRequest, verb: Verb, warn: Callable[[str], None], progress: ReportProgress = ignore_progress
+) -> TrainedModel:
+    """Loads the model of a run, or any other model that a task can use for `verb`. Raises ConfigError if none can."""
+    target, objective = request.target, request.objective
     folder = local_path(target)
     if (folder / "config.yaml").is_file():
         config, paths = open_run(folder)
         kind = kind_of_run(folder, config, verb, objective)
         if config.outside_class is not None:
             config, paths = open_run(folder)  # with the defaults of the class, which is loaded now
-        snapshot = require_snapshot(folder, paths, snapshot_name, warn)
-        source = ModelSource(target, remote_code, config, snapshot, paths.tokenizer)
+        snapshot = require_snapshot(folder, paths, request.snapshot, warn)
+        source = ModelSource(target, request.remote_code, config, snapshot, paths.tokenizer)
     else:
         if objective is not None:
             raise ConfigError(f"{target} is not a run; leave out --objective.")
         kind = kind_of_model(target, verb)
-        if snapshot_name != "latest":
+        if request.snapshot != "latest":
             raise ConfigError(f"{target} is not a run, so it has no snapshots; leave out --snapshot.")
-        source = ModelSource(target, remote_code)
+        source = ModelSource(target, request.remote_code)
     device, precision = torch.device("cpu"), "fp32"
     if verb not in kind.verbs_without_kernels:
         device, precision = _set_up(source, warn)

@@ -23,7 +23,7 @@ from sansgpu.models.formats.gguf_source import open_gguf
 from sansgpu.models.formats.layouts import hugging_face_config, to_hugging_face
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained, load_tokenizer_of
 from sansgpu.models.huggingface.quantized_layers import dequantize_layers
-from sansgpu.train.loading import open_model
+from sansgpu.train.loading import ModelRequest, open_model
 from tests.models.formats.gguf_models import ABOUT, BASES, base, logits_of, parts_of, write_base, write_ours
 from tests.models.small import IN_GGUF, TEXT, TOKENIZER, model_of, tokens
 
@@ -341,7 +341,7 @@ def test_a_file_that_makes_no_model_is_refused(
 ) -> None:
     path = rewritten(whole, tmp_path / "other.gguf", **changes)
     with pytest.raises(ConfigError, match=sentence) as error:
-        open_model(str(path), "generate", "latest", pytest.fail)
+        open_model(ModelRequest(str(path)), "generate", pytest.fail)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -351,7 +351,7 @@ def test_a_tokenizer_that_others_wrote_is_made_from_its_tokens(name: str, tmp_pa
     tokenizer = {"dbrx": TOKENIZER, "gpt-2": split(use_regex=True), "smollm": split(r"\p{N}", use_regex=True)}[name]
     write_ours(tmp_path / "model.gguf", model_of("modern"), "f32", tokenizer)
     path = rewritten(tmp_path / "model.gguf", tmp_path / "other.gguf", leave_out="tokenizer.huggingface.json")
-    made = open_model(str(path), "generate", "latest", pytest.fail).tokenizer
+    made = open_model(ModelRequest(str(path)), "generate", pytest.fail).tokenizer
     for text in (*TEXT[:1], "naïve 世界 1234 I'LL <|endoftext|>\n\n  x"):
         assert made.encode(text) == tokenizer.encode(text)
         assert made.decode(made.encode(text)) == text
@@ -364,7 +364,7 @@ def test_a_tokenizer_that_is_not_known_is_refused(tmp_path: Path) -> None:
     write_ours(tmp_path / "model.gguf", model_of("modern", vocab_size=320), "f32", CharTokenizer.train(TEXT))
     path = rewritten(tmp_path / "model.gguf", tmp_path / "other.gguf", leave_out="tokenizer.huggingface.json")
     with pytest.raises(ConfigError, match=r"has no tokenizer.json, and its tokenizer \(\S+\) is not supported"):
-        open_model(str(path), "generate", "latest", pytest.fail)
+        open_model(ModelRequest(str(path)), "generate", pytest.fail)
 
 
 def test_a_file_that_changed_is_read_anew(tmp_path: Path) -> None:

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from sansgpu.config import ConfigError
-from sansgpu.jobs.extract import Triples, extract
+from sansgpu.jobs.extract import ExtractRequest, Triples, extract
 from sansgpu.tasks.graph import tail_prediction as gaps
 from sansgpu.tasks.graph.extraction import Agreement, DocumentTriples, ExtractedTriple, ExtractionRules, TripleExtractor
 from sansgpu.tasks.graph.leafy import LeafyRules
 from sansgpu.tasks.graph.tail_prediction import BeamSearch, TailPredictor, TailQuery
 from sansgpu.tasks.graph.tokenizer import GraphCodec
 from sansgpu.tasks.graph.triples import GraphDocument, Triple
+from sansgpu.train.loading import ModelRequest
 from tests.processes import use_cache
 from tests.tasks.graph.test_link_prediction import CPU, LEAVES, quiet, run_of, untrained, words_tokenizer
 
@@ -260,9 +261,8 @@ def run(home: Path, rows: Path) -> Path:
 
 
 def extracted(run: Path, text: str | None = None, data: Path | None = None, **chosen: Any) -> Triples:
-    settings = {"heads": (), "relations": (), "closed": False, "min_score": None, "beams": 10, "top": 1, **chosen}
-    name = str(data) if data else None
-    return extract(str(run), text, name, snapshot="latest", progress=quiet, warn=pytest.fail, **settings)
+    request = ExtractRequest(ModelRequest(str(run)), text, str(data) if data else None, **chosen)
+    return extract(request, pytest.fail, quiet)
 
 
 def test_triples_learned_by_heart_are_found_in_their_texts(run: Path, rows: Path) -> None:

@@ -25,6 +25,7 @@ from sansgpu.tasks.graph.objective import GraphObjective
 from sansgpu.tasks.graph.tail_prediction import TailPredictor, TailQuery
 from sansgpu.tasks.graph.tokenizer import BERT, GraphCodec, MaskTokenizer
 from sansgpu.tasks.graph.triples import GraphDocument, KnownFacts, Triple
+from sansgpu.train.loading import ModelRequest
 from tests.processes import use_cache
 
 CPU = torch.device("cpu")
@@ -294,7 +295,7 @@ def run(home: Path) -> Path:
 
 
 def predicted(target: Path, data: Path | None, limit: int | None = None) -> dict[str, Any]:
-    return link_prediction(str(target), str(data) if data else None, "latest", limit, quiet, pytest.fail)
+    return link_prediction(ModelRequest(str(target)), str(data) if data else None, limit, quiet, pytest.fail)
 
 
 def test_facts_learned_by_heart_are_ranked_first(home: Path, run: Path) -> None:
@@ -356,7 +357,7 @@ def test_a_file_of_triples_needs_no_header(home: Path, run: Path) -> None:
     bare.write_text("".join(f"{head}\t{names[relation]}\t{tail}\n" for head, relation, tail in rows), "utf-8")
     headed.write_text("head\trelation\ttail\n" + bare.read_text("utf-8"), "utf-8")
     said: list[str] = []
-    report = link_prediction(str(run), str(bare), "latest", None, quiet, said.append)
+    report = link_prediction(ModelRequest(str(run)), str(bare), None, quiet, said.append)
     assert report == predicted(run, headed)
     assert report["tail"]["mrr"] > 0.9
     assert said[-1].startswith(f"{bare}: its first line is a triple")

@@ -15,7 +15,7 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from sansgpu.cli import run as cli
 from sansgpu.jobs.snapshots import fork_snapshot
-from sansgpu.train.loading import open_model
+from sansgpu.train.loading import ModelRequest, open_model
 from tests.processes import digests, json_lines
 from tests.tasks.fine_tuned import Captured, events_of, made, sentence, settings
 from tests.tasks.folders import conll, model_folder
@@ -80,7 +80,7 @@ def test_the_exported_model_has_the_labels_and_equal_logits(home: Path, capsys: 
     run = learned(home)
     theirs = AutoModelForTokenClassification.from_pretrained(run / "final")
     assert list(theirs.config.id2label.values()) == LABELS
-    ours = open_model(str(run), "evaluate", "latest", pytest.fail).objective.model
+    ours = open_model(ModelRequest(str(run)), "evaluate", pytest.fail).objective.model
     tokens = torch.arange(40).reshape(2, 20) * 23 % 1000
     with torch.no_grad():
         torch.testing.assert_close(theirs.eval()(tokens).logits, ours(tokens).logits, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,332 @@
+"""The commands that write, find or encode texts: `sansgpu generate`, `chat`, `embed`, `search` and `tokenizer`."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from sansgpu.cli.options import (
+    LARGEST_INTEGER,
+    SAMPLING,
+    JsonOption,
+    ModelArgument,
+    ObjectiveOption,
+    RemoteCodeOption,
+    SnapshotOption,
+    number_option,
+    option,
+    path_option,
+    preparation_bar,
+    print_json,
+    print_result,
+    show,
+    warn,
+    with_fields,
+)
+
+if TYPE_CHECKING:
+    from sansgpu.config.training import Precision
+    from sansgpu.views.terminal import RunConsole
+
+tokenizer = typer.Typer(no_args_is_help=True, help="Train a byte-level BPE tokenizer, or encode text.")
+LARGEST_BATCH = 65536  # prompts at once
+TemperatureOption = Annotated[float, number_option("Sampling temperature. 0: always the most likely token.", SAMPLING)]
+TopKOption = Annotated[int, option("Sample from the k most likely tokens. 0: from all.", SAMPLING)]
+TopPOption = Annotated[
+    float, number_option("Sample from the most likely tokens with this total probability.", SAMPLING)
+]
+SeedOption = Annotated[int, option("Random seed.", SAMPLING, min=0, max=LARGEST_INTEGER, metavar="N")]
+EncoderArgument = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="Run of task embed, Sentence Transformers folder or Hugging Face encoder."),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """Options of `sansgpu generate`."""
+
+    run: ModelArgument
+    prompt: Annotated[str | None, option("Text to continue.")] = None
+    data: Annotated[str | None, option("Prompts to complete, many at once (file, folder or Hub name).")] = None
+    output: Annotated[Path | None, path_option("With --data: new JSON lines file for the rows.", "FILE")] = None
+    batch_size: Annotated[
+        str, option("With --data: prompts at once. auto: by the available memory.", None, metavar="auto|N")
+    ] = "auto"
+    max_new_tokens: Annotated[int, option("Maximum number of tokens to generate.", min=1)] = 200
+    temperature: TemperatureOption = 0.8
+    top_k: TopKOption = 0
+    top_p: TopPOption = 1.0
+    seed: SeedOption = 0
+    snapshot: SnapshotOption = "latest"
+    trust_remote_code: RemoteCodeOption = False
+    objective: ObjectiveOption = None
+    as_json: JsonOption = False
+
+
+@with_fields
+def generate(given: GenerateOptions) -> None:
+    """Continue a prompt, or complete the prompts of a file.
+
+    With --data: rows have a prompt, messages or a text. The output has each row with its completion.
+    A command that was killed continues when it is repeated.
+
+    Example: sansgpu generate runs/default --prompt "def main" --max-new-tokens 100
+    """
+    slots = _batch_size(given.batch_size)
+    if given.data is None and (given.output is not None or given.as_json or slots is not None):
+        raise typer.BadParameter("--output, --batch-size and --json require --data")
+    if given.data is not None and (given.prompt is not None or given.output is None):
+        raise typer.BadParameter("--data requires --output, and no --prompt")
+    with preparation_bar() as bar:
+        from sansgpu.jobs.generate import GenerateRequest, generate_rows, generate_text
+        from sansgpu.models.generation.sampling import Sampling
+        from sansgpu.train.loading import ModelRequest
+
+        model = ModelRequest(given.run, given.snapshot, given.trust_remote_code, given.objective)
+        sampling = Sampling(given.temperature, given.top_k, given.top_p, given.seed)
+        if given.data is not None and given.output is not None:
+            request = GenerateRequest(model, given.data, given.output, given.max_new_tokens, sampling, slots)
+            print_result(generate_rows(request, warn, bar), given.as_json, _print_generated)
+            return
+        text = given.prompt or ""
+        pieces = generate_text(model, text, given.max_new_tokens, sampling, warn, bar)
+    show(text, end="")
+    is_empty = True
+    for piece in pieces:
+        show(piece, end="")
+        is_empty = False
+    show()
+    if is_empty:
+        warn(
+            f"{given.run} ended the text right after the prompt; use `sansgpu chat` if it is a chat model, or give a "
+            "longer prompt or a higher --temperature."
+        )
+
+
+def _batch_size(value: str) -> int | None:
+    """Returns the number of prompts at once, or None for auto. Raises BadParameter."""
+    if value == "auto":
+        return None
+    from sansgpu.config.parse import whole_number
+
+    if not (number := whole_number(value, LARGEST_BATCH)):
+        raise typer.BadParameter(f"--batch-size is {value}, but must be auto or a number from 1 to {LARGEST_BATCH:,}")
+    return number
+
+
+def _print_generated(console: RunConsole, summary: dict[str, Any]) -> None:
+    figures = (
+        f"{summary['rows']:,} rows, {summary['tokens']:,} new tokens, {summary['tokens_per_second']:,.0f} per second"
+    )
+    console.print(f"{summary['output']}: {figures}", highlight=False, markup=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """Options of `sansgpu chat`."""
+
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Run of task sft, or a chat model (Hugging Face folder or GGUF file).")
+    ]
+    prompt: Annotated[str | None, option("Send this message, print the answer and exit.")] = None
+    system: Annotated[str | None, option("System message.")] = None
+    max_new_tokens: Annotated[int, option("Maximum number of tokens per answer.", min=1)] = 512
+    temperature: TemperatureOption = 0.7
+    top_k: TopKOption = 0
+    top_p: TopPOption = 0.9
+    seed: SeedOption = 0
+    snapshot: SnapshotOption = "latest"
+    trust_remote_code: RemoteCodeOption = False
+    objective: ObjectiveOption = None
+
+
+@with_fields
+def chat(given: ChatOptions) -> None:
+    """Chat with a model.
+
+    Each line is a message, /new starts a new conversation, Ctrl-D exits. Messages can also be piped in.
+
+    Example: sansgpu chat runs/assistant
+    """
+    with preparation_bar() as bar:
+        from sansgpu.jobs.generate import ChatSession
+        from sansgpu.models.generation.sampling import Sampling
+        from sansgpu.train.loading import ModelRequest
+
+        model = ModelRequest(given.run, given.snapshot, given.trust_remote_code, given.objective)
+        conversation = ChatSession(model, given.system, warn, bar)
+    interactive = given.prompt is None and sys.stdin.isatty()
+    lines = iter([given.prompt]) if given.prompt is not None else _lines("> " if interactive else "")
+    for number, line in enumerate(lines):
+        if line.strip() == "/new":
+            conversation.reset()
+        elif line.strip():
+            sampling = Sampling(given.temperature, given.top_k, given.top_p, given.seed + number)
+            for piece in conversation.say(line, given.max_new_tokens, sampling):
+                show(piece, end="")
+            show()
+    if interactive:
+        show()
+
+
+def _lines(prompt: str) -> Iterator[str]:
+    while True:
+        try:
+            yield input(prompt)
+        except EOFError:
+            return
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedOptions:
+    """Options of `sansgpu embed`."""
+
+    run: EncoderArgument
+    data: Annotated[str, option("Rows with texts (file, folder or Hub name).")]
+    output: Annotated[Path, path_option("New file of vectors: .npy, or .parquet with the rows' columns.", "FILE")]
+    text_column: Annotated[
+        str | None,
+        option("Column with the text, or its number. Default: as in training, otherwise `text` or the only text."),
+    ] = None
+    prompt: Annotated[
+        str | None,
+        option("Prompt to write before each text, by its name in the model. Default: the model's default prompt."),
+    ] = None
+    precision: Annotated[
+        str, option("Precision of matrix products; auto: bf16 if that is faster here.", metavar="auto|fp32|bf16")
+    ] = "auto"
+    snapshot: SnapshotOption = "latest"
+    trust_remote_code: RemoteCodeOption = False
+
+
+@with_fields
+def embed(given: EmbedOptions) -> None:
+    """Write the vectors of texts to a file.
+
+    Row n of the array is the vector of row n of the data, in float32.
+
+    Example: sansgpu embed runs/embedder --data texts.jsonl --output vectors.npy
+    """
+    if given.precision not in ("auto", "fp32", "bf16"):
+        raise typer.BadParameter(f"--precision is {given.precision}, but must be auto, fp32 or bf16")
+    with preparation_bar() as bar:
+        from sansgpu.jobs.embed import EmbedRequest
+        from sansgpu.jobs.embed import embed as job
+        from sansgpu.train.loading import ModelRequest
+
+        model, column = ModelRequest(given.run, given.snapshot, given.trust_remote_code), _column(given.text_column)
+        precision = cast("Precision", given.precision)
+        count = job(EmbedRequest(model, given.data, given.output, column, given.prompt, precision), warn, bar)
+    show(f"{given.output}: {count:,} vectors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """Options of `sansgpu search`."""
+
+    run: EncoderArgument
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of texts, or one file.")]
+    words: Annotated[str, typer.Argument(metavar="WORDS", help="Question or words to search for.")]
+    top_k: Annotated[int, option("Number of passages to print.", min=1)] = 5
+    text_column: Annotated[
+        str | None, option("Column with the text of rows, or its number. Default: `text` or the only text.")
+    ] = None
+    snapshot: SnapshotOption = "latest"
+    trust_remote_code: RemoteCodeOption = False
+    as_json: JsonOption = False
+
+
+@with_fields
+def search(given: SearchOptions) -> None:
+    """Find passages of texts by their meaning.
+
+    The first search embeds every file. Later ones embed only files that changed.
+
+    Example: sansgpu search runs/embedder docs "how to resume a run"
+    """
+    with preparation_bar() as bar:
+        from sansgpu.jobs.search import search as job
+        from sansgpu.train.loading import ModelRequest
+
+        model, column = ModelRequest(given.run, given.snapshot, given.trust_remote_code), _column(given.text_column)
+        found = job(model, given.folder, given.words, given.top_k, column, warn, bar)
+    if given.as_json:
+        print_json({"query": given.words, "passages": [passage.as_json() for passage in found]})
+        return
+    for passage in found:
+        show(f"{passage.place}  score {passage.score:.3f}")
+        show("".join(f"    {line}\n" for line in passage.passage.text.splitlines()))
+
+
+def _column(name: str | None) -> str | int | None:
+    """Returns the name of a column, or its number in a file without a header."""
+    from sansgpu.config.parse import whole_number
+
+    if name is None or (number := whole_number(name.removeprefix("-"), LARGEST_INTEGER)) is None:
+        return name
+    return -number if name.startswith("-") else number
+
+
+@tokenizer.command("train")
+def tokenizer_train(
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="File, folder, Hugging Face dataset or python-stdlib.")
+    ],
+    output: Annotated[Path, path_option("Folder for the tokenizer.", "DIR")],
+    vocab_size: Annotated[int, option("Vocabulary size.")] = 8192,
+    sample_mb: Annotated[int, option("Megabytes of text to train on.", min=1)] = 32,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a byte-level BPE tokenizer.
+
+    Example: sansgpu tokenizer train notes/ --vocab-size 8192 --output tokenizer
+    """
+    with preparation_bar() as bar:
+        from sansgpu.jobs.tokenize import train_tokenizer
+
+        result = train_tokenizer(source, vocab_size, sample_mb, output, bar)
+    if as_json:
+        print_json(result)
+    else:
+        show(f"{result['vocab_size']:,} tokens, written to {output}")
+
+
+@tokenizer.command("encode")
+def tokenizer_encode(
+    name: Annotated[
+        str, typer.Argument(metavar="TOKENIZER", help="Tokenizer folder, tokenizer.json file or model name.")
+    ],
+    text: Annotated[str | None, option("Text to encode. Default: standard input.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the token ids of a text.
+
+    Example: sansgpu tokenizer encode tokenizer --text "def main"
+    """
+    from sansgpu.jobs.tokenize import encode_text
+
+    result = encode_text(name, _standard_input() if text is None else text)
+    if as_json:
+        print_json(result)
+    else:
+        show(" ".join(map(str, result["ids"])))
+
+
+def _standard_input() -> str:
+    """Reads standard input without translating line ends. Raises ConfigError if it is not UTF-8."""
+    from sansgpu.config import ConfigError
+
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", newline="")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise ConfigError(f"standard input is not UTF-8 text (byte 0x{byte:02x}); convert it first.") from None
