@@ -181,7 +181,7 @@ def test_a_run_from_python_depends_neither_on_hashes_nor_on_the_order_of_imports
 
 
 def test_a_notebook_shows_one_output_that_is_drawn_anew(tmp_path: Path, overrides: list[str]) -> None:
-    from sansgpu.views.notebook import NotebookView
+    from sansgpu.views.page import NotebookView
 
     InteractiveShell.instance()
     with capture_output() as captured:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import Config, ConfigError, as_config, note_of, with_own_names
-from sansgpu.events.callbacks import Callback, CallbackSink
 from sansgpu.events.event import Event, Sink
+from sansgpu.events.loggers import Callback, CallbackSink
 from sansgpu.events.record import RunRecord
 from sansgpu.jobs.generate import generate_text
 from sansgpu.jobs.runs import is_locked
@@ -22,7 +22,7 @@ from sansgpu.machine.world import find_world
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.train.loading import ModelRequest
 from sansgpu.train.loop import TrainingResult
-from sansgpu.views.notebook import NotebookView
+from sansgpu.views.page import NotebookView
 from sansgpu.views.results import describe_results, summarize
 from sansgpu.views.terminal import PreparationBar, RunConsole, Terminal, Warnings
 

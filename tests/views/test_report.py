@@ -18,8 +18,7 @@ from sansgpu.config import load_config
 from sansgpu.events.record import RunRecord
 from sansgpu.train.run_folders import lock_run
 from sansgpu.views.page import figure
-from sansgpu.views.paper_plots import write_plots
-from sansgpu.views.plots import MAX_POINTS, Plot, downsample
+from sansgpu.views.plots import MAX_POINTS, Plot, downsample, write_plots
 from sansgpu.views.run_plots import time_parts
 from sansgpu.views.run_report import run_plots
 from tests.processes import json_lines, use_cache

@@ -41,7 +41,7 @@ def list_runs(
     elif not rows:
         show(f"No runs found in {folder}.")
     else:
-        from sansgpu.views.run_list import print_runs
+        from sansgpu.views.results import print_runs
         from sansgpu.views.terminal import RunConsole
 
         print_runs(RunConsole(), rows)

@@ -12,7 +12,7 @@ from sansgpu.files.atomic import write_failures_as, write_text
 from sansgpu.files.ownership import PAGE, README, replace_folder, require_file, require_folder, write_into_folder
 from sansgpu.jobs.runs import is_locked, require_run
 from sansgpu.views.model_card import model_card
-from sansgpu.views.paper_plots import write_plots
+from sansgpu.views.plots import write_plots
 from sansgpu.views.run_report import default_file, run_plots, run_report
 
 FORMS = ("html", "png", "svg")

@@ -1,8 +1,9 @@
-"""Renders self-contained HTML pages with plotly figures."""
+"""Renders self-contained HTML pages with plotly figures, and a run in a notebook cell."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,11 +13,14 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 from markupsafe import Markup, escape
 
 from sansgpu.config.extras import require
+from sansgpu.events.event import Event
 from sansgpu.views.plots import PALETTE, Plot, Series
+from sansgpu.views.terminal import duration
 
 PLOT_HEIGHT, ROW_HEIGHT, ROWS_MARGIN = 300, 40, 60  # pixels
 HOVER_PIXELS = 40  # maximum distance from a point at which its label is shown
 DASHES = ("solid", "dash", "dot", "dashdot")
+REDRAW_SECONDS = 1.0  # minimum time between two updates of a notebook cell
 
 
 @dataclass(frozen=True)
@@ -113,3 +117,28 @@ def _library() -> str:
     from plotly.offline import get_plotlyjs
 
     return str(get_plotlyjs())
+
+
+class NotebookView:
+    """A sink for Jupyter: a progress bar, current figures and the last evaluations, updated in place."""
+
+    def __init__(self) -> None:
+        from IPython.display import HTML, display
+
+        self._page, self._html = templates().get_template("notebook.html"), HTML
+        self._events: dict[str, Any] = {"evaluations": [], "warnings": [], "step": {}, "end": {}, "start": {}}
+        self._redrawn = 0.0
+        self._handle = display(HTML("starting"), display_id=True)
+
+    def emit(self, event: Event) -> None:
+        kind, known = event["event"], self._events
+        if kind in ("start", "step", "end"):
+            known[kind] = event
+        elif kind in ("eval", "warning"):
+            known["evaluations" if kind == "eval" else "warnings"].append(event)
+        if kind != "step" or time.monotonic() - self._redrawn >= REDRAW_SECONDS:
+            self._redrawn = time.monotonic()
+            self._handle.update(self._html(self._page.render(**known, duration=duration)))
+
+    def close(self) -> None:
+        pass

@@ -13,11 +13,10 @@ import yaml
 from sansgpu.config import default_values, flatten
 from sansgpu.events.event import Event
 from sansgpu.events.record import RunRecord
-from sansgpu.views.confusion import Confusion, entity_scores
 from sansgpu.views.page import PlotlyFigure, page
 from sansgpu.views.plots import Plot, evenly
 from sansgpu.views.results import describe_results, evaluation_words, ran_on, size_bytes, summarize
-from sansgpu.views.run_plots import Drawing, NamedRun, time_parts
+from sansgpu.views.run_plots import Confusion, Drawing, NamedRun, entity_scores, time_parts
 from sansgpu.views.tables import storage
 from sansgpu.views.terminal import duration
 
