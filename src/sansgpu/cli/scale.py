@@ -77,8 +77,7 @@ def k8s(given: KubernetesOptions) -> None:
     Example: sansgpu k8s configs/cpu_80m.yaml --nodes 4 --cpus 16 --memory 64Gi --pvc corpus --image hub/sansgpu:1
     """
     with preparation_bar() as bar:
-        from sansgpu.jobs.k8s import kubernetes
-        from sansgpu.jobs.k8s.request import ClusterRequest
+        from sansgpu.jobs.k8s import ClusterRequest, kubernetes
 
         request = ClusterRequest(
             config_file=given.config,

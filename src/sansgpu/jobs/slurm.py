@@ -16,7 +16,7 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.files.atomic import make_folder, write_failures_as, write_text
 from sansgpu.files.marks import FolderMark, read_mark, write_mark
 from sansgpu.files.ownership import require_file, require_folder
-from sansgpu.jobs.k8s.pod_needs import ESTIMATING, needs_of
+from sansgpu.jobs.pod_needs import ESTIMATING, needs_of
 from sansgpu.machine.probe import threads_of_share
 from sansgpu.machine.world import SHUTDOWN_TIMEOUT
 from sansgpu.planning.cluster import require_examples

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sansgpu import __version__
-from sansgpu.jobs.k8s.manifests import LIBIOMP, TCMALLOC, USER
+from sansgpu.jobs.k8s import LIBIOMP, TCMALLOC, USER
 from tests.jobs.k8s.rendered import ROOT, render
 
 IMAGE_EXTRAS = re.compile(r'extra == "(hf|gguf|parquet|report|tensorboard)"')

@@ -15,7 +15,7 @@ from kubeflow.training import ApiClient
 
 from sansgpu.cli import run as cli
 from sansgpu.config import load_config
-from sansgpu.jobs.k8s.manifests import USER
+from sansgpu.jobs.k8s import USER
 from tests.jobs.k8s.rendered import CONFIG, OPTIONS, ROOT, arguments, refused, render
 from tests.processes import environment, settings, write_corpus
 

@@ -6,8 +6,7 @@ import pytest
 
 from sansgpu.cli import run as cli
 from sansgpu.config import load_config
-from sansgpu.jobs.k8s import kubernetes
-from sansgpu.jobs.k8s.request import ClusterRequest
+from sansgpu.jobs.k8s import ClusterRequest, kubernetes
 from sansgpu.machine.compilation import EAGER_FLOPS_PER_SECOND
 from sansgpu.machine.probe import available_cores
 from sansgpu.tasks.registry import TASKS

@@ -1,32 +1,57 @@
-"""Validates the arguments of `sansgpu k8s` and resolves them to the values of the manifests."""
+"""Writes the Dockerfile and the Kubernetes manifests of a run."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from posixpath import normpath
+from typing import Any
 
+import torch
 import yaml
+from jinja2 import Environment, PackageLoader
 
 from sansgpu import __version__
-from sansgpu.config import BUILT_IN_NAMES, INPUT_KEYS, Config, ConfigError, acting_values, setting
+from sansgpu.config import BUILT_IN_NAMES, INPUT_KEYS, Config, ConfigError, acting_values, load_config, setting
 from sansgpu.config.wording import counted
-from sansgpu.jobs.k8s.manifests import DATA, ClusterJob
-from sansgpu.jobs.k8s.pod_needs import PodNeeds, needs_of
+from sansgpu.data.shards import ReportProgress
+from sansgpu.files.atomic import write_failures_as
+from sansgpu.files.ownership import replace_folder
+from sansgpu.jobs.pod_needs import ESTIMATING, PodNeeds, needs_of
 from sansgpu.machine.probe import threads_of_share
+from sansgpu.machine.world import SHUTDOWN_TIMEOUT
 from sansgpu.planning.cluster import require_examples
+from sansgpu.train.run_folders import require_plain_name
 
+PYTHON_IMAGE = "python:3.12.12-slim-bookworm"
+INTEL_OPENMP = "intel-openmp==2026.2.0"
+CLAIM = "claim.yaml"
+FILES = ("Dockerfile", "Dockerfile.dockerignore", "pytorchjob.yaml", "trainjob.yaml", "files.yaml", CLAIM)
+DATA, CONFIG = "/data", "/etc/sansgpu"  # mount points of the claim and the configuration
+COMMAND = "torchrun -m sansgpu train {config}/config.yaml --output-dir {run} --resume latest --headless"
+USER = 1000  # user of the image, and group that owns the claim's files
+# Paths in the image, the same on every architecture.
+TCMALLOC, LIBIOMP = "/usr/local/lib/libtcmalloc.so", "/usr/local/lib/libiomp5.so"
+# Limit of a pod, or of all pods of a TrainJob; lost nodes count only if the operator cannot detect them.
+POD_RESTARTS = 10
+REAP_SECONDS = 10  # time before the pod ends in which torchrun kills processes that have not saved yet
 SHARED_MEMORY_DIVISOR = 8  # /dev/shm may use an eighth of a pod's memory
 MIN_BYTES = 1 << 30  # a pod has at least this much memory, and a claim this much storage
 MAX_DOMAIN_LENGTH = 253
 MAX_NAME_LENGTH = 45  # Kubernetes' 63 without the suffix that operators append, e.g. `-node-0-1234-abcde`
 
 # Kubernetes' quantities: https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity
-_QUANTITY = r"\+?([0-9]+\.?[0-9]*|\.[0-9]+)([KMGTPE]i|[mkMGTPE]?|[eE][-+]?[0-9]{1,2})"
-_DECIMAL, _BINARY, _LARGEST = "kMGTPE", "KMGTPE", (1 << 63) - 1
+_QUANTITY = (
+    r"\+?(?P<number>[0-9]+\.?[0-9]*|\.[0-9]+)((?P<exponent>[eE][-+]?[0-9]{1,2})|(?P<suffix>[KMGTPE]i|[mkMGTPE]))?"
+)
+_UNITS = {"": Decimal(1), "m": Decimal("0.001")}
+_UNITS |= {unit: Decimal(1000) ** power for power, unit in enumerate("kMGTPE", 1)}
+_UNITS |= {f"{unit}i": Decimal(1024) ** power for power, unit in enumerate("KMGTPE", 1)}
+_LARGEST = (1 << 63) - 1
 _LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"  # RFC 1123
 _DOMAIN = rf"{_LABEL}(\.{_LABEL})*"
 _WORD = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
@@ -68,6 +93,75 @@ class ClusterRequest:
         return self.config_file.stem if self.config_file else "default"
 
 
+@dataclass(frozen=True)
+class ClusterJob:
+    """Values of the manifests that follow from a valid request."""
+
+    request: ClusterRequest
+    name: str
+    config: str  # YAML
+    threads: int  # number in each process
+    shared_memory: str
+    node_selector: dict[str, str]
+    grace_seconds: int
+
+    @property
+    def access_mode(self) -> str:
+        """The access mode that the claim needs."""
+        return "ReadWriteMany" if self.request.nodes > 1 else "ReadWriteOnce"
+
+    @property
+    def run(self) -> str:
+        """The run folder, shared by all pods."""
+        return f"{DATA}/runs/{self.name}"
+
+
+def kubernetes(request: ClusterRequest, progress: ReportProgress, warn: Callable[[str], None]) -> dict[str, Any]:
+    """Writes the files and returns their summary and the next commands. Raises ConfigError."""
+    config, notes = load_config(request.config_file, request.overrides, find_beside=False)  # paths on the claim
+    for note in notes:
+        warn(note)
+    progress(ESTIMATING, 0, 0)
+    job = resolve_request(request, config, warn)
+    folder = request.output_dir or Path("k8s") / request.config_name
+    require_plain_name(folder)
+    texts = _texts(job, config, folder)
+    option = "--output-dir"
+    with write_failures_as(ConfigError, folder, option), replace_folder(folder, "cluster", option) as new:
+        for name, text in texts.items():
+            (new / name).write_text(text, encoding="utf-8")
+    return _summary(job, config, folder, [str(folder / name) for name in texts])
+
+
+def _texts(job: ClusterJob, config: Config, folder: Path) -> dict[str, str]:
+    """Returns the contents of the files by name."""
+    request = job.request
+    values = {
+        "job": job,
+        "request": request,
+        "path": shlex.quote((folder / "Dockerfile").as_posix()),
+        "base": PYTHON_IMAGE,
+        "version": __version__,
+        "torch": torch.__version__.partition("+")[0],  # the installed version, which is tested
+        "intel_openmp": INTEL_OPENMP,
+        "packages": ["g++", "libgomp1", *(["libtcmalloc-minimal4"] if request.allocator == "tcmalloc" else [])],
+        "extras": ["hf", "report", *config.training.report_to],
+        "tcmalloc": TCMALLOC,
+        "libiomp": LIBIOMP,
+        "preloaded": [TCMALLOC] * (request.allocator == "tcmalloc") + [LIBIOMP] * (request.openmp == "libiomp"),
+        "user": USER,
+        "data": DATA,
+        "config_folder": CONFIG,
+        "command_line": shlex.split(COMMAND.format(config=CONFIG, run=job.run)),
+        "shutdown_timeout": SHUTDOWN_TIMEOUT,
+        "reap_seconds": REAP_SECONDS,
+        "pod_restarts": POD_RESTARTS,
+    }
+    templates = Environment(loader=PackageLoader("sansgpu.jobs"), keep_trailing_newline=True)
+    names = [name for name in FILES if name != CLAIM or request.create_pvc]
+    return {name: templates.get_template(name).render(values) for name in names}
+
+
 def resolve_request(request: ClusterRequest, config: Config, warn: Callable[[str], None]) -> ClusterJob:
     """Returns the values of the manifests. Raises ConfigError if Kubernetes would reject them or pods could not run."""
     if request.min_nodes > request.nodes:
@@ -91,22 +185,12 @@ def resolve_request(request: ClusterRequest, config: Config, warn: Callable[[str
     if storage is not None and storage < (snapshots := int(kept * needs.snapshot)):
         warn(f"{kept} snapshots need {snapshots / 1e9:.1f} GB, but --create-pvc is {request.create_pvc}; raise it.")
     return ClusterJob(
+        request=request,
         name=name,
-        namespace=request.namespace,
-        image=request.image,
-        claim=request.pvc,
-        storage=request.create_pvc,
         config=yaml.safe_dump(acting_values(config), sort_keys=False, allow_unicode=True),
-        nodes=request.nodes,
-        min_nodes=request.min_nodes,
-        processes=request.processes_per_node,
         threads=threads,
-        cpus=request.cpus,
-        memory=request.memory,
         shared_memory=f"{memory // SHARED_MEMORY_DIVISOR >> 20}Mi",
         node_selector=selector,
-        allocator=request.allocator,
-        openmp=request.openmp,
         grace_seconds=needs.grace_seconds,
     )
 
@@ -187,20 +271,14 @@ def _node_selector(pairs: Sequence[str]) -> dict[str, str]:
 def _bytes_of(option: str, size: str) -> int:
     """Parses a Kubernetes quantity such as 64Gi to bytes. Raises ConfigError if it is invalid or out of range."""
     match = re.fullmatch(_QUANTITY, size)
-    amount = 0 if match is None else int(Decimal(match[1]) * _factor(match[2]))
+    amount = 0
+    if match is not None:
+        amount = int(Decimal(match["number"] + (match["exponent"] or "")) * _UNITS[match["suffix"] or ""])
     if match is None or amount > _LARGEST:
         raise ConfigError(f"{option} {size[:40]!r} is not a Kubernetes quantity; write e.g. 64Gi.")
     if amount < MIN_BYTES:
         raise ConfigError(f"{option} {size} is {amount:,} bytes, too little for any run; write e.g. 64Gi.")
     return amount
-
-
-def _factor(suffix: str) -> Decimal:
-    if suffix.endswith("i"):
-        return Decimal(1024) ** (1 + _BINARY.index(suffix[0]))
-    if suffix[:1] in ("e", "E") and len(suffix) > 1:
-        return Decimal(10) ** int(suffix[1:])
-    return Decimal("0.001") if suffix == "m" else Decimal(1000) ** (1 + _DECIMAL.index(suffix) if suffix else 0)
 
 
 def _threads(config: Config, request: ClusterRequest) -> int:
@@ -223,3 +301,55 @@ def _warn_if_short(needs: PodNeeds, available: int, warn: Callable[[str], None])
             f"each process needs about {needs.memory / 1e9:.1f} GB of memory, but its share of a pod is "
             f"{available / 1e9:.1f} GB; raise --memory or shrink the run, see `sansgpu plan`."
         )
+
+
+def _summary(job: ClusterJob, config: Config, folder: Path, files: list[str]) -> dict[str, Any]:
+    request = job.request
+    return {
+        "name": job.name,
+        "namespace": request.namespace,
+        "files": files,
+        "nodes": request.nodes,
+        "min_nodes": request.min_nodes,
+        "processes_per_node": request.processes_per_node,
+        "threads": job.threads,
+        "cpus": request.cpus,
+        "memory": request.memory,
+        "grace_seconds": job.grace_seconds,
+        "claim": request.pvc,
+        "storage": request.create_pvc,
+        "access_mode": job.access_mode,
+        "run": job.run,
+        "commands": [shlex.join(command) for command in _commands(job, config, folder)],
+    }
+
+
+def _commands(job: ClusterJob, config: Config, folder: Path) -> list[list[str]]:
+    """Returns the next commands, e.g. build the image, copy local data, start the run, copy the model."""
+    request = job.request
+    kubectl = ["kubectl", *(["--namespace", request.namespace] if request.namespace else [])]
+    pod, files = f"{job.name}-files", str(folder / "files.yaml")
+    start_pod = [
+        [*kubectl, "apply", "-f", files],
+        [*kubectl, "wait", "--for=condition=Ready", f"pod/{pod}", "--timeout=10m"],
+    ]
+    delete_pod = [[*kubectl, "delete", "-f", files]]  # releases a ReadWriteOnce claim
+    copies = []
+    for path in local_file(config):
+        place = PurePosixPath(on_claim(path))
+        if str(place.parent) != DATA:
+            copies.append([*kubectl, "exec", pod, "--", "mkdir", "-p", str(place.parent)])
+        copies.append([*kubectl, "cp", path, f"{pod}:{place}"])
+    pods = f"app.kubernetes.io/instance={job.name}"
+    return [
+        ["docker", "build", "-f", str(folder / "Dockerfile"), "-t", request.image, "."],
+        ["docker", "push", request.image],
+        *([[*kubectl, "apply", "-f", str(folder / CLAIM)]] if request.create_pvc else []),
+        *([*start_pod, *copies, *delete_pod] if copies else []),
+        [*kubectl, "apply", "-f", str(folder / "pytorchjob.yaml")],
+        [*kubectl, "wait", "--for=condition=Running", f"pytorchjob/{job.name}", "--timeout=30m"],
+        [*kubectl, "logs", "-f", "--prefix", "--ignore-errors", f"--max-log-requests={request.nodes}", "-l", pods],
+        *start_pod,
+        [*kubectl, "cp", f"{pod}:{job.run}/final", f"{job.name}-final"],
+        *delete_pod,
+    ]
