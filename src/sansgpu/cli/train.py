@@ -236,8 +236,7 @@ def tune(given: TuneOptions) -> int:
         from sansgpu.jobs.tune import Interrupted, TuneRequest
         from sansgpu.jobs.tune import tune as job
         from sansgpu.views.terminal import RunConsole
-        from sansgpu.views.tune_events import SearchEstimate, SearchEvent
-        from sansgpu.views.tune_terminal import TuneTerminal, print_estimate, print_tune
+        from sansgpu.views.tune import SearchEstimate, SearchEvent, TuneTerminal, print_estimate, print_tune
 
         console = RunConsole(stderr=given.as_json)
         terminal = TuneTerminal(console)

@@ -1,13 +1,16 @@
-"""Hyperparameter search with Optuna."""
+"""Hyperparameter search with Optuna: its plan, its trials, and the files best.yaml, trials.csv and report.html."""
 
 from __future__ import annotations
 
+import csv
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import optuna
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict
 
@@ -15,12 +18,14 @@ from sansgpu.config import (
     Config,
     ConfigError,
     Override,
+    SansGPUError,
     Space,
     acting_values,
     change_config,
     load_config,
     load_space,
     measure_of,
+    save_config,
     setting,
 )
 from sansgpu.config.paths import RUNS
@@ -28,13 +33,11 @@ from sansgpu.config.plain_data import InvalidDataError
 from sansgpu.config.training import require_hours
 from sansgpu.config.wording import counted
 from sansgpu.data.shards import ReportProgress
-from sansgpu.files.atomic import cleanup_of, write_failures_as, write_text
+from sansgpu.files.atomic import atomic_write, cleanup_of, write_failures_as, write_text
 from sansgpu.files.marks import FolderMark, write_mark
 from sansgpu.files.ownership import LOCK, require_folder, require_no_links
 from sansgpu.files.reading import read_validated
-from sansgpu.jobs.tune.result import result_of, write_files
-from sansgpu.jobs.tune.search import Search, SearchBudget, Show
-from sansgpu.jobs.tune.study import LOCK_SECONDS, Study, require_same
+from sansgpu.jobs.tune.search import LOCK_SECONDS, STATES, Search, SearchBudget, Show, Study, require_same
 from sansgpu.jobs.tune.trial import Length, chosen_config, trial_config
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.probe import resolve_threads
@@ -43,12 +46,13 @@ from sansgpu.planning.forecast import forecast_of, length_of
 from sansgpu.planning.prepare import prepare, with_optimizer
 from sansgpu.planning.set_up import Warn
 from sansgpu.tasks.registry import task_of
-from sansgpu.train.run_folders import require_writable
+from sansgpu.train.run_folders import open_any, require_writable
 from sansgpu.train.schedule import warmup_problem
-from sansgpu.views.tune_events import SearchBegin, SearchEstimate, SearchResult
+from sansgpu.views.tune import SearchBegin, SearchEstimate, SearchResult, TrialRow, write_tune_report
 
 # Evaluations per trial. A configuration with fewer than the minimum gets the default, because pruning needs several.
 MIN_EVALUATIONS, DEFAULT_EVALUATIONS = 5, 8
+MIN_TRIALS_FOR_IMPORTANCE = 6
 
 Values = dict[str, Any]
 
@@ -113,8 +117,8 @@ def tune(
     signal = Search(study, config, length, measure, budget, show).run()
     if signal is not None:
         return Interrupted(signal, folder)
-    result = result_of(study, config, default, name, measure)
-    write_files(result, study, lambda values: chosen_config(original, values, length))
+    result = _result_of(study, config, default, name, measure)
+    _write_files(result, study, lambda values: chosen_config(original, values, length))
     return result
 
 
@@ -227,3 +231,73 @@ def _record(folder: Path, config: Config, space: Space, length: Length) -> None:
 def _identity(config: Config, space: Space) -> Values:
     """Returns the values that must match for a search to be resumed."""
     return {"configuration": acting_values(config), "space": {key: p.to_json() for key, p in space.items()}}
+
+
+def _result_of(study: Study, config: Config, default: Values, name: str, measure: str) -> SearchResult:
+    """Returns the result that `tune --json` prints. `default` holds the unchanged configuration's values.
+
+    Raises SansGPUError if no trial was completed.
+    """
+    rows = [_row(trial, default, measure) for trial in study.trials() if trial.state != optuna.trial.TrialState.WAITING]
+    best = study.best()
+    if best is None:
+        why = next((row.why for row in rows if row.why), "the time budget was too short for one.")
+        raise SansGPUError(f"no trial was completed: {why}")
+    order = {"done": 0, "pruned": 1, "unfinished": 2, "failed": 3}
+    rows.sort(key=lambda row: (order[row.state], row.loss is None, row.loss or 0.0, row.trial))
+    unchanged = next((row for row in rows if row.trial == 0 and row.state == "done"), None)
+    lowest, before = rows[0].loss, unchanged.loss if unchanged else None
+    return SearchResult(
+        name=name,
+        task=config.task,
+        measure=measure,
+        folder=str(study.folder),
+        best=rows[0],
+        default=unchanged,
+        gain=None if before is None or lowest is None else 1 - lowest / before,
+        importance=_importance(study),
+        seconds=sum(row.seconds for row in rows),
+        trials=rows,
+        files=[str(study.folder / name) for name in ("best.yaml", "trials.csv", "report.html")],
+    )
+
+
+def _write_files(result: SearchResult, study: Study, chosen: Callable[[Values], Config]) -> None:
+    """Writes best.yaml, trials.csv and report.html. Raises SansGPUError if they cannot be written."""
+    folder = study.folder
+    with write_failures_as(SansGPUError, folder):
+        with atomic_write(folder / "best.yaml") as partial:
+            save_config(open_any(chosen(result.best.parameters)), partial)
+        _write_csv(result, study)
+        write_tune_report(result, study.optuna, folder)
+
+
+def _row(trial: optuna.trial.FrozenTrial, default: Values, measure: str) -> TrialRow:
+    measured = trial.user_attrs.get("measured", {})
+    return TrialRow(
+        trial=trial.number,
+        state=STATES.get(trial.state, "unfinished"),
+        loss=measured.get(measure),
+        bits_per_byte=measured.get("bits_per_byte"),
+        step=measured.get("step"),
+        parameters=default if "as_it_is" in trial.user_attrs else trial.params,
+        seconds=trial.user_attrs.get("seconds", 0.0),
+        why=trial.user_attrs.get("why"),
+    )
+
+
+def _importance(study: Study) -> dict[str, float]:
+    """Returns Optuna's hyperparameter importances, or nothing if too few trials were completed."""
+    done = [trial for trial in study.trials() if trial.state == optuna.trial.TrialState.COMPLETE]
+    if len(done) < MIN_TRIALS_FOR_IMPORTANCE:
+        return {}
+    return dict(optuna.importance.get_param_importances(study.optuna))
+
+
+def _write_csv(result: SearchResult, study: Study) -> None:
+    columns = ("trial", "state", "loss", "bits_per_byte", "step", "seconds", "why")
+    with atomic_write(study.folder / "trials.csv") as partial, partial.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([*columns, *result.keys])
+        for row in result.trials:
+            writer.writerow([*(getattr(row, name) for name in columns), *map(row.parameters.get, result.keys)])

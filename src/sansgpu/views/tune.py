@@ -1,8 +1,11 @@
-"""Prints a hyperparameter search: one line per trial above a progress bar, and finally a table."""
+"""A hyperparameter search: its events and result, in the terminal and as report.html."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID
@@ -11,19 +14,116 @@ from rich.text import Text
 
 from sansgpu.config.metrics import BITS_PER_BYTE, LOSS
 from sansgpu.config.wording import counted
+from sansgpu.files.atomic import write_text
+from sansgpu.views.bench_report import as_html
+from sansgpu.views.page import PlotlyFigure, page
 from sansgpu.views.tables import grid, print_table
 from sansgpu.views.terminal import DESCRIPTION, FIGURES, clock, duration
-from sansgpu.views.tune_events import (
-    Parameters,
-    SearchBegin,
-    SearchEstimate,
-    SearchEvent,
-    SearchResult,
-    TrialBegin,
-    TrialEnd,
-    TrialRow,
-    TrialStep,
-)
+
+HEIGHT = 380  # pixels of a plot
+COLOR_SCALE = [[0, "#1f9e89"], [1, "#e8743b"]]  # visible on light and dark backgrounds
+
+Parameters = dict[str, Any]  # values of a trial by configuration key
+
+
+@dataclass(frozen=True)
+class SearchEstimate:
+    """Search space and estimated time. Seconds and `finish` are None if no trial could be timed."""
+
+    space: dict[str, str]
+    trials: int | None
+    trial_seconds: float | None
+    seconds: float | None
+    finish: str | None  # ISO 8601
+
+
+@dataclass(frozen=True)
+class SearchBegin:
+    """A search was started or resumed."""
+
+    folder: str
+    finished: int  # trials
+    evaluations: int  # number in each trial
+    evaluations_changed: bool  # True if the configuration asks for another number
+    estimate: SearchEstimate
+
+
+@dataclass(frozen=True)
+class TrialBegin:
+    """A trial was started, or resumed from `step`."""
+
+    trial: int
+    parameters: Parameters
+    resumed: bool
+    step: int
+
+
+@dataclass(frozen=True)
+class TrialStep:
+    """A trial made a step."""
+
+    trial: int
+    step: int
+    total_steps: int | None
+    loss: float
+
+
+@dataclass(frozen=True)
+class TrialEnd:
+    """A trial ended. `left` estimates the rest of the search."""
+
+    trial: int
+    state: str
+    loss: float | None
+    parameters: Parameters
+    seconds: float
+    why: str | None
+    best: tuple[int, float] | None  # trial and loss
+    finished: int
+    left: SearchEstimate
+
+
+SearchEvent = SearchBegin | TrialBegin | TrialStep | TrialEnd
+
+
+@dataclass(frozen=True)
+class TrialRow:
+    """One trial in the result of a search."""
+
+    trial: int
+    state: str
+    loss: float | None
+    bits_per_byte: float | None
+    step: int | None
+    parameters: Parameters
+    seconds: float
+    why: str | None
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The trials of a search, best first."""
+
+    name: str
+    task: str
+    measure: str
+    folder: str
+    best: TrialRow
+    default: TrialRow | None  # the unchanged configuration
+    gain: float | None  # relative decrease of the loss from the unchanged configuration to the best trial
+    importance: dict[str, float]
+    seconds: float
+    trials: list[TrialRow]
+    files: list[str]
+
+    @property
+    def measure_label(self) -> str:
+        return next(metric.label for metric in (LOSS, BITS_PER_BYTE) if metric.name == self.measure)
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys that any trial changed."""
+        return list(dict.fromkeys(key for row in self.trials for key in row.parameters))
 
 
 def value(chosen: object) -> str:
@@ -193,3 +293,67 @@ def sentences(result: SearchResult) -> list[str]:
             f"importance, as the share of differences between trials that a parameter explains: {', '.join(shares)}"
         )
     return found
+
+
+def write_tune_report(result: SearchResult, study: Any, folder: Path) -> None:
+    """Writes report.html of a search and its optuna.Study. Raises OSError."""
+    page_of = page(
+        "bench.html",
+        _figures(result, study),
+        title=f"{result.name}: hyperparameter search",
+        body=as_html(_text(result)),
+    )
+    write_text(folder / "report.html", page_of)
+
+
+def _text(result: SearchResult) -> str:
+    """Returns the text above the plots as Markdown."""
+    counted = [row.state for row in result.trials]
+    states = ", ".join(f"{counted.count(state)} {state}" for state in dict.fromkeys(counted))
+    best = result.best.parameters
+    lines = [
+        f"# {result.name}: hyperparameter search\n",
+        f"{len(counted)} trials ({states}) in {duration(result.seconds)} of training, as of "
+        f"{datetime.now():%Y-%m-%d %H:%M}.\n",
+        *(f"{sentence[0].upper()}{sentence[1:]}.\n" for sentence in sentences(result)),
+        *(
+            ["The best values, also in best.yaml:\n", *(f"- `{key}`: {value(best[key])}" for key in best), ""]
+            if best
+            else []
+        ),
+    ]
+    head = ["trial", "state", result.measure_label, *(key.rpartition(".")[2] for key in result.keys), "time", ""]
+    lines += ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for row in result.trials:
+        loss = "" if row.loss is None else f"{row.loss:.4f}"
+        cells = [str(row.trial), state(row), loss, *chosen_values(row, result), duration(row.seconds), row.why or ""]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def _figures(result: SearchResult, study: Any) -> list[PlotlyFigure]:
+    """Draws Optuna's plots. Plots that compare trials need at least two finished ones."""
+    from optuna import visualization
+
+    name = result.measure_label
+    colors = {"colorscale": COLOR_SCALE, "reversescale": False, "showscale": False}  # too wide for phones
+    history = visualization.plot_optimization_history(study, target_name=name)
+    intermediate = visualization.plot_intermediate_values(study)
+    intermediate.update_xaxes(title="% of the trial").update_yaxes(title=name)
+    found = [
+        (f"Final {name} of every finished trial, and the best so far", history),
+        (f"{name.capitalize()} of every trial during training", intermediate),
+    ]
+    if sum(row.state == "done" and bool(row.parameters) for row in result.trials) > 1:
+        by_value = visualization.plot_slice(study, target_name=name).update_traces(marker=colors)
+        found.append((f"{name.capitalize()} by each parameter", by_value.update_layout(width=None)))
+    if result.importance:
+        caption = "Share of the differences between trials that each parameter explains"
+        found.append((caption, visualization.plot_param_importances(study)))
+    drawn = []
+    for number, (caption, figure) in enumerate(found):
+        figure.update_layout(title=None, template=None, height=HEIGHT, margin={"l": 10, "r": 16, "t": 8, "b": 10})
+        figure.update_xaxes(automargin=True, zeroline=False).update_yaxes(automargin=True, zeroline=False)
+        figure.update_layout(legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"})
+        drawn.append(PlotlyFigure(f"search-{number}", caption, figure.to_json()))
+    return drawn
