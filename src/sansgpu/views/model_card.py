@@ -6,9 +6,8 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-import yaml
+from huggingface_hub import EvalResult, ModelCardData
 
 from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_CHAT, PYTHON_STDLIB_GRAPH, CardText
 from sansgpu.config.metrics import LOSS
@@ -102,7 +101,7 @@ def model_card(record: RunRecord, step: int | None = None, adapter: bool = False
         templates()
         .get_template("model_card.md")
         .render(
-            front=yaml.safe_dump(_front_matter(model), sort_keys=False, allow_unicode=True).rstrip("\n"),
+            front=_front_matter(model).to_yaml(),
             model=model,
             name=as_text(record.name),
             device="GPU" if _on_gpu(record) else "CPU",
@@ -119,19 +118,19 @@ def model_card(record: RunRecord, step: int | None = None, adapter: bool = False
     )
 
 
-def _front_matter(model: _Model) -> dict[str, Any]:
+def _front_matter(model: _Model) -> ModelCardData:
     base = model.base if model.base and _is_on_hub(model.base) else None
-    task = str(model.record.config.get("task"))
-    found = {
-        "library_name": _library(model),
-        "pipeline_tag": model.text.pipeline_tag,
-        "base_model": base,
-        "base_model_relation": ("adapter" if model.adapter else "finetune") if base else None,
-        "tags": ["sansgpu", *([] if _on_gpu(model.record) else ["cpu"]), task, *(["lora"] if model.adapter else [])],
-        "datasets": [model.data] if _is_on_hub(model.data) else None,
-        "model-index": _index(model),
-    }
-    return {key: value for key, value in found.items() if value}
+    task, results = str(model.record.config.get("task")), _results(model)
+    return ModelCardData(
+        library_name=_library(model),
+        pipeline_tag=model.text.pipeline_tag or None,
+        base_model=base,
+        base_model_relation=("adapter" if model.adapter else "finetune") if base else None,
+        tags=["sansgpu", *([] if _on_gpu(model.record) else ["cpu"]), task, *(["lora"] if model.adapter else [])],
+        datasets=[model.data] if _is_on_hub(model.data) else None,
+        model_name=model.record.name if results else None,
+        eval_results=results or None,
+    )
 
 
 def _library(model: _Model) -> str:
@@ -154,25 +153,23 @@ def _shown(name: str) -> str:
     return name if _is_on_hub(name) else Path(name).name or "a local folder"
 
 
-def _index(model: _Model) -> list[dict[str, Any]]:
-    """Returns the results in the format that the Hub reads."""
+def _results(model: _Model) -> list[EvalResult]:
+    """Returns the results as the Hub reads them; none if it does not know the task."""
     evaluation, own = model.evaluation, model.record.config["data"].get("validation_name")
     if evaluation is None or not model.text.pipeline_tag:
         return []
     loss = [] if evaluation["loss"] is None else [(LOSS, evaluation["loss"])]
-    metrics = [
-        {"type": metric.name, "name": metric.title, "value": round(value, 5)}
+    return [
+        EvalResult(
+            task_type=model.text.pipeline_tag,
+            dataset_type=_shown(own or model.data),
+            dataset_name=_shown(own) if own else f"{_shown(model.data)} (validation split)",
+            metric_type=metric.name,
+            metric_value=round(value, 5),
+            metric_name=metric.title,
+        )
         for metric, value in (*loss, *reported_metrics(model.record, evaluation))
     ]
-    result = {
-        "task": {"type": model.text.pipeline_tag},
-        "dataset": {
-            "name": _shown(own) if own else f"{_shown(model.data)} (validation split)",
-            "type": _shown(own or model.data),
-        },
-        "metrics": metrics,
-    }
-    return [{"name": model.record.name, "results": [result]}]
 
 
 def _facts(card: _Model) -> dict[str, str]:
