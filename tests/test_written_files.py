@@ -286,38 +286,6 @@ def test_only_the_run_that_is_meant_is_written(home: Path, tmp_path: Path, capsy
     assert state(checkpoints) == kept
 
 
-def test_a_run_of_version_0_1_0_goes_on(home: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(home / "one", run)
-    as_of_0_1_0(run)
-    (run / "final/notes.md").write_text("mine")
-    card = (run / "final/README.md").read_bytes()
-    assert cli(resume(run, "--max-steps", "8")) == 0
-    marked = tmp_path / "marked"
-    shutil.copytree(home / "one", marked)
-    assert cli(resume(marked, "--max-steps", "8")) == 0
-    weights = "final/model.safetensors"
-    assert (run / weights).read_bytes() == (marked / weights).read_bytes()
-    assert (run / "final/notes.md").read_text() == "mine"
-    assert (run / "final/README.md").read_bytes() == card  # somebody may have changed it
-    assert cli(["export", str(run)]) == 0
-    assert cli(["export", str(run)]) == 0
-
-
-def as_of_0_1_0(run: Path) -> None:
-    """Removes the files that version 0.1.0 did not write."""
-    for mark in list(run.rglob(".sansgpu.json")):
-        mark.unlink()
-    for snapshot in (run / "snapshots").glob("step-*"):
-        state_file, manifest_file = snapshot / "state.json", snapshot / "MANIFEST.json"
-        values = json.loads(state_file.read_text())
-        del values["configuration"]
-        state_file.write_text(json.dumps(values, indent=2) + "\n")
-        manifest = json.loads(manifest_file.read_text())
-        manifest["files"]["state.json"] = hashlib.sha256(state_file.read_bytes()).hexdigest()
-        manifest_file.write_text(json.dumps(manifest, indent=2) + "\n")
-
-
 def test_a_hostile_mark_does_not_delete_files_outside(home: Path, tmp_path: Path) -> None:
     output, theirs = tmp_path / "output", tmp_path / "theirs"
     arguments = ["export", str(home / "one"), "--output", str(output)]

@@ -214,7 +214,7 @@ def test_pipes_in_place_of_files_do_not_hang(run: Path, capsys: pytest.CaptureFi
 
 
 def test_keys_of_other_versions_are_fine(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Later versions may add keys, and version 0.1.0 had fewer."""
+    """Later versions may add keys, and earlier ones had fewer."""
     edit(run / "environment.json", lambda values: values.update(more={"a": [1, "b"]}))
     edit(snapshot_file(run, "MANIFEST.json"), lambda values: values.update(signed="by nobody"))
     edit_line(run, line_of(run, "step"), lambda event: event.update(more={"a": [1, {"b": None}]}))

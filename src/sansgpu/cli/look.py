@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from sansgpu.cli.completion import run_names
 from sansgpu.cli.options import (
     OUTPUT,
     JsonOption,
@@ -18,6 +17,7 @@ from sansgpu.cli.options import (
     option,
     path_option,
     print_json,
+    run_names,
     show,
     warn,
 )

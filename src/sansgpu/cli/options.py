@@ -1,4 +1,4 @@
-"""Shared options and output helpers of the command line."""
+"""Shared options of the command line, completion of their values, and output helpers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from sansgpu.cli.completion import configuration_names, run_names, snapshot_names
 from sansgpu.events.escape import printable, printable_json, printable_line
 
 if TYPE_CHECKING:
@@ -26,6 +25,33 @@ CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 MAX_LINE_LENGTH = 2500  # characters of a message on stderr
 MAX_WORD_LENGTH = 400  # the same of a word in it, e.g. a value of thousands of digits
 LARGEST_INTEGER = 2**63 - 1  # limit of torch.Generator, NumPy and files
+PRESETS = Path(__file__).parents[1] / "config/presets"
+MAX_COMPLETED_RUNS = 200
+
+
+def configuration_names(incomplete: str) -> list[str]:
+    """Completes presets, and the files in ./configs by name, in a shell.
+
+    Looks at files only, because importing the schema would take longer than a key press. Without a match, bash, zsh and
+    fish complete file names.
+    """
+    files = [file for folder in (PRESETS, Path("configs")) if folder.is_dir() for file in sorted(folder.iterdir())]
+    names = dict.fromkeys(file.stem for file in files if file.suffix in CONFIG_SUFFIXES)
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def run_names(incomplete: str) -> list[str]:
+    """Returns the run folders in ./runs, the most recently changed first."""
+    records = sorted(Path("runs").glob("*/metrics.jsonl"), key=lambda file: file.stat().st_mtime, reverse=True)
+    return [str(file.parent) for file in records[:MAX_COMPLETED_RUNS] if str(file.parent).startswith(incomplete)]
+
+
+def snapshot_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Returns latest, best, and the snapshots of the run that the command line names, the newest first."""
+    named = (context.params.get("run"), context.params.get("output_dir"), *context.args)  # args: not parsed yet
+    run = next(filter(None, named), None)
+    steps = sorted(Path(run).glob("snapshots/step-*"), reverse=True) if run else []
+    return [name for name in ("latest", "best", *(step.name for step in steps)) if name.startswith(incomplete)]
 
 
 def written_path(name: str) -> Path:

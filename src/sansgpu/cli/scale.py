@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from sansgpu.cli.completion import configuration_names
 from sansgpu.cli.options import (
     ConfigArgument,
     JsonOption,
     OverrideOption,
+    configuration_names,
     option,
     path_option,
     preparation_bar,

@@ -213,7 +213,7 @@ def bench(given: BenchOptions) -> None:
         from sansgpu.jobs.bench import BenchRequest
         from sansgpu.jobs.bench import bench as job
         from sansgpu.planning.forecast import start_time, target_steps
-        from sansgpu.views.bench_table import print_bench, print_forward
+        from sansgpu.views.bench import print_bench, print_forward
 
         request = BenchRequest(
             given.config, tuple(given.override or ()), folder, given.steps, given.from_step,

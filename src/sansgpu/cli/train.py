@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sansgpu.cli.completion import snapshot_names
 from sansgpu.cli.options import (
     CONFIGURATION,
     OUTPUT,
@@ -29,6 +28,7 @@ from sansgpu.cli.options import (
     preparation_bar,
     print_json,
     show,
+    snapshot_names,
     warn,
     with_fields,
 )

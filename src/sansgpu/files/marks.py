@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from sansgpu.config import ConfigError
+from sansgpu.config.parse import read_values
 from sansgpu.config.plain_data import parse_json, read_regular
 from sansgpu.files.atomic import write_text
 
@@ -22,6 +24,7 @@ KINDS = {
     "cluster": "a cluster's manifests", "search": "a search", "snapshots": "a run's snapshots", "logs": "a run's logs",
 }  # fmt: skip
 _MAX_BYTES = 1 << 22  # maximum size of a mark; enough for 30,000 files
+_MAX_LINE = 1 << 16  # characters read of a run's first event
 _SAMPLE_BYTES = 1 << 20  # at each end of a file, included in its fingerprint
 
 
@@ -32,7 +35,6 @@ class FolderMark:
     kind: str
     files: dict[str, list[str]] = field(default_factory=dict)  # valid fingerprints by relative path
     run: str | None = None  # identity of the run that the folder belongs to
-    made_by_0_1: bool = False  # a run started by version 0.1.0, whose other folders have no mark
     configuration: dict[str, Any] | None = None  # a run's config.identity
 
 
@@ -47,6 +49,29 @@ def read_mark(folder: Path) -> FolderMark | None:
         return mark if _is_valid(mark) else None
     except (OSError, ValueError, TypeError, AttributeError):
         return None
+
+
+def is_output(folder: Path, kind: str) -> bool:
+    """Returns True if a folder is marked as of this kind, or is a run or a search that was copied without its mark."""
+    if (mark := read_mark(folder)) is not None:
+        return mark.kind == kind
+    try:
+        if kind == "search":
+            return {"configuration", "space", "length"} <= {*parse_json(read_regular(folder / "tune.json", _MAX_BYTES))}
+        return kind == "run" and _has_files_of_a_run(folder)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ConfigError):
+        return False
+
+
+def _has_files_of_a_run(folder: Path) -> bool:
+    config, environment, metrics = (folder / name for name in ("config.yaml", "environment.json", "metrics.jsonl"))
+    if any(path.is_symlink() or not path.is_file() for path in (config, environment, metrics)):
+        return False
+    with metrics.open(encoding="utf-8") as file:
+        first = file.readline(_MAX_LINE)
+    begun = not first or parse_json(first)["event"] == "start"
+    keys = {*read_values(config), *parse_json(read_regular(environment, _MAX_BYTES))}
+    return begun and {"task", "model", "training", "data", "isa", "sansgpu"} <= keys
 
 
 def write_mark(folder: Path, mark: FolderMark) -> None:
@@ -92,7 +117,6 @@ def _is_valid(mark: FolderMark) -> bool:
         and isinstance(mark.files, dict)
         and all(isinstance(known, list) and _is_inside(name) for name, known in mark.files.items())
         and isinstance(mark.run, str | None)
-        and isinstance(mark.made_by_0_1, bool)
         and isinstance(mark.configuration, dict | None)
     )
 

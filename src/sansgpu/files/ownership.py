@@ -27,23 +27,19 @@ from sansgpu.files.marks import (
     fingerprint,
     fingerprint_of,
     has_link_in_path,
+    is_output,
     is_unchanged,
     read_mark,
     write_mark,
 )
-from sansgpu.files.unmarked import files_of_unmarked, is_unmarked
 
 Files = dict[str, list[str]]  # valid fingerprints of sansgpu's files, by relative path
 
 REPLACED_KINDS = "model", "tokenizer"  # kinds of folders whose files are replaced together: old ones are deleted
 LOCK = ".lock"  # a command that is killed before it wrote anything leaves an empty one
 README = "README.md"  # an edited model card is not replaced
-# Text near the start of files that sansgpu wrote. Pages of version 0.1.0 have only the second.
-PAGE = (
-    b'<meta name="generator" content="sansgpu">',
-    b"style-src 'unsafe-inline'; img-src data: blob:; form-action 'none'",
-)
-GGUF = (b", trained with sansgpu.",)
+# Text near the start of files that sansgpu wrote.
+PAGE, GGUF = b'<meta name="generator" content="sansgpu">', b", trained with sansgpu."
 _HEAD_BYTES = 1 << 16  # bytes at the start of a file that are searched for these texts
 
 
@@ -57,14 +53,14 @@ def require_folder(folder: Path, kind: str, option: str = "--output-dir") -> Non
     mark = read_mark(folder)
     if mark is not None and mark.kind != kind:
         raise ConfigError(f"{folder} contains {KINDS[mark.kind]}, not {KINDS[kind]}; choose another {option}.")
-    if mark is None and (other := _first_entry(folder, option)) and not is_unmarked(folder, kind):
+    if mark is None and (other := _first_entry(folder, option)) and not is_output(folder, kind):
         raise ConfigError(
             f"{folder} contains files that sansgpu did not write, such as {other}; choose another {option}."
         )
 
 
-def require_file(path: Path, ours: Sequence[bytes] = (), option: str = "--output") -> None:
-    """Raises ConfigError unless `path` is new, empty, or contains a text of `ours` near its start."""
+def require_file(path: Path, own: bytes | None = None, option: str = "--output") -> None:
+    """Raises ConfigError unless `path` is new, empty, or contains the text `own` near its start."""
     _require_no_link(path, option)
     if not path.exists():
         return
@@ -74,8 +70,8 @@ def require_file(path: Path, ours: Sequence[bytes] = (), option: str = "--output
         raise ConfigError(f"{path} is not a regular file; choose another {option}.")
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
-    if head and not any(words in head for words in ours):
-        problem = "exists and was not written by this command" if ours else "already exists"
+    if head and (own is None or own not in head):
+        problem = "already exists" if own is None else "exists and was not written by this command"
         raise ConfigError(f"{path} {problem}; choose another {option}, or delete it.")
 
 
@@ -96,7 +92,7 @@ def replace_folder(folder: Path, kind: str, option: str = "--output") -> Iterato
     """
     require_folder(folder, kind, option)
     folder = folder.resolve()
-    before = _own_files(folder, kind)
+    before = _own_files(folder)
     make_folder(folder.parent)
     replaceable = _can_replace(folder, kind, before)
     beside = replaceable or not folder.exists()
@@ -124,11 +120,11 @@ def write_into_folder(folder: Path, name: str, text: str) -> bool:
     return True
 
 
-def remove_folder(folder: Path, kind: str) -> None:
+def remove_folder(folder: Path) -> None:
     """Deletes the files that sansgpu wrote to a folder, and the folder if it is then empty. Raises OSError."""
     if folder.is_symlink() or not folder.is_dir():
         return
-    for name, known in _own_files(folder, kind).items():
+    for name, known in _own_files(folder).items():
         _remove(folder, name, known)
     if [path.name for path in folder.iterdir()] in ([MARK], []):
         (folder / MARK).unlink(missing_ok=True)
@@ -151,11 +147,9 @@ def _first_entry(folder: Path, option: str) -> str | None:
         raise ConfigError(f"{folder} cannot be read: {error.strerror}; choose another {option}.") from None
 
 
-def _own_files(folder: Path, kind: str) -> Files:
-    if (mark := read_mark(folder)) is not None:
-        return mark.files
-    found = files_of_unmarked(folder, kind) if is_unmarked(folder, kind) else []
-    return {path.name: [fingerprint(path)] for path in found if not path.is_symlink()}
+def _own_files(folder: Path) -> Files:
+    mark = read_mark(folder)
+    return mark.files if mark is not None else {}
 
 
 def _is_taken(folder: Path, name: str, known: list[str]) -> bool:

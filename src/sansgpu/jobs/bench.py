@@ -37,8 +37,15 @@ from sansgpu.planning.variations import (
 )
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.run_folders import open_any, require_plain_name
-from sansgpu.views.bench_report import write_report
-from sansgpu.views.bench_table import BenchResult, ForwardPass, ForwardResult, GpuComparison, Variation, is_measurable
+from sansgpu.views.bench import (
+    BenchResult,
+    ForwardPass,
+    ForwardResult,
+    GpuComparison,
+    Variation,
+    is_measurable,
+    write_report,
+)
 from sansgpu.views.terminal import duration
 
 PROJECTED_STEPS = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)

@@ -1,10 +1,12 @@
-"""Estimates a pod's memory and the grace period that it needs to save before termination."""
+"""Templates of files for a cluster, and estimates of a process's memory and of the time that it needs to save."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+
+from jinja2 import Environment, PackageLoader, Template
 
 from sansgpu.config import Config, SansGPUError
 from sansgpu.machine.compilation import EAGER_FLOPS_PER_SECOND
@@ -40,6 +42,10 @@ class PodNeeds:
         saving = SNAPSHOTS * self.snapshot / DISK_BYTES_PER_SECOND
         seconds = START_SECONDS + STEPS * self.step_seconds + saving
         return ROUND_SECONDS * math.ceil(seconds / ROUND_SECONDS)
+
+
+def template(name: str) -> Template:
+    return Environment(loader=PackageLoader("sansgpu.jobs"), keep_trailing_newline=True).get_template(name)
 
 
 def needs_of(config: Config, threads: int, world_size: int, warn: Callable[[str], None]) -> PodNeeds:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from sansgpu.config import ConfigError
 from sansgpu.config.extras import require
 from sansgpu.data.shards import ReportProgress
-from sansgpu.files.marks import read_mark
+from sansgpu.files.marks import is_output
 from sansgpu.files.ownership import GGUF, require_file, require_folder
-from sansgpu.files.unmarked import is_unmarked
 from sansgpu.jobs.report import write_model_card
 from sansgpu.jobs.runs import require_run
 from sansgpu.models.formats.onnx import FILES, OnnxCheck, decoder_error, require_onnx, write_onnx
@@ -89,8 +88,7 @@ def _require_output(target: Path, output: Path | None) -> Path:
 def _require_no_other_run(folder: Path, run: Path) -> None:
     """Raises ConfigError if `folder` is inside another run's folder, e.g. its `final/`."""
     owner = folder.resolve().parent
-    mark = read_mark(owner)
-    if owner != run.resolve() and ((mark and mark.kind == "run") or is_unmarked(owner, "run")):
+    if owner != run.resolve() and is_output(owner, "run"):
         raise ConfigError(f"{folder} belongs to the run {owner}, not to {run}; choose another --output.")
 
 

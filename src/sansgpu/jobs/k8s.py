@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import yaml
-from jinja2 import Environment, PackageLoader
 
 from sansgpu import __version__
 from sansgpu.config import BUILT_IN_NAMES, INPUT_KEYS, Config, ConfigError, acting_values, load_config, setting
@@ -21,7 +20,7 @@ from sansgpu.config.wording import counted
 from sansgpu.data.shards import ReportProgress
 from sansgpu.files.atomic import write_failures_as
 from sansgpu.files.ownership import replace_folder
-from sansgpu.jobs.pod_needs import ESTIMATING, PodNeeds, needs_of
+from sansgpu.jobs.cluster_files import ESTIMATING, PodNeeds, needs_of, template
 from sansgpu.machine.probe import threads_of_share
 from sansgpu.machine.world import SHUTDOWN_TIMEOUT
 from sansgpu.planning.cluster import require_examples
@@ -157,9 +156,8 @@ def _texts(job: ClusterJob, config: Config, folder: Path) -> dict[str, str]:
         "reap_seconds": REAP_SECONDS,
         "pod_restarts": POD_RESTARTS,
     }
-    templates = Environment(loader=PackageLoader("sansgpu.jobs"), keep_trailing_newline=True)
     names = [name for name in FILES if name != CLAIM or request.create_pvc]
-    return {name: templates.get_template(name).render(values) for name in names}
+    return {name: template(name).render(values) for name in names}
 
 
 def resolve_request(request: ClusterRequest, config: Config, warn: Callable[[str], None]) -> ClusterJob:

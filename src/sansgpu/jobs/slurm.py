@@ -16,7 +16,7 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.files.atomic import make_folder, write_failures_as, write_text
 from sansgpu.files.marks import FolderMark, read_mark, write_mark
 from sansgpu.files.ownership import require_file, require_folder
-from sansgpu.jobs.pod_needs import ESTIMATING, needs_of
+from sansgpu.jobs.cluster_files import ESTIMATING, needs_of, template
 from sansgpu.machine.probe import threads_of_share
 from sansgpu.machine.world import SHUTDOWN_TIMEOUT
 from sansgpu.planning.cluster import require_examples
@@ -31,27 +31,6 @@ _PARTITIONS = rf"{_NAME}(,{_NAME})*"
 _MEMORY = r"[0-9]{1,12}[KMGT]?"
 # Slurm's formats of a time limit: https://slurm.schedmd.com/sbatch.html#OPT_time
 _TIME = r"(?P<days>\d{1,4})-(?P<hours>\d{1,3})(:(?P<minutes>\d{1,2})(:\d{1,2})?)?|(?P<clock>\d{1,6}(:\d{1,2}){0,2})"
-
-_TEMPLATE = """\
-#!/bin/bash
-{options}
-{head} Submit it with sbatch in the folder that the relative paths below belong to.
-#
-# Slurm sends SIGTERM {grace} s before the time limit. Every process then ends after the same step, rank 0 saves a
-# snapshot, and the job is queued again. A job that was preempted or lost a node is queued again by Slurm. Each start
-# continues from the newest snapshot.
-set -u
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_ADDR
-export {grace_variable}={grace}  # a step that takes longer is abandoned
-code=0
-srun {steps} \\
-    {command} || code=$?
-if [ "$code" -eq {interrupted} ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$code"
-"""
 
 
 @dataclass(frozen=True)
@@ -113,14 +92,14 @@ def _script(request: SlurmRequest, name: str, folder: Path, grace: int) -> str:
         "open-mode": "append",  # a job that is queued again keeps its number
         "signal": f"TERM@{grace}",
     }
-    lines = [f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None]
-    lines += ["#SBATCH --requeue", *([] if cpus else ["#SBATCH --exclusive"])]
+    given = [f"{key}={value}" for key, value in options.items() if value is not None]
+    given += ["requeue", *([] if cpus else ["exclusive"])]
     settings = [part for override in request.overrides for part in ("--set", override)]
     train = [sys.executable, "-m", "sansgpu", "train", str(request.config_file), *settings]
     # Processes that fail end the others themselves; Slurm would send them SIGTERM, as if the job were preempted.
     steps = ["--kill-on-bad-exit=0", *([f"--cpus-per-task={cpus // processes}"] if cpus else [])]
-    return _TEMPLATE.format(
-        options="\n".join(lines),
+    return template("job.sbatch").render(
+        options=given,
         head=HEAD,
         grace=grace,
         grace_variable=SHUTDOWN_TIMEOUT,
@@ -160,7 +139,7 @@ def _write(folder: Path, text: str) -> Path:
     """Writes the script into the run's folder, where Slurm's log will be, and marks a new folder as a run's."""
     script = folder / SCRIPT
     require_folder(folder, "run")
-    require_file(script, (HEAD.encode(),), "--output-dir")
+    require_file(script, HEAD.encode(), "--output-dir")
     with write_failures_as(ConfigError, folder, "--output-dir"):
         make_folder(folder)
         if read_mark(folder) is None:

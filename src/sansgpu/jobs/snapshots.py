@@ -11,9 +11,8 @@ from sansgpu.config import ConfigError, RunPaths, SansGPUError, load_config, sav
 from sansgpu.events.jsonl import MetricsFile
 from sansgpu.files.atomic import make_folder, scratch_folder, write_failures_as
 from sansgpu.files.folders import copy_folder
-from sansgpu.files.marks import MARK, read_mark
+from sansgpu.files.marks import MARK, is_output
 from sansgpu.files.ownership import replace_folder, require_folder
-from sansgpu.files.unmarked import is_unmarked
 from sansgpu.jobs.runs import is_locked
 from sansgpu.train.branches import all_snapshots, ancestors, branches, finish_pending_moves, record_of
 from sansgpu.train.loading import require_snapshot
@@ -88,7 +87,7 @@ def fork_snapshot(run: Path, name: str, output: Path, warn: Callable[[str], None
     _, paths = open_run(run)
     snapshot = require_snapshot(run, paths, name, warn)
     require_folder(output, "run")
-    if read_mark(output) or is_unmarked(output, "run"):
+    if is_output(output, "run"):
         raise ConfigError(f"{output} already contains a run; choose another --output-dir.")
     file = recorded_file(run, str(snapshot.folder))
     assert file is not None  # open_run requires one

@@ -14,7 +14,7 @@ from sansgpu.planning.prepared import Prepared
 from sansgpu.tasks.task import ReferenceCorpus
 from sansgpu.train.budget import DISK_BYTES_PER_SECOND, EVALUATED_IN_A_STEP, finish_time
 from sansgpu.train.schedule import UNKNOWN_STEPS
-from sansgpu.views.bench_table import Projection
+from sansgpu.views.bench import Projection
 
 MAX_SECONDS = 1e10  # about 300 years; later dates may overflow datetime
 START_SECONDS = {"off": 3.0, "on": 8.0}  # measured time to the first step, without and with (cached) compilation

@@ -16,7 +16,7 @@ from sansgpu.planning.measure import Measured, MeasureRequest, measure_in_subpro
 from sansgpu.planning.memory_fit import estimate_memory, fits
 from sansgpu.planning.prepared import Prepared
 from sansgpu.tasks.registry import task_of
-from sansgpu.views.bench_table import Variation
+from sansgpu.views.bench import Variation
 from sansgpu.views.terminal import duration
 
 WHAT_IF_STEPS = 4  # timed per variation

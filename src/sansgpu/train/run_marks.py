@@ -12,9 +12,8 @@ from typing import Any
 from sansgpu.config import Config, ConfigError, RunPaths, identity, require_identity
 from sansgpu.config.parse import read_values
 from sansgpu.files.atomic import cleanup_of, make_folder, write_failures_as
-from sansgpu.files.marks import MARK, FolderMark, read_mark, write_mark
+from sansgpu.files.marks import MARK, FolderMark, is_output, read_mark, write_mark
 from sansgpu.files.ownership import require_folder, require_no_links
-from sansgpu.files.unmarked import is_unmarked
 from sansgpu.train.snapshots import snapshots
 
 
@@ -68,7 +67,7 @@ def require_own_configuration(paths: RunPaths) -> None:
     """Raises ConfigError if config.yaml is truncated, or altered so that it describes another model or data order.
 
     It must match the folder's mark or the newest snapshot: a run resumed with other values records them only in its
-    mark until its next snapshot. Runs of version 0.1.0 recorded neither.
+    mark until its next snapshot.
     """
     require_identity(paths.config, read_values(paths.config), list(_recorded(paths)))
 
@@ -100,7 +99,7 @@ def _elsewhere(paths: RunPaths) -> Iterator[tuple[Path, str, str]]:
 
 def _mark_of(root: Path) -> FolderMark:
     """Returns the mark of a run's folder, with a new identity if it has none."""
-    mark = read_mark(root) or FolderMark("run", made_by_0_1=is_unmarked(root, "run"))
+    mark = read_mark(root) or FolderMark("run")
     return replace(mark, run=mark.run or uuid.uuid4().hex)
 
 
@@ -113,13 +112,12 @@ def _run_of(folder: Path) -> str | None:
 def _owner_of(folder: Path) -> str | None:
     """Returns the identity of the run that a folder belongs to, by its mark or else by the run around it, or None.
 
-    A run without an identity, such as one of version 0.1.0, is identified by its path.
+    A run without an identity is identified by its path.
     """
     if run := _run_of(folder):
         return run
     for place in (resolved := folder.resolve(), *resolved.parents):
-        mark = read_mark(place)
-        if mark.kind == "run" if mark else is_unmarked(place, "run"):
+        if is_output(place, "run"):
             return _run_of(place) or str(place)
     return None
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from sansgpu.config.metrics import BITS_PER_BYTE, LOSS
 from sansgpu.config.wording import counted
 from sansgpu.files.atomic import write_text
-from sansgpu.views.bench_report import as_html
+from sansgpu.views.bench import as_html
 from sansgpu.views.page import PlotlyFigure, page
 from sansgpu.views.tables import grid, print_table
 from sansgpu.views.terminal import DESCRIPTION, FIGURES, clock, duration

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -24,7 +25,6 @@ from sansgpu.tasks.graph.tail_prediction import TailPredictor, TailQuery
 from sansgpu.tasks.graph.task import Graph
 from sansgpu.tasks.graph.triples import Entity
 from tests.processes import digests, finish, json_lines, kill_when, start, use_cache
-from tests.test_written_files import as_of_0_1_0
 
 Captured = pytest.CaptureFixture[str]
 TINY = {
@@ -197,6 +197,19 @@ def test_long_tails_are_left_out_by_consent_alone(home: Path, capsys: Captured) 
     assert "because the tail is too long" in "".join(capsys.readouterr())
 
 
+def forget_configuration(run: Path) -> None:
+    """Removes what the mark and the snapshots of a run record of its configuration."""
+    (run / ".sansgpu.json").unlink()
+    for snapshot in (run / "snapshots").glob("step-*"):
+        state_file, manifest_file = snapshot / "state.json", snapshot / "MANIFEST.json"
+        values = json.loads(state_file.read_text())
+        del values["configuration"]
+        state_file.write_text(json.dumps(values, indent=2) + "\n")
+        manifest = json.loads(manifest_file.read_text())
+        manifest["files"]["state.json"] = hashlib.sha256(state_file.read_bytes()).hexdigest()
+        manifest_file.write_text(json.dumps(manifest, indent=2) + "\n")
+
+
 def test_a_run_from_before_these_keys_goes_on_as_it_was(home: Path) -> None:
     old = {"model__leaves": 2, "model__n_entities": 0, "data__long_tails": "drop"}
     run = trained(home, "old", **old)
@@ -209,7 +222,7 @@ def test_a_run_from_before_these_keys_goes_on_as_it_was(home: Path) -> None:
         for key in keys:
             del values[section][key]
     (run / "config.yaml").write_text(yaml.safe_dump(values))
-    as_of_0_1_0(run)
+    forget_configuration(run)
     assert cli(["eval", str(run)]) == 0
     assert cli(["train", "--output-dir", str(run), "--resume", "--set", "training.max_steps=4"]) == 0
     whole = trained(home, "old-whole", **old, training__max_steps=4)

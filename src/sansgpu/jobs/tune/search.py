@@ -192,7 +192,7 @@ class Study:
                 run = RunPaths(self.run_folder(trial.number))
                 if not any(path.is_symlink() for path in (run.root, run.snapshots)):  # somebody else put it there
                     delete_snapshots(run.snapshots)
-                    remove_folder(run.final, "model")
+                    remove_folder(run.final)
 
 
 def _best(trials: list[FrozenTrial]) -> FrozenTrial | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -17,8 +18,6 @@ from sansgpu.events.record import seconds_of
 from sansgpu.files.atomic import atomic_write, make_folder
 from sansgpu.files.marks import FolderMark, read_mark, write_mark
 from sansgpu.files.ownership import require_no_links
-from sansgpu.files.unmarked import is_unmarked
-from sansgpu.machine.children import dying_with_parent
 from sansgpu.machine.memory import effective_batch
 from sansgpu.train.run_folders import open_any
 from sansgpu.train.snapshots import snapshots
@@ -27,6 +26,13 @@ SAVING_SECONDS = 600  # time to save after SIGTERM
 
 Values = dict[str, Any]
 Event = dict[str, Any]
+# Requests SIGKILL at the parent's death (1: PR_SET_PDEATHSIG), which survives the exec of the command.
+_EXEC_WITH_DEATH_SIGNAL = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,7 @@ class TrialRun:
         self._file = folder / "trial.yaml"
         require_no_links([folder, folder / "log.txt"])
         if read_mark(folder) is None:
-            write_mark(folder, FolderMark("run", made_by_0_1=is_unmarked(folder, "run")))
+            write_mark(folder, FolderMark("run"))
         with atomic_write(self._file) as partial:
             save_config(open_any(config), partial)
         self._process: subprocess.Popen[str] | None = None
@@ -177,3 +183,13 @@ class TrialRun:
         lines = (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace").split("\n")
         own = [line.removeprefix("sansgpu: ") for line in lines if line.startswith("sansgpu: ")]
         return [f"its process ended with code {code}.", *filter(None, own or lines)][-1]
+
+
+def dying_with_parent(command: list[str]) -> list[str]:
+    """Returns `command` wrapped so that the kernel kills it when the thread that starts it ends.
+
+    Returns it unchanged on systems other than Linux, whose kernels lack this feature.
+    """
+    if not sys.platform.startswith("linux"):
+        return command
+    return [sys.executable, "-I", "-S", "-c", _EXEC_WITH_DEATH_SIGNAL, str(os.getpid()), *command]
