@@ -15,7 +15,7 @@ import pytest
 
 from sansgpu.cli import run as cli
 from sansgpu.data.shards import ignore_progress
-from sansgpu.jobs.search import search
+from sansgpu.jobs.embed import search
 from sansgpu.tasks.embed.index import PassageIndex, PassageRules, Spans
 from sansgpu.train.loading import ModelRequest
 from tests.processes import messages

@@ -11,7 +11,7 @@ import pytest
 
 from sansgpu.cli import run as cli
 from sansgpu.planning.presets import PROCESSORS, Processor, compare_presets
-from sansgpu.views.presets_table import memory_cells, speed_cells
+from sansgpu.views.tables import memory_cells, speed_cells
 from tests.processes import environment
 
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"

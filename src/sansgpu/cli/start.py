@@ -144,7 +144,7 @@ def _require_consistent(given: PlanOptions) -> None:
 def _show_memory_options(model: str, memory: str, as_json: bool) -> None:
     with preparation_bar() as bar:
         from sansgpu.planning.memory_options import memory_options
-        from sansgpu.views.memory_table import print_memory_options
+        from sansgpu.views.tables import print_memory_options
 
         bar("estimating memory", 0, 0)
         result = memory_options(model, memory)
@@ -154,7 +154,7 @@ def _show_memory_options(model: str, memory: str, as_json: bool) -> None:
 def _show_presets(overrides: list[str], as_json: bool) -> None:
     with preparation_bar() as bar:
         from sansgpu.planning.presets import compare_presets
-        from sansgpu.views.presets_table import print_presets
+        from sansgpu.views.tables import print_presets
 
         bar.show_message("estimating the presets; timing matrix products")
         rows = compare_presets(overrides)

@@ -252,7 +252,7 @@ def search(given: SearchOptions) -> None:
     Example: sansgpu search runs/embedder docs "how to resume a run"
     """
     with preparation_bar() as bar:
-        from sansgpu.jobs.search import search as job
+        from sansgpu.jobs.embed import search as job
         from sansgpu.train.loading import ModelRequest
 
         model, column = ModelRequest(given.run, given.snapshot, given.trust_remote_code), _column(given.text_column)

@@ -1,10 +1,13 @@
-"""Vectors of texts, in a file."""
+"""Vectors of texts, in a file, and search for passages by their meaning."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,13 +17,18 @@ import numpy as np
 from sansgpu.config import ConfigError, DataConfig, SansGPUError, TrainingConfig
 from sansgpu.config.training import Precision
 from sansgpu.config.wording import first_line
+from sansgpu.data.files import SUFFIXES, file_form
 from sansgpu.data.rows import BadRowError, SourceRow, row_text
 from sansgpu.data.shards import ReportProgress, counting
-from sansgpu.data.sources import open_single
+from sansgpu.data.sources import dataset_files, open_single
 from sansgpu.files.atomic import atomic_write, write_failures_as
 from sansgpu.files.ownership import require_file
+from sansgpu.files.reading import require_regular_file
+from sansgpu.machine.compiled import compiled_cache, compiled_in, make_private
 from sansgpu.machine.probe import resolve_precision
+from sansgpu.models.formats.weights import weights_sha256
 from sansgpu.models.modules import narrow_matrices
+from sansgpu.tasks.embed.index import FoundPassage, PassageIndex, PassageRules, Spans, require_usearch
 from sansgpu.tasks.embed.objective import encode_texts
 from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import ModelRequest, open_model
@@ -29,6 +37,8 @@ CHUNK = 4096  # rows in memory
 COLUMN = "embedding"  # the column of a .parquet file that holds the vectors
 
 WriteVectors = Callable[[Sequence[SourceRow], np.ndarray], None]  # writes a chunk of rows and their vectors (rows, D)
+# Names of the prompts for queries and passages, as in encode_query and encode_document of Sentence Transformers.
+QUERY_PROMPT, PASSAGE_PROMPTS = "query", ("document", "passage", "corpus")
 
 
 @dataclass(frozen=True)
@@ -166,3 +176,67 @@ def _parquet(path: Path, width: int) -> Iterator[WriteVectors]:
 
 
 _FORMS: dict[str, Callable[[Path, int], AbstractContextManager[WriteVectors]]] = {".npy": _npy, ".parquet": _parquet}
+
+
+def search(
+    model: ModelRequest,
+    folder: Path,
+    query: str,
+    top_k: int,
+    text_column: str | int | None,
+    warn: Callable[[str], None],
+    progress: ReportProgress,
+) -> list[FoundPassage]:
+    """Returns the passages of the files in a folder, or of one file, that are nearest in meaning to a query.
+
+    Keeps an index in the user's cache. Raises ConfigError if the query is empty or there is nothing to search.
+    """
+    require_usearch()
+    if not query.strip():
+        raise ConfigError("the words to search for must not be empty.")
+    files = _files_of(folder)
+    loaded = open_encoder(model, warn, progress)
+    tokenizer, layout = loaded.tokenizer, loaded.objective.layout
+    of_query, of_passage = layout.prompt(QUERY_PROMPT), layout.prompt(*PASSAGE_PROMPTS)
+    room = loaded.config.window - tokenizer.num_special_tokens_to_add() - len(_token_spans(tokenizer, [of_passage])[0])
+    if room < 1:
+        raise ConfigError(
+            f"the prompt of {model.target} for passages leaves no room for a passage; raise its max_seq_length."
+        )
+    rules = PassageRules(partial(_token_spans, tokenizer), room, text_column)
+    root = compiled_in(compiled_cache(warn)) / "search"  # private, because a native library parses the index
+    make_private(root)
+    key = hashlib.sha256(os.fsencode(f"{_fingerprint(loaded)}\0{folder.resolve()}")).hexdigest()[:32]
+    index = PassageIndex(
+        root / key,
+        rules,
+        partial(encode_texts, loaded, prompt=of_passage),
+        partial(encode_texts, loaded, prompt=of_query),
+    )
+    index.open(files, warn, progress)
+    progress("searching", 0, 0)
+    return index.search(query, top_k)
+
+
+def _files_of(folder: Path) -> list[Path]:
+    if folder.is_dir():
+        return dataset_files(folder)
+    require_regular_file(folder)
+    if not folder.exists():
+        raise ConfigError(f"{folder} does not exist; give a folder of texts, or a file.")
+    if file_form(folder) is None:
+        raise ConfigError(f"{folder} has an unknown suffix; supported are {' '.join(SUFFIXES)}, each also with .gz.")
+    return [folder]
+
+
+def _token_spans(tokenizer: Any, texts: list[str]) -> list[Spans]:
+    encoded = tokenizer(texts, add_special_tokens=False, truncation=False, return_offsets_mapping=True, verbose=False)
+    spans: list[Spans] = encoded["offset_mapping"]
+    return spans
+
+
+def _fingerprint(loaded: TrainedModel) -> str:
+    """Returns a hash of everything that the vectors of a model depend on."""
+    settings = loaded.objective.layout, loaded.precision, loaded.config.window
+    parts = repr(settings), loaded.tokenizer.backend_tokenizer.to_str(), weights_sha256(loaded.objective.model)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -13,7 +13,7 @@ from sansgpu.models.formats.gguf_source import is_gguf
 from sansgpu.models.huggingface.source import base_precision, pretrained_config
 from sansgpu.planning.memory_fit import fits
 from sansgpu.tasks.registry import task_of
-from sansgpu.views.memory_table import MemoryOption, MemoryOptions
+from sansgpu.views.tables import MemoryOption, MemoryOptions
 
 CONTEXTS = (512, 1024, 2048, 4096)
 ACCUMULATION = 16  # micro-batches of one example

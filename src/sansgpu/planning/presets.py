@@ -21,7 +21,7 @@ from sansgpu.models.costing import COMPUTE
 from sansgpu.planning.memory_fit import MARGIN, fits
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.optim import choose_optimizer
-from sansgpu.views.presets_table import PresetRow, ProcessorSpeed
+from sansgpu.views.tables import PresetRow, ProcessorSpeed
 
 OPTIMAL_TOKENS = 20  # compute-optimal training tokens per parameter (Hoffmann et al., arXiv 2203.15556)
 # Measured rate of matrix products / published peak rate at the base clock: of vector units, and of AMX.
