@@ -42,9 +42,7 @@ _PODS, _IMAGE, _NODES = "Pods", "Image", "Nodes"
 
 
 @dataclass(frozen=True, kw_only=True)
-class KubernetesOptions:
-    """Options of `sansgpu k8s`."""
-
+class _KubernetesOptions:
     nodes: Annotated[int, option("Number of pods.", _PODS, min=1)]
     cpus: Annotated[int, option("CPUs per pod.", _PODS, min=1)]
     memory: Annotated[str, option("Memory per pod, e.g. 64Gi.", _PODS)]
@@ -69,7 +67,7 @@ class KubernetesOptions:
 
 
 @with_fields
-def k8s(given: KubernetesOptions) -> None:
+def k8s(given: _KubernetesOptions) -> None:
     """Write a Dockerfile and manifests for Kubernetes.
 
     The manifests are a PyTorchJob and a TrainJob for Kubeflow.
@@ -105,9 +103,7 @@ def k8s(given: KubernetesOptions) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlurmOptions:
-    """Options of `sansgpu slurm`."""
-
+class _SlurmOptions:
     config: Annotated[
         Path,
         typer.Argument(
@@ -132,7 +128,7 @@ class SlurmOptions:
 
 
 @with_fields
-def slurm(given: SlurmOptions) -> None:
+def slurm(given: _SlurmOptions) -> None:
     """Write an sbatch script for a Slurm cluster.
 
     Example: sansgpu slurm configs/cpu_80m.yaml --nodes 4 --cpus 32 --time 24:00:00 --partition cpu

@@ -53,9 +53,7 @@ def doctor(as_json: JsonOption = False) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """Options of `sansgpu plan`."""
-
+class _PlanOptions:
     config: ConfigArgument = None
     override: OverrideOption = None
     presets: Annotated[
@@ -87,7 +85,7 @@ class PlanOptions:
 
 
 @with_fields
-def plan(given: PlanOptions) -> None:
+def plan(given: _PlanOptions) -> None:
     """Estimate memory and time of a run without training.
 
     Example: sansgpu plan configs/cpu_small.yaml --set data.dataset_name=notes/ --nodes 4 --network 10gbps
@@ -125,7 +123,7 @@ def plan(given: PlanOptions) -> None:
     print_result(result, given.as_json, print_plan)
 
 
-def _require_consistent(given: PlanOptions) -> None:
+def _require_consistent(given: _PlanOptions) -> None:
     """Raises ConfigError for options of `plan` that do not go together."""
     from sansgpu.config import ConfigError
 
@@ -162,9 +160,7 @@ def _show_presets(overrides: list[str], as_json: bool) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions:
-    """Options of `sansgpu bench`."""
-
+class _BenchOptions:
     config: ConfigArgument = None
     override: OverrideOption = None
     steps: Annotated[int, option("Number of steps to time.", _MEASUREMENT, min=2)] = 20
@@ -198,7 +194,7 @@ class BenchOptions:
 
 
 @with_fields
-def bench(given: BenchOptions) -> None:
+def bench(given: _BenchOptions) -> None:
     """Measure training speed and find faster settings.
 
     Writes report.md, report.html, optimized.yaml and start.sh.
@@ -229,9 +225,7 @@ def bench(given: BenchOptions) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InitOptions:
-    """Options of `sansgpu init`."""
-
+class _InitOptions:
     file: Annotated[
         Path | None, typer.Argument(metavar="FILE", help="File to write. Default: sansgpu.yaml.", show_default=False)
     ] = None
@@ -255,7 +249,7 @@ class InitOptions:
 
 
 @with_fields
-def init(given: InitOptions) -> None:
+def init(given: _InitOptions) -> None:
     """Ask four questions and write a configuration.
 
     Example: sansgpu init notes.yaml --text notes/ --task pretrain --hours 2h --yes
@@ -276,7 +270,7 @@ def init(given: InitOptions) -> None:
     show("\n".join(f"  {command}" for command in result["commands"]))
 
 
-def _answers(given: InitOptions, ask: Ask) -> InitAnswers:
+def _answers(given: _InitOptions, ask: Ask) -> InitAnswers:
     """Asks for each answer that is not given and checks all of them."""
     from sansgpu.config import PYTHON_STDLIB
     from sansgpu.config.tasks import DEFAULT_TASK

@@ -49,9 +49,7 @@ EncoderArgument = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
-    """Options of `sansgpu generate`."""
-
+class _GenerateOptions:
     run: ModelArgument
     prompt: Annotated[str | None, option("Text to continue.")] = None
     data: Annotated[str | None, option("Prompts to complete, many at once (file, folder or Hub name).")] = None
@@ -71,7 +69,7 @@ class GenerateOptions:
 
 
 @with_fields
-def generate(given: GenerateOptions) -> None:
+def generate(given: _GenerateOptions) -> None:
     """Continue a prompt, or complete the prompts of a file.
 
     With --data: rows have a prompt, messages or a text. The output has each row with its completion.
@@ -129,9 +127,7 @@ def _print_generated(console: RunConsole, summary: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions:
-    """Options of `sansgpu chat`."""
-
+class _ChatOptions:
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="Run of task sft, or a chat model (Hugging Face folder or GGUF file).")
     ]
@@ -148,7 +144,7 @@ class ChatOptions:
 
 
 @with_fields
-def chat(given: ChatOptions) -> None:
+def chat(given: _ChatOptions) -> None:
     """Chat with a model.
 
     Each line is a message, /new starts a new conversation, Ctrl-D exits. Messages can also be piped in.
@@ -185,9 +181,7 @@ def _lines(prompt: str) -> Iterator[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbedOptions:
-    """Options of `sansgpu embed`."""
-
+class _EmbedOptions:
     run: EncoderArgument
     data: Annotated[str, option("Rows with texts (file, folder or Hub name).")]
     output: Annotated[Path, path_option("New file of vectors: .npy, or .parquet with the rows' columns.", "FILE")]
@@ -207,7 +201,7 @@ class EmbedOptions:
 
 
 @with_fields
-def embed(given: EmbedOptions) -> None:
+def embed(given: _EmbedOptions) -> None:
     """Write the vectors of texts to a file.
 
     Row n of the array is the vector of row n of the data, in float32.
@@ -228,9 +222,7 @@ def embed(given: EmbedOptions) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchOptions:
-    """Options of `sansgpu search`."""
-
+class _SearchOptions:
     run: EncoderArgument
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of texts, or one file.")]
     words: Annotated[str, typer.Argument(metavar="WORDS", help="Question or words to search for.")]
@@ -244,7 +236,7 @@ class SearchOptions:
 
 
 @with_fields
-def search(given: SearchOptions) -> None:
+def search(given: _SearchOptions) -> None:
     """Find passages of texts by their meaning.
 
     The first search embeds every file. Later ones embed only files that changed.

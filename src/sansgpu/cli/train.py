@@ -49,9 +49,7 @@ class Pruner(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """Options of `sansgpu train`."""
-
+class _TrainOptions:
     config: ConfigArgument = None
     config_option: Annotated[Path | None, option("Same as CONFIG.", CONFIGURATION, "-f", "--config")] = None
     override: OverrideOption = None
@@ -80,7 +78,7 @@ class TrainOptions:
 
 @with_other_flags
 @with_fields
-def train(given: TrainOptions) -> int:
+def train(given: _TrainOptions) -> int:
     """Train a model from a configuration.
 
     Example: sansgpu train configs/cpu_small.yaml --set data.dataset_name=notes/ --max-steps 200
@@ -203,9 +201,7 @@ def _print_dry_run(result: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneOptions:
-    """Options of `sansgpu tune`."""
-
+class _TuneOptions:
     config: ConfigArgument = None
     override: OverrideOption = None
     space: Annotated[Path | None, option("YAML search space. Default: built-in.", CONFIGURATION, metavar="FILE")] = None
@@ -220,7 +216,7 @@ class TuneOptions:
 
 
 @with_fields
-def tune(given: TuneOptions) -> int:
+def tune(given: _TuneOptions) -> int:
     """Search for the best hyperparameters.
 
     The best ones have the lowest validation loss. The same command resumes a search.
@@ -271,9 +267,7 @@ def tune(given: TuneOptions) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillOptions:
-    """Options of `sansgpu distill`."""
-
+class _DistillOptions:
     teacher: Annotated[str, typer.Argument(metavar="TEACHER", help="Run folder, Hugging Face model or GGUF file.")]
     data: Annotated[str, option("Texts to predict (file, folder or Hub name).")]
     output: Annotated[Path, path_option("Folder for the predictions. An unfinished one is completed.", "DIR")]
@@ -297,7 +291,7 @@ class DistillOptions:
 
 
 @with_fields
-def distill(given: DistillOptions) -> None:
+def distill(given: _DistillOptions) -> None:
     """Write a teacher's predictions for a smaller model.
 
     The smaller model trains with training.distillation.teacher=DIR.

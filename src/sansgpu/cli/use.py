@@ -39,9 +39,7 @@ _GRAPH, _QUERY = "Task graph", "Query"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateOptions:
-    """Options of `sansgpu eval`."""
-
+class _EvaluateOptions:
     run: ModelArgument
     data: Annotated[
         str | None,
@@ -59,7 +57,7 @@ class EvaluateOptions:
 
 
 @with_fields
-def evaluate(given: EvaluateOptions) -> None:
+def evaluate(given: _EvaluateOptions) -> None:
     """Evaluate a model on text or labeled data.
 
     Prints the loss, perplexity and bits per byte of texts, or of the answers in conversations.
@@ -97,9 +95,7 @@ def evaluate(given: EvaluateOptions) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictOptions:
-    """Options of `sansgpu predict`."""
-
+class _PredictOptions:
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="Run of task qa, classify or tokens, or a Hugging Face model for it.")
     ]
@@ -120,7 +116,7 @@ class PredictOptions:
 
 
 @with_fields
-def predict(given: PredictOptions) -> None:
+def predict(given: _PredictOptions) -> None:
     """Classify texts, find entities in them or answer questions.
 
     With --data: prints one JSON line per row.
@@ -163,7 +159,7 @@ def _with_progress(predictions: Iterable[dict[str, Any]], progress: ReportProgre
 _SINGLE_ROWS = (("text",), ("text", "text_pair"), ("question", "context"))  # columns of a row given by flags
 
 
-def _single_row(given: PredictOptions) -> dict[str, str]:
+def _single_row(given: _PredictOptions) -> dict[str, str]:
     """Returns the row that flags give; empty if `data` names a dataset. Raises BadParameter for other combinations."""
     flags = {name: getattr(given, name) for name in ("text", "text_pair", "question", "context")}
     row = {name: value for name, value in flags.items() if value is not None}
@@ -175,9 +171,7 @@ def _single_row(given: PredictOptions) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExtractOptions:
-    """Options of `sansgpu extract`."""
-
+class _ExtractOptions:
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run of task graph, or a folder exported from one.")]
     text: Annotated[str | None, option("Text to extract triples from.")] = None
     data: Annotated[str | None, option("Dataset to read (file, folder or Hub name).")] = None
@@ -203,7 +197,7 @@ class ExtractOptions:
 
 
 @with_fields
-def extract(given: ExtractOptions) -> None:
+def extract(given: _ExtractOptions) -> None:
     """Extract triples of a knowledge graph from texts.
 
     Prints JSON lines with doc, head, relation, tail and score.
@@ -244,9 +238,7 @@ def extract(given: ExtractOptions) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """Options of `sansgpu export`."""
-
+class _ExportOptions:
     run: RunArgument
     form: Annotated[
         str,
@@ -281,7 +273,7 @@ class ExportOptions:
 
 
 @with_fields
-def export(given: ExportOptions) -> None:
+def export(given: _ExportOptions) -> None:
     """Export a Hugging Face folder, a GGUF file or an ONNX file.
 
     With onnx, RUN may also be a Hugging Face folder, such as the final/ of a run.
