@@ -1,15 +1,20 @@
 """Attention with decay by distance in graphs: distances against a search, kernels against plain float64 code."""
 
 from collections import deque
-from functools import partial
 
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from sansgpu.kernels.attention import attention, bidirectional_ranges, causal_ranges, reference_attention
-from sansgpu.kernels.distances import Decay, node_distances
+from sansgpu.kernels.attention import (
+    Decay,
+    attention,
+    bidirectional_ranges,
+    causal_ranges,
+    node_distances,
+    reference_attention,
+)
 from tests.kernels.test_kernels import assert_near, with_gradients
 
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16])
@@ -249,28 +254,3 @@ def test_the_number_of_threads_changes_nothing(native_kernels: str, dtype: torch
         results.append(decayed)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
-@pytest.mark.parametrize("added", [False, True])
-def test_it_compiles_for_any_length(kernels: str, added: bool) -> None:
-    def block(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: torch.Tensor, ranges: torch.Tensor, nodes: torch.Tensor
-    ) -> torch.Tensor:
-        """Attends with a table computed from learned parameters, as in models."""
-        table = 0.6 ** torch.nn.functional.gelu((torch.arange(14) + 1.0).sqrt() - p[:, None])
-        return attention(q * 2, k, v, ranges, 0.0, Decay(nodes, table, added)) * 0.5
-
-    generator = torch.Generator().manual_seed(0)
-    compiled = torch.compile(block, backend="aot_eager", dynamic=True)
-    for roots in (12, 9):
-        nodes, ranges = random_graphs(2, 2, roots, 2, False, generator)
-        inputs = random_inputs(2, 4, 2, nodes.shape[1], 8, torch.float32, generator)
-        inputs.append(torch.rand(4, generator=generator))
-        weight = torch.randn(inputs[0].shape, generator=generator)
-        plain, ours = (
-            with_gradients(inputs, partial(function, ranges=ranges, nodes=nodes), weight)
-            for function in (block, compiled)
-        )
-        assert len(ours) == 5
-        for mine, expected in zip(ours, plain, strict=True):
-            torch.testing.assert_close(mine, expected)

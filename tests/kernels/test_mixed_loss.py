@@ -47,7 +47,8 @@ def test_linear_mixed_loss(
         return reference_mixed_loss(hidden[valid], head, targets[valid], soft.rows(valid), options)[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cross_entropy, "CHUNK_ROWS", 16)  # several chunks, the last one short
+        for rows in ("CHUNK_ROWS", "PLAIN_ROWS"):
+            patch.setattr(cross_entropy, rows, 16)  # several chunks, the last one short
         loss, parts = linear_mixed_loss(hidden, head, targets, soft, options)
         ours = with_gradients([hidden, head], lambda h, w: linear_mixed_loss(h, w, targets, soft, options)[0], scale)
     assert not loss.requires_grad

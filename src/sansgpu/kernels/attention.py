@@ -6,28 +6,15 @@ scores depend on the distance between nodes. B batch, T queries, S keys, H query
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 
 from sansgpu.kernels import native
-from sansgpu.kernels.distances import Decay  # re-exported
 from sansgpu.kernels.dropout import draw_seed
 
-ROWS = 128  # queries per block in plain torch: smaller blocks skip more masked scores, larger ones make larger matmuls
-
-_library = torch.library.Library("sansgpu", "FRAGMENT")
-_library.define(
-    "attention_forward(Tensor q, Tensor k, Tensor v, Tensor ranges, float dropout, Tensor seed, Tensor? nodes, "
-    "Tensor? table, bool added) -> (Tensor, Tensor)"
-)
-_library.define(
-    "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor ranges, "
-    "float dropout, Tensor seed, Tensor? nodes, Tensor? table, bool added) -> (Tensor, Tensor, Tensor, Tensor)"
-)
 _WRONG = {  # by the Status of native/attention_forward.cpp
     1: "a key in `ranges` is out of range: keys lie in 0 to {keys}.",
     2: "a node (root, slot) is out of range: roots lie in 0 to 524287 and slots in 0 to 4087.",
@@ -67,6 +54,39 @@ def visible_keys(ranges: torch.Tensor, keys: int) -> torch.Tensor:
     return ((ranges[:, :, :1] <= key) & (key < ranges[:, :, 1:]))[:, None]
 
 
+def node_distances(nodes: torch.Tensor, others: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns the length in edges of the shortest path between each node and each of `others` (default: `nodes`).
+
+    The nodes are those of a leafy chain graph, a chain of roots, each with a chain of leaves (GraphMERT, arXiv
+    2510.09580). Edges connect consecutive roots, each root with its leaves, and consecutive leaves of a root. A root is
+    the pair (root, 0) and a leaf the pair (root, 1 + slot). Paths may pass through nodes not listed.
+
+    nodes (B, T, 2), others (B, S, 2), integers; returns (B, T, S) int64.
+    """
+    root, slot = nodes.long()[:, :, None].unbind(-1)
+    other_root, other_slot = (nodes if others is None else others).long()[:, None].unbind(-1)
+    leaves = (slot > 0).long() + (other_slot > 0).long()
+    siblings = (root == other_root) & (leaves == 2)
+    return torch.where(siblings, (slot - other_slot).abs().clamp(max=2), (root - other_root).abs() + leaves)
+
+
+@dataclass(frozen=True)
+class Decay:
+    """Multiplies the score q.k / sqrt(d) of head h with table[h, distance from query to key], or adds it if `added`.
+
+    Queries and keys are the same nodes; M distances.
+    """
+
+    nodes: torch.Tensor  # (B, T, 2) int32
+    table: torch.Tensor  # (H, M) fp32, may require gradients
+    added: bool = False
+
+    def decayed(self, scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+        """Applies the decay to scores (B, H, T, S); those that are not visible (B, 1, T, S) become arbitrary."""
+        entries = self.table[:, node_distances(self.nodes).masked_fill(~visible[:, 0], 0)].transpose(0, 1)
+        return scores + entries if self.added else scores * entries
+
+
 def reference_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -85,7 +105,7 @@ def reference_attention(
     visible = visible_keys(ranges, k.shape[2])
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
     if decay is not None:
-        scores = decay.decayed(scores, decay.entries(visible)[1])
+        scores = decay.decayed(scores, visible)
     weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1).nan_to_num().to(v.dtype) * visible
     return (weights if dropout_mask is None else weights * dropout_mask) @ v
 
@@ -103,45 +123,76 @@ def attention(
     q (B, H, T, d), k and v (B, K, S, d), ranges (B, T, 2) int32; returns (B, H, T, d). Raises IndexError if a query
     sees a key at a distance for which `decay.table` has no entry.
     """
-    if q.device.type != "cpu":
-        return _device_attention(q, k, v, ranges, dropout, decay)
-    seed = draw_seed(dropout)
     if native.takes(q) and q.shape[-1] % 2 == 0:
-        rest = (ranges.contiguous(), dropout, seed, *_decay_arguments(q, decay))
-        if not torch.compiler.is_compiling():
-            return cast(torch.Tensor, _AttentionFunction.apply(q, k, v, *rest))
-        views = [_aligned(t).transpose(1, 2) for t in (q, k, v)]
-        out, _ = torch.ops.sansgpu.attention_forward(*views, *rest)
-        return cast(torch.Tensor, out).transpose(1, 2)
-    # Only while compiling: torch.compiler.disable imports the compiler.
-    blocked = torch.compiler.disable(_blocked_attention) if torch.compiler.is_compiling() else _blocked_attention
-    return cast(torch.Tensor, blocked(q, k, v, ranges, dropout, seed, decay))
-
-
-def _device_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor, dropout: float, decay: Decay | None
-) -> torch.Tensor:
-    """Computes attention on devices other than the CPU: with SDPA, or with the reference if there is a decay."""
+        table, nodes, added = None, None, False
+        if decay is not None:  # the kernel applies it before it divides scores by sqrt(d)
+            table = (decay.table.float() * (q.shape[-1] ** 0.5 if decay.added else 1.0)).contiguous()
+            nodes, added = decay.nodes.contiguous(), decay.added
+        options = _Options(ranges.contiguous(), dropout, draw_seed(dropout), nodes, added)
+        return cast(torch.Tensor, _Attention.apply(q, k, v, table, options))
     if decay is None:
-        return F.scaled_dot_product_attention(
-            q, k, v, visible_keys(ranges, k.shape[2]), dropout, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        visible, grouped = visible_keys(ranges, k.shape[2]), q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, visible, dropout, enable_gqa=grouped)
     dropout_mask = F.dropout(q.new_ones((*q.shape[:3], k.shape[2])), dropout) if dropout else None
     return reference_attention(q, k, v, ranges, dropout_mask, decay)
 
 
-def _decay_arguments(q: torch.Tensor, decay: Decay | None) -> tuple[torch.Tensor | None, torch.Tensor | None, bool]:
-    """Returns (nodes, table, added) for the C++ kernel, which applies the decay before it divides scores by sqrt(d)."""
-    if decay is None:
-        return None, None, False
-    table = decay.table.float() * (q.shape[-1] ** 0.5 if decay.added else 1.0)
-    return decay.nodes.contiguous(), table.contiguous(), decay.added
+class _Options(NamedTuple):
+    """The arguments of the kernel that have no gradient."""
+
+    ranges: torch.Tensor
+    dropout: float
+    seed: torch.Tensor
+    nodes: torch.Tensor | None
+    added: bool
+
+
+class _Attention(torch.autograd.Function):
+    """Its tensors are (B, H, T, d), because transposing outside adds a step to the backward pass for each tensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor | None, options: _Options
+    ) -> torch.Tensor:
+        q, k, v = (_aligned(t).transpose(1, 2) for t in (q, k, v))
+        sizes = _sizes(q, k, v)
+        _check(sizes, table, options)
+        out, lse = q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+        ranges, dropout, seed, nodes, added = options
+        entries = 0 if table is None else table.shape[1]
+        status = native.call(
+            "attention_forward", q.dtype == torch.bfloat16, sizes, *_strided(q), *_strided(k), *_strided(v), ranges,
+            dropout, seed, nodes, table, entries, added, *_strided(out), lse,
+        )  # fmt: skip
+        if status:
+            raise IndexError(_WRONG[status].format(keys=k.shape[1], entries=entries))
+        ctx.sizes, ctx.options = sizes, options
+        ctx.save_for_backward(q, k, v, out, lse, table)
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse, table = ctx.saved_tensors
+        ranges, dropout, seed, nodes, added = ctx.options
+        grad_out = _aligned(grad_outputs[0].transpose(1, 2).to(q.dtype))
+        grads = [torch.empty_like(t) for t in (q, k, v)]  # with their strides, so that autograd need not copy
+        table_grad, entries = (None, 0) if table is None else (torch.empty_like(table), table.shape[1])
+        native.call(
+            "attention_backward", q.dtype == torch.bfloat16, ctx.sizes, *_strided(grad_out), *_strided(q),
+            *_strided(k), *_strided(v), *_strided(out), lse, ranges, dropout, seed, nodes, table, entries, added,
+            *_strided(grads[0]), *_strided(grads[1]), *_strided(grads[2]), table_grad,
+        )  # fmt: skip
+        return (*(grad.transpose(1, 2) for grad in grads), table_grad, None)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
     """Returns x, copied unless its last dimension is contiguous and its other strides are even, as the kernel needs."""
     aligned = x.stride(-1) == 1 and all(stride % 2 == 0 for stride in x.stride()[:-1])
     return x if aligned else x.contiguous()
+
+
+def _strided(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    return x, x.stride()
 
 
 def _require(condition: bool, requirement: str) -> None:
@@ -159,228 +210,13 @@ def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]
     return batch, queries, keys, heads, kv_heads, dim
 
 
-def _strided(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    return x, x.stride()
-
-
-def _check_decay(sizes: tuple[int, ...], nodes: torch.Tensor, table: torch.Tensor) -> None:
-    batch, queries, keys, heads, *_ = sizes
+def _check(sizes: tuple[int, ...], table: torch.Tensor | None, options: _Options) -> None:
+    (batch, queries, keys, heads, *_), ranges, nodes = sizes, options.ranges, options.nodes
+    fits = ranges.shape == (batch, queries, 2) and ranges.dtype == torch.int32 and ranges.is_contiguous()
+    _require(fits, "the ranges are (B, T, 2) int32")
+    if table is None or nodes is None:
+        return
     fits = queries == keys and nodes.shape == (batch, queries, 2) and nodes.dtype == torch.int32
     _require(fits and nodes.is_contiguous(), "nodes must be (B, T, 2) int32, and that there are T keys")
     fits = table.ndim == 2 and table.shape[0] == heads and table.shape[1] > 0 and table.dtype == torch.float32
     _require(fits and table.is_contiguous(), "the table must be (H, M) fp32")
-
-
-def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    ranges: torch.Tensor,
-    dropout: float,
-    seed: torch.Tensor,
-    nodes: torch.Tensor | None,
-    table: torch.Tensor | None,
-    added: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    sizes = _sizes(q, k, v)
-    fits = ranges.shape == (*q.shape[:2], 2) and ranges.dtype == torch.int32 and ranges.is_contiguous()
-    _require(fits, "the ranges are (B, T, 2) int32")
-    if nodes is not None and table is not None:
-        _check_decay(sizes, nodes, table)
-    out, lse = _forward_shapes(q, k, v)
-    entries = 0 if table is None else table.shape[1]
-    status = native.call(
-        "attention_forward", q.dtype == torch.bfloat16, sizes, *_strided(q), *_strided(k), *_strided(v), ranges,
-        dropout, seed, nodes, table, entries, added, *_strided(out), lse,
-    )  # fmt: skip
-    if status:
-        raise IndexError(_WRONG[status].format(keys=k.shape[1], entries=entries))
-    return out, lse
-
-
-def _forward_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, time, heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((batch, heads, time), dtype=torch.float32)
-
-
-def _backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    ranges: torch.Tensor,
-    dropout: float,
-    seed: torch.Tensor,
-    nodes: torch.Tensor | None,
-    table: torch.Tensor | None,
-    added: bool,
-) -> tuple[torch.Tensor, ...]:
-    sizes = _sizes(q, k, v)
-    _require(grad_out.shape == out.shape == q.shape, "the output has the shape of q")
-    grads = _backward_shapes(grad_out, q, k, v, table, added)
-    native.call(
-        "attention_backward", q.dtype == torch.bfloat16, sizes, *_strided(grad_out), *_strided(q), *_strided(k),
-        *_strided(v), *_strided(out), lse, ranges, dropout, seed, nodes, table, grads[3].shape[1], added,
-        *_strided(grads[0]), *_strided(grads[1]), *_strided(grads[2]), grads[3],
-    )  # fmt: skip
-    return grads
-
-
-def _backward_shapes(
-    grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, ...]:
-    """Returns memory for the gradients of q, k, v and the table, with their strides, so that autograd need not copy."""
-    *_, table, _ = rest
-    table_grad = q.new_empty((0, 0), dtype=torch.float32) if table is None else torch.empty_like(table)
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), table_grad
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, ranges, ctx.dropout, seed, nodes, table, ctx.added = inputs
-    ctx.save_for_backward(q, k, v, *output, ranges, seed, nodes, table)
-
-
-def _gradients(
-    ctx: Any, grad_out: torch.Tensor, backward: Callable[..., tuple[torch.Tensor, ...]]
-) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, out, lse, ranges, seed, nodes, table = ctx.saved_tensors
-    grad_out = _aligned(grad_out.to(q.dtype))
-    *grads, table_grad = backward(grad_out, q, k, v, out, lse, ranges, ctx.dropout, seed, nodes, table, ctx.added)
-    return (*grads, None, None, None, None, None if table is None else table_grad, None)
-
-
-class _AttentionFunction(torch.autograd.Function):
-    """Calls the kernels without an operation of torch, whose dispatch takes longer than everything else here.
-
-    Its tensors are (B, H, T, d), because transposing outside adds a step to the backward pass for each tensor.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
-        inputs = (*(_aligned(t).transpose(1, 2) for t in (q, k, v)), *rest)
-        output = _forward(*inputs)
-        _setup_context(ctx, inputs, output)
-        return output[0].transpose(1, 2)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, *rest = _gradients(ctx, grad_outputs[0].transpose(1, 2), _backward)
-        return (*(None if grad is None else grad.transpose(1, 2) for grad in (q, k, v)), *rest)
-
-
-torch.library.register_fake("sansgpu::attention_forward", _forward_shapes)
-torch.library.register_fake("sansgpu::attention_backward", _backward_shapes)
-torch.library.register_autograd(
-    "sansgpu::attention_forward",
-    lambda ctx, grad_out, _: _gradients(ctx, grad_out, torch.ops.sansgpu.attention_backward),
-    setup_context=_setup_context,
-)
-_library.impl("attention_forward", _forward, "CPU")
-_library.impl("attention_backward", _backward, "CPU")
-
-
-def _blocked_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    ranges: torch.Tensor,
-    dropout: float,
-    seed: torch.Tensor,
-    decay: Decay | None,
-) -> torch.Tensor:
-    """Computes attention in plain torch, block by block, for machines without a C++ compiler.
-
-    It is twice as fast as F.scaled_dot_product_attention, whose backward pass on a CPU also computes masked scores.
-    """
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    table = None
-    if decay is not None:
-        table = decay.table.to(_accumulation_dtype(q))
-        decay = replace(decay, table=table)
-    return cast(torch.Tensor, _BlockedAttention.apply(q, k, v, ranges, dropout, seed, decay, table))
-
-
-class _BlockedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        ranges: torch.Tensor,
-        dropout: float,
-        seed: torch.Tensor,
-        decay: Decay | None,
-        table: torch.Tensor | None,  # decay.table again: autograd returns gradients of tensor arguments only
-    ) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(int(seed))
-        out = q.new_zeros(q.shape)
-        blocks, saved = [], []
-        for start in range(0, q.shape[2] if len(q) else 0, ROWS):
-            rows = ranges[:, start : start + ROWS]
-            low, high = int(rows[..., 0].min()), int(rows[..., 1].max())
-            if low >= high:
-                continue
-            stop = start + rows.shape[1]
-            visible = visible_keys(rows - low, high - low)
-            scores = _scores(q[:, :, start:stop], k[:, :, low:high])
-            if decay is not None:
-                _, entries = decay.entries(visible, slice(start, stop), slice(low, high))
-                scores = decay.decayed(scores, entries)
-            weights = torch.softmax(scores.masked_fill_(~visible, float("-inf")), dim=-1).nan_to_num_().to(q.dtype)
-            mask = _dropout_mask(weights, dropout, generator)
-            out[:, :, start:stop] = (weights if mask is None else weights * mask) @ v[:, :, low:high]
-            blocks.append((start, stop, low, high))
-            saved += [weights] if mask is None else [weights, mask]
-        ctx.save_for_backward(q, k, v, ranges, *saved)
-        ctx.blocks, ctx.with_dropout, ctx.decay = blocks, dropout > 0, decay
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, ranges, *saved = ctx.saved_tensors
-        decay: Decay | None = ctx.decay
-        table_grad = None if decay is None else torch.zeros_like(decay.table)
-        grad_out = grad_outputs[0].to(q.dtype)
-        q_grad = torch.zeros_like(q)
-        k_grad, v_grad = (torch.zeros_like(t, dtype=_accumulation_dtype(t)) for t in (k, v))
-        for index, (start, stop, low, high) in enumerate(ctx.blocks):
-            weights = saved[2 * index if ctx.with_dropout else index]
-            mask = saved[2 * index + 1] if ctx.with_dropout else None
-            grad = grad_out[:, :, start:stop]
-            dropped = weights if mask is None else weights * mask
-            v_grad[:, :, low:high] += dropped.transpose(-1, -2) @ grad
-            weight_grad = (grad @ v[:, :, low:high].transpose(-1, -2)).to(_accumulation_dtype(q))
-            if mask is not None:
-                weight_grad.mul_(mask)
-            product = weight_grad.mul_(weights)
-            score_grad = product.sub_(product.sum(-1, keepdim=True) * weights)
-            if decay is not None and table_grad is not None:
-                visible = visible_keys(ranges[:, start:stop] - low, high - low)
-                distances, entries = decay.entries(visible, slice(start, stop), slice(low, high))
-                scores = _scores(q[:, :, start:stop], k[:, :, low:high])
-                score_grad = decay.gradient(score_grad, scores, distances, entries, table_grad)
-            score_grad = score_grad.mul_(q.shape[-1] ** -0.5).to(q.dtype)
-            q_grad[:, :, start:stop] = score_grad @ k[:, :, low:high]
-            k_grad[:, :, low:high] += score_grad.transpose(-1, -2) @ q[:, :, start:stop]
-        return q_grad, k_grad.to(k.dtype), v_grad.to(v.dtype), None, None, None, None, table_grad
-
-
-def _scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    return (q @ k.transpose(-1, -2)).to(_accumulation_dtype(q)).mul_(q.shape[-1] ** -0.5)
-
-
-def _accumulation_dtype(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _dropout_mask(weights: torch.Tensor, dropout: float, generator: torch.Generator) -> torch.Tensor | None:
-    """Returns 0 or 1 / (1 - dropout) for each weight, or None without dropout."""
-    if not dropout:
-        return None
-    draws = torch.rand(weights.shape, generator=generator)
-    return (draws >= dropout).to(weights.dtype) / (1 - dropout)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.checkpoint import checkpoint
 
 from sansgpu.kernels import native
 from sansgpu.kernels.block_quantization import NOT_QUANTIZED, Matrix, as_values, row_length, stored
@@ -19,63 +20,8 @@ from sansgpu.kernels.linear import autocasted
 from sansgpu.kernels.matmul import is_native, matmul_into
 
 CHUNK_ROWS = 1024  # tokens per chunk; with fewer, accumulating the (V, D) gradient takes longer than the matmuls
+PLAIN_ROWS = 256  # the same for plain torch, which holds several tensors of the size of the logits
 SUMMED_ROWS = 4096  # rows of a quantized weight that are in memory as fp32 while they are summed
-
-_library = torch.library.Library("sansgpu", "FRAGMENT")
-_library.define(
-    "cross_entropy_losses(Tensor(a!)? exponentials, Tensor hidden, Tensor head, int format, Tensor targets, "
-    "float smoothing, float z_loss, float softcap, bool count) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-_library.define(
-    "cross_entropy_hidden(Tensor(a!) out, Tensor exponentials, Tensor head, int format, Tensor targets, "
-    "Tensor shares, Tensor at_target) -> ()"
-)
-
-
-def _cross_entropy_losses(
-    exponentials: torch.Tensor | None, hidden: torch.Tensor, head: torch.Tensor, format: int, targets: torch.Tensor,
-    smoothing: float, z_loss: float, softcap: float, count: bool,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Returns what native/cross_entropy.cpp calls losses, shares, at_target and above."""
-    (rows, width), vocabulary = hidden.shape, len(head)
-    if head.shape[1] != row_length(width, format) or len(targets) != rows:
-        raise RuntimeError("the hidden states, the head and the targets do not match in shape.")
-    above = torch.zeros(rows if count else 0, dtype=torch.int64)
-    results = [hidden.new_empty(rows, dtype=torch.float32) for _ in range(3)]
-    native.call(
-        "cross_entropy_losses", hidden.dtype == torch.bfloat16, format, rows, width, vocabulary, hidden, head, targets,
-        smoothing, z_loss, softcap, exponentials, above if count else None, *results,
-    )  # fmt: skip
-    return *results, above
-
-
-def _cross_entropy_hidden(
-    out: torch.Tensor, exponentials: torch.Tensor, head: torch.Tensor, format: int, targets: torch.Tensor,
-    shares: torch.Tensor, at_target: torch.Tensor,
-) -> None:  # fmt: skip
-    sizes = (rows, width, vocabulary) = (*out.shape, len(head))
-    if exponentials.shape != (rows, vocabulary) or head.shape != (vocabulary, row_length(width, format)):
-        raise RuntimeError("the exponentials, the head and the gradient do not match in shape.")
-    native.call(
-        "cross_entropy_hidden", out.dtype == torch.bfloat16, format, *sizes, exponentials, head, targets, shares,
-        at_target, out,
-    )  # fmt: skip
-
-
-_library.impl("cross_entropy_losses", _cross_entropy_losses, "CPU")
-_library.impl("cross_entropy_hidden", _cross_entropy_hidden, "CPU")
-
-
-@register_flop_formula(torch.ops.sansgpu.cross_entropy_losses)
-def _flops_of_losses(
-    exponentials: object, hidden: tuple[int, int], head: tuple[int, int], *args: Any, **kw: Any
-) -> int:
-    return 2 * hidden[0] * hidden[1] * head[0]
-
-
-@register_flop_formula(torch.ops.sansgpu.cross_entropy_hidden)
-def _flops_of_hidden(out: tuple[int, int], exponentials: tuple[int, int], *args: Any, **kwargs: Any) -> int:
-    return 2 * out[0] * out[1] * exponentials[1]
 
 
 @dataclass(frozen=True)
@@ -99,11 +45,19 @@ def reference_cross_entropy(
 ) -> torch.Tensor:
     """Computes the summed loss from all logits at once. hidden (N, D), weight (V, D), targets (N,); returns ()."""
     has_target = targets != ignore_index
-    logits = hidden[has_target] @ weight.T
-    if options.softcap:
-        logits = options.softcap * torch.tanh(logits / options.softcap)
+    return _loss_of_logits(reference_logits(hidden[has_target], weight, options.softcap), targets[has_target], options)
+
+
+def reference_logits(hidden: torch.Tensor, weight: torch.Tensor, softcap: float) -> torch.Tensor:
+    """Returns the logits (N, V), in fp32 or wider, of hidden (N, D) and weight (V, D)."""
+    logits = hidden @ weight.T
+    logits = logits.to(wide(logits))
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
+def _loss_of_logits(logits: torch.Tensor, targets: torch.Tensor, options: LossOptions) -> torch.Tensor:
     log_probabilities = torch.log_softmax(logits, dim=1)
-    of_target = log_probabilities.gather(1, targets[has_target, None]).sum()
+    of_target = log_probabilities.gather(1, targets[:, None]).sum()
     smooth = log_probabilities.mean(dim=1).sum()
     z_loss = torch.logsumexp(logits, dim=1).square().sum()
     return -(1 - options.label_smoothing) * of_target - options.label_smoothing * smooth + options.z_loss * z_loss
@@ -164,8 +118,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         head = head_operands(hidden, weight, format, targets, *ctx.needs_input_grad[:2])
         # With both options, the gradient of smoothing differs from logit to logit.
-        fused = head.is_native and not (options.softcap and options.label_smoothing)
-        total, hits = (_native_sums if fused else _torch_sums)(head, options, count)
+        if head.is_native and not (options.softcap and options.label_smoothing):
+            total, hits = _native_sums(head, options, count)
+        else:
+            total, hits = plain_sums(head, partial(_plain_loss, head.targets, options, count))
         ctx.save_for_backward(head.hidden_grad, head.weight_grad)
         ctx.mark_non_differentiable(hits)
         return total, hits
@@ -174,6 +130,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         scale = grad_outputs[0]
         return *(None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors), None, None, None, None
+
+
+def _plain_loss(
+    targets: torch.Tensor, options: LossOptions, count: bool, hidden: torch.Tensor, weight: torch.Tensor, part: slice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits, targets = reference_logits(hidden, weight, options.softcap), targets[part]
+    hits = (logits.argmax(dim=1) == targets).sum() if count else targets.new_zeros(())
+    return _loss_of_logits(logits, targets, options), hits
 
 
 def target_log_probabilities(
@@ -187,26 +151,40 @@ def target_log_probabilities(
     device = hidden.device.type
     hidden = autocasted(hidden)
     with torch.autocast(device, enabled=False):
-        options = LossOptions(softcap=softcap)
-        return cast(torch.Tensor, _TargetLogProbabilities.apply(hidden, *stored(weight), targets, options))
+        data, format = stored(weight)
+        head = head_operands(hidden, data, format, targets, of_hidden=False, of_weight=False)
+        if head.is_native:
+            return cast(torch.Tensor, _TargetLogProbabilities.apply(hidden, data, format, targets, softcap))
+        values = as_values(data, format, hidden.dtype)
+        parts = [
+            checkpoint(_reference_log_probabilities, hidden[part], values, targets[part], softcap, use_reentrant=False)
+            for part in _parts(head, PLAIN_ROWS)
+        ]
+        return torch.cat(parts)
+
+
+def _reference_log_probabilities(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float
+) -> torch.Tensor:
+    log_probabilities = torch.log_softmax(reference_logits(hidden, weight, softcap), dim=1)
+    return log_probabilities.gather(1, targets[:, None])[:, 0]
 
 
 class _TargetLogProbabilities(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, format: int, targets: torch.Tensor, options: LossOptions
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, format: int, targets: torch.Tensor, softcap: float
     ) -> torch.Tensor:
         head = head_operands(hidden, weight, format, targets, of_hidden=False, of_weight=False)
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.format, ctx.options = format, options
-        losses = [part for part, _ in _chunks(head)(head, options)]
-        return -torch.cat([hidden.new_empty(0, dtype=wide(hidden)), *losses])
+        ctx.format, ctx.options = format, LossOptions(softcap=softcap)
+        return -torch.cat([chunk.losses for chunk in native_chunks(head, ctx.options)])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets = ctx.saved_tensors
         head = head_operands(hidden, weight, ctx.format, targets, *ctx.needs_input_grad[:2])
-        for _ in _chunks(head)(head, ctx.options, scale=-grad_outputs[0]):
+        for _ in native_chunks(head, ctx.options, revise=partial(_scaled, -grad_outputs[0])):
             pass
         return head.hidden_grad, head.weight_grad, None, None, None
 
@@ -247,41 +225,82 @@ def head_operands(
     hidden: torch.Tensor, weight: torch.Tensor, format: int, targets: torch.Tensor, of_hidden: bool, of_weight: bool
 ) -> HeadOperands:
     """Returns contiguous operands of the head, with memory for the gradients of its hidden states and its weight."""
+    if weight.shape[1] != row_length(hidden.shape[1], format) or len(targets) != len(hidden):
+        raise RuntimeError("the hidden states, the head and the targets do not match in shape.")
     if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight):
         raise IndexError(f"a target is out of bounds: targets must lie in 0 to {len(weight) - 1}.")
-    weight_grad = hidden.new_empty(weight.shape, dtype=wide(hidden)) if of_weight else None
-    if weight_grad is not None and not len(hidden):
-        weight_grad.zero_()
     return HeadOperands(
         hidden.contiguous(),
         (weight.to(hidden.dtype) if format == NOT_QUANTIZED else weight).contiguous(),
         format,
         targets.to(torch.int64).contiguous(),
         hidden.new_empty(hidden.shape) if of_hidden else None,
-        weight_grad,
+        hidden.new_empty(weight.shape, dtype=wide(hidden)) if of_weight else None,
     )
-
-
-# Takes the rows of a chunk and its losses, shares and exponentials, which it may change; returns the shares and the
-# gradients of the targets' logits.
-Revise = Callable[[slice, torch.Tensor, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 
 def wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _chunks(head: HeadOperands) -> Callable[..., Iterator[tuple[torch.Tensor, torch.Tensor]]]:
-    return native_chunks if head.is_native else _torch_chunks
+def _parts(head: HeadOperands, size: int) -> list[slice]:
+    """Returns the rows of each chunk; of no rows, one chunk without rows."""
+    return [slice(start, start + size) for start in range(0, max(1, len(head.hidden)), size)]
+
+
+def plain_sums(
+    head: HeadOperands,
+    loss_of: Callable[[torch.Tensor, torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums a loss over chunks and computes its gradients, with plain torch.
+
+    `loss_of` takes the hidden states and the weight of a chunk, and which rows it has. It returns its loss, (), and a
+    tensor without gradients. Returns the sums of both.
+    """
+    weight, results = as_values(head.weight, head.format, head.hidden.dtype), []
+    for part in _parts(head, PLAIN_ROWS):
+        hidden, values = head.hidden[part].detach(), weight.detach()
+        inputs = [t for t, grad in ((hidden, head.hidden_grad), (values, head.weight_grad)) if grad is not None]
+        for tensor in inputs:
+            tensor.requires_grad_()
+        with torch.set_grad_enabled(bool(inputs)):
+            loss, other = loss_of(hidden, values, part)
+        grads = list(torch.autograd.grad(loss, inputs)) if inputs else []
+        if head.weight_grad is not None:  # sums in fp32
+            grad = grads.pop()
+            head.weight_grad.add_(grad) if part.start else head.weight_grad.copy_(grad)
+        if head.hidden_grad is not None:
+            head.hidden_grad[part] = grads.pop()
+        results.append((loss.detach(), other.detach()))
+    losses, others = zip(*results, strict=True)
+    return torch.stack(losses).sum(), torch.stack(others).sum(dim=0)
+
+
+class Chunk(NamedTuple):
+    """What the kernel computed of some rows (N,), as native/cross_entropy.cpp names it."""
+
+    rows: slice
+    losses: torch.Tensor  # (N,)
+    shares: torch.Tensor  # (N,): gradients of logits are the exponentials times this, but
+    at_target: torch.Tensor  # (N,): this at the target
+    above: torch.Tensor | None  # (N,) int64: the number of larger logits than the target's, if counted
+    exponentials: torch.Tensor | None  # (N, V), if there are gradients
+
+
+def _scaled(scale: torch.Tensor, chunk: Chunk) -> Chunk:
+    """Multiplies the gradients of a chunk with those of its losses; scale (N,) is that of all rows."""
+    part = scale[chunk.rows]
+    return chunk._replace(shares=chunk.shares.mul_(part), at_target=chunk.at_target.mul_(part))
 
 
 def _native_sums(head: HeadOperands, options: LossOptions, count: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the sums of losses and hits and computes the gradients, with the kernels."""
     uniform = options.label_smoothing / len(head.weight)
     total, hits = torch.zeros(()), torch.zeros((), dtype=torch.int64)
-    for losses, above in native_chunks(head, options, count):
-        total += losses.sum()
-        hits += (above == 0).sum()  # `above` is empty without `count`
+    for chunk in native_chunks(head, options, count):
+        total += chunk.losses.sum()
+        if chunk.above is not None:
+            hits += (chunk.above == 0).sum()
     if uniform:  # the same for all tokens: the gradient of every logit is smaller by `uniform`
         hidden_sum, weight_sum = head.hidden.sum(0, dtype=torch.float32), head.column_sums()
         total -= uniform * (hidden_sum * weight_sum).sum()
@@ -292,97 +311,40 @@ def _native_sums(head: HeadOperands, options: LossOptions, count: bool) -> tuple
 
 
 def native_chunks(
-    head: HeadOperands,
-    options: LossOptions,
-    count: bool = False,
-    scale: torch.Tensor | None = None,
-    revise: Revise | None = None,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields each chunk's losses and ranks of the targets, and computes the gradients of the losses times `scale` (N,).
+    head: HeadOperands, options: LossOptions, count: bool = False, revise: Callable[[Chunk], Chunk] | None = None
+) -> Iterator[Chunk]:
+    """Yields each chunk and computes the gradients of the summed losses, from what `revise` makes of the chunk.
 
-    `revise` replaces what the gradients of a chunk are computed from.
-
-    Stores exponentials instead of logits, whose rounding to bf16 would be the largest error of the losses.
+    Stores exponentials instead of logits, whose rounding to bf16 would be the largest error of the losses. `revise` may
+    change the tensors of its chunk.
     """
-    settings = (options.label_smoothing, options.z_loss, options.softcap, count)
     buffer, scaled = head.buffer(), torch.empty_like(head.hidden[:CHUNK_ROWS])
-    for start in range(0, len(head.hidden), CHUNK_ROWS):
-        part = slice(start, start + CHUNK_ROWS)
-        chunk, targets = head.hidden[part], head.targets[part]
-        exponentials = None if buffer is None else buffer[: len(chunk)]
-        losses, shares, at_target, above = torch.ops.sansgpu.cross_entropy_losses(
-            exponentials, chunk, head.weight, head.format, targets, *settings
-        )
-        if scale is not None:
-            shares.mul_(scale[part])
-            at_target.mul_(scale[part])
+    for part in _parts(head, CHUNK_ROWS):
+        chunk = _losses(head, part, buffer, options, count)
         if revise is not None:
-            shares, at_target = revise(part, losses, shares, exponentials)
+            chunk = revise(chunk)
+        hidden, exponentials = head.hidden[part], chunk.exponentials
         if head.hidden_grad is not None:
-            out = head.hidden_grad[part]
-            operands = exponentials, head.weight, head.format, targets
-            torch.ops.sansgpu.cross_entropy_hidden(out, *operands, shares, at_target)
+            native.call(
+                "cross_entropy_hidden", hidden.dtype == torch.bfloat16, head.format, *hidden.shape, len(head.weight),
+                exponentials, head.weight, head.targets[part], chunk.shares, chunk.at_target, head.hidden_grad[part],
+            )  # fmt: skip
         if head.weight_grad is not None and exponentials is not None:
-            rows = torch.mul(chunk, shares[:, None], out=scaled[: len(chunk)])
-            matmul_into(head.weight_grad, exponentials.T, rows, add=start > 0)
-            add_rows(head.weight_grad, targets, chunk, at_target)
-        yield losses, above
+            rows = torch.mul(hidden, chunk.shares[:, None], out=scaled[: len(hidden)])
+            matmul_into(head.weight_grad, exponentials.T, rows, add=part.start > 0)
+            add_rows(head.weight_grad, head.targets[part], hidden, chunk.at_target)
+        yield chunk
 
 
-def _torch_sums(head: HeadOperands, options: LossOptions, count: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Does what `_native_sums` does, with plain torch."""
-    total = torch.zeros((), dtype=wide(head.hidden), device=head.hidden.device)
-    hits = torch.zeros((), dtype=torch.int64, device=head.hidden.device)
-    for losses, is_hit in _torch_chunks(head, options, count):
-        total += losses.sum()
-        hits += is_hit.sum()
-    return total, hits
-
-
-def _torch_chunks(
-    head: HeadOperands, options: LossOptions, count: bool = False, scale: torch.Tensor | None = None
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields each chunk's losses and hits, and computes gradients as `native_chunks` does."""
-    buffer, weight = head.buffer(), as_values(head.weight, head.format, head.hidden.dtype)
-    for start in range(0, len(head.hidden), CHUNK_ROWS):
-        part = slice(start, start + CHUNK_ROWS)
-        chunk, targets = head.hidden[part], head.targets[part]
-        logits = chunk @ weight.T if buffer is None else buffer[: len(chunk)]
-        if buffer is not None:
-            matmul_into(logits, chunk, weight.T)
-        # Counted before the logits become their gradients.
-        is_hit = logits.argmax(dim=1) == targets if count else targets.new_empty(0)
-        losses, logits_grad = _losses(logits, targets, options, buffer is not None)
-        if scale is not None:
-            logits_grad.mul_(scale[part, None])
-        if head.hidden_grad is not None:
-            matmul_into(head.hidden_grad[part], logits_grad, weight)
-        if head.weight_grad is not None:
-            matmul_into(head.weight_grad, logits_grad.T, chunk, add=start > 0)
-        yield losses[:, 0], is_hit
-
-
-def _losses(
-    logits: torch.Tensor, targets: torch.Tensor, options: LossOptions, with_gradients: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the loss of each row and the gradient of the logits, which are overwritten."""
-    smoothing, z_loss, softcap = options.label_smoothing, options.z_loss, options.softcap
-    dtype, targets = logits.dtype, targets[:, None]
-    # Operates in place: another copy of the logits costs more than the arithmetic.
-    logits = logits.to(torch.promote_types(dtype, torch.float32))
-    slope = None
-    if softcap:
-        logits.div_(softcap).tanh_()
-        slope = 1 - logits.square() if with_gradients else None
-        logits.mul_(softcap)
-    row_max = logits.amax(dim=1, keepdim=True)
-    of_target, mean = logits.gather(1, targets), logits.mean(dim=1, keepdim=True) if smoothing else 0.0
-    normalizer = logits.sub_(row_max).exp_().sum(dim=1, keepdim=True)
-    lse = normalizer.log() + row_max
-    losses = lse - (1 - smoothing) * of_target - smoothing * mean + z_loss * lse.square()
-    if with_gradients:
-        logits.mul_((1 + 2 * z_loss * lse) / normalizer).sub_(smoothing / logits.shape[1])
-        logits.scatter_add_(1, targets, torch.full_like(of_target, smoothing - 1))
-        if slope is not None:
-            logits.mul_(slope)
-    return losses, logits.to(dtype)
+def _losses(head: HeadOperands, part: slice, buffer: torch.Tensor | None, options: LossOptions, count: bool) -> Chunk:
+    """Calls the kernel for a part of the rows; the buffer is memory for the exponentials."""
+    hidden = head.hidden[part]
+    losses, shares, at_target = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
+    above = torch.zeros(len(hidden), dtype=torch.int64) if count else None
+    exponentials = None if buffer is None else buffer[: len(hidden)]
+    native.call(
+        "cross_entropy_losses", hidden.dtype == torch.bfloat16, head.format, *hidden.shape, len(head.weight), hidden,
+        head.weight, head.targets[part], options.label_smoothing, options.z_loss, options.softcap, exponentials, above,
+        losses, shares, at_target,
+    )  # fmt: skip
+    return Chunk(part, losses, shares, at_target, above, exponentials)

@@ -24,7 +24,7 @@ from sansgpu.kernels.matmul import Matmul, structs, sum_of_matmuls
 def feed_forward(x: torch.Tensor, kind: Kind, up: Linear, down: Linear, gate: Linear | None = None) -> torch.Tensor:
     """Computes down(activation(up(x))), with SwiGLU down(silu(gate(x)) * up(x)): (..., D) -> (..., D)."""
     x, inner = autocasted(x), [up] if gate is None else [gate, up]
-    if torch.compiler.is_compiling() or not use_kernel(x, *inner, down):
+    if not use_kernel(x, *inner, down):
         out: torch.Tensor = down(activate(kind, *[layer(x) for layer in inner]))
         return out
     parameters = parameters_of([*inner, down])

@@ -22,8 +22,7 @@ class GradientSum(Protocol):
 
 def gradient_sum(weight: torch.Tensor) -> GradientSum | None:
     """Returns the sum to which backward passes add gradients of this weight, or None if autograd gets them."""
-    # Autograd, which the compiler traces, must see the gradients.
-    return None if torch.compiler.is_compiling() else getattr(weight, "gradient_sum", None)
+    return getattr(weight, "gradient_sum", None)
 
 
 def weight_gradient(

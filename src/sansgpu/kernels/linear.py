@@ -77,13 +77,9 @@ def multiply_each(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> tuple[list[Matmul], list[torch.Tensor]]:
     """Returns the results of layers with the input x (N, inputs), and the matmuls that compute them."""
-    results = _new_results(x, weights)
+    results = [x.new_empty(x.shape[0], weight.shape[0]) for weight in weights]
     layers = zip(weights, results, biases, strict=True)
     return [Matmul(x, weight.T, result, bias) for weight, result, bias in layers], results
-
-
-def _new_results(x: torch.Tensor, weights: Sequence[torch.Tensor], *_: object) -> list[torch.Tensor]:
-    return [x.new_empty(x.shape[0], weight.shape[0]) for weight in weights]
 
 
 def parameter_gradients(
@@ -126,72 +122,18 @@ class _LinearFunction(torch.autograd.Function):
         of_x, _, *ctx.needed = ctx.needs_input_grad
         ctx.targets, ctx.shape = targets, x.shape
         ctx.save_for_backward(rows if any(ctx.needed[::2]) else None, *(weights if of_x else ()))
-        # Only the compiler needs an operation of torch, whose dispatch takes as long as the rest of the call.
-        forward = torch.ops.sansgpu.linear_forward if torch.compiler.is_compiling() else _forward
-        return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in forward(rows, weights, biases))
+        matmuls, results = multiply_each(rows, weights, biases)
+        multiply(x.dtype, *matmuls)
+        return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in results)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         grads = [grad.reshape(-1, grad.shape[-1]) for grad in grad_outputs]
-        if torch.compiler.is_compiling():
-            found = torch.ops.sansgpu.linear_backward(grads, x, weights, ctx.needed)
-            x_grad, *gradients = (g if n else None for g, n in zip(found, [bool(weights), *ctx.needed], strict=True))
-        else:
-            x_grad, *gradients = _backward(grads, x, weights, ctx.needed, ctx.targets)
-        return None if x_grad is None else x_grad.view(ctx.shape), None, *gradients
-
-
-_library = torch.library.Library("sansgpu", "FRAGMENT")
-_library.define("linear_forward(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]")
-_library.define("linear_backward(Tensor[] grads, Tensor? x, Tensor[] weights, bool[] needed) -> Tensor[]")
-
-
-def _forward(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor]:
-    matmuls, results = multiply_each(x, weights, biases)
-    multiply(x.dtype, *matmuls)
-    return results
-
-
-def _backward(
-    grads: Sequence[torch.Tensor],
-    x: torch.Tensor | None,
-    weights: Sequence[torch.Tensor],
-    needed: Sequence[bool],
-    targets: Sequence[GradientSum | None],
-) -> list[torch.Tensor | None]:
-    """Returns the gradients of x, unless there are no weights, and of the parameters of the layers."""
-    matmuls, found = parameter_gradients(grads, [x] * len(grads), needed, targets)
-    x_grad = None
-    if weights:
-        x_grad = grads[0].new_empty(grads[0].shape[0], weights[0].shape[1])
-        matmuls += sum_of_matmuls([*zip(grads, weights, strict=True)], x_grad)
-    multiply(grads[0].dtype, *matmuls)
-    return [x_grad, *found]
-
-
-def _backward_operation(
-    grads: Sequence[torch.Tensor], x: torch.Tensor | None, weights: Sequence[torch.Tensor], needed: Sequence[bool]
-) -> list[torch.Tensor]:
-    """Returns empty tensors for the gradients that are not needed, because operations of torch cannot return None."""
-    found = _backward(grads, x, weights, needed, [None] * len(grads))
-    return [grads[0].new_empty(0) if grad is None else grad for grad in found]
-
-
-def _backward_shapes(
-    grads: Sequence[torch.Tensor], x: torch.Tensor | None, weights: Sequence[torch.Tensor], needed: Sequence[bool]
-) -> list[torch.Tensor]:
-    like = grads[0]
-    shapes = [like.new_empty(like.shape[0], weights[0].shape[1]) if weights else like.new_empty(0)]
-    for grad, of_weight, of_bias in zip(grads, needed[::2], needed[1::2], strict=True):
-        shapes.append(like.new_empty(grad.shape[1], x.shape[1]) if of_weight and x is not None else like.new_empty(0))
-        shapes.append(like.new_empty(grad.shape[1] if of_bias else 0, dtype=torch.float32 if of_bias else like.dtype))
-    return shapes
-
-
-_library.impl("linear_forward", _forward, "CPU")
-_library.impl("linear_backward", _backward_operation, "CPU")
-torch.library.register_fake("sansgpu::linear_forward", _new_results)
-torch.library.register_fake("sansgpu::linear_backward", _backward_shapes)
+        matmuls, found = parameter_gradients(grads, [x] * len(grads), ctx.needed, ctx.targets)
+        x_grad = None
+        if weights:
+            x_grad = grads[0].new_empty(ctx.shape)
+            matmuls += sum_of_matmuls([*zip(grads, weights, strict=True)], x_grad.view(-1, ctx.shape[-1]))
+        multiply(grads[0].dtype, *matmuls)
+        return x_grad, None, *found

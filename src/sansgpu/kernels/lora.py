@@ -6,11 +6,10 @@ N rows, I inputs, O outputs, R rank.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from torch.utils.flop_counter import register_flop_formula
 
 from sansgpu.kernels import native
 from sansgpu.kernels.block_quantization import NOT_QUANTIZED, row_length
@@ -18,15 +17,13 @@ from sansgpu.kernels.matmul import is_native
 
 MAX_RANK = 64  # above, adding products in fp32 takes longer than separate matmuls
 
-_library = torch.library.Library("sansgpu", "FRAGMENT")
-_library.define(
-    "lora_forward(Tensor x, Tensor source, Tensor weight, int format, Tensor? bias, Tensor first, Tensor second, "
-    "float scale) -> (Tensor, Tensor)"
-)
-_library.define(
-    "lora_backward(Tensor grad, Tensor source, Tensor weight, int format, Tensor first, Tensor second, Tensor h, "
-    "float scale, bool of_x, bool of_source) -> (Tensor, Tensor, Tensor, Tensor)"
-)
+
+class FrozenLayer(NamedTuple):
+    """The parameters of a linear layer that get no gradient."""
+
+    weight: torch.Tensor  # (O, I), or the data of a quantized weight
+    format: int  # of the data: the number of its block format, or NOT_QUANTIZED
+    bias: torch.Tensor | None  # (O,)
 
 
 def lora_linear(
@@ -43,7 +40,7 @@ def lora_linear(
     x and dropped (N, I), weight W (O, I), bias (O,), first A (R, I), second B (O, R); returns (N, O).
     """
     if is_native(x, dropped, weight, first, second):
-        return native_lora_linear(x, dropped, weight, NOT_QUANTIZED, bias, first, second, scale)
+        return native_lora_linear(x, dropped, FrozenLayer(weight, NOT_QUANTIZED, bias), first, second, scale)
     frozen = F.linear(x, weight.detach(), None if bias is None else bias.detach().to(x.dtype))
     return add_lora(frozen, dropped, first, second, scale)
 
@@ -56,18 +53,11 @@ def add_lora(
 
 
 def native_lora_linear(
-    x: torch.Tensor,
-    dropped: torch.Tensor,
-    weight: torch.Tensor,
-    format: int,
-    bias: torch.Tensor | None,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    scale: float,
+    x: torch.Tensor, dropped: torch.Tensor, frozen: FrozenLayer, first: torch.Tensor, second: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Computes `lora_linear` with our kernel; `weight` is the data of a block format's number, or NOT_QUANTIZED."""
+    """Computes `lora_linear` with our kernel."""
     separate = None if dropped is x else dropped
-    return cast(torch.Tensor, _LoraFunction.apply(x, separate, weight, format, bias, first, second, scale))
+    return cast(torch.Tensor, _LoraFunction.apply(x, separate, first, second, frozen, scale))
 
 
 class _LoraFunction(torch.autograd.Function):
@@ -76,122 +66,40 @@ class _LoraFunction(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         dropped: torch.Tensor | None,
-        weight: torch.Tensor,
-        format: int,
-        bias: torch.Tensor | None,
         first: torch.Tensor,
         second: torch.Tensor,
+        frozen: FrozenLayer,
         scale: float,
     ) -> torch.Tensor:
         source = x if dropped is None else dropped
-        y, h = torch.ops.sansgpu.lora_forward(x, source, weight, format, bias, first, second, scale)
-        ctx.format, ctx.scale, ctx.separate = format, scale, dropped is not None
-        ctx.save_for_backward(source, weight, first, second, h)
-        return cast(torch.Tensor, y)
+        sizes = _sizes(x, frozen, first, second)
+        if source.shape != x.shape or (frozen.bias is not None and frozen.bias.shape != (len(frozen.weight),)):
+            raise RuntimeError(f"a layer of {tuple(frozen.weight.shape)} and its inputs cannot be multiplied.")
+        y, h = x.new_empty(len(x), len(frozen.weight)), x.new_empty(len(x), len(first))
+        ctx.save_for_backward(source, frozen.weight, first, second, h)
+        ctx.format, ctx.scale, ctx.separate, ctx.sizes = frozen.format, scale, dropped is not None, sizes
+        bias = None if frozen.bias is None else frozen.bias.float().contiguous()
+        layer = (tensor.contiguous() for tensor in (frozen.weight, first, second))
+        inputs = (tensor.contiguous() for tensor in (x, source))
+        native.call("lora_forward", x.dtype == torch.bfloat16, frozen.format, sizes, *layer, scale, *inputs, bias, h, y)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        of_x, of_source = ctx.needs_input_grad[0], ctx.separate
-        source, weight, *adapter = ctx.saved_tensors
-        x_grad, source_grad, first_grad, second_grad = torch.ops.sansgpu.lora_backward(
-            grad_outputs[0], source, weight, ctx.format, *adapter, ctx.scale, of_x, of_source
-        )
-        found = x_grad if of_x else None, source_grad if of_source else None
-        return *found, None, None, None, first_grad, second_grad, None
+        source, weight, first, second, h = ctx.saved_tensors
+        x_grad = source.new_empty(source.shape) if ctx.needs_input_grad[0] else None
+        source_grad = source.new_empty(source.shape) if ctx.separate else None
+        grads = x_grad, source_grad, first.new_empty(first.shape), second.new_empty(second.shape)
+        layer = (tensor.contiguous() for tensor in (weight, first, second))
+        inputs = (tensor.contiguous() for tensor in (grad_outputs[0], source, h))
+        narrow = source.dtype == torch.bfloat16
+        native.call("lora_backward", narrow, ctx.format, ctx.sizes, *layer, ctx.scale, *inputs, *grads)
+        return *grads, None, None
 
 
-def _forward(
-    x: torch.Tensor,
-    source: torch.Tensor,
-    weight: torch.Tensor,
-    format: int,
-    bias: torch.Tensor | None,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns y (N, O) and scale dropped A^T (N, R)."""
-    sizes = _sizes(x, weight, format, first, second)
-    if source.shape != x.shape or (bias is not None and bias.shape != (len(weight),)):
-        raise RuntimeError(f"a layer of {tuple(weight.shape)} and its inputs cannot be multiplied.")
-    y, h = _forward_shapes(x, source, weight, format, bias, first)
-    bias = None if bias is None else bias.float().contiguous()
-    layer = (tensor.contiguous() for tensor in (weight, first, second))
-    inputs = (tensor.contiguous() for tensor in (x, source))
-    native.call("lora_forward", x.dtype == torch.bfloat16, format, sizes, *layer, scale, *inputs, bias, h, y)
-    return y, h
-
-
-def _forward_shapes(
-    x: torch.Tensor, source: Any, weight: torch.Tensor, format: int, bias: Any, first: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = x.shape[0]  # `len` would make the compiler expect this number of rows only
-    return x.new_empty(rows, weight.shape[0]), x.new_empty(rows, first.shape[0])
-
-
-def _backward(
-    grad: torch.Tensor,
-    source: torch.Tensor,
-    weight: torch.Tensor,
-    format: int,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    h: torch.Tensor,
-    scale: float,
-    of_x: bool,
-    of_source: bool,
-) -> tuple[torch.Tensor, ...]:
-    """Returns the gradients of x and dropped, empty unless they are asked for, and those of A and B."""
-    sizes = _sizes(source, weight, format, first, second)
-    grads = _new_gradients(source, first, second, of_x, of_source)
-    layer = (tensor.contiguous() for tensor in (weight, first, second))
-    inputs = (tensor.contiguous() for tensor in (grad, source, h))
-    outputs = (grads[0] if of_x else None, grads[1] if of_source else None, *grads[2:])
-    native.call("lora_backward", grad.dtype == torch.bfloat16, format, sizes, *layer, scale, *inputs, *outputs)
-    return grads
-
-
-def _new_gradients(
-    source: torch.Tensor, first: torch.Tensor, second: torch.Tensor, of_x: bool, of_source: bool
-) -> tuple[torch.Tensor, ...]:
-    rows = source.shape[0]
-    inputs = (source.new_empty(rows if wanted else 0, source.shape[1]) for wanted in (of_x, of_source))
-    return *inputs, first.new_empty(first.shape), second.new_empty(second.shape)
-
-
-def _sizes(
-    x: torch.Tensor, weight: torch.Tensor, format: int, first: torch.Tensor, second: torch.Tensor
-) -> tuple[int, ...]:
+def _sizes(x: torch.Tensor, frozen: FrozenLayer, first: torch.Tensor, second: torch.Tensor) -> tuple[int, ...]:
     """Returns N, I, O, R. Raises RuntimeError if the adapter does not fit the layer, or the layer its input."""
-    (rows, inputs), (outputs, rank) = x.shape, second.shape
-    if weight.shape != (outputs, row_length(inputs, format)) or first.shape != (rank, inputs):
+    weight, (rows, inputs), (outputs, rank) = frozen.weight, x.shape, second.shape
+    if weight.shape != (outputs, row_length(inputs, frozen.format)) or first.shape != (rank, inputs):
         raise RuntimeError(f"a layer of {tuple(weight.shape)} and its adapter or input cannot be multiplied.")
     return rows, inputs, outputs, rank
-
-
-_library.impl("lora_forward", _forward, "CPU")
-_library.impl("lora_backward", _backward, "CPU")
-torch.library.register_fake("sansgpu::lora_forward", _forward_shapes)
-torch.library.register_fake(
-    "sansgpu::lora_backward",
-    lambda grad, source, weight, format, first, second, h, scale, *wanted: _new_gradients(
-        source, first, second, *wanted
-    ),
-)
-
-
-@register_flop_formula(torch.ops.sansgpu.lora_forward)
-def _forward_flops(
-    x: tuple[int, int], source: Any, weight: tuple[int, int], format: int, bias: Any, first: tuple[int, int],
-    *_: Any, **__: Any,
-) -> int:  # fmt: skip
-    (rows, inputs), outputs, rank = x, weight[0], first[0]
-    return 2 * rows * (outputs * inputs + rank * (inputs + outputs))
-
-
-@register_flop_formula(torch.ops.sansgpu.lora_backward)
-def _backward_flops(
-    grad: tuple[int, int], source: tuple[int, int], weight: Any, format: int, first: tuple[int, int], *_: Any, **__: Any
-) -> int:
-    (rows, outputs), inputs, rank = grad, source[1], first[0]
-    return 2 * rows * (outputs * inputs + 2 * rank * (inputs + outputs))

@@ -7,15 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from sansgpu.kernels import native
-
-_library = torch.library.Library("sansgpu", "FRAGMENT")
-_library.define("matmul_into(Tensor(a!) out, Tensor a, Tensor b, bool add) -> ()")
 
 
 def is_native(*matrices: torch.Tensor) -> bool:
@@ -79,18 +74,7 @@ def sum_of_matmuls(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], out: torc
 
 
 def matmul_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = False) -> None:
-    """Stores a (M, K) times b (K, N) in out (M, N), or adds it, which needs an `out` in fp32 or wider."""
-    if is_native(a, b) and out.is_contiguous() and (out.dtype == torch.float32 or (out.dtype == a.dtype and not add)):
-        torch.ops.sansgpu.matmul_into(out, a, b, add)
-        return
-    if out.dtype == a.dtype:
-        torch.addmm(out, a, b, beta=int(add), out=out)
-    else:
-        product = a @ b
-        out.add_(product) if add else out.copy_(product)
-
-
-def _matmul_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool) -> None:
+    """Stores a (M, K) times b (K, N) in out (M, N), or adds it, which needs an `out` in fp32; out is contiguous."""
     multiply(a.dtype, Matmul(a, b, out, add=add))
 
 
@@ -102,11 +86,3 @@ def _stored(matrix: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
     if down == 1 and across >= rows:
         return matrix, across, True
     return matrix.contiguous(), columns, False
-
-
-_library.impl("matmul_into", _matmul_into, "CPU")
-
-
-@register_flop_formula(torch.ops.sansgpu.matmul_into)
-def _flops_into(out: tuple[int, int], a: tuple[int, int], b: tuple[int, int], *args: Any, **kwargs: Any) -> int:
-    return 2 * a[0] * a[1] * b[1]

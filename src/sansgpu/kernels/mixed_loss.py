@@ -10,15 +10,20 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from sansgpu.kernels import native
-from sansgpu.kernels.block_quantization import NOT_QUANTIZED, Matrix, as_values, stored
-from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, HeadOperands, LossOptions, head_operands, native_chunks
+from sansgpu.kernels.block_quantization import Matrix, stored
+from sansgpu.kernels.cross_entropy import (
+    DEFAULT_LOSS_OPTIONS,
+    Chunk,
+    HeadOperands,
+    LossOptions,
+    head_operands,
+    native_chunks,
+    plain_sums,
+    reference_logits,
+)
 from sansgpu.kernels.linear import autocasted
-from sansgpu.kernels.matmul import is_native
-
-REFERENCE_ROWS = 256  # tokens per chunk of the plain code, which holds several tensors of the size of the logits
 
 LEAST_REST = 1e-7  # lower bound of the student's probability of all other tokens, which is a difference in fp32
 LEAST_SHARE = 1e-6  # lower bound of the size of a factor by which gradients are divided and multiplied
@@ -91,10 +96,7 @@ def reference_mixed_loss(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, soft: SoftTargets, options: LossOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes what `linear_mixed_loss` returns from all logits at once; every row has a target."""
-    logits = hidden @ weight.T
-    if options.softcap:
-        logits = options.softcap * torch.tanh(logits / options.softcap)
-    return mixed_loss_of_logits(logits, targets, soft, options.z_loss)
+    return mixed_loss_of_logits(reference_logits(hidden, weight, options.softcap), targets, soft, options.z_loss)
 
 
 def mixed_loss_of_logits(
@@ -137,16 +139,8 @@ def linear_mixed_loss(
             raise IndexError(f"a teacher's token is out of bounds: tokens must lie in 0 to {len(data) - 1}.")
         if not torch.is_grad_enabled():  # needs_input_grad is true even under no_grad
             hidden, data = hidden.detach(), data.detach()
-        if is_native(hidden) and (format != NOT_QUANTIZED or native.takes(data)):
-            sums = _LinearMixedLoss.apply(hidden, data, format, targets, soft, options)
-            return cast(tuple[torch.Tensor, torch.Tensor], sums)
-        narrow = as_values(data, format, hidden.dtype)
-        parts = [slice(start, start + REFERENCE_ROWS) for start in range(0, max(1, len(hidden)), REFERENCE_ROWS)]
-        sums = [
-            checkpoint(reference_mixed_loss, hidden[p], narrow, targets[p], soft.rows(p), options, use_reentrant=False)
-            for p in parts
-        ]
-        return torch.stack([loss for loss, _ in sums]).sum(), torch.stack([both for _, both in sums]).sum(dim=0)
+        sums = _LinearMixedLoss.apply(hidden, data, format, targets, soft, options)
+        return cast(tuple[torch.Tensor, torch.Tensor], sums)
 
 
 class _LinearMixedLoss(torch.autograd.Function):
@@ -161,11 +155,7 @@ class _LinearMixedLoss(torch.autograd.Function):
         options: LossOptions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         head = head_operands(hidden, weight, format, targets, *ctx.needs_input_grad[:2])
-        sums = torch.zeros(3)
-        revise = partial(_revise, head, soft, options, sums)
-        for _ in native_chunks(head, LossOptions(softcap=options.softcap), revise=revise):
-            pass
-        loss, parts = sums[0].clone(), sums[1:].clone()
+        loss, parts = (_native_sums if head.is_native else _plain_sums)(head, soft, options)
         ctx.save_for_backward(head.hidden_grad, head.weight_grad)
         ctx.mark_non_differentiable(parts)
         return loss, parts
@@ -176,31 +166,37 @@ class _LinearMixedLoss(torch.autograd.Function):
         return *(None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors), None, None, None, None
 
 
-def _revise(
-    head: HeadOperands,
-    soft: SoftTargets,
-    options: LossOptions,
-    sums: torch.Tensor,
-    part: slice,
-    losses: torch.Tensor,
-    shares: torch.Tensor,
-    exponentials: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _plain_sums(head: HeadOperands, soft: SoftTargets, options: LossOptions) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss_of(hidden: torch.Tensor, weight: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        return reference_mixed_loss(hidden, weight, head.targets[part], soft.rows(part), options)
+
+    return plain_sums(head, loss_of)
+
+
+def _native_sums(head: HeadOperands, soft: SoftTargets, options: LossOptions) -> tuple[torch.Tensor, torch.Tensor]:
+    sums = torch.zeros(3)
+    revise = partial(_revise, head, soft, options, sums)
+    for _ in native_chunks(head, LossOptions(softcap=options.softcap), revise=revise):
+        pass
+    return sums[0].clone(), sums[1:].clone()
+
+
+def _revise(head: HeadOperands, soft: SoftTargets, options: LossOptions, sums: torch.Tensor, chunk: Chunk) -> Chunk:
     """Adds a chunk's mixed loss and its parts to `sums` (3,), and replaces what the gradients are computed from.
 
     The exponentials of the teacher's tokens become their gradients, divided by the share of the row. Differences from
     the gradients of other tokens would be lost in the rounding of large exponentials.
     """
-    targets, soft, softcap = head.targets[part, None], soft.rows(part), options.softcap
-    logits = _logits_at(head, part, torch.cat((soft.ids, targets), dim=1), softcap)
-    mixed = soft.mix(logits[:, :-1], logits[:, -1], losses, targets[:, 0], options.z_loss)
-    sums += torch.stack((mixed.losses.sum(), losses.sum(), mixed.kl.sum()))
+    targets, soft, softcap = head.targets[chunk.rows, None], soft.rows(chunk.rows), options.softcap
+    logits = _logits_at(head, chunk.rows, torch.cat((soft.ids, targets), dim=1), softcap)
+    mixed = soft.mix(logits[:, :-1], logits[:, -1], chunk.losses, targets[:, 0], options.z_loss)
+    sums += torch.stack((mixed.losses.sum(), chunk.losses.sum(), mixed.kl.sum()))
     slope = 1 - (logits / softcap).square() if softcap else torch.ones_like(logits)
-    shares = shares * mixed.share
+    shares, exponentials = chunk.shares * mixed.share, chunk.exponentials
     if exponentials is not None:
         at_ids = mixed.at_ids * slope[:, :-1] / shares[:, None]
         exponentials.scatter_(1, soft.ids, at_ids.to(exponentials.dtype)).scatter_(1, targets, 0.0)
-    return shares, mixed.at_target * slope[:, -1]
+    return chunk._replace(shares=shares, at_target=mixed.at_target * slope[:, -1])
 
 
 def _logits_at(head: HeadOperands, part: slice, places: torch.Tensor, softcap: float) -> torch.Tensor:

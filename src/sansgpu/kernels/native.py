@@ -48,14 +48,6 @@ def takes(*tensors: torch.Tensor) -> bool:
     return _loaded and all(tensor.is_cpu and tensor.dtype in _DTYPES for tensor in tensors)
 
 
-def usable(*tensors: torch.Tensor) -> bool:
-    """Returns True if element-wise kernels can run on these tensors: `takes` without torch.compile.
-
-    While torch.compile traces, plain code is better: it fuses that, but would leave a compiled graph to call a kernel.
-    """
-    return not torch.compiler.is_compiling() and takes(*tensors)
-
-
 def install_caching_allocator(varying: bool, warn: Callable[[str], None]) -> None:
     """Makes torch allocate large CPU tensors with memory.cpp, which reuses the memory of freed ones, in huge pages.
 

@@ -5,7 +5,7 @@ The C++ kernels compute in fp32 and round once, in one pass over memory. D width
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +18,14 @@ from sansgpu.kernels.linear import autocast_dtype
 
 def residual(x: torch.Tensor, y: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     """Computes x + dropout(y), both (..., D)."""
-    if native.usable(x, y) and x.dtype == torch.float32 and x.shape == y.shape:
+    if native.takes(x, y) and x.dtype == torch.float32 and x.shape == y.shape:
         p = p if training else 0.0
         return cast(torch.Tensor, _Residual.apply(x, y, p, seed_number(p)))
     return x + dropout(y, p, training)
 
 
 class FusedNorm(nn.Module):
-    """The methods that all norms share. `_plain` is the code for other devices and dtypes, and under torch.compile."""
+    """The methods that all norms share. `_plain` is the code for other devices and dtypes."""
 
     weight: Any
     bias: Any
@@ -44,7 +44,7 @@ class FusedNorm(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns x + dropout(y), or x if y is None, and its norm, the input of a branch of a transformer block.
 
-        The norm has the dtype of the matmuls that read it, unless torch.compile fuses its conversion into them.
+        The norm of the kernel has the dtype of the matmuls that read it.
         """
         return self._run(x, y, p, autocast_dtype(x))
 
@@ -56,15 +56,15 @@ class FusedNorm(nn.Module):
             return x, self._plain(x)
         p = p if self.training and y is not None else 0.0
         centered = isinstance(self, nn.LayerNorm)
-        arguments = (self.eps, centered, p, seed_number(p), dtype or (x.dtype if centered else torch.float32))
-        both = _Norm.apply(x, y, self.weight, self.bias, *arguments)
+        options = _Options(self.eps, centered, p, seed_number(p), dtype or (x.dtype if centered else torch.float32))
+        both = _Norm.apply(x, y, self.weight, self.bias, options)
         return cast(tuple[torch.Tensor, torch.Tensor], both)
 
     def _uses_kernel(self, x: torch.Tensor, y: torch.Tensor | None) -> bool:
         if self.weight is None or self.weight.ndim != 1 or self.weight.dtype != torch.float32:
             return False
-        added = y is None or (x.dtype == torch.float32 and x.shape == y.shape and native.usable(y))
-        return added and native.usable(x, self.weight)
+        added = y is None or (x.dtype == torch.float32 and x.shape == y.shape and native.takes(y))
+        return added and native.takes(x, self.weight)
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -119,6 +119,14 @@ class _Residual(torch.autograd.Function):
         return grad, y_grad, None, None
 
 
+class _Options(NamedTuple):
+    eps: float
+    centered: bool  # LayerNorm, otherwise RMSNorm
+    p: float  # probability of dropout
+    seed: int
+    dtype: torch.dtype  # of the norm
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -127,13 +135,9 @@ class _Norm(torch.autograd.Function):
         y: torch.Tensor | None,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        eps: float,
-        centered: bool,
-        p: float,
-        seed: int,
-        dtype: torch.dtype,
+        options: _Options,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns x + dropout(y), or x, and its norm in `dtype`."""
+        """Returns x + dropout(y), or x, and its norm."""
         ctx.set_materialize_grads(False)
         rows, width = _rows(x)
         if weight.numel() != width:
@@ -141,8 +145,8 @@ class _Norm(torch.autograd.Function):
         source = x.contiguous()
         y = None if y is None else y.contiguous()
         total = source if y is None else torch.empty_like(source)
-        out = torch.empty_like(source, dtype=dtype)
-        ctx.options, ctx.dtype = (rows, width, eps, centered, p, seed), None if y is None else y.dtype
+        out = torch.empty_like(source, dtype=options.dtype)
+        ctx.options, ctx.dtype = (rows, width, *options[:4]), None if y is None else y.dtype
         native.call("norm", source, _narrow(x), y, _narrow(y), total, weight, bias, out, _narrow(out), *ctx.options)
         ctx.save_for_backward(total, weight, bias)
         return x if y is None else total, out
@@ -160,4 +164,4 @@ class _Norm(torch.autograd.Function):
         inputs = (grad, _narrow(grad), sum_grad, x, _narrow(x), weight)
         outputs = (x_grad, y_grad, _narrow(y_grad), weight_grad, bias_grad)
         native.call("norm_gradient", *inputs, *outputs, *ctx.options)
-        return (x_grad, y_grad, weight_grad, bias_grad, *[None] * 5)
+        return x_grad, y_grad, weight_grad, bias_grad, None

@@ -10,16 +10,11 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch.utils.flop_counter import register_flop_formula
 
 from sansgpu.kernels import native
 from sansgpu.kernels.block_quantization import QuantizedWeight, by_number, dequantize_rows
-from sansgpu.kernels.lora import add_lora, native_lora_linear
+from sansgpu.kernels.lora import FrozenLayer, add_lora, native_lora_linear
 from sansgpu.kernels.matmul import is_native
-
-_library = torch.library.Library("sansgpu", "FRAGMENT")
-_library.define("quantized_forward(Tensor x, Tensor data, int format, Tensor? bias) -> Tensor")
-_library.define("quantized_backward(Tensor grad, Tensor data, int format) -> Tensor")
 
 
 def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -46,8 +41,8 @@ def quantized_lora_linear(
     """
     _require_fit(x, weight, bias)
     if is_native(x, dropped, first, second):
-        number = weight.format.number
-        return native_lora_linear(x, dropped, weight.data, number, bias, first, second, scale)
+        frozen = FrozenLayer(weight.data, weight.format.number, bias)
+        return native_lora_linear(x, dropped, frozen, first, second, scale)
     return add_lora(quantized_linear(x, weight, bias), dropped, first, second, scale)
 
 
@@ -56,11 +51,22 @@ class _FrozenLinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, data: torch.Tensor, format: int, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.format = format
         ctx.save_for_backward(data)
-        return cast(torch.Tensor, torch.ops.sansgpu.quantized_forward(x, data, format, bias))
+        if not is_native(x):
+            weight = dequantize_rows(data, by_number(format), x.dtype)
+            return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+        y = x.new_empty(len(x), len(data))
+        bias = None if bias is None else bias.float().contiguous()
+        _call("quantized_forward", x, data, format, (*x.shape, len(data)), bias, y)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return torch.ops.sansgpu.quantized_backward(grad_outputs[0], *ctx.saved_tensors, ctx.format), None, None, None
+        (grad,), (data,), stored = grad_outputs, ctx.saved_tensors, by_number(ctx.format)
+        if not is_native(grad):
+            return grad @ dequantize_rows(data, stored, grad.dtype), None, None, None
+        x_grad = grad.new_empty(len(grad), data.shape[1] // stored.bytes * stored.block)
+        _call("quantized_backward", grad, data, ctx.format, (*x_grad.shape, len(data)), x_grad)
+        return x_grad, None, None, None
 
 
 def _require_fit(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
@@ -69,53 +75,8 @@ def _require_fit(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | 
         raise RuntimeError(f"a quantized weight of {shape} and an input of {tuple(x.shape)} cannot be multiplied.")
 
 
-def _forward(x: torch.Tensor, data: torch.Tensor, format: int, bias: torch.Tensor | None) -> torch.Tensor:
-    if not is_native(x):
-        weight = dequantize_rows(data, by_number(format), x.dtype)
-        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
-    y = _forward_shape(x, data)
-    bias = None if bias is None else bias.float().contiguous()
-    _call("quantized_forward", x, data, format, (*x.shape, len(data)), bias, y)
-    return y
-
-
-def _backward(grad: torch.Tensor, data: torch.Tensor, format: int) -> torch.Tensor:
-    if not is_native(grad):
-        return grad @ dequantize_rows(data, by_number(format), grad.dtype)
-    x_grad = _backward_shape(grad, data, format)
-    _call("quantized_backward", grad, data, format, (len(grad), x_grad.shape[1], len(data)), x_grad)
-    return x_grad
-
-
 def _call(
     name: str, rows: torch.Tensor, data: torch.Tensor, format: int, sizes: tuple[int, ...], *rest: torch.Tensor | None
 ) -> None:
     narrow = rows.dtype == torch.bfloat16
     native.call(name, narrow, format, *sizes, data.contiguous(), rows.contiguous(), *rest)
-
-
-def _forward_shape(x: torch.Tensor, data: torch.Tensor, *_: Any) -> torch.Tensor:
-    return x.new_empty(x.shape[0], data.shape[0])
-
-
-def _backward_shape(grad: torch.Tensor, data: torch.Tensor, format: int) -> torch.Tensor:
-    stored = by_number(format)
-    return grad.new_empty(grad.shape[0], data.shape[1] // stored.bytes * stored.block)
-
-
-_library.impl("quantized_forward", _forward, "CompositeExplicitAutograd")
-_library.impl("quantized_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("sansgpu::quantized_forward", _forward_shape)
-torch.library.register_fake("sansgpu::quantized_backward", _backward_shape)
-
-
-@register_flop_formula(torch.ops.sansgpu.quantized_forward)
-def _forward_flops(x: tuple[int, int], data: tuple[int, int], *_: Any, **__: Any) -> int:
-    return 2 * x[0] * x[1] * data[0]
-
-
-@register_flop_formula(torch.ops.sansgpu.quantized_backward)
-def _backward_flops(
-    grad: tuple[int, int], data: Any, format: Any, *_: Any, out_shape: tuple[int, int], **__: Any
-) -> int:
-    return 2 * grad[0] * grad[1] * out_shape[1]

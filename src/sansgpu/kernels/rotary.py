@@ -33,10 +33,10 @@ def rotate_heads(
     """
     norms = [norm for norm in (q_norm, k_norm) if norm is not None]
     uniform = q.dtype == k.dtype and q.shape[:2] == k.shape[:2] and all(n.weight.dtype == cos.dtype for n in norms)
-    if native.usable(q, k, cos, sin) and uniform and cos.dtype == torch.float32 and len(norms) in (0, 2):
+    if native.takes(q, k, cos, sin) and uniform and cos.dtype == torch.float32 and len(norms) in (0, 2):
         weights = (None, None) if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
         eps = norms[0].eps if norms else 0.0
-        rotated = _Rotary.apply(q, k, cos.contiguous(), sin.contiguous(), *weights, eps)
+        rotated = _Rotary.apply(q, k, *weights, (cos.contiguous(), sin.contiguous()), eps)
         q, k = cast(tuple[torch.Tensor, torch.Tensor], rotated)
         return q.transpose(1, 2), k.transpose(1, 2)
     wide_q, wide_k = q if q_norm is None else q_norm(q), k if k_norm is None else k_norm(k)
@@ -52,13 +52,12 @@ class _Rotary(torch.autograd.Function):
         ctx: Any,
         q: torch.Tensor,
         k: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
         q_weight: torch.Tensor | None,
         k_weight: torch.Tensor | None,
+        angles: tuple[torch.Tensor, torch.Tensor],
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k = q.contiguous(), k.contiguous()
+        q, k, (cos, sin) = q.contiguous(), k.contiguous(), angles
         batch, time, heads, dim = q.shape
         if cos.shape != sin.shape or cos.shape[1:] != (1, time, dim) or cos.shape[0] not in (1, batch) or dim % 2:
             raise ValueError(f"rotary angles {tuple(cos.shape)} do not fit queries {tuple(q.shape)}.")
@@ -77,9 +76,9 @@ class _Rotary(torch.autograd.Function):
         to_q, to_k = (torch.empty_like(grad) for grad in grads)
         q_sum, k_sum = (
             torch.empty_like(weight) if weight is not None and ctx.needs_input_grad[place] else None
-            for place, weight in ((4, q_weight), (5, k_weight))
+            for place, weight in ((2, q_weight), (3, k_weight))
         )
         narrow = grads[0].dtype == torch.bfloat16
         inputs = (q, k, q_weight, k_weight, cos, sin)
         native.call("rotary_gradient", narrow, *grads, *inputs, to_q, to_k, q_sum, k_sum, *ctx.sizes)
-        return to_q, to_k, None, None, q_sum, k_sum, None
+        return to_q, to_k, q_sum, k_sum, None, None

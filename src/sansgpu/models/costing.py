@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from sansgpu.config import ModelConfig, TrainingConfig
-from sansgpu.kernels.cross_entropy import CHUNK_ROWS
+from sansgpu.kernels.cross_entropy import CHUNK_ROWS, PLAIN_ROWS
 from sansgpu.kernels.newton_schulz import newton_schulz_flops
 from sansgpu.machine.memory import Execution, Memory
 
@@ -184,7 +184,8 @@ def muon_flops(shapes: Shapes) -> float:
 def cross_entropy_bytes(execution: Execution, tokens: int, head: tuple[int, int], trained: bool) -> int:
     """Returns the bytes of a fused output head and loss of shape `head`, with its weight's gradient if `trained`."""
     (width, outputs), compute = head, COMPUTE[execution.precision]
-    logits = min(tokens, CHUNK_ROWS) * outputs * compute + tokens * width * (2 * compute + 2 * FULL)
+    rows, per_logit = (CHUNK_ROWS, compute) if execution.kernels != "torch" else (PLAIN_ROWS, compute + 5 * FULL)
+    logits = min(tokens, rows) * outputs * per_logit + tokens * width * (2 * compute + 2 * FULL)
     if trained:
         logits += outputs * width * FULL * (2 if execution.accumulation > 1 else 1)
     return logits

@@ -15,10 +15,10 @@ from sansgpu.train.optim import PROFILED_AS
 
 PARTS = ("attention", "matmul", "loss", "optimizer", "other")
 # The time of an event, including its children, counts for the first pattern that matches its name.
-_MATMULS = r"^aten::(mm|addmm|bmm|baddbmm|linear|matmul)$|sansgpu::(matmul|linear)|mkldnn.*linear|_Linear|_FeedForward"
+_MATMULS = r"^aten::(mm|addmm|bmm|baddbmm|linear|matmul)$|mkldnn.*linear|_Linear|_FrozenLinear|_Lora|_FeedForward"
 _EVENTS = (
     ("optimizer", re.compile(re.escape(PROFILED_AS))),
-    ("loss", re.compile(r"LinearCrossEntropy|cross_entropy")),
+    ("loss", re.compile(r"LinearCrossEntropy|LinearMixedLoss|TargetLogProbabilities")),
     ("attention", re.compile(r"[aA]ttention")),
     (
         "matmul",

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sansgpu.config import ModelConfig, TrainingConfig
+from sansgpu.kernels import native
 from sansgpu.kernels.attention import bidirectional_ranges
 from sansgpu.machine.memory import Execution
 from sansgpu.tasks.graph.costs import GraphEncoderCosts
@@ -80,7 +81,6 @@ def test_matrices_of_one_shape_are_all_counted() -> None:
 
 def kept_by_a_block(config: ModelConfig, how: Execution, nodes: int) -> int:
     model = GraphEncoder(config, seed=0).train()
-    model.compile_blocks(how.compile == "on")
 
     def prepare() -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
         x = torch.randn(1, nodes, config.d_model, requires_grad=True)
@@ -92,15 +92,13 @@ def kept_by_a_block(config: ModelConfig, how: Execution, nodes: int) -> int:
     return kept_bytes_of(model, how, prepare)
 
 
-COMPILED = [pytest.param(precision, "on", marks=pytest.mark.long) for precision in ("bf16", "fp32")]
-
-
-@pytest.mark.parametrize(("precision", "compiled"), [("bf16", "off"), ("fp32", "off"), *COMPILED])
-def test_a_block_keeps_what_is_said(precision: str, compiled: str) -> None:
-    torch._dynamo.reset()
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_block_keeps_what_is_said(precision: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_loaded", kernels == "native")
     for width, feed_forward, heads in [(128, 512, 2), (256, 256, 4)]:
         config = shape(d_model=width, d_ff=feed_forward, n_heads=heads, n_layers=1, max_seq_len=256)
-        how = Execution(1, 1, precision, compiled, "native", "adamw")
+        how = Execution(1, 1, precision, "off", kernels, "adamw")
         assert costs(config, 256).saved_bytes(how) == pytest.approx(kept_by_a_block(config, how, 256), rel=0.03)
 
 

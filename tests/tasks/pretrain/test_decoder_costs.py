@@ -66,7 +66,6 @@ def test_flops_of_a_token_by_hand() -> None:
 
 def kept_by_a_block(config: ModelConfig, how: Execution, window: int) -> int:
     model = TransformerLM(config, seed=0).train()
-    model.compile_blocks(how.compile == "on")
 
     def prepare() -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
         x = torch.randn(how.micro_batch, window, config.d_model, requires_grad=True)
@@ -83,29 +82,25 @@ def kept_by_a_block(config: ModelConfig, how: Execution, window: int) -> int:
 
 
 KINDS = [
-    *itertools.product(ARCHITECTURES, ["bf16", "fp32"], ["off"], ["native", "torch"]),
-    pytest.param("qwen3", "bf16", "on", "native", marks=pytest.mark.long),
-    pytest.param("llama", "bf16", "on", "native", marks=pytest.mark.long),
-    pytest.param("llama", "fp32", "on", "native", marks=pytest.mark.long),
-    pytest.param("gpt2", "fp32", "on", "native", marks=pytest.mark.long),
+    *itertools.product(ARCHITECTURES, ["bf16", "fp32"], ["native", "torch"], [0.0]),
+    *itertools.product(["llama", "gpt2"], ["bf16", "fp32"], ["torch"], [0.1]),
 ]
 
 
-@pytest.mark.parametrize(("architecture", "precision", "compiled", "kernels"), KINDS)
+@pytest.mark.parametrize(("architecture", "precision", "kernels", "dropout"), KINDS)
 def test_a_block_keeps_what_is_said(
-    architecture: str, precision: str, compiled: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+    architecture: str, precision: str, kernels: str, dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch._dynamo.reset()
     monkeypatch.setattr(native, "_loaded", kernels == "native")
     for width, feed_forward, heads, kv_heads in [(128, 512, 2, 2), (256, 256, 4, 2)]:
         config = ModelConfig.model_validate(
             {
                 "vocab_size": 64, "d_model": width, "n_heads": heads, "n_layers": 1, "d_ff": feed_forward,
-                "max_seq_len": 128, "architecture": architecture,
+                "max_seq_len": 128, "architecture": architecture, "attention_dropout": dropout,
                 **({} if architecture == "gpt2" else {"n_kv_heads": kv_heads}),
             }
         )  # fmt: skip
-        how = Execution(2, 1, precision, compiled, kernels, "adamw")
+        how = Execution(2, 1, precision, "off", kernels, "adamw")
         assert costs(config, 128).saved_bytes(how) == pytest.approx(kept_by_a_block(config, how, 128), rel=0.03)
 
 

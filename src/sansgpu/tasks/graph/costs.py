@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from sansgpu.config import ModelConfig
-from sansgpu.kernels.attention import ROWS
 from sansgpu.kernels.cross_entropy import CHUNK_ROWS
 from sansgpu.machine.memory import Execution
 from sansgpu.models.costing import (
@@ -27,9 +26,9 @@ from sansgpu.models.costing import (
 from sansgpu.models.module_costs import count_parameters
 from sansgpu.tasks.graph.encoder import GraphEncoder
 
-# Bytes per node that a block saves for its backward pass, including its output, per unit of D and F, by (compile,
-# precision). Counted from the code; a test compares them with real blocks.
-_SAVED_BYTES = {("off", "bf16"): (24, 2), ("on", "bf16"): (22, 4), ("off", "fp32"): (32, 4), ("on", "fp32"): (32, 8)}
+# Bytes per node that a block saves for its backward pass, including its output, per unit of D and F, by precision.
+# Counted from the code; a test compares them with real blocks.
+_SAVED_BYTES = {"bf16": (24, 2), "fp32": (32, 4)}
 _SAVED_BYTES_PER_HEAD = 10  # statistics of softmax
 
 # The part of the parameters whose names contain a text, and the order in which the parts are shown.
@@ -88,14 +87,14 @@ class GraphEncoderCosts(Costs):
 
     def saved_bytes(self, execution: Execution) -> int:
         model = self.model
-        width, inner = _SAVED_BYTES[execution.compile, execution.precision]
+        width, inner = _SAVED_BYTES[execution.precision]
         per_node = width * model.d_model + inner * model.d_ff + _SAVED_BYTES_PER_HEAD * model.n_heads
-        if execution.kernels == "torch":  # saves scores and weights of all graphs that a block of queries overlaps
+        nodes, compute = execution.tokens(self.window), COMPUTE[execution.precision]
+        if execution.kernels == "torch":  # saves distances, scores and weights of all pairs of nodes of the micro-batch
             copies = 3 if model.attention_dropout else 2
-            longest = model.max_seq_len * (1 + model.leaf_slots)
-            per_node += model.n_heads * (longest + ROWS) * FULL * copies
-            per_node += COMPUTE[execution.precision] * model.d_ff  # the result of the activation
-        return execution.tokens(self.window) * per_node
+            per_node += nodes * (10 + model.n_heads * (2 * FULL + copies * compute))
+            per_node += compute * (2 * model.d_model + model.d_ff)
+        return nodes * per_node
 
     def head_bytes(self, execution: Execution) -> int:
         model, compute, vocabulary = self.model, COMPUTE[execution.precision], vocabulary_of(self.model)

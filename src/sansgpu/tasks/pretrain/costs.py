@@ -8,7 +8,6 @@ from __future__ import annotations
 from functools import lru_cache
 
 from sansgpu.config import ModelConfig
-from sansgpu.kernels.attention import ROWS
 from sansgpu.machine.memory import Execution
 from sansgpu.models import TransformerLM
 from sansgpu.models.costing import (
@@ -31,34 +30,26 @@ from sansgpu.models.module_costs import count_parameters
 _SAVED_BYTES = {
     ("swiglu", "native", "bf16"): (12, 4, 4),
     ("swiglu", "torch", "bf16"): (20, 4, 8),
-    ("swiglu", "compiled", "bf16"): (10, 4, 6),
     ("swiglu", "native", "fp32"): (20, 8, 8),
     ("swiglu", "torch", "fp32"): (28, 8, 16),
-    ("swiglu", "compiled", "fp32"): (20, 8, 12),
     ("relu2", "native", "bf16"): (12, 4, 2),
     ("relu2", "torch", "bf16"): (20, 4, 4),
-    ("relu2", "compiled", "bf16"): (10, 4, 4),
     ("relu2", "native", "fp32"): (20, 8, 4),
     ("relu2", "torch", "fp32"): (28, 8, 8),
-    ("relu2", "compiled", "fp32"): (20, 8, 8),
     ("gelu", "native", "bf16"): (16, 0, 2),  # also relu; of K only what D counts already
     ("gelu", "torch", "bf16"): (16, 0, 4),
-    ("gelu", "compiled", "bf16"): (14, 0, 4),
     ("gelu", "native", "fp32"): (28, 0, 4),
     ("gelu", "torch", "fp32"): (28, 0, 8),
-    ("gelu", "compiled", "fp32"): (28, 0, 8),
 }
 # The same for QK-norm, per unit of D and of K.
 _QK_NORM_BYTES = {
     ("native", "bf16"): 2,
     ("torch", "bf16"): 8,
-    ("compiled", "bf16"): 2,
     ("native", "fp32"): 4,
     ("torch", "fp32"): 8,
-    ("compiled", "fp32"): 4,
 }
 # Bytes per token and query head of the statistics of softmax and norms, without and with QK-norm.
-_STATISTICS_BYTES = {"native": (4, 4), "torch": (8, 14), "compiled": (8, 14)}
+_STATISTICS_BYTES = {"native": (4, 4), "torch": (8, 14)}
 
 # The part of the parameters whose names contain a text, and the order in which the parts are shown.
 _PARTS = {
@@ -103,18 +94,25 @@ class DecoderCosts(Costs):
     def saved_bytes(self, execution: Execution) -> int:
         model = self.model
         activation = "gelu" if model.activation == "relu" else model.activation
-        code = "compiled" if execution.compile == "on" else "torch" if execution.kernels == "torch" else "native"
+        code = "torch" if execution.kernels == "torch" else "native"  # compiled blocks keep at most as much
         width, kv, feed_forward = _SAVED_BYTES[activation, code, execution.precision]
         qk_norm = _QK_NORM_BYTES[code, execution.precision] if model.decoder.qk_norm else 0
         per_token = (width + qk_norm + FULL) * model.d_model + feed_forward * model.d_ff
         per_token += (kv + qk_norm) * model.kv_heads * model.head_dim
         per_token += _STATISTICS_BYTES[code][model.decoder.qk_norm] * model.n_heads
         if execution.kernels == "torch":
-            # Saves keys and values of every query head, the attention weights and, with dropout, their mask.
-            copies, compute = 2 if model.attention_dropout else 1, COMPUTE[execution.precision]
-            per_token += 2 * (model.n_heads - model.kv_heads) * model.head_dim * compute
-            per_token += model.n_heads * (min(self.window, ROWS) + self.window) // 2 * compute * copies
+            per_token += self._sdpa_bytes(COMPUTE[execution.precision])
         return execution.tokens(self.window) * per_token
+
+    def _sdpa_bytes(self, compute: int) -> int:
+        """Returns the bytes per token that torch's attention saves besides its inputs and output."""
+        model = self.model
+        if not model.attention_dropout:
+            return self.window * compute  # the mask
+        # Scores, weights and what dropout keeps of them in fp32, and keys and values of every query head.
+        copies = 2 * (model.n_heads - model.kv_heads) * model.head_dim * compute
+        copies += 6 * model.d_model if compute < FULL else 0  # and of queries, keys and values in fp32
+        return 3 * model.n_heads * self.window * FULL + copies
 
     def head_bytes(self, execution: Execution) -> int:
         return cross_entropy_bytes(execution, execution.tokens(self.window), self.products().head, trained=True)
