@@ -77,7 +77,6 @@ class PathJob:
 
 def settings(size: str, folder: Path) -> tuple[str | None, dict[str, object]]:
     """Returns the configuration file and the settings of a size. Makes the model to fine-tune in `folder`."""
-    compiled = ours.compile_setting(True)
     if size in SIZES:
         shape = SIZES[size]
         batch = {"training.batch_size": shape.windows_a_step, "training.gradient_accumulation_steps": 1}
@@ -86,7 +85,7 @@ def settings(size: str, folder: Path) -> tuple[str | None, dict[str, object]]:
         model, row = fine_tuning.made_model(folder / "model"), {"data.max_length": PACKED_TOKENS}
         given = fine_tuning.settings(model, folder, ADAPTERS[size], **row, **{"training.batch_size": 1})
         return None, {key: value for key, value in given.items() if key != "training.window_warmup_ratio"}
-    return str(ROOT / "configs" / f"{size}.yaml"), {**ours.MEASURED, "training.compile": compiled}
+    return str(ROOT / "configs" / f"{size}.yaml"), ours.MEASURED
 
 
 def compile_recorder(folder: Path) -> str:

@@ -131,7 +131,6 @@ def training_step(job: PathJob) -> Callable[[], None]:
     config = kind.with_vocabulary(config)
     how, _ = set_up(config, None, lambda message: None)
     task: Any = kind.new_objective(config)
-    task.compile(training.compile == "on")
     assert training.batch_size != "auto"
     plan = StepPlan(training.batch_size, how.device, how.precision)
     state = TrainState.create(task.model, training, plan.device, plan.compute_dtype)

@@ -30,7 +30,7 @@ from benchmarks.contest import (
     take_turns,
     write_json,
 )
-from benchmarks.ours import MEASURED, at_step, command, compile_setting, overrides, sample
+from benchmarks.ours import MEASURED, at_step, command, overrides, sample
 
 # Qwen/Qwen2.5-0.5B's config.json.
 SHAPE = {
@@ -62,7 +62,6 @@ def settings(model: Path, data: Path, adapter: str, **more: object) -> dict[str,
         "training.batch_size": ROWS,
         "training.gradient_accumulation_steps": 1,
         "training.precision": "bf16",
-        "training.compile": compile_setting(True),
         "training.learning_rate": 1e-5,
         **more,
     }

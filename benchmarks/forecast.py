@@ -45,7 +45,7 @@ def plan(config: str, settings: Settings) -> Row:
 
 def measure(name: str, config: str, settings: Settings, minutes: float) -> Row:
     """Plans and runs a run of about `minutes`. Raises NoResultError if one fails."""
-    # The plan of a long run, which would be compiled, gives the number of steps.
+    # The plan of a long run gives the number of steps.
     first = plan(config, {**settings, "training.max_steps": 10_000})
     settings = {**settings, "training.max_steps": max(3, round(minutes * 60 / first["step_seconds"]))}
     planned = plan(config, settings)

@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks.contest import Contestant, Outcome, Row, Sample, add_ratios, print_table, take_turns, write_json
-from benchmarks.ours import MEASURED, at_step, command, compile_setting, overrides, sample
+from benchmarks.ours import MEASURED, at_step, command, overrides, sample
 
 WARM_UP = 2
 OURS, PLAIN = "sansgpu", "plain PyTorch, fp32"
@@ -63,7 +63,7 @@ def contestants(
 ) -> list[Contestant]:
     """Returns sansgpu and plain PyTorch on the same data."""
     total = WARM_UP + args.steps
-    ours = {**SETTINGS, **settings, "training.max_steps": total, "training.compile": compile_setting(True)}
+    ours = {**SETTINGS, **settings, "training.max_steps": total}
     label = Path(name).stem.replace(" ", "-")
     line = command(folder / f"{label}-ours", {**ours, "training.threads": args.threads}, config)
     job = folder / f"{label}.json"

@@ -40,14 +40,13 @@ def model(width: int, layers: int, feed_forward: int, vocabulary: int, window: i
     }
 
 
-def how(micro_batch: int, accumulation: int, optimizer: str, precision: str, compiled: bool) -> Settings:
+def how(micro_batch: int, accumulation: int, optimizer: str, precision: str) -> Settings:
     """Returns the settings of its training."""
     return {
         "training.batch_size": micro_batch,
         "training.gradient_accumulation_steps": accumulation,
         "training.optimizer": optimizer,
         "training.precision": precision,
-        "training.compile": ours.compile_setting(compiled),
     }
 
 
@@ -57,16 +56,16 @@ M92 = model(768, 12, 3072, 8000, 512, "gelu")
 DEFAULT, TINY = "configs/default.yaml", "configs/tiny.yaml"
 # (configuration, changes)
 RUNS: dict[str, tuple[str, Settings]] = {
-    "10M relu2, Muon, 16 x 1": (DEFAULT, {**M10, **how(16, 1, "muon", "bf16", True)}),
-    "11M gelu, AdamW, 2 x 8, fp32": (DEFAULT, {**M11, **how(2, 8, "adamw", "fp32", False)}),
-    "25M, Muon, 8 x 2, eager": ("small", how(8, 2, "muon", "bf16", False)),
-    "25M, AdamW, 16 x 1, checkpointing": ("small", {**how(16, 1, "adamw", "bf16", True), **CHECKPOINTED}),
-    "92M gelu, AdamW, 4 x 1": (DEFAULT, {**M92, **how(4, 1, "adamw", "bf16", True)}),
-    "117M, AdamW, 4 x 2, fp32, checkpointing": ("medium", {**how(4, 2, "adamw", "fp32", False), **CHECKPOINTED}),
-    "117M, Muon, 2 x 2, fp32": ("medium", how(2, 2, "muon", "fp32", True)),
-    "345M, Muon, 2 x 1": ("large", how(2, 1, "muon", "bf16", True)),
+    "10M relu2, Muon, 16 x 1": (DEFAULT, {**M10, **how(16, 1, "muon", "bf16")}),
+    "11M gelu, AdamW, 2 x 8, fp32": (DEFAULT, {**M11, **how(2, 8, "adamw", "fp32")}),
+    "25M, Muon, 8 x 2": ("small", how(8, 2, "muon", "bf16")),
+    "25M, AdamW, 16 x 1, checkpointing": ("small", {**how(16, 1, "adamw", "bf16"), **CHECKPOINTED}),
+    "92M gelu, AdamW, 4 x 1": (DEFAULT, {**M92, **how(4, 1, "adamw", "bf16")}),
+    "117M, AdamW, 4 x 2, fp32, checkpointing": ("medium", {**how(4, 2, "adamw", "fp32"), **CHECKPOINTED}),
+    "117M, Muon, 2 x 2, fp32": ("medium", how(2, 2, "muon", "fp32")),
+    "345M, Muon, 2 x 1": ("large", how(2, 1, "muon", "bf16")),
 }
-QUICK: dict[str, tuple[str, Settings]] = {"toy": (TINY, {**how(4, 2, "adamw", "fp32", False), "data.vocab_size": 512})}
+QUICK: dict[str, tuple[str, Settings]] = {"toy": (TINY, {**how(4, 2, "adamw", "fp32"), "data.vocab_size": 512})}
 COLUMNS = {
     "run": ("name", "s"),
     "parameters": ("parameters", ",d"),

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.contest import WARM_UP, Contestant, Event, NoResultError, Outcome, Sample
-from sansgpu.machine.compilation import missing_compiler
 
 # Settings of a short measured run: an event per step, and nothing but steps.
 MEASURED = {
@@ -43,11 +42,6 @@ def command(output: Path, settings: dict[str, object], config: str | Path | None
         str(output),
         *overrides(settings),
     ]
-
-
-def compile_setting(wanted: bool) -> str:
-    """Returns the setting that `auto` would choose in a long run; in a short measured run it would be off."""
-    return "on" if wanted and missing_compiler() is None else "off"
 
 
 def contestant(name: str, output: Path, settings: dict[str, object], steps: int) -> Contestant:

@@ -57,7 +57,6 @@ def settings_of(size: Size, data: str) -> dict[str, object]:
         "training.optimizer": "adamw",
         "training.learning_rate": LEARNING_RATE,
         "training.weight_decay": WEIGHT_DECAY,
-        "training.compile": ours.compile_setting(size.compile),
         **size.model_keys(),
     }
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from benchmarks.corpus import Reader, bits_per_byte
 from benchmarks.sizes import LEARNING_RATE, WEIGHT_DECAY, Job, Size
-from sansgpu.machine.compilation import missing_compiler
 from sansgpu.machine.probe import available_cores, has_native_bf16
+from sansgpu.machine.torch_compile import missing_compiler
 
 SEED = 0
 WARM_UP_STEPS = 200  # `run_minutes` warms the learning rate up over these steps

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sansgpu.cli import run as cli
-from sansgpu.machine.compiled import NotPrivateError, compiled_in
+from sansgpu.machine.private_folder import NotPrivateError, private_in
 from tests import processes
 from tests.jobs.hostile import MODULE, bomb, copied, with_code, write_module
 from tests.processes import environment, write_corpus
@@ -250,36 +250,36 @@ def test_pickles_tags_templates_and_adapters_run_nothing(
 
 def test_a_cache_that_others_can_write_is_not_loaded_from(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
-    assert compiled_in(mine).stat().st_mode & 0o777 == 0o700
-    compiled_in(mine).chmod(0o770)
+    assert private_in(mine).stat().st_mode & 0o777 == 0o700
+    private_in(mine).chmod(0o770)
     with pytest.raises(NotPrivateError, match="lets other users in"):
-        compiled_in(mine)
+        private_in(mine)
     (linked := tmp_path / "linked").mkdir()
-    (linked / compiled_in(tmp_path / "other").name).symlink_to(compiled_in(tmp_path / "other"))
+    (linked / private_in(tmp_path / "other").name).symlink_to(private_in(tmp_path / "other"))
     with pytest.raises(NotPrivateError, match="is a link"):
-        compiled_in(linked)
+        private_in(linked)
     shared = tmp_path / "shared"
     (shared / "cache").mkdir(parents=True)
     shared.chmod(0o777)
     with pytest.raises(NotPrivateError, match=f"{shared} can be written by other users"):
-        compiled_in(shared / "cache")
+        private_in(shared / "cache")
     (tmp_path / "way").symlink_to(shared / "cache")  # of whose target others may make another
     with pytest.raises(NotPrivateError, match="can be written by other users"):
-        compiled_in(tmp_path / "way")
+        private_in(tmp_path / "way")
     shared.chmod(0o1777)  # as /tmp: nobody renames what is another's
-    assert compiled_in(tmp_path / "way").parent.samefile(shared / "cache")
+    assert private_in(tmp_path / "way").parent.samefile(shared / "cache")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root gives folders away")
 def test_a_cache_of_another_user_is_not_loaded_from(tmp_path: Path) -> None:
-    foreign = compiled_in(tmp_path / "cache")
+    foreign = private_in(tmp_path / "cache")
     os.chown(foreign, 12345, 12345)
     with pytest.raises(NotPrivateError, match="belongs to another user"):
-        compiled_in(tmp_path / "cache")
+        private_in(tmp_path / "cache")
     (tmp_path / "theirs/cache").mkdir(parents=True)
     os.chown(tmp_path / "theirs", 12345, 12345)
     with pytest.raises(NotPrivateError, match=f"{tmp_path}/theirs belongs to another user"):
-        compiled_in(tmp_path / "theirs/cache")
+        private_in(tmp_path / "theirs/cache")
 
 
 def test_a_run_goes_on_where_no_folder_at_all_is_private(home: Path, tmp_path: Path) -> None:
@@ -289,7 +289,14 @@ def test_a_run_goes_on_where_no_folder_at_all_is_private(home: Path, tmp_path: P
         place.mkdir()
         place.chmod(0o777)
     command = [sys.executable, "-m", "sansgpu", "train", "--dry-run", *arguments({**processes.TINY, **FEW})]
-    command += ["--set", f"data.dataset_name={home / 'corpus.jsonl'}", "--set", "training.kernels=torch"]
+    command += [
+        "--set",
+        f"data.dataset_name={home / 'corpus.jsonl'}",
+        "--set",
+        "training.kernels=torch",
+        "--set",
+        "training.compile=on",
+    ]
     own = {name: str(place) for name, place in places.items()}
     done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -307,9 +314,10 @@ def test_a_shared_cache_costs_one_warning_and_no_run(home: Path, tmp_path: Path)
         "TORCHINDUCTOR_CACHE_DIR": str(shared),
     }
     command = [sys.executable, "-m", "sansgpu", "train", "--dry-run", *arguments({**processes.TINY, **FEW})]
-    command += ["--set", f"data.dataset_name={home / 'corpus.jsonl'}"]
+    command += ["--set", f"data.dataset_name={home / 'corpus.jsonl'}", "--set", "training.compile=on"]
+    command += ["--set", "training.kernels=torch"]
     done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "kernels: native" in done.stdout
+    assert "compile: 'on'" in done.stdout
     refused = [line for line in done.stderr.splitlines() if "can be written by other users" in line]
-    assert ["TORCHINDUCTOR_CACHE_DIR" in line for line in refused] == [False, True]
+    assert ["TORCHINDUCTOR_CACHE_DIR" in line for line in refused] == [True, False]

@@ -14,10 +14,10 @@ import torch
 from sansgpu.config import TrainingConfig
 from sansgpu.machine import probe
 from sansgpu.machine.cached_measurement import cached_measurement
-from sansgpu.machine.compilation import eager_seconds, missing_compiler, resolve_compile, saves_compile_time
-from sansgpu.machine.gemm_peak import first_gemm_rate
+from sansgpu.machine.gemm_peak import assumed_seconds, first_gemm_rate
 from sansgpu.machine.launch import CONTENDED_SPINS, SPINS, make_cublas_deterministic, set_openmp
 from sansgpu.machine.memory import effective_batch, micro_batch_choices, usual_micro_batch
+from sansgpu.machine.torch_compile import missing_compiler, resolve_compile
 
 
 @pytest.mark.parametrize("effective", [1, 6, 7, 16, 48])
@@ -30,24 +30,36 @@ def test_an_automatic_micro_batch_divides_the_effective_batch(effective: int) ->
     assert micro_batch_choices(TrainingConfig(batch_size=5), 256) == [5]
 
 
-def test_compiling_is_for_long_runs() -> None:
+def test_compiling_is_for_long_runs_that_our_kernels_do_not_compute() -> None:
     assert missing_compiler() is None, "the tests want a C++ compiler"
-    assert not saves_compile_time(eager_seconds(1e10, "fp32", 2), "torch")
-    assert saves_compile_time(eager_seconds(1e18, "fp32", 2), "native avx2")
-    assert saves_compile_time(300, "torch")
-    assert not saves_compile_time(300, "native avx2"), "there is less to save beside our kernels"
-    assert resolve_compile(TrainingConfig(), False, "cpu") == "off"
-    assert resolve_compile(TrainingConfig(), True, "cpu") == "measure"
-    assert resolve_compile(TrainingConfig(compile="on"), False, "cpu") == "on"
-    assert resolve_compile(TrainingConfig(compile="off"), True, "cpu") == "off"
+    warnings: list[str] = []
+
+    def resolved(
+        asked: str, seconds: float, kernels: str = "torch", device: str = "cpu", recorded: str | None = None
+    ) -> str:
+        return resolve_compile(asked, recorded, seconds, kernels, device, warnings.append)
+
+    assert resolved("auto", assumed_seconds(1e10, "fp32", 2)) == "off"
+    assert resolved("auto", assumed_seconds(1e18, "fp32", 2)) == "on"
+    assert resolved("auto", 300) == "on"
+    assert resolved("auto", 300, "native avx2") == "off"
+    assert resolved("auto", 300, "native avx2", "cuda") == "on"
+    assert resolved("on", 1) == "on"
+    assert resolved("off", 300) == "off"
+    assert [resolved("auto", 300, recorded="off"), resolved("auto", 1, recorded="on")] == ["off", "on"]
+    assert resolved("auto", 300, "native avx2", recorded="on") == "off"
+    assert not warnings
+    assert resolved("on", 300, "native avx2") == "off"
+    (warning,) = warnings
+    assert "changes nothing" in warning
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="needs AVX2")
 def test_torch_does_not_compile_programs_to_choose_vector_instructions(tmp_path: Path) -> None:
     """They take seconds each, and follow each other before the first graph is compiled."""
     source = """
-from sansgpu.machine.compilation import set_up_compiler
-set_up_compiler()
+from sansgpu.machine.torch_compile import compile_blocks
+compile_blocks([])
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 print(pick_vec_isa())
 """

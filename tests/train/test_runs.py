@@ -193,10 +193,10 @@ def test_batch_size_auto_keeps_the_effective_batch(home: Path, tmp_path: Path) -
 
 
 @pytest.mark.long  # what is measured beside other work is not kept
-def test_a_long_run_measures_its_micro_batch_and_compiling_once(
+def test_a_long_run_measures_its_micro_batch_once(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    long = {"training__max_steps": 10**9, "training__gradient_accumulation_steps": 6, "training__compile": "auto"}
+    long = {"training__max_steps": 10**9, "training__gradient_accumulation_steps": 6}
     chosen = settings(data__dataset_name=home / "corpus.jsonl", data__cache_dir=tmp_path / "cache", **long)
     arguments = ["train", *chosen, "--batch-size", "auto", "--dry-run", "--output-dir", str(tmp_path / "r")]
     assert cli(arguments) == 0
@@ -205,8 +205,7 @@ def test_a_long_run_measures_its_micro_batch_and_compiling_once(
     (answer,) = (tmp_path / "cache/measured").iterdir()
     known = json.loads(answer.read_text())
     assert known["answer"]["micro_batch"] == first["micro_batch"]
-    assert known["answer"]["compile"] in ("on", "off")
-    answer.write_text(json.dumps({**known, "answer": {**known["answer"], "micro_batch": 3, "compile": "off"}}))
+    answer.write_text(json.dumps({**known, "answer": {**known["answer"], "micro_batch": 3}}))
     assert cli(arguments) == 0
     assert yaml.safe_load(capsys.readouterr().out)["run"]["micro_batch"] == 3
 
@@ -304,7 +303,8 @@ def test_what_is_said_before_the_start_is_recorded_once(home: Path, tmp_path: Pa
 
 
 def test_a_missing_compiler_is_named_where_compiling_would_pay(home: Path, tmp_path: Path) -> None:
-    command = ["train", *settings(data__dataset_name=home / "corpus.jsonl", training__compile="auto"), "--dry-run"]
+    plain = {"training__compile": "auto", "training__kernels": "torch"}
+    command = ["train", *settings(data__dataset_name=home / "corpus.jsonl", **plain), "--dry-run"]
     for steps, warnings in ((2, 0), (10**9, 1)):
         run = ["--max-steps", str(steps), "--output-dir", str(tmp_path / "r")]
         code, out, error = finish([*command, *run], home / "cache", PATH=str(tmp_path))
@@ -313,6 +313,11 @@ def test_a_missing_compiler_is_named_where_compiling_would_pay(home: Path, tmp_p
     code, _, error = finish([*command, "--set", "training.compile=on"], home / "cache", PATH=str(tmp_path))
     assert code == 2
     assert "C++ compiler" in error
+    ours = ["--set", "training.compile=on", "--set", "training.kernels=native"]
+    code, out, error = finish([*command, *ours], home / "cache", PATH=str(tmp_path))
+    assert code == 0, error
+    assert error.count("changes nothing") == 1
+    assert "compile: 'off'" in out
 
 
 def test_the_default_folder_is_named_after_the_configuration_and_never_reused(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -87,15 +86,12 @@ def bench(request: BenchRequest, progress: ReportProgress, warn: Warn) -> BenchR
     chosen = _with_choices(config, prepared)
     if request.forward_only:
         return _forward_only(prepared, chosen, request, progress)
-    with tempfile.TemporaryDirectory(prefix="sansgpu-bench-") as compiled:
-        progress(f"timing {counted(request.steps, 'step')} with empty caches", 0, 0)
-        measured = measure_in_subprocess(_first_request(chosen, prepared, request, Path(compiled)))
-        progress("timing the same configuration with warm caches", 0, 0)
-        start = time.perf_counter()
-        baseline = measure_in_subprocess(
-            MeasureRequest(chosen, WHAT_IF_STEPS, Path(compiled), example_tokens=prepared.usual_tokens)
-        )
-        seconds = time.perf_counter() - start
+    progress(f"timing {counted(request.steps, 'step')} with empty caches", 0, 0)
+    measured = measure_in_subprocess(_first_request(chosen, prepared, request))
+    progress("timing the same configuration with warm caches", 0, 0)
+    start = time.perf_counter()
+    baseline = measure_in_subprocess(MeasureRequest(chosen, WHAT_IF_STEPS, example_tokens=prepared.usual_tokens))
+    seconds = time.perf_counter() - start
     result = _summary(prepared, measured, baseline, request, progress)
     if prepared.corpus is None:
         result["warnings"].append(
@@ -116,11 +112,11 @@ def bench(request: BenchRequest, progress: ReportProgress, warn: Warn) -> BenchR
     return result
 
 
-def _first_request(chosen: Config, prepared: Prepared, request: BenchRequest, compiled: Path) -> MeasureRequest:
+def _first_request(chosen: Config, prepared: Prepared, request: BenchRequest) -> MeasureRequest:
     """Measures the run itself, or the same steps on random tokens if its data could not be read."""
     if prepared.corpus is not None:
-        return MeasureRequest(chosen, request.steps, compiled, with_data=True, profiled=True)
-    return MeasureRequest(chosen, request.steps, compiled, prepared.usual_tokens, snapshots=True, profiled=True)
+        return MeasureRequest(chosen, request.steps, with_data=True, profiled=True)
+    return MeasureRequest(chosen, request.steps, prepared.usual_tokens, snapshots=True, profiled=True)
 
 
 def _with_choices(config: Config, prepared: Prepared) -> Config:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from jinja2 import Environment, PackageLoader, Template
 
 from sansgpu.config import Config, SansGPUError
-from sansgpu.machine.compilation import EAGER_FLOPS_PER_SECOND
+from sansgpu.machine.gemm_peak import ASSUMED_FLOPS_PER_SECOND
 from sansgpu.machine.memory import Execution, effective_batch, micro_batch_choices
 from sansgpu.planning.memory_fit import MARGIN, estimate_memory
 from sansgpu.tasks.registry import task_of
@@ -50,7 +50,7 @@ def template(name: str) -> Template:
 
 def needs_of(config: Config, threads: int, world_size: int, warn: Callable[[str], None]) -> PodNeeds:
     tokens = effective_batch(config.training) * config.window / world_size
-    rate = threads * EAGER_FLOPS_PER_SECOND["fp32"]
+    rate = threads * ASSUMED_FLOPS_PER_SECOND["fp32"]
     try:
         task = task_of(config)
         config = task.with_vocabulary(config)

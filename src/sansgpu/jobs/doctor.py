@@ -11,11 +11,10 @@ import torch
 from sansgpu.config import TrainingConfig
 from sansgpu.data.shards import ReportProgress
 from sansgpu.kernels import native
-from sansgpu.machine.compilation import NATIVE_SAVED_RATIO, missing_compiler
-from sansgpu.machine.compiled import compiled_cache
 from sansgpu.machine.description import hardware, software
 from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.gemm_peak import peak_gemm_rate
+from sansgpu.machine.private_folder import private_cache
 from sansgpu.machine.probe import available_cores, available_memory, cache_dir, has_native_bf16, resolve_threads
 from sansgpu.machine.roofline import bandwidth
 from sansgpu.machine.usage import LoadMeter
@@ -79,7 +78,7 @@ def doctor(progress: ReportProgress) -> MachineReport:
     time.sleep(USAGE_SECONDS)
     others = strain.sample()
     unsafe: list[str] = []
-    compiled_cache(unsafe.append)
+    private_cache(unsafe.append)
     kernels = native.load()
     bf16, threads = has_native_bf16(), torch.get_num_threads()
     facts = MachineReport(
@@ -110,7 +109,6 @@ def _advice(facts: MachineReport) -> list[Advice]:
 
 
 def _build_advice(facts: MachineReport) -> Iterator[Advice]:
-    missing = missing_compiler()
     fp32, bf16 = (facts.gemm_flops_per_second[precision] for precision in ("fp32", "bf16"))
     if facts.kernels == "torch":
         yield Advice(
@@ -118,8 +116,6 @@ def _build_advice(facts: MachineReport) -> Iterator[Advice]:
             f"the native kernels cannot be loaded ({facts.kernels_problem}); install a wheel of sansgpu for this "
             "platform, or install a C++ compiler and then sansgpu from source.",
         )
-    if missing:
-        yield Advice(NATIVE_SAVED_RATIO, f"install {missing} (apt install g++ python3-dev); torch.compile needs it.")
     if facts.cache_problem:
         yield Advice(0.0, facts.cache_problem)
     if facts.isa_limits:

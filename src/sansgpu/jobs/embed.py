@@ -24,7 +24,7 @@ from sansgpu.data.sources import dataset_files, open_single
 from sansgpu.files.atomic import atomic_write, write_failures_as
 from sansgpu.files.ownership import require_file
 from sansgpu.files.reading import require_regular_file
-from sansgpu.machine.compiled import compiled_cache, compiled_in, make_private
+from sansgpu.machine.private_folder import make_private, private_cache
 from sansgpu.machine.probe import resolve_precision
 from sansgpu.models.formats.weights import weights_sha256
 from sansgpu.models.modules import narrow_matrices
@@ -204,7 +204,7 @@ def search(
             f"the prompt of {model.target} for passages leaves no room for a passage; raise its max_seq_length."
         )
     rules = PassageRules(partial(_token_spans, tokenizer), room, text_column)
-    root = compiled_in(compiled_cache(warn)) / "search"  # private, because a native library parses the index
+    root = private_cache(warn) / "search"  # private, because a native library parses the index
     make_private(root)
     key = hashlib.sha256(os.fsencode(f"{_fingerprint(loaded)}\0{folder.resolve()}")).hexdigest()[:32]
     index = PassageIndex(

@@ -271,7 +271,7 @@ def _run(
         cache = cache_dir(config.data.cache_dir)
         task.compute_reference(plan.device, plan.precision, cache, progress, plan.group)
     if environment.compile == "on":
-        task.compile(True)
+        task.compile()
     gemm = sum(prepared.group.all_gather_object(prepared.peak_gemm_rate()))
     observed = Sinks(sinks)
     total_steps, eval_ratio = prepared.total_steps, prepared.eval_token_ratio

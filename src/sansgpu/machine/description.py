@@ -14,10 +14,10 @@ import psutil
 import torch
 
 from sansgpu.machine import cgroup, instruction_sets
-from sansgpu.machine.compilation import cxx
 from sansgpu.machine.kernel_files import kernel_number, kernel_text
 from sansgpu.machine.openmp import openmp_files
 from sansgpu.machine.probe import allowed_cpus, memory_limit
+from sansgpu.machine.torch_compile import cxx
 
 _SYS = Path("/sys/devices/system")
 # Flags in /proc/cpuinfo (features on ARM) that matter for matrix products.

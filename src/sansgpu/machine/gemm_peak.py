@@ -9,7 +9,14 @@ from sansgpu.machine.cached_measurement import best_measurement
 from sansgpu.machine.probe import is_emulated
 from sansgpu.machine.roofline import gemm_rate
 
+# FLOP/s of a step per core. Assumed rather than measured, so that decisions that depend on it are reproducible.
+ASSUMED_FLOPS_PER_SECOND = {"fp32": 35e9, "bf16": 80e9}
 GEMM_SIZE = 2048  # large enough for the peak rate, and takes only tenths of a second on a slow core
+
+
+def assumed_seconds(total_flops: float, precision: str, threads: int) -> float:
+    """Returns the assumed duration of a run with these total FLOPs."""
+    return total_flops / (ASSUMED_FLOPS_PER_SECOND[precision] * threads)
 
 
 def peak_gemm_rate(

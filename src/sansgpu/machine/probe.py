@@ -48,7 +48,7 @@ class Environment:
 def cache_dir(configured: str | None) -> Path:
     """Returns the folder for tokens and measurements: as configured, else $SANSGPU_CACHE, else the user's cache folder.
 
-    Compiled code is not loaded from it; see `machine.compiled`.
+    Compiled code is not loaded from it; see `machine.private_folder`.
     """
     if configured:
         return local_path(configured)

@@ -26,7 +26,7 @@ from sansgpu.kernels.norm import LayerNorm, RMSNorm, residual
 from sansgpu.kernels.quantized_linear import quantized_linear
 from sansgpu.kernels.rotary import rotate_heads
 from sansgpu.models.huggingface.quantized_layers import QuantizedEmbedding, matrix_of
-from sansgpu.models.modules import INIT_STD, Table, compile_blocks, materialize_empty
+from sansgpu.models.modules import INIT_STD, Table, materialize_empty
 
 # By model.activation; GELU is the tanh approximation, as in GPT-2.
 ACTIVATIONS = {"swiglu": Kind.SWIGLU, "gelu": Kind.GELU_TANH, "relu2": Kind.RELU_SQUARED, "relu": Kind.RELU}
@@ -232,10 +232,6 @@ class TransformerLM(nn.Module):
         hidden = self.hidden(inputs, positions, document_ids)
         return linear_cross_entropy(hidden.flatten(0, 1), self.head_matrix, targets.flatten(), shape)
 
-    def compile_blocks(self, on: bool = True) -> None:
-        """Compiles each block; all share one graph. Embedding and head stay eager: compiled, they add with atomics."""
-        compile_blocks(self.blocks, on, dynamic=False)
-
     @property
     def head_weight(self) -> torch.Tensor:
         """The weight of the output head, (V, D). A model from a quantized GGUF file has none, but a `head_matrix`."""
@@ -289,7 +285,7 @@ class TransformerLM(nn.Module):
                 self.before_block()
             if caches:
                 # bypasses torch.compile: lengths change each token
-                x, branch = block.forward(x, rotary, ranges, caches[index], branch)
+                x, branch = type(block).forward(block, x, rotary, ranges, caches[index], branch)
             elif self.config.gradient_checkpointing and self.training:
                 x, branch = checkpoint(block, x, rotary, ranges, use_reentrant=False)
             else:

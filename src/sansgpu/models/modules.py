@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-
-from sansgpu.machine.compilation import set_up_compiler
 
 INIT_STD = 0.02  # standard deviation of initial weights, the value of GPT-2, BERT and Qwen
 
@@ -27,17 +25,6 @@ def materialize_empty(model: nn.Module) -> None:
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype)))
-
-
-def compile_blocks(blocks: Iterable[nn.Module], on: bool, dynamic: bool = True) -> None:
-    """Compiles each block, or stops using compiled blocks. With `dynamic`, their one graph accepts any input length."""
-    if on:
-        set_up_compiler()
-    for block in blocks:
-        if on:
-            block.compile(dynamic=dynamic)
-        else:
-            block._compiled_call_impl = None
 
 
 def narrow_matrices(model: nn.Module, layers: type[nn.Module] = nn.Module) -> None:

@@ -182,7 +182,7 @@ def _one_example(prepared: Prepared, timing: Timing, progress: ReportProgress) -
     settings = (
         "training.batch_size=1",
         f"training.gradient_accumulation_steps={effective_batch(prepared.config.training)}",
-        f"training.compile='{timing.compile}'",
+        f"training.compile='{prepared.execution.compile}'",
         f"training.precision={prepared.execution.precision}",
     )
     changed = change_config(prepared.config, settings)

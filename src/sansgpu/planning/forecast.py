@@ -52,7 +52,7 @@ def forecast_of(prepared: Prepared, nodes: int = 1, step_seconds: float | None =
     if isinstance(prepared.corpus, ReferenceCorpus):
         before = prepared.corpus.reference_tokens / prepared.tokens_per_step / EVALUATED_IN_A_STEP
     return Forecast(
-        startup_seconds=START_SECONDS[timing.compile] + passes * before / nodes,
+        startup_seconds=START_SECONDS[prepared.execution.compile] + passes * before / nodes,
         step_seconds=timing.step_seconds(layers, accumulation) if step_seconds is None else step_seconds,
         evaluation_seconds=passes * prepared.eval_token_ratio / EVALUATED_IN_A_STEP / nodes + sampling,
         save_seconds=snapshot * SAVE_SECONDS_PER_BYTE,

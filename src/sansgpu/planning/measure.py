@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -17,10 +18,10 @@ import torch
 from sansgpu.config import Config, SansGPUError
 from sansgpu.config.wording import MAX_REASON_CHARACTERS
 from sansgpu.data.batch import ExampleBatch
-from sansgpu.machine.compilation import compile_into
 from sansgpu.machine.gemm_peak import peak_gemm_rate
 from sansgpu.machine.memory import Execution, effective_batch
 from sansgpu.machine.probe import cache_dir
+from sansgpu.machine.torch_compile import is_compiled
 from sansgpu.machine.usage import LoadMeter, peak_rss_bytes, process_age
 from sansgpu.planning.set_up import set_up
 from sansgpu.tasks.registry import task_of
@@ -47,7 +48,6 @@ class MeasureRequest:
 
     config: Config
     steps: int
-    compiled: Path | None = None  # folder of compiled graphs; None: the cache
     example_tokens: int | None = None  # length of random examples; None: the maximum
     with_data: bool = False  # also prepare the data without the cache, evaluate and save
     snapshots: bool = False  # also save; the times that need data are 0
@@ -72,8 +72,8 @@ def measure(request: MeasureRequest) -> Measured:
     warnings: list[str] = []
     imported = process_age()
     with tempfile.TemporaryDirectory(prefix="sansgpu-bench-") as folder:
-        if request.compiled:
-            compile_into(request.compiled)
+        if request.profiled:  # a run with nothing cached
+            os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
         how, _ = set_up(request.config, None, warnings.append)
         bench = _Bench(request.config, how, request, Path(folder))
         result = bench.forward() if request.forward_only else bench.train()
@@ -96,6 +96,7 @@ class _Bench:
     def __init__(self, config: Config, how: Execution, request: MeasureRequest, folder: Path) -> None:
         self._config, self._request, self._folder = config, request, folder
         self._kind = task_of(config)
+        self._is_compiled = is_compiled(config.training.compile, how.kernels, how.device.type)
         size = config.training.batch_size
         assert size != "auto"
         self._plan = StepPlan(size, how.device, how.precision)
@@ -106,7 +107,8 @@ class _Bench:
         objective = self._kind.new_objective(self._config)
         built = time.perf_counter() - start
         objective.model.to(self._plan.device).eval()
-        objective.compile(self._config.training.compile == "on")
+        if self._is_compiled:
+            objective.compile()
         # The optimizer casts the weights to their training dtype.
         Optimizer(objective.model, self._config.training, self._plan.compute_dtype)
         batch = self._random_batch(self._plan.micro_batch).to(self._plan.device)
@@ -134,7 +136,8 @@ class _Bench:
         else:
             task = self._kind.new_objective(self._config)
         result["model_seconds"] = time.perf_counter() - start
-        task.compile(self._config.training.compile == "on")
+        if self._is_compiled:
+            task.compile()
         state = TrainState.create(task.model, self._config.training, self._plan.device, self._plan.compute_dtype)
         warmup = self._steps(task, state, 1 + WARMUP_STEPS)  # before LoadMeter, which would count compiler processes
         strain = LoadMeter()

@@ -15,10 +15,11 @@ from sansgpu.data.order import steps_per_epoch
 from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.allocator import trim_memory
 from sansgpu.machine.cached_measurement import cached_measurement
-from sansgpu.machine.compilation import eager_seconds, missing_compiler, resolve_compile, saves_compile_time
+from sansgpu.machine.gemm_peak import assumed_seconds
 from sansgpu.machine.group import SINGLE_PROCESS, Group
 from sansgpu.machine.memory import Execution, effective_batch, micro_batches_per_rank, usual_micro_batch
 from sansgpu.machine.probe import Environment, cache_dir, isa
+from sansgpu.machine.torch_compile import keep_graphs, resolve_compile
 from sansgpu.models.costing import StepWork
 from sansgpu.planning.memory_fit import Shortage, estimate_memory, fits, fitting_micro_batches
 from sansgpu.planning.prepared import Prepared
@@ -33,7 +34,7 @@ from sansgpu.train.step import StepPlan
 
 # needed: prepare the data or fail. wanted: do without it if it is unavailable and the estimate allows. unread: skip it.
 Data = Literal["needed", "wanted", "unread"]
-Timed = Literal["always", "if useful", "never"]  # when to time steps to choose the micro-batch and compilation
+Timed = Literal["always", "if useful", "never"]  # when to time steps to choose the micro-batch
 WORTH_TIMING_SECONDS = 120  # runs shorter than this gain less from the fastest micro-batch than it takes to find it
 
 
@@ -67,7 +68,7 @@ def prepare(
     seconds, compiled = _compilation(config, how, before, seconds, group, warn)
     how = replace(
         how,
-        compile="off" if compiled == "measure" else compiled,
+        compile=compiled,
         optimizer=config.training.optimizer,
         max_tokens=corpus.most_tokens if corpus else None,
     )
@@ -76,31 +77,31 @@ def prepare(
         sizes = [_resumed_micro_batch(config, how, before.micro_batch, available, sizes, warn)]
     elif seconds < WORTH_TIMING_SECONDS or timed == "never":
         sizes = [usual_micro_batch(tokens, sizes)]  # measuring would take longer than it saves
-    pays = timed == "always" or (timed != "never" and (len(sizes) > 1 or compiled == "measure"))
-    timing = _timing(config, how, sizes, compiled, tokens, available, group, progress) if pays else None
+    pays = timed == "always" or (timed != "never" and len(sizes) > 1)
+    timing = _timing(config, how, sizes, tokens, available, group, progress) if pays else None
     size = timing.micro_batch if timing else sizes[0]
     accumulation = micro_batches_per_rank(config.training, size, group.size)
-    compiled = timing.compile if timing else how.compile
-    how = replace(how, micro_batch=size, accumulation=accumulation, compile=compiled)
+    how = replace(how, micro_batch=size, accumulation=accumulation)
     return Prepared(config, how, available, corpus, steps, estimate_memory(config, how), timing, group)
 
 
 def _compilation(
     config: Config, how: Execution, before: Environment | None, seconds: float, group: Group, warn: Warn
 ) -> tuple[float, str]:
-    """Returns rank 0's `seconds` of the run, and whether to compile: on, off or measure."""
-    training = config.training
-    pays_off = saves_compile_time(seconds, how.kernels)
-    seconds, compiled = group.broadcast_object(lambda: (seconds, resolve_compile(training, pays_off, how.device.type)))
-    if how.device.type == "cpu" and training.compile == "auto" and (missing := missing_compiler()):
-        if pays_off:
-            warn(f"torch.compile would make this run faster, but {missing} is missing; install it.")
-    elif before and training.compile == "auto":
-        compiled = before.compile
-    if training.sharding == "full" and group.size > 1:
+    """Returns rank 0's `seconds` of the run, and whether to compile: on or off."""
+    training, recorded = config.training, before.compile if before else None
+    device, kernels = how.device.type, how.kernels
+
+    def choose() -> tuple[float, str]:
+        return seconds, resolve_compile(training.compile, recorded, seconds, kernels, device, warn)
+
+    seconds, compiled = group.broadcast_object(choose)
+    if compiled == "on" and training.sharding == "full" and group.size > 1:
         if training.compile == "on":
             raise ConfigError("training.compile is on, but fully sharded blocks cannot be compiled; set it to auto.")
         compiled = "off"
+    if compiled == "on":
+        keep_graphs(warn)
     return seconds, compiled
 
 
@@ -114,7 +115,7 @@ def _with_length(config: Config, how: Execution, corpus: Corpus | None) -> tuple
     else:
         without = training.model_copy(update={"num_epochs": None})
         steps = total_steps(without, UNKNOWN_STEPS, UNKNOWN_STEPS * tokens_per_step)
-    seconds = eager_seconds(work.needed * steps, how.precision, how.threads)
+    seconds = assumed_seconds(work.needed * steps, how.precision, how.threads)
     return config, steps, min(seconds, seconds_allowed(config))
 
 
@@ -189,7 +190,6 @@ def _timing(
     config: Config,
     how: Execution,
     sizes: list[int],
-    compiled: str,
     tokens: int,
     available: int,
     group: Group,
@@ -200,11 +200,12 @@ def _timing(
     if not fits(estimate_memory(config, smallest, LONG), available):
         return None
     whole = fits(estimate_memory(config, largest), available)
-    return Timing(**group.broadcast_object(lambda: _measured(config, how, sizes, compiled, whole, tokens, progress)))
+    config = change_config(config, [f"training.compile='{how.compile}'"])
+    return Timing(**group.broadcast_object(lambda: _measured(config, how, sizes, whole, tokens, progress)))
 
 
 def _measured(
-    config: Config, how: Execution, sizes: list[int], compiled: str, whole: bool, tokens: int, progress: ReportProgress
+    config: Config, how: Execution, sizes: list[int], whole: bool, tokens: int, progress: ReportProgress
 ) -> dict[str, Any]:
     """Returns the timing of the fastest choice. It is measured once and then read from the cache."""
     question = {
@@ -214,7 +215,7 @@ def _measured(
         "optimizer": config.training.optimizer,
         "sizes": sizes,
         "whole": whole,
-        "compile": compiled,
+        "compile": how.compile,
         "precision": how.precision,
         "threads": how.threads,
         "device": how.device.type,
@@ -226,7 +227,7 @@ def _measured(
     task = task_of(config)
 
     def ask() -> dict[str, Any]:
-        return measure(task, config, plan, sizes, compiled, whole, tokens, progress).to_json()
+        return measure(task, config, plan, sizes, whole, tokens, progress).to_json()
 
     answer = cached_measurement(cache_dir(config.data.cache_dir), question, ask)
     trim_memory()  # frees what the trials allocated

@@ -110,7 +110,7 @@ def largest_memory(config: Config, size: int) -> Memory:
 
 
 def _memories(config: Config, size: int) -> Iterator[Memory]:
-    """Yields the memory in each precision, uncompiled, because compiled steps need less."""
+    """Yields the memory in each precision."""
     batch, costs = effective_batch(config.training), task_of(config).costs(config)
     work = costs.work(batch * config.window)
     optimizer = choose_optimizer(config.training.optimizer, work.needed, work.muon)

@@ -11,8 +11,6 @@ from sansgpu.config.wording import counted
 from sansgpu.kernels import native
 from sansgpu.kernels.choice import load_kernels
 from sansgpu.machine.allocator import keep_freed_memory
-from sansgpu.machine.compilation import keep_compiled
-from sansgpu.machine.compiled import compiled_cache
 from sansgpu.machine.group import SINGLE_PROCESS, Group
 from sansgpu.machine.memory import Execution
 from sansgpu.machine.probe import (
@@ -56,7 +54,6 @@ def set_up(
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
     choose_vector_math()
     keep_freed_memory()
-    keep_compiled(compiled_cache(warn), warn)
     limit_tokenizer_threads(config.data.preprocessing_num_workers)
     plain = before is not None and before.kernels == "torch" and training.kernels == "auto"
     kernels = load_kernels("torch" if plain else training.kernels, device, warn)

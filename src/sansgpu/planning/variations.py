@@ -9,9 +9,10 @@ from statistics import median
 from sansgpu.config import Config, ConfigError, SansGPUError, change_config
 from sansgpu.config.wording import truncate
 from sansgpu.data.shards import ReportProgress
-from sansgpu.machine.compilation import missing_compiler
+from sansgpu.kernels import native
 from sansgpu.machine.memory import effective_batch, micro_batch_choices
 from sansgpu.machine.probe import has_native_bf16
+from sansgpu.machine.torch_compile import missing_compiler
 from sansgpu.planning.measure import Measured, MeasureRequest, measure_in_subprocess
 from sansgpu.planning.memory_fit import estimate_memory, fits
 from sansgpu.planning.prepared import Prepared
@@ -192,6 +193,6 @@ def _variations(chosen: Config) -> list[Change]:
         found.append(("half the threads", (f"training.threads={threads // 2}",), "nothing"))
     if training.compile == "on":
         found.append(("not compiled", ("training.compile='off'",), "nothing"))
-    elif missing_compiler() is None:
+    elif not native.available() and missing_compiler() is None:
         found.append(("compiled", ("training.compile='on'",), COMPILE_COST))
     return found

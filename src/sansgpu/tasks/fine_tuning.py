@@ -18,7 +18,6 @@ from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.order import batch_indices
 from sansgpu.data.sources import Sources
 from sansgpu.data.split import split_examples
-from sansgpu.machine.compilation import set_up_compiler
 from sansgpu.models.formats.weights import StoredTensor
 from sansgpu.models.huggingface.adapters import (
     add_adapter,
@@ -119,16 +118,6 @@ class FineTuning(ObjectiveBase, ABC):
     def loss(self, batch: Any) -> torch.Tensor:
         with self.forward_pass():
             return self.summed_loss(batch)
-
-    def compile(self, on: bool) -> None:
-        """Compiles each block separately, with dynamic sequence lengths."""
-        if on:
-            set_up_compiler()
-        for block in self._blocks:  # compiles `forward` only, because hooks run in `__call__`
-            if on:
-                block.forward = torch.compile(block.forward, dynamic=True)
-            else:
-                block.__dict__.pop("forward", None)
 
     def ordered(self, indices: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Returns `indices`, sorted by length if examples are padded, which reduces padding."""

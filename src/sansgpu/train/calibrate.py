@@ -1,4 +1,4 @@
-"""Calibration: timing trial steps before a run to choose the micro-batch size and whether to compile.
+"""Calibration: timing trial steps before a run to choose the micro-batch size.
 
 Two models with the run's widths and different depths are timed; the difference is the time per block. The deeper one
 has the run's full depth if that is quick to time and a few layers otherwise, so that calibration takes seconds.
@@ -30,9 +30,6 @@ SHORT, LONG = 1, 3  # depths of the models that are timed
 MAX_FULL_DEPTH_SECONDS = 1.0  # time the model at full depth if a pass is estimated to take less
 REPEATS = 3  # timed repeats after one warm-up
 ENOUGH_SECONDS = 1.0  # stop repeating after this much timed work
-COMPILED_CANDIDATE_RATIO = (
-    0.9  # sizes are also timed compiled if (best eager time) / (their eager time) is at least this
-)
 MARGIN = 0.97  # a time above this share of the best so far counts as equal; the smaller micro-batch is then preferred
 
 
@@ -41,7 +38,6 @@ class Timing:
     """Seconds of the forward and backward pass of a micro-batch, and of the optimizer update."""
 
     micro_batch: int
-    compile: str
     block_seconds: float
     ends_seconds: float  # embedding, last norm, head and loss
     update_block_seconds: float
@@ -64,38 +60,23 @@ def measure(
     config: Config,
     plan: StepPlan,
     sizes: list[int],
-    compile_wanted: str,
     all_layers_fit: bool,
     tokens: int | None = None,
     progress: ReportProgress = ignore_progress,
 ) -> Timing:
-    """Returns the timing of the fastest micro-batch size; with `compile_wanted="measure"`, eager and compiled compete.
+    """Returns the timing of the fastest micro-batch size, compiled if `training.compile` is on.
 
-    Sizes are timed in ascending order until a larger one is slower per example; of these, the ones close to the best
-    are also timed compiled. `all_layers_fit` is True if memory suffices for the full depth. `tokens` is the length of
-    an example if it is shorter than the maximum.
+    Sizes are timed in ascending order until a larger one is slower per example. `all_layers_fit` is True if memory
+    suffices for the full depth. `tokens` is the length of an example if it is shorter than the maximum.
     """
     layers = task.costs(config).layers
-    first = "off" if compile_wanted == "measure" else compile_wanted
     tried: list[Timing] = []
-
-    def timed(size: int, compiled: str) -> Timing:
-        how = "compiled" if compiled == "on" else "not compiled"
-        progress(f"timing steps with micro-batches of {counted(size, 'example')}, {how}", 0, 0)
-        return time_parts(task, config, plan, size, compiled, all_layers_fit, tokens)
-
     for size in sorted(sizes):
-        tried.append(timed(size, first))
+        progress(f"timing steps with micro-batches of {counted(size, 'example')}", 0, 0)
+        tried.append(time_parts(task, config, plan, size, all_layers_fit, tokens))
         if _seconds_per_example(layers, tried[-1]) * MARGIN > _seconds_per_example(layers, _best(layers, tried)):
             break
-    best = _best(layers, tried)
-    if compile_wanted == "measure":
-        limit = _seconds_per_example(layers, best)
-        close = [t.micro_batch for t in tried if _seconds_per_example(layers, t) * COMPILED_CANDIDATE_RATIO <= limit]
-        compiled = _best(layers, [timed(size, "on") for size in close])
-        if _seconds_per_example(layers, compiled) < _seconds_per_example(layers, best) * MARGIN:
-            return compiled
-    return best
+    return _best(layers, tried)
 
 
 def _best(layers: int, tried: list[Timing]) -> Timing:
@@ -117,26 +98,25 @@ def time_parts(
     config: Config,
     plan: StepPlan,
     size: int,
-    compiled: str,
     all_layers_fit: bool,
     tokens: int | None = None,
 ) -> Timing:
     """Times one micro-batch size."""
-    short_pass, short_update = _timed(task, config, plan, size, compiled, SHORT, tokens)
+    short_pass, short_update = _timed(task, config, plan, size, SHORT, tokens)
     full_depth = all_layers_fit and task.costs(config).layers * short_pass < MAX_FULL_DEPTH_SECONDS
     deep = max(LONG, task.costs(config).layers) if full_depth else LONG
-    long_pass, long_update = _timed(task, config, plan, size, compiled, deep, tokens)
+    long_pass, long_update = _timed(task, config, plan, size, deep, tokens)
     more = deep - SHORT
     block, update = max(0.0, long_pass - short_pass) / more, max(0.0, long_update - short_update) / more
     ends, update_ends = max(0.0, short_pass - SHORT * block), max(0.0, short_update - SHORT * update)
-    return Timing(size, compiled, block, ends, update, update_ends)
+    return Timing(size, block, ends, update, update_ends)
 
 
 def _timed(
-    task: TaskKind, config: Config, plan: StepPlan, size: int, compiled: str, layers: int, tokens: int | None
+    task: TaskKind, config: Config, plan: StepPlan, size: int, layers: int, tokens: int | None
 ) -> tuple[float, float]:
     """Returns the median seconds of a pass and of an update for a model with `layers` blocks."""
-    with _trial(task, config, plan, compiled, layers) as (trial, optimizer):
+    with _trial(task, config, plan, layers) as (trial, optimizer):
         batch = task.random_batch(config, size, tokens).to(plan.device)
         accumulation = micro_batches_per_rank(config.training, size)
         optimizer.set_accumulation(accumulation > 1)
@@ -158,11 +138,10 @@ def _timed(
 
 
 @contextmanager
-def _trial(
-    task: TaskKind, config: Config, plan: StepPlan, compiled: str, layers: int
-) -> Iterator[tuple[Objective, Optimizer]]:
+def _trial(task: TaskKind, config: Config, plan: StepPlan, layers: int) -> Iterator[tuple[Objective, Optimizer]]:
     trial = task.new_objective(config, layers)
-    trial.compile(compiled == "on")
+    if config.training.compile == "on":
+        trial.compile()
     optimizer = TrainState.create(trial.model, config.training, plan.device, plan.compute_dtype).optimizer
     try:
         yield trial, optimizer

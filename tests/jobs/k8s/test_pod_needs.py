@@ -7,7 +7,7 @@ import pytest
 from sansgpu.cli import run as cli
 from sansgpu.config import load_config
 from sansgpu.jobs.k8s import ClusterRequest, kubernetes
-from sansgpu.machine.compilation import EAGER_FLOPS_PER_SECOND
+from sansgpu.machine.gemm_peak import ASSUMED_FLOPS_PER_SECOND
 from sansgpu.machine.probe import available_cores
 from sansgpu.tasks.registry import TASKS
 from sansgpu.train.budget import DISK_BYTES_PER_SECOND
@@ -62,7 +62,7 @@ def test_the_grace_period_exceeds_a_step_and_its_snapshots() -> None:
     config = TASKS["pretrain"].with_vocabulary(load_config(CONFIG)[0])
     costs = TASKS["pretrain"].costs(config)
     snapshot = 12 * sum(costs.parameters().values())  # weights and two moments in fp32
-    step = costs.work(4 * 512).needed / (16 * EAGER_FLOPS_PER_SECOND["fp32"])
+    step = costs.work(4 * 512).needed / (16 * ASSUMED_FLOPS_PER_SECOND["fp32"])
     rendered = render()
     graces = {pod["terminationGracePeriodSeconds"] for pod in rendered.training_pods}
     assert len(graces) == 1

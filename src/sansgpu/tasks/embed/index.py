@@ -23,8 +23,8 @@ from sansgpu.data.files import TEXT_SUFFIXES, Piece, file_form, read_documents, 
 from sansgpu.data.rows import row_text
 from sansgpu.data.shards import ReportProgress, counting
 from sansgpu.files.atomic import atomic_write
-from sansgpu.machine.compiled import make_private, require_own_file
 from sansgpu.machine.disk import file_sha256
+from sansgpu.machine.private_folder import make_private, require_own_file
 
 SHORT_WORDS = 12  # a paragraph with fewer words, such as a heading, is joined with the next one
 MAX_CHARS = 1 << 16  # longest paragraph; a file without empty lines would be a single one

@@ -23,7 +23,7 @@ from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.feed_forward import feed_forward
 from sansgpu.kernels.linear import Linear, linear_each
 from sansgpu.kernels.norm import LayerNorm
-from sansgpu.models.modules import INIT_STD, Table, compile_blocks, materialize_empty
+from sansgpu.models.modules import INIT_STD, Table, materialize_empty
 from sansgpu.tasks.graph.entities import NORM_EPS, EntityTable
 
 SLOPE = 0.01  # negative slope of LeakyReLU
@@ -226,9 +226,6 @@ class GraphEncoder(nn.Module):
                 parameter[0] = 0.0  # row 0 means no relation
         if self.entities is not None:
             self.entities.initialize(INIT_STD, generator)
-
-    def compile_blocks(self, on: bool = True) -> None:
-        compile_blocks(self.blocks, on)
 
     def hidden(
         self,

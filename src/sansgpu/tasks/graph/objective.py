@@ -134,9 +134,6 @@ class GraphObjective:
                 metrics[f"{name}_loss"] = sums[f"{name}_loss"] / count
         return metrics
 
-    def compile(self, on: bool) -> None:
-        self.model.compile_blocks(on)
-
     def between_blocks(self, callback: Callable[[], None]) -> None:
         self.model.before_block = callback
 

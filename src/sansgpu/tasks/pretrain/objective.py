@@ -45,8 +45,5 @@ class PretrainObjective(ObjectiveBase):
     def step_metrics(self, sums: Sums) -> dict[str, float]:
         return student_metrics(sums)
 
-    def compile(self, on: bool) -> None:
-        self.model.compile_blocks(on)
-
     def between_blocks(self, callback: Callable[[], None]) -> None:
         self.model.before_block = callback

@@ -27,26 +27,24 @@ class NotPrivateError(OSError):
     """Raised if other users could change the content of a folder."""
 
 
-def compiled_cache(warn: Callable[[str], None]) -> Path:
-    """Returns the cache folder for compiled code: $SANSGPU_CACHE, or else the user's own cache folder.
+def private_cache(warn: Callable[[str], None]) -> Path:
+    """Returns the private folder in $SANSGPU_CACHE, or else in the user's own cache folder.
 
-    `compiled_in` returns the private folder in it. If that folder is not private in either cache, warns with the reason
-    and returns a temporary folder for this process.
+    If it is not private in either cache, warns with the reason and returns a temporary folder for this process.
     """
     for root in dict.fromkeys([cache_dir(None), user_cache_dir()]):
         try:
-            compiled_in(root)
-            return root
+            return private_in(root)
         except OSError as error:
             reason = str(error) if isinstance(error, NotPrivateError) else f"{root}: {error.strerror or error}"
             warn(
                 f"no compiled code is loaded from {root}, because {reason}; set SANSGPU_CACHE to a folder that only "
                 "you can write."
             )
-    return _temporary()
+    return private_in(_temporary())
 
 
-def compiled_in(root: Path) -> Path:
+def private_in(root: Path) -> Path:
     """Returns this user's folder `compiled-UID` in a cache, and creates it with mode 0700 if it is missing.
 
     Raises NotPrivateError if other users could change it, and OSError if it cannot be created.

@@ -1,0 +1,102 @@
+"""torch.compile, for models that our kernels do not compute: on a GPU, and with `training.kernels: torch`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from torch import nn
+
+from sansgpu.config import ConfigError
+from sansgpu.files.atomic import PRIVATE_MODE, make_folder
+from sansgpu.machine.private_folder import private_cache, require_safe_path
+
+COMPILE_SECONDS = 30.0  # measured: compiling all graphs of a 12-layer model on two cores
+SAVED_RATIO = 0.25  # share of an eager step that compiling saves, measured for 10M-100M parameters
+MAX_GRAPHS = 64  # limit of a block in a process (default 8): calibration and memory pressure vary the micro-batch
+INDUCTOR_DIR = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def compile_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Compiles each block separately; those of one class share their graphs. Embedding and head stay eager.
+
+    Only their `forward` is compiled, because hooks run in `__call__`. Tells torch which vector instructions it
+    supports: otherwise it would compile and load a program for each set of them before the first graph, which takes a
+    third of all compilation.
+    """
+    import torch._dynamo.config  # takes two seconds to import
+    import torch._inductor.config
+
+    torch._dynamo.config.recompile_limit = MAX_GRAPHS
+    best = "AVX512" if torch.cpu.get_capabilities().get("avx512_f") else "AVX2"
+    if torch._inductor.config.cpp.vec_isa_ok is None and torch.backends.cpu.get_cpu_capability() == best:
+        torch._inductor.config.cpp.vec_isa_ok = True
+    for block in blocks:
+        block.forward = torch.compile(block.forward)
+
+
+def is_compiled(asked: str, kernels: str, device: str) -> bool:
+    """Returns True if a run compiles for `training.compile: on`; where our kernels compute, it changes nothing."""
+    return asked == "on" and (kernels == "torch" or device != "cpu")
+
+
+def resolve_compile(
+    asked: str, recorded: str | None, seconds: float, kernels: str, device: str, warn: Callable[[str], None]
+) -> str:
+    """Returns `on` or `off` for `training.compile`; auto repeats what was recorded when the run began.
+
+    A new run of auto compiles if it takes long enough: `seconds` is its assumed duration if nothing is compiled.
+    Raises ConfigError if compilation is requested but impossible here.
+    """
+    if not is_compiled("on", kernels, device):
+        if asked == "on":
+            warn(
+                "training.compile is on, but changes nothing, because sansgpu's kernels compute this model; set it to "
+                "auto."
+            )
+        return "off"
+    missing = missing_compiler() if device == "cpu" else None
+    if asked == "on" and missing:
+        raise ConfigError(f"training.compile is on, but {missing} is missing; install it or set compile to auto.")
+    if asked != "auto":
+        return asked
+    pays_off = seconds * SAVED_RATIO > COMPILE_SECONDS
+    if missing:
+        if pays_off:
+            warn(f"torch.compile would make this run faster, but {missing} is missing; install it.")
+        return "off"
+    return recorded or ("on" if pays_off else "off")
+
+
+def cxx() -> str | None:
+    """Returns the path of the C++ compiler, $CXX if it is set, or None."""
+    names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def missing_compiler() -> str | None:
+    """Returns the name of the first requirement of torch.compile that this machine lacks, or None."""
+    if cxx() is None:
+        return "a C++ compiler"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        return "Python's header Python.h"
+    return None
+
+
+def keep_graphs(warn: Callable[[str], None]) -> None:
+    """Keeps compiled graphs in the private cache folder, because torch's default is a temporary folder.
+
+    $TORCHINDUCTOR_CACHE_DIR takes precedence unless other users could change its content.
+    """
+    if chosen := os.environ.get(INDUCTOR_DIR):
+        try:
+            make_folder(Path(chosen), PRIVATE_MODE)
+            require_safe_path(Path(chosen))
+            return
+        except OSError as error:
+            reason = error.strerror or error
+            warn(f"{INDUCTOR_DIR} is not used, because {reason}; set it to a folder that only you can write.")
+    os.environ[INDUCTOR_DIR] = str(private_cache(warn) / "inductor")
