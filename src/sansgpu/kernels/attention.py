@@ -128,8 +128,8 @@ def attention(
         if decay is not None:  # the kernel applies it before it divides scores by sqrt(d)
             table = (decay.table.float() * (q.shape[-1] ** 0.5 if decay.added else 1.0)).contiguous()
             nodes, added = decay.nodes.contiguous(), decay.added
-        options = _Options(ranges.contiguous(), dropout, draw_seed(dropout), nodes, added)
-        return cast(torch.Tensor, _Attention.apply(q, k, v, table, options))
+        options = _AttentionOptions(ranges.contiguous(), dropout, draw_seed(dropout), nodes, added)
+        return cast(torch.Tensor, _AttentionFunction.apply(q, k, v, table, options))
     if decay is None:
         visible, grouped = visible_keys(ranges, k.shape[2]), q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, visible, dropout, enable_gqa=grouped)
@@ -137,7 +137,7 @@ def attention(
     return reference_attention(q, k, v, ranges, dropout_mask, decay)
 
 
-class _Options(NamedTuple):
+class _AttentionOptions(NamedTuple):
     """The arguments of the kernel that have no gradient."""
 
     ranges: torch.Tensor
@@ -147,12 +147,17 @@ class _Options(NamedTuple):
     added: bool
 
 
-class _Attention(torch.autograd.Function):
+class _AttentionFunction(torch.autograd.Function):
     """Its tensors are (B, H, T, d), because transposing outside adds a step to the backward pass for each tensor."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor | None, options: _Options
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        table: torch.Tensor | None,
+        options: _AttentionOptions,
     ) -> torch.Tensor:
         q, k, v = (_aligned(t).transpose(1, 2) for t in (q, k, v))
         sizes = _sizes(q, k, v)
@@ -210,7 +215,7 @@ def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]
     return batch, queries, keys, heads, kv_heads, dim
 
 
-def _check(sizes: tuple[int, ...], table: torch.Tensor | None, options: _Options) -> None:
+def _check(sizes: tuple[int, ...], table: torch.Tensor | None, options: _AttentionOptions) -> None:
     (batch, queries, keys, heads, *_), ranges, nodes = sizes, options.ranges, options.nodes
     fits = ranges.shape == (batch, queries, 2) and ranges.dtype == torch.int32 and ranges.is_contiguous()
     _require(fits, "the ranges are (B, T, 2) int32")

@@ -28,11 +28,11 @@ def dropout(x: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     if not training or p == 0:
         return x
     if native.takes(x):
-        return cast(torch.Tensor, _Dropout.apply(x, p, draw_seed(p)))
+        return cast(torch.Tensor, _DropoutFunction.apply(x, p, draw_seed(p)))
     return F.dropout(x, p)
 
 
-class _Dropout(torch.autograd.Function):
+class _DropoutFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, p: float, seed: torch.Tensor) -> torch.Tensor:
         ctx.p, ctx.seed = p, seed

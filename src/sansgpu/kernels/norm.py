@@ -56,7 +56,7 @@ class FusedNorm(nn.Module):
             return x, self._plain(x)
         p = p if self.training and y is not None else 0.0
         centered = isinstance(self, nn.LayerNorm)
-        options = _Options(self.eps, centered, p, seed_number(p), dtype or (x.dtype if centered else torch.float32))
+        options = _NormOptions(self.eps, centered, p, seed_number(p), dtype or (x.dtype if centered else torch.float32))
         both = _Norm.apply(x, y, self.weight, self.bias, options)
         return cast(tuple[torch.Tensor, torch.Tensor], both)
 
@@ -119,7 +119,7 @@ class _Residual(torch.autograd.Function):
         return grad, y_grad, None, None
 
 
-class _Options(NamedTuple):
+class _NormOptions(NamedTuple):
     eps: float
     centered: bool  # LayerNorm, otherwise RMSNorm
     p: float  # probability of dropout
@@ -135,7 +135,7 @@ class _Norm(torch.autograd.Function):
         y: torch.Tensor | None,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        options: _Options,
+        options: _NormOptions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns x + dropout(y), or x, and its norm."""
         ctx.set_materialize_grads(False)

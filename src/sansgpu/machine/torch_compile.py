@@ -100,3 +100,8 @@ def keep_graphs(warn: Callable[[str], None]) -> None:
             reason = error.strerror or error
             warn(f"{INDUCTOR_DIR} is not used, because {reason}; set it to a folder that only you can write.")
     os.environ[INDUCTOR_DIR] = str(private_cache(warn) / "inductor")
+
+
+def ignore_cached_graphs() -> None:
+    """Makes this process compile every graph, and keep none."""
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"

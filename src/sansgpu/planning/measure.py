@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import os
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -21,7 +20,7 @@ from sansgpu.data.batch import ExampleBatch
 from sansgpu.machine.gemm_peak import peak_gemm_rate
 from sansgpu.machine.memory import Execution, effective_batch
 from sansgpu.machine.probe import cache_dir
-from sansgpu.machine.torch_compile import is_compiled
+from sansgpu.machine.torch_compile import ignore_cached_graphs, is_compiled
 from sansgpu.machine.usage import LoadMeter, peak_rss_bytes, process_age
 from sansgpu.planning.set_up import set_up
 from sansgpu.tasks.registry import task_of
@@ -73,7 +72,7 @@ def measure(request: MeasureRequest) -> Measured:
     imported = process_age()
     with tempfile.TemporaryDirectory(prefix="sansgpu-bench-") as folder:
         if request.profiled:  # a run with nothing cached
-            os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+            ignore_cached_graphs()
         how, _ = set_up(request.config, None, warnings.append)
         bench = _Bench(request.config, how, request, Path(folder))
         result = bench.forward() if request.forward_only else bench.train()
