@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from benchmarks.contest import WARM_UP, Row
 from benchmarks.critical_path import PathJob
 from sansgpu.config import load_config
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.machine.launch import quiet_profiler
 from sansgpu.planning.set_up import set_up
 from sansgpu.tasks.registry import task_of
@@ -49,16 +49,16 @@ class Seconds:
 class RegionRecorder:
     """Records the parallel regions of a step, and the units of work of sansgpu's kernels."""
 
-    def __init__(self, library: str) -> None:
-        self._library = ctypes.CDLL(library)
-        self._kernels = str(native.LIBRARIES).encode()
+    def __init__(self, recorder: str) -> None:
+        self._library = ctypes.CDLL(recorder)
+        self._kernels = str(library.LIBRARIES).encode()
         self._regions = np.zeros(MAX_REGIONS, REGION)
         self._units = torch.zeros(MAX_UNITS, dtype=torch.float64)
 
     def record(self, step: Callable[[], None]) -> tuple[np.ndarray, float]:
         """Calls `step` and returns its regions, with `longest_ns` as on enough cores, and its serial seconds."""
-        if native.available():
-            native.call("record", self._units, len(self._units))
+        if library.available():
+            library.call("record", self._units, len(self._units))
         places = ctypes.c_void_p(self._regions.ctypes.data)
         self._library.start(places, ctypes.c_int64(len(self._regions)), self._kernels)
         start = time.thread_time()
@@ -76,10 +76,10 @@ class RegionRecorder:
 
     def _recorded_units(self) -> list[list[float]]:
         """Returns the seconds of the units of each region."""
-        if not native.available():
+        if not library.available():
             return []
-        values = self._units[: native.call("recorded")].tolist()
-        native.call("record", None, 0)
+        values = self._units[: library.call("recorded")].tolist()
+        library.call("record", None, 0)
         regions, place = [], 0
         while place < len(values):
             count = int(-values[place])

@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.contest import Row, print_table, say, write_json
 from sansgpu.config import Config, load_config
-from sansgpu.kernels import native
-from sansgpu.kernels.choice import load_kernels
+from sansgpu.kernels import library
+from sansgpu.kernels.library import load_kernels
 from sansgpu.machine.allocator import keep_freed_memory
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.probe import cache_dir, resolve_precision, resolve_threads
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_flush_denormal(True)
     keep_freed_memory()
     load_kernels(config.training.kernels, device, say)
-    native.install_caching_allocator(True, say)
+    library.install_caching_allocator(True, say)
     config, corpus = Graph.prepare(config, cache, lambda *_: None)
     training = config.training
     work = Graph.costs(config).work(effective_batch(training) * corpus.example_tokens)

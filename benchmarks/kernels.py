@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.contest import Row, print_table, say, write_json
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.kernels.attention import attention, causal_ranges, visible_keys
 from sansgpu.kernels.cross_entropy import linear_cross_entropy
 from sansgpu.kernels.linear import Linear
@@ -195,7 +195,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(available_cores())
     keep_freed_memory()  # as in a run
-    if reason := native.load():
+    if reason := library.load():
         say(f"the native kernels are not available, plain torch is measured instead: {reason}")
     torch.manual_seed(0)
     rows: list[Row] = []

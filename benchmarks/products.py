@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.contest import Row, print_table, say, spawn, write_json
 from sansgpu.config import ConfigError
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.machine import instruction_sets
 
 # What keeps oneDNN, torch and MKL from using more than an instruction set.
@@ -71,7 +71,7 @@ def measure(shape: tuple[int, int, int], dtype: torch.dtype, repeats: int) -> Ro
     flop = 2 * rows * columns * length
     calls = max(1, int(FLOP / flop))
     sizes = (dtype == torch.bfloat16, calls, rows, columns, length)
-    multiply = partial(native.call, "product", *sizes, a, length, ours_b, columns, ours, columns, False)
+    multiply = partial(library.call, "product", *sizes, a, length, ours_b, columns, ours, columns, False)
 
     def multiply_with_torch() -> None:
         for _ in range(calls):
@@ -95,7 +95,7 @@ def measure(shape: tuple[int, int, int], dtype: torch.dtype, repeats: int) -> Ro
 def measure_all(shapes: tuple[tuple[int, int, int], ...], repeats: int) -> None:
     """Prints the results of this process's instruction set as JSON lines."""
     torch.set_num_threads(1)
-    if reason := native.load():
+    if reason := library.load():
         raise ConfigError(f"the kernels are not available: {reason}")
     for dtype in (torch.bfloat16, torch.float32):
         for shape in shapes:

@@ -8,20 +8,20 @@ import pytest
 import torch
 from hypothesis import settings
 
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.kernels.c_functions import HEADER
 from tests.kernels import TEST_LIBRARIES
 from tests.processes import use_cache, write_corpus
 
 if folder := os.environ.get(TEST_LIBRARIES):
-    native.LIBRARIES = Path(folder)
+    library.LIBRARIES = Path(folder)
 
 REBUILD = "run `make kernels`, which builds the C++ kernels after a change of their sources"
-if (reason := native.load()) is not None:
+if (reason := library.load()) is not None:
     raise RuntimeError(f"the kernels cannot be loaded ({reason}); {REBUILD}")
-sources = [path.stat().st_mtime for path in (native.LIBRARIES.parent / "native").glob("*")]  # none in a wheel
+sources = [path.stat().st_mtime for path in (library.LIBRARIES.parent / "native").glob("*")]  # none in a wheel
 sources += [HEADER.stat().st_mtime] if sources else []
-built = [path.stat().st_mtime for path in native.LIBRARIES.glob("*.so") if path != native.ALLOCATOR]
+built = [path.stat().st_mtime for path in library.LIBRARIES.glob("*.so") if path != library.ALLOCATOR]
 if max(sources, default=0) > min(built):
     raise RuntimeError(f"the kernels are older than their sources; {REBUILD}")
 
@@ -37,7 +37,7 @@ LONGEST = (
     "tasks/test_fine_tuning_runs.py", "train/test_resume.py", "test_cli.py", "tasks/test_graph_runs.py",
     "jobs/k8s/test_manifests.py", "jobs/test_chat.py", "scale/test_sums.py", "scale/test_tasks.py",
     "jobs/test_hostile_runs.py", "fuzz/test_fuzz.py", "tasks/test_entities.py", "jobs/test_unreachable_data.py",
-    "models/test_hostile_models.py", "tasks/test_outside_task.py", "kernels/test_memory.py", "kernels/test_native.py",
+    "models/test_hostile_models.py", "tasks/test_outside_task.py", "kernels/test_memory.py", "kernels/test_library.py",
 )  # fmt: skip
 
 

@@ -36,11 +36,11 @@ SCRIPT = """
 import json, os, sys
 from pathlib import Path
 from sansgpu.cli import run
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu import Run
 canary, commands, found = Path(sys.argv[1]), json.loads(sys.argv[2]), []
 for command in commands:
-    native._loaded = False
+    library._loaded = False
     sys.stderr.write(f"$ {' '.join(command)}\\n")
     if command[0] == "api":
         code = 0 if isinstance(Run(command[1]).generate("the", 3), str) else 1

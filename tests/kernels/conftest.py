@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.machine.instruction_sets import supported
 from tests.kernels import TEST_LIBRARIES
 from tests.kernels.guarded import GuardedCalls
@@ -22,8 +22,8 @@ SETS = [
 
 def use_set(name: str, patch: pytest.MonkeyPatch) -> None:
     """Makes this process use the kernels of an instruction set."""
-    patch.setattr(native, "_library", native.load_library(INSTRUCTION_SETS[name]))
-    patch.setattr(native, "_set", INSTRUCTION_SETS[name])
+    patch.setattr(library, "_library", library.load_library(INSTRUCTION_SETS[name]))
+    patch.setattr(library, "_set", INSTRUCTION_SETS[name])
 
 
 @pytest.fixture(params=SETS)
@@ -37,7 +37,7 @@ def native_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Runs each test like `native_kernels`, and with plain torch."""
     if request.param == "torch":
-        monkeypatch.setattr(native, "_loaded", False)
+        monkeypatch.setattr(library, "_loaded", False)
     else:
         use_set(request.param, monkeypatch)
     return str(request.param)
@@ -60,5 +60,5 @@ def _guarded_tensors() -> Iterator[None]:
     """Makes a kernel crash that reads or writes beside its tensors. Sanitizers see the memory of torch itself."""
     with pytest.MonkeyPatch.context() as patch:
         if TEST_LIBRARIES not in os.environ:
-            patch.setattr(native, "call", GuardedCalls())
+            patch.setattr(library, "call", GuardedCalls())
         yield

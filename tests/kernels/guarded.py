@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 
 
 class Guarded:
@@ -37,7 +37,7 @@ class GuardedCalls:
     """
 
     def __init__(self) -> None:
-        self._call, self._at_end = native.call, False
+        self._call, self._at_end = library.call, False
 
     def __call__(self, name: str, *arguments: Any) -> Any:
         self._at_end = not self._at_end

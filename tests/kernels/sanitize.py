@@ -18,22 +18,22 @@ from tests.kernels import TEST_LIBRARIES
 
 ROOT = Path(__file__).parents[2]
 # They start processes of their own, and measure memory, of which sanitizers need more.
-LEFT_OUT = ("test_native.py", "test_memory.py")
+LEFT_OUT = ("test_library.py", "test_memory.py")
 CHECKED = "not torch and not emulated_amx"  # plain torch, and a library that CMakeLists.txt does not build
 PREPARE = """
 import torch
 from pathlib import Path
-from sansgpu.kernels import native
-native.LIBRARIES = Path("{libraries}")
-assert native.load() is None
+from sansgpu.kernels import library
+library.LIBRARIES = Path("{libraries}")
+assert library.load() is None
 """
 BEYOND_A_TENSOR = """
 x, out = torch.ones(64), torch.empty(64)
-native.call("dropout", False, x, out, 65, 0.5, torch.zeros(1, dtype=torch.int64))
+library.call("dropout", False, x, out, 65, 0.5, torch.zeros(1, dtype=torch.int64))
 """
 BEYOND_A_TABLE = """
 x, out = torch.ones(64), torch.empty(64)
-native.call("activation", 9, False, x, None, out, 64)
+library.call("activation", 9, False, x, None, out, 64)
 """
 TWO_THREADS_IN_ONE_PLACE = """
 from sansgpu.kernels.matmul import Matmul, multiply

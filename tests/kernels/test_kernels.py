@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sansgpu.kernels import attention as attention_module
-from sansgpu.kernels import cross_entropy, native
+from sansgpu.kernels import cross_entropy, library
 from sansgpu.kernels.attention import attention, bidirectional_ranges, causal_ranges, reference_attention
 from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy, reference_cross_entropy
 from sansgpu.kernels.embedding import embed
@@ -196,15 +196,15 @@ def test_linear_cross_entropy_survives_logits_of_any_size(kernels: str) -> None:
 def test_without_gradients_linear_cross_entropy_computes_only_logits(
     kernels: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    called, call = set(), native.call
-    monkeypatch.setattr(native, "call", lambda name, *arguments: (called.add(name), call(name, *arguments))[1])
+    called, call = set(), library.call
+    monkeypatch.setattr(library, "call", lambda name, *arguments: (called.add(name), call(name, *arguments))[1])
     hidden, head = torch.ones(tokens, 8, requires_grad=True), torch.ones(30, 8, requires_grad=True)
     targets = torch.zeros(tokens, dtype=torch.int64)
     with torch.no_grad():
         evaluated = linear_cross_entropy(hidden, head, targets)
     assert called <= {"cross_entropy_losses"}
     loss = linear_cross_entropy(hidden, head, targets)
-    assert len(called) == (1 + 3 if native.available() else 0)  # the products of both gradients, and the targets' rows
+    assert len(called) == (1 + 3 if library.available() else 0)  # the products of both gradients, and the targets' rows
     assert torch.equal(evaluated, loss)
 
 

@@ -11,11 +11,11 @@ import torch
 SCRIPT = """
 import random, sys
 import torch
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.machine.allocator import trim_memory
 from sansgpu.machine.usage import Usage, peak_rss_bytes
-assert native.load() is None
-native.install_caching_allocator(varying=sys.argv[1] == "varying", warn=sys.exit)
+assert library.load() is None
+library.install_caching_allocator(varying=sys.argv[1] == "varying", warn=sys.exit)
 before, draw, held, live, most = peak_rss_bytes(), random.Random(3), {}, 0, 0
 for number in range(1000):
     if held and (live > 100e6 or draw.random() < 0.45):
@@ -63,10 +63,10 @@ def test_a_request_that_cannot_be_met_is_an_error_and_no_crash() -> None:
 # Trains a layer on 60 numbers of rows; tells how much memory the later ones have added.
 FEW_ROWS = """
 import torch
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.kernels.linear import Linear
 from sansgpu.machine.usage import Usage
-assert native.load() is None
+assert library.load() is None
 layers = torch.nn.Sequential(Linear(512, 1024), Linear(1024, 512)).bfloat16()
 def train(numbers_of_rows):
     for rows in numbers_of_rows:

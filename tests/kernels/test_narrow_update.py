@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from sansgpu.kernels import quantized as quantized_module
 from sansgpu.kernels import update as update_module
-from sansgpu.kernels.quantized import BLOCK, MAPS, dequantize, quantize, quantized_zeros
-from sansgpu.kernels.update import AdamWStep, WeightUpdate
+from sansgpu.kernels.update import BLOCK, MAPS, AdamWStep, WeightUpdate, dequantize, quantize, quantized_zeros
 from tests.kernels.updates import adamw, adamw8
 
 RANDOM = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])

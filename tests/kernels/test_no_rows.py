@@ -13,9 +13,8 @@ from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.newton_schulz import newton_schulz
 from sansgpu.kernels.norm import LayerNorm, RMSNorm, residual
-from sansgpu.kernels.quantized import quantized_zeros
 from sansgpu.kernels.rotary import rotate_heads
-from sansgpu.kernels.update import add_product, global_norm
+from sansgpu.kernels.update import add_product, global_norm, quantized_zeros
 from tests.kernels.updates import adamw, adamw8
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sansgpu.kernels import native
 from sansgpu.kernels.c_functions import Function, functions
+from sansgpu.kernels.library import load_library
 from sansgpu.machine.instruction_sets import ARM
 from tests.kernels.conftest import INSTRUCTION_SETS, SETS
 from tests.kernels.guarded import Guarded
@@ -30,7 +30,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         file = tmp_path_factory.mktemp("amx") / "products.so"
         subprocess.run(["c++", *EMULATED, "-shared", "-o", str(file), str(SOURCES / "product.cpp")], check=True)
         return functions(file)
-    return native.load_library(INSTRUCTION_SETS[request.param])
+    return load_library(INSTRUCTION_SETS[request.param])
 
 
 A_MEMORY, B_MEMORY, C_MEMORY = (Guarded(1 << 20) for _ in range(3))

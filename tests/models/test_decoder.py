@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sansgpu.config import Config, ModelConfig, load_config
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.machine.torch_compile import compile_blocks
 from sansgpu.models import TransformerLM
 from sansgpu.models.formats.layouts import hugging_face_config, to_hugging_face
@@ -225,7 +225,7 @@ def test_the_built_in_model_is_a_decoder_of_seven_million() -> None:
 
 @pytest.mark.parametrize("layout", ["modern", "classic"])
 def test_compiled_blocks_are_one_graph_and_compute_the_same(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_loaded", False)  # torch.compile is for models that our kernels do not compute
+    monkeypatch.setattr(library, "_loaded", False)  # torch.compile is for models that our kernels do not compute
     torch._dynamo.reset()
     counters.clear()
     model, inputs = model_of(layout, dropout=0.0), tokens(2, 21)

@@ -20,7 +20,7 @@ from transformers import (
 
 from sansgpu.cli import run as cli
 from sansgpu.config import ModelConfig
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.machine.instruction_sets import InstructionSet, supported
 from sansgpu.models.huggingface.generation import slots_work
 from sansgpu.models.huggingface.packed_forward import UnpaddedModel
@@ -155,7 +155,7 @@ def test_a_model_that_amplifies_rounding_is_packed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Products of few rows round the weights of this model in another way, by 12 % of its outputs in 4 bits."""
-    monkeypatch.setattr(native, "_library", native.load_library(instructions))
+    monkeypatch.setattr(library, "_library", library.load_library(instructions))
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sansgpu.config import TrainingConfig
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.kernels.linear import Linear
 from sansgpu.train.optim import Optimizer
 
@@ -59,7 +59,7 @@ def test_gradients_are_added_up_in_fp32_whatever_computes_them(monkeypatch: pyte
 
     ours = summed_gradients(model, inputs, other_gradients)
     assert all(gradient.dtype == torch.float32 for gradient in ours)
-    monkeypatch.setattr(native, "_loaded", False)
+    monkeypatch.setattr(library, "_loaded", False)
     plain = summed_gradients(model, inputs, lambda: None)
     for one, other in zip(ours, plain, strict=True):
         assert (one - other).norm() <= 0.01 * other.norm()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.machine.instruction_sets import allowed
 from tests.processes import finish_apart, messages, settings
 
@@ -52,14 +52,14 @@ def test_a_run_names_its_set_and_resuming_with_another_one_is_not_exact(
     assert f"{amp} this processor has no bf16 products." in out + error
     monkeypatch.delenv("SANSGPU_ISA")
     assert allowed()[-1].name != "portable"
-    difference = f"was made with kernels native portable, now {native.name()}"
+    difference = f"was made with kernels native portable, now {library.name()}"
     code, _, error = finish_apart([*train, "--resume", "latest", "--strict"], portable)
     assert (code, difference in messages(error)[0]) == (2, True)
     code, out, error = finish_apart([*train, "--resume", "latest"], portable)
     assert code == 0, error
     assert difference in out
     assert f"{amp} it began so." in out + error
-    assert f"parameters, fp32, 1 thread, not compiled, {native.name()} kernels, resumed from step-000002" in out
+    assert f"parameters, fp32, 1 thread, not compiled, {library.name()} kernels, resumed from step-000002" in out
 
 
 @pytest.mark.parametrize(("kernels", "cost"), [("native", "up to twice"), ("torch", "5 to 35 times")])

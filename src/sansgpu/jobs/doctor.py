@@ -10,7 +10,7 @@ import torch
 
 from sansgpu.config import TrainingConfig
 from sansgpu.data.shards import ReportProgress
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.machine.description import hardware, software
 from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.gemm_peak import peak_gemm_rate
@@ -79,7 +79,7 @@ def doctor(progress: ReportProgress) -> MachineReport:
     others = strain.sample()
     unsafe: list[str] = []
     private_cache(unsafe.append)
-    kernels = native.load()
+    kernels = library.load()
     bf16, threads = has_native_bf16(), torch.get_num_threads()
     facts = MachineReport(
         **hardware(),
@@ -90,7 +90,7 @@ def doctor(progress: ReportProgress) -> MachineReport:
         cache=str(cache),
         cache_free_bytes=free_disk_bytes(cache.absolute()),
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        kernels=native.name(),
+        kernels=library.name(),
         kernels_problem=kernels,
         cache_problem=unsafe[0] if unsafe else None,
         gemm_flops_per_second={

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 
 
 class Kind(IntEnum):
@@ -29,34 +29,34 @@ def activate(kind: Kind, x: torch.Tensor, y: torch.Tensor | None = None) -> torc
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Computes silu(gate) * up (arXiv 2002.05202); both have one shape."""
-    if native.takes(gate, up) and gate.dtype == up.dtype and gate.shape == up.shape:
+    if library.takes(gate, up) and gate.dtype == up.dtype and gate.shape == up.shape:
         return cast(torch.Tensor, _Activation.apply(Kind.SWIGLU, gate, up))
     return F.silu(gate) * up
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     """Computes GELU in the tanh approximation (arXiv 1606.08415), as in GPT-2."""
-    if native.takes(x):
+    if library.takes(x):
         return cast(torch.Tensor, _Activation.apply(Kind.GELU_TANH, x, None))
     return F.gelu(x, approximate="tanh")
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
     """Computes exact GELU, as in BERT."""
-    if native.takes(x):
+    if library.takes(x):
         return cast(torch.Tensor, _Activation.apply(Kind.GELU, x, None))
     return F.gelu(x)
 
 
 def relu(x: torch.Tensor) -> torch.Tensor:
-    if native.takes(x):
+    if library.takes(x):
         return cast(torch.Tensor, _Activation.apply(Kind.RELU, x, None))
     return F.relu(x)
 
 
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
     """Computes relu(x) ** 2 (arXiv 2109.08668)."""
-    if native.takes(x):
+    if library.takes(x):
         return cast(torch.Tensor, _Activation.apply(Kind.RELU_SQUARED, x, None))
     return F.relu(x).square()
 
@@ -76,7 +76,7 @@ class _Activation(torch.autograd.Function):
         ctx.kind = kind
         ctx.save_for_backward(x, y)
         out = torch.empty_like(x)
-        native.call("activation", int(kind), x.dtype == torch.bfloat16, x, y, out, x.numel())
+        library.call("activation", int(kind), x.dtype == torch.bfloat16, x, y, out, x.numel())
         return out
 
     @staticmethod
@@ -84,5 +84,5 @@ class _Activation(torch.autograd.Function):
         x, y = ctx.saved_tensors
         x_grad, y_grad = torch.empty_like(x), None if y is None else torch.empty_like(y)
         inputs = (int(ctx.kind), x.dtype == torch.bfloat16, grad_outputs[0].contiguous(), x, y)
-        native.call("activation_gradient", *inputs, x_grad, y_grad, None, x.numel())
+        library.call("activation_gradient", *inputs, x_grad, y_grad, None, x.numel())
         return None, x_grad, y_grad

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.kernels.dropout import draw_seed
 
 _WRONG = {  # by the Status of native/attention_forward.cpp
@@ -123,7 +123,7 @@ def attention(
     q (B, H, T, d), k and v (B, K, S, d), ranges (B, T, 2) int32; returns (B, H, T, d). Raises IndexError if a query
     sees a key at a distance for which `decay.table` has no entry.
     """
-    if native.takes(q) and q.shape[-1] % 2 == 0:
+    if library.takes(q) and q.shape[-1] % 2 == 0:
         table, nodes, added = None, None, False
         if decay is not None:  # the kernel applies it before it divides scores by sqrt(d)
             table = (decay.table.float() * (q.shape[-1] ** 0.5 if decay.added else 1.0)).contiguous()
@@ -165,7 +165,7 @@ class _AttentionFunction(torch.autograd.Function):
         out, lse = q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
         ranges, dropout, seed, nodes, added = options
         entries = 0 if table is None else table.shape[1]
-        status = native.call(
+        status = library.call(
             "attention_forward", q.dtype == torch.bfloat16, sizes, *_strided(q), *_strided(k), *_strided(v), ranges,
             dropout, seed, nodes, table, entries, added, *_strided(out), lse,
         )  # fmt: skip
@@ -182,7 +182,7 @@ class _AttentionFunction(torch.autograd.Function):
         grad_out = _aligned(grad_outputs[0].transpose(1, 2).to(q.dtype))
         grads = [torch.empty_like(t) for t in (q, k, v)]  # with their strides, so that autograd need not copy
         table_grad, entries = (None, 0) if table is None else (torch.empty_like(table), table.shape[1])
-        native.call(
+        library.call(
             "attention_backward", q.dtype == torch.bfloat16, ctx.sizes, *_strided(grad_out), *_strided(q),
             *_strided(k), *_strided(v), *_strided(out), lse, ranges, dropout, seed, nodes, table, entries, added,
             *_strided(grads[0]), *_strided(grads[1]), *_strided(grads[2]), table_grad,

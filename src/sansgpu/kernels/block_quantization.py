@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 
 if TYPE_CHECKING:  # gguf is optional, and only some conversions need it
     from gguf import GGMLQuantizationType as Encoding
@@ -150,10 +150,10 @@ def _quantized(blocks: torch.Tensor, format: BlockFormat) -> torch.Tensor:
         import gguf
 
         return torch.from_numpy(gguf.quants.quantize(blocks.numpy(), format.encoding))
-    if not native.takes(blocks):
+    if not library.takes(blocks):
         return _PLAIN[format.name](blocks)
     data = torch.empty(len(blocks), format.bytes, dtype=torch.uint8)
-    native.call(f"quantize_{format.name}", len(blocks), blocks, data)
+    library.call(f"quantize_{format.name}", len(blocks), blocks, data)
     return data
 
 
@@ -161,9 +161,9 @@ def dequantize_rows(data: torch.Tensor, format: BlockFormat, dtype: torch.dtype 
     """Returns the values (outputs, inputs) that uint8 `data` (outputs, bytes of a row) stores."""
     outputs, inputs = data.shape[0], data.shape[1] // format.bytes * format.block
     values = torch.empty(outputs, inputs, dtype=dtype, device=data.device)
-    if native.takes(values):
+    if library.takes(values):
         narrow = dtype == torch.bfloat16
-        native.call("dequantize_rows", narrow, format.number, outputs, inputs, data.contiguous(), values)
+        library.call("dequantize_rows", narrow, format.number, outputs, inputs, data.contiguous(), values)
         return values
     import gguf
 

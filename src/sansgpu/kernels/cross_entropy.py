@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.kernels.block_quantization import NOT_QUANTIZED, Matrix, as_values, row_length, stored
 from sansgpu.kernels.embedding import add_rows
 from sansgpu.kernels.linear import autocasted
@@ -325,7 +325,7 @@ def native_chunks(
             chunk = revise(chunk)
         hidden, exponentials = head.hidden[part], chunk.exponentials
         if head.hidden_grad is not None:
-            native.call(
+            library.call(
                 "cross_entropy_hidden", hidden.dtype == torch.bfloat16, head.format, *hidden.shape, len(head.weight),
                 exponentials, head.weight, head.targets[part], chunk.shares, chunk.at_target, head.hidden_grad[part],
             )  # fmt: skip
@@ -342,7 +342,7 @@ def _losses(head: HeadOperands, part: slice, buffer: torch.Tensor | None, option
     losses, shares, at_target = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
     above = torch.zeros(len(hidden), dtype=torch.int64) if count else None
     exponentials = None if buffer is None else buffer[: len(hidden)]
-    native.call(
+    library.call(
         "cross_entropy_losses", hidden.dtype == torch.bfloat16, head.format, *hidden.shape, len(head.weight), hidden,
         head.weight, head.targets[part], options.label_smoothing, options.z_loss, options.softcap, exponentials, above,
         losses, shares, at_target,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.kernels.block_quantization import NOT_QUANTIZED, QuantizedWeight
 from sansgpu.kernels.norm import RMSNorm
 from sansgpu.kernels.packed_cache import PackedCache
@@ -75,7 +75,7 @@ def step_takes(
     weights = [head, *(weight for one in layers for weight in one.weights)]
     norms = [norm for one in layers for norm in (one.norm, one.second_norm, *(one.head_norms or ()))] + [last_norm]
     return (
-        native.takes(torch.empty(0, dtype=dtype))
+        library.takes(torch.empty(0, dtype=dtype))
         and all(weight.is_taken(dtype) for weight in weights)
         and all(norm.weight.dtype == torch.float32 and norm.eps == last_norm.eps for norm in norms)
         and head_dim % 2 == 0
@@ -117,7 +117,7 @@ class DecoderStep:
         for layer, cache in zip(self._layers, caches, strict=True):
             layers += (*layer, cache.keys.data_ptr(), cache.values.data_ptr())
         logits = torch.empty(count, self._vocabulary, dtype=self._dtype)
-        native.call(
+        library.call(
             "decoder_step", self._dtype == torch.bfloat16, (count, *self._sizes, capacity, len(self._layers)),
             self._last_norm.eps, tuple(layers), self._last_norm.weight, self._head, x, cos, sin,
             positions.contiguous(), logits,
@@ -156,5 +156,5 @@ def _packed(weight: torch.Tensor) -> torch.Tensor:
     """Returns a weight packed in tiles."""
     rows, terms = weight.shape
     packed = weight.new_empty(-(-rows // TILE) * TILE * terms, requires_grad=False)
-    native.call("pack_step_weight", weight.dtype == torch.bfloat16, weight.detach(), rows, terms, packed)
+    library.call("pack_step_weight", weight.dtype == torch.bfloat16, weight.detach(), rows, terms, packed)
     return packed

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 
 
 def draw_seed(p: float) -> torch.Tensor:
@@ -27,7 +27,7 @@ def dropout(x: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     """
     if not training or p == 0:
         return x
-    if native.takes(x):
+    if library.takes(x):
         return cast(torch.Tensor, _DropoutFunction.apply(x, p, draw_seed(p)))
     return F.dropout(x, p)
 
@@ -46,5 +46,5 @@ class _DropoutFunction(torch.autograd.Function):
 def _dropped(x: torch.Tensor, p: float, seed: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
-    native.call("dropout", x.dtype == torch.bfloat16, x, out, x.numel(), p, seed)
+    library.call("dropout", x.dtype == torch.bfloat16, x, out, x.numel(), p, seed)
     return out

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 
 SPARSE_RATIO = 8  # rows of the table per token above which the gradient is sparse: a dense one would be mostly zeros
 
@@ -24,10 +24,12 @@ def add_rows(
     total: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor, factors: torch.Tensor | None = None
 ) -> None:
     """Adds rows (N, D), each times its factor (N,), to the rows of `total` (V, D) at indices (N,), in their order."""
-    if native.takes(total, rows) and total.dtype == torch.float32 and total.is_contiguous():
+    if library.takes(total, rows) and total.dtype == torch.float32 and total.is_contiguous():
         sizes = (*rows.shape, len(total))
         narrow = rows.dtype == torch.bfloat16
-        native.call("add_rows", narrow, *sizes, indices.to(torch.int64).contiguous(), rows.contiguous(), factors, total)
+        library.call(
+            "add_rows", narrow, *sizes, indices.to(torch.int64).contiguous(), rows.contiguous(), factors, total
+        )
     else:
         wide = rows.to(total.dtype)
         total.index_add_(0, indices, wide if factors is None else wide * factors[:, None])

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.kernels.activation import Kind, activate
 from sansgpu.kernels.gradient_sum import GradientSum
 from sansgpu.kernels.linear import (
@@ -73,4 +73,4 @@ def _call(kernel: str, kind: Kind, before: list[Matmul], after: list[Matmul], *t
     """Calls a kernel of native/feed_forward.cpp; the last of the activation's tensors is its result."""
     activated = cast(torch.Tensor, tensors[-1])
     narrow, lists = activated.dtype == torch.bfloat16, (structs(before), len(before), structs(after), len(after))
-    native.call(kernel, narrow, *lists, int(kind), *tensors, activated.numel())
+    library.call(kernel, narrow, *lists, int(kind), *tensors, activated.numel())

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.kernels.block_quantization import NOT_QUANTIZED, row_length
 from sansgpu.kernels.matmul import is_native
 
@@ -81,7 +81,8 @@ class _LoraFunction(torch.autograd.Function):
         bias = None if frozen.bias is None else frozen.bias.float().contiguous()
         layer = (tensor.contiguous() for tensor in (frozen.weight, first, second))
         inputs = (tensor.contiguous() for tensor in (x, source))
-        native.call("lora_forward", x.dtype == torch.bfloat16, frozen.format, sizes, *layer, scale, *inputs, bias, h, y)
+        narrow = x.dtype == torch.bfloat16
+        library.call("lora_forward", narrow, frozen.format, sizes, *layer, scale, *inputs, bias, h, y)
         return y
 
     @staticmethod
@@ -93,7 +94,7 @@ class _LoraFunction(torch.autograd.Function):
         layer = (tensor.contiguous() for tensor in (weight, first, second))
         inputs = (tensor.contiguous() for tensor in (grad_outputs[0], source, h))
         narrow = source.dtype == torch.bfloat16
-        native.call("lora_backward", narrow, ctx.format, ctx.sizes, *layer, ctx.scale, *inputs, *grads)
+        library.call("lora_backward", narrow, ctx.format, ctx.sizes, *layer, ctx.scale, *inputs, *grads)
         return *grads, None, None
 
 

@@ -10,13 +10,13 @@ from itertools import chain
 
 import torch
 
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 
 
 def is_native(*matrices: torch.Tensor) -> bool:
     """Returns True if our kernel multiplies these matrices; otherwise torch does."""
     dtype = matrices[0].dtype
-    return native.takes(*matrices) and all(m.dtype == dtype and m.numel() > 0 for m in matrices)
+    return library.takes(*matrices) and all(m.dtype == dtype and m.numel() > 0 for m in matrices)
 
 
 class Matmul:
@@ -59,7 +59,7 @@ def structs(matmuls: Sequence[Matmul]) -> tuple[int, ...]:
 
 def multiply(dtype: torch.dtype, *matmuls: Matmul) -> None:
     """Computes matmuls of matrices of a dtype. None may read what another one stores."""
-    native.call("matmuls", dtype == torch.bfloat16, structs(matmuls), len(matmuls))
+    library.call("matmuls", dtype == torch.bfloat16, structs(matmuls), len(matmuls))
 
 
 def sum_of_matmuls(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor) -> list[Matmul]:

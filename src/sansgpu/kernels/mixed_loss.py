@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.kernels.block_quantization import Matrix, stored
 from sansgpu.kernels.cross_entropy import (
     DEFAULT_LOSS_OPTIONS,
@@ -206,5 +206,5 @@ def _logits_at(head: HeadOperands, part: slice, places: torch.Tensor, softcap: f
     sizes = (*hidden.shape, places.shape[1])
     narrow = hidden.dtype == torch.bfloat16
     operands = hidden, head.weight, places
-    native.call("head_logits_at", narrow, head.format, *sizes, *operands, softcap, logits)
+    library.call("head_logits_at", narrow, head.format, *sizes, *operands, softcap, logits)
     return logits

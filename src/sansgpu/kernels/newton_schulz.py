@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: steepest slope at 0 with results near 1
 STEPS = 5
@@ -25,9 +25,9 @@ def newton_schulz(matrices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     short, long = sorted(matrices.shape[1:])
     by_gram = dtype != torch.bfloat16 and long >= 2 * short
     out = torch.empty_like(matrices, dtype=dtype)
-    if matrices.dtype == torch.float32 and matrices.is_contiguous() and native.takes(matrices, out) and out.numel():
+    if matrices.dtype == torch.float32 and matrices.is_contiguous() and library.takes(matrices, out) and out.numel():
         narrow = dtype == torch.bfloat16
-        native.call("newton_schulz", narrow, by_gram, *matrices.shape, matrices, out, *COEFFICIENTS, STEPS)
+        library.call("newton_schulz", narrow, by_gram, *matrices.shape, matrices, out, *COEFFICIENTS, STEPS)
         return out
     x = matrices if matrices.shape[1] == short else matrices.mT
     x = (x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype)

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.kernels.dropout import dropout, seed_number
 from sansgpu.kernels.linear import autocast_dtype
 
 
 def residual(x: torch.Tensor, y: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     """Computes x + dropout(y), both (..., D)."""
-    if native.takes(x, y) and x.dtype == torch.float32 and x.shape == y.shape:
+    if library.takes(x, y) and x.dtype == torch.float32 and x.shape == y.shape:
         p = p if training else 0.0
         return cast(torch.Tensor, _Residual.apply(x, y, p, seed_number(p)))
     return x + dropout(y, p, training)
@@ -63,8 +63,8 @@ class FusedNorm(nn.Module):
     def _uses_kernel(self, x: torch.Tensor, y: torch.Tensor | None) -> bool:
         if self.weight is None or self.weight.ndim != 1 or self.weight.dtype != torch.float32:
             return False
-        added = y is None or (x.dtype == torch.float32 and x.shape == y.shape and native.takes(y))
-        return added and native.takes(x, self.weight)
+        added = y is None or (x.dtype == torch.float32 and x.shape == y.shape and library.takes(y))
+        return added and library.takes(x, self.weight)
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -106,7 +106,7 @@ class _Residual(torch.autograd.Function):
         x, y = x.contiguous(), y.contiguous()
         ctx.dtype, ctx.dropout = y.dtype, (p, seed)
         total = torch.empty_like(x)
-        native.call("residual", x, y, _narrow(y), total, *_rows(x), *ctx.dropout)
+        library.call("residual", x, y, _narrow(y), total, *_rows(x), *ctx.dropout)
         return total
 
     @staticmethod
@@ -115,7 +115,7 @@ class _Residual(torch.autograd.Function):
         if not ctx.dropout[0]:
             return grad, grad.to(ctx.dtype), None, None
         y_grad = torch.empty_like(grad, dtype=ctx.dtype)
-        native.call("residual_gradient", grad, y_grad, _narrow(y_grad), *_rows(grad), *ctx.dropout)
+        library.call("residual_gradient", grad, y_grad, _narrow(y_grad), *_rows(grad), *ctx.dropout)
         return grad, y_grad, None, None
 
 
@@ -147,7 +147,7 @@ class _Norm(torch.autograd.Function):
         total = source if y is None else torch.empty_like(source)
         out = torch.empty_like(source, dtype=options.dtype)
         ctx.options, ctx.dtype = (rows, width, *options[:4]), None if y is None else y.dtype
-        native.call("norm", source, _narrow(x), y, _narrow(y), total, weight, bias, out, _narrow(out), *ctx.options)
+        library.call("norm", source, _narrow(x), y, _narrow(y), total, weight, bias, out, _narrow(out), *ctx.options)
         ctx.save_for_backward(total, weight, bias)
         return x if y is None else total, out
 
@@ -163,5 +163,5 @@ class _Norm(torch.autograd.Function):
         bias_grad = torch.empty_like(bias) if has_bias else None
         inputs = (grad, _narrow(grad), sum_grad, x, _narrow(x), weight)
         outputs = (x_grad, y_grad, _narrow(y_grad), weight_grad, bias_grad)
-        native.call("norm_gradient", *inputs, *outputs, *ctx.options)
+        library.call("norm_gradient", *inputs, *outputs, *ctx.options)
         return x_grad, y_grad, weight_grad, bias_grad, None

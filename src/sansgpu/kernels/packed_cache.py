@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 
 BLOCK = 64  # tokens, as in native/packed_cache.h
 
@@ -43,7 +43,7 @@ class PackedCache:
         narrow, (count, heads, dim) = self._word == 2, keys.shape
         places = slots.contiguous(), positions.contiguous()
         new = (states.to(self.keys.dtype).contiguous() for states in (keys, values))
-        native.call("store_tokens", narrow, count, heads, self.length, dim, *places, *new, self.keys, self.values)
+        library.call("store_tokens", narrow, count, heads, self.length, dim, *places, *new, self.keys, self.values)
 
     def read(self, slots: slice, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns a copy of the keys and values (B, K, count, d) of some slots."""

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.kernels.block_quantization import QuantizedWeight, by_number, dequantize_rows
 from sansgpu.kernels.lora import FrozenLayer, add_lora, native_lora_linear
 from sansgpu.kernels.matmul import is_native
@@ -79,4 +79,4 @@ def _call(
     name: str, rows: torch.Tensor, data: torch.Tensor, format: int, sizes: tuple[int, ...], *rest: torch.Tensor | None
 ) -> None:
     narrow = rows.dtype == torch.bfloat16
-    native.call(name, narrow, format, *sizes, data.contiguous(), rows.contiguous(), *rest)
+    library.call(name, narrow, format, *sizes, data.contiguous(), rows.contiguous(), *rest)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.kernels.norm import RMSNorm
 
 
@@ -33,7 +33,7 @@ def rotate_heads(
     """
     norms = [norm for norm in (q_norm, k_norm) if norm is not None]
     uniform = q.dtype == k.dtype and q.shape[:2] == k.shape[:2] and all(n.weight.dtype == cos.dtype for n in norms)
-    if native.takes(q, k, cos, sin) and uniform and cos.dtype == torch.float32 and len(norms) in (0, 2):
+    if library.takes(q, k, cos, sin) and uniform and cos.dtype == torch.float32 and len(norms) in (0, 2):
         weights = (None, None) if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
         eps = norms[0].eps if norms else 0.0
         rotated = _Rotary.apply(q, k, *weights, (cos.contiguous(), sin.contiguous()), eps)
@@ -66,7 +66,7 @@ class _Rotary(torch.autograd.Function):
         ctx.save_for_backward(*(None, None) if q_weight is None else (q, k), cos, sin, q_weight, k_weight)
         q_out, k_out = torch.empty_like(q), torch.empty_like(k)
         narrow = q.dtype == torch.bfloat16
-        native.call("rotary", narrow, q, k, q_weight, k_weight, cos, sin, q_out, k_out, *ctx.sizes)
+        library.call("rotary", narrow, q, k, q_weight, k_weight, cos, sin, q_out, k_out, *ctx.sizes)
         return q_out, k_out
 
     @staticmethod
@@ -80,5 +80,5 @@ class _Rotary(torch.autograd.Function):
         )
         narrow = grads[0].dtype == torch.bfloat16
         inputs = (q, k, q_weight, k_weight, cos, sin)
-        native.call("rotary_gradient", narrow, *grads, *inputs, to_q, to_k, q_sum, k_sum, *ctx.sizes)
+        library.call("rotary_gradient", narrow, *grads, *inputs, to_q, to_k, q_sum, k_sum, *ctx.sizes)
         return to_q, to_k, q_sum, k_sum, None, None

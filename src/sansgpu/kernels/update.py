@@ -1,28 +1,38 @@
-"""Gradient accumulation, gradient norm and weight updates, each in one pass over memory."""
+"""Gradient accumulation, gradient norm and weight updates, each in one pass over memory.
+
+AdamW's moments may have 8 bits, quantized in blocks that share one fp32 scale (Dettmers et al. 2021, arXiv 2110.02861).
+A moment is then stored as two tensors: codes (uint8, the shape of the weight) and scales (fp32, the largest absolute
+value of each block of the flattened weight). A code is the index of a value in the sorted map, minus the index of zero,
+modulo 256, so that zeroed memory is a moment of zeros.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch.nn import functional as F
 
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.kernels.c_functions import Argument
+
+BLOCK = 256  # values per scale; must equal GROUP in native/update.cpp
+DECADES = 7  # decades of magnitudes below the scale
 
 
 def use_native(*tensors: torch.Tensor | None) -> bool:
     """Returns whether the kernels are loaded and can read the tensors."""
     given = [tensor for tensor in tensors if tensor is not None]
-    return native.takes(*given) and all(tensor.is_contiguous() for tensor in given)
+    return library.takes(*given) and all(tensor.is_contiguous() for tensor in given)
 
 
 def add_product(total: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
     """Adds `product`, of the same or a narrower dtype, to `total` in place; returns `total`."""
     if total.dtype == torch.float32 and product.dtype == torch.bfloat16 and use_native(total, product):
         require_size(total.numel(), product)
-        native.call("accumulate", total, product, total.numel())
+        library.call("accumulate", total, product, total.numel())
         return total
     return total.add_(product)
 
@@ -33,7 +43,7 @@ def global_norm(gradients: list[torch.Tensor]) -> float:
         squares = torch.empty(len(gradients), dtype=torch.float64)
         pointers, sizes = tuple(g.data_ptr() for g in gradients), tuple(g.numel() for g in gradients)
         narrow = tuple(int(g.dtype == torch.bfloat16) for g in gradients)
-        native.call("squared_norms", len(gradients), pointers, sizes, narrow, squares)
+        library.call("squared_norms", len(gradients), pointers, sizes, narrow, squares)
         return math.sqrt(math.fsum(squares.tolist()))
     norms = [float(torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))) for g in gradients]
     return math.hypot(*norms)
@@ -89,7 +99,7 @@ def call_update(kernel: str, updates: Sequence[WeightUpdate], *arguments: Argume
     """Calls a kernel of native/update.cpp for weights."""
     if updates:
         structs = tuple(word for update in updates for word in update.as_struct())
-        native.call(kernel, len(updates), structs, *arguments)
+        library.call(kernel, len(updates), structs, *arguments)
 
 
 def decays_of(updates: Sequence[WeightUpdate]) -> torch.Tensor:
@@ -172,3 +182,72 @@ def descend(updates: Sequence[WeightUpdate], lr: float, scale: float) -> None:
         update.weight.mul_(1 - lr * update.weight_decay).add_(update.gradient, alpha=-lr * scale)
         if update.working is not None:
             update.working.copy_(update.weight)
+
+
+def dynamic_map(signed: bool) -> torch.Tensor:
+    """Returns the 256 values of the dynamic tree map, sorted, fp32: 0, 1 and midpoints of equal cells in each decade.
+
+    The lowest decade has 1 cell if signed, else 2; each higher one has twice as many. A signed map also has the
+    negatives of the midpoints.
+    """
+    values = [0.0]
+    for decade in range(DECADES):
+        cells = (1 if signed else 2) << decade
+        values += [10.0 ** (decade + 1 - DECADES) * (0.1 + 0.9 * (cell + 0.5) / cells) for cell in range(cells)]
+    return torch.tensor(([-value for value in reversed(values[1:])] if signed else []) + [*values, 1.0])
+
+
+MAPS = {signed: dynamic_map(signed) for signed in (False, True)}
+ZEROS = {signed: int((values < 0).sum()) for signed, values in MAPS.items()}  # index of 0 in each map
+VALUES = {signed: values.roll(-ZEROS[signed]) for signed, values in MAPS.items()}  # indexed by code
+
+
+def quantized_zeros(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (codes, scales) of an all-zero moment, signed or unsigned, with the shape and device of `like`."""
+    codes = torch.zeros(like.shape, dtype=torch.uint8, device=like.device)
+    return codes, torch.zeros(-(-like.numel() // BLOCK), device=like.device)
+
+
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
+    """Returns fp32 values in the shape of `codes`."""
+    values = VALUES[signed].to(codes.device)[codes.flatten().int()]
+    return (values * scales.repeat_interleave(BLOCK)[: codes.numel()]).view(codes.shape)
+
+
+def quantize(values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounds fp32 `values` to the nearest codes; returns (codes, scales). A NaN or infinity makes its block invalid.
+
+    Unsigned values must be >= 0. A positive unsigned value never gets the code of 0: a second moment rounded to 0 would
+    make the step many times the learning rate, while one that is too large only makes the step smaller.
+    """
+    flat = values.flatten().float()
+    blocks = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    scales = blocks.abs().amax(1)
+    scales = torch.where(
+        scales < torch.finfo(torch.float32).tiny, 0, scales
+    )  # the inverse of a subnormal scale would overflow
+    relative = blocks / torch.where(scales == 0, torch.inf, scales)[:, None]
+    sorted_values = MAPS[signed].to(values.device)
+    codes = torch.bucketize(relative, (sorted_values[1:] + sorted_values[:-1]) / 2) - ZEROS[signed]
+    if not signed:
+        codes = codes.maximum((relative > 0).long())
+    return (codes & 255).to(torch.uint8).view(-1)[: len(flat)].view(values.shape), scales
+
+
+def adamw8(updates: Sequence[WeightUpdate], step: AdamWStep) -> None:
+    """Runs `adamw` with quantized moments: codes and scales of the first (signed) and second (unsigned) one."""
+    together = []
+    for update in updates:
+        first_codes, first_scales, second_codes, second_scales = moments = update.moments
+        if use_native(update.weight, update.gradient, update.working) and all(m.is_contiguous() for m in moments):
+            size = update.weight.numel()
+            require_size(size, first_codes, second_codes, update.gradient, update.working)
+            require_size(-(-size // BLOCK), first_scales, second_scales)
+            together.append(update)
+            continue
+        first, second = dequantize(first_codes, first_scales, True), dequantize(second_codes, second_scales, False)
+        adamw_in_torch(replace(update, moments=(first, second)), step)
+        for moment, new in zip(moments, (*quantize(first, True), *quantize(second, False)), strict=True):
+            moment.copy_(new)
+    if together:
+        step.run("adamw8", together, VALUES[True], VALUES[False])

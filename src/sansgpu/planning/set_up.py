@@ -8,8 +8,8 @@ import torch
 
 from sansgpu.config import Config, ConfigError, TrainingConfig
 from sansgpu.config.wording import counted
-from sansgpu.kernels import native
-from sansgpu.kernels.choice import load_kernels
+from sansgpu.kernels import library
+from sansgpu.kernels.library import load_kernels
 from sansgpu.machine.allocator import keep_freed_memory
 from sansgpu.machine.group import SINGLE_PROCESS, Group
 from sansgpu.machine.memory import Execution
@@ -58,7 +58,7 @@ def set_up(
     plain = before is not None and before.kernels == "torch" and training.kernels == "auto"
     kernels = load_kernels("torch" if plain else training.kernels, device, warn)
     if kernels != "torch":
-        native.install_caching_allocator(config.settings.varying_length, warn)
+        library.install_caching_allocator(config.settings.varying_length, warn)
     begun_in = before.precision if before and training.wanted_precision == "auto" else None
     precision = group.broadcast_object(lambda: begun_in or resolve_precision(training, device))
     if training.use_amp and precision == "fp32" and group.is_main:

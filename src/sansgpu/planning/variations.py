@@ -9,7 +9,7 @@ from statistics import median
 from sansgpu.config import Config, ConfigError, SansGPUError, change_config
 from sansgpu.config.wording import truncate
 from sansgpu.data.shards import ReportProgress
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.machine.memory import effective_batch, micro_batch_choices
 from sansgpu.machine.probe import has_native_bf16
 from sansgpu.machine.torch_compile import missing_compiler
@@ -193,6 +193,6 @@ def _variations(chosen: Config) -> list[Change]:
         found.append(("half the threads", (f"training.threads={threads // 2}",), "nothing"))
     if training.compile == "on":
         found.append(("not compiled", ("training.compile='off'",), "nothing"))
-    elif not native.available() and missing_compiler() is None:
+    elif not library.available() and missing_compiler() is None:
         found.append(("compiled", ("training.compile='on'",), COMPILE_COST))
     return found

@@ -11,7 +11,7 @@ import torch
 from sansgpu.config import Config, ConfigError, RunPaths, task_class
 from sansgpu.config.paths import local_path
 from sansgpu.data.shards import ReportProgress, ignore_progress
-from sansgpu.kernels.choice import load_kernels
+from sansgpu.kernels.library import load_kernels
 from sansgpu.machine.probe import limit_tokenizer_threads, resolve_precision, resolve_threads
 from sansgpu.tasks.capabilities import can
 from sansgpu.tasks.registry import TASKS, task_of

@@ -10,8 +10,15 @@ from torch import nn
 
 from sansgpu.config import TrainingConfig, derive_seed
 from sansgpu.kernels.newton_schulz import newton_schulz
-from sansgpu.kernels.quantized import adamw8, quantized_zeros
-from sansgpu.kernels.update import AdamWStep, WeightUpdate, adamw, descend, nesterov
+from sansgpu.kernels.update import (
+    AdamWStep,
+    WeightUpdate,
+    adamw,
+    adamw8,
+    descend,
+    nesterov,
+    quantized_zeros,
+)
 from sansgpu.train.trained_weight import TrainedWeight, UpdateRule, UpdateStep
 
 ADAM_EPS = 1e-8

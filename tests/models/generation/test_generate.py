@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sansgpu.config import ModelConfig
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.models.generation import generate as batched
 from sansgpu.models.generation.generate import (
     BatchModel,
@@ -84,7 +84,7 @@ def test_a_batch_of_our_decoder_writes_what_each_prompt_gives_alone(layout: str)
 def test_a_batch_of_a_transformers_model_writes_what_each_prompt_gives_alone(architecture: str) -> None:
     unpadded, tokenizer = pretrained(architecture)
     batch, single = pretrained_batch(unpadded, tokenizer), pretrained_single(unpadded.model, tokenizer)
-    assert batch.together == ((native.available() and ARCHITECTURES[architecture]) or batch.together)
+    assert batch.together == ((library.available() and ARCHITECTURES[architecture]) or batch.together)
     together = completions(batch, 4, GREEDY)
     for number, prompt in enumerate(PROMPTS):
         ids = unpadded.model.generate(

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.kernels.norm import FusedNorm
 from sansgpu.models.huggingface import patches
 from sansgpu.models.huggingface.fused_layers import FusedGELU, FusedTanhGELU
@@ -70,7 +70,7 @@ def test_a_patched_model_computes_the_same(
     name: str, changes: dict[str, object], fused: set[str], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if how == "torch":
-        monkeypatch.setattr(native, "_loaded", False)
+        monkeypatch.setattr(library, "_loaded", False)
     plain = tiny(name, **changes).eval()
     ours = copy.deepcopy(plain)
     patch_model(ours)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sansgpu.config import ModelConfig, TrainingConfig
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.kernels.attention import bidirectional_ranges
 from sansgpu.machine.memory import Execution
 from sansgpu.tasks.graph.costs import GraphEncoderCosts
@@ -95,7 +95,7 @@ def kept_by_a_block(config: ModelConfig, how: Execution, nodes: int) -> int:
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_a_block_keeps_what_is_said(precision: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_loaded", kernels == "native")
+    monkeypatch.setattr(library, "_loaded", kernels == "native")
     for width, feed_forward, heads in [(128, 512, 2), (256, 256, 4)]:
         config = shape(d_model=width, d_ff=feed_forward, n_heads=heads, n_layers=1, max_seq_len=256)
         how = Execution(1, 1, precision, "off", kernels, "adamw")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sansgpu.config import ModelConfig, TrainingConfig, architectures
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.kernels.attention import causal_ranges
 from sansgpu.kernels.norm import residual
 from sansgpu.machine.memory import Execution
@@ -91,7 +91,7 @@ KINDS = [
 def test_a_block_keeps_what_is_said(
     architecture: str, precision: str, kernels: str, dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "_loaded", kernels == "native")
+    monkeypatch.setattr(library, "_loaded", kernels == "native")
     for width, feed_forward, heads, kv_heads in [(128, 512, 2, 2), (256, 256, 4, 2)]:
         config = ModelConfig.model_validate(
             {

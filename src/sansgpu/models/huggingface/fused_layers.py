@@ -17,7 +17,9 @@ from torch import nn
 
 from sansgpu.kernels.activation import gelu, gelu_tanh, swiglu
 from sansgpu.kernels.norm import FusedNorm, RMSNorm, residual
-from sansgpu.kernels.recompute import recomputed
+
+# What a layer saves: a tensor, or the shape of one and the function that computes it again.
+_Saved = torch.Tensor | tuple[torch.Size, Callable[[], torch.Tensor]]
 
 
 class Part(nn.Module):
@@ -72,6 +74,36 @@ def agree(found: Callable[[], object], expected: Callable[[], torch.Tensor]) -> 
     except Exception:
         return False
     return isinstance(value, torch.Tensor) and torch.allclose(value, expected(), rtol=1e-4, atol=1e-5)
+
+
+@contextmanager
+def recomputed(value: torch.Tensor, compute: Callable[[], torch.Tensor]) -> Iterator[None]:
+    """Computes a tensor again in the backward pass instead of keeping it in memory until then.
+
+    Makes layers called in this context save `compute`, which must return the same bits, instead of `value`.
+
+    It is worth it for what an element-wise operation computes, beside a matmul that reads it. Other tensors are saved
+    as usual. Under torch.compile, which decides itself what to save, nothing changes.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        yield
+        return
+    place, count, dtype = value.data_ptr(), value.numel(), value.dtype
+
+    def save(tensor: torch.Tensor) -> _Saved:
+        if tensor.data_ptr() == place and tensor.numel() == count and tensor.dtype == dtype:
+            return tensor.shape, compute
+        return tensor.detach()
+
+    def load(saved: _Saved) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        shape, again = saved
+        with torch.no_grad():
+            return again().to(dtype).view(shape)
+
+    with torch.autograd.graph.saved_tensors_hooks(save, load):
+        yield
 
 
 class PretrainedRMSNorm(RMSNorm):

@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sansgpu.config import ModelConfig
 from sansgpu.kernels.activation import Kind, activate, gelu
-from sansgpu.kernels.attention import attention, bidirectional_ranges
-from sansgpu.kernels.distances import Decay
+from sansgpu.kernels.attention import Decay, attention, bidirectional_ranges
 from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.feed_forward import feed_forward

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from sansgpu.config import ConfigError
 from sansgpu.kernels.c_functions import Argument, Function, functions
 from sansgpu.machine.allocator import register_trim
 from sansgpu.machine.instruction_sets import InstructionSet, allowed
@@ -57,11 +58,11 @@ def install_caching_allocator(varying: bool, warn: Callable[[str], None]) -> Non
     """
     if not ALLOCATOR.exists():
         return
-    library = functions(ALLOCATOR)
-    if not library["install"](varying):
+    allocator = functions(ALLOCATOR)
+    if not allocator["install"](varying):
         warn("torch's memory allocator could not be replaced, so steps take more time and memory.")
         return
-    register_trim(library["give_back"])
+    register_trim(allocator["give_back"])
 
 
 def load() -> str | None:
@@ -82,6 +83,22 @@ def load() -> str | None:
         return str(error)
     _loaded = True
     return None
+
+
+def load_kernels(requested: str, device: torch.device, warn: Callable[[str], None]) -> str:
+    """Loads the kernels that `training.kernels` (auto, native or torch) requests; returns `name()`.
+
+    Raises ConfigError if native kernels are required but cannot be loaded.
+    """
+    if requested == "torch" or (requested == "auto" and device.type != "cpu"):
+        return "torch"
+    reason = load()
+    if reason is None:
+        return name()
+    if requested == "native":
+        raise ConfigError(f"training.kernels is native, but they cannot be loaded ({reason}); set it to auto.")
+    warn(f"the native kernels cannot be loaded ({reason}); plain torch runs instead, which is slower.")
+    return "torch"
 
 
 def load_library(instructions: InstructionSet) -> Mapping[str, Function]:

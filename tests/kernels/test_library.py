@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sansgpu.kernels import native
+from sansgpu.kernels import library
 from sansgpu.kernels.c_functions import HEADER, declared, functions
 from sansgpu.machine.instruction_sets import supported
 
@@ -16,10 +16,10 @@ SCRIPT = """
 import sys
 from pathlib import Path
 import torch
-from sansgpu.kernels import native
-from sansgpu.kernels.choice import load_kernels
+from sansgpu.kernels import library
+from sansgpu.kernels.library import load_kernels
 
-native.LIBRARIES = Path(sys.argv[1])
+library.LIBRARIES = Path(sys.argv[1])
 print(load_kernels("auto", torch.device("cpu"), print))
 """
 NEEDS_TWO = pytest.mark.skipif(len(supported()) == 1, reason="this processor has one instruction set")
@@ -28,7 +28,7 @@ NEEDS_TWO = pytest.mark.skipif(len(supported()) == 1, reason="this processor has
 @pytest.fixture
 def libraries(tmp_path: Path) -> Path:
     """A copy of the installed kernels."""
-    return shutil.copytree(native.LIBRARIES, tmp_path / "libraries")
+    return shutil.copytree(library.LIBRARIES, tmp_path / "libraries")
 
 
 def loaded(libraries: Path) -> list[str]:
@@ -67,7 +67,7 @@ def test_the_process_has_one_openmp_runtime() -> None:
     """A second one would start threads of its own for each of ours."""
     script = (
         "from sansgpu.kernels import native\nfrom sansgpu.machine.openmp import openmp_files\n"
-        "assert native.load() is None\nprint(len(openmp_files()))"
+        "assert library.load() is None\nprint(len(openmp_files()))"
     )
     done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout == "1\n"
@@ -88,16 +88,16 @@ def test_the_libraries_have_the_functions_that_their_header_declares() -> None:
     subprocess.run(["c++", "-x", "c", "-std=c11", "-pedantic-errors", "-fsyntax-only", str(HEADER)], check=True)
     allocator = {"install", "give_back"}
     for instructions in supported():
-        assert native.load_library(instructions).keys() == declared().keys() - allocator
-    if native.ALLOCATOR.exists():
-        assert functions(native.ALLOCATOR).keys() == allocator
+        assert library.load_library(instructions).keys() == declared().keys() - allocator
+    if library.ALLOCATOR.exists():
+        assert functions(library.ALLOCATOR).keys() == allocator
 
 
 def test_an_int_is_converted_where_c_takes_a_double() -> None:
     x, seed, results = torch.randn(100), torch.zeros(1, dtype=torch.int64), []
     for p in (0, 0.0, 1, 1.0):
         results.append(torch.full((100,), torch.nan))
-        native.call("dropout", False, x, results[-1], 100, p, seed)
+        library.call("dropout", False, x, results[-1], 100, p, seed)
     assert torch.equal(results[0], x)
     assert torch.equal(results[1], x)
     assert not results[2].any()
@@ -107,7 +107,7 @@ def test_an_int_is_converted_where_c_takes_a_double() -> None:
 def test_arguments_that_do_not_fit_are_refused_before_c_runs() -> None:
     x, seed = torch.ones(4), torch.zeros(1, dtype=torch.int64)
     fitting = (False, x, torch.empty(4), 4, 0.5, seed)
-    native.call("dropout", *fitting)  # a call that fits must not let others through
+    library.call("dropout", *fitting)  # a call that fits must not let others through
     for place, wrong, sentence in (
         (0, 0.0, "argument 1 of dropout must be an int, not float."),
         (3, x, "argument 4 of dropout must be an int, not Tensor."),
@@ -119,9 +119,9 @@ def test_arguments_that_do_not_fit_are_refused_before_c_runs() -> None:
         arguments = [*fitting]
         arguments[place] = wrong  # type: ignore[call-overload]
         with pytest.raises(TypeError, match=sentence):
-            native.call("dropout", *arguments)
+            library.call("dropout", *arguments)
     for count in (5, 7):
         with pytest.raises(TypeError, match=f"dropout takes 6 arguments, but was called with {count}"):
-            native.call("dropout", *(*fitting, seed)[:count])
+            library.call("dropout", *(*fitting, seed)[:count])
     with pytest.raises(TypeError, match="float"):
-        native.call("squared_norms", 1, (0.5,), (0,), (0,), torch.empty(1, dtype=torch.float64))
+        library.call("squared_norms", 1, (0.5,), (0,), (0,), torch.empty(1, dtype=torch.float64))
