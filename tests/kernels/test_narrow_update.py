@@ -9,7 +9,6 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from sansgpu.kernels import quantized as quantized_module
 from sansgpu.kernels import update as update_module
 from sansgpu.kernels.update import BLOCK, MAPS, AdamWStep, WeightUpdate, dequantize, quantize, quantized_zeros
 from tests.kernels.updates import adamw, adamw8
@@ -152,7 +151,7 @@ def test_weights_updated_together_change_as_alone(kernels: str, quantized: bool)
     together, alone, step = weights_of_many_sizes(), weights_of_many_sizes(), AdamWStep(LR, (BETA1, BETA2), EPS, 3)
     if quantized:
         together, alone = ([quantize_moments(update) for update in updates] for updates in (together, alone))
-    apply = quantized_module.adamw8 if quantized else update_module.adamw
+    apply = update_module.adamw8 if quantized else update_module.adamw
     apply(together, step)
     for one, other in zip(alone, together, strict=True):
         before = one.weight.clone()
@@ -178,7 +177,7 @@ def test_tensors_of_another_size_are_refused(native_kernels: str) -> None:
         update_module.add_product(torch.zeros(9), torch.zeros(8, dtype=torch.bfloat16))
     codes, scales = quantized_zeros(torch.zeros(300))
     with pytest.raises(RuntimeError, match="another size"):
-        quantized_module.adamw8(
+        update_module.adamw8(
             [WeightUpdate(torch.zeros(300), (codes, scales, codes, scales[:1]), torch.zeros(300))], step
         )
 

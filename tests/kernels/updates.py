@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from sansgpu.kernels import quantized, update
+from sansgpu.kernels import update
 from sansgpu.kernels.update import AdamWStep, WeightUpdate
 
 
@@ -23,4 +23,4 @@ def adamw8(
 ) -> None:  # fmt: skip
     moments = (first_codes, first_scales, second_codes, second_scales)
     one = WeightUpdate(weight, moments, gradient, working, weight_decay, seed)
-    quantized.adamw8([one], AdamWStep(number=step, **settings))
+    update.adamw8([one], AdamWStep(number=step, **settings))

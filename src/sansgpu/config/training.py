@@ -194,7 +194,8 @@ class TrainingConfig(Section):
     )
     use_amp: bool | None = Field(None, description="true: precision auto; false: precision fp32")
     compile: Switch = Field(
-        "auto", description="torch.compile the blocks; auto: if the run is long enough to save time"
+        "auto",
+        description="torch.compile blocks that our kernels do not compute (GPU; kernels: torch); auto: in long runs",
     )
     kernels: Literal["auto", "native", "torch"] = Field(
         "auto",
