@@ -66,7 +66,7 @@ def test_a_damaged_library_is_named(libraries: Path) -> None:
 def test_the_process_has_one_openmp_runtime() -> None:
     """A second one would start threads of its own for each of ours."""
     script = (
-        "from sansgpu.kernels import native\nfrom sansgpu.machine.openmp import openmp_files\n"
+        "from sansgpu.kernels import library\nfrom sansgpu.machine.openmp import openmp_files\n"
         "assert library.load() is None\nprint(len(openmp_files()))"
     )
     done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True)
