@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sansgpu.config import Config, ModelConfig, load_config
 from sansgpu.kernels import library
-from sansgpu.machine.torch_compile import compile_blocks
 from sansgpu.models import TransformerLM
 from sansgpu.models.formats.layouts import hugging_face_config, to_hugging_face
+from sansgpu.models.modules import compile_blocks
 from tests.models.small import LAYOUTS, config_of, model_of, tokens
 
 
@@ -233,7 +233,7 @@ def test_compiled_blocks_are_one_graph_and_compute_the_same(layout: str, monkeyp
     losses, gradients = [], []
     for compiled in (False, True):
         if compiled:
-            compile_blocks(model.blocks)
+            compile_blocks(model)
         loss = model.summed_loss(inputs[:, :-1], inputs[:, 1:])
         losses.append(loss.detach())
         gradients.append(torch.autograd.grad(loss, list(model.parameters())))

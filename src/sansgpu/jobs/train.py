@@ -39,6 +39,7 @@ from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.monitor import Monitor
 from sansgpu.machine.probe import Environment, cache_dir, describe_machine
 from sansgpu.machine.world import World
+from sansgpu.models.modules import compile_blocks
 from sansgpu.planning.memory_fit import Shortage
 from sansgpu.planning.prepare import prepare
 from sansgpu.planning.prepared import Prepared
@@ -271,7 +272,7 @@ def _run(
         cache = cache_dir(config.data.cache_dir)
         task.compute_reference(plan.device, plan.precision, cache, progress, plan.group)
     if environment.compile == "on":
-        task.compile()
+        compile_blocks(task.model)
     gemm = sum(prepared.group.all_gather_object(prepared.peak_gemm_rate()))
     observed = Sinks(sinks)
     total_steps, eval_ratio = prepared.total_steps, prepared.eval_token_ratio

@@ -1,14 +1,12 @@
-"""torch.compile, for models that our kernels do not compute: on a GPU, and with `training.kernels: torch`."""
+"""When torch.compile runs: for models that our kernels do not compute, on a GPU and with `training.kernels: torch`."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-
-from torch import nn
 
 from sansgpu.config import ConfigError
 from sansgpu.files.atomic import PRIVATE_MODE, make_folder
@@ -16,26 +14,7 @@ from sansgpu.machine.private_folder import private_cache, require_safe_path
 
 COMPILE_SECONDS = 30.0  # measured: compiling all graphs of a 12-layer model on two cores
 SAVED_RATIO = 0.25  # share of an eager step that compiling saves, measured for 10M-100M parameters
-MAX_GRAPHS = 64  # limit of a block in a process (default 8): calibration and memory pressure vary the micro-batch
 INDUCTOR_DIR = "TORCHINDUCTOR_CACHE_DIR"
-
-
-def compile_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Compiles each block separately; those of one class share their graphs. Embedding and head stay eager.
-
-    Only their `forward` is compiled, because hooks run in `__call__`. Tells torch which vector instructions it
-    supports: otherwise it would compile and load a program for each set of them before the first graph, which takes a
-    third of all compilation.
-    """
-    import torch._dynamo.config  # takes two seconds to import
-    import torch._inductor.config
-
-    torch._dynamo.config.recompile_limit = MAX_GRAPHS
-    best = "AVX512" if torch.cpu.get_capabilities().get("avx512_f") else "AVX2"
-    if torch._inductor.config.cpp.vec_isa_ok is None and torch.backends.cpu.get_cpu_capability() == best:
-        torch._inductor.config.cpp.vec_isa_ok = True
-    for block in blocks:
-        block.forward = torch.compile(block.forward)
 
 
 def is_compiled(asked: str, kernels: str, device: str) -> bool:

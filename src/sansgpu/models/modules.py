@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 INIT_STD = 0.02  # standard deviation of initial weights, the value of GPT-2, BERT and Qwen
+MAX_GRAPHS = 64  # limit of a block in a process (default 8): calibration and memory pressure vary the micro-batch
 
 
 class Table(nn.Embedding):
@@ -54,3 +55,21 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
         m for m in model.modules() if isinstance(m, nn.ModuleList) and any(True for _ in m.parameters())
     ]
     return list(max(lists, key=len, default=[]))
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compiles each repeated block of a model separately; they share their graphs. Embedding and head stay eager.
+
+    Only their `forward` is compiled, because hooks run in `__call__`. Tells torch which vector instructions it
+    supports: otherwise it would compile and load a program for each set of them before the first graph, which takes a
+    third of all compilation.
+    """
+    import torch._dynamo.config  # takes two seconds to import
+    import torch._inductor.config
+
+    torch._dynamo.config.recompile_limit = MAX_GRAPHS
+    best = "AVX512" if torch.cpu.get_capabilities().get("avx512_f") else "AVX2"
+    if torch._inductor.config.cpp.vec_isa_ok is None and torch.backends.cpu.get_cpu_capability() == best:
+        torch._inductor.config.cpp.vec_isa_ok = True
+    for block in blocks_of(model):
+        block.forward = torch.compile(block.forward)

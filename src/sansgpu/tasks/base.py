@@ -16,12 +16,10 @@ from sansgpu.config import Config, ConfigError, TaskSettings
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.order import batch_indices
 from sansgpu.data.tokenizer import load_tokenizer
-from sansgpu.machine.torch_compile import compile_blocks
 from sansgpu.models.costing import Costs
 from sansgpu.models.formats.folders import export_module
 from sansgpu.models.formats.weights import set_weights
 from sansgpu.models.module_costs import ModuleCosts, ModuleShape, module_shape
-from sansgpu.models.modules import blocks_of
 from sansgpu.tasks.task import EvaluationRequest, Evaluator, ModelSource, Objective, Sums, TrainedModel, Verb
 
 EXPECTED_CHARACTERS = 512  # vocabulary of a character tokenizer, including the 256 bytes
@@ -115,9 +113,6 @@ class TaskBase(ObjectiveBase):
         batch: ExampleBatch = part.batch(indices)
         return batch
 
-    def compile(self) -> None:
-        compile_blocks(blocks_of(self.model))
-
     def between_blocks(self, callback: Callable[[], None]) -> None:
         """Does nothing: `callback` then acts between micro-batches only."""
 
@@ -180,9 +175,6 @@ class ComposedTask(TaskBase):
 
     def step_metrics(self, sums: Sums) -> dict[str, float]:
         return self.objective.step_metrics(sums)
-
-    def compile(self, on: bool) -> None:
-        self.objective.compile(on)
 
     def between_blocks(self, callback: Callable[[], None]) -> None:
         self.objective.between_blocks(callback)

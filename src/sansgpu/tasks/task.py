@@ -236,9 +236,6 @@ class Objective(Protocol):
     def step_metrics(self, sums: Sums) -> dict[str, float]:
         """Computes training metrics from summed `step_sums`; empty if the task has none."""
 
-    def compile(self) -> None:
-        """Compiles the model's blocks with torch.compile, from their next call on."""
-
     def between_blocks(self, callback: Callable[[], None]) -> None:
         """Registers a callback that runs several times per training pass and may raise to abort the pass."""
 

@@ -20,6 +20,7 @@ from sansgpu.config.wording import counted
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.machine.memory import micro_batches_per_rank
+from sansgpu.models.modules import compile_blocks
 from sansgpu.tasks.task import Objective, StepWideObjective, TaskKind
 from sansgpu.train.optim import Optimizer
 from sansgpu.train.profile import synchronize
@@ -141,7 +142,7 @@ def _timed(
 def _trial(task: TaskKind, config: Config, plan: StepPlan, layers: int) -> Iterator[tuple[Objective, Optimizer]]:
     trial = task.new_objective(config, layers)
     if config.training.compile == "on":
-        trial.compile()
+        compile_blocks(trial.model)
     optimizer = TrainState.create(trial.model, config.training, plan.device, plan.compute_dtype).optimizer
     try:
         yield trial, optimizer
