@@ -244,7 +244,7 @@ def wide(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _parts(head: HeadOperands, size: int) -> list[slice]:
-    """Returns the rows of each chunk; of no rows, one chunk without rows."""
+    """Returns the rows of each chunk, and a single empty chunk if there are no rows."""
     return [slice(start, start + size) for start in range(0, max(1, len(head.hidden)), size)]
 
 
@@ -277,7 +277,7 @@ def plain_sums(
 
 
 class Chunk(NamedTuple):
-    """What the kernel computed of some rows (N,), as native/cross_entropy.cpp names it."""
+    """Results of the kernel for some of the rows, with the names of native/cross_entropy.cpp."""
 
     rows: slice
     losses: torch.Tensor  # (N,)

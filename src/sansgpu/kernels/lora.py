@@ -22,7 +22,7 @@ class FrozenLayer(NamedTuple):
     """The parameters of a linear layer that get no gradient."""
 
     weight: torch.Tensor  # (O, I), or the data of a quantized weight
-    format: int  # of the data: the number of its block format, or NOT_QUANTIZED
+    format: int  # the number of the block format of the data, or NOT_QUANTIZED
     bias: torch.Tensor | None  # (O,)
 
 

@@ -1,4 +1,4 @@
-"""When torch.compile runs: for models that our kernels do not compute, on a GPU and with `training.kernels: torch`."""
+"""Decides when torch.compile runs: on a GPU and with `training.kernels: torch`, where our kernels do not compute."""
 
 from __future__ import annotations
 
