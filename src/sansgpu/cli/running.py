@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from sansgpu import __version__
 from sansgpu.cli.look import list_runs, report, snapshots
 from sansgpu.cli.options import CONFIG_SUFFIXES, complain, flag, show
 from sansgpu.cli.other_flags import EXPLAINED
@@ -20,6 +19,7 @@ from sansgpu.cli.start import bench, doctor, init, plan
 from sansgpu.cli.texts import chat, embed, generate, search, tokenizer
 from sansgpu.cli.train import distill, train, tune
 from sansgpu.cli.use import evaluate, export, extract, predict
+from sansgpu.version import __version__
 
 # Commands in the order of `sansgpu --help`, under its headings. Within a heading, commands with subcommands come last.
 _COMMANDS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import yaml
 
-from sansgpu import __version__
 from sansgpu.config import BUILT_IN_NAMES, INPUT_KEYS, Config, ConfigError, acting_values, load_config, setting
 from sansgpu.config.wording import counted
 from sansgpu.data.shards import ReportProgress
@@ -25,6 +24,7 @@ from sansgpu.machine.probe import threads_of_share
 from sansgpu.machine.world import SHUTDOWN_TIMEOUT
 from sansgpu.planning.cluster import require_examples
 from sansgpu.train.run_folders import require_plain_name
+from sansgpu.version import __version__
 
 PYTHON_IMAGE = "python:3.12.12-slim-bookworm"
 INTEL_OPENMP = "intel-openmp==2026.2.0"

@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import torch
 
-from sansgpu import __version__
 from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.config.extras import is_installed
 from sansgpu.config.paths import local_path
@@ -23,6 +22,7 @@ from sansgpu.machine.address_space import address_space_left, address_space_limi
 from sansgpu.machine.group import Group
 from sansgpu.machine.roofline import product_seconds
 from sansgpu.machine.world import threads_from_environment
+from sansgpu.version import __version__
 
 LAYER_TOKENS, LAYER_WIDTH = 1024, 768  # a typical layer, timed to choose the precision
 # Address space that a run reserves and does not use: stacks and heaps of threads, libraries. Measured: 460 to 750 MB.

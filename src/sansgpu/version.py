@@ -1,0 +1,3 @@
+"""The version of sansgpu."""
+
+__version__ = "0.2.0"
