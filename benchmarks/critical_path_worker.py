@@ -26,10 +26,10 @@ from benchmarks.critical_path import PathJob
 from sansgpu.config import load_config
 from sansgpu.kernels import library
 from sansgpu.machine.launch import quiet_profiler
-from sansgpu.planning.set_up import set_up
+from sansgpu.planning.process import configure_process
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.state import TrainState
-from sansgpu.train.step import StepPlan, train_step
+from sansgpu.train.step import train_step
 
 MAX_REGIONS, MAX_UNITS = 200_000, 4_000_000  # parallel regions and units of work that can be recorded in a step
 REGION = np.dtype([(name, np.int64) for name in ("start_ns", "end_ns", "caller_ns", "longest_ns", "work_ns", "alone")])
@@ -129,15 +129,15 @@ def training_step(job: PathJob) -> Callable[[], None]:
     config, _ = load_config(file, [*job.overrides, f"training.threads={max(job.threads)}"])
     kind, training = task_of(config), config.training
     config = kind.with_vocabulary(config)
-    how, _ = set_up(config, None, lambda message: None)
+    execution, _ = configure_process(config, None, lambda message: None)
     task: Any = kind.new_objective(config)
     assert training.batch_size != "auto"
-    plan = StepPlan(training.batch_size, how.device, how.precision)
-    state = TrainState.create(task.model, training, plan.device, plan.compute_dtype)
+    execution.micro_batch = training.batch_size
+    state = TrainState.create(task.model, training, execution)
     batch = kind.random_batch(config, training.batch_size * training.gradient_accumulation_steps)
 
     def step() -> None:
-        train_step(state, task, batch, plan, training, training.learning_rate / 10)
+        train_step(state, task, batch, training.learning_rate / 10)
         state.progress.step += 1
 
     return step

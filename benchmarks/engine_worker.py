@@ -34,6 +34,7 @@ from benchmarks.torch_engines import (
 from sansgpu.config import ModelConfig, TrainingConfig
 from sansgpu.data.batch import IGNORE, Batch
 from sansgpu.machine.allocator import keep_freed_memory
+from sansgpu.machine.execution import Execution
 from sansgpu.machine.group import Group
 from sansgpu.machine.joining import join
 from sansgpu.machine.world import World, find_world
@@ -68,22 +69,22 @@ class Ours:
 
     def __init__(self, model: TransformerLM, sharding: str, dtype: torch.dtype, group: Group) -> None:
         self._training = TrainingConfig.model_validate({**TRAINING, "sharding": sharding})
-        self._state = TrainState.create(model, self._training, torch.device("cpu"), dtype, group)
+        precision = "bf16" if dtype == torch.bfloat16 else "fp32"
+        execution = Execution(precision=precision, world_size=group.size, group=group)
+        self._state = TrainState.create(model, self._training, execution)
         self._optimizer, self._model, self._group, self._dtype = self._state.optimizer, model, group, dtype
-        self._first = True
+        self._accumulates = False
 
     def accumulate(self, batch: Batch, targets: int, last: bool) -> torch.Tensor:
-        if self._first:
-            self._optimizer.set_accumulation(not last)
-        if last:
-            self._optimizer.mark_last_backward()
-        self._first = last
+        accumulates = self._accumulates = self._accumulates or not last
         with autocast(self._dtype):
             loss = self._model.summed_loss(batch.inputs, batch.targets)
-        (loss / targets).backward()
+        with self._optimizer.backward_pass(accumulates, is_last=last):
+            (loss / targets).backward()
         return loss.detach()
 
     def update(self, loss: torch.Tensor, step: int) -> tuple[float, float]:
+        self._accumulates = False
         self._optimizer.reduce()
         total = self._group.all_reduce_sums({"loss": float(loss)})["loss"]
         norm, limit = self._optimizer.grad_norm(), self._training.max_grad_norm

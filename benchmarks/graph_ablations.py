@@ -23,6 +23,7 @@ from sansgpu.config import Config, load_config
 from sansgpu.kernels import library
 from sansgpu.kernels.library import load_kernels
 from sansgpu.machine.allocator import keep_freed_memory
+from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.probe import cache_dir, resolve_precision, resolve_threads
 from sansgpu.tasks.graph.data import GraphCorpus
@@ -32,7 +33,7 @@ from sansgpu.train.evaluate import evaluate
 from sansgpu.train.optim import choose_optimizer
 from sansgpu.train.schedule import learning_rate
 from sansgpu.train.state import TrainState
-from sansgpu.train.step import StepPlan, train_step
+from sansgpu.train.step import train_step
 
 MICRO_BATCH = 32
 COLUMNS = {
@@ -88,7 +89,7 @@ def bare(graphs: LeafyDataset) -> LeafyDataset:
     return replace(graphs, examples=[(window, []) for window, _ in graphs.examples])
 
 
-def measured(variant: Variant, config: Config, corpus: GraphCorpus, steps: int, plan: StepPlan) -> Row:
+def measured(variant: Variant, config: Config, corpus: GraphCorpus, steps: int, execution: Execution) -> Row:
     """Trains and evaluates a variant."""
     config = config.model_copy(update={"model": config.model.model_copy(update=variant.changes)})
     train = corpus.train
@@ -98,12 +99,12 @@ def measured(variant: Variant, config: Config, corpus: GraphCorpus, steps: int, 
         train = bare(train)
     training = config.training
     task = Graph(config, replace(corpus, train=train), effective_batch(training))
-    state = TrainState.create(task.model, training, plan.device, plan.compute_dtype)
+    state = TrainState.create(task.model, training, execution)
     for step in range(steps):
         rate = learning_rate(training, step, steps)
-        train_step(state, task, task.batch(step), plan, training, rate)
+        train_step(state, task, task.batch(step), rate)
         state.progress.step += 1
-    metrics = evaluate(task.evaluator, plan)
+    metrics = evaluate(task.evaluator, execution)
     assert metrics is not None
     state.optimizer.release_state()
     return {"name": variant.name, **metrics}
@@ -128,11 +129,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     work = Graph.costs(config).work(effective_batch(training) * corpus.example_tokens)
     optimizer = choose_optimizer(training.optimizer, work.needed, work.muon)
     config = config.model_copy(update={"training": training.model_copy(update={"optimizer": optimizer})})
-    plan = StepPlan(MICRO_BATCH, device, resolve_precision(config.training, device))
+    execution = Execution(MICRO_BATCH, precision=resolve_precision(config.training, device), device=device)
     rows = []
     for variant in variants(config):
         print(variant.name, file=sys.stderr, flush=True)
-        rows.append(measured(variant, config, corpus, args.steps, plan))
+        rows.append(measured(variant, config, corpus, args.steps, execution))
     print_table(f"{args.config.name}, {args.steps} steps", COLUMNS, rows)
     write_json(args.json, "graph_ablations", {**vars(args), "config": str(args.config)}, rows)
 

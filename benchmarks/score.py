@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from sansgpu.config import load_config
+from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import effective_batch
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.evaluate import evaluate
-from sansgpu.train.step import StepPlan
 
 
 def main() -> None:
@@ -30,8 +30,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
         config, corpus = kind.prepare(config, Path(cache), lambda *_: None)
         task = kind(config, corpus, effective_batch(config.training))
-        plan = StepPlan(kind.evaluation_batch(config), torch.device("cpu"), str(config.training.precision))
-        metrics = evaluate(task.evaluator, plan)
+        execution = Execution(kind.evaluation_batch(config), precision=str(config.training.precision))
+        metrics = evaluate(task.evaluator, execution)
     print(json.dumps({"event": "eval", **(metrics or {})}), flush=True)
 
 

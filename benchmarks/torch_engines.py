@@ -19,7 +19,7 @@ from sansgpu.config import TrainingConfig
 from sansgpu.data.batch import Batch
 from sansgpu.kernels.update import AdamWStep, WeightUpdate, adamw
 from sansgpu.models import TransformerLM
-from sansgpu.train.parameter_groups import parameter_groups
+from sansgpu.train.optim import parameter_groups
 from sansgpu.train.update_rules import ADAM_EPS
 
 if TYPE_CHECKING:

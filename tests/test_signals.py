@@ -13,7 +13,7 @@ from typing import IO
 import pytest
 
 from sansgpu.machine.interrupt import STOPPING as ACKNOWLEDGED
-from sansgpu.train.control import FORWARD_SECONDS
+from sansgpu.train.loop import FORWARD_SECONDS
 from tests.processes import environment, record, settings, write_corpus
 
 ROOT = Path(__file__).parents[1]

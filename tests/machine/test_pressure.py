@@ -2,6 +2,7 @@
 
 import pytest
 
+from sansgpu.machine.execution import Execution
 from sansgpu.machine.pressure import COMPILER_BYTES, MIN_FREE_BYTES, MemoryGuard, MemoryShortError
 
 MEGABYTE = 1 << 20
@@ -14,11 +15,11 @@ class Machine:
         self.free, self.ours, self.now = 4000 * MEGABYTE, 1000 * MEGABYTE, 0.0
         self.said: list[str] = []
 
-    def guard(self, size: int, compiled: bool = False, shed: str | None = None) -> MemoryGuard:
+    def guard(self, size: int, compiled: str = "off", shed: str | None = None) -> MemoryGuard:
         sheds = iter([shed, None, None])
+        self.execution = Execution(size, compile=compiled)
         return MemoryGuard(
-            size,
-            compiled,
+            self.execution,
             lambda: self.free,
             lambda: self.ours,
             self.said.append,
@@ -73,11 +74,11 @@ def test_a_forward_pass_is_ended_on_its_way_and_tried_again_smaller() -> None:
     with pytest.raises(MemoryShortError):
         guard.check()
     assert guard.allowed(8) < 8
-    assert guard.micro_batch < 8
+    assert machine.execution.micro_batch < 8
 
 
 def test_a_compiled_run_keeps_room_for_the_compiler() -> None:
     machine = Machine()
     machine.free = MIN_FREE_BYTES + COMPILER_BYTES // 2
     assert machine.guard(4).allowed(4) == 4
-    assert machine.guard(4, compiled=True).allowed(4) < 4
+    assert machine.guard(4, compiled="on").allowed(4) < 4

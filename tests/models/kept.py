@@ -8,18 +8,20 @@ import torch
 from torch import nn
 
 from sansgpu.config import TrainingConfig
-from sansgpu.machine.memory import Execution
+from sansgpu.machine.execution import Execution
 from sansgpu.train.optim import Optimizer
 
 
 def kept_bytes_of(
-    model: nn.Module, how: Execution, prepare: Callable[[], tuple[Callable[[], torch.Tensor], Iterable[torch.Tensor]]]
+    model: nn.Module,
+    execution: Execution,
+    prepare: Callable[[], tuple[Callable[[], torch.Tensor], Iterable[torch.Tensor]]],
 ) -> int:
     """Returns the bytes of all saved storages and the output.
 
     `prepare` returns a forward pass and its inputs, which do not count; it is called after the weights are cast.
     """
-    dtype = torch.bfloat16 if how.precision == "bf16" else torch.float32
+    dtype = torch.bfloat16 if execution.precision == "bf16" else torch.float32
     optimizer = Optimizer(model, TrainingConfig(optimizer="adamw"), dtype)
     run, inputs = prepare()
     others = {t.untyped_storage().data_ptr() for t in (*inputs, *model.parameters())}
@@ -39,7 +41,7 @@ def kept_bytes_of(
 
     with (
         pytest.MonkeyPatch.context() as patch,
-        torch.autocast("cpu", torch.bfloat16, enabled=how.precision == "bf16"),
+        torch.autocast("cpu", torch.bfloat16, enabled=execution.precision == "bf16"),
         Recording(lambda tensor: tensor, lambda saved: cast(torch.Tensor, saved)),
     ):
         patch.setattr(torch.autograd.graph, "saved_tensors_hooks", Recording)

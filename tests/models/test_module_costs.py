@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from sansgpu.config import ModelConfig, TrainingConfig
-from sansgpu.machine.memory import Execution
+from sansgpu.machine.execution import Execution
 from sansgpu.models.huggingface.costs import PretrainedCosts, pretrained_shape
 from sansgpu.models.huggingface.patches import patch_model
 from sansgpu.models.huggingface.pretrained import Head
@@ -19,7 +19,7 @@ from tests.models.kept import kept_bytes_of
 TOKENS = 256
 
 
-def kept_by_a_block(model: Any, how: Execution) -> int:
+def kept_by_a_block(model: Any, execution: Execution) -> int:
     patch_model(model)
 
     def prepare() -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
@@ -28,7 +28,7 @@ def kept_by_a_block(model: Any, how: Execution) -> int:
         # The block's input is counted, too: in a model it is the output of the block before.
         return lambda: model.model.layers[0](x * 1, position_embeddings=angles), [x, *angles]
 
-    return kept_bytes_of(model.train(), how, prepare)
+    return kept_bytes_of(model.train(), execution, prepare)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -49,8 +49,8 @@ def test_a_fused_encoder_block_keeps_what_is_said(name: str, precision: str, tmp
         x = torch.randn(1, TOKENS, 128, requires_grad=True)
         return lambda: blocks_of(model)[0](x * 1).sum(), [x]  # the block does not keep its result
 
-    how = Execution(1, 1, precision, "off", "native", "adamw")
-    assert costs.saved_bytes(how) == pytest.approx(kept_bytes_of(model, how, prepare), rel=0.03)
+    execution = Execution(1, 1, precision, "off", "native", "adamw")
+    assert costs.saved_bytes(execution) == pytest.approx(kept_bytes_of(model, execution, prepare), rel=0.03)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -63,9 +63,9 @@ def test_a_fused_block_keeps_what_is_said(precision: str, tmp_path: Path) -> Non
         config.save_pretrained(tmp_path)
         model = ModelConfig(name_or_path=str(tmp_path), vocab_size=64, max_seq_len=TOKENS)
         shape = pretrained_shape(model.model_copy(update={"rope_theta": float(width)}), Head("causal"))  # not cached
-        how = Execution(1, 1, precision, "off", "native", "adamw")
+        execution = Execution(1, 1, precision, "off", "native", "adamw")
         costs = PretrainedCosts(model, TrainingConfig(), TOKENS, TOKENS, shape=shape)
-        kept = kept_by_a_block(transformers.AutoModelForCausalLM.from_config(config), how)
-        assert costs.saved_bytes(how) == pytest.approx(kept, rel=0.03)
+        kept = kept_by_a_block(transformers.AutoModelForCausalLM.from_config(config), execution)
+        assert costs.saved_bytes(execution) == pytest.approx(kept, rel=0.03)
         torch_code = Execution(1, 1, precision, "off", "torch", "adamw")
-        assert costs.saved_bytes(how) < costs.saved_bytes(torch_code)
+        assert costs.saved_bytes(execution) < costs.saved_bytes(torch_code)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import sansgpu.train.snapshots as checkpoint
 from sansgpu.cli import main
-from sansgpu.train.trained_weight import TrainedWeight
+from sansgpu.train.update_rules import TrainedWeight
 
 
 def _counted(then: Callable[..., Any], left: list[int], after: bool = False) -> Callable[..., Any]:

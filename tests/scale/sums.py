@@ -15,7 +15,7 @@ from sansgpu.machine.joining import join
 from sansgpu.machine.world import find_world
 from sansgpu.train.optim import Optimizer
 from sansgpu.train.sharding import OwnedByRank, RowSharded
-from sansgpu.train.trained_weight import TrainedWeight
+from sansgpu.train.update_rules import TrainedWeight
 
 
 class Block(nn.Module):
@@ -63,11 +63,10 @@ def check_gradients(group: Group, case: dict[str, Any]) -> None:
     model = Model(case["shapes"])
     optimizer = Optimizer(model, training, torch.float32, group)
     for _ in range(2):  # the second step shows that nothing of the first is left
-        optimizer.set_accumulation(case["pieces"] > 1)
         for piece in range(case["pieces"]):
-            if piece == case["pieces"] - 1:
-                optimizer.mark_last_backward()
-            model.loss(gradients_of(case, group.rank, piece)).backward()
+            loss = model.loss(gradients_of(case, group.rank, piece))
+            with optimizer.backward_pass(accumulates=case["pieces"] > 1, is_last=piece == case["pieces"] - 1):
+                loss.backward()
         optimizer.reduce()
         for weight in optimizer.weights:
             check_gradient(group, case, weight)

@@ -7,13 +7,14 @@ import torch
 from benchmarks.fine_tuning_peer import batches, train
 
 from sansgpu.config import load_config
+from sansgpu.machine.execution import Execution
 from sansgpu.models.huggingface import lora
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained
 from sansgpu.tasks.classify.objective import ClassifyObjective
 from sansgpu.tasks.registry import TASKS
 from sansgpu.tasks.tokens.objective import TokensObjective
 from sansgpu.train.state import TrainState
-from sansgpu.train.step import StepPlan, train_step
+from sansgpu.train.step import train_step
 from tests.tasks.folders import chat_rows, conll, labeled_rows, model_folder, squad
 
 STEPS, ROWS = 20, 4
@@ -25,11 +26,10 @@ def our_losses(overrides: list[str], micro_batch: int) -> list[float]:
     config, corpus = kind.prepare(config, Path("unused"), lambda *_: None)
     task = kind(config, corpus, ROWS)
     device = torch.device("cpu")
-    state = TrainState.create(task.model, config.training, device, torch.float32)
-    plan = StepPlan(micro_batch, device, "fp32")
+    state = TrainState.create(task.model, config.training, Execution(micro_batch, device=device))
     losses = []
     for step in range(STEPS):
-        result = train_step(state, task, task.batch(step), plan, config.training, config.training.learning_rate)
+        result = train_step(state, task, task.batch(step), config.training.learning_rate)
         state.progress.step += 1
         losses.append(result.loss_sum / result.targets)
     return losses

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sansgpu.config import ConfigError, TrainingConfig, load_config
 from sansgpu.planning.forecast import Forecast
-from sansgpu.train.budget import Budget, finish_time
+from sansgpu.train.run_length import Budget, finish_time
 from sansgpu.train.schedule import UNKNOWN_STEPS, learning_rate, total_steps, warmup_steps
 
 NOW = datetime(2026, 3, 1, 22, 30)

@@ -10,12 +10,12 @@ import torch
 
 from sansgpu.config import Config
 from sansgpu.data.batch import IGNORE
+from sansgpu.machine.execution import Execution
 from sansgpu.tasks.pretrain.task import Pretrain
 from sansgpu.train.evaluate import evaluate
-from sansgpu.train.step import StepPlan
 from tests.processes import TINY, finish, kill_when, record, settings, start, write_corpus
 
-PLAN = StepPlan(3, torch.device("cpu"), "fp32")
+EXECUTION = Execution(3)
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +33,12 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Pretrain:
 def test_the_metrics_are_those_of_the_whole_part_computed_plainly(task: Pretrain) -> None:
     windows = task.corpus.validation
     batch = windows.batch(np.arange(len(windows)))
-    assert len(windows) % PLAN.micro_batch != 0, "the last batch is to be short"
+    assert len(windows) % EXECUTION.micro_batch != 0, "the last batch is to be short"
     with torch.no_grad():
         task.model.eval()
         logits = task.model(batch.inputs, batch.positions, batch.document_ids).flatten(0, 1)
     expected = torch.nn.functional.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE).item()
-    metrics = evaluate(task, PLAN)
+    metrics = evaluate(task, EXECUTION)
     assert metrics is not None
     assert metrics["loss"] == pytest.approx(expected, rel=1e-5)
     assert metrics["perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
@@ -50,16 +50,16 @@ def test_the_metrics_are_those_of_the_whole_part_computed_plainly(task: Pretrain
 
 
 def test_it_can_be_limited_and_stopped(task: Pretrain) -> None:
-    whole, part = evaluate(task, PLAN), evaluate(task, PLAN, batches=1)
+    whole, part = evaluate(task, EXECUTION), evaluate(task, EXECUTION, batches=1)
     assert whole != part
-    assert evaluate(task, PLAN, stop=lambda: True) is None
+    assert evaluate(task, EXECUTION, stop=lambda: True) is None
 
 
 def test_the_progress_shows_how_many_batches_there_are(task: Pretrain) -> None:
-    expected = math.ceil(len(task.corpus.validation) / PLAN.micro_batch)
+    expected = math.ceil(len(task.corpus.validation) / EXECUTION.micro_batch)
     for limit, total in ((None, expected), (2, 2), (999, expected)):
         shown: list[tuple[int, int]] = []
-        evaluate(task.evaluator, PLAN, limit, progress=lambda _, done, total, *__: shown.append((done, total)))  # noqa: B023
+        evaluate(task.evaluator, EXECUTION, limit, progress=lambda _, done, total, *__: shown.append((done, total)))  # noqa: B023
         assert shown == [(done, total) for done in range(total + 1)]
 
 
@@ -68,7 +68,7 @@ def test_it_leaves_mode_randomness_and_gradients_as_they_were(task: Pretrain) ->
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    evaluate(task, PLAN)
+    evaluate(task, EXECUTION)
     task.sample("the", 5, seed=1)
     assert torch.equal(torch.rand(2), expected)
     assert task.model.training

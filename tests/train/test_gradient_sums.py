@@ -34,11 +34,10 @@ def summed_gradients(model: Layers, inputs: list[torch.Tensor], between: Callabl
     for weight in optimizer.weights:
         weight.on_gradient = lambda weight: told.append(weight.name)
     for x in inputs:
-        optimizer.set_accumulation(True)
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(x)
-        loss.backward()
-        optimizer.set_accumulation(False)
+        with optimizer.backward_pass(accumulates=True):
+            loss.backward()
         between()
     names = [weight.name for weight in optimizer.weights]
     assert sorted(told) == sorted(names * len(inputs))  # once each pass, when the gradient is complete
@@ -70,11 +69,11 @@ def test_matmuls_add_gradients_without_rounding_them() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Linear(24, 40))
     optimizer = Optimizer(model, TrainingConfig(optimizer="adamw"), torch.bfloat16)
-    optimizer.set_accumulation(True)
     exact = torch.zeros(40, 24, dtype=torch.float64)
     for _ in range(4):
         x, grad = (torch.randn(ROWS, size).bfloat16() for size in (24, 40))
-        model(x).backward(grad)
+        with optimizer.backward_pass(accumulates=True):
+            model(x).backward(grad)
         exact += grad.double().T @ x.double()
     gradient = next(weight.gradient for weight in optimizer.weights if weight.name == "0.weight")
     assert gradient is not None

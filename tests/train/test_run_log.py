@@ -8,21 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
-from sansgpu.config import Config, DataConfig, RunPaths
-from sansgpu.machine.probe import Environment
+from sansgpu.config import Config, DataConfig
+from sansgpu.machine.execution import Execution
+from sansgpu.machine.memory import Memory
+from sansgpu.machine.probe import isa
 from sansgpu.tasks.graph.task import Graph
+from sansgpu.train.run import TrainingRun
 from sansgpu.train.run_log import StepLog, SystemStatistics
-from sansgpu.train.run_setup import RunSetup
-from sansgpu.train.state import Progress
-from sansgpu.train.step import PhaseTimer, StepPlan, StepResult
+from sansgpu.train.snapshots import Progress
+from sansgpu.train.step import PHASES, StepResult
 from sansgpu.views.terminal import Terminal
 from tests.processes import json_lines, train
 from tests.tasks.graph.graphs import prepared
-
-ENVIRONMENT = Environment("2.13", "avx512", "cpu", 2, 1, "fp32", "off", "native", 8)
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +33,15 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Graph:
 def log_of(task: Graph, rate: float, folder: Path, system: SystemStatistics = lambda: None) -> StepLog:
     """Returns a log of a run whose GEMM rate was `rate` at its start."""
     config = Config(data=DataConfig(cache_dir=str(folder)))
-    plan = StepPlan(8, torch.device("cpu"), "fp32")
-    run = RunSetup(config, RunPaths(folder), plan, ENVIRONMENT, total_steps=5, gemm_flops_per_second=rate)
-    return StepLog(task, rate, run.measure_gemm_again, system)
+    execution, memory = Execution(8, kernels="native", threads=2), Memory(0, 0, 0, 0, 0, 0, 0)
+    run = TrainingRun(config, execution, total_steps=5, memory=memory, available=0, gemm_flops_per_second=rate)
+    return StepLog(task, run, system)
 
 
 def event_of(log: StepLog, seconds: float) -> dict[str, Any]:
-    log.add(seconds, 10, PhaseTimer())
-    progress = Progress(step=1, logged_loss=1.0, logged_targets=1)
-    return log.event(progress, StepResult(1.0, 1, 10, 1.0, {}), 0.1, 5)
+    result = StepResult(1.0, 1, 10, 1.0, {}, dict.fromkeys(PHASES, 0.0))
+    log.add(seconds, 0.0, result)
+    return log.event(Progress(step=1, logged_loss=1.0, logged_targets=1), result, 0.1, 5)
 
 
 def step_events(run: Path) -> list[dict[str, Any]]:
@@ -76,11 +75,11 @@ def test_the_gemm_rate_is_measured_again_when_the_machine_is_quieter(task: Graph
 
 def test_a_resumed_run_compares_with_the_same_rate(task: Graph, tmp_path: Path) -> None:
     """The rate is the record's if the earlier processes ran under the same conditions."""
-    start = {"event": "start", "device": "cpu", "isa": "avx512", "precision": "fp32", "threads": 2, "world_size": 1}
+    start = {"event": "start", "device": "cpu", "isa": isa(), "precision": "fp32", "threads": 2, "world_size": 1}
     recorded = [start, {"event": "step", "step": 1, "gemm_flops_per_second": 9e15}]
     other = [{**start, "threads": 64}, {"event": "step", "step": 2, "gemm_flops_per_second": 9e18}]
     log = log_of(task, 8e15, tmp_path)
-    log.restore([*other, *recorded, {"event": "step", "step": 2}], ENVIRONMENT)
+    log.restore([*other, *recorded, {"event": "step", "step": 2}])
     assert event_of(log, seconds=1.0)["gemm_flops_per_second"] == 9e15
 
 

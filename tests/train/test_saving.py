@@ -5,19 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 from sansgpu.config import Config, RunPaths
 from sansgpu.events.event import EventBuffer, Sinks
-from sansgpu.machine.probe import Environment
-from sansgpu.train.run_setup import RunSetup
-from sansgpu.train.saving import Saver
+from sansgpu.machine.execution import Execution
+from sansgpu.machine.memory import Memory
+from sansgpu.train.checkpoint import Saver
+from sansgpu.train.run import TrainingRun
 from sansgpu.train.snapshots import snapshots
 from sansgpu.train.state import TrainState
-from sansgpu.train.step import StepPlan
-
-ENVIRONMENT = Environment("2", "avx2", "cpu", 1, 1, "fp32", "off", "torch", 1)
 
 
 @pytest.fixture
@@ -33,9 +30,9 @@ def sinks(buffer: EventBuffer) -> Sinks:
 @pytest.fixture
 def saver(tmp_path: Path, sinks: Sinks) -> Saver:
     config = Config.model_validate({"training": {"optimizer": "adamw"}})
-    plan = StepPlan(1, torch.device("cpu"), "fp32")
-    run = RunSetup(config, RunPaths(tmp_path), plan, ENVIRONMENT, total_steps=3, gemm_flops_per_second=1.0)
-    state = TrainState.create(nn.Linear(2, 2), config.training, plan.device, plan.compute_dtype)
+    memory = Memory(0, 0, 0, 0, 0, 0, 0)
+    run = TrainingRun(config, Execution(), total_steps=3, memory=memory, available=0, paths=RunPaths(tmp_path))
+    state = TrainState.create(nn.Linear(2, 2), config.training, run.execution)
     state.progress.step = 1
     return Saver(run, state, "data", sinks, lambda: 0.0)
 
@@ -45,7 +42,7 @@ def names(buffer: EventBuffer) -> list[str]:
 
 
 def test_events_after_a_snapshot_wait_until_it_is_reported(saver: Saver, sinks: Sinks, buffer: EventBuffer) -> None:
-    saver.save({"loss": 1.0}, ENVIRONMENT, is_last=False)
+    saver.save({"loss": 1.0}, is_last=False)
     sinks.emit({"event": "step", "step": 2})
     assert names(buffer) == []
     saver.flush()
@@ -57,21 +54,21 @@ def test_an_unchanged_step_is_not_saved_again_but_new_metrics_are(
     saver: Saver, buffer: EventBuffer, tmp_path: Path
 ) -> None:
     for metrics in (None, None, {"loss": 1.0}, {"loss": 1.0}):
-        saver.save(metrics, ENVIRONMENT, is_last=True)
+        saver.save(metrics, is_last=True)
         saver.flush()
     assert names(buffer) == ["snapshot", "snapshot"]
     assert [snapshot.validation_loss() for snapshot in snapshots(tmp_path / "snapshots")] == [1.0]
 
 
 def test_a_resumed_snapshot_is_reported_and_not_written(saver: Saver, buffer: EventBuffer, tmp_path: Path) -> None:
-    saver.save(None, ENVIRONMENT, is_last=True)
+    saver.save(None, is_last=True)
     saver.flush()
     newest = saver.newest
     assert newest is not None
     written = (newest.folder / "state.json").stat().st_mtime_ns
     saver.restore(newest, None)
     for _ in range(2):
-        saver.save(None, ENVIRONMENT, is_last=True)
+        saver.save(None, is_last=True)
         saver.flush()
     assert names(buffer) == ["snapshot", "snapshot"]
     assert (newest.folder / "state.json").stat().st_mtime_ns == written
@@ -81,7 +78,7 @@ def test_a_snapshot_that_cannot_be_written_becomes_a_warning_at_the_end(
     saver: Saver, sinks: Sinks, buffer: EventBuffer, tmp_path: Path
 ) -> None:
     (tmp_path / "snapshots").write_text("a file in the way")
-    saver.save(None, ENVIRONMENT, is_last=False)
+    saver.save(None, is_last=False)
     sinks.emit({"event": "step", "step": 2})
     saver.close()
     assert names(buffer) == ["step", "warning"]

@@ -5,11 +5,11 @@ import torch
 
 from sansgpu.config import ModelConfig, SansGPUError, TrainingConfig
 from sansgpu.data.batch import IGNORE, Batch
+from sansgpu.machine.execution import Execution
 from sansgpu.models import TransformerLM
-from sansgpu.train.optim import Optimizer, choose_optimizer
-from sansgpu.train.parameter_groups import parameter_groups
-from sansgpu.train.state import Progress, TrainState
-from sansgpu.train.step import StepPlan, train_step
+from sansgpu.train.optim import Optimizer, choose_optimizer, parameter_groups
+from sansgpu.train.state import TrainState
+from sansgpu.train.step import train_step
 
 MODERN = {"vocab_size": 61, "d_model": 32, "n_heads": 2, "n_layers": 2, "d_ff": 48, "max_seq_len": 16}
 CLASSIC = {**MODERN, "activation": "gelu", "tie_embeddings": False}
@@ -46,12 +46,10 @@ def batch_of(rows: int, seed: int = 0) -> Batch:
     return Batch(inputs, targets)
 
 
-def state_of(model: TransformerLM, training: TrainingConfig) -> TrainState:
-    return TrainState(model, Optimizer(model, training, torch.float32), Progress())
-
-
-def plan_of(micro_batch: int) -> StepPlan:
-    return StepPlan(micro_batch, torch.device("cpu"), "fp32")
+def state_of(
+    model: TransformerLM, training: TrainingConfig, micro_batch: int = 2, precision: str = "fp32"
+) -> TrainState:
+    return TrainState.create(model, training, Execution(micro_batch, precision=precision))
 
 
 def plain_gradients(model: TransformerLM, batch: Batch) -> dict[str, torch.Tensor]:
@@ -68,8 +66,8 @@ def test_every_split_of_a_batch_has_the_gradient_of_the_whole(micro_batch: int) 
     model = model_of(MODERN)
     expected = plain_gradients(model, batch_of(4))
     model.zero_grad()
-    state = state_of(model, training)
-    train_step(state, Memorise(model), batch_of(4), plan_of(micro_batch), training, lr=0.0)
+    state = state_of(model, training, micro_batch)
+    train_step(state, Memorise(model), batch_of(4), lr=0.0)
     for name, gradient in expected.items():
         seen = state.optimizer.state_tensors()[f"exp_avg.{name}"] * 2
         assert (seen - gradient).norm() <= 1e-5 * gradient.norm() + 1e-9, name
@@ -82,7 +80,7 @@ def test_the_reported_loss_is_the_mean_over_tokens_whatever_the_accumulation() -
     expected = torch.nn.functional.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE).item()
     for micro_batch in (4, 1):
         model = model_of(MODERN)
-        result = train_step(state_of(model, training), Memorise(model), batch, plan_of(micro_batch), training, 0.0)
+        result = train_step(state_of(model, training, micro_batch), Memorise(model), batch, 0.0)
         assert result.loss_sum / result.tokens == pytest.approx(expected, rel=1e-5)
         assert result.tokens == int((batch.targets != IGNORE).sum())
 
@@ -95,7 +93,7 @@ def test_every_parameter_is_trained(settings: dict[str, object], optimizer: str)
     before = {name: p.clone() for name, p in model.named_parameters()}
     state = state_of(model, training)
     assert sum(w.master.numel() for w in state.optimizer.weights) == model.parameter_count
-    train_step(state, Memorise(model), batch_of(4), plan_of(2), training, lr=0.01)
+    train_step(state, Memorise(model), batch_of(4), lr=0.01)
     unchanged = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
     assert unchanged == []
 
@@ -157,7 +155,7 @@ def test_moments_survive_a_snapshot_bit_for_bit(optimizer: str) -> None:
     def steps(state: TrainState, first: int, last: int) -> None:
         for step in range(first, last):
             state.progress.step = step
-            train_step(state, Memorise(state.model), batch_of(4, seed=step), plan_of(2), training, lr=0.01)
+            train_step(state, Memorise(state.model), batch_of(4, seed=step), lr=0.01)
 
     straight = state_of(model_of(MODERN), training)
     steps(straight, 0, 6)
@@ -177,11 +175,9 @@ def test_moments_survive_a_snapshot_bit_for_bit(optimizer: str) -> None:
 def test_clipping_scales_the_whole_gradient_down_to_its_limit(limit: float) -> None:
     training = TrainingConfig(optimizer="adamw", max_grad_norm=limit)
     state = state_of(model_of(MODERN), training)
-    norm = train_step(state, Memorise(state.model), batch_of(4), plan_of(2), training, lr=0.0).grad_norm
+    norm = train_step(state, Memorise(state.model), batch_of(4), lr=0.0).grad_norm
     free = state_of(model_of(MODERN), TrainingConfig(optimizer="adamw", max_grad_norm=0.0))
-    train_step(
-        free, Memorise(free.model), batch_of(4), plan_of(2), training.model_copy(update={"max_grad_norm": 0.0}), 0.0
-    )
+    train_step(free, Memorise(free.model), batch_of(4), 0.0)
     expected = min(1.0, limit / norm) if limit else 1.0
     for name, moment in state.optimizer.state_tensors().items():
         if name.startswith("exp_avg."):
@@ -193,11 +189,10 @@ def test_bf16_copies_follow_fp32_masters(size: int) -> None:
     training = TrainingConfig(optimizer="adamw")
     model = model_of(MODERN)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    state = TrainState(model, Optimizer(model, training, torch.bfloat16), Progress())
-    plan = StepPlan(size, torch.device("cpu"), "bf16")
+    state = state_of(model, training, size, "bf16")
     for step in range(3):
         state.progress.step = step
-        train_step(state, Memorise(model), batch_of(4), plan, training, lr=1e-4)
+        train_step(state, Memorise(model), batch_of(4), lr=1e-4)
     for name, parameter in model.named_parameters():
         master = state.weights()[name]
         assert master.dtype == torch.float32
@@ -217,7 +212,7 @@ def test_a_loss_that_is_not_finite_names_the_step_and_changes_nothing() -> None:
         model.norm.weight[0] = float("nan")
     before = {name: p.clone() for name, p in model.named_parameters()}
     with pytest.raises(SansGPUError, match="step 7"):
-        train_step(state, Memorise(model), batch_of(2), plan_of(2), training, 0.1)
+        train_step(state, Memorise(model), batch_of(2), 0.1)
     assert all(torch.equal(p.nan_to_num(), before[name].nan_to_num()) for name, p in model.named_parameters())
 
 
@@ -225,10 +220,10 @@ def test_a_loss_that_is_not_finite_names_the_step_and_changes_nothing() -> None:
 def test_one_batch_is_memorised(settings: dict[str, object], optimizer: str) -> None:
     training = TrainingConfig.model_validate({"optimizer": optimizer, "weight_decay": 0.0})
     model = TransformerLM(ModelConfig.model_validate(settings), 1)
-    state = state_of(model, training)
+    state = state_of(model, training, micro_batch=4)
     for step in range(300):
         state.progress.step = step
-        result = train_step(state, Memorise(model), batch_of(4, seed=5), plan_of(4), training, lr=0.01)
+        result = train_step(state, Memorise(model), batch_of(4, seed=5), lr=0.01)
     assert result.loss_sum / result.tokens < 0.01
 
 
@@ -240,8 +235,7 @@ def test_dropout_depends_on_the_step_and_on_nothing_left_over() -> None:
         model = model_of({**MODERN, "dropout": 0.3})
         state = state_of(model, training)
         state.progress.step = step
-        plan = plan_of(2)
-        return train_step(state, Memorise(model), batch_of(2), plan, training, 0.0).loss_sum
+        return train_step(state, Memorise(model), batch_of(2), 0.0).loss_sum
 
     torch.manual_seed(1)
     expected = torch.rand(1)

@@ -184,18 +184,15 @@ def _without(arguments: list[str], option: str) -> list[str]:
     return remaining
 
 
-def _print_dry_run(result: Any) -> None:
-    import dataclasses
-
+def _print_dry_run(run: Any) -> None:
     import yaml
 
     from sansgpu.config import acting_values
 
-    prepared = result.prepared
-    environment = dataclasses.asdict(prepared.environment)
-    sections = {"output_dir": str(result.paths.root), "environment": environment, "run": prepared.facts()}
-    show(yaml.safe_dump({"config": acting_values(prepared.config), **sections}, sort_keys=False), end="")
-    if (preview := prepared.corpus.preview()) is not None:
+    environment = run.execution.environment()
+    sections = {"output_dir": str(run.paths.root), "environment": environment, "run": run.facts()}
+    show(yaml.safe_dump({"config": acting_values(run.config), **sections}, sort_keys=False), end="")
+    if (preview := run.corpus.preview()) is not None:
         show("# First training example. Tokens that count toward the loss are between ⟦ and ⟧:")
         show("".join(f"# {line}\n" for line in preview.splitlines()), end="")
 

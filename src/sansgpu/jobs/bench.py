@@ -19,13 +19,11 @@ from sansgpu.config.wording import counted
 from sansgpu.data.shards import ReportProgress
 from sansgpu.files.ownership import replace_folder, require_folder
 from sansgpu.machine.gemm_peak import flops_utilization
-from sansgpu.planning.estimate import roofline_of, step_limits
-from sansgpu.planning.forecast import Forecast, projections
+from sansgpu.planning.forecast import Forecast, projections, roofline_of, step_limits
 from sansgpu.planning.learning_advice import learning_advice
 from sansgpu.planning.measure import Measured, MeasureRequest, measure_in_subprocess
-from sansgpu.planning.prepare import prepare
-from sansgpu.planning.prepared import Prepared
-from sansgpu.planning.set_up import Warn
+from sansgpu.planning.process import Warn
+from sansgpu.planning.resolve import ResolveOptions, resolve_run
 from sansgpu.planning.variations import (
     HARMLESS_COSTS,
     WHAT_IF_STEPS,
@@ -35,6 +33,7 @@ from sansgpu.planning.variations import (
     time_variations,
 )
 from sansgpu.tasks.registry import task_of
+from sansgpu.train.run import TrainingRun
 from sansgpu.train.run_folders import open_any, require_plain_name
 from sansgpu.views.bench import (
     BenchResult,
@@ -82,18 +81,19 @@ def bench(request: BenchRequest, progress: ReportProgress, warn: Warn) -> BenchR
     else:
         require_folder(request.output_dir, "bench")
     asked = asked_changes(config, request.vary)
-    prepared = prepare(config, None, progress, warn, data="unread" if request.forward_only else "wanted")
-    chosen = _with_choices(config, prepared)
+    options = ResolveOptions(data="unread" if request.forward_only else "wanted")
+    run = resolve_run(config, progress, warn, options)
+    chosen = _with_choices(config, run)
     if request.forward_only:
-        return _forward_only(prepared, chosen, request, progress)
+        return _forward_only(run, chosen, request, progress)
     progress(f"timing {counted(request.steps, 'step')} with empty caches", 0, 0)
-    measured = measure_in_subprocess(_first_request(chosen, prepared, request))
+    measured = measure_in_subprocess(_first_request(chosen, run, request))
     progress("timing the same configuration with warm caches", 0, 0)
     start = time.perf_counter()
-    baseline = measure_in_subprocess(MeasureRequest(chosen, WHAT_IF_STEPS, example_tokens=prepared.usual_tokens))
+    baseline = measure_in_subprocess(MeasureRequest(chosen, WHAT_IF_STEPS, example_tokens=run.usual_tokens))
     seconds = time.perf_counter() - start
-    result = _summary(prepared, measured, baseline, request, progress)
-    if prepared.corpus is None:
+    result = _summary(run, measured, baseline, request, progress)
+    if run.corpus is None:
         result["warnings"].append(
             "the data could not be read, so the projections leave out reading it, evaluations and the export"
         )
@@ -104,23 +104,23 @@ def bench(request: BenchRequest, progress: ReportProgress, warn: Warn) -> BenchR
             f"{left_out} of {counted(len(usual), 'usual variation')} will not be measured, because each takes about "
             f"{duration(seconds)}; --what-if measures all of them, --no-what-if none."
         )
-    result["what_if"] = time_variations(chosen, prepared, baseline, changes, seconds, progress) if changes else []
-    result["gpu"] = _gpu(chosen, prepared, result, request, progress)
+    result["what_if"] = time_variations(chosen, run, baseline, changes, seconds, progress) if changes else []
+    result["gpu"] = _gpu(chosen, run, result, request, progress)
     optimized, result["optimized"] = _optimized(chosen, result["what_if"])
     progress("writing the report", 0, 0)
     _write_files(result, optimized, request)
     return result
 
 
-def _first_request(chosen: Config, prepared: Prepared, request: BenchRequest) -> MeasureRequest:
+def _first_request(chosen: Config, run: TrainingRun, request: BenchRequest) -> MeasureRequest:
     """Measures the run itself, or the same steps on random tokens if its data could not be read."""
-    if prepared.corpus is not None:
+    if run.corpus is not None:
         return MeasureRequest(chosen, request.steps, with_data=True, profiled=True)
-    return MeasureRequest(chosen, request.steps, prepared.usual_tokens, snapshots=True, profiled=True)
+    return MeasureRequest(chosen, request.steps, run.usual_tokens, snapshots=True, profiled=True)
 
 
-def _with_choices(config: Config, prepared: Prepared) -> Config:
-    execution = prepared.execution
+def _with_choices(config: Config, run: TrainingRun) -> Config:
+    execution = run.execution
     settings = [
         f"training.batch_size={execution.micro_batch}",
         f"training.gradient_accumulation_steps={execution.accumulation}",
@@ -130,23 +130,24 @@ def _with_choices(config: Config, prepared: Prepared) -> Config:
         f"training.threads={execution.threads}",
         f"training.optimizer={execution.optimizer}",
     ]
-    resolved = prepared.config.model.model_dump()  # includes what depends on the data, e.g. vocab_size
+    resolved = run.config.model.model_dump()  # includes what depends on the data, e.g. vocab_size
     configured = config.model.model_dump()
     settings += [f"model.{key}={value}" for key, value in resolved.items() if value != configured[key]]
     return change_config(config, settings)
 
 
 def _summary(
-    prepared: Prepared, measured: Measured, baseline: Measured, request: BenchRequest, progress: ReportProgress
+    run: TrainingRun, measured: Measured, baseline: Measured, request: BenchRequest, progress: ReportProgress
 ) -> BenchResult:
     seconds = measured["step_seconds"][-request.steps :]
     middle, tokens = median(seconds), round(mean(measured["tokens"][-request.steps :]))
-    needed = prepared.costs.work(tokens).needed
-    gemm = _gemm_rate(prepared, measured, needed / middle)
+    needed = run.costs.work(tokens).needed
+    gemm = _gemm_rate(run, measured, needed / middle)
     compiling = max(0.0, measured["step_seconds"][0] - middle)
     cold, warm = _forecasts(measured, baseline, middle)
-    config = prepared.config
-    training, limits = config.training, step_limits(prepared, roofline_of(prepared, progress))
+    config = run.config
+    training, limits = config.training, step_limits(run, roofline_of(run, progress))
+    environment = run.execution_facts()
     keep = (
         "own_cores", "other_cores", "stolen_cores", "frequency_hz", "temperature_celsius", "throttled", "losses",
         "evaluation_seconds", "save_seconds", "write_seconds", "export_seconds", "import_seconds", "warnings",
@@ -157,11 +158,11 @@ def _summary(
     targets = sorted(set(request.targets) or usual)
     result = {
         "name": request.config_file.stem if request.config_file else "default",
-        **{k: v for k, v in prepared.facts().items() if k not in ("total_steps", "max_hours", "until")},
-        **{k: getattr(prepared.environment, k) for k in ("precision", "threads", "compile", "kernels", "isa")},
+        **{k: v for k, v in run.facts().items() if k not in ("total_steps", "max_hours", "until")},
+        **{k: environment[k] for k in ("precision", "threads", "compile", "kernels", "isa")},
         "tokens_per_step": tokens,
         "task": config.task,
-        "padded": not config.settings.varying_length and tokens < prepared.tokens_per_step,
+        "padded": not config.settings.varying_length and tokens < run.tokens_per_step,
         "step_seconds": {"median": middle, "min": min(seconds), "max": max(seconds)},
         "all_step_seconds": seconds,
         "tokens_per_second": tokens / middle,
@@ -218,17 +219,17 @@ def _disturbances(measured: Measured, seconds: list[float]) -> list[str]:
 
 
 def _gpu(
-    chosen: Config, prepared: Prepared, result: BenchResult, request: BenchRequest, progress: ReportProgress
+    chosen: Config, run: TrainingRun, result: BenchResult, request: BenchRequest, progress: ReportProgress
 ) -> GpuComparison | None:
-    tokens, needed = prepared.tokens_per_step, result["flops_per_step"]
-    if torch.cuda.is_available() and prepared.execution.device.type == "cpu":
+    tokens, needed = run.tokens_per_step, result["flops_per_step"]
+    if torch.cuda.is_available() and run.execution.device.type == "cpu":
         progress("timing the GPU", 0, 0)
         settings = (
             "device=cuda", "force_cpu=false", "training.compile='off'", "training.precision=bf16",
         )  # fmt: skip
         try:
             measured = measure_in_subprocess(
-                MeasureRequest(change_config(chosen, settings), WHAT_IF_STEPS, example_tokens=prepared.usual_tokens)
+                MeasureRequest(change_config(chosen, settings), WHAT_IF_STEPS, example_tokens=run.usual_tokens)
             )
         except SansGPUError as error:
             result["warnings"].append(f"the GPU was not measured: {error}")
@@ -285,22 +286,22 @@ def _write_files(result: BenchResult, optimized: Config, request: BenchRequest) 
     result["files"] = [str(folder / name) for name in (*reports, "optimized.yaml", "start.sh")]
 
 
-def _gemm_rate(prepared: Prepared, measured: Measured, reached: float) -> float:
+def _gemm_rate(run: TrainingRun, measured: Measured, reached: float) -> float:
     known: float = measured["gemm_flops_per_second"]
-    return known if reached <= known else prepared.peak_gemm_rate(again=True)
+    return known if reached <= known else run.peak_gemm_rate(again=True)
 
 
-def _forward_only(prepared: Prepared, chosen: Config, request: BenchRequest, progress: ReportProgress) -> ForwardResult:
+def _forward_only(run: TrainingRun, chosen: Config, request: BenchRequest, progress: ReportProgress) -> ForwardResult:
     """Times forward passes at the run's micro-batch and at batch size 1."""
     rows: list[ForwardPass] = []
     task, window = task_of(chosen), chosen.window
-    for size in sorted({1, prepared.execution.micro_batch}):
+    for size in sorted({1, run.execution.micro_batch}):
         progress(f"timing forward passes of {size} x {window} tokens", 0, 0)
         one = change_config(chosen, (f"training.batch_size={size}",))
         measured = measure_in_subprocess(MeasureRequest(one, request.steps, forward_only=True))
         seconds = median(measured["step_seconds"][-request.steps :])
         flops = task.costs(chosen).work(size * window).needed / 3  # forward is a third of a step's FLOPs
-        gemm = _gemm_rate(prepared, measured, flops / seconds)
+        gemm = _gemm_rate(run, measured, flops / seconds)
         rows.append(
             {
                 "batch_size": size,

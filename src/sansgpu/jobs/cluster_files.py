@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from jinja2 import Environment, PackageLoader, Template
 
 from sansgpu.config import Config, SansGPUError
+from sansgpu.machine.execution import Execution
 from sansgpu.machine.gemm_peak import ASSUMED_FLOPS_PER_SECOND
-from sansgpu.machine.memory import Execution, effective_batch, micro_batch_choices
-from sansgpu.planning.memory_fit import MARGIN, estimate_memory
+from sansgpu.machine.memory import MARGIN, effective_batch, micro_batch_choices
+from sansgpu.planning.memory_fit import estimate_memory
 from sansgpu.tasks.registry import task_of
-from sansgpu.train.budget import DISK_BYTES_PER_SECOND
 from sansgpu.train.optim import choose_optimizer
+from sansgpu.train.run_length import DISK_BYTES_PER_SECOND
 
 ESTIMATING = "estimating memory and the time to save"  # a display of progress shows it while `needs_of` runs
 STEPS = 2.0  # time to finish the current step; doubled because a CPU of a pod may be a hyper-thread, half a core

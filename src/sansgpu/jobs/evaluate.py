@@ -10,13 +10,13 @@ from sansgpu.config.paths import local_path
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import has_conversations
 from sansgpu.jobs.runs import require_run
+from sansgpu.machine.execution import Execution
 from sansgpu.machine.probe import cache_dir
 from sansgpu.tasks.registry import TASKS, task_of
 from sansgpu.tasks.task import Corpus, DetailedEvaluator, EvaluationRequest, PredictionWriter, Verb
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.loading import ModelRequest, kind_of_model, open_model
 from sansgpu.train.run_folders import with_objective
-from sansgpu.train.step import StepPlan
 
 
 def evaluate_model(
@@ -53,8 +53,8 @@ def evaluate_model(
     evaluator = kind.evaluator_for(loaded, request)
     if isinstance(evaluator, PredictionWriter):
         require_run(source.path)
-    plan = StepPlan(kind.evaluation_batch(config), loaded.device, loaded.precision)
-    metrics = evaluate(evaluator, plan, progress=progress)
+    execution = Execution(kind.evaluation_batch(config), precision=loaded.precision, device=loaded.device)
+    metrics = evaluate(evaluator, execution, progress=progress)
     assert metrics is not None
     if isinstance(evaluator, DetailedEvaluator):
         metrics = evaluator.detailed(metrics)

@@ -167,18 +167,19 @@ def _fitting(config: Config, answers: InitAnswers, progress: ReportProgress, war
     """
     progress("estimating memory", 0, 0)
     from sansgpu.config import change_config
-    from sansgpu.planning.memory_fit import changes_that_fit, fits
-    from sansgpu.planning.prepare import ignore_message, prepare
+    from sansgpu.planning.memory_fit import changes_that_fit
+    from sansgpu.planning.resolve import ResolveOptions, ignore_message, resolve_run
 
     try:
-        prepared = prepare(config, None, progress, ignore_message, "report", data="unread", timed="never")
+        options = ResolveOptions("report", data="unread", timed="never")
+        run = resolve_run(config, progress, ignore_message, options)
     except ConfigError as error:
         warn(f"{str(error).rstrip('.')}; the memory of the run is therefore not estimated.")
         return config
-    memory = answers.memory or prepared.available
-    if fits(prepared.memory, memory):
+    memory = answers.memory or run.available
+    if run.memory.fits(memory):
         return config
-    changes = changes_that_fit(config, prepared.execution, memory)
+    changes = changes_that_fit(config, run.execution, memory)
     if not changes:
         raise ConfigError(f"this model does not fit into {memory / 1e9:.1f} GB; choose a smaller one.")
     return change_config(config, changes[0].settings)

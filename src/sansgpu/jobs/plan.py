@@ -8,9 +8,9 @@ from pathlib import Path
 from sansgpu.config import ConfigError, load_config
 from sansgpu.data.shards import ReportProgress
 from sansgpu.planning.cluster import Cluster, plan_nodes, require_examples
-from sansgpu.planning.estimate import plan_prepared
-from sansgpu.planning.prepare import prepare
-from sansgpu.planning.set_up import Warn
+from sansgpu.planning.forecast import describe_plan
+from sansgpu.planning.process import Warn
+from sansgpu.planning.resolve import PLAN, resolve_run
 from sansgpu.train.schedule import UNKNOWN_STEPS
 from sansgpu.views.plan_table import RunPlan
 
@@ -24,10 +24,10 @@ def plan(
         warn(note)
     if cluster:
         require_examples(cluster.nodes, config)
-    prepared = prepare(config, None, progress, warn, "report", data="wanted", timed="always")
-    if cluster and prepared.total_steps == UNKNOWN_STEPS and not config.training.time_limited:
+    run = resolve_run(config, progress, warn, PLAN)
+    if cluster and run.total_steps == UNKNOWN_STEPS and not config.training.time_limited:
         raise ConfigError("--nodes compares whole runs, but the length of an epoch is unknown; set training.max_steps.")
-    result = plan_prepared(prepared, progress)
+    result = describe_plan(run, progress)
     if cluster:
-        result["cluster"] = plan_nodes(prepared, cluster, progress)
+        result["cluster"] = plan_nodes(run, cluster, progress)
     return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from sansgpu.config import (
 from sansgpu.config.extras import is_installed
 from sansgpu.data.shards import ReportProgress
 from sansgpu.events.controls import Controls
-from sansgpu.events.event import EventBuffer, Sink, Sinks, now
+from sansgpu.events.event import Event, EventBuffer, Sink, Sinks, now
 from sansgpu.events.jsonl import MetricsFile
 from sansgpu.events.loggers import TensorBoard, WeightsAndBiases, require_boards
 from sansgpu.files.atomic import atomic_write, cleanup_of, write_failures_as
@@ -32,23 +32,21 @@ from sansgpu.files.marks import MARK
 from sansgpu.files.ownership import LOCK, replace_folder
 from sansgpu.jobs.report import write_run_report
 from sansgpu.machine.disk import free_disk_bytes
+from sansgpu.machine.execution import Environment
 from sansgpu.machine.group import Group, reporting_failure
 from sansgpu.machine.joining import join, resolve_backend
 from sansgpu.machine.launch import has_random_hashes
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.monitor import Monitor
-from sansgpu.machine.probe import Environment, cache_dir, describe_machine
+from sansgpu.machine.probe import describe_machine
 from sansgpu.machine.world import World
 from sansgpu.models.modules import compile_blocks
-from sansgpu.planning.memory_fit import Shortage
-from sansgpu.planning.prepare import prepare
-from sansgpu.planning.prepared import Prepared
+from sansgpu.planning.resolve import ResolveOptions, resolve_run
 from sansgpu.tasks.registry import task_of
 from sansgpu.tasks.task import ComparedWithReference, Task
-from sansgpu.train import RunSetup, Trainer
 from sansgpu.train.branches import finish_pending_moves, switch_to
-from sansgpu.train.loop import TrainingResult
-from sansgpu.train.resume import recorded_environment
+from sansgpu.train.loop import Trainer, TrainingResult
+from sansgpu.train.run import TrainingRun
 from sansgpu.train.run_folders import (
     choose_output,
     lock_run,
@@ -84,14 +82,6 @@ class TrainRequest:
 
 
 @dataclass(frozen=True)
-class DryRun:
-    """Result of a dry run: everything prepared up to the first step."""
-
-    prepared: Prepared
-    paths: RunPaths
-
-
-@dataclass(frozen=True)
 class _RunTarget:
     """The folder of the run and, if it is resumed, the snapshot to continue from."""
 
@@ -101,8 +91,26 @@ class _RunTarget:
     open_settings: tuple[str, ...]  # recorded values of keys whose default may differ from that of the first start
 
 
-def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) -> DryRun | TrainingResult:
-    """Trains, or with `dry_run` prepares everything and returns it. Raises ConfigError before any work is done.
+@dataclass(frozen=True)
+class _Output:
+    """The user's view of a run: sinks of events, a display of progress, and a buffer of events before metrics.jsonl."""
+
+    sinks: list[Sink]
+    progress: ReportProgress
+    is_main: bool
+    early: EventBuffer = field(default_factory=EventBuffer)
+
+    def warn(self, message: str) -> None:
+        """Shows a warning on rank 0, and adds it to metrics.jsonl once that is open."""
+        Sinks([*(self.sinks if self.is_main else ()), self.early]).warn(message)
+
+    def warn_once(self, message: str) -> None:
+        """Shows a warning on rank 0 that is not for metrics.jsonl."""
+        Sinks(self.sinks if self.is_main else []).warn(message)
+
+
+def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) -> TrainingRun | TrainingResult:
+    """Trains, or with `dry_run` prepares everything and returns the run. Raises ConfigError before any work is done.
 
     With several processes only rank 0 writes. An error on one rank ends all ranks with the same message.
     """
@@ -111,17 +119,16 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
     backend, backend_note = resolve_backend(training)
     group = join(world, backend, training.timeout_seconds, training.network_interface)
     with reporting_failure(group), ExitStack() as until_end:
-        buffer, own_sinks = EventBuffer(), sinks if group.is_main else []
-        early = Sinks([*own_sinks, buffer])
+        output = _Output(sinks, progress, group.is_main)
         for note in filter(None, [*request.notes, *notes, *_launch_notes(config, world, group), backend_note]):
-            early.warn(note)
+            output.warn(note)
         _require_same(config, group)
         if training.adapt_threads and group.size > 1:
             raise ConfigError("training.adapt_threads works with a single process only; set it to false.")
-        target = _find_target(request, config, group, Sinks(own_sinks).warn, until_end)  # not in metrics.jsonl
+        target = _find_target(request, config, group, output.warn_once, until_end)
         config = change_config(config, target.open_settings)
-        require_boards(training.report_to, early.warn)
-        outcome = _train_in(target, config, request, group, sinks, early.warn, buffer, progress)
+        require_boards(training.report_to, output.warn)
+        outcome = _train_in(target, config, request, group, output)
         group.shutdown()
         return outcome
 
@@ -184,7 +191,7 @@ def _find_target(
         return {
             "folder": str(folder),
             "snapshot": str(snapshot.folder) if snapshot else None,
-            "before": asdict(recorded_environment(snapshot)) if snapshot else None,
+            "before": snapshot.environment() if snapshot else None,
             "open": [] if recorded is None else _open_settings(config, recorded),
         }
 
@@ -192,7 +199,7 @@ def _find_target(
     return _RunTarget(
         Path(found["folder"]),
         Snapshot(Path(found["snapshot"])) if found["snapshot"] else None,
-        Environment(**found["before"]) if found["before"] else None,
+        found["before"],
         tuple(found["open"]),
     )
 
@@ -207,33 +214,31 @@ def _open_settings(config: Config, recorded: dict[str, Any]) -> list[str]:
 
 
 def _train_in(
-    target: _RunTarget,
-    config: Config,
-    request: TrainRequest,
-    group: Group,
-    sinks: list[Sink],
-    warn: Callable[[str], None],
-    early: EventBuffer,
-    progress: ReportProgress,
-) -> DryRun | TrainingResult:
-    paths = run_paths(target.folder, config)
-    shortage: Shortage = "begin" if request.force else "refuse"
-    prepared = prepare(config, target.before, progress, warn, shortage, group=group)
+    target: _RunTarget, config: Config, request: TrainRequest, group: Group, output: _Output
+) -> TrainingRun | TrainingResult:
+    options = ResolveOptions(shortage="begin" if request.force else "refuse")
+    run = resolve_run(config, output.progress, output.warn, options, target.before, group)
+    run = replace(run, paths=run_paths(target.folder, config), started=request.started)
     if group.is_main:
-        _require_disk(paths, prepared.memory.snapshot, config.training.keep_last)
-    progress("building the model", 0, 0)
-    task = task_of(config)(prepared.config, prepared.corpus, effective_batch(prepared.config.training))
+        _require_disk(run)
+    output.progress("building the model", 0, 0)
+    task = task_of(config)(run.config, run.corpus, effective_batch(run.config.training))
     for note in task.notes:
-        warn(note)
+        output.warn(note)
     sharding = config.training.sharding
     if group.size == 1 and sharding != "none":
-        warn(f"training.sharding {sharding} has no effect in a single process; start several, e.g. with --processes 2.")
+        output.warn(
+            f"training.sharding {sharding} has no effect in a single process; start several, e.g. with --processes 2."
+        )
     elif sharding == "full" and config.training.sample_tokens:
-        warn("no text samples are generated, because with training.sharding full no process holds the whole model.")
+        output.warn(
+            "no text samples are generated, because with training.sharding full no process holds the whole model."
+        )
     if request.dry_run:
-        return DryRun(prepared, paths)
-    prepared = replace(prepared, config=open_any(prepared.config))  # to record what relative paths mean
-    return _run(prepared, paths, task, target.snapshot, request, sinks, early, progress)
+        return run
+    gemm = sum(group.all_gather_object(run.peak_gemm_rate()))
+    run = replace(run, config=open_any(run.config), gemm_flops_per_second=gemm)  # to record what relative paths mean
+    return _run(run, task, target.snapshot, request, output)
 
 
 def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
@@ -258,52 +263,44 @@ def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
 
 
 def _run(
-    prepared: Prepared,
-    paths: RunPaths,
-    task: Task,
-    snapshot: Snapshot | None,
-    request: TrainRequest,
-    sinks: list[Sink],
-    early: EventBuffer,
-    progress: ReportProgress,
+    run: TrainingRun, task: Task, snapshot: Snapshot | None, request: TrainRequest, output: _Output
 ) -> TrainingResult:
-    config, environment, plan = prepared.config, prepared.environment, prepared.step_plan
+    execution, paths = run.execution, run.paths
     if isinstance(task, ComparedWithReference):
-        cache = cache_dir(config.data.cache_dir)
-        task.compute_reference(plan.device, plan.precision, cache, progress, plan.group)
-    if environment.compile == "on":
+        task.compute_reference(execution.device, execution.precision, run.cache, output.progress, execution.group)
+    if execution.compile == "on":
         compile_blocks(task.model)
-    gemm = sum(prepared.group.all_gather_object(prepared.peak_gemm_rate()))
-    observed = Sinks(sinks)
-    total_steps, eval_ratio = prepared.total_steps, prepared.eval_token_ratio
-    run = RunSetup(config, paths, plan, environment, total_steps, gemm, eval_ratio, request.started)
-    trainer = Trainer(task, run, observed, request.controls, request.monitor.mean, progress)
+    sinks = Sinks(output.sinks)
+    trainer = Trainer(task, run, sinks, request.controls, request.monitor.mean, output.progress)
     if snapshot:
         trainer.resume(snapshot, request.strict)  # before any file of the old run is overwritten
-    if not prepared.group.is_main:
+    if not execution.group.is_main:
         return trainer.train()
-    resumed_from = snapshot.folder.name if snapshot else None
+    resumed = {"resumed_from": snapshot.folder.name} if snapshot else {}
     if snapshot:
-        snapshot = _make_newest(snapshot, paths, observed.warn)
-    _write_run_files(prepared, paths, task)
+        snapshot = _make_newest(snapshot, paths, sinks.warn)
+    _write_run_files(run, task)
     step = snapshot.step if snapshot else None
     metrics = MetricsFile(paths.metrics, step)
-    observed.add(metrics, *_boards(config, paths, step))
-    start = {"event": "start", "step": step or 0, "time": now(), "task": config.task, "output_dir": str(paths.root)}
-    facts = {**prepared.facts(), **_environment_facts(environment), "gemm_flops_per_second": gemm}
-    group = prepared.group
-    request.monitor.start(paths.root.absolute(), [group.peers[rank] for rank in group.local_ranks])
+    sinks.add(metrics, *_boards(run.config, paths, step))
+    request.monitor.start(paths.root.absolute(), [execution.group.peers[rank] for rank in execution.group.local_ranks])
     try:
-        observed.emit({**start, **facts, **({"resumed_from": resumed_from} if resumed_from else {})})
-        for event in early.events if snapshot is None else ():  # the other sinks already received them
+        sinks.emit({**_start_event(run, step or 0), **resumed})
+        for event in output.early.events if snapshot is None else ():  # the other sinks already received them
             metrics.emit(event)
         end = trainer.train()
-        progress("writing the report", 0, 0)
-        write_run_report(paths, partial(observed.warn, cause="report"))
+        output.progress("writing the report", 0, 0)
+        write_run_report(paths, partial(sinks.warn, cause="report"))
         return end
     finally:
         request.monitor.stop()
-        observed.close()
+        sinks.close()
+
+
+def _start_event(run: TrainingRun, step: int) -> Event:
+    start = {"event": "start", "step": step, "time": now(), "task": run.config.task, "output_dir": str(run.paths.root)}
+    gemm = {"gemm_flops_per_second": run.gemm_flops_per_second}
+    return {**start, **run.facts(), **run.execution_facts(), **gemm}
 
 
 def _make_newest(snapshot: Snapshot, paths: RunPaths, warn: Callable[[str], None]) -> Snapshot:
@@ -319,18 +316,15 @@ def _make_newest(snapshot: Snapshot, paths: RunPaths, warn: Callable[[str], None
     return newest
 
 
-def _write_run_files(prepared: Prepared, paths: RunPaths, task: Task) -> None:
+def _write_run_files(run: TrainingRun, task: Task) -> None:
+    paths = run.paths
     with write_failures_as(ConfigError, paths.root, "--output-dir"):
-        mark_run(paths, prepared.config)
+        mark_run(paths, run.config)
         with atomic_write(paths.config) as partial:
-            save_config(prepared.config, partial)
-        write_json(paths.environment, describe_machine(prepared.environment))
+            save_config(run.config, partial)
+        write_json(paths.environment, describe_machine(run.execution.environment()))
         with replace_folder(paths.tokenizer, "tokenizer") as new:
             task.save_tokenizer(new)
-
-
-def _environment_facts(environment: Environment) -> dict[str, Any]:
-    return {k: getattr(environment, k) for k in ("device", "isa", "precision", "threads", "compile", "kernels")}
 
 
 def _boards(config: Config, paths: RunPaths, step: int | None) -> list[Sink]:
@@ -341,10 +335,11 @@ def _boards(config: Config, paths: RunPaths, step: int | None) -> list[Sink]:
     return [makers[name]() for name in config.training.report_to if is_installed(name)]
 
 
-def _require_disk(paths: RunPaths, snapshot_bytes: int, keep_last: int) -> None:
-    needed, free = snapshot_bytes * (keep_last + 2), free_disk_bytes(paths.snapshots.absolute())
+def _require_disk(run: TrainingRun) -> None:
+    snapshots, keep_last = run.paths.snapshots, run.config.training.keep_last
+    needed, free = run.memory.snapshot * (keep_last + 2), free_disk_bytes(snapshots.absolute())
     if needed > free:
         raise ConfigError(
-            f"{keep_last + 2} snapshots need {needed / 1e9:.1f} GB, but {paths.snapshots} has {free / 1e9:.1f} GB "
+            f"{keep_last + 2} snapshots need {needed / 1e9:.1f} GB, but {snapshots} has {free / 1e9:.1f} GB "
             "free; lower training.keep_last or choose another --output-dir."
         )

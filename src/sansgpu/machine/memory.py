@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-
-import torch
 
 from sansgpu.config import TrainingConfig
 
+MARGIN = 1.05  # the estimate is within a few per cent of measurements, and other programs' memory changes
 MICRO_BATCH_TOKENS = 4096  # default limit: beyond it matmuls gain little, and activations no longer fit the cache
 MAX_MICRO_BATCH_TOKENS = 16384  # the largest micro-batch to calibrate
-CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Execution:
-    """How each process computes its share of a step. It determines memory, and most of the recorded environment."""
-
-    micro_batch: int
-    accumulation: int
-    precision: str  # fp32 | bf16
-    compile: str  # on or off
-    kernels: str  # torch, or native and the instruction set
-    optimizer: str  # adamw | adam | sgd | muon
-    # (examples, padded) -> tokens of the largest batch; None: all examples have the maximum length
-    max_tokens: Callable[[int, bool], int] | None = None
-    world_size: int = 1
-    threads: int = 1
-    device: torch.device = CPU
-
-    def tokens(self, window: int, padded: bool = False) -> int:
-        """Returns the tokens, with padding if `padded`, of the largest micro-batch of examples up to `window` long."""
-        limit = self.micro_batch * window
-        return limit if self.max_tokens is None else min(limit, self.max_tokens(self.micro_batch, padded))
 
 
 @dataclass(frozen=True)
@@ -56,6 +31,10 @@ class Memory:
     def least(self) -> int:
         """The total without the snapshot copy, which is optional."""
         return self.total - self.snapshot
+
+    def fits(self, available: int) -> bool:
+        """Returns whether the run fits. The copy of a snapshot is not counted, because saving works without it."""
+        return self.least * MARGIN <= available
 
     def to_json(self) -> dict[str, int]:
         return {**asdict(self), "total": self.total}

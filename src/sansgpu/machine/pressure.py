@@ -1,13 +1,17 @@
-"""Reduces the micro-batch when memory runs short during a run."""
+"""Splits micro-batches, and reduces their size, when memory runs short during a run."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from statistics import median_low
+from typing import Protocol, TypeVar
+
+from typing_extensions import Self
 
 from sansgpu.machine.allocator import trim_memory
+from sansgpu.machine.execution import Execution
 
 MIN_FREE_BYTES = 256 << 20  # with less free memory the micro-batch is halved; a reserve for heap growth
 COMPILER_BYTES = 256 << 20  # additional reserve for compiling a new shape
@@ -20,7 +24,7 @@ class MemoryShortError(Exception):
 
 
 class MemoryGuard:
-    """Limits the micro-batch size and halves it before memory runs out.
+    """Limits the micro-batch size of `execution` and halves it before memory runs out.
 
     `available` returns the free bytes, `used` the bytes of this process, and `warn` is called with a message at every
     change. At micro-batch size 1, `free_memory` is called, which frees optional memory and returns a clause about what
@@ -29,23 +33,16 @@ class MemoryGuard:
 
     def __init__(
         self,
-        micro_batch: int,
-        compiled: bool,
+        execution: Execution,
         available: Callable[[], int],
         used: Callable[[], int],
         warn: Callable[[str], None],
         free_memory: Callable[[], str | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.micro_batch = micro_batch
-        self._available, self._used, self._warn, self._free_memory, self._clock = (
-            available,
-            used,
-            warn,
-            free_memory,
-            clock,
-        )
-        self._least = MIN_FREE_BYTES + (COMPILER_BYTES if compiled else 0)
+        self._execution, self._available, self._used = execution, available, used
+        self._warn, self._free_memory, self._clock = warn, free_memory, clock
+        self._least = MIN_FREE_BYTES + (COMPILER_BYTES if execution.compile == "on" else 0)
         self._samples: deque[tuple[float, int]] = deque()  # (time, bytes available to this process in total)
         self._started: float | None = None  # start time of the current micro-batch
         self._passes: deque[float] = deque(maxlen=9)  # seconds of the last micro-batches
@@ -60,13 +57,13 @@ class MemoryGuard:
         if self._short() or self._stopped:
             self._relieve()
             self._stopped = False
-        return min(size, self.micro_batch)
+        return min(size, self._execution.micro_batch)
 
     def check(self) -> None:
         """Checks memory between the blocks of a forward pass. Raises MemoryShortError if the pass must stop."""
         if self._samples and self._clock() - self._samples[-1][0] < CHECK_SECONDS:
             return
-        if self._short() and self.micro_batch > 1:
+        if self._short() and self._execution.micro_batch > 1:
             self._stopped = True
             raise MemoryShortError
 
@@ -89,20 +86,55 @@ class MemoryGuard:
     def _relieve(self) -> None:
         held, available = self._used(), self._available()
         trim_memory()
-        freed, growth, size = held - self._used(), self._expected_growth(), self.micro_batch
-        while self.micro_batch > 1:
-            self.micro_batch = -(-self.micro_batch // 2)
-            share = self.micro_batch / size
-            if self._available() - (freed + growth) * share >= self._least:
+        freed, growth, size = held - self._used(), self._expected_growth(), self._execution.micro_batch
+        fitting = size
+        while fitting > 1:
+            fitting = -(-fitting // 2)
+            if self._available() - (freed + growth) * fitting / size >= self._least:
                 break
         short = f"memory runs short: {available / 1e6:.0f} MB are available"
-        if self.micro_batch < size:
-            self._warn(
-                f"{short}; the micro-batch is cut from {size} to {self.micro_batch}, the effective batch stays the "
-                "same."
-            )
+        self._execution.micro_batch = fitting
+        if fitting < size:
+            self._warn(f"{short}; the micro-batch is cut from {size} to {fitting}, the effective batch stays the same.")
         elif consequence := self._free_memory():
             self._warn(f"{short}; {consequence}.")
         else:
             self._helpless = True
             self._warn(f"{short}, and there is nothing left to free; stop other programs, or resume elsewhere.")
+
+
+class Rows(Protocol):
+    """A batch that can be split by rows."""
+
+    def __len__(self) -> int:
+        """Returns the number of rows."""
+
+    def rows(self, start: int, stop: int) -> Self:
+        """Returns some of the rows."""
+
+
+Piece = TypeVar("Piece", bound=Rows)
+Result = TypeVar("Result")
+
+
+def split_to_fit(
+    pieces: Iterable[Piece], forward: Callable[[Piece, Iterable[Piece], int], Result], guard: MemoryGuard | None
+) -> Iterator[tuple[Result, bool]]:
+    """Yields the result of `forward` for each piece, and whether it is the last one. `guard` splits larger pieces.
+
+    `forward` is called with a piece, those after it and its number. A piece for which it raises MemoryShortError is
+    tried again, in smaller parts.
+    """
+    pending, index = deque(pieces), 0
+    while pending:
+        piece = pending.popleft()
+        if guard is not None and (rows := guard.allowed(len(piece))) < len(piece):
+            pending.appendleft(piece.rows(rows, len(piece)))
+            piece = piece.rows(0, rows)
+        try:
+            result = forward(piece, pending, index)
+        except MemoryShortError:
+            pending.appendleft(piece)
+            continue
+        yield result, not pending
+        index += 1

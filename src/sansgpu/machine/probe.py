@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -28,21 +27,6 @@ LAYER_TOKENS, LAYER_WIDTH = 1024, 768  # a typical layer, timed to choose the pr
 # Address space that a run reserves and does not use: stacks and heaps of threads, libraries. Measured: 460 to 750 MB.
 RESERVED_BYTES = 640 << 20
 MAX_THREADS, MAX_THREADS_PER_CPU = 512, 16  # a thread count is valid up to the larger limit; OpenMP may abort beyond
-
-
-@dataclass(frozen=True)
-class Environment:
-    """Everything that bit-identical results depend on; recorded in every snapshot and compared on resume."""
-
-    torch: str
-    isa: str
-    device: str
-    threads: int
-    world_size: int
-    precision: str
-    compile: str
-    kernels: str
-    micro_batch: int
 
 
 def cache_dir(configured: str | None) -> Path:
@@ -212,11 +196,11 @@ def layer_seconds(precision: str) -> float:
     return product_seconds(LAYER_TOKENS, (LAYER_WIDTH, LAYER_WIDTH), precision, min_seconds=0.0)
 
 
-def describe_machine(environment: Environment) -> dict[str, object]:
+def describe_machine(environment: Mapping[str, object]) -> dict[str, object]:
     """Returns the content of the run's environment.json."""
     packages = ("torch", "transformers", "tokenizers", "datasets", "numpy", "safetensors")
     return {
-        **asdict(environment),
+        **environment,
         "sansgpu": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),

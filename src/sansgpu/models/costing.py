@@ -11,7 +11,8 @@ from typing import Self
 from sansgpu.config import ModelConfig, TrainingConfig
 from sansgpu.kernels.cross_entropy import CHUNK_ROWS, PLAIN_ROWS
 from sansgpu.kernels.newton_schulz import newton_schulz_flops
-from sansgpu.machine.memory import Execution, Memory
+from sansgpu.machine.execution import Execution
+from sansgpu.machine.memory import Memory
 
 FULL, COMPUTE = 4, {"fp32": 4, "bf16": 2}  # bytes per value: master weights, and compute dtype by precision
 # Bytes of optimizer state per weight in hidden matrices, and per other weight, by (optimizer, optimizer_state).

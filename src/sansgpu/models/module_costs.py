@@ -11,7 +11,7 @@ from typing import Literal, Self
 
 from torch import nn
 
-from sansgpu.machine.memory import Execution
+from sansgpu.machine.execution import Execution
 from sansgpu.models.costing import (
     COMPUTE,
     FULL,
@@ -175,10 +175,10 @@ class ModuleCosts(Costs):
             muon=shape.layers * muon_flops(dict(shape.products)),
         )
 
-    def traffic(self, how: Execution) -> StepTraffic:
-        memory, trained = self.memory(how), self.trained()
-        update = 2.0 * (memory.optimizer + FULL * trained) + COMPUTE[how.precision] * 2 * trained
-        return StepTraffic(update, 2.0 * how.accumulation * memory.activations)
+    def traffic(self, execution: Execution) -> StepTraffic:
+        memory, trained = self.memory(execution), self.trained()
+        update = 2.0 * (memory.optimizer + FULL * trained) + COMPUTE[execution.precision] * 2 * trained
+        return StepTraffic(update, 2.0 * execution.accumulation * memory.activations)
 
     def trained(self) -> int:
         return self.shape.trained
@@ -186,13 +186,13 @@ class ModuleCosts(Costs):
     def trained_matrices(self) -> int:
         return self.shape.trained_matrices
 
-    def saved_bytes(self, how: Execution) -> int:
+    def saved_bytes(self, execution: Execution) -> int:
         shape = self.shape
-        fused = shape.fused if how.kernels != "torch" else None
-        width, inner = (_FUSED_SAVED_BYTES[fused] if fused else _SAVED_BYTES)[how.precision]
+        fused = shape.fused if execution.kernels != "torch" else None
+        width, inner = (_FUSED_SAVED_BYTES[fused] if fused else _SAVED_BYTES)[execution.precision]
         up_projections = dict(shape.products).get((shape.width, shape.inner), 1)
         per_token = width * shape.width + inner * up_projections * shape.inner + 8 * shape.heads
-        return self.micro_batch_tokens(how) * per_token
+        return self.micro_batch_tokens(execution) * per_token
 
-    def head_bytes(self, how: Execution) -> int:
-        return cross_entropy_bytes(how, self.micro_batch_tokens(how), self.products().head, trained=True)
+    def head_bytes(self, execution: Execution) -> int:
+        return cross_entropy_bytes(execution, self.micro_batch_tokens(execution), self.products().head, trained=True)

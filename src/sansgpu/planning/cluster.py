@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from sansgpu.config import Config, ConfigError, change_config
 from sansgpu.config.wording import counted
@@ -17,7 +18,7 @@ from sansgpu.machine.gloo_rate import Link, measure_gloo
 from sansgpu.machine.memory import Memory, effective_batch
 from sansgpu.models.costing import COMPUTE, FULL
 from sansgpu.planning.forecast import done_at, forecast_of, length_of
-from sansgpu.planning.memory_fit import OUTSIDE_BLOCKS, estimate_memory, fits
+from sansgpu.planning.memory_fit import OUTSIDE_BLOCKS, estimate_memory
 from sansgpu.planning.nodes import (
     MIN_SCALING,
     NodeShare,
@@ -30,11 +31,11 @@ from sansgpu.planning.nodes import (
     share_of,
     step_of,
 )
-from sansgpu.planning.prepare import ignore_message, prepare
-from sansgpu.planning.prepared import Prepared
+from sansgpu.planning.resolve import PLAN, ignore_message, resolve_run
 from sansgpu.tasks.pretrain.data import TextCorpus
 from sansgpu.train.calibrate import Timing
 from sansgpu.train.gradient_reduction import BUCKET_BYTES
+from sansgpu.train.run import TrainingRun
 from sansgpu.train.scaling_law import expected_bits_per_byte
 from sansgpu.views.plan_table import ClusterPlan, ClusterPoint, CriticalBatch, GrownBatch
 
@@ -71,19 +72,19 @@ def require_examples(nodes: int, config: Config, processes: int = 1) -> None:
         )
 
 
-def plan_nodes(prepared: Prepared, cluster: Cluster, progress: ReportProgress) -> ClusterPlan:
+def plan_nodes(run: TrainingRun, cluster: Cluster, progress: ReportProgress) -> ClusterPlan:
     """Returns the `cluster` object of `plan --json`. Raises ConfigError if no step could be timed here."""
-    if prepared.timing is None:
+    if run.timing is None:
         raise ConfigError(
             "the model is too large to time here (three of its layers do not fit into memory), so --nodes cannot be "
             "estimated; plan on a machine like the nodes."
         )
-    gloo, most = _gloo(prepared, progress), effective_batch(prepared.config.training)
+    gloo, most = _gloo(run, progress), effective_batch(run.config.training)
     link = link_of(cluster.bits_per_second, cluster.latency_seconds, gloo)
-    run = _ClusterRun(prepared, cluster, link, _work(prepared, prepared.timing, progress))
-    curve = [run.row(nodes) for nodes in NODE_COUNTS if nodes <= most]
+    many = _ClusterRun(run, cluster, link, _work(run, run.timing, progress))
+    curve = [many.row(nodes) for nodes in NODE_COUNTS if nodes <= most]
     seconds = {row["nodes"]: row["step_seconds"] for row in curve}
-    here, step = run.row(cluster.nodes), run.step(cluster.nodes)
+    here, step = many.row(cluster.nodes), many.step(cluster.nodes)
     unknown = dict.fromkeys(here)
     return {
         **here,
@@ -91,56 +92,56 @@ def plan_nodes(prepared: Prepared, cluster: Cluster, progress: ReportProgress) -
         "latency_seconds": cluster.latency_seconds,
         "gloo_bytes_per_second": gloo.bytes_per_second,
         "gloo_hop_seconds": gloo.hop_seconds,
-        "gradient_bytes": run.work.gradients,
+        "gradient_bytes": many.work.gradients,
         "compute_seconds": step.compute,
         "communication_seconds": step.communication,
         "overlapped_seconds": step.hidden,
         "collectives_seconds": step.collectives,
         "finish": done_at(here["total_seconds"]),
-        "memory_bytes": run.memory(cluster.nodes).to_json(),
+        "memory_bytes": many.memory(cluster.nodes).to_json(),
         "most_nodes": most,
         "pays": MIN_SCALING,
         "pays_until": pays_until(seconds),
         "fastest_nodes": min(seconds, key=lambda nodes: seconds[nodes]),
-        "grown_batch": run.grown(cluster.nodes),
-        **_critical_batch(prepared),
+        "grown_batch": many.grown(cluster.nodes),
+        **_critical_batch(run),
         "curve": [*map(dict, curve), *(unknown | {"nodes": nodes} for nodes in NODE_COUNTS if nodes > most)],
     }
 
 
 @dataclass(frozen=True)
 class _ClusterRun:
-    """A prepared run on a variable number of nodes."""
+    """A run on a variable number of nodes."""
 
-    prepared: Prepared
+    run: TrainingRun
     cluster: Cluster
     link: Link
     work: NodeWork
 
     def row(self, nodes: int) -> ClusterPoint:
-        prepared, price = self.prepared, self.cluster.price
+        run, price = self.run, self.cluster.price
         step_seconds = self.step(nodes).seconds
-        steps, seconds = length_of(prepared, forecast_of(prepared, nodes, step_seconds))
+        steps, seconds = length_of(run, forecast_of(run, nodes, step_seconds))
         speed_up, node_hours = self.step(1).seconds / step_seconds, nodes * seconds / 3600
         return {
             "nodes": nodes,
             "step_seconds": step_seconds,
-            "tokens_per_second": prepared.learned_per_step / step_seconds,
+            "tokens_per_second": run.learned_per_step / step_seconds,
             "speed_up": speed_up,
             "efficiency": speed_up / nodes,
             "total_steps": steps,
             "total_seconds": seconds,
             "node_hours": node_hours,
             "cost": None if price is None else node_hours * price,
-            "fits": fits(self.memory(nodes), prepared.available),
+            "fits": self.memory(nodes).fits(run.available),
         }
 
     def grown(self, nodes: int) -> GrownBatch:
         """Returns speed and efficiency with a batch `nodes` times as large, i.e. the same work per node."""
         step = step_of(self.work, replace(self._share(1), nodes=nodes), self.link)
         return {
-            "tokens_per_step": nodes * self.prepared.tokens_per_step,
-            "tokens_per_second": nodes * self.prepared.learned_per_step / step.seconds,
+            "tokens_per_step": nodes * self.run.tokens_per_step,
+            "tokens_per_second": nodes * self.run.learned_per_step / step.seconds,
             "efficiency": self.step(1).seconds / step.seconds,
         }
 
@@ -149,24 +150,23 @@ class _ClusterRun:
 
     def memory(self, nodes: int) -> Memory:
         size = self._share(nodes).micro_batch
-        how = replace(self.prepared.execution, world_size=nodes, micro_batch=size)
-        return estimate_memory(self.prepared.config, how)
+        return estimate_memory(self.run.config, replace(self.run.execution, world_size=nodes, micro_batch=size))
 
     def _share(self, nodes: int) -> NodeShare:
-        config = self.prepared.config
-        return share_of(config.training, config.window, self.prepared.execution.micro_batch, nodes)
+        config = self.run.config
+        return share_of(config.training, config.window, self.run.execution.micro_batch, nodes)
 
 
-def _work(prepared: Prepared, timing: Timing, progress: ReportProgress) -> NodeWork:
+def _work(run: TrainingRun, timing: Timing, progress: ReportProgress) -> NodeWork:
     """Returns a step's work in seconds and bytes. Pass times are linear between batch size 1 and the timed one."""
-    training = prepared.config.training
-    parts, layers = prepared.costs.parameters(), prepared.costs.layers
+    training = run.config.training
+    parts, layers = run.costs.parameters(), run.costs.layers
     whole, example = timing.pass_seconds(layers), 0.0
-    if timing.micro_batch > 1 and (one := _one_example(prepared, timing, progress)) is not None:
+    if timing.micro_batch > 1 and (one := _one_example(run, timing, progress)) is not None:
         example = max(0.0, whole - one.pass_seconds(layers)) / (timing.micro_batch - 1)
     sharded = sum(n for part, n in parts.items() if part not in OUTSIDE_BLOCKS) if training.sharding == "full" else 0
     trained = parts.get("adapter", sum(parts.values())) - sharded
-    sent, read = COMPUTE[training.gradient_reduction], COMPUTE[prepared.execution.precision]  # bytes per number
+    sent, read = COMPUTE[training.gradient_reduction], COMPUTE[run.execution.precision]  # bytes per number
     spread = ShardingLayout(trained * read, sharded * read, sharded * FULL, layers if sharded else 0)
     return NodeWork(
         pass_seconds=whole - timing.micro_batch * example,
@@ -178,37 +178,37 @@ def _work(prepared: Prepared, timing: Timing, progress: ReportProgress) -> NodeW
     )
 
 
-def _one_example(prepared: Prepared, timing: Timing, progress: ReportProgress) -> Timing | None:
+def _one_example(run: TrainingRun, timing: Timing, progress: ReportProgress) -> Timing | None:
     settings = (
         "training.batch_size=1",
-        f"training.gradient_accumulation_steps={effective_batch(prepared.config.training)}",
-        f"training.compile='{prepared.execution.compile}'",
-        f"training.precision={prepared.execution.precision}",
+        f"training.gradient_accumulation_steps={effective_batch(run.config.training)}",
+        f"training.compile='{run.execution.compile}'",
+        f"training.precision={run.execution.precision}",
     )
-    changed = change_config(prepared.config, settings)
-    return prepare(changed, None, progress, ignore_message, "report", data="wanted", timed="always").timing
+    changed = change_config(run.config, settings)
+    return resolve_run(changed, progress, ignore_message, PLAN).timing
 
 
-def _gloo(prepared: Prepared, progress: ReportProgress) -> Link:
+def _gloo(run: TrainingRun, progress: ReportProgress) -> Link:
     """Returns gloo's speed at this run's bucket size and dtype. Measured once and then read from the cache."""
-    dtype = "bfloat16" if prepared.config.training.gradient_reduction == "bf16" else "float32"
-    question = {"gloo": BUCKET_BYTES, "dtype": dtype, "torch": prepared.environment.torch}
+    dtype = "bfloat16" if run.config.training.gradient_reduction == "bf16" else "float32"
+    question = {"gloo": BUCKET_BYTES, "dtype": dtype, "torch": str(torch.__version__)}
 
     def ask() -> dict[str, Any]:
         progress("timing gloo between two processes", 0, 0)
         return vars(measure_gloo(BUCKET_BYTES, dtype))
 
-    return Link(**cached_measurement(prepared.cache, question, ask))
+    return Link(**cached_measurement(run.cache, question, ask))
 
 
-def _critical_batch(prepared: Prepared) -> CriticalBatch:
+def _critical_batch(run: TrainingRun) -> CriticalBatch:
     """Estimates the critical batch size of a language model from its expected final loss (nats per token)."""
-    config, corpus, loss = prepared.config, prepared.corpus, DEFAULT_LOSS
+    config, corpus, loss = run.config, run.corpus, DEFAULT_LOSS
     if config.settings.varying_length:
         return {"critical_batch_tokens": None, "critical_batch_loss": None, "critical_batch_nodes": None}
     if isinstance(corpus, TextCorpus):
-        steps, _ = length_of(prepared, forecast_of(prepared))
-        tokens, parameters = steps * prepared.learned_per_step, sum(prepared.costs.parameters().values())
+        steps, _ = length_of(run, forecast_of(run))
+        tokens, parameters = steps * run.learned_per_step, sum(run.costs.parameters().values())
         bits = expected_bits_per_byte(parameters, tokens, corpus.train_tokens)
         uniform_loss = math.log(corpus.tokenizer.vocab_size)
         loss = min(uniform_loss, bits * _bytes_per_token(corpus) * math.log(2))
@@ -216,7 +216,7 @@ def _critical_batch(prepared: Prepared) -> CriticalBatch:
     return {
         "critical_batch_tokens": tokens,
         "critical_batch_loss": loss,
-        "critical_batch_nodes": math.floor(tokens / prepared.example_tokens),
+        "critical_batch_nodes": math.floor(tokens / run.example_tokens),
     }
 
 

@@ -1,21 +1,30 @@
-"""Estimates the duration of a run: its timed step and the work between steps."""
+"""Estimates the duration of a run, from its timed step and the work between steps, and describes its plan."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
-from sansgpu.config import ConfigError, TrainingConfig
+from sansgpu.config import Config, ConfigError, TrainingConfig
 from sansgpu.config.parse import normal_time, whole_number
 from sansgpu.config.wording import truncate
-from sansgpu.planning.prepare import seconds_allowed
-from sansgpu.planning.prepared import Prepared
+from sansgpu.data.shards import ReportProgress
+from sansgpu.machine.cached_measurement import cached_measurement
+from sansgpu.machine.probe import isa, total_memory
+from sansgpu.machine.roofline import Roofline, measure_roofline
+from sansgpu.models.huggingface.source import base_precision, file_formats
+from sansgpu.planning.memory_fit import changes_that_fit
+from sansgpu.planning.resolve import seconds_allowed
 from sansgpu.tasks.task import ReferenceCorpus
-from sansgpu.train.budget import DISK_BYTES_PER_SECOND, EVALUATED_IN_A_STEP, finish_time
+from sansgpu.train.run import TrainingRun
+from sansgpu.train.run_length import DISK_BYTES_PER_SECOND, EVALUATED_IN_A_STEP, finish_time
 from sansgpu.train.schedule import UNKNOWN_STEPS
 from sansgpu.views.bench import Projection
+from sansgpu.views.plan_table import MemoryChange, RunPlan
 
+ROOFLINE_TOKENS = 4096  # maximum rows of timed matrix products
 MAX_SECONDS = 1e10  # about 300 years; later dates may overflow datetime
 START_SECONDS = {"off": 3.0, "on": 8.0}  # measured time to the first step, without and with (cached) compilation
 SAMPLED_LAYER_SECONDS = 0.4e-3  # time of one layer for a generated token; measured on a small model
@@ -40,30 +49,30 @@ class Forecast:
         return self.startup_seconds + (steps - first) * self.step_seconds + between + self.end_seconds
 
 
-def forecast_of(prepared: Prepared, nodes: int = 1, step_seconds: float | None = None) -> Forecast:
+def forecast_of(run: TrainingRun, nodes: int = 1, step_seconds: float | None = None) -> Forecast:
     """Estimates the run's parts in seconds from its timing. On several nodes, `step_seconds` is their joint step."""
-    timing, training = prepared.timing, prepared.config.training
+    timing, training = run.timing, run.config.training
     assert timing is not None
-    layers, accumulation = prepared.costs.layers, prepared.execution.accumulation
+    layers, accumulation = run.costs.layers, run.execution.accumulation
     passes = accumulation * timing.pass_seconds(layers)
     sampling = training.sample_tokens * layers * SAMPLED_LAYER_SECONDS
-    snapshot, weights = prepared.memory.snapshot, prepared.memory.weights
+    snapshot, weights = run.memory.snapshot, run.memory.weights
     before = 0.0  # passes over the data before training, as a number of steps
-    if isinstance(prepared.corpus, ReferenceCorpus):
-        before = prepared.corpus.reference_tokens / prepared.tokens_per_step / EVALUATED_IN_A_STEP
+    if isinstance(run.corpus, ReferenceCorpus):
+        before = run.corpus.reference_tokens / run.tokens_per_step / EVALUATED_IN_A_STEP
     return Forecast(
-        startup_seconds=START_SECONDS[prepared.execution.compile] + passes * before / nodes,
+        startup_seconds=START_SECONDS[run.execution.compile] + passes * before / nodes,
         step_seconds=timing.step_seconds(layers, accumulation) if step_seconds is None else step_seconds,
-        evaluation_seconds=passes * prepared.eval_token_ratio / EVALUATED_IN_A_STEP / nodes + sampling,
+        evaluation_seconds=passes * run.eval_token_ratio / EVALUATED_IN_A_STEP / nodes + sampling,
         save_seconds=snapshot * SAVE_SECONDS_PER_BYTE,
         end_seconds=(snapshot + weights) / DISK_BYTES_PER_SECOND,
     )
 
 
-def length_of(prepared: Prepared, forecast: Forecast) -> tuple[int, float]:
+def length_of(run: TrainingRun, forecast: Forecast) -> tuple[int, float]:
     """Returns (steps, seconds) of the run, limited by its time budget."""
-    training, allowed = prepared.config.training, seconds_allowed(prepared.config)
-    steps = prepared.total_steps
+    training, allowed = run.config.training, seconds_allowed(run.config)
+    steps = run.total_steps
     if steps == UNKNOWN_STEPS or forecast.seconds(training, steps) > allowed:
         steps = int(allowed / forecast.step_seconds)
         while steps > 1 and forecast.seconds(training, steps) > allowed:
@@ -119,3 +128,111 @@ def _due(every: int, first: int, steps: int) -> int:
     """Counts the occurrences of an event due every `every` steps and at the last step."""
     inside = (steps - 1) // every - first // every if every else 0
     return max(0, inside) + 1
+
+
+def describe_plan(run: TrainingRun, progress: ReportProgress) -> RunPlan:
+    """Returns a plan, with changes that make the run fit if it does not."""
+    config, execution = run.config, run.execution
+    parts = run.costs.parameters()
+    plan: RunPlan = {
+        "parameters": sum(parts.values()),
+        "parameters_by_part": parts,
+        "memory_bytes": run.memory.to_json(),
+        "available_bytes": run.available,
+        "machine_bytes": total_memory(),
+        "fits": run.fits,
+        "batch_size": execution.micro_batch,
+        "gradient_accumulation_steps": execution.accumulation,
+        "window": config.window,
+        "precision": execution.precision,
+        "base_precision": _base_precision(config, execution.precision),
+        "compile": execution.compile,
+        "kernels": execution.kernels,
+        "optimizer": execution.optimizer,
+        "learning_rate": config.training.learning_rate,
+        "threads": execution.threads,
+        "gradient_checkpointing": config.model.gradient_checkpointing,
+        "tokens_per_step": run.tokens_per_step,
+        "train_tokens": run.corpus.train_tokens if run.corpus else None,
+        "tokens_per_second": None,
+        "seconds_per_million_tokens": None,
+        "step_seconds": None,
+        "machine_share": None,
+        "total_steps": None,
+        "total_tokens": None,
+        "epochs": None,
+        "total_seconds": None,
+        "finish": None,
+    }
+    _add_time(plan, run, progress)
+    if not run.fits:
+        changes = changes_that_fit(config, execution, run.available)
+        plan["changes"] = [MemoryChange(set=[*c.settings], cost=c.cost, memory=c.memory.least) for c in changes]
+    return plan
+
+
+def _base_precision(config: Config, precision: str) -> str | None:
+    """Returns how the frozen base of an adapter is stored in memory, e.g. int4; None without an adapter."""
+    if config.model.adapter == "none":
+        return None
+    stored = base_precision(config.model)
+    if stored == "file":
+        return "+".join(file_formats(config.model))
+    return precision if stored in (None, "bf16") else stored
+
+
+def step_limits(run: TrainingRun, roofline: Roofline) -> dict[str, float]:
+    """Returns the minimum seconds of each part of a step: its work at this machine's measured peak rates."""
+    work, traffic = run.costs.work(run.tokens_per_step), run.costs.traffic(run.execution)
+    muon = work.muon if run.execution.optimizer == "muon" else 0.0
+    return {
+        "attention": roofline.seconds(work.attention, 0),
+        "matmul": roofline.seconds(work.matmul, 0),
+        "loss": roofline.seconds(work.loss, 0, head=True),
+        "optimizer": roofline.seconds(muon, traffic.optimizer),
+        "other": roofline.seconds(0, traffic.other),
+    }
+
+
+def roofline_of(run: TrainingRun, progress: ReportProgress) -> Roofline:
+    """Returns the machine's peak rates at this model's matrix shapes. Measured once and then read from the cache."""
+    execution, products = run.execution, run.costs.products()
+    shapes, head = products.block, products.head
+    tokens = min(ROOFLINE_TOKENS, round(execution.micro_batch * run.example_tokens))
+    question = {
+        "roofline": [[*shape, count] for shape, count in shapes.items()],
+        "head": head,
+        "tokens": tokens,
+        "precision": execution.precision,
+        "threads": execution.threads,
+        "isa": isa(),
+    }
+
+    def ask() -> dict[str, Any]:
+        progress("timing matrix products and memory", 0, 0)
+        return vars(measure_roofline(tokens, shapes, head, execution.precision))
+
+    return Roofline(**cached_measurement(run.cache, question, ask))
+
+
+def _add_time(plan: RunPlan, run: TrainingRun, progress: ReportProgress) -> None:
+    """Adds speed and duration, unless the model is too large to time here."""
+    training = run.config.training
+    steps: int | None = None if run.total_steps == UNKNOWN_STEPS else run.total_steps
+    if run.timing is not None:
+        forecast = forecast_of(run)
+        tokens_per_second = run.learned_per_step / forecast.step_seconds
+        plan["step_seconds"] = forecast.step_seconds
+        plan["tokens_per_second"] = tokens_per_second
+        plan["seconds_per_million_tokens"] = 1e6 / tokens_per_second
+        if run.execution.device.type == "cpu":
+            limit = sum(step_limits(run, roofline_of(run, progress)).values())
+            plan["machine_share"] = limit / forecast.step_seconds
+        if steps is not None or training.time_limited:
+            steps, seconds = length_of(run, forecast)
+            plan["total_seconds"], plan["finish"] = seconds, done_at(seconds)
+    if steps is not None:
+        tokens = min(round(steps * run.learned_per_step), training.max_tokens or 1 << 62)
+        plan["total_steps"], plan["total_tokens"] = steps, tokens
+        if run.corpus:
+            plan["epochs"] = tokens / run.corpus.train_tokens

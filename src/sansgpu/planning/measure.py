@@ -17,20 +17,21 @@ import torch
 from sansgpu.config import Config, SansGPUError
 from sansgpu.config.wording import MAX_REASON_CHARACTERS
 from sansgpu.data.batch import ExampleBatch
+from sansgpu.machine.execution import Execution
 from sansgpu.machine.gemm_peak import peak_gemm_rate
-from sansgpu.machine.memory import Execution, effective_batch
+from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.probe import cache_dir
 from sansgpu.machine.torch_compile import ignore_cached_graphs, is_compiled
 from sansgpu.machine.usage import LoadMeter, peak_rss_bytes, process_age
 from sansgpu.models.modules import compile_blocks
-from sansgpu.planning.set_up import set_up
+from sansgpu.planning.process import configure_process
 from sansgpu.tasks.registry import task_of
 from sansgpu.tasks.task import Corpus, Task
 from sansgpu.train.evaluate import evaluate, evaluate_batches, rank_sample
 from sansgpu.train.optim import Optimizer
 from sansgpu.train.profile import profile_step, synchronize
 from sansgpu.train.state import TrainState
-from sansgpu.train.step import StepPlan, train_step
+from sansgpu.train.step import train_step
 from sansgpu.train.writer import SnapshotWriter
 
 MAX_TIMED_BATCHES = 40  # the time of an evaluation is extrapolated from these
@@ -74,11 +75,11 @@ def measure(request: MeasureRequest) -> Measured:
     with tempfile.TemporaryDirectory(prefix="sansgpu-bench-") as folder:
         if request.profiled:  # a run with nothing cached
             ignore_cached_graphs()
-        how, _ = set_up(request.config, None, warnings.append)
-        bench = _Bench(request.config, how, request, Path(folder))
+        execution, _ = configure_process(request.config, None, warnings.append)
+        bench = _Bench(request, execution, Path(folder))
         result = bench.forward() if request.forward_only else bench.train()
     cache = cache_dir(request.config.data.cache_dir)
-    gemm = peak_gemm_rate(cache, how.precision, how.device.type, how.threads)
+    gemm = peak_gemm_rate(cache, execution.precision, execution.device.type, execution.threads)
     return {**result, "import_seconds": imported, "gemm_flops_per_second": gemm, "warnings": warnings}
 
 
@@ -93,31 +94,31 @@ class _Stages:
 
 
 class _Bench:
-    def __init__(self, config: Config, how: Execution, request: MeasureRequest, folder: Path) -> None:
-        self._config, self._request, self._folder = config, request, folder
-        self._kind = task_of(config)
-        self._is_compiled = is_compiled(config.training.compile, how.kernels, how.device.type)
-        size = config.training.batch_size
+    def __init__(self, request: MeasureRequest, execution: Execution, folder: Path) -> None:
+        self._request, self._config, self._execution, self._folder = request, request.config, execution, folder
+        self._kind = task_of(self._config)
+        self._is_compiled = is_compiled(self._config.training.compile, execution.kernels, execution.device.type)
+        size = self._config.training.batch_size
         assert size != "auto"
-        self._plan = StepPlan(size, how.device, how.precision)
+        execution.micro_batch = size
 
     def forward(self) -> Measured:
         """Times forward passes of one random micro-batch."""
         start = time.perf_counter()
         objective = self._kind.new_objective(self._config)
         built = time.perf_counter() - start
-        objective.model.to(self._plan.device).eval()
+        objective.model.to(self._execution.device).eval()
         if self._is_compiled:
             compile_blocks(objective.model)
         # The optimizer casts the weights to their training dtype.
-        Optimizer(objective.model, self._config.training, self._plan.compute_dtype)
-        batch = self._random_batch(self._plan.micro_batch).to(self._plan.device)
+        Optimizer(objective.model, self._config.training, self._execution.compute_dtype)
+        batch = self._random_batch(self._execution.micro_batch).to(self._execution.device)
         seconds = []
-        with torch.no_grad(), self._plan.autocast():
+        with torch.no_grad(), self._execution.autocast():
             for _ in range(1 + WARMUP_STEPS + self._request.steps):
                 start = time.perf_counter()
                 objective.loss(batch)
-                synchronize(self._plan.device)
+                synchronize(self._execution.device)
                 seconds.append(time.perf_counter() - start)
         return {"step_seconds": seconds, "model_seconds": built, "peak_rss_bytes": peak_rss_bytes()}
 
@@ -138,7 +139,7 @@ class _Bench:
         result["model_seconds"] = time.perf_counter() - start
         if self._is_compiled:
             compile_blocks(task.model)
-        state = TrainState.create(task.model, self._config.training, self._plan.device, self._plan.compute_dtype)
+        state = TrainState.create(task.model, self._config.training, self._execution)
         warmup = self._steps(task, state, 1 + WARMUP_STEPS)  # before LoadMeter, which would count compiler processes
         strain = LoadMeter()
         timed = self._steps(task, state, self._request.steps)
@@ -166,7 +167,7 @@ class _Bench:
             batch = task.batch(progress.step)
         else:
             batch = self._random_batch(effective_batch(training))
-        result = train_step(state, task, batch, self._plan, training, training.learning_rate / 10)
+        result = train_step(state, task, batch, training.learning_rate / 10)
         progress.step += 1
         return result
 
@@ -175,23 +176,23 @@ class _Bench:
         for _ in range(steps):
             start = time.perf_counter()
             outcome = self._step(task, state)
-            synchronize(self._plan.device)
+            synchronize(self._execution.device)
             seconds.append(time.perf_counter() - start)
             losses.append(outcome.loss_sum / outcome.targets)
             tokens.append(outcome.tokens)
         return {"step_seconds": seconds, "losses": losses, "tokens": tokens}
 
     def _evaluation(self, task: Task, corpus: Corpus) -> Measured:
-        batches = math.ceil(corpus.validation_tokens / (self._plan.micro_batch * corpus.example_tokens))
+        batches = math.ceil(corpus.validation_tokens / (self._execution.micro_batch * corpus.example_tokens))
         limit = self._config.training.eval_batches
         batches = batches if limit is None else min(batches, limit)
         timed = min(batches, MAX_TIMED_BATCHES)
-        evaluate(task.evaluator, self._plan, 1)  # compiles
+        evaluate(task.evaluator, self._execution, 1)  # compiles
         start = time.perf_counter()
-        metrics = evaluate_batches(task.evaluator, self._plan, timed)
+        metrics = evaluate_batches(task.evaluator, self._execution, timed)
         seconds = (time.perf_counter() - start) * batches / timed
         start = time.perf_counter()
-        ranked = rank_sample(task.evaluator, self._plan)
+        ranked = rank_sample(task.evaluator, self._execution)
         seconds += time.perf_counter() - start
         return {"evaluation_seconds": seconds, "validation": {**(metrics or {}), **ranked}}
 

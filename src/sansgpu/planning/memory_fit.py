@@ -8,14 +8,14 @@ from typing import Literal
 
 from sansgpu.config import Config, ConfigError, change_config
 from sansgpu.machine.address_space import address_space_limit
-from sansgpu.machine.memory import Execution, Memory, effective_batch, micro_batch_choices, micro_batches_per_rank
+from sansgpu.machine.execution import Execution
+from sansgpu.machine.memory import Memory, effective_batch, micro_batch_choices, micro_batches_per_rank
 from sansgpu.machine.probe import has_native_bf16, memory_limit
 from sansgpu.models.costing import FULL
 from sansgpu.tasks.registry import task_of
 
 Shortage = Literal["refuse", "begin", "report"]
 
-MARGIN = 1.05  # the estimate is within a few per cent of measurements, and other programs' memory changes
 PARTS = (2, 4, 8)  # divisors to try
 MIN_WINDOW = 32
 OUTSIDE_BLOCKS = ("embedding", "positions", "head")
@@ -38,46 +38,41 @@ class ConfigChange:
         return f"{' '.join(self.settings)} ({self.memory.least / 1e9:.1f} GB; {self.cost})"
 
 
-def estimate_memory(config: Config, how: Execution, layers: int | None = None) -> Memory:
-    """Estimates one process's memory. Sets `how.accumulation` to match its micro-batch."""
+def estimate_memory(config: Config, execution: Execution, layers: int | None = None) -> Memory:
+    """Estimates one process's memory. Sets `execution.accumulation` to match its micro-batch."""
     training = config.training
-    accumulation = micro_batches_per_rank(training, how.micro_batch, how.world_size)
-    if how.world_size > 1 and training.gradient_reduction == "fp32":
+    accumulation = micro_batches_per_rank(training, execution.micro_batch, execution.world_size)
+    if execution.world_size > 1 and training.gradient_reduction == "fp32":
         accumulation = max(2, accumulation)  # gradients are reduced in fp32, as with accumulation
     costs = task_of(config).costs(config)
     shallow = costs if layers is None else costs.with_layers(layers)
-    memory = shallow.memory(replace(how, accumulation=accumulation))
-    if how.world_size == 1:
+    memory = shallow.memory(replace(execution, accumulation=accumulation))
+    if execution.world_size == 1:
         return memory
     memory = replace(memory, gradients=2 * memory.gradients)  # the buckets to reduce are copies; measured
     if training.sharding == "none":
         return memory
-    return _sharded_memory(memory, costs.parameters(), training.sharding, how)
+    return _sharded_memory(memory, costs.parameters(), training.sharding, execution)
 
 
-def _sharded_memory(memory: Memory, parts: dict[str, int], sharding: str, how: Execution) -> Memory:
+def _sharded_memory(memory: Memory, parts: dict[str, int], sharding: str, execution: Execution) -> Memory:
     """Returns the memory if each rank holds its shard of fp32 weights and moments, and no copy of a snapshot."""
-    ranks, weights, gradients = how.world_size, memory.weights, memory.gradients
+    ranks, weights, gradients = execution.world_size, memory.weights, memory.gradients
     if sharding == "full":
         blocks = sum(numbers for part, numbers in parts.items() if part not in OUTSIDE_BLOCKS)
         sharded_ratio = blocks / max(1, sum(parts.values()))
         gradients -= int(sharded_ratio * gradients / 2 * (1 - 1 / ranks))
         weights -= int(sharded_ratio * weights * (1 - 1 / ranks))
         weights += FULL * sum(parts.values())  # the model is built whole, and that memory is not returned; measured
-    elif how.precision == "bf16":
+    elif execution.precision == "bf16":
         masters = FULL * parts.get("adapter", sum(parts.values()))
         weights -= int(masters * (1 - 1 / ranks))
     return replace(memory, weights=weights, gradients=gradients, optimizer=memory.optimizer // ranks, snapshot=0)
 
 
-def fits(memory: Memory, available: int) -> bool:
-    """Returns whether a run fits. The copy of a snapshot is not counted, because saving works without it."""
-    return memory.least * MARGIN <= available
-
-
 def fitting_micro_batches(
     config: Config,
-    how: Execution,
+    execution: Execution,
     available: int,
     shortage: Shortage,
     warn: Callable[[str], None],
@@ -87,68 +82,70 @@ def fitting_micro_batches(
     If none fits: `refuse` raises ConfigError with changes that would fit; `begin` returns the largest fraction of the
     smallest size that fits, or 1; `report` returns the smallest size.
     """
-    choices = micro_batch_choices(config.training, config.window, how.world_size)
-    fitting = [size for size in choices if fits(estimate_memory(config, replace(how, micro_batch=size)), available)]
-    if fitting:
-        return fitting
+    choices = micro_batch_choices(config.training, config.window, execution.world_size)
+
+    def fitting(sizes: list[int]) -> list[int]:
+        return [s for s in sizes if estimate_memory(config, replace(execution, micro_batch=s)).fits(available)]
+
+    if found := fitting(choices):
+        return found
     if shortage == "report":
         return choices[:1]
-    needed = estimate_memory(config, replace(how, micro_batch=choices[0]))
+    needed = estimate_memory(config, replace(execution, micro_batch=choices[0]))
     short = f"the run needs about {needed.least / 1e9:.1f} GB of memory, but {available / 1e9:.1f} GB are available"
     if (limit := address_space_limit()) is not None and limit == memory_limit():
         short += f" within `ulimit -v` ({limit / 1e9:.1f} GB, including libraries and threads)"
     if shortage == "refuse":
-        changes = "; or ".join(str(change) for change in changes_that_fit(config, how, available))
+        changes = "; or ".join(str(change) for change in changes_that_fit(config, execution, available))
         remedy = f"it fits with {changes}" if changes else "choose a much smaller model"
         raise ConfigError(f"{short}; {remedy}; --force starts it anyway.")
     parts = [size for size in _halves(choices[0]) if size < choices[0]]
-    sizes = [s for s in parts if fits(estimate_memory(config, replace(how, micro_batch=s)), available)]
-    size = (sizes or [min(parts, default=choices[0])])[0]
+    size = (fitting(parts) or [min(parts, default=choices[0])])[0]
     warn(f"{short}; starting anyway, with micro-batches of {size} and the same effective batch size.")
     return [size]
 
 
-def changes_that_fit(config: Config, how: Execution, available: int) -> list[ConfigChange]:
+def changes_that_fit(config: Config, execution: Execution, available: int) -> list[ConfigChange]:
     """Returns up to three changes that each make the run fit, cheapest first, or else one combined change."""
     found: list[ConfigChange] = []
     for kind in CHANGES:
-        changes = (_change(config, how, settings, cost) for settings, cost in kind(config, how))
-        if change := next((c for c in changes if c is not None and fits(c.memory, available)), None):
+        changes = (_change(config, execution, settings, cost) for settings, cost in kind(config, execution))
+        if change := next((c for c in changes if c is not None and c.memory.fits(available)), None):
             found.append(change)
-    return found[:MAX_CHANGES] or _combine(config, how, available)
+    return found[:MAX_CHANGES] or _combine(config, execution, available)
 
 
-def _combine(config: Config, how: Execution, available: int) -> list[ConfigChange]:
+def _combine(config: Config, execution: Execution, available: int) -> list[ConfigChange]:
     """Combines kinds of changes, each to its maximum, until the run fits, then drops those that are not needed."""
     parts: list[Option] = []
     for kind in CHANGES:
         furthest: Option | None = None
-        for option in kind(change_config(config, _merged(parts)), how):
-            change = _combined(config, how, [*parts, option])
+        for option in kind(change_config(config, _merged(parts)), execution):
+            change = _combined(config, execution, [*parts, option])
             if change is None:
                 continue
             furthest = option
-            if fits(change.memory, available):
-                return [_without_needless(config, how, available, [*parts, option])]
+            if change.memory.fits(available):
+                return [_without_needless(config, execution, available, [*parts, option])]
         if furthest:
             parts.append(furthest)
     return []
 
 
-def _without_needless(config: Config, how: Execution, available: int, parts: list[Option]) -> ConfigChange:
+def _without_needless(config: Config, execution: Execution, available: int, parts: list[Option]) -> ConfigChange:
     for part in reversed(parts[:-1]):
         fewer = [other for other in parts if other is not part]
-        change, changed = _combined(config, how, fewer), change_config(config, _merged(fewer))
+        change, changed = _combined(config, execution, fewer), change_config(config, _merged(fewer))
         same_step = _step_tokens(changed) == _step_tokens(config)
-        if change and same_step and fits(change.memory, available):
+        if change and same_step and change.memory.fits(available):
             parts = fewer
-    change = _combined(config, how, parts)
+    change = _combined(config, execution, parts)
     assert change is not None
     return change
 
 
-def _combined(config: Config, how: Execution, parts: list[Option]) -> ConfigChange | None:
-    return _change(config, how, _merged(parts), "; ".join(dict.fromkeys(cost for _, cost in parts)))
+def _combined(config: Config, execution: Execution, parts: list[Option]) -> ConfigChange | None:
+    return _change(config, execution, _merged(parts), "; ".join(dict.fromkeys(cost for _, cost in parts)))
 
 
 def _merged(parts: list[Option]) -> tuple[str, ...]:
@@ -160,24 +157,24 @@ def _step_tokens(config: Config) -> int:
     return effective_batch(config.training) * config.window
 
 
-def _change(config: Config, how: Execution, settings: tuple[str, ...], cost: str) -> ConfigChange | None:
+def _change(config: Config, execution: Execution, settings: tuple[str, ...], cost: str) -> ConfigChange | None:
     try:
         changed = change_config(config, settings)
     except ConfigError:  # the model's shape does not allow it
         return None
     training = changed.training
-    size = micro_batch_choices(training, changed.window, how.world_size)[0]
-    precision = how.precision if training.wanted_precision == "auto" else training.wanted_precision
-    optimizer = how.optimizer if training.optimizer == "auto" else training.optimizer
-    how = replace(how, micro_batch=size, precision=precision, optimizer=optimizer)
-    memory = estimate_memory(changed, how)
+    size = micro_batch_choices(training, changed.window, execution.world_size)[0]
+    precision = execution.precision if training.wanted_precision == "auto" else training.wanted_precision
+    optimizer = execution.optimizer if training.optimizer == "auto" else training.optimizer
+    execution = replace(execution, micro_batch=size, precision=precision, optimizer=optimizer)
+    memory = estimate_memory(changed, execution)
     if FEWER in cost:
         now, then = (sum(task_of(c).costs(c).parameters().values()) / 1e6 for c in (config, changed))
         cost = cost.replace(FEWER, f"{then:.0f}M parameters instead of {now:.0f}M")
     return ConfigChange(settings, cost, memory)
 
 
-def _smaller_pieces(config: Config, how: Execution) -> Options:
+def _smaller_pieces(config: Config, execution: Execution) -> Options:
     if config.training.batch_size == "auto":
         return
     batch = effective_batch(config.training)
@@ -187,44 +184,44 @@ def _smaller_pieces(config: Config, how: Execution) -> Options:
             yield settings, "same effective batch size, a few per cent slower"
 
 
-def _bf16(config: Config, how: Execution) -> Options:
-    if how.precision == "fp32" and has_native_bf16():
+def _bf16(config: Config, execution: Execution) -> Options:
+    if execution.precision == "fp32" and has_native_bf16():
         yield ("training.precision=bf16",), "matrix products in bf16, faster on this CPU"
 
 
-def _sharded(config: Config, how: Execution) -> Options:
+def _sharded(config: Config, execution: Execution) -> Options:
     training = config.training
-    if how.world_size > 1 and training.sharding == "none":
+    if execution.world_size > 1 and training.sharding == "none":
         yield ("training.sharding=optimizer",), "training pauses while snapshots are written"
     plain = training.master_weights == training.optimizer_state == "fp32" and training.compile != "on"
-    if how.world_size > 1 and training.sharding != "full" and plain:
+    if execution.world_size > 1 and training.sharding != "full" and plain:
         yield ("training.sharding=full",), "every block's weights are gathered for every micro-batch"
 
 
-def _checkpointing(config: Config, how: Execution) -> Options:
+def _checkpointing(config: Config, execution: Execution) -> Options:
     if not config.model.gradient_checkpointing:
         yield ("model.gradient_checkpointing=true",), "activations are recomputed, about a third slower"
 
 
-def _muon(config: Config, how: Execution) -> Options:
-    if how.optimizer == "adamw":
+def _muon(config: Config, execution: Execution) -> Options:
+    if execution.optimizer == "adamw":
         yield ("training.optimizer=muon",), "another optimizer, which needs its own learning rate"
 
 
-def _shorter(config: Config, how: Execution) -> Options:
+def _shorter(config: Config, execution: Execution) -> Options:
     for part in PARTS:
         if (window := config.window // part) >= MIN_WINDOW:
             accumulation = config.training.gradient_accumulation_steps * part
             yield (f"data.max_length={window}", f"{KEEP_BATCH}={accumulation}"), f"a context of {window} tokens"
 
 
-def _shallower(config: Config, how: Execution) -> Options:
+def _shallower(config: Config, execution: Execution) -> Options:
     for part in PARTS:
         if config.model.n_layers >= part:
             yield (f"model.n_layers={config.model.n_layers // part}",), FEWER
 
 
-def _narrower(config: Config, how: Execution) -> Options:
+def _narrower(config: Config, execution: Execution) -> Options:
     model = config.model
     for part in PARTS:
         if not (model.d_model % part or model.n_heads % part or model.kv_heads % part):

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from sansgpu.config import PRESETS, Config, ConfigError, load_config
 from sansgpu.config.wording import truncate
-from sansgpu.machine.memory import Execution, Memory
+from sansgpu.machine.execution import Execution
+from sansgpu.machine.memory import Memory
 from sansgpu.models.formats.gguf_source import is_gguf
 from sansgpu.models.huggingface.source import base_precision, pretrained_config
-from sansgpu.planning.memory_fit import fits
 from sansgpu.tasks.registry import task_of
 from sansgpu.views.tables import MemoryOption, MemoryOptions
 
@@ -70,21 +70,21 @@ def _option(config: Config, method: str, adapter: str, precision: str, context: 
     data = config.data.model_copy(update={"max_length": context})
     config = config.model_copy(update={"model": model, "training": training, "data": data})
     needed: list[tuple[bool, Memory]] = list(_memories(config, "fp32" if adapter == "none" else "bf16"))
-    checkpointing, memory = next((pair for pair in needed if fits(pair[1], available)), needed[-1])
+    checkpointing, memory = next((pair for pair in needed if pair[1].fits(available)), needed[-1])
     return {
         "method": method,
         "base_precision": None if adapter == "none" else base_precision(model) or precision,
         "context": context,
         "needed_bytes": memory.least,
         "gradient_checkpointing": checkpointing,
-        "fits": fits(memory, available),
+        "fits": memory.fits(available),
     }
 
 
 def _memories(config: Config, precision: str) -> Iterator[tuple[bool, Memory]]:
     """Yields the memory without and with gradient checkpointing."""
-    how = Execution(1, ACCUMULATION, precision, "off", "native", "adamw")
+    execution = Execution(accumulation=ACCUMULATION, precision=precision, kernels="native")
     for checkpointing in (False, True):
         model = config.model.model_copy(update={"gradient_checkpointing": checkpointing})
         changed = config.model_copy(update={"model": model})
-        yield checkpointing, task_of(changed).costs(changed).memory(how)
+        yield checkpointing, task_of(changed).costs(changed).memory(execution)

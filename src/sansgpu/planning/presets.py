@@ -14,11 +14,11 @@ import torch
 
 from sansgpu.config import PRESETS, Config, change_config, load_config
 from sansgpu.config.wording import counted
+from sansgpu.machine.execution import Execution
 from sansgpu.machine.gemm_peak import peak_gemm_rate
-from sansgpu.machine.memory import Execution, Memory, effective_batch, micro_batch_choices, usual_micro_batch
+from sansgpu.machine.memory import MARGIN, Memory, effective_batch, micro_batch_choices, usual_micro_batch
 from sansgpu.machine.probe import cache_dir, memory_for_run, resolve_precision, resolve_threads
 from sansgpu.models.costing import COMPUTE
-from sansgpu.planning.memory_fit import MARGIN, fits
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.optim import choose_optimizer
 from sansgpu.views.tables import PresetRow, ProcessorSpeed
@@ -98,7 +98,7 @@ def _row(name: str, config: Config, processors: Sequence[Processor], available: 
         "least_memory_bytes": max(memory.least for memory in _memories(frugal, 1)),
         "recommended_memory_bytes": int(MARGIN * memory.total),
         "available_bytes": available,
-        "fits": fits(memory, available),
+        "fits": memory.fits(available),
         "optimal_tokens": tokens,
         "speeds": [_speed(processor, flops, tokens) for processor in processors],
     }
@@ -115,7 +115,7 @@ def _memories(config: Config, size: int) -> Iterator[Memory]:
     work = costs.work(batch * config.window)
     optimizer = choose_optimizer(config.training.optimizer, work.needed, work.muon)
     for precision in COMPUTE:
-        yield costs.memory(Execution(size, batch // size, precision, "off", "native", optimizer))
+        yield costs.memory(Execution(size, batch // size, precision, kernels="native", optimizer=optimizer))
 
 
 def _speed(processor: Processor, flops_per_token: float, tokens: int) -> ProcessorSpeed:

@@ -16,14 +16,12 @@ from sansgpu.config.training import require_hours
 from sansgpu.data.shards import ReportProgress
 from sansgpu.files.atomic import write_failures_as, write_text
 from sansgpu.files.ownership import require_file
-from sansgpu.planning.estimate import plan_prepared, roofline_of, step_limits
-from sansgpu.planning.forecast import forecast_of
-from sansgpu.planning.memory_fit import fits
-from sansgpu.planning.prepare import ignore_message, prepare
-from sansgpu.planning.prepared import Prepared
+from sansgpu.planning.forecast import describe_plan, forecast_of, roofline_of, step_limits
 from sansgpu.planning.presets import Processor, largest_memory
-from sansgpu.planning.set_up import Warn
+from sansgpu.planning.process import Warn
+from sansgpu.planning.resolve import ResolveOptions, ignore_message, resolve_run
 from sansgpu.tasks.registry import task_of
+from sansgpu.train.run import TrainingRun
 from sansgpu.train.scaling_law import MAX_EPOCHS, expected_bits_per_byte
 from sansgpu.views.plan_table import PlanCandidate, ProposedPlan, RunPlan, length_text
 from sansgpu.views.tables import count
@@ -75,8 +73,7 @@ def propose(
     candidates = [c for width in WIDTHS if (c := _candidate(base, width, hours, efficiencies, progress)) is not None]
     best = _best(candidates)
     config = _with_length(best, hours)
-    prepared = prepare(config, None, progress, warn, "report", timed="always")
-    plan = plan_prepared(prepared, progress)
+    plan = describe_plan(resolve_run(config, progress, warn, ResolveOptions("report", timed="always")), progress)
     _write(config, output, plan)
     rows: list[PlanCandidate] = [
         {
@@ -104,7 +101,7 @@ def propose_quickly(data: str, text_bytes: int, hours: float, processor: Process
     candidates = []
     for width in WIDTHS:
         shaped = _shape(config, width)
-        if fits(largest_memory(shaped, 1), memory):
+        if largest_memory(shaped, 1).fits(memory):
             costs = task_of(shaped).costs(shaped)
             parameters = sum(costs.parameters().values())
             speed = processor.tokens_per_second(costs.work(1).needed)
@@ -134,11 +131,11 @@ def _data_config(data: str, text_bytes: float, overrides: Sequence[str] = ()) ->
     return change_config(Config(), (f"data.dataset_name={name}", f"data.vocab_size={vocabulary}", *overrides))
 
 
-def _base(data: str, overrides: Sequence[str], progress: ReportProgress, warn: Warn) -> Prepared:
+def _base(data: str, overrides: Sequence[str], progress: ReportProgress, warn: Warn) -> TrainingRun:
     """Prepares the data with a vocabulary size that suits it."""
     file = local_path(data)
     size = file.stat().st_size if file.is_file() else 0
-    return prepare(_data_config(data, size, overrides), None, progress, warn, "report", timed="never")
+    return resolve_run(_data_config(data, size, overrides), progress, warn, ResolveOptions("report", timed="never"))
 
 
 def _shape(base: Config, width: int) -> Config:
@@ -156,12 +153,11 @@ def _shape(base: Config, width: int) -> Config:
     return change_config(base, settings)
 
 
-def _prepared(config: Config, hours: float, timed: bool, progress: ReportProgress) -> Prepared:
-    """Prepares a run of this many hours. Does not read the data again, and does not compile, which hardly matters."""
+def _resolved(config: Config, hours: float, timed: bool, progress: ReportProgress) -> TrainingRun:
+    """Resolves a run of this many hours. Does not read the data again, and does not compile, which hardly matters."""
     changed = change_config(config, [f"training.max_hours={hours}", "training.compile='off'"])
-    return prepare(
-        changed, None, progress, ignore_message, "report", data="unread", timed="always" if timed else "never"
-    )
+    options = ResolveOptions("report", data="unread", timed="always" if timed else "never")
+    return resolve_run(changed, progress, ignore_message, options)
 
 
 def _of_width(width: int, progress: ReportProgress) -> ReportProgress:
@@ -173,30 +169,30 @@ def _of_width(width: int, progress: ReportProgress) -> ReportProgress:
     return report
 
 
-def _measured_efficiency(base: Prepared, width: int, hours: float, progress: ReportProgress) -> float:
+def _measured_efficiency(base: TrainingRun, width: int, hours: float, progress: ReportProgress) -> float:
     """Returns the ratio of a step's roofline time to its measured time. Measured once and then read from the cache."""
     progress = _of_width(width, progress)
-    prepared = _prepared(_shape(base.config, width), hours, timed=True, progress=progress)
-    if prepared.timing is None:
+    run = _resolved(_shape(base.config, width), hours, timed=True, progress=progress)
+    if run.timing is None:
         return 0.5  # unused: a model too large to time here is not a candidate
-    return _limit_seconds(prepared, progress) / forecast_of(prepared).step_seconds
+    return _limit_seconds(run, progress) / forecast_of(run).step_seconds
 
 
-def _limit_seconds(prepared: Prepared, progress: ReportProgress) -> float:
-    return sum(step_limits(prepared, roofline_of(prepared, progress)).values())
+def _limit_seconds(run: TrainingRun, progress: ReportProgress) -> float:
+    return sum(step_limits(run, roofline_of(run, progress)).values())
 
 
 def _candidate(
-    base: Prepared, width: int, hours: float, efficiencies: list[tuple[int, float]], progress: ReportProgress
+    base: TrainingRun, width: int, hours: float, efficiencies: list[tuple[int, float]], progress: ReportProgress
 ) -> ProposedRun | None:
     progress = _of_width(width, progress)
     config = _shape(base.config, width)
-    prepared = _prepared(config, hours, timed=False, progress=progress)
-    if not prepared.fits:
+    run = _resolved(config, hours, timed=False, progress=progress)
+    if not run.fits:
         return None
     unique = base.corpus.train_tokens
-    speed = prepared.tokens_per_step / _limit_seconds(prepared, progress) * _interpolated(width, efficiencies)
-    return _proposed(config, sum(prepared.costs.parameters().values()), speed, hours, unique)
+    speed = run.tokens_per_step / _limit_seconds(run, progress) * _interpolated(width, efficiencies)
+    return _proposed(config, sum(run.costs.parameters().values()), speed, hours, unique)
 
 
 def _interpolated(width: int, efficiencies: list[tuple[int, float]]) -> float:

@@ -14,9 +14,9 @@ from sansgpu.machine.memory import effective_batch, micro_batch_choices
 from sansgpu.machine.probe import has_native_bf16
 from sansgpu.machine.torch_compile import missing_compiler
 from sansgpu.planning.measure import Measured, MeasureRequest, measure_in_subprocess
-from sansgpu.planning.memory_fit import estimate_memory, fits
-from sansgpu.planning.prepared import Prepared
+from sansgpu.planning.memory_fit import estimate_memory
 from sansgpu.tasks.registry import task_of
+from sansgpu.train.run import TrainingRun
 from sansgpu.views.bench import Variation
 from sansgpu.views.terminal import duration
 
@@ -66,7 +66,7 @@ def _cost(config: Config, changed: Config, key: str) -> str:
 
 def time_variations(
     chosen: Config,
-    prepared: Prepared,
+    run: TrainingRun,
     baseline: Measured,
     changes: Sequence[Change],
     seconds: float,
@@ -76,19 +76,17 @@ def time_variations(
 
     `seconds` is how long the baseline took, and so about how long each change will.
     """
-    rows = [_row("as it is", (), "", chosen, baseline, prepared)]
+    rows = [_row("as it is", (), "", chosen, baseline, run)]
     for number, (name, settings, cost) in enumerate(changes, start=1):
         progress(f"timing variation {number} of {len(changes)}, about {duration(seconds)}: {name}", 0, 0)
         try:
             changed = change_config(chosen, settings)
-            _require_memory(changed, prepared)
-            measured = measure_in_subprocess(
-                MeasureRequest(changed, WHAT_IF_STEPS, example_tokens=prepared.usual_tokens)
-            )
+            _require_memory(changed, run)
+            measured = measure_in_subprocess(MeasureRequest(changed, WHAT_IF_STEPS, example_tokens=run.usual_tokens))
         except SansGPUError as error:
             rows.append({"name": name, "set": list(settings), "gives_up": cost, "problem": str(error)})
             continue
-        rows.append(_row(name, settings, cost, changed, measured, prepared))
+        rows.append(_row(name, settings, cost, changed, measured, run))
     for row in rows[1:]:
         if "tokens_per_second" in row:
             row["speedup"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
@@ -114,24 +112,24 @@ def affordable(changes: Sequence[Change], seconds: float) -> list[Change]:
     return sorted(changes, key=lambda change: change[2] not in HARMLESS_COSTS)[:count]
 
 
-def _require_memory(config: Config, prepared: Prepared) -> None:
+def _require_memory(config: Config, run: TrainingRun) -> None:
     """Raises SansGPUError if the run does not fit into memory, where it would disturb other programs."""
     size = config.training.batch_size
     assert size != "auto"
-    memory = estimate_memory(config, replace(prepared.execution, micro_batch=size))
-    if not fits(memory, prepared.available):
+    memory = estimate_memory(config, replace(run.execution, micro_batch=size))
+    if not memory.fits(run.available):
         raise SansGPUError(
-            f"it needs {memory.least / 1e9:.1f} GB of memory, but {prepared.available / 1e9:.1f} GB are available"
+            f"it needs {memory.least / 1e9:.1f} GB of memory, but {run.available / 1e9:.1f} GB are available"
         )
 
 
 def _row(
-    name: str, settings: Sequence[str], cost: str, config: Config, measured: Measured, prepared: Prepared
+    name: str, settings: Sequence[str], cost: str, config: Config, measured: Measured, run: TrainingRun
 ) -> Variation:
     parameters = sum(task_of(config).costs(config).parameters().values())
     timed = measured["step_seconds"][-WHAT_IF_STEPS:]
     seconds = median(timed)
-    more = parameters / sum(prepared.costs.parameters().values()) - 1
+    more = parameters / sum(run.costs.parameters().values()) - 1
     if cost == FEWER:
         cost = f"{abs(more):.0%} {'more' if more > 0 else 'fewer'} parameters" if more else "as many parameters"
     return {
@@ -141,7 +139,7 @@ def _row(
         "parameters": parameters,
         "step_seconds": seconds,
         "all_step_seconds": timed,
-        "tokens_per_second": effective_batch(config.training) * min(prepared.example_tokens, config.window) / seconds,
+        "tokens_per_second": effective_batch(config.training) * min(run.example_tokens, config.window) / seconds,
         "peak_rss_bytes": measured["peak_rss_bytes"],
         "speedup": 1.0,
         "speedup_range": [1.0, 1.0],

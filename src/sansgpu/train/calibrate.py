@@ -7,25 +7,23 @@ has the run's full depth if that is quick to time and a few layers otherwise, so
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 import torch
 
-from sansgpu.config import Config, TrainingConfig, derive_seed
+from sansgpu.config import Config, derive_seed
 from sansgpu.config.wording import counted
 from sansgpu.data.batch import ExampleBatch
-from sansgpu.data.shards import ReportProgress, ignore_progress
+from sansgpu.data.shards import ReportProgress
+from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import micro_batches_per_rank
 from sansgpu.models.modules import compile_blocks
 from sansgpu.tasks.task import Objective, StepWideObjective, TaskKind
-from sansgpu.train.optim import Optimizer
 from sansgpu.train.profile import synchronize
 from sansgpu.train.state import TrainState
-from sansgpu.train.step import StepPlan
 
 SHORT, LONG = 1, 3  # depths of the models that are timed
 MAX_FULL_DEPTH_SECONDS = 1.0  # time the model at full depth if a pass is estimated to take less
@@ -56,119 +54,102 @@ class Timing:
         return asdict(self)
 
 
-def measure(
-    task: TaskKind,
-    config: Config,
-    plan: StepPlan,
-    sizes: list[int],
-    all_layers_fit: bool,
-    tokens: int | None = None,
-    progress: ReportProgress = ignore_progress,
-) -> Timing:
-    """Returns the timing of the fastest micro-batch size, compiled if `training.compile` is on.
+@dataclass(frozen=True)
+class Calibration:
+    """Times training on random batches of examples with `tokens` tokens."""
 
-    Sizes are timed in ascending order until a larger one is slower per example. `all_layers_fit` is True if memory
-    suffices for the full depth. `tokens` is the length of an example if it is shorter than the maximum.
-    """
-    layers = task.costs(config).layers
-    tried: list[Timing] = []
-    for size in sorted(sizes):
-        progress(f"timing steps with micro-batches of {counted(size, 'example')}", 0, 0)
-        tried.append(time_parts(task, config, plan, size, all_layers_fit, tokens))
-        if _seconds_per_example(layers, tried[-1]) * MARGIN > _seconds_per_example(layers, _best(layers, tried)):
-            break
-    return _best(layers, tried)
+    task: TaskKind
+    config: Config
+    execution: Execution
+    tokens: int
+    all_layers_fit: bool  # memory suffices for the model at its full depth
 
+    def fastest(self, sizes: Sequence[int], progress: ReportProgress) -> Timing:
+        """Returns the timing of the fastest micro-batch size, compiled if `training.compile` is on.
 
-def _best(layers: int, tried: list[Timing]) -> Timing:
-    """Returns the fastest timing, or the one with the smallest micro-batch among those equal within noise."""
-    best = tried[0]
-    for timing in tried[1:]:
-        if _seconds_per_example(layers, timing) < _seconds_per_example(layers, best) * MARGIN:
-            best = timing
-    return best
+        Sizes are timed in ascending order until a larger one is slower per example.
+        """
+        tried: list[Timing] = []
+        for size in sorted(sizes):
+            progress(f"timing steps with micro-batches of {counted(size, 'example')}", 0, 0)
+            tried.append(self.time_parts(size))
+            if self._seconds_per_example(tried[-1]) * MARGIN > self._seconds_per_example(self._best(tried)):
+                break
+        return self._best(tried)
 
+    def time_parts(self, size: int) -> Timing:
+        """Times one micro-batch size."""
+        short_pass, short_update = self._timed(size, SHORT)
+        full_depth = self.all_layers_fit and self._layers * short_pass < MAX_FULL_DEPTH_SECONDS
+        deep = max(LONG, self._layers) if full_depth else LONG
+        long_pass, long_update = self._timed(size, deep)
+        more = deep - SHORT
+        block, update = max(0.0, long_pass - short_pass) / more, max(0.0, long_update - short_update) / more
+        ends, update_ends = max(0.0, short_pass - SHORT * block), max(0.0, short_update - SHORT * update)
+        return Timing(size, block, ends, update, update_ends)
 
-def _seconds_per_example(layers: int, timing: Timing) -> float:
-    """Returns seconds per example without the update."""
-    return timing.pass_seconds(layers) / timing.micro_batch
+    @property
+    def _layers(self) -> int:
+        return self.task.costs(self.config).layers
 
+    def _best(self, tried: Sequence[Timing]) -> Timing:
+        """Returns the fastest timing, or the one with the smallest micro-batch among those equal within noise."""
+        best = tried[0]
+        for timing in tried[1:]:
+            if self._seconds_per_example(timing) < self._seconds_per_example(best) * MARGIN:
+                best = timing
+        return best
 
-def time_parts(
-    task: TaskKind,
-    config: Config,
-    plan: StepPlan,
-    size: int,
-    all_layers_fit: bool,
-    tokens: int | None = None,
-) -> Timing:
-    """Times one micro-batch size."""
-    short_pass, short_update = _timed(task, config, plan, size, SHORT, tokens)
-    full_depth = all_layers_fit and task.costs(config).layers * short_pass < MAX_FULL_DEPTH_SECONDS
-    deep = max(LONG, task.costs(config).layers) if full_depth else LONG
-    long_pass, long_update = _timed(task, config, plan, size, deep, tokens)
-    more = deep - SHORT
-    block, update = max(0.0, long_pass - short_pass) / more, max(0.0, long_update - short_update) / more
-    ends, update_ends = max(0.0, short_pass - SHORT * block), max(0.0, short_update - SHORT * update)
-    return Timing(size, block, ends, update, update_ends)
+    def _seconds_per_example(self, timing: Timing) -> float:
+        """Returns seconds per example without the update."""
+        return timing.pass_seconds(self._layers) / timing.micro_batch
 
-
-def _timed(
-    task: TaskKind, config: Config, plan: StepPlan, size: int, layers: int, tokens: int | None
-) -> tuple[float, float]:
-    """Returns the median seconds of a pass and of an update for a model with `layers` blocks."""
-    with _trial(task, config, plan, layers) as (trial, optimizer):
-        batch = task.random_batch(config, size, tokens).to(plan.device)
-        accumulation = micro_batches_per_rank(config.training, size)
-        optimizer.set_accumulation(accumulation > 1)
+    def _timed(self, size: int, layers: int) -> tuple[float, float]:
+        """Returns the median seconds of a pass and of an update for a model with `layers` blocks."""
+        batch = self.task.random_batch(self.config, size, self.tokens).to(self.execution.device)
+        trial = self.task.new_objective(self.config, layers)
+        if self.config.training.compile == "on":
+            compile_blocks(trial.model)
+        optimizer = TrainState.create(trial.model, self.config.training, self.execution).optimizer
+        accumulation = micro_batches_per_rank(self.config.training, size)
         passes: list[float] = []
         updates: list[float] = []
-        for number in range(1 + REPEATS):
-            first = _forward_and_backward(trial, batch, plan, config.training)
-            more = accumulation - 1  # passes that accumulate into the gradients of the first
-            rest = more * _later_pass(trial, batch, plan, config.training) if more else 0.0
+        try:
+            for number in range(1 + REPEATS):
+                with optimizer.backward_pass(accumulates=accumulation > 1):
+                    first = self._forward_and_backward(trial, batch)
+                    more = accumulation - 1  # passes that accumulate into the gradients of the first
+                    rest = more * self._later_pass(trial, batch) if more else 0.0
+                start = time.perf_counter()
+                optimizer.step(0.0, number + 1, min(1.0, 1 / (optimizer.grad_norm() + 1e-6)))
+                synchronize(self.execution.device)
+                if number:
+                    passes.append((first + rest) / accumulation)
+                    updates.append(time.perf_counter() - start)
+                if sum(passes) + sum(updates) > ENOUGH_SECONDS:
+                    break
+        finally:
+            optimizer.release_state()
+        return median(passes), median(updates)
+
+    def _later_pass(self, trial: Objective, batch: ExampleBatch) -> float:
+        """Returns the seconds of a pass after the first of its step, with its part in computing gradient caches."""
+        seconds = self._forward_and_backward(trial, batch)
+        if isinstance(trial, StepWideObjective):
             start = time.perf_counter()
-            optimizer.step(0.0, number + 1, min(1.0, 1 / (optimizer.grad_norm() + 1e-6)))
-            synchronize(plan.device)
-            if number:
-                passes.append((first + rest) / accumulation)
-                updates.append(time.perf_counter() - start)
-            if sum(passes) + sum(updates) > ENOUGH_SECONDS:
-                break
-    return median(passes), median(updates)
+            with torch.no_grad(), self.execution.autocast():
+                trial.outputs(batch)
+            synchronize(self.execution.device)
+            seconds += time.perf_counter() - start
+        return seconds
 
-
-@contextmanager
-def _trial(task: TaskKind, config: Config, plan: StepPlan, layers: int) -> Iterator[tuple[Objective, Optimizer]]:
-    trial = task.new_objective(config, layers)
-    if config.training.compile == "on":
-        compile_blocks(trial.model)
-    optimizer = TrainState.create(trial.model, config.training, plan.device, plan.compute_dtype).optimizer
-    try:
-        yield trial, optimizer
-    finally:
-        optimizer.release_state()
-
-
-def _later_pass(trial: Objective, batch: ExampleBatch, plan: StepPlan, training: TrainingConfig) -> float:
-    """Returns the seconds of a pass that is not the first of its step, with its part in computing gradient caches."""
-    seconds = _forward_and_backward(trial, batch, plan, training)
-    if isinstance(trial, StepWideObjective):
+    def _forward_and_backward(self, trial: Objective, batch: ExampleBatch) -> float:
+        """Runs one pass and returns its duration in seconds."""
         start = time.perf_counter()
-        with torch.no_grad(), plan.autocast():
-            trial.outputs(batch)
-        synchronize(plan.device)
-        seconds += time.perf_counter() - start
-    return seconds
-
-
-def _forward_and_backward(trial: Objective, batch: ExampleBatch, plan: StepPlan, training: TrainingConfig) -> float:
-    """Runs one pass and returns its duration in seconds."""
-    start = time.perf_counter()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(training.seed, "calibration"))
-        with plan.autocast():
-            loss = trial.loss(batch)
-        (loss / batch.target_count()).backward()
-    synchronize(plan.device)
-    return time.perf_counter() - start
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(self.config.training.seed, "calibration"))
+            with self.execution.autocast():
+                loss = trial.loss(batch)
+            (loss / batch.target_count()).backward()
+        synchronize(self.execution.device)
+        return time.perf_counter() - start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count, islice
@@ -9,9 +10,10 @@ from math import ceil
 
 import torch
 
-from sansgpu.config import TrainingConfig
+from sansgpu.config import derive_seed
 from sansgpu.data.shards import ReportProgress, ignore_progress
-from sansgpu.machine.memory import effective_batch
+from sansgpu.events.event import Event, finite
+from sansgpu.machine.execution import Execution
 from sansgpu.models.generation.sampling import reading
 from sansgpu.tasks.task import (
     Evaluator,
@@ -23,64 +25,98 @@ from sansgpu.tasks.task import (
     Task,
     add_sums,
 )
-from sansgpu.train.step import StepPlan
+from sansgpu.train.run import TrainingRun
+from sansgpu.train.snapshots import Metrics
+from sansgpu.train.state import TrainState
 
 
-def eval_token_ratio(
-    training: TrainingConfig, validation_tokens: int, example_tokens: float, micro_batch: int
-) -> float:
-    """Returns tokens per evaluation / tokens per step."""
-    tokens: float = validation_tokens
-    if training.eval_batches is not None:
-        tokens = min(tokens, training.eval_batches * micro_batch * example_tokens)
-    return tokens / (effective_batch(training) * example_tokens)
+class Validation:
+    """The validation of a run's steps. Each step is evaluated once, and a head is fitted to its weights once."""
+
+    def __init__(self, task: Task, run: TrainingRun, state: TrainState, progress: ReportProgress) -> None:
+        self._task, self._run, self._state, self._show = task, run, state, progress
+        self._fitted_step: int | None = None  # the step whose weights the task's head was fitted to
+        self._evaluated_step: int | None = None
+        self._metrics: Metrics | None = None  # of the evaluated step
+
+    def restore(self, metrics: Metrics | None) -> None:
+        """Takes over the metrics of the step that the run was resumed from."""
+        self._evaluated_step, self._metrics = self._state.progress.step, metrics
+
+    @property
+    def metrics(self) -> Metrics | None:
+        """The results of the current step, or None if it was not evaluated."""
+        return self._metrics if self._evaluated_step == self._state.progress.step else None
+
+    @property
+    def is_best(self) -> bool:
+        """True if the current step was evaluated and has the lowest loss so far."""
+        return self.metrics is not None and self._state.progress.best_step == self._state.progress.step
+
+    def fit_head(self) -> None:
+        """Fits a head that is not trained, so that evaluations and snapshots have that of the current weights."""
+        step = self._state.progress.step
+        if self._fitted_step != step:
+            if isinstance(self._task, FittedHead):
+                with _evaluating(self._task.model, self._run.execution):
+                    self._task.fit_head(self._run.execution.micro_batch, self._run.execution.device)
+            self._fitted_step = step
+
+    def evaluate(self, stop: Callable[[], bool]) -> Event | None:
+        """Evaluates the current step and updates the best one; returns the event.
+
+        Returns None if the step was evaluated before, or if `stop` returned True.
+        """
+        progress, training, start = self._state.progress, self._run.config.training, time.perf_counter()
+        if self.metrics is not None:
+            return None
+        self.fit_head()
+        metrics = evaluate(self._task.evaluator, self._run.execution, training.eval_batches, stop, self._show)
+        if metrics is None:
+            return None
+        self._evaluated_step, self._metrics = progress.step, finite(metrics)
+        seconds, loss = time.perf_counter() - start, self._metrics["loss"]
+        if progress.step and loss is not None and (progress.best_loss is None or loss < progress.best_loss):
+            progress.best_loss, progress.best_step = loss, progress.step  # untrained weights have no snapshot
+        event: Event = {"event": "eval", "step": progress.step, **self._metrics, "seconds": seconds}
+        has_model = self._run.execution.group.is_main and self._run.sharding != "full"
+        if training.sample_tokens and loss is not None and has_model:
+            seed = derive_seed(training.seed, "sample", progress.step)
+            with self._run.execution.autocast():
+                event["sample"] = self._task.sample(training.sample_prompt, training.sample_tokens, seed)
+        return event
 
 
 @contextmanager
-def _evaluating(model: torch.nn.Module, plan: StepPlan) -> Iterator[None]:
-    """Disables dropout and gradients, and computes in the plan's precision."""
-    with reading(model), torch.no_grad(), plan.autocast():
+def _evaluating(model: torch.nn.Module, execution: Execution) -> Iterator[None]:
+    """Disables dropout and gradients, and computes in the run's precision."""
+    with reading(model), torch.no_grad(), execution.autocast():
         yield
-
-
-def fit_head(task: Task, plan: StepPlan) -> None:
-    """Fits the head of a task that has a fitted one to the current weights."""
-    if isinstance(task, FittedHead):
-        with _evaluating(task.model, plan):
-            task.fit_head(plan.micro_batch, plan.device)
-
-
-def _batch_count(task: Evaluator, size: int, limit: int | None) -> int:
-    """Returns the number of batches to evaluate, or 0 if it is unknown."""
-    if not isinstance(task, SizedEvaluator):
-        return 0
-    every = ceil(task.validation_examples / size)
-    return every if limit is None else min(every, limit)
 
 
 def evaluate(
     task: Evaluator,
-    plan: StepPlan,
+    execution: Execution,
     batches: int | None = None,
     stop: Callable[[], bool] = lambda: False,
     progress: ReportProgress = ignore_progress,
 ) -> dict[str, float] | None:
     """Returns the task's metrics on the validation split, or on its first `batches`; None if `stop` returned True."""
-    metrics = evaluate_batches(task, plan, batches, stop, progress)
-    return None if metrics is None else metrics | rank_sample(task, plan, progress)
+    metrics = evaluate_batches(task, execution, batches, stop, progress)
+    return None if metrics is None else metrics | rank_sample(task, execution, progress)
 
 
-def rank_sample(task: Evaluator, plan: StepPlan, progress: ReportProgress = ignore_progress) -> dict[str, float]:
+def rank_sample(task: Evaluator, execution: Execution, progress: ReportProgress = ignore_progress) -> dict[str, float]:
     """Returns the metrics that a task computes on a sample of the validation split only."""
     if not isinstance(task, RankingEvaluator):
         return {}
     with reading(task.model):
-        return task.rank_sample(plan.device, plan.precision, progress)
+        return task.rank_sample(execution.device, execution.precision, progress)
 
 
 def evaluate_batches(
     task: Evaluator,
-    plan: StepPlan,
+    execution: Execution,
     batches: int | None = None,
     stop: Callable[[], bool] = lambda: False,
     progress: ReportProgress = ignore_progress,
@@ -90,10 +126,10 @@ def evaluate_batches(
     In each round every rank evaluates one batch; the sums are added up over all ranks at the end.
     """
     sums: Sums = {}
-    group = plan.group
-    with _evaluating(task.model, plan):
-        chosen = islice(task.validation_batches(plan.micro_batch), batches)
-        total = _batch_count(task, plan.micro_batch, batches)
+    group, size = execution.group, execution.micro_batch
+    with _evaluating(task.model, execution):
+        chosen = islice(task.validation_batches(size), batches)
+        total = _batch_count(task, size, batches)
         for done in count(step=group.size):
             progress("evaluating", min(done, total or done), total, "batch")
             if not (turn := list(islice(chosen, group.size))):
@@ -102,9 +138,17 @@ def evaluate_batches(
                 return None
             # In a short last round all ranks still run a forward pass, but each batch counts once.
             batch = turn[min(group.rank, len(turn) - 1)]
-            found = task.evaluate(batch.to(plan.device))
+            found = task.evaluate(batch.to(execution.device))
             if group.rank < len(turn):
                 add_sums(sums, found)
     if isinstance(task, GatheringEvaluator):
         task.gather(group.all_gather_rows)
     return task.metrics(group.all_reduce_sums(sums))
+
+
+def _batch_count(task: Evaluator, size: int, limit: int | None) -> int:
+    """Returns the number of batches to evaluate, or 0 if it is unknown."""
+    if not isinstance(task, SizedEvaluator):
+        return 0
+    every = ceil(task.validation_examples / size)
+    return every if limit is None else min(every, limit)

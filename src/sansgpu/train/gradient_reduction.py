@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from sansgpu.machine.group import Group
 from sansgpu.train.sharding import OwnedByRank
-from sansgpu.train.trained_weight import TrainedWeight
+from sansgpu.train.update_rules import TrainedWeight
 
 BUCKET_BYTES = 25 << 20  # large enough for full network throughput, small enough to start early
 _ALIGNMENT = 16  # elements: one cache line of fp32

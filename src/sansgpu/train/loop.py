@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from sansgpu.config import ConfigError, SansGPUError, derive_seed
+from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.prefetch import Prefetcher
 from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.events.controls import Controls, Request
-from sansgpu.events.event import Event, Sinks, finite, now
+from sansgpu.events.event import Sinks, now
 from sansgpu.events.jsonl import read_record
+from sansgpu.machine.group import Group
+from sansgpu.machine.interrupt import Interrupt, write_line
 from sansgpu.machine.peers import LostRankError
 from sansgpu.machine.pressure import MemoryGuard
-from sansgpu.machine.probe import Environment, available_memory, held_memory
+from sansgpu.machine.probe import available_memory, held_memory
+from sansgpu.machine.world import grace_seconds
 from sansgpu.tasks.task import Collecting, Task
 from sansgpu.train.branches import record_of
-from sansgpu.train.control import RunControl
-from sansgpu.train.evaluate import evaluate, fit_head
-from sansgpu.train.resume import Metrics, load_snapshot
+from sansgpu.train.checkpoint import Saver, load_snapshot
+from sansgpu.train.evaluate import Validation
+from sansgpu.train.run import TrainingRun
 from sansgpu.train.run_length import RunLength
 from sansgpu.train.run_log import RunLog, SystemStatistics
-from sansgpu.train.run_setup import RunSetup
-from sansgpu.train.saving import Saver
 from sansgpu.train.schedule import UNKNOWN_STEPS, learning_rate
-from sansgpu.train.snapshots import Snapshot
-from sansgpu.train.state import Progress, TrainState
-from sansgpu.train.step import PhaseTimer, StepPlan, train_step
+from sansgpu.train.snapshots import Progress, Snapshot
+from sansgpu.train.state import TrainState
+from sansgpu.train.step import train_step
 
 PAUSE_SECONDS = 0.1  # polling interval while paused
+FORWARD_SECONDS = 3.0  # within which a launcher may forward a signal that its processes already received
 
 
 @dataclass(frozen=True)
@@ -45,13 +49,20 @@ class TrainingResult:
     signal: int | None = None
 
 
+class Due(NamedTuple):
+    """What is to be done after a step."""
+
+    evaluate: bool
+    save: bool
+
+
 class Trainer:
     """Trains a task from its initial weights or from a snapshot."""
 
     def __init__(
         self,
         task: Task,
-        run: RunSetup,
+        run: TrainingRun,
         sinks: Sinks,
         controls: Controls | None = None,
         system: SystemStatistics = lambda: None,
@@ -62,47 +73,33 @@ class Trainer:
         `controls` supplies requests to save, evaluate, pause or stop; `system` supplies machine statistics. `progress`
         shows what is done between events.
         """
-        plan, training = run.plan, run.config.training
-        self._task, self._run, self._training, self._group, self._sinks = task, run, training, plan.group, sinks
-        self._state = TrainState.create(task.model, training, plan.device, plan.compute_dtype, plan.group)
+        execution = run.execution
+        self._task, self._run, self._training, self._sinks, self._show = task, run, run.config.training, sinks, progress
+        self._state = TrainState.create(task.model, self._training, execution)
         self._length = RunLength(run, self._state, sinks.warn)
         self._saver = Saver(run, self._state, task.fingerprint, sinks, self._length.elapsed_seconds)
+        self._validation = Validation(task, run, self._state, progress)
         self._log = RunLog(task, run, self._length, sinks, system)
-        self._control = RunControl(controls or Controls(), plan.group)
-        self._guard = MemoryGuard(
-            plan.micro_batch,
-            run.environment.compile == "on",
-            lambda: available_memory(plan.device),
-            lambda: held_memory(plan.device),
-            sinks.warn,
-            self._saver.release_copies,
-        )
+        self._control = RunControl(controls or Controls(), execution.group)
+        self._guard: MemoryGuard | None = None
         if run.sharding != "full":
+            available, used = (lambda: available_memory(execution.device)), (lambda: held_memory(execution.device))
+            self._guard = MemoryGuard(execution, available, used, sinks.warn, self._saver.release_copies)
             task.between_blocks(self._guard.check)
-        self._show = progress
-        self._metrics: Metrics | None = None  # results of an evaluation at the current step
-        self._head_step: int | None = None  # the step whose weights a fitted head was fitted to
 
     @property
     def _progress(self) -> Progress:
         return self._state.progress
-
-    @property
-    def _plan(self) -> StepPlan:
-        return replace(self._run.plan, micro_batch=self._guard.micro_batch)
-
-    @property
-    def _environment(self) -> Environment:
-        return replace(self._run.environment, micro_batch=self._guard.micro_batch, threads=self._log.threads)
 
     def resume(self, snapshot: Snapshot, strict: bool = False) -> None:
         """Restores the run from a snapshot.
 
         Raises ConfigError if the snapshot does not fit the model, or with `strict` if the environment differs.
         """
+        is_main = self._run.execution.group.is_main
 
         def warn(message: str) -> None:
-            if self._group.is_main:
+            if is_main:
                 self._sinks.warn(message)
 
         def differ(message: str) -> None:
@@ -110,10 +107,10 @@ class Trainer:
                 raise ConfigError(f"{message} Without --strict this is only a warning.")
             warn(message)
 
-        self._metrics = load_snapshot(self._state, snapshot, self._run, self._task.fingerprint, differ)
-        self._saver.restore(snapshot, self._metrics)
-        record = record_of(snapshot, self._run.paths)
-        events, problem = read_record(record) if self._group.is_main else ([], None)
+        metrics = load_snapshot(self._state, snapshot, self._run, self._task.fingerprint, differ)
+        self._validation.restore(metrics)
+        self._saver.restore(snapshot, metrics)
+        events, problem = read_record(record_of(snapshot, self._run.paths)) if is_main else ([], None)
         if problem:
             warn(problem)
         self._log.restore(events, snapshot.step)
@@ -124,27 +121,27 @@ class Trainer:
 
         Takes snapshots as configured and one at the end. `final/` is written unless the run was interrupted.
         """
-        training, timeout = self._training, self._run.config.data.timeout_seconds
+        training, timeout, group = self._training, self._run.config.data.timeout_seconds, self._run.execution.group
         prefetch = Prefetcher(self._batch, training.dataloader_num_workers, training.prefetch, timeout)
         self._task.model.train()
         try:
-            with self._control.interrupt, self._group.diagnosing_torch():
+            with self._control.interrupt, group.diagnosing_torch():
                 if training.eval_on_start and not self._progress.step:
                     self._evaluate(stop=self._control.is_interrupted)
-                signal = self._run_steps(prefetch)
-                if signal is None:
+                stopped_by = self._run_steps(prefetch)
+                if stopped_by is None:
                     self._evaluate()
                 self._show("saving", 0, 0)
                 if self._progress.step:  # else there is nothing to save
                     self._save()
                 self._saver.flush()
-                if signal is not None:
-                    return self._end("interrupted", signal)
+                if stopped_by is not None:
+                    return self._end("interrupted", stopped_by)
             if isinstance(self._task, Collecting):
-                self._task.collect(self._group.all_gather_object)
+                self._task.collect(group.all_gather_object)
             self._state.optimizer.release_state()
             self._show("writing the final model", 0, 0)
-            if self._group.is_main:
+            if group.is_main:
                 self._task.export(self._run.paths.final)
             return self._end("out_of_time" if self._length.is_out_of_time() else "done")
         except LostRankError:
@@ -156,129 +153,106 @@ class Trainer:
 
     def _run_steps(self, prefetch: Prefetcher) -> int | None:
         """Trains until the run is finished, or until a signal, which is returned, interrupts it."""
-        if self._progress.step:
-            self._finish_step()
-        is_first, start = True, self._progress.step
-        while (signal := self._follow_commands()) is None and not self._length.is_finished():
-            self._show_first_steps(start)
-            self._one_step(prefetch, is_first)
+        first = self._progress.step
+        if first:
+            self._do(self._due())
+        while (stopped_by := self._follow_commands()) is None and not self._length.is_finished():
+            self._show_first_steps(first)
+            # The first step of a process compiles, so its duration predicts nothing.
+            self._one_step(prefetch, is_timed=self._progress.step > first)
             self._saver.flush_if_written()
             if self._length.replan():
                 prefetch.forget()  # window lengths depend on the total number of steps
-            self._finish_step()
-            is_first = False
-        return signal
-
-    def _show_first_steps(self, start: int) -> None:
-        """Shows the steps before the first logged one, because the first step may compile for a minute."""
-        every, step = self._training.logging_steps, self._progress.step
-        logged = min(start - start % every + every if every else UNKNOWN_STEPS, self._length.total_steps)
-        if step < logged < UNKNOWN_STEPS:
-            self._show("training up to the first logged step", step - start, logged - start, "step")
+            self._do(self._due())
+        return stopped_by
 
     def _follow_commands(self) -> int | None:
         """Follows requests, waits while the run is paused, and returns the signal that ends it, or None."""
         while True:
-            command = self._control.command()
-            if command.signal is not None:
-                return command.signal
-            if self._progress.step:
-                self._finish_step(command.request)
-            if Request.PAUSE not in command.request:
+            number, request = self._control.command()
+            if number is not None:
+                return number
+            if self._progress.step and request & (Request.EVALUATE | Request.SAVE):
+                self._do(Due(Request.EVALUATE in request, Request.SAVE in request))
+            if Request.PAUSE not in request:
                 return None
             self._saver.flush_if_written()
             time.sleep(PAUSE_SECONDS)
 
-    def _batch(self, step: int) -> ExampleBatch:
-        """Returns the global batch of a step; called ahead of time by prefetch workers."""
-        batch = self._task.batch(step, self._length.total_steps)
-        pin = self._training.dataloader_pin_memory and self._run.plan.device.type == "cuda"
-        return batch.pinned() if pin else batch
-
-    def _one_step(self, prefetch: Prefetcher, is_first: bool) -> None:
-        """Trains one step. The first one of a process compiles, so its duration predicts nothing."""
-        start, phases = time.perf_counter(), PhaseTimer()
-        progress, total_steps = self._progress, self._length.total_steps
+    def _one_step(self, prefetch: Prefetcher, is_timed: bool) -> None:
+        start, progress, total_steps = time.perf_counter(), self._progress, self._length.total_steps
         lr = learning_rate(self._training, progress.step, total_steps)
         batch = prefetch(progress.step, total_steps)
-        phases.lap("data")
-        allowed = (lambda size: size) if self._run.sharding == "full" else self._guard.allowed
-        result = train_step(self._state, self._task, batch, self._plan, self._training, lr, allowed, phases)
+        data_seconds = time.perf_counter() - start
+        result = train_step(self._state, self._task, batch, lr, self._guard)
         seconds = time.perf_counter() - start
         progress.add_step(result.tokens, result.loss_sum, result.targets, result.sums)
-        if not is_first:
+        if is_timed:
             self._length.budget.record_step(seconds)
         to_log = _is_due(self._training.logging_steps, progress.step) or self._length.is_finished()
-        if not is_first or to_log:
-            self._log.add_step(seconds, result.tokens, phases)
-        self._metrics = None
+        if is_timed or to_log:
+            self._log.add_step(seconds, data_seconds, result)
         self._saver.reserve_copies()
         if to_log:
             self._log.emit_step(progress, result, lr)
 
-    def _finish_step(self, request: Request = Request.NONE) -> None:
-        """Evaluates and saves if due or requested. An evaluation that an interrupt cuts short is repeated on resume."""
-        step, training, start = self._progress.step, self._training, time.perf_counter()
-        is_last, has_metrics = (
-            self._length.is_finished(),
-            self._metrics is not None,
-        )  # a resumed run has those of its snapshot
-        to_evaluate = is_last or _is_due(training.eval_steps, step) or Request.EVALUATE in request
-        if to_evaluate:
-            self._evaluate(stop=self._control.is_interrupted)
-            if self._metrics is None:
-                return
-        is_best = self._metrics is not None and self._progress.best_step == step
-        to_save = is_best or is_last or _is_due(training.save_steps, step) or Request.SAVE in request
+    def _due(self) -> Due:
+        """Returns what the configuration demands after the current step."""
+        training, step, is_last = self._training, self._progress.step, self._length.is_finished()
+        return Due(is_last or _is_due(training.eval_steps, step), is_last or _is_due(training.save_steps, step))
+
+    def _do(self, due: Due) -> None:
+        """Evaluates and saves the current step, and also saves the best one.
+
+        If an interrupt ends the evaluation, nothing is saved, and the step is evaluated on resume.
+        """
+        start = time.perf_counter()
+        is_new = due.evaluate and self._evaluate(stop=self._control.is_interrupted)
+        if due.evaluate and self._validation.metrics is None:
+            return
+        to_save = due.save or self._validation.is_best
         if to_save:
             self._save()
-        if to_evaluate and not has_metrics:
+        if is_new:
             self._length.budget.record_evaluation(time.perf_counter() - start)
         elif to_save:
             self._length.budget.record_save(time.perf_counter() - start)
 
-    def _evaluate(self, stop: Callable[[], bool] = lambda: False) -> None:
-        """Evaluates the current step unless it was already evaluated, and updates the best step."""
-        if self._metrics is not None:
-            return
-        progress, training, start = self._progress, self._training, time.perf_counter()
-        self._fit_head()
-        self._metrics = finite(evaluate(self._task.evaluator, self._plan, training.eval_batches, stop, self._show))
-        if self._metrics is None:
-            return
-        seconds, loss = time.perf_counter() - start, self._metrics["loss"]
-        event: Event = {"event": "eval", "step": progress.step, **self._metrics, "seconds": seconds}
-        if training.sample_tokens and loss is not None and self._group.is_main and self._run.sharding != "full":
-            seed = derive_seed(training.seed, "sample", progress.step)
-            with self._plan.autocast():
-                event["sample"] = self._task.sample(training.sample_prompt, training.sample_tokens, seed)
-        self._log.emit(event)
-        if not progress.step:
-            return  # there is no snapshot of untrained weights that could be the best one
-        if loss is not None and (progress.best_loss is None or loss < progress.best_loss):
-            progress.best_loss, progress.best_step = loss, progress.step
-
-    def _fit_head(self) -> None:
-        """Fits a head that is not trained, so that evaluations and snapshots have that of the current weights."""
-        if self._head_step != self._progress.step:
-            fit_head(self._task, self._plan)
-            self._head_step = self._progress.step
+    def _evaluate(self, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Evaluates the current step unless that was done; returns whether there is a new result."""
+        event = self._validation.evaluate(stop)
+        if event is not None:
+            self._log.emit(event)
+        return event is not None
 
     def _save(self) -> None:
-        self._fit_head()
-        self._saver.save(self._metrics, self._environment, is_last=self._length.is_finished())
+        self._validation.fit_head()
+        self._saver.save(self._validation.metrics, is_last=self._length.is_finished())
+
+    def _show_first_steps(self, first: int) -> None:
+        """Shows the steps before the first logged one, because the first step may compile for a minute."""
+        every, step = self._training.logging_steps, self._progress.step
+        logged = min(first - first % every + every if every else UNKNOWN_STEPS, self._length.total_steps)
+        if step < logged < UNKNOWN_STEPS:
+            self._show("training up to the first logged step", step - first, logged - first, "step")
+
+    def _batch(self, step: int) -> ExampleBatch:
+        """Returns the global batch of a step; called ahead of time by prefetch workers."""
+        batch = self._task.batch(step, self._length.total_steps)
+        pin = self._training.dataloader_pin_memory and self._run.execution.device.type == "cuda"
+        return batch.pinned() if pin else batch
 
     def _rescue(self) -> None:
         """Saves the last completed step after another rank was lost, if this process has the complete state."""
-        if self._group.is_main and self._run.sharding == "none" and self._progress.step:
+        if self._run.execution.group.is_main and self._run.sharding == "none" and self._progress.step:
             try:
                 self._save()
                 self._saver.flush()
             except SansGPUError as error:  # only a warning: the loss of the rank is the error to report
                 self._sinks.warn(str(error))
 
-    def _end(self, reason: str, signal: int | None = None) -> TrainingResult:
-        end = TrainingResult(self._run.paths.root, reason, self._progress.step, self._saver.newest, signal)
+    def _end(self, reason: str, stopped_by: int | None = None) -> TrainingResult:
+        end = TrainingResult(self._run.paths.root, reason, self._progress.step, self._saver.newest, stopped_by)
         name = end.snapshot.folder.name if end.snapshot else None
         event = {"event": "end", "step": end.step, "time": now(), "reason": reason}
         self._sinks.emit({**event, "seconds": self._length.elapsed_seconds(), "snapshot": name})
@@ -288,3 +262,35 @@ class Trainer:
 def _is_due(every: int, step: int) -> bool:
     """Returns whether something that happens after every `every` steps, or never if 0, is due after `step`."""
     return every > 0 and step % every == 0
+
+
+class RunControl:
+    """Agrees on one command for all ranks: a signal to any of them, or a request to rank 0."""
+
+    def __init__(self, controls: Controls, group: Group) -> None:
+        self._controls, self._group = controls, group
+
+        def say(message: str) -> None:
+            if group.is_main:
+                write_line(message)
+
+        self.interrupt = Interrupt(
+            grace_seconds(),
+            FORWARD_SECONDS if group.size > 1 else 0.0,
+            say,
+            lambda message: (controls.on_signal or say)(message),
+            lambda: controls.on_exit(),
+        )
+
+    def command(self) -> tuple[int | None, Request]:
+        """Returns the signal that ends the run, or None, and the requests; all ranks must call it."""
+        request = self._controls.take() if self._group.is_main else Request.NONE
+        number, flags = map(int, self._group.all_reduce_maxima([self.interrupt.signal or 0, request]))
+        request = Request(flags)
+        if not number and Request.STOP in request:
+            number = signal.SIGINT
+        return number or None, request
+
+    def is_interrupted(self) -> bool:
+        """Returns whether this rank received a signal."""
+        return self.interrupt.signal is not None

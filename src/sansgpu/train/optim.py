@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from torch.profiler import record_function
 
 from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.kernels.update import global_norm
 from sansgpu.machine.group import SINGLE_PROCESS, Group
 from sansgpu.train.gradient_reduction import Reducer
-from sansgpu.train.parameter_groups import parameter_groups
 from sansgpu.train.sharding import (
     REPLICATED,
     OwnedByRank,
@@ -23,12 +26,13 @@ from sansgpu.train.sharding import (
     register_gradient_hooks,
     shard_blocks,
 )
-from sansgpu.train.trained_weight import TrainedWeight, UpdateStep
-from sansgpu.train.update_rules import rule_for
+from sansgpu.train.update_rules import TrainedWeight, UpdateStep, rule_for
 
 MUON_MAX_TIME_RATIO = 0.1  # `auto` chooses Muon if orthogonalization takes less than this share of a step
 MUON_RELATIVE_FLOP_COST = 0.6  # seconds per Muon FLOP / seconds per step FLOP; measured, as Muon is all large matmuls
 PROFILED_AS = "sansgpu update"  # the profiler's name for the gradient norm and the update
+
+Named = list[tuple[str, nn.Parameter]]
 
 
 class Optimizer:
@@ -108,12 +112,27 @@ class Optimizer:
         weight.hook = parameter.register_post_accumulate_grad_hook(weight.gather)
         parameter.gradient_sum = weight  # type: ignore[attr-defined]  # see kernels.gradient_sum
 
-    def mark_last_backward(self) -> None:
-        """Announces this rank's last backward pass of the step, so that the all-reduce may overlap with it."""
-        if self._reducer is not None and self._sharding != "full":
+    @contextmanager
+    def backward_pass(self, accumulates: bool, is_last: bool = False) -> Iterator[None]:
+        """Collects the gradients of the backward passes inside it, which belong to one micro-batch of a step.
+
+        `accumulates` is True if the step has several micro-batches. Sums are then fp32 from the first one on, because
+        changing the dtype later would fragment the heap, and matmuls add to them in place. During this rank's last
+        micro-batch of the step, the all-reduce may overlap with the backward pass.
+        """
+        if is_last and self._reducer is not None and self._sharding != "full":
             # All ranks must start collectives in the same order. With fully_shard, which also reduces during backward,
             # the order would differ on a rank that does not use some weight.
             self._reducer.open()
+        self._set_summed(accumulates)
+        try:
+            yield
+        finally:
+            self._set_summed(False)  # other gradients, as of a custom loss, are no part of the sums
+
+    def _set_summed(self, summed: bool) -> None:
+        for weight in self.weights:
+            weight.summed = summed
 
     def reduce(self) -> None:
         """Sums the gradients over all ranks.
@@ -131,15 +150,6 @@ class Optimizer:
             if unused.get(weight.name) == self._group.size:
                 weight.gradient = None
             weight.used = False
-
-    def set_accumulation(self, summed: bool) -> None:
-        """Announces whether the next backward passes are of a step that accumulates several micro-batches.
-
-        Sums are then fp32 from the first one on, because changing the dtype later would fragment the heap, and matmuls
-        add to them in place.
-        """
-        for weight in self.weights:
-            weight.summed = summed
 
     @record_function(PROFILED_AS)
     def grad_norm(self) -> float:
@@ -235,3 +245,41 @@ def choose_optimizer(configured: str, step_flops: float, muon_flops: float) -> s
         return configured
     cost = muon_flops * MUON_RELATIVE_FLOP_COST
     return "muon" if cost < MUON_MAX_TIME_RATIO * (step_flops + cost) else "adamw"
+
+
+@dataclass(frozen=True)
+class ParameterGroups:
+    """The trained parameters of a model by role; a tied parameter is in one group only."""
+
+    matrices: Named  # linear weights (outputs, inputs), or stacks (experts, outputs, inputs): decayed, may use Muon
+    filters: Named  # convolution filters: decayed, never Muon
+    others: Named  # embeddings, output head, norms and biases: not decayed
+
+
+def parameter_groups(model: nn.Module) -> ParameterGroups:
+    """Groups the trained parameters by the role of their modules; each group is in the model's order.
+
+    In transformers, mixture-of-experts models stack the matrices of all experts in parameters (experts, outputs,
+    inputs) of a module whose class name contains `Experts`.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: getattr(model, "head", None))()
+    tables = {
+        id(m.weight) for m in model.modules() if (isinstance(m, nn.Embedding) or m is head) and hasattr(m, "weight")
+    }
+    matrices: set[int] = set()
+    filters: set[int] = set()
+    for module in model.modules():
+        experts = "Experts" in type(module).__name__
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in tables or parameter.ndim < 2:
+                continue
+            if name == "weight" and (isinstance(module, _ConvNd) or parameter.ndim > 3):
+                filters.add(id(parameter))
+            elif name == "weight" or (experts and parameter.ndim == 3):
+                matrices.add(id(parameter))
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return ParameterGroups(
+        [(name, p) for name, p in trained if id(p) in matrices],
+        [(name, p) for name, p in trained if id(p) in filters],
+        [(name, p) for name, p in trained if id(p) not in matrices | filters],
+    )

@@ -1,26 +1,157 @@
-"""The number of steps of a run, which a time-limited run adapts to the time left."""
+"""The number of steps of a run, and its time budget, to which a time-limited run adapts it."""
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 
+from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.config.wording import counted
 from sansgpu.events.event import Event
-from sansgpu.train.budget import Budget
-from sansgpu.train.run_setup import RunSetup
-from sansgpu.train.state import Progress, TrainState
+from sansgpu.train.run import TrainingRun
+from sansgpu.train.snapshots import Progress
+from sansgpu.train.state import TrainState
 
+FIRST_STEPS = 25  # re-plan after every step until this many were timed
+RECENT_STEPS = 100  # steps whose mean duration predicts that of future steps
+DISK_BYTES_PER_SECOND = 100e6  # assumed rate of hashing and writing the last snapshot and the export; slow for a disk
+MARGIN_RATIO, MARGIN_SECONDS = 0.01, 1.0  # reserve for the unforeseen: a share of the total budget, plus seconds
+# Extra time of the first evaluation, which compiles: seconds, and at most this share of the total budget.
+FIRST_EVALUATION_SECONDS, FIRST_EVALUATION_RATIO = 10.0, 0.03
+EVALUATED_IN_A_STEP = 3.0  # evaluation throughput / training throughput, in tokens
+MIN_USEFUL_RATIO = 0.05  # a finished run continues if more than this share of the budget is left
 EARLY_END_RATIO = 0.2  # warn if the run would end with more than this share of its time budget unused
+REPLAN_RATIO, REPLAN_LEFT_RATIO = 0.02, 0.2  # re-plan after this share of the total, or of the remaining, budget
+
+
+def finish_time(until: str, now: datetime) -> datetime:
+    """Returns the next occurrence of a clock time such as `07:00`, or the given date and time.
+
+    Raises ConfigError if the date and time are in the past.
+    """
+    if "T" not in until:
+        clock = datetime.strptime(until, "%H:%M")
+        today = now.replace(hour=clock.hour, minute=clock.minute, second=0, microsecond=0)
+        return today if today > now else today + timedelta(days=1)
+    finish = datetime.fromisoformat(until)
+    if finish <= now:
+        raise ConfigError(f"training.until is {until}, which is in the past; give a later time with --until.")
+    return finish
+
+
+@dataclass
+class Budget:
+    """Estimates how many steps fit into the remaining time; estimates are revised as the run goes on.
+
+    `elapsed` returns the seconds the run has taken, including its earlier processes.
+    """
+
+    training: TrainingConfig
+    elapsed: Callable[[], float]
+    validation_share: float  # tokens per evaluation / tokens per step
+    snapshot_bytes: int
+    export_bytes: int
+    wall_clock: Callable[[], datetime] = datetime.now
+    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    _evaluation_seconds: float | None = None
+    _save_seconds: float = 0.0
+    _planned_at: float = float("-inf")
+    _total: float | None = None
+
+    def seconds_left(self) -> float:
+        """Returns the remaining time, infinite without a time limit."""
+        limits = [float("inf")]
+        if self.training.max_hours is not None:
+            limits.append(self.training.max_hours * 3600 - self.elapsed())
+        if self.training.until is not None:
+            limits.append((datetime.fromisoformat(self.training.until) - self.wall_clock()).total_seconds())
+        return min(limits)
+
+    def record_step(self, seconds: float) -> None:
+        """Records the duration of a step. The first step of a process is excluded because it compiles."""
+        self._steps.append(seconds)
+
+    def record_evaluation(self, seconds: float) -> None:
+        """Records how long the loop waited for an evaluation, its sample and its snapshot."""
+        self._evaluation_seconds = seconds
+
+    def record_save(self, seconds: float) -> None:
+        """Records how long the loop waited for a snapshot."""
+        self._save_seconds = seconds
+
+    def steps_left(self, done: int) -> int | None:
+        """Returns how many steps after the first `done` fit into the remaining time, or None if no step was timed yet.
+
+        The estimate includes the evaluations and snapshots due from step `done` on, and the final ones with the export.
+        """
+        left = self.seconds_left()
+        if self._total is None:
+            self._total = left
+        self._planned_at = self.elapsed()
+        if left <= 0:
+            return 0
+        if not self._steps:
+            return None
+        usable, step = left - self._reserve(), self._step()
+        if usable < 0:
+            return 0
+        return bisect_right(range(int(usable / step) + 1), usable, key=lambda n: n * step + self._pauses(done, n)) - 1
+
+    def idle_ratio(self, steps: int) -> float:
+        """Returns the share of the total budget that would be unused after `steps` more steps."""
+        spare = self.seconds_left() - self._reserve() - steps * self._step()
+        return spare / self._total if self._total and spare > 0 else 0.0
+
+    def worth_more(self) -> bool:
+        """Returns whether the remaining time is enough to continue a finished run."""
+        hours = self.training.max_hours or 0.0
+        return self.seconds_left() > 2 * self._reserve() + MIN_USEFUL_RATIO * hours * 3600
+
+    def should_replan(self) -> bool:
+        """Returns whether to re-plan the number of steps now: often at the start and near the end."""
+        if not self.training.time_limited:
+            return False
+        if self._total is None or len(self._steps) < FIRST_STEPS:
+            return True
+        wait = min(REPLAN_RATIO * self._total, REPLAN_LEFT_RATIO * max(0.0, self.seconds_left() - self._reserve()))
+        return self.elapsed() - self._planned_at >= wait
+
+    def _step(self) -> float:
+        return sum(self._steps) / max(1, len(self._steps))
+
+    def _pauses(self, done: int, more: int) -> float:
+        """Returns seconds of evaluations and snapshots after steps `done` to `done + more - 1`."""
+        training = self.training
+        pauses = ((training.eval_steps, self._evaluation()), (training.save_steps, self._save_seconds))
+        return sum(seconds * ((done + more - 1) // n - (done - 1) // n) for n, seconds in pauses if n)
+
+    def _reserve(self) -> float:
+        """Returns the seconds to keep free for the final evaluation, snapshot and export, plus a margin."""
+        margin = MARGIN_RATIO * (self._total or 0.0) + MARGIN_SECONDS
+        if self._evaluation_seconds is None:
+            margin += min(FIRST_EVALUATION_SECONDS, FIRST_EVALUATION_RATIO * (self._total or 0.0))
+        # The last snapshot waits for one that is still being written.
+        snapshots = 2 if self.training.save_steps or self.training.eval_steps else 1
+        written = snapshots * self.snapshot_bytes + self.export_bytes
+        return self._evaluation() + written / DISK_BYTES_PER_SECOND + margin
+
+    def _evaluation(self) -> float:
+        if self._evaluation_seconds is not None:
+            return self._evaluation_seconds
+        return self._step() * self.validation_share / EVALUATED_IN_A_STEP
 
 
 class RunLength:
     """The run's `total_steps`, the time it has taken and the `budget` of the time left."""
 
-    def __init__(self, run: RunSetup, state: TrainState, warn: Callable[[str], None]) -> None:
+    def __init__(self, run: TrainingRun, state: TrainState, warn: Callable[[str], None]) -> None:
         self.total_steps = run.total_steps
         self._run, self._state, self._warn = run, state, warn
-        self._training, self._group = run.config.training, run.plan.group
+        self._training, self._group = run.config.training, run.execution.group
         self._earlier_seconds = 0.0  # taken by the run's earlier processes
         self._warned = False
         weights, moments = (sum(t.nbytes for t in tensors.values()) for tensors in (state.weights(), state.moments()))

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from sansgpu.events.event import Event, Sinks, finite
 from sansgpu.machine.cached_measurement import BUSY_CORES
 from sansgpu.machine.gemm_peak import flops_utilization
-from sansgpu.machine.probe import Environment
+from sansgpu.machine.probe import resolve_threads
 from sansgpu.machine.usage import Usage
 from sansgpu.tasks.task import Task
 from sansgpu.train.health import Health
+from sansgpu.train.run import TrainingRun
 from sansgpu.train.run_length import RunLength
-from sansgpu.train.run_setup import RunSetup
 from sansgpu.train.schedule import UNKNOWN_STEPS
-from sansgpu.train.state import Progress
-from sansgpu.train.step import PHASES, PhaseTimer, StepResult
-from sansgpu.train.threads import AdaptiveThreads
+from sansgpu.train.snapshots import Progress
+from sansgpu.train.step import PHASES, StepResult
 
+AGREEING_EVENTS = 2  # consecutive step events that must call for the same number of threads, as one may be an accident
 MAX_REPEATS = 3  # each new measurement of the GEMM rate takes tenths of a second
 
 SystemStatistics = Callable[[], dict[str, Any] | None]  # returns machine statistics since its last call
@@ -27,37 +29,33 @@ SystemStatistics = Callable[[], dict[str, Any] | None]  # returns machine statis
 class RunLog:
     """Emits step and evaluation events, each followed by warnings about the run's health.
 
-    Step events may also change the number of compute `threads`.
+    Step events may also change the number of compute threads.
     """
 
     def __init__(
-        self, task: Task, run: RunSetup, length: RunLength, sinks: Sinks, system: SystemStatistics = lambda: None
+        self, task: Task, run: TrainingRun, length: RunLength, sinks: Sinks, system: SystemStatistics = lambda: None
     ) -> None:
         self._run, self._length, self._sinks = run, length, sinks
-        self._steps = StepLog(task, run.gemm_flops_per_second, run.measure_gemm_again, system)
+        self._steps = StepLog(task, run, system)
         self._health = Health(run.config.training)
-        self._threads = AdaptiveThreads(run.config.training, run.environment)
-
-    @property
-    def threads(self) -> int:
-        return self._threads.count
+        self._threads = AdaptiveThreads(run)
 
     def restore(self, recorded: Sequence[Event], step: int) -> None:
         """Replays the recorded events up to `step`, so that warnings are neither repeated nor lost."""
         for event in recorded:
             if (event.get("step") or 0) <= step:
                 self._health.observe(event)
-        self._steps.restore(recorded, self._run.environment)
+        self._steps.restore(recorded)
 
-    def add_step(self, seconds: float, tokens: int, phases: PhaseTimer) -> None:
-        """Adds a step to the averages of the next step event."""
-        self._steps.add(seconds, tokens, phases)
+    def add_step(self, seconds: float, data_seconds: float, result: StepResult) -> None:
+        """Adds a step to the averages of the next step event; `data_seconds` of it were spent waiting for its batch."""
+        self._steps.add(seconds, data_seconds, result)
 
     def emit_step(self, progress: Progress, result: StepResult, lr: float) -> None:
         event = self._steps.event(progress, result, lr, self._length.total_steps)
         event["eta_seconds"] = self._length.eta_seconds(event["step_seconds"])
         event["elapsed_seconds"] = self._length.elapsed_seconds()
-        self.emit({**event, "threads": self.threads})
+        self.emit({**event, "threads": self._run.execution.threads})
         if message := self._threads.observe(event):
             self._sinks.emit({"event": "warning", "step": event["step"], "cause": "threads", "message": message})
 
@@ -65,40 +63,32 @@ class RunLog:
         """Emits an event and the warnings about the run's health that it causes."""
         event = finite(event)
         self._sinks.emit(event)
-        for warning in self._health.observe(event) if self._run.plan.group.is_main else ():
+        for warning in self._health.observe(event) if self._run.execution.group.is_main else ():
             self._sinks.emit(warning)
 
 
 class StepLog:
-    """Collects steps and turns them into step events.
+    """Collects steps and turns them into step events."""
 
-    `gemm_flops_per_second` is the best total GEMM rate of all processes, the denominator of `mfu`; `measure_again`
-    measures it once more.
-    """
-
-    def __init__(
-        self,
-        task: Task,
-        gemm_flops_per_second: float,
-        measure_again: Callable[[], float],
-        system: SystemStatistics = lambda: None,
-    ) -> None:
-        self._task, self._gemm, self._measure_again, self._system = task, gemm_flops_per_second, measure_again, system
+    def __init__(self, task: Task, run: TrainingRun, system: SystemStatistics = lambda: None) -> None:
+        self._task, self._run, self._system = task, run, system
+        self._gemm = run.gemm_flops_per_second
         self._usage = Usage()
         self._was_busy, self._repeats_left = False, MAX_REPEATS
-        self._steps: list[tuple[float, int, PhaseTimer]] = []  # seconds, tokens and phases
+        self._steps: list[tuple[float, int, dict[str, float]]] = []  # seconds, tokens and seconds by phase
 
-    def restore(self, recorded: Sequence[Event], environment: Environment) -> None:
+    def restore(self, recorded: Sequence[Event]) -> None:
         """Takes over the best GEMM rate recorded earlier in the same environment, so that `mfu` stays comparable."""
         alike, names = False, ("device", "isa", "precision", "threads", "world_size")
+        environment: dict[str, object] = {**self._run.execution.environment()}
         for event in recorded:
             if event["event"] == "start":
-                alike = all(event.get(name) == getattr(environment, name) for name in names)
+                alike = all(event.get(name) == environment[name] for name in names)
             elif event["event"] == "step" and alike:
                 self._gemm = max(self._gemm, event.get("gemm_flops_per_second") or 0.0)
 
-    def add(self, seconds: float, tokens: int, phases: PhaseTimer) -> None:
-        self._steps.append((seconds, tokens, phases))
+    def add(self, seconds: float, data_seconds: float, result: StepResult) -> None:
+        self._steps.append((seconds, result.tokens, {"data": data_seconds, **result.phase_seconds}))
 
     def event(self, progress: Progress, result: StepResult, lr: float, total_steps: int) -> Event:
         """Returns the event for the steps since the last one; the caller adds elapsed time, ETA and threads."""
@@ -122,7 +112,7 @@ class StepLog:
             "rss_bytes": self._usage.rss_bytes(),
             "cpu_percent": self._usage.cpu_percent(),
             "total_steps": None if total_steps == UNKNOWN_STEPS else total_steps,
-            "phase_seconds": {p: sum(step[2].seconds[p] for step in steps) / len(steps) for p in PHASES},
+            "phase_seconds": {p: sum(step[2][p] for step in steps) / len(steps) for p in ("data", *PHASES)},
             "system": system,
         }
         progress.logged_loss, progress.logged_targets, progress.logged_sums = 0.0, 0, {}
@@ -135,4 +125,28 @@ class StepLog:
         quieter = was_busy and not self._was_busy
         if self._repeats_left and (quieter or flops_per_second > self._gemm):
             self._repeats_left -= 1
-            self._gemm = max(self._gemm, self._measure_again())
+            self._gemm = max(self._gemm, self._run.measure_gemm_again())
+
+
+class AdaptiveThreads:
+    """Adapts torch's number of threads to the free cores if `training.adapt_threads` is set."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        self._enabled, self._execution = run.config.training.adapt_threads, run.execution
+        self._max_threads = max(run.execution.threads, resolve_threads(run.config.training))
+        self._suggested: list[int] = []  # numbers of threads that suit the last step events
+
+    def observe(self, event: Event) -> str | None:
+        """Sets the number of threads that suits the last events; returns a message if it changed, otherwise None."""
+        system = event["system"] or {}
+        others = ((system.get("other_percent") or 0.0) + (system.get("stolen_percent") or 0.0)) / 100
+        self._suggested = [*self._suggested, max(1, self._max_threads - round(others))][-AGREEING_EVENTS:]
+        suggested, before = self._suggested[-1], self._execution.threads
+        if not self._enabled or suggested == before or self._suggested != [suggested] * AGREEING_EVENTS:
+            return None
+        self._execution.threads = suggested
+        torch.set_num_threads(suggested)
+        return (
+            f"other programs use {others:.1f} cores: training.threads is now {suggested} instead of {before}; results "
+            "are no longer bit-identical to those of an undisturbed run."
+        )

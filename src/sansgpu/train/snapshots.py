@@ -15,20 +15,22 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import safe_open
 
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.plain_data import InvalidDataError
+from sansgpu.events.schema import Count, Plain
 from sansgpu.files.atomic import delete_abandoned, make_folder, sync_to_disk
 from sansgpu.files.folders import delete_folder
 from sansgpu.files.reading import read_validated
 from sansgpu.machine.disk import file_sha256
+from sansgpu.machine.execution import Environment
 from sansgpu.models.formats.weights import load_weights, readable_weights
-from sansgpu.train.snapshot_schema import SnapshotManifest, SnapshotState
+from sansgpu.tasks.task import Sums, add_sums
 from sansgpu.train.tensor_file import GatherTensor, save_tensors, unchanged
 
 WEIGHTS, MOMENTS, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
@@ -36,6 +38,64 @@ TIME_DEPENDENT_KEY = "total_steps"  # the key of `progress` that depends on the 
 _NAME = re.compile(r"step-([0-9]{6,18})")
 _LEFTOVER = re.compile(r"\.(step-[0-9]{6,18})\.(?:partial|replaced|deleted)")
 _MAX_STEP_DIGITS = 18
+
+Metrics = dict[str, float | None]  # results of an evaluation; None replaces a non-finite value
+# A saved loss may be NaN, which Python's JSON can express.
+_Loss = Annotated[float, Field(allow_inf_nan=True)]
+
+
+class Progress(BaseModel):
+    """The counters of a run and its best validation loss, saved in state.json."""
+
+    model_config = ConfigDict(strict=True)
+
+    step: Count = 0
+    tokens: Count = 0
+    total_steps: Count | None = None  # estimated from the remaining time if the run is time-limited
+    best_loss: _Loss | None = None
+    best_step: Count | None = None
+    logged_loss: _Loss = 0.0  # loss sum since the last step event
+    logged_targets: Count = 0
+    logged_sums: Sums = {}  # the task's sums since the last step event
+
+    def add_step(self, tokens: int, loss_sum: float, targets: int, sums: Sums) -> None:
+        self.step += 1
+        self.tokens += tokens
+        self.logged_loss += loss_sum
+        self.logged_targets += targets
+        add_sums(self.logged_sums, sums)
+
+
+class _SnapshotFields(BaseModel):
+    """A file of a snapshot. Additional fields are allowed."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class _RecordedProgress(Progress):
+    step: Count  # required
+    tokens: Count
+
+
+class _MetricsFields(_SnapshotFields):
+    __pydantic_extra__: dict[str, _Loss | Plain]
+    loss: _Loss | None = None
+
+
+class SnapshotState(_SnapshotFields):
+    """The content of state.json."""
+
+    progress: _RecordedProgress
+    metrics: _MetricsFields | None
+    environment: Environment
+    data: str
+
+
+class SnapshotManifest(_SnapshotFields):
+    """The content of MANIFEST.json, with the hexadecimal SHA-256 of each file."""
+
+    step: Count
+    files: dict[str, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]]
 
 
 @dataclass(frozen=True)
@@ -106,6 +166,11 @@ class Snapshot:
     def state(self) -> dict[str, Any]:
         """Returns the content of state.json. Raises ConfigError if it is missing or damaged."""
         return self._read(STATE, SnapshotState)
+
+    def environment(self) -> Environment:
+        """Returns the environment that the snapshot was made in."""
+        recorded: Environment = self.state()["environment"]
+        return recorded
 
     def shapes(self, file: str) -> dict[str, tuple[list[int], str]]:
         """Returns the shape and the safetensors dtype name of every tensor in one of the files."""

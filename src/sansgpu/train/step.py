@@ -1,49 +1,44 @@
-"""A training step: forward and backward over micro-batches, reduction, clipping and update."""
+"""A training step: forward and backward over micro-batches, reduction, clipping and update.
+
+S outputs of this rank's examples, D features.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from sansgpu.config import SansGPUError, TrainingConfig, derive_seed
+from sansgpu.config import SansGPUError, derive_seed
 from sansgpu.data.batch import ExampleBatch
-from sansgpu.machine.group import SINGLE_PROCESS, Group
-from sansgpu.machine.pressure import MemoryShortError
+from sansgpu.machine.execution import Execution
+from sansgpu.machine.group import Group
+from sansgpu.machine.pressure import MemoryGuard, split_to_fit
 from sansgpu.tasks.task import StepWideObjective, Sums, Task
-from sansgpu.train.gradient_cache import GradientCache
 from sansgpu.train.state import TrainState
 
-PHASES = ("data", "forward", "backward", "reduce", "update")  # parts of a step's time; the caller measures "data"
+PHASES = ("forward", "backward", "reduce", "update")  # parts of a step's time
 _LOSS = "summed loss"  # a key next to the task's own sums, whose names contain no space
 
 
 @dataclass(frozen=True)
-class StepPlan:
-    """How this process computes its share of a step. Up to rounding, it affects nothing but the dropout masks."""
+class StepResult:
+    """The result of a training step."""
 
-    micro_batch: int
-    device: torch.device
-    precision: str
-    group: Group = SINGLE_PROCESS
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype of matrix products."""
-        return torch.bfloat16 if self.precision == "bf16" else torch.float32
-
-    def autocast(self) -> torch.autocast:
-        """Returns a context for mixed precision: matmuls in the compute dtype, weights and sums in fp32."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+    loss_sum: float
+    targets: int  # number of terms in loss_sum
+    tokens: int
+    grad_norm: float
+    sums: Sums  # task-specific sums
+    phase_seconds: dict[str, float]  # by PHASES
 
 
-class PhaseTimer:
+class _PhaseTimer:
     """A stopwatch for the PHASES of a step."""
 
     def __init__(self) -> None:
@@ -57,30 +52,64 @@ class PhaseTimer:
         self._last = now
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """The result of a training step."""
+def train_step(
+    state: TrainState, task: Task, batch: ExampleBatch, lr: float, guard: MemoryGuard | None = None
+) -> StepResult:
+    """Accumulates the gradient of `batch` in micro-batches, clips it and updates the weights.
 
-    loss_sum: float
-    targets: int  # number of terms in loss_sum
-    tokens: int
-    grad_norm: float
-    sums: Sums  # task-specific sums
+    The summed loss is divided by the number of targets of the global batch, so the result does not depend on how the
+    batch is split. `guard` splits micro-batches that would not fit into memory. Raises SansGPUError before any weight
+    changes if the loss or the gradient norm is not finite.
+    """
+    optimizer, execution, phases, targets = state.optimizer, state.execution, _PhaseTimer(), batch.target_count()
+    device, group = execution.device, execution.group
+    seed = partial(_seed_dropout, device, state.training.seed, state.progress.step, group.rank)
+    loss_of = _loss_function(task, batch, execution, seed)
+
+    def forward(piece: ExampleBatch, later: Iterable[ExampleBatch], index: int) -> torch.Tensor:
+        seed(index)
+        with execution.autocast():
+            return loss_of(piece.to(device), later, index)
+
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    pieces = batch.micro_batches(execution.micro_batch, group.rank, group.size)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for index, (loss, is_last) in enumerate(split_to_fit(pieces, forward, guard)):
+            phases.lap("forward")
+            with optimizer.backward_pass(accumulates=index > 0 or not is_last, is_last=is_last):
+                (loss / targets).backward()
+            loss_sum += loss.detach()
+            phases.lap("backward")
+    optimizer.reduce()
+    sums = group.all_reduce_sums({_LOSS: float(loss_sum), **task.step_sums()})
+    total = sums.pop(_LOSS)
+    phases.lap("reduce")
+    grad_norm = optimizer.grad_norm()
+    if not (math.isfinite(total) and math.isfinite(grad_norm)):
+        raise SansGPUError(
+            f"step {state.progress.step + 1}: the loss is {total / targets:g} and the gradient norm {grad_norm:g}; "
+            "resume from an earlier snapshot with a lower learning_rate or more warmup_steps."
+        )
+    limit = state.training.max_grad_norm
+    scale = min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
+    optimizer.step(lr, state.progress.step + 1, scale)
+    phases.lap("update")
+    return StepResult(total, targets, batch.token_count(), grad_norm, sums, phases.seconds)
 
 
 LossFunction = Callable[[ExampleBatch, Iterable[ExampleBatch], int], torch.Tensor]
 
 
-def _loss_function(task: Task, batch: ExampleBatch, plan: StepPlan, seed: Callable[[int], None]) -> LossFunction:
+def _loss_function(task: Task, batch: ExampleBatch, execution: Execution, seed: Callable[[int], None]) -> LossFunction:
     """Returns the loss of a micro-batch, given those after it in the step and its number, for which `seed` is called.
 
     The loss of a task that relates all examples of the step is computed by a gradient cache.
     """
     if not isinstance(task, StepWideObjective):
         return lambda piece, later, index: task.loss(piece)
-    ranks = range(plan.group.size)
-    batches = [list(batch.micro_batches(plan.micro_batch, rank, plan.group.size)) for rank in ranks]
-    return GradientCache(task, plan.group, batches, seed).loss
+    group, size = execution.group, execution.micro_batch
+    batches = [list(batch.micro_batches(size, rank, group.size)) for rank in range(group.size)]
+    return GradientCache(task, group, batches, seed).loss
 
 
 def _seed_dropout(device: torch.device, seed: int, step: int, rank: int, index: int) -> None:
@@ -92,63 +121,55 @@ def _seed_dropout(device: torch.device, seed: int, step: int, rank: int, index: 
     generator.manual_seed(derive_seed(seed, "dropout", step, index, rank))
 
 
-def train_step(
-    state: TrainState,
-    task: Task,
-    batch: ExampleBatch,
-    plan: StepPlan,
-    training: TrainingConfig,
-    lr: float,
-    allowed: Callable[[int], int] = lambda size: size,
-    phases: PhaseTimer | None = None,
-) -> StepResult:
-    """Accumulates the gradient of `batch` in micro-batches, clips it and updates the weights.
+class GradientCache:
+    """The loss of a step that relates all of its examples, in the memory of one micro-batch (arXiv 2101.06983).
 
-    The summed loss is divided by the number of targets of the global batch, so the result does not depend on how the
-    batch is split. `allowed` limits the rows of each micro-batch to what fits into memory; a micro-batch whose forward
-    pass raises MemoryShortError is split and tried again. `phases` collects timings.
-    Raises SansGPUError before any weight changes if the loss or the gradient norm is not finite.
+    Each micro-batch has a loss, and the gradients of these losses add up to that of the step.
+
+    With the first micro-batch, the outputs of all later ones are computed without gradients. The loss of all outputs,
+    including those of other ranks, then gives the gradient of each output, from which every micro-batch continues.
     """
-    phases, targets = phases or PhaseTimer(), batch.target_count()
-    seed = partial(_seed_dropout, plan.device, training.seed, state.progress.step, plan.group.rank)
-    loss_of = _loss_function(task, batch, plan, seed)
-    loss_sum = torch.zeros((), dtype=torch.float64, device=plan.device)
-    pending = deque(batch.micro_batches(plan.micro_batch, plan.group.rank, plan.group.size))
-    index = 0
-    while pending:
-        piece = pending.popleft()
-        if (rows := allowed(len(piece))) < len(piece):
-            pending.appendleft(piece.rows(rows, len(piece)))
-            piece = piece.rows(0, rows)
-        with torch.random.fork_rng(devices=[plan.device] if plan.device.type == "cuda" else []):
-            seed(index)
-            try:
-                with plan.autocast():
-                    loss = loss_of(piece.to(plan.device), pending, index)
-            except MemoryShortError:
-                pending.appendleft(piece)
-                continue
-            state.optimizer.set_accumulation(index > 0 or bool(pending))
-            if not pending:
-                state.optimizer.mark_last_backward()
-            phases.lap("forward")
-            (loss / targets).backward()
-            phases.lap("backward")
-            state.optimizer.set_accumulation(False)  # other gradients, as of a custom loss, are no part of the sums
-        loss_sum += loss.detach()
-        index += 1
-    state.optimizer.reduce()
-    sums = plan.group.all_reduce_sums({_LOSS: float(loss_sum), **task.step_sums()})
-    total = sums.pop(_LOSS)
-    phases.lap("reduce")
-    grad_norm = state.optimizer.grad_norm()
-    if not (math.isfinite(total) and math.isfinite(grad_norm)):
-        raise SansGPUError(
-            f"step {state.progress.step + 1}: the loss is {total / targets:g} and the gradient norm {grad_norm:g}; "
-            "resume from an earlier snapshot with a lower learning_rate or more warmup_steps."
-        )
-    limit = training.max_grad_norm
-    scale = min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
-    state.optimizer.step(lr, state.progress.step + 1, scale)
-    phases.lap("update")
-    return StepResult(total, targets, batch.token_count(), grad_norm, sums)
+
+    def __init__(
+        self,
+        task: StepWideObjective,
+        group: Group,
+        batches: list[list[ExampleBatch]],
+        seed: Callable[[int], None],
+    ) -> None:
+        """`batches` are the micro-batches of each rank; `seed` seeds the dropout of this rank's, by number."""
+        self._task, self._group, self._batches, self._seed = task, group, batches, seed
+        self._gradient: torch.Tensor | None = None  # (S, D)
+        self._loss = torch.zeros(())
+        self._used = 0  # rows of the gradient that earlier micro-batches have used
+
+    def loss(self, piece: ExampleBatch, later: Iterable[ExampleBatch], index: int) -> torch.Tensor:
+        """Returns the loss of the micro-batch `piece`, number `index`, before those `later` in the step.
+
+        The value of the first one is the whole loss of the step; that of the others is 0.
+        """
+        outputs = self._task.outputs(piece)
+        if self._gradient is None:
+            rest = self._without_gradients(later, index + 1, outputs.device)
+            self._gradient, self._loss = self._differentiate(torch.cat([outputs.detach(), *rest]))
+        start, self._used = self._used, self._used + len(outputs)
+        value = (outputs * self._gradient[start : self._used]).sum()
+        loss, self._loss = self._loss, torch.zeros_like(self._loss)
+        return value - value.detach() + loss
+
+    @torch.no_grad()
+    def _without_gradients(
+        self, pieces: Iterable[ExampleBatch], index: int, device: torch.device
+    ) -> Iterator[torch.Tensor]:
+        for number, piece in enumerate(pieces, index):
+            self._seed(number)  # the same masks as in the second pass
+            yield self._task.outputs(piece.to(device))
+
+    def _differentiate(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the gradient of this rank's outputs `own`, and the loss, which is 0 except on rank 0."""
+        parts = self._group.all_gather_rows(own)
+        outputs = torch.cat(parts).requires_grad_()
+        loss = self._task.step_loss(outputs, [piece.to(own.device) for rank in self._batches for piece in rank])
+        (gradient,) = torch.autograd.grad(loss, outputs)
+        mine = gradient.split([len(part) for part in parts])[self._group.rank]
+        return mine, loss.detach() if self._group.is_main else torch.zeros_like(loss)

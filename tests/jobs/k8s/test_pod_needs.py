@@ -10,7 +10,7 @@ from sansgpu.jobs.k8s import ClusterRequest, kubernetes
 from sansgpu.machine.gemm_peak import ASSUMED_FLOPS_PER_SECOND
 from sansgpu.machine.probe import available_cores
 from sansgpu.tasks.registry import TASKS
-from sansgpu.train.budget import DISK_BYTES_PER_SECOND
+from sansgpu.train.run_length import DISK_BYTES_PER_SECOND
 from tests.jobs.k8s.rendered import CONFIG, ROOT, refused, render
 
 pytestmark = pytest.mark.usefixtures("empty_folder")

@@ -22,7 +22,7 @@ from sansgpu.config import load_config
 from sansgpu.machine.group import SINGLE_PROCESS
 from sansgpu.tasks.embed.groups import TextGroups
 from sansgpu.tasks.embed.task import TextEmbedding
-from sansgpu.train.gradient_cache import GradientCache
+from sansgpu.train.step import GradientCache
 from tests.tasks.folders import model_folder
 from tests.tasks.test_parity import ROWS, STEPS, our_losses
 from tests.tasks.texts import embed_settings, text_rows

@@ -6,16 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sansgpu.config import Config, load_config
+from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import effective_batch
 from sansgpu.tasks.graph.data import GraphCorpus
 from sansgpu.tasks.graph.masked_prediction import MaskedEvaluation, Masking, majority_of, mask_rules
 from sansgpu.tasks.graph.task import Graph
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.state import TrainState
-from sansgpu.train.step import StepPlan, train_step
+from sansgpu.train.step import train_step
 
 DRUGS = (
     "metformin",
@@ -76,11 +75,10 @@ def prepared(tmp_path: Path, *changes: str, count: int = 10) -> tuple[Config, Gr
 def trained(config: Config, corpus: GraphCorpus, steps: int) -> Graph:
     """Training steps of the task itself."""
     task = Graph(config, corpus, effective_batch(config.training))
-    plan = StepPlan(8, torch.device("cpu"), "fp32")
-    state = TrainState.create(task.model, config.training, plan.device, plan.compute_dtype)
+    state = TrainState.create(task.model, config.training, Execution(8))
     for step in range(steps):
         rate = config.training.learning_rate * min(1.0, (step + 1) / config.training.warmup_steps)
-        train_step(state, task, task.batch(step), plan, config.training, rate)
+        train_step(state, task, task.batch(step), rate)
         state.progress.step += 1
     return task
 
@@ -91,6 +89,6 @@ def filled(task: Graph, config: Config, corpus: GraphCorpus, leaf_ratio: float =
     train = corpus.train
     repeated = replace(train, examples=train.examples * 5)  # each epoch has other masks
     masking = Masking(repeated, mask_rules(changed, corpus.codec.tokenizer), seed=99)
-    metrics = evaluate(MaskedEvaluation(task, masking, majority_of(train)), StepPlan(8, torch.device("cpu"), "fp32"))
+    metrics = evaluate(MaskedEvaluation(task, masking, majority_of(train)), Execution(8))
     assert metrics is not None
     return metrics

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sansgpu.data.batch import IGNORE
+from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import effective_batch
 from sansgpu.tasks.graph.batch import GraphBatch
 from sansgpu.tasks.graph.masked_prediction import mask_rules
@@ -16,10 +17,10 @@ from sansgpu.tasks.graph.objective import GraphObjective
 from sansgpu.tasks.graph.task import Graph
 from sansgpu.train.optim import Optimizer
 from sansgpu.train.state import TrainState
-from sansgpu.train.step import StepPlan, train_step
+from sansgpu.train.step import train_step
 from tests.tasks.graph.graphs import filled, prepared, trained
 
-PLAN = StepPlan(8, torch.device("cpu"), "fp32")
+EXECUTION = Execution(8)
 
 
 @pytest.fixture(scope="module")
@@ -153,8 +154,8 @@ def test_a_batch_is_a_function_of_its_step(tmp_path: Path) -> None:
 def test_a_step_without_any_gap_learns_nothing_and_is_no_error(tmp_path: Path) -> None:
     config, corpus = prepared(tmp_path, "data.mask_ratio=0", "data.leaf_mask_ratio=0.0001")
     task = Graph(config, corpus, effective_batch(config.training))
-    state = TrainState.create(task.model, config.training, PLAN.device, PLAN.compute_dtype)
-    result = train_step(state, task, task.batch(0), PLAN, config.training, 0.1)
+    state = TrainState.create(task.model, config.training, EXECUTION)
+    result = train_step(state, task, task.batch(0), 0.1)
     assert result.loss_sum == 0.0
 
 

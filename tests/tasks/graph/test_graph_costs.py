@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sansgpu.config import ModelConfig, TrainingConfig
 from sansgpu.kernels import library
 from sansgpu.kernels.attention import bidirectional_ranges
-from sansgpu.machine.memory import Execution
+from sansgpu.machine.execution import Execution
 from sansgpu.tasks.graph.costs import GraphEncoderCosts
 from sansgpu.tasks.graph.encoder import GraphEncoder
 from tests.models.kept import kept_bytes_of
@@ -68,18 +68,18 @@ def test_flops_of_a_node_by_hand() -> None:
 
 def test_triples_that_are_learned_without_text_are_multiplied_by_all_entities() -> None:
     config = shape(d_model=4, n_heads=1, n_layers=2, d_ff=8, n_entities=50)
-    how = Execution(100, 1, "fp32", "off", "native", "adamw")
+    execution = Execution(100, 1, "fp32", "off", "native", "adamw")
     without, learned = (costs(config, nodes=10, masked=0.1, facts=facts) for facts in (0, 6))
     assert learned.work(20).loss - without.work(20).loss == 6 * 2 * 6 * 50 * 4  # two graphs with six triples each
     more_rows = 600 - 100  # triples of a micro-batch, and its masked nodes
-    assert learned.memory(how).logits - without.memory(how).logits > more_rows * 50 * 4
+    assert learned.memory(execution).logits - without.memory(execution).logits > more_rows * 50 * 4
 
 
 def test_matrices_of_one_shape_are_all_counted() -> None:
     assert costs(shape(d_model=8, n_heads=1, d_ff=8)).products().block == {(8, 8): 6}
 
 
-def kept_by_a_block(config: ModelConfig, how: Execution, nodes: int) -> int:
+def kept_by_a_block(config: ModelConfig, execution: Execution, nodes: int) -> int:
     model = GraphEncoder(config, seed=0).train()
 
     def prepare() -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
@@ -89,7 +89,7 @@ def kept_by_a_block(config: ModelConfig, how: Execution, nodes: int) -> int:
         assert table is not None
         return lambda: model.blocks[0](x, ranges, places, table, False), [x, ranges, places, table]
 
-    return kept_bytes_of(model, how, prepare)
+    return kept_bytes_of(model, execution, prepare)
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
@@ -98,8 +98,10 @@ def test_a_block_keeps_what_is_said(precision: str, kernels: str, monkeypatch: p
     monkeypatch.setattr(library, "_loaded", kernels == "native")
     for width, feed_forward, heads in [(128, 512, 2), (256, 256, 4)]:
         config = shape(d_model=width, d_ff=feed_forward, n_heads=heads, n_layers=1, max_seq_len=256)
-        how = Execution(1, 1, precision, "off", kernels, "adamw")
-        assert costs(config, 256).saved_bytes(how) == pytest.approx(kept_by_a_block(config, how, 256), rel=0.03)
+        execution = Execution(1, 1, precision, "off", kernels, "adamw")
+        assert costs(config, 256).saved_bytes(execution) == pytest.approx(
+            kept_by_a_block(config, execution, 256), rel=0.03
+        )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -107,8 +109,8 @@ def test_what_takes_more_memory_is_said_to(precision: str) -> None:
     config = shape(d_model=128, n_heads=2, n_layers=4, d_ff=512, vocab_size=1000)
 
     def total(nodes: int = 1000, kernels: str = "native", optimizer: str = "adamw", **changes: object) -> int:
-        how = Execution(1, 1, precision, "off", kernels, optimizer)
-        return costs(config.model_copy(update=changes), nodes).memory(how).total
+        execution = Execution(1, 1, precision, "off", kernels, optimizer)
+        return costs(config.model_copy(update=changes), nodes).memory(execution).total
 
     assert total() < total(2000)
     assert total() < total(kernels="torch")

@@ -13,7 +13,7 @@ from sansgpu.config import ModelConfig, TrainingConfig, architectures
 from sansgpu.kernels import library
 from sansgpu.kernels.attention import causal_ranges
 from sansgpu.kernels.norm import residual
-from sansgpu.machine.memory import Execution
+from sansgpu.machine.execution import Execution
 from sansgpu.models import TransformerLM
 from sansgpu.tasks.pretrain.costs import DecoderCosts
 from tests.models.kept import kept_bytes_of
@@ -64,12 +64,12 @@ def test_flops_of_a_token_by_hand() -> None:
     assert costs(classic, window=3).work(1).needed == 6 * (matmul + 10 * 4) + 2 * attention
 
 
-def kept_by_a_block(config: ModelConfig, how: Execution, window: int) -> int:
+def kept_by_a_block(config: ModelConfig, execution: Execution, window: int) -> int:
     model = TransformerLM(config, seed=0).train()
 
     def prepare() -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
-        x = torch.randn(how.micro_batch, window, config.d_model, requires_grad=True)
-        ranges = causal_ranges(torch.zeros(how.micro_batch, window, dtype=torch.int64))
+        x = torch.randn(execution.micro_batch, window, config.d_model, requires_grad=True)
+        ranges = causal_ranges(torch.zeros(execution.micro_batch, window, dtype=torch.int64))
         rotary = model.rotary(torch.arange(window)[None])
 
         def run() -> torch.Tensor:
@@ -78,7 +78,7 @@ def kept_by_a_block(config: ModelConfig, how: Execution, window: int) -> int:
 
         return run, [x, ranges, *(rotary or ())]
 
-    return kept_bytes_of(model, how, prepare)
+    return kept_bytes_of(model, execution, prepare)
 
 
 KINDS = [
@@ -100,16 +100,18 @@ def test_a_block_keeps_what_is_said(
                 **({} if architecture == "gpt2" else {"n_kv_heads": kv_heads}),
             }
         )  # fmt: skip
-        how = Execution(2, 1, precision, "off", kernels, "adamw")
-        assert costs(config, 128).saved_bytes(how) == pytest.approx(kept_by_a_block(config, how, 128), rel=0.03)
+        execution = Execution(2, 1, precision, "off", kernels, "adamw")
+        assert costs(config, 128).saved_bytes(execution) == pytest.approx(
+            kept_by_a_block(config, execution, 128), rel=0.03
+        )
 
 
 @settings(max_examples=50)
 @given(st.sampled_from(ARCHITECTURES), st.sampled_from(["fp32", "bf16"]), st.sampled_from(["muon", "adamw"]))
 def test_what_takes_more_memory_is_said_to(architecture: str, precision: str, optimizer: str) -> None:
     config = ModelConfig.model_validate({"vocab_size": 1000, "architecture": architecture})
-    how = Execution(4, 1, precision, "off", "native", optimizer)
-    memory = costs(config, 256).memory(how)
+    execution = Execution(4, 1, precision, "off", "native", optimizer)
+    memory = costs(config, 256).memory(execution)
     assert sum(value for name, value in memory.to_json().items() if name != "total") == memory.total
     double = costs(config, 256).memory(Execution(8, 1, precision, "off", "native", optimizer))
     frugal = costs(config.model_copy(update={"gradient_checkpointing": True}), 256).memory(
@@ -125,9 +127,9 @@ def test_what_takes_more_memory_is_said_to(architecture: str, precision: str, op
 
 
 def test_narrow_weights_and_moments_take_less_memory() -> None:
-    config, how = ModelConfig(vocab_size=1000), Execution(4, 1, "bf16", "off", "native", "adamw")
+    config, execution = ModelConfig(vocab_size=1000), Execution(4, 1, "bf16", "off", "native", "adamw")
     narrow = TrainingConfig(optimizer="adamw", precision="bf16", master_weights="bf16", optimizer_state="8bit")
-    wide, less = (DecoderCosts(config, training, 256, 256).memory(how) for training in (TrainingConfig(), narrow))
+    wide, less = (DecoderCosts(config, training, 256, 256).memory(execution) for training in (TrainingConfig(), narrow))
     assert less.weights / wide.weights == pytest.approx(1 / 3, rel=0.01)
     assert less.optimizer / wide.optimizer == pytest.approx(1 / 4, rel=0.02)
     assert less.snapshot < wide.snapshot

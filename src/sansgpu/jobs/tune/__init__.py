@@ -41,10 +41,9 @@ from sansgpu.jobs.tune.search import LOCK_SECONDS, STATES, Search, SearchBudget,
 from sansgpu.jobs.tune.trial import Length, chosen_config, trial_config
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.probe import resolve_threads
-from sansgpu.planning.estimate import plan_prepared
-from sansgpu.planning.forecast import forecast_of, length_of
-from sansgpu.planning.prepare import prepare, with_optimizer
-from sansgpu.planning.set_up import Warn
+from sansgpu.planning.forecast import describe_plan, forecast_of, length_of
+from sansgpu.planning.process import Warn
+from sansgpu.planning.resolve import ResolveOptions, resolve_run, with_optimizer
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.run_folders import open_any, require_writable
 from sansgpu.train.schedule import warmup_problem
@@ -162,13 +161,13 @@ def _with_optimizer(config: Config) -> Config:
 
 def _planned_length(config: Config, progress: ReportProgress, warn: Warn) -> Length:
     """Returns a trial's length, with its duration from a timing. Raises ConfigError if it does not fit into memory."""
-    prepared = prepare(config, None, progress, warn, timed="always")
-    if warmup_problem(config.training, prepared.total_steps):
+    run = resolve_run(config, progress, warn, ResolveOptions(timed="always"))
+    if warmup_problem(config.training, run.total_steps):
         raise ConfigError(
             "all trials would end within their warm-up, so their ranking would mean nothing; lower "
             "training.warmup_steps or train for longer."
         )
-    plan = plan_prepared(prepared, progress)
+    plan = describe_plan(run, progress)
     steps, planned_tokens = plan["total_steps"], plan["total_tokens"]
     if steps is None or planned_tokens is None:
         raise ConfigError(
@@ -179,12 +178,12 @@ def _planned_length(config: Config, progress: ReportProgress, warn: Warn) -> Len
     tokens = None if most is None else max(1, planned_tokens * most // steps - 1)
     evaluations = round(steps / every) if every and steps / every >= MIN_EVALUATIONS else DEFAULT_EVALUATIONS
     length = Length(steps, tokens, min(evaluations, steps), None)
-    if prepared.timing is None:
+    if run.timing is None:
         return length
     training = trial_config(config, {}, length).training
     changed = {key: getattr(training, key) for key in ("eval_steps", "save_steps", "sample_tokens")}
-    own = prepared.config.training.model_copy(update=changed)
-    trial = replace(prepared, config=prepared.config.model_copy(update={"training": own}))
+    own = run.config.training.model_copy(update=changed)
+    trial = replace(run, config=run.config.model_copy(update={"training": own}))
     return replace(length, seconds=length_of(trial, forecast_of(trial))[1])
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sansgpu.config import ModelConfig
-from sansgpu.machine.memory import Execution
+from sansgpu.machine.execution import Execution
 from sansgpu.models.costing import COMPUTE, StepWork, cross_entropy_bytes
 from sansgpu.models.formats.weights import matrix_formats
 from sansgpu.models.huggingface.adapters import add_adapter

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from sansgpu.config import ModelConfig
 from sansgpu.kernels.cross_entropy import CHUNK_ROWS
-from sansgpu.machine.memory import Execution
+from sansgpu.machine.execution import Execution
 from sansgpu.models.costing import (
     COMPUTE,
     FULL,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from sansgpu.config import ModelConfig
-from sansgpu.machine.memory import Execution
+from sansgpu.machine.execution import Execution
 from sansgpu.models import TransformerLM
 from sansgpu.models.costing import (
     COMPUTE,

@@ -1,9 +1,9 @@
-"""Preparation shared by `train`, `plan` and `bench`: data, device, micro-batch, precision and run length."""
+"""Every automatic choice of a run, shared by `train`, `plan` and `bench`: data, device, micro-batch, run length."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from typing import Any, Literal
 
@@ -15,22 +15,22 @@ from sansgpu.data.order import steps_per_epoch
 from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.allocator import trim_memory
 from sansgpu.machine.cached_measurement import cached_measurement
+from sansgpu.machine.execution import Environment, Execution
 from sansgpu.machine.gemm_peak import assumed_seconds
 from sansgpu.machine.group import SINGLE_PROCESS, Group
-from sansgpu.machine.memory import Execution, effective_batch, micro_batches_per_rank, usual_micro_batch
-from sansgpu.machine.probe import Environment, cache_dir, isa
+from sansgpu.machine.memory import effective_batch, micro_batches_per_rank, usual_micro_batch
+from sansgpu.machine.probe import cache_dir, isa
 from sansgpu.machine.torch_compile import keep_graphs, resolve_compile
 from sansgpu.models.costing import StepWork
-from sansgpu.planning.memory_fit import Shortage, estimate_memory, fits, fitting_micro_batches
-from sansgpu.planning.prepared import Prepared
-from sansgpu.planning.set_up import Warn, set_up
+from sansgpu.planning.memory_fit import Shortage, estimate_memory, fitting_micro_batches
+from sansgpu.planning.process import Warn, configure_process
 from sansgpu.tasks.registry import task_of
 from sansgpu.tasks.task import Corpus
-from sansgpu.train.budget import finish_time
-from sansgpu.train.calibrate import LONG, Timing, measure
+from sansgpu.train.calibrate import LONG, Calibration, Timing
 from sansgpu.train.optim import choose_optimizer
+from sansgpu.train.run import TrainingRun
+from sansgpu.train.run_length import finish_time
 from sansgpu.train.schedule import UNKNOWN_STEPS, total_steps, warmup_problem
-from sansgpu.train.step import StepPlan
 
 # needed: prepare the data or fail. wanted: do without it if it is unavailable and the estimate allows. unread: skip it.
 Data = Literal["needed", "wanted", "unread"]
@@ -38,20 +38,31 @@ Timed = Literal["always", "if useful", "never"]  # when to time steps to choose 
 WORTH_TIMING_SECONDS = 120  # runs shorter than this gain less from the fastest micro-batch than it takes to find it
 
 
+@dataclass(frozen=True)
+class ResolveOptions:
+    """How much is read and timed to resolve a run, and what happens if it does not fit into memory."""
+
+    shortage: Shortage = "refuse"
+    data: Data = "needed"
+    timed: Timed = "if useful"
+
+
+TRAIN = ResolveOptions()
+PLAN = ResolveOptions("report", data="wanted", timed="always")  # for an estimate of a run that may not be possible
+
+
 def ignore_message(*arguments: object) -> None:
     """Ignores its arguments. Used as a progress or warning callback."""
 
 
-def prepare(
+def resolve_run(
     config: Config,
-    before: Environment | None,
     progress: ReportProgress,
     warn: Warn,
-    shortage: Shortage = "refuse",
-    data: Data = "needed",
-    timed: Timed = "if useful",
+    options: ResolveOptions = TRAIN,
+    before: Environment | None = None,
     group: Group = SINGLE_PROCESS,
-) -> Prepared:
+) -> TrainingRun:
     """Prepares the data and makes every automatic choice. Raises ConfigError before any work that would be lost.
 
     On resume, `before` is the recorded environment, and automatic choices repeat it. Choices that need a measurement
@@ -59,44 +70,41 @@ def prepare(
     """
     config = _with_finish(config)
     _require_share(config, group.size)
-    how, available = set_up(config, before, warn, group)
-    config, corpus = _corpus(config, progress, warn, data, group)
+    execution, available = configure_process(config, before, warn, group)
+    config, corpus = _corpus(config, progress, warn, options.data, group)
     tokens = math.ceil(corpus.example_tokens if corpus else config.window)
-    config, steps, seconds = _with_length(config, how, corpus)
+    config, steps, seconds = _with_length(config, execution, corpus)
     if problem := warmup_problem(config.training, steps):
         warn(problem)
-    seconds, compiled = _compilation(config, how, before, seconds, group, warn)
-    how = replace(
-        how,
-        compile=compiled,
-        optimizer=config.training.optimizer,
-        max_tokens=corpus.most_tokens if corpus else None,
-    )
-    sizes = fitting_micro_batches(config, how, available, shortage, warn)
+    seconds, execution.compile = _compilation(config, execution, before, seconds, warn)
+    execution.optimizer = config.training.optimizer
+    execution.max_tokens = corpus.most_tokens if corpus else None
+    sizes, timed = fitting_micro_batches(config, execution, available, options.shortage, warn), options.timed
     if before and config.training.batch_size == "auto":
-        sizes = [_resumed_micro_batch(config, how, before.micro_batch, available, sizes, warn)]
+        sizes = [_resumed_micro_batch(config, execution, before["micro_batch"], available, sizes, warn)]
     elif seconds < WORTH_TIMING_SECONDS or timed == "never":
         sizes = [usual_micro_batch(tokens, sizes)]  # measuring would take longer than it saves
+    execution.micro_batch, timing = sizes[0], None
     pays = timed == "always" or (timed != "never" and len(sizes) > 1)
-    timing = _timing(config, how, sizes, tokens, available, group, progress) if pays else None
-    size = timing.micro_batch if timing else sizes[0]
-    accumulation = micro_batches_per_rank(config.training, size, group.size)
-    how = replace(how, micro_batch=size, accumulation=accumulation)
-    return Prepared(config, how, available, corpus, steps, estimate_memory(config, how), timing, group)
+    if pays and (calibration := _calibration(config, execution, sizes, tokens, available)):
+        timing = Timing(**group.broadcast_object(lambda: _measured(calibration, sizes, progress)))
+        execution.micro_batch = timing.micro_batch
+    execution.accumulation = micro_batches_per_rank(config.training, execution.micro_batch, group.size)
+    return TrainingRun(config, execution, steps, estimate_memory(config, execution), available, corpus, timing)
 
 
 def _compilation(
-    config: Config, how: Execution, before: Environment | None, seconds: float, group: Group, warn: Warn
+    config: Config, execution: Execution, before: Environment | None, seconds: float, warn: Warn
 ) -> tuple[float, str]:
     """Returns rank 0's `seconds` of the run, and whether to compile: on or off."""
-    training, recorded = config.training, before.compile if before else None
-    device, kernels = how.device.type, how.kernels
+    training, recorded = config.training, before["compile"] if before else None
+    device, kernels = execution.device.type, execution.kernels
 
     def choose() -> tuple[float, str]:
         return seconds, resolve_compile(training.compile, recorded, seconds, kernels, device, warn)
 
-    seconds, compiled = group.broadcast_object(choose)
-    if compiled == "on" and training.sharding == "full" and group.size > 1:
+    seconds, compiled = execution.group.broadcast_object(choose)
+    if compiled == "on" and training.sharding == "full" and execution.group.size > 1:
         if training.compile == "on":
             raise ConfigError("training.compile is on, but fully sharded blocks cannot be compiled; set it to auto.")
         compiled = "off"
@@ -105,7 +113,7 @@ def _compilation(
     return seconds, compiled
 
 
-def _with_length(config: Config, how: Execution, corpus: Corpus | None) -> tuple[Config, int, float]:
+def _with_length(config: Config, execution: Execution, corpus: Corpus | None) -> tuple[Config, int, float]:
     """Returns the configuration with its optimizer, the total steps, and the assumed seconds of the run."""
     training, effective = config.training, effective_batch(config.training)
     tokens_per_step = round(effective * (corpus.example_tokens if corpus else config.window))
@@ -115,7 +123,7 @@ def _with_length(config: Config, how: Execution, corpus: Corpus | None) -> tuple
     else:
         without = training.model_copy(update={"num_epochs": None})
         steps = total_steps(without, UNKNOWN_STEPS, UNKNOWN_STEPS * tokens_per_step)
-    seconds = assumed_seconds(work.needed * steps, how.precision, how.threads)
+    seconds = assumed_seconds(work.needed * steps, execution.precision, execution.threads)
     return config, steps, min(seconds, seconds_allowed(config))
 
 
@@ -186,48 +194,39 @@ def _require_share(config: Config, world_size: int) -> None:
         )
 
 
-def _timing(
-    config: Config,
-    how: Execution,
-    sizes: list[int],
-    tokens: int,
-    available: int,
-    group: Group,
-    progress: ReportProgress,
-) -> Timing | None:
-    """Returns the timing of the fastest choice, or None if not even a model with a few of the layers fits."""
-    smallest, largest = (replace(how, micro_batch=size) for size in (sizes[0], sizes[-1]))
-    if not fits(estimate_memory(config, smallest, LONG), available):
+def _calibration(
+    config: Config, execution: Execution, sizes: list[int], tokens: int, available: int
+) -> Calibration | None:
+    """Returns the steps to time in one process, or None if not even a model with a few of the layers fits."""
+    smallest, largest = (replace(execution, micro_batch=size) for size in (sizes[0], sizes[-1]))
+    if not estimate_memory(config, smallest, LONG).fits(available):
         return None
-    whole = fits(estimate_memory(config, largest), available)
-    config = change_config(config, [f"training.compile='{how.compile}'"])
-    return Timing(**group.broadcast_object(lambda: _measured(config, how, sizes, whole, tokens, progress)))
+    whole = estimate_memory(config, largest).fits(available)
+    config = change_config(config, [f"training.compile='{execution.compile}'"])
+    return Calibration(task_of(config), config, replace(execution, group=SINGLE_PROCESS), tokens, whole)
 
 
-def _measured(
-    config: Config, how: Execution, sizes: list[int], whole: bool, tokens: int, progress: ReportProgress
-) -> dict[str, Any]:
+def _measured(calibration: Calibration, sizes: list[int], progress: ReportProgress) -> dict[str, Any]:
     """Returns the timing of the fastest choice. It is measured once and then read from the cache."""
+    config, execution = calibration.config, calibration.execution
     question = {
         "timing of": sorted(field.name for field in fields(Timing)),
         "model": config.model.model_dump(mode="json"),
-        "window": tokens,
+        "window": calibration.tokens,
         "optimizer": config.training.optimizer,
         "sizes": sizes,
-        "whole": whole,
-        "compile": how.compile,
-        "precision": how.precision,
-        "threads": how.threads,
-        "device": how.device.type,
-        "kernels": how.kernels,
+        "whole": calibration.all_layers_fit,
+        "compile": execution.compile,
+        "precision": execution.precision,
+        "threads": execution.threads,
+        "device": execution.device.type,
+        "kernels": execution.kernels,
         "isa": isa(),
         "torch": str(torch.__version__),
     }
-    plan = StepPlan(sizes[-1], how.device, how.precision)
-    task = task_of(config)
 
     def ask() -> dict[str, Any]:
-        return measure(task, config, plan, sizes, whole, tokens, progress).to_json()
+        return calibration.fastest(sizes, progress).to_json()
 
     answer = cached_measurement(cache_dir(config.data.cache_dir), question, ask)
     trim_memory()  # frees what the trials allocated
@@ -235,12 +234,12 @@ def _measured(
 
 
 def _resumed_micro_batch(
-    config: Config, how: Execution, recorded: int, available: int, sizes: list[int], warn: Warn
+    config: Config, execution: Execution, recorded: int, available: int, sizes: list[int], warn: Warn
 ) -> int:
     """Returns the recorded micro-batch, or the largest one below it that fits this machine's memory and share."""
-    if how.world_size > 1:
+    if execution.world_size > 1:
         return max((size for size in sizes if size <= recorded), default=min(sizes))
-    if fits(estimate_memory(config, replace(how, micro_batch=recorded)), available):
+    if estimate_memory(config, replace(execution, micro_batch=recorded)).fits(available):
         return recorded
     size = max((size for size in sizes if size <= recorded), default=min(sizes))
     if size != recorded:

@@ -1,4 +1,4 @@
-"""Sets up a process for training: device, threads, memory allocation and kernels."""
+"""Configures a process for training: device, threads, memory allocation and kernels."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from sansgpu.config.wording import counted
 from sansgpu.kernels import library
 from sansgpu.kernels.library import load_kernels
 from sansgpu.machine.allocator import keep_freed_memory
+from sansgpu.machine.execution import Environment, Execution
 from sansgpu.machine.group import SINGLE_PROCESS, Group
-from sansgpu.machine.memory import Execution
 from sansgpu.machine.probe import (
-    Environment,
     has_native_bf16,
     is_emulated,
     limit_tokenizer_threads,
@@ -22,7 +21,6 @@ from sansgpu.machine.probe import (
     pin_cores,
     resolve_precision,
 )
-from sansgpu.machine.vector_math import choose_vector_math
 
 # Duration of a step in emulated bf16 relative to fp32, by kernels. Measured on processors with AVX2 only.
 EMULATION_COST = {"native": "up to twice", "torch": "5 to 35 times"}
@@ -30,7 +28,7 @@ EMULATION_COST = {"native": "up to twice", "torch": "5 to 35 times"}
 Warn = Callable[[str], None]
 
 
-def set_up(
+def configure_process(
     config: Config,
     before: Environment | None,
     warn: Warn,
@@ -46,20 +44,20 @@ def set_up(
     if device.type == "cuda" and group.size > 1:
         device = _gpu_of_rank(training, group)
     threads = pin_cores(group, training, warn)
-    recorded = before.threads if before and before.world_size == group.size else None
+    recorded = before["threads"] if before and before["world_size"] == group.size else None
     torch.set_num_threads(_recorded_or(recorded, threads, training.threads))
     torch.set_flush_denormal(True)
     deterministic = device.type == "cuda"
     if deterministic != torch.are_deterministic_algorithms_enabled():  # setting it imports the compiler: 1 s
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    choose_vector_math()
+    _choose_vector_math()
     keep_freed_memory()
     limit_tokenizer_threads(config.data.preprocessing_num_workers)
-    plain = before is not None and before.kernels == "torch" and training.kernels == "auto"
+    plain = before is not None and before["kernels"] == "torch" and training.kernels == "auto"
     kernels = load_kernels("torch" if plain else training.kernels, device, warn)
     if kernels != "torch":
         library.install_caching_allocator(config.settings.varying_length, warn)
-    begun_in = before.precision if before and training.wanted_precision == "auto" else None
+    begun_in = before["precision"] if before and training.wanted_precision == "auto" else None
     precision = group.broadcast_object(lambda: begun_in or resolve_precision(training, device))
     if training.use_amp and precision == "fp32" and group.is_main:
         slower = "bf16 is slower here" if has_native_bf16() else "this processor has no bf16 products"
@@ -72,15 +70,13 @@ def set_up(
         )
     available = min(group.all_gather_object(memory_for_run(device, len(group.local_ranks))))
     return Execution(
-        micro_batch=1,
-        accumulation=1,
         precision=precision,
-        compile="off",
         kernels=kernels,
         optimizer=training.optimizer,
         world_size=group.size,
         threads=torch.get_num_threads(),
         device=device,
+        group=group,
     ), available
 
 
@@ -102,3 +98,15 @@ def _gpu_of_rank(training: TrainingConfig, group: Group) -> torch.device:
 def _recorded_or(recorded: int | None, resolved: int, requested: int | str) -> int:
     """Returns the recorded thread count if it was automatic and is available, because exact results depend on it."""
     return recorded if recorded is not None and requested == "auto" and recorded <= resolved else resolved
+
+
+def _choose_vector_math() -> None:
+    """Makes MKL's vector math functions, which torch uses for sine, exp and others, deterministic.
+
+    At its first call, an MKL function selects its code path for this processor. If two threads make the first call
+    together, one may get another code path whose last bits differ; this made every second pair of runs differ.
+    """
+    x = torch.full((8,), 0.5)
+    for function in (torch.cos, torch.sin, torch.exp, torch.log, torch.tanh, torch.erf, torch.sqrt):
+        for dtype in (torch.float32, torch.float64):
+            function(x.to(dtype))

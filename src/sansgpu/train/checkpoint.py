@@ -1,20 +1,23 @@
-"""Saves snapshots while training continues, and reports each one with an event."""
+"""Saves snapshots while training continues, and restores the state of a run from one."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum, auto
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from sansgpu.config import identity
+import torch
+
+from sansgpu.config import ConfigError, identity
 from sansgpu.events.event import Sinks
-from sansgpu.machine.probe import Environment
-from sansgpu.train.resume import Metrics
-from sansgpu.train.run_setup import RunSetup
-from sansgpu.train.snapshots import Snapshot
+from sansgpu.train.branches import ancestors
+from sansgpu.train.run import TrainingRun
+from sansgpu.train.snapshots import MOMENTS, WEIGHTS, Metrics, Progress, Snapshot, best_snapshot
 from sansgpu.train.state import TrainState
-from sansgpu.train.tensor_file import in_file_order, unchanged
+from sansgpu.train.tensor_file import SAFETENSORS_TYPES, in_file_order, unchanged
 from sansgpu.train.writer import SnapshotWriter
 
 
@@ -34,7 +37,7 @@ class Saver:
     """
 
     def __init__(
-        self, run: RunSetup, state: TrainState, data_fingerprint: str, sinks: Sinks, elapsed: Callable[[], float]
+        self, run: TrainingRun, state: TrainState, data_fingerprint: str, sinks: Sinks, elapsed: Callable[[], float]
     ) -> None:
         """`elapsed` returns the seconds the run has taken."""
         self.newest: Snapshot | None = None
@@ -54,7 +57,7 @@ class Saver:
     def reserve_copies(self) -> None:
         """Reserves memory for saving in the background, unless that was done or the run saves only at its end."""
         training = self._run.config.training
-        in_background = self._run.plan.group.is_main and self._run.sharding == "none"
+        in_background = self._run.execution.group.is_main and self._run.sharding == "none"
         if in_background and not self._writer.prepared and (training.save_steps or training.eval_steps):
             self._writer.reserve_copies(self._state.weights(), self._state.moments())
 
@@ -62,7 +65,7 @@ class Saver:
         """Frees the memory of the copies; returns the consequence, or None if there were none."""
         return "snapshots are written before training goes on" if self._writer.release_copies() else None
 
-    def save(self, metrics: Metrics | None, environment: Environment, is_last: bool) -> None:
+    def save(self, metrics: Metrics | None, is_last: bool) -> None:
         """Saves the current step, on all ranks, unless the newest snapshot has the same step and metrics.
 
         Training waits until the last snapshot is written.
@@ -71,26 +74,26 @@ class Saver:
         if self._saved != (step, metrics):
             self.flush()
             start = time.perf_counter()
-            self.newest = self._write(metrics, environment, in_background=not is_last)
+            self.newest = self._write(metrics, in_background=not is_last)
             self._saved, self._seconds = (step, metrics), time.perf_counter() - start
         elif self._stage is not _Stage.RESUMED:
             return
         self._stage = _Stage.WRITING
         self._sinks.hold()
 
-    def _write(self, metrics: Metrics | None, environment: Environment, in_background: bool) -> Snapshot:
+    def _write(self, metrics: Metrics | None, in_background: bool) -> Snapshot:
         """Starts to write a snapshot. If the state is sharded, gathers it on rank 0 and waits until it is written."""
         state, progress, is_sharded = self._state, self._state.progress, self._run.sharding != "none"
         tensors = state.weights(), state.moments()
-        if not self._run.plan.group.is_main:
+        if not self._run.execution.group.is_main:
             for part in tensors if is_sharded else ():
                 for name in in_file_order(part):
                     state.gather_tensor(name, part[name])
             return Snapshot.of(self._run.paths.snapshots, progress.step)
         record = {
-            "progress": progress.to_json(),
+            "progress": progress.model_dump(),
             "metrics": metrics,
-            "environment": asdict(environment),
+            "environment": self._run.execution.environment(),
             "data": self._data_fingerprint,
             "configuration": identity(self._run.config),
         }
@@ -130,3 +133,75 @@ class Saver:
             self._sinks.warn(str(error))
         finally:
             self._sinks.release()
+
+
+def load_snapshot(
+    state: TrainState, snapshot: Snapshot, run: TrainingRun, data_fingerprint: str, differ: Callable[[str], None]
+) -> Metrics | None:
+    """Loads weights, moments and progress into `state`; returns the metrics of that step if it was evaluated.
+
+    Rank 0 reads each tensor and broadcasts it, and every rank keeps its own part, so a snapshot fits any world size and
+    hosts need not share a disk. Raises ConfigError if the model's shapes or its optimizer differ. Calls `differ` with a
+    message for each difference of the environment or the data, after which results are not bit-identical.
+    """
+    group = run.execution.group
+    record = group.broadcast_object(snapshot.state)
+    shapes = {file: group.broadcast_object(partial(snapshot.shapes, file)) for file in (WEIGHTS, MOMENTS)}
+    _require_same_shape(state, shapes[WEIGHTS], snapshot)
+    moments = {name: (list(t.shape), t.dtype) for name, t in state.moments().items()}
+    if moments != {name: (shape, SAFETENSORS_TYPES.get(dtype)) for name, (shape, dtype) in shapes[MOMENTS].items()}:
+        raise ConfigError(
+            f"{snapshot.folder} was made with another optimizer; set training.optimizer to the value in the run's "
+            "config.yaml."
+        )
+    for difference in _differences(record, run.execution.environment(), data_fingerprint):
+        differ(f"{snapshot.folder.name} was made with {difference}: the resumed run will differ in its last bits.")
+    for file in (WEIGHTS, MOMENTS):
+        for name, tensor in snapshot.tensors(file) if group.is_main else _empty(shapes[file]):
+            if group.size > 1:
+                group.broadcast(tensor, 0)
+            state.load(name, tensor)
+    progress = state.progress = Progress(**record["progress"])
+    best = progress.best_loss, progress.best_step
+    progress.best_loss, progress.best_step = group.broadcast_object(
+        lambda: _best_there(snapshot, run.paths.snapshots, *best)
+    )
+    metrics: Metrics | None = record["metrics"]
+    return metrics
+
+
+def _best_there(
+    snapshot: Snapshot, folder: Path, loss: float | None, step: int | None
+) -> tuple[float | None, int | None]:
+    """Returns loss and step of the best snapshot that still exists among the ancestors of `snapshot`.
+
+    The recorded best one may have been deleted after a better, now abandoned snapshot was taken.
+    """
+    found = ancestors(snapshot, folder)
+    if step in [None, *(there.step for there in found)]:
+        return loss, step
+    best = best_snapshot(found)
+    return (best.validation_loss(), best.step) if best else (None, None)
+
+
+def _empty(shapes: dict[str, tuple[list[int], str]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields empty tensors to receive the broadcasts of rank 0."""
+    for name, (shape, dtype) in sorted(shapes.items()):
+        yield name, torch.empty(shape, dtype=SAFETENSORS_TYPES[dtype])
+
+
+def _require_same_shape(state: TrainState, weights: dict[str, tuple[list[int], str]], snapshot: Snapshot) -> None:
+    ours = {name: tuple(tensor.shape) for name, tensor in state.weights().items()}
+    theirs = {name: tuple(shape) for name, (shape, _) in weights.items()}
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            raise ConfigError(
+                f"{snapshot.folder} is of another model: {name} is {theirs.get(name, 'missing')} there and "
+                f"{ours.get(name, 'missing')} in the configuration; use the run's own config.yaml."
+            )
+
+
+def _differences(record: dict[str, Any], now: Mapping[str, object], data_fingerprint: str) -> list[str]:
+    before = record["environment"]
+    found = [f"{key} {before.get(key)}, now {value}" for key, value in now.items() if before.get(key) != value]
+    return found + (["other data or another base model"] if record["data"] != data_fingerprint else [])

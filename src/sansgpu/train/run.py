@@ -1,0 +1,130 @@
+"""A run that is ready to start."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sansgpu.config import Config, RunPaths
+from sansgpu.data.order import steps_per_epoch
+from sansgpu.machine.execution import Execution
+from sansgpu.machine.gemm_peak import peak_gemm_rate
+from sansgpu.machine.memory import Memory, effective_batch
+from sansgpu.machine.probe import cache_dir
+from sansgpu.models.costing import Costs
+from sansgpu.tasks.registry import task_of
+from sansgpu.train.calibrate import Timing
+from sansgpu.train.schedule import UNKNOWN_STEPS
+
+NOWHERE = RunPaths(Path(os.devnull))  # nothing can be written below it
+_EXECUTION_FACTS = ("device", "isa", "precision", "threads", "compile", "kernels")
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A run that is ready to start: its resolved configuration, its execution, and what it is estimated to need."""
+
+    config: Config
+    execution: Execution
+    total_steps: int  # or schedule.UNKNOWN_STEPS
+    memory: Memory
+    available: int  # bytes of memory
+    corpus: Any = None  # the task's tasks.Corpus; None if the data was not read
+    timing: Timing | None = None  # None if no steps were timed
+    paths: RunPaths = NOWHERE  # of a run that is only planned
+    started: float = field(default_factory=time.monotonic)  # start of the time budget
+    gemm_flops_per_second: float = 0.0  # best total rate of all processes at the start, the denominator of `mfu`
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.fits(self.available)
+
+    @property
+    def costs(self) -> Costs:
+        return task_of(self.config).costs(self.config)
+
+    @property
+    def cache(self) -> Path:
+        """The folder of measurements."""
+        return cache_dir(self.config.data.cache_dir)
+
+    @property
+    def sharding(self) -> str:
+        """`training.sharding`, or none for a single process."""
+        return self.config.training.sharding if self.execution.group.size > 1 else "none"
+
+    @property
+    def example_tokens(self) -> float:
+        """Mean number of tokens per example."""
+        return self.corpus.example_tokens if self.corpus else self.config.window
+
+    @property
+    def usual_tokens(self) -> int:
+        """`example_tokens` rounded up, for random examples."""
+        return math.ceil(self.example_tokens)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return round(effective_batch(self.config.training) * self.example_tokens)
+
+    @property
+    def learned_per_step(self) -> float:
+        """Mean number of target tokens per step: without padding, and including an epoch's partial last batch."""
+        if self.corpus is None:
+            return self.tokens_per_step
+        steps = steps_per_epoch(self.corpus.train_examples, effective_batch(self.config.training))
+        return float(self.corpus.train_tokens / steps)
+
+    @property
+    def eval_token_ratio(self) -> float:
+        """Ratio of an evaluation's tokens to a step's tokens."""
+        tokens: float = self.corpus.validation_tokens if self.corpus else 0
+        limit = self.config.training.eval_batches
+        if limit is not None:
+            tokens = min(tokens, limit * self.execution.micro_batch * self.example_tokens)
+        return tokens / (effective_batch(self.config.training) * self.example_tokens)
+
+    def peak_gemm_rate(self, again: bool = False) -> float:
+        """Returns the best GEMM rate of this process in FLOP/s; `again` measures it once more."""
+        execution, processes = self.execution, len(self.execution.group.local_ranks)
+        precision, device, threads = execution.precision, execution.device.type, execution.threads
+        return peak_gemm_rate(self.cache, precision, device, threads, processes, again)
+
+    def measure_gemm_again(self) -> float:
+        """Returns the best total GEMM rate of all processes, assuming that they are as fast as this one."""
+        return self.execution.group.size * self.peak_gemm_rate(again=True)
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the estimates and settings that plans and start events show."""
+        corpus, training, execution, costs = self.corpus, self.config.training, self.execution, self.costs
+        parts = costs.parameters()
+        return {
+            "parameters": sum(parts.values()),
+            "trained_parameters": parts.get("adapter", sum(parts.values())),
+            "optimizer": training.optimizer,
+            "learning_rate": training.learning_rate,
+            "micro_batch": execution.micro_batch,
+            "gradient_accumulation_steps": execution.accumulation,
+            "world_size": execution.world_size,
+            "window": self.config.window,
+            "tokens_per_step": self.tokens_per_step,
+            "total_steps": None if self.total_steps == UNKNOWN_STEPS else self.total_steps,
+            "max_hours": training.max_hours,
+            "until": training.until,
+            "train_tokens": corpus.train_tokens if corpus else None,
+            "train_examples": corpus.train_examples if corpus else None,
+            "validation_tokens": corpus.validation_tokens if corpus else None,
+            "split": getattr(corpus, "split", None),
+            "vocab_size": costs.vocabulary,
+            "memory_bytes": self.memory.to_json(),
+            "available_bytes": self.available,
+        }
+
+    def execution_facts(self) -> dict[str, object]:
+        """Returns what start events show of the execution."""
+        environment: dict[str, object] = {**self.execution.environment()}
+        return {key: environment[key] for key in _EXECUTION_FACTS}
