@@ -36,7 +36,7 @@ from sansgpu.data.batch import IGNORE, Batch
 from sansgpu.machine.allocator import keep_freed_memory
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.group import Group
-from sansgpu.machine.joining import join
+from sansgpu.machine.rendezvous import join
 from sansgpu.machine.world import World, find_world
 from sansgpu.models import TransformerLM
 from sansgpu.train.state import TrainState

@@ -17,8 +17,7 @@ from sansgpu.jobs.runs import is_locked
 from sansgpu.jobs.train import TrainRequest
 from sansgpu.jobs.train import train as train_job
 from sansgpu.machine.launch import make_cublas_deterministic
-from sansgpu.machine.launcher_output import is_forwarded
-from sansgpu.machine.world import find_world
+from sansgpu.machine.world import find_world, is_forwarded
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.train.loading import ModelRequest
 from sansgpu.train.loop import TrainingResult

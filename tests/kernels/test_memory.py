@@ -13,7 +13,7 @@ import random, sys
 import torch
 from sansgpu.kernels import library
 from sansgpu.machine.allocator import trim_memory
-from sansgpu.machine.usage import Usage, peak_rss_bytes
+from sansgpu.machine.monitor import Usage, peak_rss_bytes
 assert library.load() is None
 library.install_caching_allocator(varying=sys.argv[1] == "varying", warn=sys.exit)
 before, draw, held, live, most = peak_rss_bytes(), random.Random(3), {}, 0, 0
@@ -65,7 +65,7 @@ FEW_ROWS = """
 import torch
 from sansgpu.kernels import library
 from sansgpu.kernels.linear import Linear
-from sansgpu.machine.usage import Usage
+from sansgpu.machine.monitor import Usage
 assert library.load() is None
 layers = torch.nn.Sequential(Linear(512, 1024), Linear(1024, 512)).bfloat16()
 def train(numbers_of_rows):

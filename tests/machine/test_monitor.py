@@ -13,9 +13,8 @@ import pytest
 
 from sansgpu.machine import cgroup
 from sansgpu.machine.description import energy_joules
-from sansgpu.machine.monitor import Monitor, mean_of
+from sansgpu.machine.monitor import Monitor, mean_of, usable_cpus
 from sansgpu.machine.peers import this_process
-from sansgpu.machine.usage import usable_cpus
 
 
 def watched(folder: Path, work: Callable[[], object]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sansgpu.config import ConfigError
 from sansgpu.machine import cores
 from sansgpu.machine.cores import Cpu
-from sansgpu.machine.network import interface_for, interfaces, is_loopback, route_to
+from sansgpu.machine.rendezvous import interface_for, interfaces, is_loopback, route_to
 from sansgpu.machine.world import find_world, threads_from_environment
 
 TORCHRUN = {

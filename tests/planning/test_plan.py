@@ -16,7 +16,7 @@ from sansgpu.config.find import BUILT_IN
 from sansgpu.jobs.plan import plan as plan_job
 from sansgpu.planning.cluster import cluster_of
 from sansgpu.planning.measure import MeasureRequest, measure_in_subprocess
-from sansgpu.train.scaling_law import effective_tokens, expected_bits_per_byte
+from sansgpu.planning.scaling_law import effective_tokens, expected_bits_per_byte
 from sansgpu.views.tables import count
 from tests.processes import environment, json_lines, settings, use_cache
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from sansgpu.config import TrainingConfig
 from sansgpu.machine.group import Group
-from sansgpu.machine.joining import join
+from sansgpu.machine.rendezvous import join
 from sansgpu.machine.world import find_world
 from sansgpu.train.optim import Optimizer
 from sansgpu.train.sharding import OwnedByRank, RowSharded

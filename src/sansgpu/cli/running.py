@@ -81,7 +81,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
     from sansgpu.config import SansGPUError  # imported here because `--help` does not need the schema
     from sansgpu.config.extras import missing_package
     from sansgpu.config.wording import truncate
-    from sansgpu.machine.allocation_failure import out_of_memory
+    from sansgpu.machine.address_space import out_of_memory
 
     error = out_of_memory(error, "or use a smaller model") or missing_package(error) or error
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:

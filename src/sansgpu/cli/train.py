@@ -146,7 +146,7 @@ def _train(request: TrainRequest, headless: bool, plain: bool, bar: PreparationB
     from sansgpu.events.event import Sink
     from sansgpu.events.jsonl import JsonLines
     from sansgpu.jobs.train import train as job
-    from sansgpu.machine.launcher_output import is_forwarded
+    from sansgpu.machine.world import is_forwarded
     from sansgpu.train.loop import TrainingResult
     from sansgpu.views.terminal import RunConsole, Terminal, Warnings
 

@@ -20,16 +20,16 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.files.ownership import replace_folder, require_folder
 from sansgpu.machine.gemm_peak import flops_utilization
 from sansgpu.planning.forecast import Forecast, projections, roofline_of, step_limits
-from sansgpu.planning.learning_advice import learning_advice
 from sansgpu.planning.measure import Measured, MeasureRequest, measure_in_subprocess
 from sansgpu.planning.process import Warn
 from sansgpu.planning.resolve import ResolveOptions, resolve_run
-from sansgpu.planning.variations import (
+from sansgpu.planning.suggestions import (
     HARMLESS_COSTS,
     WHAT_IF_STEPS,
     affordable,
     asked_changes,
     built_in_changes,
+    learning_advice,
     time_variations,
 )
 from sansgpu.tasks.registry import task_of

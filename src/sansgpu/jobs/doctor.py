@@ -14,10 +14,10 @@ from sansgpu.kernels import library
 from sansgpu.machine.description import hardware, software
 from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.gemm_peak import peak_gemm_rate
+from sansgpu.machine.monitor import LoadMeter
 from sansgpu.machine.private_folder import private_cache
 from sansgpu.machine.probe import available_cores, available_memory, cache_dir, has_native_bf16, resolve_threads
 from sansgpu.machine.roofline import bandwidth
-from sansgpu.machine.usage import LoadMeter
 
 USAGE_SECONDS = 0.5  # how long other programs are observed
 MIN_BUSY_CORES = 0.25  # cores used by other programs before they are reported

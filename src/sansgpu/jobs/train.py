@@ -34,11 +34,11 @@ from sansgpu.jobs.report import write_run_report
 from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.execution import Environment
 from sansgpu.machine.group import Group, reporting_failure
-from sansgpu.machine.joining import join, resolve_backend
 from sansgpu.machine.launch import has_random_hashes
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.monitor import Monitor
 from sansgpu.machine.probe import describe_machine
+from sansgpu.machine.rendezvous import join, resolve_backend
 from sansgpu.machine.world import World
 from sansgpu.models.modules import compile_blocks
 from sansgpu.planning.resolve import ResolveOptions, resolve_run

@@ -12,7 +12,7 @@ from typing import Any
 
 from sansgpu.files.atomic import PRIVATE_MODE, make_folder, write_text
 from sansgpu.machine.description import processor
-from sansgpu.machine.usage import LoadMeter
+from sansgpu.machine.monitor import LoadMeter
 
 BUSY_CORES = 0.25  # a measurement is not cached if other programs used more cores than this
 MIN_SECONDS = 0.5  # shorter measurements are always cached: the kernel's CPU times are too coarse to judge them

@@ -62,6 +62,11 @@ class Execution:
         """Returns a context for mixed precision: matmuls in the compute dtype, weights and sums in fp32."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
+    def synchronize(self) -> None:
+        """Waits for the queued work of a GPU; returns immediately on a CPU."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
     def tokens(self, window: int, padded: bool = False) -> int:
         """Returns the tokens, with padding if `padded`, of the largest micro-batch of examples up to `window` long."""
         limit = self.micro_batch * window

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from sansgpu.config import SansGPUError
-from sansgpu.machine.network import interfaces
+from sansgpu.machine.rendezvous import interfaces
 from sansgpu.machine.world import LOOPBACK
 
 RANKS = 2

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from sansgpu.config import SansGPUError
-from sansgpu.machine.allocation_failure import out_of_memory
+from sansgpu.machine.address_space import out_of_memory
 from sansgpu.machine.peers import (
     LINGER_SECONDS,
     POLL_SECONDS,

@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import IO
 
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import truncate
@@ -138,3 +139,20 @@ def _job_port(environment: Mapping[str, str], one_machine: bool) -> int:
     if not job and one_machine:
         job = str(os.getppid())
     return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)] if job else _PORTS[0]
+
+
+def is_forwarded(stream: IO[str]) -> bool:
+    """Returns whether a stream is a pseudo-terminal whose output a launcher forwards, possibly to a file.
+
+    Open MPI gives each of its processes one. `isatty` accepts it, but it is not the controlling terminal of the
+    process, as the user's terminal is.
+    """
+    if not stream.isatty() or not hasattr(os, "tcgetpgrp"):  # Windows has none
+        return False
+    if "OMPI_COMM_WORLD_SIZE" in os.environ:
+        return True
+    try:
+        os.tcgetpgrp(stream.fileno())
+    except OSError:
+        return True
+    return False

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import re
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -13,23 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from sansgpu.config import Config, SansGPUError
 from sansgpu.config.wording import MAX_REASON_CHARACTERS
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.gemm_peak import peak_gemm_rate
+from sansgpu.machine.launch import quiet_profiler
 from sansgpu.machine.memory import effective_batch
+from sansgpu.machine.monitor import LoadMeter, peak_rss_bytes, process_age
 from sansgpu.machine.probe import cache_dir
 from sansgpu.machine.torch_compile import ignore_cached_graphs, is_compiled
-from sansgpu.machine.usage import LoadMeter, peak_rss_bytes, process_age
 from sansgpu.models.modules import compile_blocks
 from sansgpu.planning.process import configure_process
 from sansgpu.tasks.registry import task_of
 from sansgpu.tasks.task import Corpus, Task
 from sansgpu.train.evaluate import evaluate, evaluate_batches, rank_sample
-from sansgpu.train.optim import Optimizer
-from sansgpu.train.profile import profile_step, synchronize
+from sansgpu.train.optim import PROFILED_AS, Optimizer
 from sansgpu.train.state import TrainState
 from sansgpu.train.step import train_step
 from sansgpu.train.writer import SnapshotWriter
@@ -39,6 +42,16 @@ PROFILED_STEPS = 2
 WARMUP_STEPS = 1  # untimed steps after the first one, which compiles
 
 DATA_SECONDS = ("tokenizer_seconds", "data_seconds", "evaluation_seconds", "export_seconds")
+
+PARTS = ("attention", "matmul", "loss", "optimizer", "other")
+# The time of an event, including its children, counts for the first pattern that matches its name.
+_MATMULS = r"^aten::(mm|addmm|bmm|baddbmm|linear|matmul)$|mkldnn.*linear|_Linear|_FrozenLinear|_Lora|_FeedForward"
+_EVENTS = (
+    ("optimizer", re.compile(re.escape(PROFILED_AS))),
+    ("loss", re.compile(r"LinearCrossEntropy|LinearMixedLoss|TargetLogProbabilities")),
+    ("attention", re.compile(r"[aA]ttention")),
+    ("matmul", re.compile(_MATMULS)),
+)
 
 Measured = dict[str, Any]  # the measured values that the request asks for
 
@@ -118,7 +131,7 @@ class _Bench:
             for _ in range(1 + WARMUP_STEPS + self._request.steps):
                 start = time.perf_counter()
                 objective.loss(batch)
-                synchronize(self._execution.device)
+                self._execution.synchronize()
                 seconds.append(time.perf_counter() - start)
         return {"step_seconds": seconds, "model_seconds": built, "peak_rss_bytes": peak_rss_bytes()}
 
@@ -176,7 +189,7 @@ class _Bench:
         for _ in range(steps):
             start = time.perf_counter()
             outcome = self._step(task, state)
-            synchronize(self._execution.device)
+            self._execution.synchronize()
             seconds.append(time.perf_counter() - start)
             losses.append(outcome.loss_sum / outcome.targets)
             tokens.append(outcome.tokens)
@@ -210,3 +223,29 @@ class _Bench:
         writer.wait()
         written = time.perf_counter() - start
         return {"save_seconds": waited, "write_seconds": written}
+
+
+def profile_step(step: Callable[[], object], repeats: int) -> dict[str, float]:
+    """Returns the share of time per part of PARTS over `repeats` steps, measured with torch's profiler."""
+    quiet_profiler()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            step()
+        wall = time.perf_counter() - start
+    seconds = dict.fromkeys(PARTS, 0.0)
+    for event in profiled.events():
+        if event.cpu_parent is None:
+            _add_part(event, seconds)
+    shares = {part: spent / wall for part, spent in seconds.items()}
+    shares["other"] = max(0.0, 1.0 - sum(shares.values()))
+    return shares
+
+
+def _add_part(event: Any, seconds: dict[str, float]) -> None:
+    part = next((part for part, names in _EVENTS if names.search(event.name)), None)
+    if part is not None:
+        seconds[part] += event.cpu_time_total / 1e6
+        return
+    for child in event.cpu_children:
+        _add_part(child, seconds)

@@ -20,9 +20,9 @@ from sansgpu.planning.forecast import describe_plan, forecast_of, roofline_of, s
 from sansgpu.planning.presets import Processor, largest_memory
 from sansgpu.planning.process import Warn
 from sansgpu.planning.resolve import ResolveOptions, ignore_message, resolve_run
+from sansgpu.planning.scaling_law import MAX_EPOCHS, expected_bits_per_byte
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.run import TrainingRun
-from sansgpu.train.scaling_law import MAX_EPOCHS, expected_bits_per_byte
 from sansgpu.views.plan_table import PlanCandidate, ProposedPlan, RunPlan, length_text
 from sansgpu.views.tables import count
 

@@ -22,7 +22,6 @@ from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import micro_batches_per_rank
 from sansgpu.models.modules import compile_blocks
 from sansgpu.tasks.task import Objective, StepWideObjective, TaskKind
-from sansgpu.train.profile import synchronize
 from sansgpu.train.state import TrainState
 
 SHORT, LONG = 1, 3  # depths of the models that are timed
@@ -122,7 +121,7 @@ class Calibration:
                     rest = more * self._later_pass(trial, batch) if more else 0.0
                 start = time.perf_counter()
                 optimizer.step(0.0, number + 1, min(1.0, 1 / (optimizer.grad_norm() + 1e-6)))
-                synchronize(self.execution.device)
+                self.execution.synchronize()
                 if number:
                     passes.append((first + rest) / accumulation)
                     updates.append(time.perf_counter() - start)
@@ -139,7 +138,7 @@ class Calibration:
             start = time.perf_counter()
             with torch.no_grad(), self.execution.autocast():
                 trial.outputs(batch)
-            synchronize(self.execution.device)
+            self.execution.synchronize()
             seconds += time.perf_counter() - start
         return seconds
 
@@ -151,5 +150,5 @@ class Calibration:
             with self.execution.autocast():
                 loss = trial.loss(batch)
             (loss / batch.target_count()).backward()
-        synchronize(self.execution.device)
+        self.execution.synchronize()
         return time.perf_counter() - start

@@ -10,8 +10,8 @@ import torch
 from sansgpu.events.event import Event, Sinks, finite
 from sansgpu.machine.cached_measurement import BUSY_CORES
 from sansgpu.machine.gemm_peak import flops_utilization
+from sansgpu.machine.monitor import Usage
 from sansgpu.machine.probe import resolve_threads
-from sansgpu.machine.usage import Usage
 from sansgpu.tasks.task import Task
 from sansgpu.train.health import Health
 from sansgpu.train.run import TrainingRun

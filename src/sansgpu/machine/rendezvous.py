@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import socket
@@ -10,15 +11,17 @@ import uuid
 from dataclasses import asdict
 from datetime import timedelta
 
+import psutil
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.machine import cores
 from sansgpu.machine.group import SINGLE_PROCESS, Group
-from sansgpu.machine.network import interface_for, interfaces, is_loopback, route_to
 from sansgpu.machine.peers import POLL_SECONDS, Heartbeats, LostRankError, Peer, this_process
 from sansgpu.machine.world import World
+
+_DISCARD_PORT = 9  # names a destination for a route lookup; nothing is sent
 
 
 def resolve_backend(training: TrainingConfig) -> tuple[str, str | None]:
@@ -156,3 +159,56 @@ def _reachable(rank: int, peers: list[Peer], name: str, configured: str | None) 
             f"training.network_interface to one of {', '.join(have)}."
         )
     return found[0]
+
+
+def interfaces() -> dict[str, list[str]]:
+    """Returns the IP addresses of each interface."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = {name: [_bare(a.address) for a in all_ if a.family in families]
+             for name, all_ in psutil.net_if_addrs().items()}  # fmt: skip
+    return {name: addresses for name, addresses in found.items() if addresses}
+
+
+def is_loopback(address: str) -> bool:
+    """Returns whether only this host can reach the address."""
+    return ipaddress.ip_address(address).is_loopback
+
+
+def route_to(host: str) -> tuple[str, str]:
+    """Returns (local address, remote address) of the route to `host`. Raises ConfigError if there is none."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return _bare(probe.getsockname()[0]), _bare(target[0])
+    except OSError as error:
+        raise ConfigError(
+            f"{socket.gethostname()} has no route to {host}, the host of rank 0: {error.strerror or error}; set "
+            "MASTER_ADDR to a name or address of rank 0 that every host can reach."
+        ) from None
+
+
+def _bare(address: object) -> str:
+    """Strips the interface suffix (%eth0) of an IPv6 address."""
+    return str(address).partition("%")[0]
+
+
+def interface_for(address: str, requested: str | None) -> tuple[str, str]:
+    """Returns (interface, its address) for gloo: `requested`, else GLOO_SOCKET_IFNAME, else the one with `address`.
+
+    Raises ConfigError if the interface does not exist.
+    """
+    have = interfaces()
+    requested = requested or os.environ.get("GLOO_SOCKET_IFNAME")
+    if requested and requested not in have:
+        raise ConfigError(
+            f"training.network_interface is {requested}, but {socket.gethostname()} has {', '.join(have)}; "
+            "set it to one of these, or leave it out."
+        )
+    for name, addresses in have.items():
+        if name == requested or (not requested and address in addresses):
+            return name, address if address in addresses else addresses[0]
+    raise ConfigError(
+        f"{socket.gethostname()} has no interface with the address {address}; set training.network_interface to one "
+        f"of {', '.join(have)}."
+    )
