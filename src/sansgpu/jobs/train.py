@@ -91,22 +91,14 @@ class _RunTarget:
     open_settings: tuple[str, ...]  # recorded values of keys whose default may differ from that of the first start
 
 
-@dataclass(frozen=True)
 class _Output:
-    """The user's view of a run: sinks of events, a display of progress, and a buffer of events before metrics.jsonl."""
+    """The user's view of a run: sinks of events, a display of progress, and warnings before metrics.jsonl exists."""
 
-    sinks: list[Sink]
-    progress: ReportProgress
-    is_main: bool
-    early: EventBuffer = field(default_factory=EventBuffer)
-
-    def warn(self, message: str) -> None:
-        """Shows a warning on rank 0, and adds it to metrics.jsonl once that is open."""
-        Sinks([*(self.sinks if self.is_main else ()), self.early]).warn(message)
-
-    def warn_once(self, message: str) -> None:
-        """Shows a warning on rank 0 that is not for metrics.jsonl."""
-        Sinks(self.sinks if self.is_main else []).warn(message)
+    def __init__(self, sinks: list[Sink], progress: ReportProgress, is_main: bool) -> None:
+        shown = sinks if is_main else []
+        self.sinks, self.progress, self.early = sinks, progress, EventBuffer()
+        self.warn = Sinks([*shown, self.early]).warn
+        self.warn_unrecorded = Sinks(shown).warn  # for warnings that metrics.jsonl does not repeat
 
 
 def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) -> TrainingRun | TrainingResult:
@@ -125,7 +117,7 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
         _require_same(config, group)
         if training.adapt_threads and group.size > 1:
             raise ConfigError("training.adapt_threads works with a single process only; set it to false.")
-        target = _find_target(request, config, group, output.warn_once, until_end)
+        target = _find_target(request, config, group, output.warn_unrecorded, until_end)
         config = change_config(config, target.open_settings)
         require_boards(training.report_to, output.warn)
         outcome = _train_in(target, config, request, group, output)
