@@ -35,6 +35,6 @@ class Stuck(Pretrain):
 
     def step_sums(self) -> dict[str, float]:
         self.steps += 1
-        if self.steps == 5 and (Path(self._config.data.dataset_name).parent / "stuck").exists():
+        if self.steps == 5 and (Path(self.config.data.dataset_name).parent / "stuck").exists():
             hang_in_c()
         return super().step_sums()

@@ -38,7 +38,7 @@ def test_the_metrics_are_those_of_the_whole_part_computed_plainly(task: Pretrain
         task.model.eval()
         logits = task.model(batch.inputs, batch.positions, batch.document_ids).flatten(0, 1)
     expected = torch.nn.functional.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE).item()
-    metrics = evaluate(task, EXECUTION)
+    metrics = evaluate(task.evaluator, EXECUTION)
     assert metrics is not None
     assert metrics["loss"] == pytest.approx(expected, rel=1e-5)
     assert metrics["perplexity"] == pytest.approx(math.exp(expected), rel=1e-4)
@@ -50,9 +50,9 @@ def test_the_metrics_are_those_of_the_whole_part_computed_plainly(task: Pretrain
 
 
 def test_it_can_be_limited_and_stopped(task: Pretrain) -> None:
-    whole, part = evaluate(task, EXECUTION), evaluate(task, EXECUTION, batches=1)
+    whole, part = evaluate(task.evaluator, EXECUTION), evaluate(task, EXECUTION, batches=1)
     assert whole != part
-    assert evaluate(task, EXECUTION, stop=lambda: True) is None
+    assert evaluate(task.evaluator, EXECUTION, stop=lambda: True) is None
 
 
 def test_the_progress_shows_how_many_batches_there_are(task: Pretrain) -> None:
@@ -68,7 +68,7 @@ def test_it_leaves_mode_randomness_and_gradients_as_they_were(task: Pretrain) ->
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    evaluate(task, EXECUTION)
+    evaluate(task.evaluator, EXECUTION)
     task.sample("the", 5, seed=1)
     assert torch.equal(torch.rand(2), expected)
     assert task.model.training
