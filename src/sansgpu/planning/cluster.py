@@ -81,10 +81,10 @@ def plan_nodes(run: TrainingRun, cluster: Cluster, progress: ReportProgress) -> 
         )
     gloo, most = _gloo(run, progress), effective_batch(run.config.training)
     link = link_of(cluster.bits_per_second, cluster.latency_seconds, gloo)
-    many = _ClusterRun(run, cluster, link, _work(run, run.timing, progress))
-    curve = [many.row(nodes) for nodes in NODE_COUNTS if nodes <= most]
+    cluster_run = _ClusterRun(run, cluster, link, _work(run, run.timing, progress))
+    curve = [cluster_run.row(nodes) for nodes in NODE_COUNTS if nodes <= most]
     seconds = {row["nodes"]: row["step_seconds"] for row in curve}
-    here, step = many.row(cluster.nodes), many.step(cluster.nodes)
+    here, step = cluster_run.row(cluster.nodes), cluster_run.step(cluster.nodes)
     unknown = dict.fromkeys(here)
     return {
         **here,
@@ -92,18 +92,18 @@ def plan_nodes(run: TrainingRun, cluster: Cluster, progress: ReportProgress) -> 
         "latency_seconds": cluster.latency_seconds,
         "gloo_bytes_per_second": gloo.bytes_per_second,
         "gloo_hop_seconds": gloo.hop_seconds,
-        "gradient_bytes": many.work.gradients,
+        "gradient_bytes": cluster_run.work.gradients,
         "compute_seconds": step.compute,
         "communication_seconds": step.communication,
         "overlapped_seconds": step.hidden,
         "collectives_seconds": step.collectives,
         "finish": done_at(here["total_seconds"]),
-        "memory_bytes": many.memory(cluster.nodes).to_json(),
+        "memory_bytes": cluster_run.memory(cluster.nodes).to_json(),
         "most_nodes": most,
         "pays": MIN_SCALING,
         "pays_until": pays_until(seconds),
         "fastest_nodes": min(seconds, key=lambda nodes: seconds[nodes]),
-        "grown_batch": many.grown(cluster.nodes),
+        "grown_batch": cluster_run.grown(cluster.nodes),
         **_critical_batch(run),
         "curve": [*map(dict, curve), *(unknown | {"nodes": nodes} for nodes in NODE_COUNTS if nodes > most)],
     }
