@@ -1,6 +1,7 @@
 """The number of steps follows from the time budget."""
 
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from sansgpu.config import ConfigError, TrainingConfig, load_config
 from sansgpu.planning.forecast import Forecast
 from sansgpu.train.run_length import Budget, finish_time
 from sansgpu.train.schedule import UNKNOWN_STEPS, learning_rate, total_steps, warmup_steps
+from tests.processes import train
 
 NOW = datetime(2026, 3, 1, 22, 30)
 
@@ -122,3 +124,12 @@ def test_a_run_whose_preparation_took_all_its_time_is_not_said_to_end_early() ->
     budget = Budget(TrainingConfig(max_hours=0.01), lambda: 100.0, 0.0, 0, 0)
     assert budget.steps_left(1) == 0
     assert budget.idle_ratio(1000) == 0
+
+
+def test_the_time_to_save_is_recorded_once_per_snapshot(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves: list[float] = []
+    monkeypatch.setattr(Budget, "record_save", lambda budget, seconds: saves.append(seconds))
+    assert train(home, tmp_path / "run", training__max_steps=4, training__save_steps=2, training__eval_steps=0) == 0
+    assert len(saves) == 1, "the last snapshot is part of an evaluation"
