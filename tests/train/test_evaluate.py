@@ -50,7 +50,7 @@ def test_the_metrics_are_those_of_the_whole_part_computed_plainly(task: Pretrain
 
 
 def test_it_can_be_limited_and_stopped(task: Pretrain) -> None:
-    whole, part = evaluate(task.evaluator, EXECUTION), evaluate(task, EXECUTION, batches=1)
+    whole, part = evaluate(task.evaluator, EXECUTION), evaluate(task.evaluator, EXECUTION, batches=1)
     assert whole != part
     assert evaluate(task.evaluator, EXECUTION, stop=lambda: True) is None
 
