@@ -8,8 +8,9 @@ import pytest
 from sansgpu.cli import run as cli
 from sansgpu.config import Config, ConfigError, TrainingConfig
 from sansgpu.planning.forecast import Forecast, projections, start_time, target_steps
+from sansgpu.planning.results import Variation
 from sansgpu.planning.suggestions import HARMLESS_COSTS, affordable, asked_changes, built_in_changes, learning_advice
-from sansgpu.views.bench import Variation, speedup_text
+from sansgpu.views.bench import speedup_text
 
 NEAR = {"mlm_acc": 0.05, "mlm_majority_acc": 0.05, "mrr": 0.033, "relation_frequency_mrr": 0.03, "queries": 100.0}
 

@@ -13,11 +13,11 @@ import yaml
 from sansgpu.cli import run as cli
 from sansgpu.config import SansGPUError, load_config
 from sansgpu.config.find import BUILT_IN
+from sansgpu.config.wording import count
 from sansgpu.jobs.plan import plan as plan_job
 from sansgpu.planning.cluster import cluster_of
 from sansgpu.planning.measure import MeasureRequest, measure_in_subprocess
 from sansgpu.planning.scaling_law import effective_tokens, expected_bits_per_byte
-from sansgpu.views.tables import count
 from tests.processes import environment, json_lines, settings, use_cache
 
 CORPUS_DOCUMENTS = 200

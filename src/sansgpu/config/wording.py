@@ -1,4 +1,4 @@
-"""Numbers in sentences."""
+"""Numbers, values and errors in sentences."""
 
 from __future__ import annotations
 
@@ -41,3 +41,20 @@ def first_line(error: BaseException) -> str:
 
 
 MAX_REASON_CHARACTERS = 300  # a library's error may repeat a file's whole content
+
+
+def count(number: float) -> str:
+    """Formats a count, e.g. 25.1M."""
+    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.1f}{unit}"
+    return f"{number:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Formats a duration, e.g. 2 h 05 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

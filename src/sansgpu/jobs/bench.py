@@ -15,7 +15,7 @@ from typing import cast
 import torch
 
 from sansgpu.config import Config, ConfigError, SansGPUError, change_config, load_config, save_config
-from sansgpu.config.wording import counted
+from sansgpu.config.wording import counted, duration
 from sansgpu.data.shards import ReportProgress
 from sansgpu.files.ownership import replace_folder, require_folder
 from sansgpu.machine.gemm_peak import flops_utilization
@@ -23,6 +23,7 @@ from sansgpu.planning.forecast import Forecast, projections, roofline_of, step_l
 from sansgpu.planning.measure import Measured, MeasureRequest, measure_in_subprocess
 from sansgpu.planning.process import Warn
 from sansgpu.planning.resolve import ResolveOptions, resolve_run
+from sansgpu.planning.results import BenchResult, ForwardPass, ForwardResult, GpuComparison, Variation
 from sansgpu.planning.suggestions import (
     HARMLESS_COSTS,
     WHAT_IF_STEPS,
@@ -35,16 +36,7 @@ from sansgpu.planning.suggestions import (
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.run import TrainingRun
 from sansgpu.train.run_folders import open_any, require_plain_name
-from sansgpu.views.bench import (
-    BenchResult,
-    ForwardPass,
-    ForwardResult,
-    GpuComparison,
-    Variation,
-    is_measurable,
-    write_report,
-)
-from sansgpu.views.terminal import duration
+from sansgpu.views.bench import is_measurable, write_report
 
 PROJECTED_STEPS = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 MIN_SPEEDUP = 1.03  # smaller speedups are noise

@@ -11,8 +11,8 @@ from sansgpu.planning.cluster import Cluster, plan_nodes, require_examples
 from sansgpu.planning.forecast import describe_plan
 from sansgpu.planning.process import Warn
 from sansgpu.planning.resolve import PLAN, resolve_run
+from sansgpu.planning.results import RunPlan
 from sansgpu.train.schedule import UNKNOWN_STEPS
-from sansgpu.views.plan_table import RunPlan
 
 
 def plan(

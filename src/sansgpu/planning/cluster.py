@@ -32,12 +32,12 @@ from sansgpu.planning.nodes import (
     step_of,
 )
 from sansgpu.planning.resolve import PLAN, ignore_message, resolve_run
+from sansgpu.planning.results import ClusterPlan, ClusterPoint, CriticalBatch, GrownBatch
 from sansgpu.planning.scaling_law import expected_bits_per_byte
 from sansgpu.tasks.pretrain.data import TextCorpus
 from sansgpu.train.calibrate import Timing
 from sansgpu.train.gradient_reduction import BUCKET_BYTES
 from sansgpu.train.run import TrainingRun
-from sansgpu.views.plan_table import ClusterPlan, ClusterPoint, CriticalBatch, GrownBatch
 
 NODE_COUNTS = tuple(1 << doublings for doublings in range(11))  # 1 to 1,024
 DEFAULT_LOSS = 3.0  # nats per token, typical of a small language model, if no estimate is available

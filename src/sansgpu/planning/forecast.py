@@ -17,12 +17,11 @@ from sansgpu.machine.roofline import Roofline, measure_roofline
 from sansgpu.models.huggingface.source import base_precision, file_formats
 from sansgpu.planning.memory_fit import changes_that_fit
 from sansgpu.planning.resolve import seconds_allowed
+from sansgpu.planning.results import MemoryChange, Projection, RunPlan
 from sansgpu.tasks.task import ReferenceCorpus
 from sansgpu.train.run import TrainingRun
 from sansgpu.train.run_length import DISK_BYTES_PER_SECOND, EVALUATED_IN_A_STEP, finish_time
 from sansgpu.train.schedule import UNKNOWN_STEPS
-from sansgpu.views.bench import Projection
-from sansgpu.views.plan_table import MemoryChange, RunPlan
 
 ROOFLINE_TOKENS = 4096  # maximum rows of timed matrix products
 MAX_SECONDS = 1e10  # about 300 years; later dates may overflow datetime

@@ -12,8 +12,8 @@ from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import Memory
 from sansgpu.models.formats.gguf_source import is_gguf
 from sansgpu.models.huggingface.source import base_precision, pretrained_config
+from sansgpu.planning.results import MemoryOption, MemoryOptions
 from sansgpu.tasks.registry import task_of
-from sansgpu.views.tables import MemoryOption, MemoryOptions
 
 CONTEXTS = (512, 1024, 2048, 4096)
 ACCUMULATION = 16  # micro-batches of one example

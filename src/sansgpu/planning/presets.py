@@ -19,9 +19,9 @@ from sansgpu.machine.gemm_peak import peak_gemm_rate
 from sansgpu.machine.memory import MARGIN, Memory, effective_batch, micro_batch_choices, usual_micro_batch
 from sansgpu.machine.probe import cache_dir, memory_for_run, resolve_precision, resolve_threads
 from sansgpu.models.costing import COMPUTE
+from sansgpu.planning.results import PresetRow, ProcessorSpeed
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.optim import choose_optimizer
-from sansgpu.views.tables import PresetRow, ProcessorSpeed
 
 OPTIMAL_TOKENS = 20  # compute-optimal training tokens per parameter (Hoffmann et al., arXiv 2203.15556)
 # Measured rate of matrix products / published peak rate at the base clock: of vector units, and of AMX.

@@ -13,6 +13,7 @@ from sansgpu.config import Config, ConfigError, change_config
 from sansgpu.config.commented import commented_yaml
 from sansgpu.config.paths import local_path
 from sansgpu.config.training import require_hours
+from sansgpu.config.wording import count
 from sansgpu.data.shards import ReportProgress
 from sansgpu.files.atomic import write_failures_as, write_text
 from sansgpu.files.ownership import require_file
@@ -20,11 +21,10 @@ from sansgpu.planning.forecast import describe_plan, forecast_of, roofline_of, s
 from sansgpu.planning.presets import Processor, largest_memory
 from sansgpu.planning.process import Warn
 from sansgpu.planning.resolve import ResolveOptions, ignore_message, resolve_run
+from sansgpu.planning.results import PlanCandidate, ProposedPlan, RunPlan, length_text
 from sansgpu.planning.scaling_law import MAX_EPOCHS, expected_bits_per_byte
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.run import TrainingRun
-from sansgpu.views.plan_table import PlanCandidate, ProposedPlan, RunPlan, length_text
-from sansgpu.views.tables import count
 
 WIDTHS = (128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
 HEAD_DIM, WIDTH_PER_LAYER, MIN_LAYERS, FEED_FORWARD_RATIO = 64, 48, 4, 3

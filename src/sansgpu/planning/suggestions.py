@@ -8,7 +8,7 @@ from statistics import median
 
 from sansgpu.config import Config, ConfigError, SansGPUError, change_config, setting
 from sansgpu.config.metrics import Metric
-from sansgpu.config.wording import truncate
+from sansgpu.config.wording import duration, truncate
 from sansgpu.data.shards import ReportProgress
 from sansgpu.kernels import library
 from sansgpu.machine.memory import effective_batch, micro_batch_choices
@@ -16,10 +16,9 @@ from sansgpu.machine.probe import has_native_bf16
 from sansgpu.machine.torch_compile import missing_compiler
 from sansgpu.planning.measure import Measured, MeasureRequest, measure_in_subprocess
 from sansgpu.planning.memory_fit import estimate_memory
+from sansgpu.planning.results import Variation
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.run import TrainingRun
-from sansgpu.views.bench import Variation
-from sansgpu.views.terminal import duration
 
 WHAT_IF_STEPS = 4  # timed per variation
 WHAT_IF_SECONDS = 120.0  # time for the built-in variations together, unless all are requested

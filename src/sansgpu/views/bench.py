@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
-from typing import NotRequired, TypedDict
 
 from markupsafe import Markup
 from rich.console import Console
@@ -12,114 +11,14 @@ from rich.table import Table
 
 from sansgpu.config.extras import is_installed
 from sansgpu.config.tasks import settings_of
-from sansgpu.config.wording import counted
+from sansgpu.config.wording import count, counted, duration
 from sansgpu.events.event import metric_texts
 from sansgpu.files.atomic import write_text
+from sansgpu.planning.results import BenchResult, ForwardResult, Variation
 from sansgpu.views.page import page, templates
 from sansgpu.views.plots import Plot, Series
-from sansgpu.views.tables import count, grid, pace, percent, print_table, rate, storage
-from sansgpu.views.terminal import clock, duration
-
-
-class StepSeconds(TypedDict):
-    """The durations of the timed steps."""
-
-    median: float
-    min: float
-    max: float
-
-
-class Projection(TypedDict):
-    """The time to train for a number of steps, from zero and from a snapshot."""
-
-    steps: int
-    seconds: float
-    done: str
-    seconds_from_snapshot: NotRequired[float]
-    done_from_snapshot: NotRequired[str]
-
-
-class Variation(TypedDict):
-    """A changed configuration, with its measurement or the problem that prevented one."""
-
-    name: str
-    set: list[str]
-    gives_up: str
-    problem: NotRequired[str]
-    parameters: NotRequired[int]
-    step_seconds: NotRequired[float]  # median
-    all_step_seconds: NotRequired[list[float]]
-    tokens_per_second: NotRequired[float]
-    peak_rss_bytes: NotRequired[int]
-    speedup: NotRequired[float]  # by the medians
-    speedup_range: NotRequired[list[float]]  # slowest step / fastest of the given configuration, and the reverse
-
-
-class GpuComparison(TypedDict):
-    """A GPU's time for the benchmarked step, measured or estimated from its FLOP/s."""
-
-    name: str
-    estimate: bool
-    step_seconds: float
-    tokens_per_second: float
-    times_faster: float
-
-
-class BenchResult(TypedDict):
-    """The result of `sansgpu bench --json`. It also has facts of the run, its environment and the machine's load."""
-
-    name: str
-    task: str
-    padded: bool
-    window: int
-    micro_batch: int
-    gradient_accumulation_steps: int
-    tokens_per_step: int
-    step_seconds: StepSeconds
-    all_step_seconds: list[float]
-    tokens_per_second: float
-    steps_per_second: float
-    seconds_per_million_tokens: float
-    flops_per_second: float
-    flops_per_step: float
-    gemm_flops_per_second: float
-    mfu: float | None  # None if the model exceeds the measured GEMM rate
-    peak_rss_bytes: int
-    build_seconds: dict[str, float]
-    startup_seconds: dict[str, float]
-    breakdown: dict[str, float]  # share of a step by part
-    limits: dict[str, float]  # lower bound of each part's time at peak hardware rates / measured step time
-    disturbances: list[str]
-    warnings: list[str]
-    validation: dict[str, float]  # the task's metrics after the measured steps; empty without data
-    advice: list[str]
-    from_step: int
-    start: str | None  # when the projections start; None: at the end of the benchmark
-    projections: list[Projection]
-    what_if: list[Variation]
-    gpu: GpuComparison | None
-    optimized: list[str]
-    files: list[str]
-
-
-class ForwardPass(TypedDict):
-    """The measured forward passes of one batch size."""
-
-    batch_size: int
-    window: int
-    seconds: float
-    tokens_per_second: float
-    flops_per_second: float
-    mfu: float | None  # None if the model exceeds the measured GEMM rate
-    peak_rss_bytes: int
-    model_seconds: float
-
-
-class ForwardResult(TypedDict):
-    """The result of `sansgpu bench --forward-only --json`."""
-
-    parameters: int
-    forward: list[ForwardPass]
+from sansgpu.views.tables import grid, pace, percent, print_table, rate, storage
+from sansgpu.views.terminal import clock
 
 
 def print_bench(console: Console, result: BenchResult) -> None:

@@ -20,10 +20,11 @@ from rich.table import Table
 from rich.text import Text
 
 from sansgpu.config.tasks import settings_of
+from sansgpu.config.wording import duration
 from sansgpu.events.escape import printable, printable_line
 from sansgpu.events.event import NEAR_LIMIT, Event, current_metrics
 from sansgpu.views.tables import percent
-from sansgpu.views.terminal import clock, duration
+from sansgpu.views.terminal import clock
 
 KEYS = (("p", "pause", "pause"), ("s", "save now", "save"), ("e", "evaluate now", "eval"), ("q", "save and end", "end"))
 WIDE = 104  # terminal columns from which the table is placed next to the curve

@@ -12,14 +12,13 @@ from huggingface_hub import EvalResult, ModelCardData
 from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_CHAT, PYTHON_STDLIB_GRAPH, CardText
 from sansgpu.config.metrics import LOSS
 from sansgpu.config.paths import local_path
-from sansgpu.config.wording import counted
+from sansgpu.config.wording import counted, duration
 from sansgpu.events.escape import as_code, as_text
 from sansgpu.events.event import Event
 from sansgpu.events.record import RunRecord
 from sansgpu.views.page import templates
 from sansgpu.views.results import energy_words, evaluation_words, parameter_words, ran_on, reported_metrics, summarize
 from sansgpu.views.tables import storage
-from sansgpu.views.terminal import duration
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FILE = re.compile(r"\.(txt|md|py|jsonl?|csv|parquet|yaml)(\.gz)?$")

@@ -13,9 +13,9 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 from markupsafe import Markup, escape
 
 from sansgpu.config.extras import require
+from sansgpu.config.wording import duration
 from sansgpu.events.event import Event
 from sansgpu.views.plots import PALETTE, Plot, Series
-from sansgpu.views.terminal import duration
 
 PLOT_HEIGHT, ROW_HEIGHT, ROWS_MARGIN = 300, 40, 60  # pixels
 HOVER_PIXELS = 40  # maximum distance from a point at which its label is shown

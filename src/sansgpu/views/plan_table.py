@@ -4,129 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Any, NotRequired, TypedDict, cast
+from typing import Any, cast
 
 from rich.console import Console
 from rich.table import Table
 
-from sansgpu.config.wording import counted
-from sansgpu.views.tables import count, grid, pace, print_table, storage
-from sansgpu.views.terminal import batch_shape, clock, duration
-
-
-class MemoryChange(TypedDict):
-    """Settings that make a run fit into memory."""
-
-    set: list[str]
-    cost: str
-    memory: int
-
-
-class PlanCandidate(TypedDict):
-    """A model size that was compared for a time budget."""
-
-    parameters: int
-    d_model: int
-    n_layers: int
-    tokens_per_second: float
-    tokens: float
-    epochs: float
-    behind: float  # expected loss relative to the best candidate's, minus 1
-
-
-class ClusterPoint(TypedDict):
-    """The run on a number of nodes."""
-
-    nodes: int
-    step_seconds: float
-    tokens_per_second: float
-    speed_up: float
-    efficiency: float
-    total_steps: int
-    total_seconds: float
-    node_hours: float
-    cost: float | None
-    fits: bool
-
-
-class GrownBatch(TypedDict):
-    """Speed with the same work for each node, so a batch that grows with the nodes."""
-
-    tokens_per_step: int
-    tokens_per_second: float
-    efficiency: float
-
-
-class CriticalBatch(TypedDict):
-    """The batch size up to which larger batches save steps; None for other tasks than pretraining."""
-
-    critical_batch_tokens: float | None
-    critical_batch_loss: float | None
-    critical_batch_nodes: int | None
-
-
-class ClusterPlan(ClusterPoint, CriticalBatch):
-    """The run on the requested nodes, and its strong scaling."""
-
-    network_bits_per_second: float
-    latency_seconds: float
-    gloo_bytes_per_second: float
-    gloo_hop_seconds: float
-    gradient_bytes: int
-    compute_seconds: float
-    communication_seconds: float
-    overlapped_seconds: float
-    collectives_seconds: float
-    finish: str
-    memory_bytes: dict[str, int]
-    most_nodes: int
-    pays: float
-    pays_until: int
-    fastest_nodes: int
-    grown_batch: GrownBatch
-    curve: list[dict[str, Any]]  # a ClusterPoint each; values are None for more nodes than a step has examples
-
-
-class RunPlan(TypedDict):
-    """The result of `sansgpu plan --json` for one configuration. Unknown speeds and durations are None."""
-
-    parameters: int
-    parameters_by_part: dict[str, int]
-    memory_bytes: dict[str, int]
-    available_bytes: int
-    machine_bytes: int
-    fits: bool
-    batch_size: int
-    gradient_accumulation_steps: int
-    window: int
-    precision: str
-    base_precision: str | None  # the frozen base of an adapter: bf16, fp32, int8, int4 or the formats of a GGUF file
-    compile: str
-    kernels: str
-    optimizer: str
-    learning_rate: float
-    threads: int
-    gradient_checkpointing: bool
-    tokens_per_step: int
-    train_tokens: int | None
-    tokens_per_second: float | None
-    seconds_per_million_tokens: float | None
-    step_seconds: float | None
-    machine_share: float | None
-    total_steps: int | None
-    total_tokens: int | None
-    epochs: float | None
-    total_seconds: float | None
-    finish: str | None
-    changes: NotRequired[list[MemoryChange]]
-    cluster: NotRequired[ClusterPlan]
-
-
-class ProposedPlan(RunPlan):
-    """The plan of a proposed run, which was written to `file`."""
-
-    candidates: list[PlanCandidate]
-    file: str
+from sansgpu.config.wording import count, counted, duration
+from sansgpu.planning.results import ClusterPlan, ProposedPlan, RunPlan, length_text
+from sansgpu.views.tables import grid, pace, print_table, storage
+from sansgpu.views.terminal import batch_shape, clock
 
 
 def figure(number: float) -> str:
@@ -177,14 +63,6 @@ def print_plan(console: Console, plan: RunPlan | ProposedPlan) -> None:
         _print_candidates(console, cast(ProposedPlan, plan))
     if "cluster" in plan:
         _print_cluster(console, plan["cluster"])
-
-
-def length_text(plan: RunPlan | ProposedPlan) -> str:
-    """Describes a run's known length in steps, tokens and epochs."""
-    assert plan["total_steps"] is not None
-    assert plan["total_tokens"] is not None
-    epochs = f", {plan['epochs']:.2g} epochs" if plan["epochs"] else ""
-    return f"{counted(plan['total_steps'], 'step')}, {count(plan['total_tokens'])} tokens{epochs}"
 
 
 def _precisions(plan: RunPlan) -> str:

@@ -14,12 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from sansgpu.config.metrics import LOSS, Metric
-from sansgpu.config.wording import counted
+from sansgpu.config.wording import count, counted, duration
 from sansgpu.events.event import Event, metrics_in
 from sansgpu.events.record import RunRecord
 from sansgpu.files.folders import entries_below
-from sansgpu.views.tables import count, storage
-from sansgpu.views.terminal import clock, duration
+from sansgpu.views.tables import storage
+from sansgpu.views.terminal import clock
 
 NOT_FINITE = "not finite"  # shown for a number that is null in an event
 STATES = {"done": "done", "out_of_time": "out of time", "interrupted": "interrupted"}

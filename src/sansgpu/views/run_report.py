@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from sansgpu.config import default_values, flatten
+from sansgpu.config.wording import duration
 from sansgpu.events.event import Event
 from sansgpu.events.record import RunRecord
 from sansgpu.views.page import PlotlyFigure, page
@@ -18,7 +19,6 @@ from sansgpu.views.plots import Plot, evenly
 from sansgpu.views.results import describe_results, evaluation_words, ran_on, size_bytes, summarize
 from sansgpu.views.run_plots import Confusion, Drawing, NamedRun, entity_scores, time_parts
 from sansgpu.views.tables import storage
-from sansgpu.views.terminal import duration
 
 MAX_ROWS, MAX_SAMPLES, MAX_WARNINGS = 200, 20, 100
 

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sansgpu.config.wording import counted
+from sansgpu.config.wording import count, counted
+from sansgpu.planning.results import MemoryOption, MemoryOptions, PresetRow
 
 Result = dict[str, Any]
 _PRECISIONS = {"bf16": "bf16", "int8": "int8", "int4": "int4", "file": "as in the file", "auto": "as in the file"}
 HOUR, DAY = 3600.0, 86400.0
-
-
-def count(number: float) -> str:
-    """Formats a count, e.g. 25.1M."""
-    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= limit:
-            return f"{number / limit:.1f}{unit}"
-    return f"{number:.0f}"
 
 
 def storage(size: float) -> str:
@@ -156,25 +149,6 @@ def print_extraction(console: Console, result: Result) -> None:
         )
 
 
-class MemoryOption(TypedDict):
-    """A way to train a model at a context, with micro-batches of one example."""
-
-    method: str  # whole | lora
-    base_precision: str | None
-    context: int
-    needed_bytes: int
-    gradient_checkpointing: bool
-    fits: bool
-
-
-class MemoryOptions(TypedDict):
-    """What can be trained of a model in `memory_bytes`."""
-
-    model: str
-    memory_bytes: int
-    options: list[MemoryOption]
-
-
 def print_memory_options(console: Console, result: MemoryOptions) -> None:
     contexts = list(dict.fromkeys(option["context"] for option in result["options"]))
     title = f"{result['model']} in {storage(result['memory_bytes'])}, by tokens of context"
@@ -202,35 +176,6 @@ def _cell(option: MemoryOption) -> str:
     if not option["fits"]:
         return f"too much ({needed})"
     return f"{needed}*" if option["gradient_checkpointing"] else needed
-
-
-class ProcessorSpeed(TypedDict):
-    """The estimated speed of a preset on a kind of processor."""
-
-    processor: str
-    cores: int
-    precision: str
-    gemm_flops_per_second: float
-    tokens_per_second: float
-    optimal_seconds: float  # time to train on `optimal_tokens`
-
-
-class PresetRow(TypedDict):
-    """A preset's memory, in the precision that needs more, and its speeds."""
-
-    preset: str
-    parameters: int
-    batch_size: int
-    gradient_accumulation_steps: int
-    window: int
-    tokens_per_step: int
-    memory_bytes: dict[str, int]
-    least_memory_bytes: int
-    recommended_memory_bytes: int
-    available_bytes: int
-    fits: bool
-    optimal_tokens: int
-    speeds: list[ProcessorSpeed]
 
 
 def print_presets(console: Console, rows: list[PresetRow]) -> None:

@@ -18,11 +18,11 @@ from rich.text import Text
 
 from sansgpu.config import RunPaths, TaskSettings
 from sansgpu.config.tasks import DEFAULT_TASK, settings_of
-from sansgpu.config.wording import counted
+from sansgpu.config.wording import count, counted, duration
 from sansgpu.events.escape import printable, printable_line
 from sansgpu.events.event import Event, current_metrics, metric_texts
 from sansgpu.events.jsonl import redirect_to_null
-from sansgpu.views.tables import count, percent
+from sansgpu.views.tables import percent
 
 REDRAWS_PER_SECOND = 4
 MIN_SHOWN_BYTES = 50_000
@@ -320,12 +320,3 @@ def clock(when: datetime) -> str:
     if when.date() == now.date():
         return when.strftime("%H:%M")
     return when.strftime("%a %d %b %H:%M" if (when - now).days < 300 else "%d %b %Y")
-
-
-def duration(seconds: float) -> str:
-    """Formats a duration, e.g. 2 h 05 min."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

@@ -13,12 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from sansgpu.config.metrics import BITS_PER_BYTE, LOSS
-from sansgpu.config.wording import counted
+from sansgpu.config.wording import counted, duration
 from sansgpu.files.atomic import write_text
 from sansgpu.views.bench import as_html
 from sansgpu.views.page import PlotlyFigure, page
 from sansgpu.views.tables import grid, print_table
-from sansgpu.views.terminal import DESCRIPTION, FIGURES, clock, duration
+from sansgpu.views.terminal import DESCRIPTION, FIGURES, clock
 
 HEIGHT = 380  # pixels of a plot
 COLOR_SCALE = [[0, "#1f9e89"], [1, "#e8743b"]]  # visible on light and dark backgrounds

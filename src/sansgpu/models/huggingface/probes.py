@@ -6,7 +6,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -18,8 +18,6 @@ from sansgpu.models.modules import blocks_of
 if TYPE_CHECKING:  # importing transformers takes seconds
     from transformers import PreTrainedModel
 
-    from sansgpu.models.huggingface.packed_forward import UnpaddedModel
-
 PROBE_SHORT = 5  # tokens of the first probe example, so that the second does not start at a block boundary
 PROBE_LONG = 65  # minimum tokens of the second one: longer than hard-coded blocks of 32 and 64
 PROBE_LONGEST = 1024  # maximum tokens of the second one if the length of the examples is unknown
@@ -30,7 +28,21 @@ PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}  # relative to the
 Output = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # from concatenated examples and their lengths
 
 
-def packs_well(unpadded: UnpaddedModel, longest: int) -> bool:
+class PackingModel(Protocol):
+    """A transformers model that can compute several examples in one row; implemented by `UnpaddedModel`."""
+
+    model: PreTrainedModel
+    packs: bool
+    position_offset: int
+
+    def hidden_states(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor: ...
+
+    def sequence_logits(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None
+    ) -> torch.Tensor: ...
+
+
+def packs_well(unpadded: PackingModel, longest: int) -> bool:
     """Returns True if two packed examples give the same outputs as separate forward passes. Changes `packs`.
 
     Models with recurrent state, or with positions that do not start at 0, give other outputs. No example is longer than
@@ -48,7 +60,7 @@ def packs_well(unpadded: UnpaddedModel, longest: int) -> bool:
         return all(_packs_equally(unpadded, output, tokens, lengths) for output in outputs)
 
 
-def _packs_equally(unpadded: UnpaddedModel, output: Output, tokens: torch.Tensor, lengths: list[int]) -> bool:
+def _packs_equally(unpadded: PackingModel, output: Output, tokens: torch.Tensor, lengths: list[int]) -> bool:
     try:
         unpadded.packs = True
         packed = output(tokens, torch.tensor(lengths))
@@ -74,7 +86,7 @@ def copies_for_kernels(rows: int) -> int:
     return -(-MIN_ROWS // rows)
 
 
-def _probe_lengths(unpadded: UnpaddedModel, longest: int) -> list[int]:
+def _probe_lengths(unpadded: PackingModel, longest: int) -> list[int]:
     """Returns the lengths of a short example and one longer than every window or block in the configuration.
 
     Neither exceeds `longest` or the model's positions.
