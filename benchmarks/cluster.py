@@ -22,7 +22,7 @@ from benchmarks import ours
 from benchmarks.contest import WARM_UP, NoResultError, Row, add_ratios, print_table, row_of, say, spawn, write_json
 from benchmarks.hosts import Host, refused, shape, two_hosts
 from benchmarks.scaling import BASE, parameters
-from sansgpu.machine.gloo_rate import Link, measure_gloo
+from sansgpu.machine.distributed.gloo_rate import Link, measure_gloo
 from sansgpu.planning.nodes import NodeShare, NodeStep, NodeWork, link_of, step_of
 from sansgpu.train.gradient_reduction import BUCKET_BYTES
 

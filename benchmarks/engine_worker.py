@@ -34,10 +34,10 @@ from benchmarks.torch_engines import (
 from sansgpu.config import ModelConfig, TrainingConfig
 from sansgpu.data.batch import IGNORE, Batch
 from sansgpu.machine.allocator import keep_freed_memory
+from sansgpu.machine.distributed.group import Group
+from sansgpu.machine.distributed.rendezvous import join
+from sansgpu.machine.distributed.world import World, find_world
 from sansgpu.machine.execution import Execution
-from sansgpu.machine.group import Group
-from sansgpu.machine.rendezvous import join
-from sansgpu.machine.world import World, find_world
 from sansgpu.models import TransformerLM
 from sansgpu.train.state import TrainState
 

@@ -23,18 +23,18 @@ SOURCE = Path(__file__).parent.parent / "src" / "sansgpu"
 FLOORS = [
     {"cli", "api"},
     {"jobs"},
+    {"views"},
     {"planning"},
     {"train"},
     {"tasks"},
     {"data", "models"},
     {"kernels"},
     {"machine"},
-    {"views"},
     {"events"},
     {"files"},
     {"config"},
 ]
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_FILES = 400, 60, 7, 22
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
 
@@ -57,7 +57,6 @@ class Import(NamedTuple):
     local: str
     source: str
     origin: str
-    at_start: bool  # runs when the module is imported
 
 
 def room_of(module: str) -> str:
@@ -78,30 +77,20 @@ def modules() -> list[Module]:
 @cache
 def imports(module: Module) -> list[Import]:
     """All imports of a module: also those in functions, and those that only type checkers see."""
-    started = {id(node) for statement in module.tree.body for node in nodes_run_at_start(statement)}
     found = []
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 local = alias.asname or alias.name.partition(".")[0]
                 whole = alias.name if alias.asname else local
-                found.append(Import(local, whole, alias.name, id(node) in started))
+                found.append(Import(local, whole, alias.name))
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module.path}: imports are absolute"
             for alias in node.names:
                 source = f"{node.module}.{alias.name}"
                 origin = origin_of(node.module or "", alias.name)
-                found.append(Import(alias.asname or alias.name, source, origin, id(node) in started))
+                found.append(Import(alias.asname or alias.name, source, origin))
     return found
-
-
-def nodes_run_at_start(statement: ast.stmt) -> Iterator[ast.AST]:
-    if isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test):
-        return
-    yield statement
-    for child in ast.iter_child_nodes(statement):
-        if isinstance(child, ast.stmt) and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from nodes_run_at_start(child)
 
 
 def origin_of(module: str, name: str) -> str:
@@ -159,11 +148,12 @@ def folder_of(module: str) -> str:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports in functions, and those that only type checkers see, count."""
     names = {module.name for module in modules()}
     graph = {}
     for module in modules():
-        sources = [found for found in imports(module) if found.at_start]
-        needed = {found.source if found.source in names else found.source.rpartition(".")[0] for found in sources}
+        sources = [found.source for found in imports(module)]
+        needed = {source if source in names else source.rpartition(".")[0] for source in sources}
         graph[module.name] = (needed & names) - {module.name}
     try:
         TopologicalSorter(graph).prepare()
@@ -189,6 +179,23 @@ def test_files_and_functions_fit_on_a_few_screens() -> None:
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 sizes[f"{module.name}.{node.name}"] = lines / MAX_FUNCTION_LINES
     assert [name for name, size in sizes.items() if size > 1] == []
+
+
+def test_folders_are_taken_in_at_a_glance() -> None:
+    counts = {folder: len(list(folder.glob("*.py"))) for folder in SOURCE.rglob("*") if folder.is_dir()}
+    assert [folder.name for folder, files in counts.items() if files > MAX_FILES] == []
+
+
+def test_functions_have_few_parameters() -> None:
+    """Transformers dictates the signature of attention_forward; the others are used once each."""
+    found = set()
+    for module in modules():
+        for node in ast.walk(module.tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                if len([one for one in given if one.arg not in ("self", "cls")]) > MAX_PARAMETERS:
+                    found.add(node.name)
+    assert found <= {"attention_forward", "compute_reference", "_add"}
 
 
 def test_one_file_prints_and_one_makes_consoles() -> None:

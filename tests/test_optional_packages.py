@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sansgpu.cli import run as cli
-from sansgpu.config.extras import EXTRAS
+from sansgpu.config.errors import EXTRAS
 from tests.processes import environment, settings, write_corpus
 from tests.project import PROJECT
 

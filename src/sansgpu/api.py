@@ -16,8 +16,8 @@ from sansgpu.jobs.generate import generate_text
 from sansgpu.jobs.runs import is_locked
 from sansgpu.jobs.train import TrainRequest
 from sansgpu.jobs.train import train as train_job
+from sansgpu.machine.distributed.world import find_world, is_forwarded
 from sansgpu.machine.launch import make_cublas_deterministic
-from sansgpu.machine.world import find_world, is_forwarded
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.train.loading import ModelRequest
 from sansgpu.train.loop import TrainingResult

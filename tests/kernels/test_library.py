@@ -66,7 +66,7 @@ def test_a_damaged_library_is_named(libraries: Path) -> None:
 def test_the_process_has_one_openmp_runtime() -> None:
     """A second one would start threads of its own for each of ours."""
     script = (
-        "from sansgpu.kernels import library\nfrom sansgpu.machine.openmp import openmp_files\n"
+        "from sansgpu.kernels import library\nfrom sansgpu.machine.kernel_files import openmp_files\n"
         "assert library.load() is None\nprint(len(openmp_files()))"
     )
     done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True)
@@ -76,7 +76,7 @@ def test_the_process_has_one_openmp_runtime() -> None:
 def test_a_runtime_in_a_folder_with_a_space_is_found(tmp_path: Path) -> None:
     (folder := tmp_path / "my packages").mkdir()
     script = (
-        "import ctypes, shutil, sys\nimport torch\nfrom sansgpu.machine.openmp import openmp_files\n"
+        "import ctypes, shutil, sys\nimport torch\nfrom sansgpu.machine.kernel_files import openmp_files\n"
         "[file] = openmp_files()\ncopy = shutil.copy(file, sys.argv[1])\nctypes.CDLL(copy)\n"
         "print({str(found) for found in openmp_files()} == {str(file), copy})"
     )

@@ -13,8 +13,8 @@ import pytest
 
 from sansgpu.machine import cgroup
 from sansgpu.machine.description import energy_joules
+from sansgpu.machine.distributed.peers import this_process
 from sansgpu.machine.monitor import Monitor, mean_of, usable_cpus
-from sansgpu.machine.peers import this_process
 
 
 def watched(folder: Path, work: Callable[[], object]) -> dict[str, Any]:

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from sansgpu.data.tokenizer import load_tokenizer
-from sansgpu.machine.sandbox import Sandbox, SandboxError
-from sansgpu.machine.templates import UnusableTemplateError, render_prefixes, render_spans
+from sansgpu.machine.untrusted.sandbox import Sandbox, SandboxError
+from sansgpu.machine.untrusted.templates import UnusableTemplateError, render_prefixes, render_spans
 from sansgpu.models.formats.decoder_folder import export_model
 from tests.bounded import assert_refused, outcome
 from tests.models.formats.gguf_models import write_ours
@@ -263,7 +263,7 @@ def test_after_a_template_that_did_not_end_the_next_one_is_rendered() -> None:
 
 
 def test_a_contained_function_answers_again_after_idling_and_after_failing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sansgpu.machine.sandbox.IDLE_SECONDS", 0.01)
+    monkeypatch.setattr("sansgpu.machine.untrusted.sandbox.IDLE_SECONDS", 0.01)
     work: dict[bytes, Callable[[], bytes]] = {
         b"abort": lambda: os.abort(),  # type: ignore[dict-item]
         b"fill": lambda: b"x" * (3 << 30),

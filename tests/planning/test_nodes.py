@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sansgpu.config import TrainingConfig
-from sansgpu.machine.gloo_rate import Link
+from sansgpu.machine.distributed.gloo_rate import Link
 from sansgpu.machine.memory import effective_batch
 from sansgpu.planning.nodes import (
     BACKWARD_SHARE,

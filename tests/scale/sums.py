@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from sansgpu.config import TrainingConfig
-from sansgpu.machine.group import Group
-from sansgpu.machine.rendezvous import join
-from sansgpu.machine.world import find_world
+from sansgpu.machine.distributed.group import Group
+from sansgpu.machine.distributed.rendezvous import join
+from sansgpu.machine.distributed.world import find_world
 from sansgpu.train.optim import Optimizer
 from sansgpu.train.sharding import OwnedByRank, RowSharded
 from sansgpu.train.update_rules import TrainedWeight

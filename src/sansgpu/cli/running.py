@@ -79,7 +79,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
         # First of all, because the interrupt may have come during an import and left half of a module behind.
         return INTERRUPTED, CODE
     from sansgpu.config import SansGPUError  # imported here because `--help` does not need the schema
-    from sansgpu.config.extras import missing_package
+    from sansgpu.config.errors import missing_package
     from sansgpu.config.wording import truncate
     from sansgpu.machine.address_space import out_of_memory
 

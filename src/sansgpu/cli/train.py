@@ -36,7 +36,7 @@ from sansgpu.cli.other_flags import with_other_flags
 
 if TYPE_CHECKING:
     from sansgpu.jobs.train import TrainRequest
-    from sansgpu.machine.world import World
+    from sansgpu.machine.distributed.world import World
     from sansgpu.views.terminal import PreparationBar
 
 
@@ -101,7 +101,7 @@ def train(given: _TrainOptions) -> int:
     }
     overrides = (*(given.override or ()), *((key, value) for key, value in settings.items() if value is not None))
 
-    from sansgpu.machine.world import find_world
+    from sansgpu.machine.distributed.world import find_world
 
     world, file = find_world(), given.config or given.config_option
     check_tables(file, overrides, given.resume)
@@ -125,7 +125,7 @@ def _device(target: str | None) -> str | None:
 
 
 def _number_of_processes(requested: str, world: World) -> int:
-    from sansgpu.machine.processes import processes
+    from sansgpu.machine.distributed.processes import processes
 
     if world.launcher:
         raise typer.BadParameter(
@@ -136,7 +136,7 @@ def _number_of_processes(requested: str, world: World) -> int:
 
 def _launch(number: int) -> int:
     """Runs this command line in several processes and returns their exit code."""
-    from sansgpu.machine.processes import launch
+    from sansgpu.machine.distributed.processes import launch
 
     return launch(number, _without(sys.argv[1:], "--processes"))
 
@@ -146,7 +146,7 @@ def _train(request: TrainRequest, headless: bool, plain: bool, bar: PreparationB
     from sansgpu.events.event import Sink
     from sansgpu.events.jsonl import JsonLines
     from sansgpu.jobs.train import train as job
-    from sansgpu.machine.world import is_forwarded
+    from sansgpu.machine.distributed.world import is_forwarded
     from sansgpu.train.loop import TrainingResult
     from sansgpu.views.terminal import RunConsole, Terminal, Warnings
 
@@ -221,7 +221,7 @@ def tune(given: _TuneOptions) -> int:
     Example: sansgpu tune configs/cpu_small.yaml --trials 20 --hours 8 --space space.yaml
     """
     overrides = (*(given.override or ()), *([] if given.seed is None else [("training.seed", given.seed)]))
-    from sansgpu.config.extras import require
+    from sansgpu.config.errors import require
 
     require("sansgpu tune", "optuna", "plotly")
     check_tables(given.config, overrides)

@@ -20,9 +20,9 @@ from sansgpu.config.metrics import Metric
 from sansgpu.config.model import MAX_LEAVES, ModelConfig
 from sansgpu.config.other_names import note_of, with_own_names
 from sansgpu.config.paths import ABANDONED_FOLDER, RunPaths
-from sansgpu.config.problems import problems
 from sansgpu.config.schema import Config, DataConfig
 from sansgpu.config.search_space import SearchParameter, Space, load_space, measure_of, spaced_values
+from sansgpu.config.section import problems
 from sansgpu.config.seeds import derive_seed
 from sansgpu.config.tasks import (
     BUILT_IN_NAMES,

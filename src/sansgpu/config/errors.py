@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 
 class SansGPUError(Exception):
     """A runtime failure. The message is shown to the user, and the process exits with `exit_code`."""
@@ -17,3 +19,54 @@ class ConfigError(SansGPUError):
 
 class UnreachableError(ConfigError):
     """Data is neither on this machine nor reachable over the network."""
+
+
+# By the name that Python imports.
+EXTRAS = {
+    "transformers": "hf",
+    "peft": "hf",
+    "datasets": "hf",
+    "torchmetrics": "hf",
+    "gguf": "gguf",
+    "pyarrow": "parquet",
+    "plotly": "report",
+    "markdown_it": "report",
+    "optuna": "tune",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "matplotlib": "plots",
+    "usearch": "search",
+    "onnx": "onnx",
+    "onnxscript": "onnx",
+    "onnxruntime": "onnx",
+}
+FINE_TUNING = ("transformers", "peft", "torchmetrics")  # the packages of every task that fine-tunes a model
+
+
+def is_installed(package: str) -> bool:
+    return find_spec(package) is not None
+
+
+def require(purpose: str, *packages: str) -> None:
+    """Raises ConfigError with the line that installs `packages`, unless all of them are installed.
+
+    `purpose` is what the user asked for, e.g. `--format onnx`. The packages are of one extra.
+    """
+    missing = [package for package in packages if not is_installed(package)]
+    if missing:
+        raise ConfigError(how_to_install(purpose, *missing))
+
+
+def how_to_install(purpose: str, *missing: str) -> str:
+    """Returns the sentence about packages that are not installed."""
+    *first, last = missing
+    named, which = (f"{', '.join(first)} and {last}", "which are") if first else (last, "which is")
+    return f'{purpose} needs {named}, {which} not installed; run `pip install "sansgpu[{EXTRAS[missing[0]]}]"`.'
+
+
+def missing_package(error: BaseException) -> ConfigError | None:
+    """Returns the error to show for a failed import of an optional package, or None for any other error."""
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if package not in EXTRAS or is_installed(package):  # an installed one has failed to import its own dependency
+        return None
+    return ConfigError(how_to_install("this command", package))

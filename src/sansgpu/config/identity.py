@@ -12,8 +12,8 @@ from typing import Any
 
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.load import acting_values, flatten
-from sansgpu.config.problems import TOP_LEVEL_KEYS
 from sansgpu.config.schema import Config
+from sansgpu.config.section import TOP_LEVEL_KEYS
 
 Values = dict[str, Any]
 

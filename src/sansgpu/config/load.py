@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
@@ -17,9 +18,8 @@ from sansgpu.config.model import ModelConfig
 from sansgpu.config.other_names import note_of, own_name, with_own_names
 from sansgpu.config.parse import Values, parse_value, read_values
 from sansgpu.config.plain_data import MAX_DEPTH
-from sansgpu.config.problems import TOP_LEVEL_KEYS, problems
 from sansgpu.config.schema import Config
-from sansgpu.config.section import AUTO, all_keys
+from sansgpu.config.section import AUTO, TOP_LEVEL_KEYS, all_keys, problems
 from sansgpu.config.tasks import DEFAULT_TASK, TASKS, built_in_settings, is_outside, task_class, with_defaults
 from sansgpu.config.training import default_learning_rate, unused_settings
 from sansgpu.config.wording import shown, truncate
@@ -201,3 +201,41 @@ def task_meanings() -> str:
     """Returns what the values of the key `task` mean."""
     meanings = [f"{task}: {built_in_settings()[task].description}" for task in TASKS]
     return "; ".join([*meanings, "package.module:Class: your own task"])
+
+
+MAX_WIDTH = 110  # characters per line of a comment
+
+
+def commented_yaml(config: Config, head: str, comments: Mapping[str, str] | None = None) -> str:
+    """Returns the values that are not defaults and those of the dotted keys in `comments`, under the text `head`.
+
+    Above each key stands its comment, or else its meaning from the schema.
+    """
+    meanings = {key: field.description or "" for key, field in all_keys(Config)}
+    meanings["task"] = f"kind of run: {config.settings.description or 'your own class'}"
+    values = config.model_dump(mode="json", exclude_defaults=True)
+    values = {"task": config.task, **values}
+    for key in comments or {}:
+        section, _, name = key.partition(".")
+        values.setdefault(section, {})[name] = setting(config, key)
+    return "\n".join([*_comment(head, ""), *_lines(values, "", "", {**meanings, **(comments or {})})]) + "\n"
+
+
+def _lines(values: Values, prefix: str, indent: str, meanings: Mapping[str, str]) -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield f"{indent}{key}:"
+            yield from _lines(value, f"{prefix}{key}.", f"{indent}  ", meanings)
+        else:
+            yield from _comment(meanings.get(f"{prefix}{key}", ""), indent)
+            yield f"{indent}{_pair(key, value)}"
+
+
+def _comment(text: str, indent: str) -> list[str]:
+    return [f"{indent}# {line}" for line in textwrap.wrap(" ".join(text.split()), MAX_WIDTH)]
+
+
+def _pair(key: str, value: Any) -> str:
+    """Returns `key: value` on one line."""
+    text = yaml.safe_dump([value], allow_unicode=True, width=float("inf"), default_flow_style=True)
+    return f"{key}: {text.strip()[1:-1]}"

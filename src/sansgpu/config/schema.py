@@ -12,8 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.other_names import with_own_names
-from sansgpu.config.problems import TOP_LEVEL_KEYS
-from sansgpu.config.section import Section, all_keys
+from sansgpu.config.section import TOP_LEVEL_KEYS, Section, all_keys
 from sansgpu.config.tasks import (
     DEFAULT_TASK,
     PYTHON_STDLIB,

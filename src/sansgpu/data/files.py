@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from sansgpu.config import ConfigError
-from sansgpu.config.extras import require
+from sansgpu.config.errors import require
 from sansgpu.config.wording import first_line
 from sansgpu.data.conll import DEFAULT_TAG_COLUMN, as_text, conll_rows
 from sansgpu.data.rows import SourceRow, is_text, parquet_class_names, row_text, with_names

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_CHAT, ConfigError, DataConfig, UnreachableError
-from sansgpu.config.extras import require
+from sansgpu.config.errors import require
 from sansgpu.config.paths import local_path
 from sansgpu.config.tasks import BUILT_IN_NAMES
 from sansgpu.config.wording import first_line

@@ -22,7 +22,7 @@ from sansgpu.config.wording import first_line, truncate
 from sansgpu.data.sources import open_sources
 from sansgpu.files.reading import read_object, require_regular_file
 from sansgpu.machine.hub import quiet_hub
-from sansgpu.machine.tokenizer_trial import tokenizer_errors, tokenizer_flaw
+from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors, tokenizer_flaw
 
 END_OF_TEXT = "<|endoftext|>"
 # The pre-tokenization of GPT-4 and Qwen: up to three digits, words with their space, line ends apart from indentation.

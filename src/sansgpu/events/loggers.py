@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config.extras import how_to_install, is_installed, require
+from sansgpu.config.errors import how_to_install, is_installed, require
 from sansgpu.events.controls import Controls
 from sansgpu.events.event import Event
 

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from sansgpu.config import ConfigError
-from sansgpu.config.extras import require
+from sansgpu.config.errors import require
 from sansgpu.data.shards import ReportProgress
 from sansgpu.files.marks import is_output
 from sansgpu.files.ownership import GGUF, require_file, require_folder

@@ -21,9 +21,9 @@ from sansgpu.data.sources import open_single
 from sansgpu.files.atomic import atomic_write, make_folder, sync_to_disk, write_failures_as
 from sansgpu.files.ownership import require_file
 from sansgpu.files.reading import read_object
+from sansgpu.machine.distributed.world import require_one_process
 from sansgpu.machine.probe import available_memory
-from sansgpu.machine.tokenizer_trial import tokenizer_errors
-from sansgpu.machine.world import require_one_process
+from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.models.formats.weights import weights_sha256
 from sansgpu.models.generation.generate import BatchModel, Completion, complete, stream
 from sansgpu.models.generation.sampling import Sampling, reading, require_valid_sampling

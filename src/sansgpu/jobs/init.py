@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sansgpu.config import Config, ConfigError, DataConfig, as_config
-from sansgpu.config.commented import commented_yaml
+from sansgpu.config.load import commented_yaml
 from sansgpu.config.tasks import Purpose, built_in_settings
 from sansgpu.config.wording import counted, truncate
 from sansgpu.data.shards import ReportProgress

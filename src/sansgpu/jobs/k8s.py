@@ -20,8 +20,8 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.files.atomic import write_failures_as
 from sansgpu.files.ownership import replace_folder
 from sansgpu.jobs.cluster_files import ESTIMATING, PodNeeds, needs_of, template
+from sansgpu.machine.distributed.world import SHUTDOWN_TIMEOUT
 from sansgpu.machine.probe import threads_of_share
-from sansgpu.machine.world import SHUTDOWN_TIMEOUT
 from sansgpu.planning.cluster import require_examples
 from sansgpu.train.run_folders import require_plain_name
 from sansgpu.version import __version__

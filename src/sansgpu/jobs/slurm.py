@@ -17,8 +17,8 @@ from sansgpu.files.atomic import make_folder, write_failures_as, write_text
 from sansgpu.files.marks import FolderMark, read_mark, write_mark
 from sansgpu.files.ownership import require_file, require_folder
 from sansgpu.jobs.cluster_files import ESTIMATING, needs_of, template
+from sansgpu.machine.distributed.world import SHUTDOWN_TIMEOUT
 from sansgpu.machine.probe import threads_of_share
-from sansgpu.machine.world import SHUTDOWN_TIMEOUT
 from sansgpu.planning.cluster import require_examples
 from sansgpu.train.run_folders import require_plain_name
 

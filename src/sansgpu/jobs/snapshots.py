@@ -16,8 +16,7 @@ from sansgpu.files.ownership import replace_folder, require_folder
 from sansgpu.jobs.runs import is_locked
 from sansgpu.train.branches import all_snapshots, ancestors, branches, finish_pending_moves, record_of
 from sansgpu.train.loading import require_snapshot
-from sansgpu.train.run_folders import open_run, recorded_file
-from sansgpu.train.run_marks import mark_run, require_own_snapshots
+from sansgpu.train.run_folders import mark_run, open_run, recorded_file, require_own_snapshots
 from sansgpu.train.snapshots import Snapshot, best_snapshot, clear_leftovers, prune, snapshots
 
 

@@ -21,7 +21,7 @@ from sansgpu.config import (
     recorded_values,
     save_config,
 )
-from sansgpu.config.extras import is_installed
+from sansgpu.config.errors import is_installed
 from sansgpu.data.shards import ReportProgress
 from sansgpu.events.controls import Controls
 from sansgpu.events.event import Event, EventBuffer, Sink, Sinks, now
@@ -32,14 +32,14 @@ from sansgpu.files.marks import MARK
 from sansgpu.files.ownership import LOCK, replace_folder
 from sansgpu.jobs.report import write_run_report
 from sansgpu.machine.disk import free_disk_bytes
+from sansgpu.machine.distributed.group import Group, reporting_failure
+from sansgpu.machine.distributed.rendezvous import join, resolve_backend
+from sansgpu.machine.distributed.world import World
 from sansgpu.machine.execution import Environment
-from sansgpu.machine.group import Group, reporting_failure
 from sansgpu.machine.launch import has_random_hashes
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.monitor import Monitor
 from sansgpu.machine.probe import describe_machine
-from sansgpu.machine.rendezvous import join, resolve_backend
-from sansgpu.machine.world import World
 from sansgpu.models.modules import compile_blocks
 from sansgpu.planning.resolve import ResolveOptions, resolve_run
 from sansgpu.tasks.registry import task_of
@@ -50,15 +50,18 @@ from sansgpu.train.run import TrainingRun
 from sansgpu.train.run_folders import (
     choose_output,
     lock_run,
+    mark_other_folders,
+    mark_run,
     no_run_to_resume,
     open_any,
     recorded_file,
     require_allowed,
+    require_own_configuration,
+    require_unclaimed_folders,
     require_writable,
     run_paths,
     write_json,
 )
-from sansgpu.train.run_marks import mark_other_folders, mark_run, require_own_configuration, require_unclaimed_folders
 from sansgpu.train.snapshots import Snapshot, clear_leftovers, find_snapshot, snapshots
 
 

@@ -17,7 +17,7 @@ from sansgpu.config import ConfigError
 from sansgpu.kernels.c_functions import Argument, Function, functions
 from sansgpu.machine.allocator import register_trim
 from sansgpu.machine.instruction_sets import InstructionSet, allowed
-from sansgpu.machine.openmp import share_openmp
+from sansgpu.machine.kernel_files import share_openmp
 
 LIBRARIES = Path(__file__).parent / "libraries"  # each with the name of its instruction set
 ALLOCATOR = LIBRARIES / "allocator.so"

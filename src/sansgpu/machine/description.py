@@ -14,8 +14,7 @@ import psutil
 import torch
 
 from sansgpu.machine import cgroup, instruction_sets
-from sansgpu.machine.kernel_files import kernel_number, kernel_text
-from sansgpu.machine.openmp import openmp_files
+from sansgpu.machine.kernel_files import kernel_number, kernel_text, openmp_files
 from sansgpu.machine.probe import allowed_cpus, memory_limit
 from sansgpu.machine.torch_compile import cxx
 

@@ -10,7 +10,7 @@ import torch
 from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
-from sansgpu.machine.group import SINGLE_PROCESS, Group
+from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
 from sansgpu.machine.probe import isa
 
 CPU = torch.device("cpu")

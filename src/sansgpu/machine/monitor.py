@@ -16,7 +16,7 @@ import torch
 from sansgpu.machine import cgroup, cores
 from sansgpu.machine.description import energy_joules, frequency_hz, temperature_celsius, throttled
 from sansgpu.machine.disk import free_disk_bytes
-from sansgpu.machine.peers import Peer
+from sansgpu.machine.distributed.peers import Peer
 from sansgpu.machine.probe import allowed_cpus, available_memory, held_memory, total_memory
 
 SECONDS = 1.0  # sampling interval; a sample takes a millisecond

@@ -13,14 +13,14 @@ import psutil
 import torch
 
 from sansgpu.config import ConfigError, TrainingConfig
-from sansgpu.config.extras import is_installed
+from sansgpu.config.errors import is_installed
 from sansgpu.config.paths import local_path
 from sansgpu.config.wording import counted
 from sansgpu.machine import cgroup, cores, instruction_sets
 from sansgpu.machine.address_space import address_space_left, address_space_limit
-from sansgpu.machine.group import Group
+from sansgpu.machine.distributed.group import Group
+from sansgpu.machine.distributed.world import threads_from_environment
 from sansgpu.machine.roofline import product_seconds
-from sansgpu.machine.world import threads_from_environment
 from sansgpu.version import __version__
 
 LAYER_TOKENS, LAYER_WIDTH = 1024, 768  # a typical layer, timed to choose the precision

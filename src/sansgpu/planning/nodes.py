@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from sansgpu.config import TrainingConfig
-from sansgpu.machine.gloo_rate import Link
+from sansgpu.machine.distributed.gloo_rate import Link
 from sansgpu.machine.memory import micro_batch_choices, micro_batches_per_rank
 from sansgpu.train.gradient_reduction import BUCKET_BYTES
 

@@ -11,8 +11,8 @@ from sansgpu.config.wording import counted
 from sansgpu.kernels import library
 from sansgpu.kernels.library import load_kernels
 from sansgpu.machine.allocator import keep_freed_memory
+from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
 from sansgpu.machine.execution import Environment, Execution
-from sansgpu.machine.group import SINGLE_PROCESS, Group
 from sansgpu.machine.probe import (
     has_native_bf16,
     is_emulated,

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from sansgpu.config import Config, ConfigError, change_config
-from sansgpu.config.commented import commented_yaml
+from sansgpu.config.load import commented_yaml
 from sansgpu.config.paths import local_path
 from sansgpu.config.training import require_hours
 from sansgpu.config.wording import count

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import cast
 
 from sansgpu.config import Config, ConfigError, import_class, task_class
-from sansgpu.config.extras import FINE_TUNING, require
+from sansgpu.config.errors import FINE_TUNING, require
 from sansgpu.config.tasks import built_in_settings
 from sansgpu.tasks.task import TaskKind
 

@@ -15,7 +15,7 @@ from sansgpu.config.paths import local_path
 from sansgpu.config.wording import counted
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.shards import ReportProgress
-from sansgpu.machine.group import Group
+from sansgpu.machine.distributed.group import Group
 from sansgpu.models.costing import Costs
 
 Verb = Literal[

@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from sansgpu.machine.group import Group
+from sansgpu.machine.distributed.group import Group
 from sansgpu.train.sharding import OwnedByRank
 from sansgpu.train.update_rules import TrainedWeight
 

@@ -16,12 +16,12 @@ from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.events.controls import Controls, Request
 from sansgpu.events.event import Sinks, now
 from sansgpu.events.jsonl import read_record
-from sansgpu.machine.group import Group
+from sansgpu.machine.distributed.group import Group
+from sansgpu.machine.distributed.peers import LostRankError
+from sansgpu.machine.distributed.world import grace_seconds
 from sansgpu.machine.interrupt import Interrupt, write_line
-from sansgpu.machine.peers import LostRankError
 from sansgpu.machine.pressure import MemoryGuard
 from sansgpu.machine.probe import available_memory, held_memory
-from sansgpu.machine.world import grace_seconds
 from sansgpu.tasks.task import Collecting, Task
 from sansgpu.train.branches import record_of
 from sansgpu.train.checkpoint import Saver, load_snapshot

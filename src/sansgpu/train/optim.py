@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.kernels.update import global_norm
-from sansgpu.machine.group import SINGLE_PROCESS, Group
+from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
 from sansgpu.train.gradient_reduction import Reducer
 from sansgpu.train.sharding import (
     REPLICATED,

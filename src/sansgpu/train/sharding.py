@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 from torch import nn
 
-from sansgpu.machine.group import Group
+from sansgpu.machine.distributed.group import Group
 from sansgpu.models.modules import blocks_of
 
 if TYPE_CHECKING:

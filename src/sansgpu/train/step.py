@@ -16,8 +16,8 @@ import torch
 
 from sansgpu.config import SansGPUError, derive_seed
 from sansgpu.data.batch import ExampleBatch
+from sansgpu.machine.distributed.group import Group
 from sansgpu.machine.execution import Execution
-from sansgpu.machine.group import Group
 from sansgpu.machine.pressure import MemoryGuard, split_to_fit
 from sansgpu.tasks.task import StepWideObjective, Sums, Task
 from sansgpu.train.state import TrainState

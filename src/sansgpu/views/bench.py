@@ -9,7 +9,7 @@ from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
 
-from sansgpu.config.extras import is_installed
+from sansgpu.config.errors import is_installed
 from sansgpu.config.tasks import settings_of
 from sansgpu.config.wording import count, counted, duration
 from sansgpu.events.event import metric_texts

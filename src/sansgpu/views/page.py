@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, select_autoescape
 from markupsafe import Markup, escape
 
-from sansgpu.config.extras import require
+from sansgpu.config.errors import require
 from sansgpu.config.wording import duration
 from sansgpu.events.event import Event
 from sansgpu.views.plots import PALETTE, Plot, Series

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sansgpu.config.extras import require
+from sansgpu.config.errors import require
 
 # Okabe and Ito's colors without yellow and black, some of them lighter for dark pages.
 PALETTE = ("#2b8cce", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c7ae6", "#9a8866", "#7f8690")

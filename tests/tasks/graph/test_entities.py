@@ -16,12 +16,10 @@ from benchmarks.small_graph import CONFIG, facts, write_graph
 
 from sansgpu.cli import run as cli
 from sansgpu.config import Config, load_config
-from sansgpu.tasks.graph.batch import HEAD_ENTITY, QUERY_TAIL, RELATION, TAIL_START
-from sansgpu.tasks.graph.candidates import EntityCandidates, EntityTableIndex
+from sansgpu.tasks.graph.batch import HEAD_ENTITY, QUERY_TAIL, RELATION, TAIL_START, add_entity_queries
 from sansgpu.tasks.graph.data import GraphCorpus
 from sansgpu.tasks.graph.masked_prediction import mask_rules
-from sansgpu.tasks.graph.masking import add_entity_queries
-from sansgpu.tasks.graph.tail_prediction import TailPredictor, TailQuery
+from sansgpu.tasks.graph.tail_prediction import EntityCandidates, EntityTableIndex, TailPredictor, TailQuery
 from sansgpu.tasks.graph.task import Graph
 from sansgpu.tasks.graph.triples import Entity
 from tests.processes import digests, finish, json_lines, kill_when, start, use_cache

@@ -10,9 +10,8 @@ import torch
 from sansgpu.data.batch import IGNORE
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import effective_batch
-from sansgpu.tasks.graph.batch import GraphBatch
+from sansgpu.tasks.graph.batch import GraphBatch, mask_example
 from sansgpu.tasks.graph.masked_prediction import mask_rules
-from sansgpu.tasks.graph.masking import mask_example
 from sansgpu.tasks.graph.objective import GraphObjective
 from sansgpu.tasks.graph.task import Graph
 from sansgpu.train.optim import Optimizer

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.tokenizer import BPETokenizer
-from sansgpu.tasks.graph.batch import GraphBatch
+from sansgpu.tasks.graph.batch import GraphBatch, MaskRules, mask_example
 from sansgpu.tasks.graph.leafy import (
     KNOWN,
     LONG_TAIL,
@@ -24,7 +24,6 @@ from sansgpu.tasks.graph.leafy import (
     build_leafy,
     relations_of,
 )
-from sansgpu.tasks.graph.masking import MaskRules, mask_example
 from sansgpu.tasks.graph.tokenizer import BERT, MaskTokenizer
 from sansgpu.tasks.graph.triples import GraphDocument, Triple
 

@@ -16,11 +16,10 @@ from sansgpu.config import Config, ConfigError
 from sansgpu.jobs.evaluate import link_prediction
 from sansgpu.jobs.train import TrainRequest, train
 from sansgpu.tasks.graph import tail_prediction as gaps
-from sansgpu.tasks.graph.batch import GraphBatch
+from sansgpu.tasks.graph.batch import GraphBatch, MaskedExample
 from sansgpu.tasks.graph.data import leafy_rules
 from sansgpu.tasks.graph.leafy import LeafyExample, PlacedTriple, build_leafy
 from sansgpu.tasks.graph.link_prediction import LinkPrediction
-from sansgpu.tasks.graph.masking import MaskedExample
 from sansgpu.tasks.graph.objective import GraphObjective
 from sansgpu.tasks.graph.tail_prediction import TailPredictor, TailQuery
 from sansgpu.tasks.graph.tokenizer import BERT, GraphCodec, MaskTokenizer

@@ -34,8 +34,8 @@ from sansgpu.config import (
 )
 from sansgpu.files.ownership import remove_folder
 from sansgpu.jobs.tune.trial import Length, Outcome, TrialRun, trial_config
+from sansgpu.machine.distributed.world import grace_seconds
 from sansgpu.machine.interrupt import Interrupt
-from sansgpu.machine.world import grace_seconds
 from sansgpu.planning.forecast import done_at
 from sansgpu.train.run_folders import lock_run
 from sansgpu.train.snapshots import delete_snapshots

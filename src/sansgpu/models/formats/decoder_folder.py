@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
-from sansgpu.config import Config, ConfigError, ModelConfig, problems
+from sansgpu.config import Config, ConfigError, ModelConfig
 from sansgpu.config.architectures import ARCHITECTURES
+from sansgpu.config.section import problems
 from sansgpu.config.wording import first_line
 from sansgpu.files.reading import read_object
 from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight

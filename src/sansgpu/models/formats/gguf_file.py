@@ -23,8 +23,8 @@ from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.wording import truncate
 from sansgpu.files.atomic import atomic_write, write_failures_as
 from sansgpu.kernels.block_quantization import FORMATS, BlockFormat, Matrix, QuantizedWeight
-from sansgpu.machine.sandbox import is_panic
-from sansgpu.machine.tokenizer_trial import tokenizer_flaw
+from sansgpu.machine.untrusted.sandbox import is_panic
+from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_flaw
 from sansgpu.models.formats.folders import require_layers
 from sansgpu.models.formats.gguf_metadata import (
     KNOWN,

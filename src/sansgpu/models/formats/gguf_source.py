@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sansgpu.config import ConfigError
-from sansgpu.config.extras import require
+from sansgpu.config.errors import require
 from sansgpu.config.paths import local_path
 from sansgpu.files.reading import require_regular_file
 

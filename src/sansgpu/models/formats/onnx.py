@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from sansgpu.config import ConfigError, ModelConfig, SansGPUError
-from sansgpu.config.extras import require
+from sansgpu.config.errors import require
 from sansgpu.config.wording import first_line
 from sansgpu.files.reading import read_object
 from sansgpu.models.formats.folders import validate_model_folder, write_folder_atomically

@@ -7,8 +7,8 @@ from typing import Any
 
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import first_line
-from sansgpu.machine.templates import UnusableTemplateError, render_prefixes
-from sansgpu.machine.tokenizer_trial import tokenizer_errors
+from sansgpu.machine.untrusted.templates import UnusableTemplateError, render_prefixes
+from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.generation.generate import BatchModel, decoder_readers
 

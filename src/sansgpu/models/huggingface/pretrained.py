@@ -17,7 +17,7 @@ from sansgpu.config.paths import local_path
 from sansgpu.config.plain_data import read_text
 from sansgpu.config.wording import shown
 from sansgpu.machine.disk import file_sha256
-from sansgpu.machine.tokenizer_trial import tokenizer_flaw
+from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_flaw
 from sansgpu.models.formats.folders import write_folder_atomically
 from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.formats.weights import BasePrecision, StoredTensor, fill, placeholders, random_weights

@@ -12,7 +12,7 @@ from sansgpu.config.paths import local_path
 from sansgpu.config.wording import first_line
 from sansgpu.files.reading import read_object, require_regular_file
 from sansgpu.machine.hub import quiet_hub
-from sansgpu.machine.sandbox import is_panic
+from sansgpu.machine.untrusted.sandbox import is_panic
 from sansgpu.models.formats.folders import MODEL_TYPE, folder_settings, validate_model_folder
 from sansgpu.models.formats.gguf_source import is_gguf, open_gguf
 from sansgpu.models.formats.weights import (

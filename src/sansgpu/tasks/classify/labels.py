@@ -25,7 +25,7 @@ from sansgpu.data.rows import (
     shorten,
 )
 from sansgpu.data.sources import local_files
-from sansgpu.machine.tokenizer_trial import tokenizer_errors
+from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 
 LabelKind = Literal["single", "multiple", "regression"]
 

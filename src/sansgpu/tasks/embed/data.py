@@ -14,7 +14,7 @@ from sansgpu.config import ConfigError, DataConfig
 from sansgpu.config.wording import counted
 from sansgpu.data.rows import BadRows
 from sansgpu.data.split import split_examples
-from sansgpu.machine.tokenizer_trial import tokenizer_errors
+from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.tasks.embed.groups import TokenizedGroups
 from sansgpu.tasks.embed.rows import TextRow
 from sansgpu.tasks.evaluation import TokenizedCorpus

@@ -18,7 +18,7 @@ import numpy as np
 from filelock import FileLock
 
 from sansgpu.config import ConfigError
-from sansgpu.config.extras import require
+from sansgpu.config.errors import require
 from sansgpu.data.files import TEXT_SUFFIXES, Piece, file_form, read_documents, read_rows
 from sansgpu.data.rows import row_text
 from sansgpu.data.shards import ReportProgress, counting

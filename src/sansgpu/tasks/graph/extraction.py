@@ -15,9 +15,16 @@ import numpy as np
 from tokenizers import Encoding
 
 from sansgpu.data.shards import ReportProgress
-from sansgpu.tasks.graph.candidates import EntityTableIndex, candidates_of, normal
 from sansgpu.tasks.graph.leafy import LeafyRules, TokenText, token_positions, window_spans
-from sansgpu.tasks.graph.tail_prediction import BeamSearch, PredictedTail, TailPredictor, TailQuery
+from sansgpu.tasks.graph.tail_prediction import (
+    BeamSearch,
+    EntityTableIndex,
+    PredictedTail,
+    TailPredictor,
+    TailQuery,
+    candidates_of,
+    normal,
+)
 from sansgpu.tasks.graph.tokenizer import GraphCodec, MaskTokenizer
 from sansgpu.tasks.graph.triples import INVERSE, GraphDocument, Triple
 

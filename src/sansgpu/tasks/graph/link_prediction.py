@@ -19,11 +19,17 @@ import torch
 from sansgpu.config import Config, ConfigError, same_input
 from sansgpu.data.order import generator
 from sansgpu.data.shards import ReportProgress
-from sansgpu.tasks.graph.candidates import Candidates, EntityCandidates, EntityTableIndex, SpelledCandidates
 from sansgpu.tasks.graph.data import HeldOutTriples, leafy_rules, read_graphs, split_by_group, without_facts
 from sansgpu.tasks.graph.leafy import LeafyRules, build_leafy
 from sansgpu.tasks.graph.sources import GraphSource, open_graphs
-from sansgpu.tasks.graph.tail_prediction import TailPredictor, TailQuery
+from sansgpu.tasks.graph.tail_prediction import (
+    Candidates,
+    EntityCandidates,
+    EntityTableIndex,
+    SpelledCandidates,
+    TailPredictor,
+    TailQuery,
+)
 from sansgpu.tasks.graph.tokenizer import GraphCodec
 from sansgpu.tasks.graph.triples import INVERSE, GraphDocument, KnownFacts, Triple, triples_of
 from sansgpu.tasks.task import TrainedModel

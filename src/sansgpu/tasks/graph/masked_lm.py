@@ -18,7 +18,7 @@ from sansgpu.models.formats.folders import has_architecture
 from sansgpu.models.huggingface.pretrained import load_tokenizer_of, save_tokenizer
 from sansgpu.models.huggingface.source import pretrained_config
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask
-from sansgpu.tasks.graph.batch import GraphBatch
+from sansgpu.tasks.graph.batch import GraphBatch, MaskRules, mask_example
 from sansgpu.tasks.graph.data import GraphCorpus, graph_corpus
 from sansgpu.tasks.graph.evaluate import EVALUATION_EXAMPLES, masked_evaluation
 from sansgpu.tasks.graph.leafy import LeafyExample
@@ -31,7 +31,6 @@ from sansgpu.tasks.graph.masked_prediction import (
     masked_metrics,
     validation_masking,
 )
-from sansgpu.tasks.graph.masking import MaskRules, mask_example
 from sansgpu.tasks.graph.settings import MASKED
 from sansgpu.tasks.graph.tokenizer import GraphCodec, from_pretrained
 from sansgpu.tasks.task import EvaluationRequest, Sums, TrainedModel

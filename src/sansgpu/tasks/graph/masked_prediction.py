@@ -17,9 +17,8 @@ from sansgpu.data.batch import IGNORE
 from sansgpu.data.order import batch_indices, generator, steps_per_epoch
 from sansgpu.data.shards import ReportProgress
 from sansgpu.tasks.evaluation import wilson
-from sansgpu.tasks.graph.batch import TAIL_LENGTH, TAIL_START, GraphBatch
+from sansgpu.tasks.graph.batch import TAIL_LENGTH, TAIL_START, GraphBatch, MaskRules, add_entity_queries, mask_example
 from sansgpu.tasks.graph.leafy import LeafyDataset
-from sansgpu.tasks.graph.masking import MaskRules, add_entity_queries, mask_example
 from sansgpu.tasks.graph.tokenizer import MaskTokenizer
 from sansgpu.tasks.task import StepSums, Sums
 

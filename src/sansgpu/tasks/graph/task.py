@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from sansgpu.config import Config, ConfigError, change_config, problems
+from sansgpu.config import Config, ConfigError, change_config
 from sansgpu.config.paths import local_path
+from sansgpu.config.section import problems
 from sansgpu.data.order import generator
 from sansgpu.data.shards import ReportProgress
 from sansgpu.models.formats.weights import set_weights
 from sansgpu.tasks.base import ComposedTask, with_layers, with_vocabulary_of
 from sansgpu.tasks.capabilities import ExtractsTriples, RanksEntities
-from sansgpu.tasks.graph.batch import GraphBatch
+from sansgpu.tasks.graph.batch import GraphBatch, MaskRules, mask_example
 from sansgpu.tasks.graph.costs import GraphEncoderCosts
 from sansgpu.tasks.graph.data import GraphCorpus, graph_corpus, names_of
 from sansgpu.tasks.graph.encoder import GraphEncoder
@@ -33,7 +34,6 @@ from sansgpu.tasks.graph.masked_prediction import (
     mask_rules,
     validation_masking,
 )
-from sansgpu.tasks.graph.masking import MaskRules, mask_example
 from sansgpu.tasks.graph.objective import GraphObjective, longest_span
 from sansgpu.tasks.graph.settings import SETTINGS
 from sansgpu.tasks.graph.tokenizer import GraphCodec

@@ -17,7 +17,7 @@ from sansgpu.config.wording import shown
 from sansgpu.data.shards import ReportProgress, cache_key, cached
 from sansgpu.data.tokenizer import BPETokenizer, load_tokenizer, rows_needed, save_tokenizer
 from sansgpu.files.reading import read_json
-from sansgpu.machine.tokenizer_trial import tokenizer_errors
+from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.tasks.graph.triples import Entity
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from sansgpu.config import ConfigError
 from sansgpu.data.rows import BadRows, SourceRow, column_names, is_text
-from sansgpu.machine.tokenizer_trial import tokenizer_errors
+from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.tasks.sft.chat import MaskedConversation, mask_conversation
 from sansgpu.tasks.sft.conversations import Conversation, Message, bad_row, check_turns, read_turns
 

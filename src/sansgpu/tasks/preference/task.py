@@ -15,7 +15,7 @@ from sansgpu.data.rows import BadRows
 from sansgpu.data.shards import ReportProgress, cache_key, cached, rows_with_progress
 from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import describe_split
-from sansgpu.machine.group import SINGLE_PROCESS, Group
+from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
 from sansgpu.models.huggingface.pretrained import load_tokenizer_of, weights_fingerprint
 from sansgpu.models.modules import narrowed_matrices
 from sansgpu.tasks.evaluation import read_requested

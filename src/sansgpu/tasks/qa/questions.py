@@ -13,7 +13,7 @@ import numpy as np
 
 from sansgpu.data.rows import BadRowError, BadRows, SourceRow, is_text
 from sansgpu.data.sequences import require_overlap_fits
-from sansgpu.machine.tokenizer_trial import tokenizer_errors
+from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 
 BATCH = 1000  # questions tokenized in one call, in parallel
 

@@ -21,8 +21,8 @@ from sansgpu.config import ConfigError
 from sansgpu.config.wording import first_line
 from sansgpu.data.rows import BadRowError, BadRows, SourceRow
 from sansgpu.data.tokenizer import bytes_between, special_tokens_around, token_bytes
-from sansgpu.machine.templates import Rendered, UnusableTemplateError, render_prefixes, render_spans
-from sansgpu.machine.tokenizer_trial import tokenizer_errors
+from sansgpu.machine.untrusted.templates import Rendered, UnusableTemplateError, render_prefixes, render_spans
+from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.tasks.sft.conversations import Conversation, Message, bad_row, read_conversation
 
 Span = tuple[int, int]  # characters [start, stop) of a rendered conversation

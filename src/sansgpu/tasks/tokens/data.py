@@ -16,7 +16,7 @@ from sansgpu.data.files import file_form
 from sansgpu.data.rows import BadRows
 from sansgpu.data.sequences import PackedSequences, WindowedTexts, require_overlap_fits
 from sansgpu.data.sources import Source, open_single
-from sansgpu.machine.tokenizer_trial import tokenizer_errors
+from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.fine_tuning import longest_example
 from sansgpu.tasks.tokens.spans import OUTSIDE

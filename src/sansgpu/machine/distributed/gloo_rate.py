@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from sansgpu.config import SansGPUError
-from sansgpu.machine.rendezvous import interfaces
-from sansgpu.machine.world import LOOPBACK
+from sansgpu.machine.distributed.rendezvous import interfaces
+from sansgpu.machine.distributed.world import LOOPBACK
 
 RANKS = 2
 REPEATS, HOP_REPEATS, WARM_UP = 8, 200, 2  # timed large and small all-reduces, each after some for warm-up

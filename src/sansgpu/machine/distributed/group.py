@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Store
 
 from sansgpu.config import SansGPUError
 from sansgpu.machine.address_space import out_of_memory
-from sansgpu.machine.peers import (
+from sansgpu.machine.distributed.peers import (
     LINGER_SECONDS,
     POLL_SECONDS,
     REPORT_SECONDS,

@@ -17,9 +17,9 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.machine import cores
-from sansgpu.machine.group import SINGLE_PROCESS, Group
-from sansgpu.machine.peers import POLL_SECONDS, Heartbeats, LostRankError, Peer, this_process
-from sansgpu.machine.world import World
+from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
+from sansgpu.machine.distributed.peers import POLL_SECONDS, Heartbeats, LostRankError, Peer, this_process
+from sansgpu.machine.distributed.world import World
 
 _DISCARD_PORT = 9  # names a destination for a route lookup; nothing is sent
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import first_line
-from sansgpu.machine.sandbox import Sandbox, SandboxError, is_panic
+from sansgpu.machine.untrusted.sandbox import Sandbox, SandboxError, is_panic
 
 CPU_SECONDS = 5  # the largest tokenizers take two
 MAX_EMBEDDING_ROWS = 1 << 24  # an embedding needs a row for each id up to the largest; 262,144 is the most in use

@@ -15,7 +15,7 @@ from sansgpu.config import ConfigError
 from sansgpu.config.parse import whole_number
 from sansgpu.config.wording import truncate
 from sansgpu.machine import cores
-from sansgpu.machine.world import SHUTDOWN_TIMEOUT
+from sansgpu.machine.distributed.world import SHUTDOWN_TIMEOUT
 
 MAX_PROCESSES_PER_CPU = 8  # a typing error must not start thousands of processes
 SAVING_SECONDS = 600  # time to save after SIGTERM

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from sansgpu.config import ConfigError
 from sansgpu.machine import cores
 from sansgpu.machine.cores import Cpu
-from sansgpu.machine.rendezvous import interface_for, interfaces, is_loopback, route_to
-from sansgpu.machine.world import find_world, threads_from_environment
+from sansgpu.machine.distributed.rendezvous import interface_for, interfaces, is_loopback, route_to
+from sansgpu.machine.distributed.world import find_world, threads_from_environment
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "7", "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "3", "WORLD_SIZE": "4",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sansgpu.config.wording import first_line
-from sansgpu.machine.sandbox import Sandbox, SandboxError
+from sansgpu.machine.untrusted.sandbox import Sandbox, SandboxError
 
 CPU_SECONDS = 2  # time limit of all prefixes of a conversation, which usually take milliseconds
 MAX_RENDERED_CHARS = 64 << 20  # limit of a conversation

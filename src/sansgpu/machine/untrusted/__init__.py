@@ -1,0 +1,1 @@
+"""Runs foreign code and parsers, such as templates and tokenizers, in processes without rights."""
