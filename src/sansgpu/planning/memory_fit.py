@@ -193,8 +193,9 @@ def _sharded(config: Config, execution: Execution) -> Options:
     training = config.training
     if execution.world_size > 1 and training.sharding == "none":
         yield ("training.sharding=optimizer",), "training pauses while snapshots are written"
-    plain = training.master_weights == training.optimizer_state == "fp32" and training.compile != "on"
-    if execution.world_size > 1 and training.sharding != "full" and plain:
+    plain = training.master_weights == training.optimizer_state == "fp32"
+    refused = training.compile == execution.compile == "on"  # fully sharded blocks cannot be compiled
+    if execution.world_size > 1 and training.sharding != "full" and plain and not refused:
         yield ("training.sharding=full",), "every block's weights are gathered for every micro-batch"
 
 
