@@ -26,7 +26,7 @@ from sansgpu.kernels.norm import LayerNorm, RMSNorm, residual
 from sansgpu.kernels.quantized_linear import quantized_linear
 from sansgpu.kernels.rotary import rotate_heads
 from sansgpu.models.huggingface.quantized_layers import QuantizedEmbedding, matrix_of
-from sansgpu.models.modules import INIT_STD, Table, materialize_empty
+from sansgpu.models.modules import INIT_STD, Table, compile_blocks, materialize_empty
 
 # By model.activation; GELU is the tanh approximation, as in GPT-2.
 ACTIVATIONS = {"swiglu": Kind.SWIGLU, "gelu": Kind.GELU_TANH, "relu2": Kind.RELU_SQUARED, "relu": Kind.RELU}
@@ -231,6 +231,10 @@ class TransformerLM(nn.Module):
         """Returns the cross-entropy summed over targets (B, T), skipping -100; full logits are never in memory."""
         hidden = self.hidden(inputs, positions, document_ids)
         return linear_cross_entropy(hidden.flatten(0, 1), self.head_matrix, targets.flatten(), shape)
+
+    def compile_blocks(self) -> None:
+        """Compiles each block with torch.compile, which pays on a GPU; all share one graph."""
+        compile_blocks(self)
 
     @property
     def head_weight(self) -> torch.Tensor:
