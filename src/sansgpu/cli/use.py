@@ -132,12 +132,11 @@ def predict(given: _PredictOptions) -> None:
         require_file(given.output)
     options = {} if given.null_answers is None else {"null_answers": given.null_answers}
     with preparation_bar() as bar:
-        from sansgpu.jobs.predict import in_words
         from sansgpu.jobs.predict import predict as job
         from sansgpu.train.loading import ModelRequest
 
         model = ModelRequest(given.run, given.snapshot, given.trust_remote_code, given.objective)
-        results = job(model, row if given.data is None else given.data, warn, bar, **options)
+        results, in_words = job(model, row if given.data is None else given.data, warn, bar, **options)
         if given.output is not None:
             write_json_lines(_with_progress(results, bar), given.output)
         elif given.data is None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from inspect import signature
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,10 +26,17 @@ Row = dict[str, Any]
 CHUNK_ROWS = 4096  # rows in memory at a time
 
 
+class Predictions(NamedTuple):
+    """The predictions of rows, and a function that turns one into text."""
+
+    rows: Iterator[Row]
+    in_words: Callable[[Row], str]
+
+
 def predict(
     model: ModelRequest, data: str | Row, warn: Callable[[str], None], progress: ReportProgress, **options: Any
-) -> Iterator[Row]:
-    """Loads a model and returns its prediction for each row, in order. `data` is the name of a dataset, or one row.
+) -> Predictions:
+    """Loads a model and predicts each row, in order. `data` is the name of a dataset, or one row.
 
     `options` are those of the model's task. Raises ConfigError if the task predicts nothing. Rows are read and
     predicted in chunks while the result is consumed, which raises ConfigError if there are none, or one is invalid.
@@ -44,7 +51,7 @@ def predict(
     if loaded.precision == "bf16":
         narrow_matrices(loaded.objective.model, torch.nn.Linear)  # embeddings stay as they are, as with autocast
     progress("predicting", 0, 0)
-    return _predictions(loaded, rows, options)
+    return Predictions(_predictions(loaded, rows, options), loaded.kind.in_words)
 
 
 def _for_single_row(loaded: TrainedModel, row: Row) -> TrainedModel:
@@ -92,16 +99,3 @@ def rows_of(
         yield LocatedRow(row)
     if row is None:
         raise ConfigError(f"{name} has no rows.")
-
-
-def in_words(prediction: Row) -> str:
-    """Returns a single prediction as text: an answer, a line per span, labels with their probabilities, or a score."""
-    if "answer" in prediction:
-        return str(prediction["answer"]) or "(no answer)"
-    if "spans" in prediction:
-        lines = (f"{s['start']}-{s['end']}  {s['label']}  {s['text']}  ({s['score']:.1%})" for s in prediction["spans"])
-        return "\n".join(lines) or "(no spans)"
-    if "scores" in prediction:
-        chosen = prediction["labels"] if "labels" in prediction else [prediction["label"]]
-        return ", ".join(f"{label} ({prediction['scores'][label]:.1%})" for label in chosen) or "(no label)"
-    return f"{prediction['score']:.4f}"

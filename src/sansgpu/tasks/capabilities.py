@@ -38,6 +38,11 @@ class Predicts:
         """Returns the rows of a dataset that get a prediction each."""
         return rows
 
+    @staticmethod
+    def in_words(prediction: dict[str, Any]) -> str:
+        """Returns a prediction as text, by default its score."""
+        return f"{prediction['score']:.4f}"
+
 
 class Generates(ABC):
     """Completes prompts."""

@@ -149,3 +149,11 @@ class Classify(Predicts, FineTuningTask):
         for numbers in passes(part.lengths):
             logits[torch.from_numpy(numbers)] = objective.logits(part.batch(numbers).to(loaded.device)).cpu()
         return [prediction(row, labels) for row in logits]
+
+    @staticmethod
+    def in_words(prediction: dict[str, Any]) -> str:
+        """Returns the labels with their probabilities, or the score."""
+        if "scores" not in prediction:
+            return Predicts.in_words(prediction)
+        chosen = prediction["labels"] if "labels" in prediction else [prediction["label"]]
+        return ", ".join(f"{label} ({prediction['scores'][label]:.1%})" for label in chosen) or "(no label)"

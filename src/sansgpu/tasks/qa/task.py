@@ -121,3 +121,7 @@ class QA(Predicts, FineTuningTask):
             evaluator.evaluate(batch.to(loaded.device))
         ids = ({"id": row["id"]} if "id" in row else {} for row in rows)
         return [given | answer for given, answer in zip(ids, evaluator.predictions(), strict=True)]
+
+    @staticmethod
+    def in_words(prediction: dict[str, Any]) -> str:
+        return str(prediction["answer"]) or "(no answer)"

@@ -126,3 +126,9 @@ class Tokens(Predicts, FineTuningTask):
         evaluator = TagEvaluator(loaded.objective, part)
         with torch.autocast(loaded.device.type, torch.bfloat16, enabled=loaded.precision == "bf16"):
             return evaluator.predictions(cls.evaluation_batch(loaded.config), loaded.device, rows)
+
+    @staticmethod
+    def in_words(prediction: dict[str, Any]) -> str:
+        """Returns a line for each span."""
+        lines = (f"{s['start']}-{s['end']}  {s['label']}  {s['text']}  ({s['score']:.1%})" for s in prediction["spans"])
+        return "\n".join(lines) or "(no spans)"
