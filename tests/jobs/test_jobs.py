@@ -96,7 +96,10 @@ def test_generate_repeats_itself_with_a_seed_and_goes_beyond_the_context(
     assert text("--seed", "1").startswith("the model")
     assert text("--seed", "1") == text("--seed", "1") != text("--seed", "2")
     assert text("--temperature", "0") == text("--top-k", "1", "--seed", "3")
-    assert text("--seed", "1", "--snapshot", "best")
+    best = min((e for e in json_lines(home / "run/metrics.jsonl") if e["event"] == "eval"), key=lambda e: e["loss"])
+    assert text("--seed", "1", "--snapshot", "best") == text("--seed", "1", "--snapshot", str(best["step"]))
+    first = snapshots(home / "run/snapshots")[0].step
+    assert text("--seed", "1") != text("--seed", "1", "--snapshot", str(first)), "another snapshot writes another text"
     assert cli(["generate", str(home / "run"), "--top-p", "0"]) == 2
     assert cli(["generate", str(home / "run"), "--snapshot", "9999"]) == 2
 

@@ -124,8 +124,12 @@ def test_a_folder_with_other_files_is_left_as_it_is(capsys: pytest.CaptureFixtur
     assert [path.name for path in Path("search").iterdir()] == ["notes.txt"]
 
 
-def test_a_dry_run_shows_the_space_and_how_long_it_takes() -> None:
+def test_a_dry_run_shows_the_space_and_how_long_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
     assert cli(arguments("--trials", "4", "--dry-run", "--json")) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [key.rpartition(".")[2] for key in shown["space"]] == list(SPACE)
+    assert shown["seconds"] == pytest.approx(4 * shown["trial_seconds"])
     assert not Path("search").exists()
 
 
