@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class GuardedCalls:
 
     def __call__(self, name: str, *arguments: Any) -> Any:
         self._at_end = not self._at_end
-        in_structs = [value for argument in arguments if isinstance(argument, tuple) for value in argument]
+        in_structs = [value for argument in arguments for value in _numbers(argument)]
         flat: dict[int, torch.Tensor] = {}
         for argument in arguments:
             if isinstance(argument, torch.Tensor) and argument.numel() > 0:
@@ -58,6 +59,18 @@ class GuardedCalls:
             if not torch.equal(values.view(torch.uint8), moved[place].view(torch.uint8)):  # inputs may overlap outputs
                 values.copy_(moved[place])
         return result
+
+
+def _numbers(argument: Any) -> Iterator[int]:
+    """Yields the numbers, some of which are addresses, in a tuple, a struct or an array of structs."""
+    if isinstance(argument, int):
+        yield argument
+    elif isinstance(argument, tuple | ctypes.Array):
+        for value in argument:
+            yield from _numbers(value)
+    elif isinstance(argument, ctypes.Structure):
+        for field, _ in argument._fields_:  # type: ignore[misc]
+            yield from _numbers(getattr(argument, field))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Loading the kernels, the best that are installed, or plain torch with one warning; and calling C functions."""
 
+import ctypes
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from sansgpu.kernels import library
-from sansgpu.kernels.c_functions import HEADER, declared, functions
+from sansgpu.kernels.c_functions import HEADER, constants, declared, functions, structs
 from sansgpu.machine.instruction_sets import supported
 
 SCRIPT = """
@@ -85,12 +86,36 @@ def test_a_runtime_in_a_folder_with_a_space_is_found(tmp_path: Path) -> None:
 
 
 def test_the_libraries_have_the_functions_that_their_header_declares() -> None:
-    subprocess.run(["c++", "-x", "c", "-std=c11", "-pedantic-errors", "-fsyntax-only", str(HEADER)], check=True)
     allocator = {"install", "give_back"}
     for instructions in supported():
         assert library.load_library(instructions).keys() == declared().keys() - allocator
     if library.ALLOCATOR.exists():
         assert functions(library.ALLOCATOR).keys() == allocator
+
+
+def test_python_reads_the_header_as_a_compiler_does(tmp_path: Path) -> None:
+    """Constants have the same values, structs the same fields at the same places, and functions the same parameters."""
+    lines = [f'#include "{HEADER}"', "#include <stddef.h>"]
+    checks = {**constants()}
+    for name, struct in structs().items():
+        checks[f"sizeof(struct {name})"] = ctypes.sizeof(struct)
+        for field, _ in struct._fields_:
+            checks[f"offsetof(struct {name}, {field})"] = getattr(struct, field).offset
+            checks[f"sizeof(((struct {name}*)0)->{field})"] = getattr(struct, field).size
+    lines += [f'_Static_assert({name} == {value}, "{name}");' for name, value in checks.items()]
+    for name, signature in declared().items():
+        # A pointer converts to and from void*, but a call with another number of arguments, or a number for a
+        # pointer, does not compile.
+        values = {ctypes.c_void_p: "(void*)0", ctypes.c_int64: "(int64_t)0", ctypes.c_double: "0.0"}
+        arguments = ", ".join(values[kind.c_type] for kind in signature.kinds)
+        result, keyword = ("int64_t", "return ") if signature.returns else ("void", "")
+        lines.append(f"{result} call_{name}(void) {{ {keyword}{name}({arguments}); }}")
+    source = tmp_path / "header.c"
+    source.write_text("\n".join(lines))
+    command = ["c++", "-x", "c", "-std=c11", "-pedantic-errors", "-Werror", "-fsyntax-only", str(source)]
+    subprocess.run(command, check=True)
+    assert len(checks) > 100
+    assert HEADER.read_text().count("SANSGPU_CONSTANT(") == len(constants()) + 2  # and two definitions
 
 
 def test_an_int_is_converted_where_c_takes_a_double() -> None:
@@ -115,6 +140,7 @@ def test_arguments_that_do_not_fit_are_refused_before_c_runs() -> None:
         (4, x, "argument 5 of dropout must be a number, not Tensor."),
         (4, (1, 2), "argument 5 of dropout must be a number, not tuple."),
         (5, 7, "argument 6 of dropout must be a tensor, a tuple of ints or None, not int."),
+        (1, (1, 2), "argument 2 of dropout must be a tensor or None, not tuple."),
     ):
         arguments = [*fitting]
         arguments[place] = wrong  # type: ignore[call-overload]
@@ -123,5 +149,12 @@ def test_arguments_that_do_not_fit_are_refused_before_c_runs() -> None:
     for count in (5, 7):
         with pytest.raises(TypeError, match=f"dropout takes 6 arguments, but was called with {count}"):
             library.call("dropout", *(*fitting, seed)[:count])
-    with pytest.raises(TypeError, match="float"):
-        library.call("squared_norms", 1, (0.5,), (0,), (0,), torch.empty(1, dtype=torch.float64))
+    for wrong, why in ((((0.5,), (0,)), "pointer"), (((0,), (0.5,)), "float")):
+        with pytest.raises(TypeError, match=why):
+            library.call("squared_norms", 1, *wrong, (0,), torch.empty(1, dtype=torch.float64))
+    matmul = structs()["Matmul"]()
+    for wrong in (x, structs()["LoraSizes"](), (structs()["LoraSizes"] * 2)()):
+        with pytest.raises(TypeError, match="argument 2 of matmuls must be a struct Matmul, or a tuple or an array of"):
+            library.call("matmuls", False, wrong, 0)
+    with pytest.raises(TypeError, match="LoraSizes"):
+        library.call("matmuls", False, (matmul, structs()["LoraSizes"]()), 0)

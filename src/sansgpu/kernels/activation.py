@@ -10,16 +10,17 @@ import torch
 import torch.nn.functional as F
 
 from sansgpu.kernels import library
+from sansgpu.kernels.c_functions import constants
 
 
 class Kind(IntEnum):
     """The functions of activation.cpp."""
 
-    SWIGLU = 0
-    GELU_TANH = 1
-    GELU = 2
-    RELU_SQUARED = 3
-    RELU = 4
+    SWIGLU = constants()["SWIGLU"]
+    GELU_TANH = constants()["GELU_TANH"]
+    GELU = constants()["GELU"]
+    RELU_SQUARED = constants()["RELU_SQUARED"]
+    RELU = constants()["RELU"]
 
 
 def activate(kind: Kind, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:

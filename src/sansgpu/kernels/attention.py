@@ -13,12 +13,14 @@ import torch
 import torch.nn.functional as F
 
 from sansgpu.kernels import library
+from sansgpu.kernels.c_functions import constants, structs
 from sansgpu.kernels.dropout import draw_seed
 
-_WRONG = {  # by the Status of native/attention_forward.cpp
-    1: "a key in `ranges` is out of range: keys lie in 0 to {keys}.",
-    2: "a node (root, slot) is out of range: roots lie in 0 to 524287 and slots in 0 to 4087.",
-    3: "the distance between two nodes is out of range of the decay table, which has {entries} entries per head.",
+_WRONG = {  # by the result of attention_forward, a constant of native.h
+    "WRONG_KEY": "a key in `ranges` is out of range: keys lie in 0 to {keys}.",
+    "WRONG_NODE": "a node (root, slot) is out of range: roots lie in 0 to {MAX_ROOT} and slots in 0 to {MAX_SLOT}.",
+    "WRONG_DISTANCE": "the distance between two nodes is out of range of the decay table, which has {entries} entries "
+    "per head.",
 }
 
 
@@ -169,8 +171,9 @@ class _AttentionFunction(torch.autograd.Function):
             "attention_forward", q.dtype == torch.bfloat16, sizes, *_strided(q), *_strided(k), *_strided(v), ranges,
             dropout, seed, nodes, table, entries, added, *_strided(out), lse,
         )  # fmt: skip
-        if status:
-            raise IndexError(_WRONG[status].format(keys=k.shape[1], entries=entries))
+        if status != constants()["ATTENTION_OK"]:
+            message = next(text for name, text in _WRONG.items() if constants()[name] == status)
+            raise IndexError(message.format(keys=k.shape[1], entries=entries, **constants()))
         ctx.sizes, ctx.options = sizes, options
         ctx.save_for_backward(q, k, v, out, lse, table)
         return out.transpose(1, 2)
@@ -205,23 +208,23 @@ def _require(condition: bool, requirement: str) -> None:
         raise RuntimeError(f"attention requires that {requirement}.")
 
 
-def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
-    """Returns B, T, S, H, K, d of q (B, T, H, d), k and v (B, S, K, d)."""
+def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    """Returns the struct AttentionSizes of native.h, of q (B, T, H, d), k and v (B, S, K, d)."""
     (batch, queries, heads, dim), (_, keys, kv_heads, _) = q.shape, k.shape
     _require(k.shape == v.shape == (batch, keys, kv_heads, dim), "k and v are (B, S, K, d) for a q of (B, T, H, d)")
     _require(q.dtype == k.dtype == v.dtype, "q, k and v have one dtype")
     _require(min(heads, kv_heads, dim) > 0, "there are query heads and k/v heads, and that their width is not 0")
     _require(heads % kv_heads == 0, f"{kv_heads} k/v heads divide {heads} query heads")
-    return batch, queries, keys, heads, kv_heads, dim
+    return structs()["AttentionSizes"](B=batch, T=queries, S=keys, H=heads, K=kv_heads, d=dim)
 
 
-def _check(sizes: tuple[int, ...], table: torch.Tensor | None, options: _AttentionOptions) -> None:
-    (batch, queries, keys, heads, *_), ranges, nodes = sizes, options.ranges, options.nodes
-    fits = ranges.shape == (batch, queries, 2) and ranges.dtype == torch.int32 and ranges.is_contiguous()
+def _check(sizes: Any, table: torch.Tensor | None, options: _AttentionOptions) -> None:
+    ranges, nodes = options.ranges, options.nodes
+    fits = ranges.shape == (sizes.B, sizes.T, 2) and ranges.dtype == torch.int32 and ranges.is_contiguous()
     _require(fits, "the ranges are (B, T, 2) int32")
     if table is None or nodes is None:
         return
-    fits = queries == keys and nodes.shape == (batch, queries, 2) and nodes.dtype == torch.int32
+    fits = sizes.T == sizes.S and nodes.shape == (sizes.B, sizes.T, 2) and nodes.dtype == torch.int32
     _require(fits and nodes.is_contiguous(), "nodes must be (B, T, 2) int32, and that there are T keys")
-    fits = table.ndim == 2 and table.shape[0] == heads and table.shape[1] > 0 and table.dtype == torch.float32
+    fits = table.ndim == 2 and table.shape[0] == sizes.H and table.shape[1] > 0 and table.dtype == torch.float32
     _require(fits and table.is_contiguous(), "the table must be (H, M) fp32")

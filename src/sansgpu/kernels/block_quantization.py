@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from sansgpu.kernels import library
+from sansgpu.kernels.c_functions import constants
 
 if TYPE_CHECKING:  # gguf is optional, and only some conversions need it
     from gguf import GGMLQuantizationType as Encoding
 
 Precision = Literal["int8", "int4"]
 QUANTIZED_AT_ONCE = 1 << 24  # values of a matrix that are in memory as fp32 while it is quantized
-NOT_QUANTIZED = -1  # kernels get this number instead of a format if the matrix has values of fp32 or bf16
+NOT_QUANTIZED = constants()[
+    "NOT_QUANTIZED"
+]  # kernels get this number instead of a format if the matrix has values of fp32 or bf16
 
 
 @dataclass(frozen=True)
@@ -25,13 +28,14 @@ class BlockFormat:
     """A format of GGUF that stores `block` consecutive values of a row in `bytes` bytes."""
 
     name: str
+    number: int  # by which kernels know it
     block: int
     bytes: int
 
-    @property
-    def number(self) -> int:
-        """The number of this format in native/block_formats.h."""
-        return list(FORMATS).index(self.name)
+    @classmethod
+    def declared(cls, name: str) -> BlockFormat:
+        """Returns the format that native.h declares under this name."""
+        return cls(name, *(constants()[f"{name.upper()}_{field}"] for field in ("NUMBER", "VALUES", "BYTES")))
 
     @property
     def encoding(self) -> Encoding:
@@ -47,16 +51,7 @@ class BlockFormat:
         return inputs // self.block * self.bytes
 
 
-FORMATS = {
-    format.name: format
-    for format in (
-        BlockFormat("q4_0", 32, 18),
-        BlockFormat("q4_1", 32, 20),
-        BlockFormat("q8_0", 32, 34),
-        BlockFormat("q4_k", 256, 144),
-        BlockFormat("q6_k", 256, 210),
-    )
-}
+FORMATS = {name: BlockFormat.declared(name) for name in ("q4_0", "q4_1", "q8_0", "q4_k", "q6_k")}
 
 
 # The formats that replace those with blocks of 256 values where rows are not whole blocks of them.
@@ -65,7 +60,7 @@ SMALLER_BLOCKS = {"q4_k": "q4_1", "q6_k": "q8_0"}
 
 def by_number(number: int) -> BlockFormat:
     """Returns the format with this `number`."""
-    return [*FORMATS.values()][number]
+    return next(format for format in FORMATS.values() if format.number == number)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The C functions of the compiled libraries, called with Python values.
 
-native.h declares them all. Their arguments are checked and converted here only: C trusts whatever it gets.
+native.h declares them all, with the structs that they take and the constants that C++ and Python share. Arguments are
+checked and converted here only: C trusts whatever it gets.
 """
 
 from __future__ import annotations
@@ -15,10 +16,20 @@ from typing import Any, NamedTuple
 import torch
 
 HEADER = Path(__file__).parent / "native.h"
-_DECLARATION = re.compile(r"SANSGPU_KERNEL (void|int64_t) (\w+)\(([^)]*)\);")
-_PARAMETER = re.compile(r"(?:(?P<pointer>.*\*)|(?P<value>int64_t|double)) \w+")
+_CONSTANT = re.compile(r"SANSGPU_CONSTANT\((\w+), (-?\d+)\);")
+_STRUCT = re.compile(r"struct (\w+) \{([^}]*)\};")
+_FUNCTION = re.compile(r"SANSGPU_KERNEL (void|int64_t) (\w+)\(([^)]*)\);")
+_FIELDS = re.compile(r"(\w+\**) (\w+(?:\[\d+\])?(?:, \w+(?:\[\d+\])?)*)")  # a type and its fields, which may be arrays
+_PARAMETER = re.compile(r"(\w+)(\**) \w+")
+_C_TYPES: dict[str, Any] = {
+    "uint8_t": ctypes.c_uint8,
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+}
 
-Argument = torch.Tensor | tuple[int, ...] | float | None
+Argument = torch.Tensor | ctypes.Structure | ctypes.Array[Any] | tuple[Any, ...] | float | None
 
 
 class ParameterKind(NamedTuple):
@@ -27,13 +38,7 @@ class ParameterKind(NamedTuple):
     c_type: Any
     accepts: tuple[type, ...]
     description: str
-
-
-_KINDS = {
-    "pointer": ParameterKind(ctypes.c_void_p, (torch.Tensor, tuple, type(None)), "a tensor, a tuple of ints or None"),
-    "int64_t": ParameterKind(ctypes.c_int64, (int,), "an int"),
-    "double": ParameterKind(ctypes.c_double, (int, float), "a number"),
-}
+    element: Any = None  # the type of what a pointer points to; None if it may be any
 
 
 class Signature(NamedTuple):
@@ -44,33 +49,90 @@ class Signature(NamedTuple):
 
 
 @cache
+def constants() -> dict[str, int]:
+    """Returns the constants of native.h by name."""
+    return {name: int(value) for name, value in _CONSTANT.findall(_header())}
+
+
+@cache
+def structs() -> dict[str, Any]:
+    """Returns the structs of native.h by name, as classes of ctypes. Their pointers are addresses, None if null."""
+    found: dict[str, Any] = {}
+    for name, body in _STRUCT.findall(_header()):
+        found[name] = type(name, (ctypes.Structure,), {"_fields_": [*_fields(body, found)]})
+    return found
+
+
+@cache
 def declared() -> dict[str, Signature]:
     """Returns the functions of native.h by name."""
-    text = HEADER.read_text(encoding="utf-8")
     return {
-        name: Signature(tuple(_kinds(within)), result != "void") for result, name, within in _DECLARATION.findall(text)
+        name: Signature(tuple(_kinds(within)), result != "void")
+        for result, name, within in _FUNCTION.findall(_header())
     }
 
 
-def _kinds(parameters: str) -> Iterator[ParameterKind]:
-    for parameter in [] if parameters == "void" else parameters.split(","):
-        match = _PARAMETER.fullmatch(parameter.strip())
+@cache
+def _header() -> str:
+    """Returns native.h without comments."""
+    return re.sub(r"//.*", "", HEADER.read_text(encoding="utf-8"))
+
+
+def _plain(declaration: str) -> str:
+    """Returns the declaration of fields or a parameter without what does not change how it is passed."""
+    return re.sub(r"\b(const|struct)\b ?", "", declaration.strip()).replace("* *", "**")
+
+
+def _fields(body: str, known: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    *declarations, _ = body.split(";")
+    for declaration in map(_plain, declarations):
+        match = _FIELDS.fullmatch(declaration)
         if match is None:
-            raise RuntimeError(f'{HEADER}: "{parameter.strip()}" is neither a pointer nor an int64_t nor a double.')
-        yield _KINDS["pointer" if match["pointer"] else match["value"]]
+            raise RuntimeError(f'{HEADER}: "{declaration}" does not declare fields that can be passed.')
+        one = ctypes.c_void_p if match[1].endswith("*") else {**_C_TYPES, **known}[match[1]]
+        for field in match[2].split(", "):
+            name, _, count = field.rstrip("]").partition("[")
+            yield name, one * int(count) if count else one
+
+
+def _kinds(parameters: str) -> Iterator[ParameterKind]:
+    for parameter in [] if parameters == "void" else map(_plain, parameters.split(",")):
+        match = _PARAMETER.fullmatch(parameter)
+        kind = _kind(*match.groups()) if match else None
+        if kind is None:
+            raise RuntimeError(f'{HEADER}: "{parameter}" is neither a pointer nor an int64_t nor a double.')
+        yield kind
+
+
+@cache
+def _kind(name: str, stars: str) -> ParameterKind | None:
+    """Returns how a parameter of a type is passed, or None if it cannot be."""
+    if not stars:
+        values = {"int64_t": ((int,), "an int"), "double": ((int, float), "a number")}
+        return ParameterKind(_C_TYPES[name], *values[name]) if name in values else None
+    if struct := structs().get(name):
+        given = (struct, tuple, ctypes.Array)
+        return ParameterKind(ctypes.c_void_p, given, f"a struct {name}, or a tuple or an array of them", struct)
+    element = ctypes.c_void_p if stars == "**" else _C_TYPES.get(name)
+    if element is None:
+        return ParameterKind(ctypes.c_void_p, (torch.Tensor, type(None)), "a tensor or None")
+    accepts = (torch.Tensor, tuple, type(None))
+    numbers = "numbers" if name in ("float", "double") else "ints"
+    return ParameterKind(ctypes.c_void_p, accepts, f"a tensor, a tuple of {numbers} or None", element)
 
 
 class Function:
     """A C function that takes Python values and refuses, with TypeError, those that do not fit its declaration.
 
-    A tensor becomes a pointer to its data, a tuple of ints a pointer to int64_t, None a null pointer, an int or bool an
-    int64_t or a double, and a float a double. Tensors must be on the CPU, and their dtypes and strides must be those
-    that the function expects.
+    A tensor becomes a pointer to its data, a tuple a pointer to numbers or structs of the declared type, a struct or
+    an array of structs a pointer to it, None a null pointer, an int or bool an int64_t or a double, and a float a
+    double. Tensors must be on the CPU, and their dtypes and strides must be those that the function expects.
     """
 
     def __init__(self, name: str, signature: Signature, function: Any) -> None:
         self._name, self._kinds, self._function = name, signature.kinds, function
-        self._pointers = [place for place, kind in enumerate(signature.kinds) if kind is _KINDS["pointer"]]
+        pointers = [place for place, kind in enumerate(signature.kinds) if kind.c_type is ctypes.c_void_p]
+        self._pointers = [(place, signature.kinds[place].element) for place in pointers]
         self._fitting = set[tuple[type, ...]]()  # types of arguments that passed the check, which depends on them alone
         function.argtypes = [kind.c_type for kind in signature.kinds]
         function.restype = ctypes.c_int64 if signature.returns else None
@@ -81,19 +143,22 @@ class Function:
             self._check(arguments)
             self._fitting.add(types)
         values: list[Any] = [*arguments]
-        for place in self._pointers:
+        for place, element in self._pointers:
             value = values[place]
-            if isinstance(value, tuple):
-                values[place] = (ctypes.c_int64 * len(value))(*value)
-            elif value is not None:
+            if isinstance(value, torch.Tensor):
                 values[place] = value.data_ptr()
+            elif isinstance(value, tuple):
+                values[place] = (element * len(value))(*value)
+            elif isinstance(value, ctypes.Structure):
+                values[place] = ctypes.byref(value)
         return self._function(*values)
 
     def _check(self, arguments: tuple[Argument, ...]) -> None:
         if len(arguments) != len(self._kinds):
             raise TypeError(f"{self._name} takes {len(self._kinds)} arguments, but was called with {len(arguments)}.")
         for place, (argument, kind) in enumerate(zip(arguments, self._kinds, strict=True), start=1):
-            if not isinstance(argument, kind.accepts):
+            is_other = isinstance(argument, ctypes.Array) and argument._type_ is not kind.element
+            if is_other or not isinstance(argument, kind.accepts):
                 given = type(argument).__name__
                 raise TypeError(f"argument {place} of {self._name} must be {kind.description}, not {given}.")
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from sansgpu.kernels import library
 from sansgpu.kernels.block_quantization import NOT_QUANTIZED, QuantizedWeight
+from sansgpu.kernels.c_functions import constants, structs
 from sansgpu.kernels.norm import RMSNorm
 from sansgpu.kernels.packed_cache import PackedCache
 
-TILE = 64  # outputs of a packed tile, as in native/decoder_step.cpp
+TILE = constants()["STEP_TILE"]  # outputs of a packed tile
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,11 @@ class DecoderStep:
     ) -> None:
         first = layers[0]
         heads, kv_heads = (first.qkv[place].shape[0] // head_dim for place in (0, 1))
-        self._sizes = (head.shape[1], heads, kv_heads, head_dim, first.gate.shape[0])
+        self._sizes = {"D": head.shape[1], "H": heads, "K": kv_heads, "d": head_dim, "F": first.gate.shape[0]}
         self._last_norm, self._vocabulary, self._dtype = last_norm, head.shape[0], dtype
         self._tensors: list[torch.Tensor] = []  # keeps what C++ has pointers to
         self._head = self._weight(head)
-        self._layers = [self._layer(one) for one in layers]
+        self._layers = tuple(self._layer(one) for one in layers)
 
     def __call__(
         self,
@@ -111,41 +113,50 @@ class DecoderStep:
         """
         count, capacity = len(positions), caches[0].length
         x, cos, sin = (values.float().contiguous().view(count, -1) for values in (x.clone(), cos, sin))
-        if int(positions.max()) >= capacity or x.shape[1] != self._sizes[0] or cos.shape[1] != self._sizes[3]:
+        if int(positions.max()) >= capacity or x.shape[1] != self._sizes["D"] or cos.shape[1] != self._sizes["d"]:
             raise ValueError(f"a step of {tuple(x.shape)} does not fit caches of {capacity} tokens.")
-        layers: list[int] = []
         for layer, cache in zip(self._layers, caches, strict=True):
-            layers += (*layer, cache.keys.data_ptr(), cache.values.data_ptr())
+            layer.keys, layer.values = cache.keys.data_ptr(), cache.values.data_ptr()
+        sizes = structs()["StepSizes"](B=count, S=capacity, layers=len(self._layers), **self._sizes)
         logits = torch.empty(count, self._vocabulary, dtype=self._dtype)
         library.call(
-            "decoder_step", self._dtype == torch.bfloat16, (count, *self._sizes, capacity, len(self._layers)),
-            self._last_norm.eps, tuple(layers), self._last_norm.weight, self._head, x, cos, sin,
-            positions.contiguous(), logits,
+            "decoder_step", self._dtype == torch.bfloat16, sizes, self._last_norm.eps, self._layers,
+            self._last_norm.weight, self._head, x, cos, sin, positions.contiguous(), logits,
         )  # fmt: skip
         return logits
 
-    def _layer(self, layer: StepLayer) -> tuple[int, ...]:
-        """Returns the struct Layer of native/decoder_step.cpp, without the caches."""
-        q, k, v, out, gate, up, down = (self._weight(weight) for weight in layer.weights)
-        norms = [self._pointer(norm.weight) for norm in layer.head_norms or ()] or [0, 0]
-        first, second = (self._pointer(norm.weight) for norm in (layer.norm, layer.second_norm))
-        return (first, *q, *k, *v, *norms, *out, second, *gate, *up, *down)
+    def _layer(self, layer: StepLayer) -> Any:
+        """Returns the struct StepLayer of native.h, without the caches."""
+        q_norm, k_norm = layer.head_norms or (None, None)
+        return structs()["StepLayer"](
+            norm=self._pointer(layer.norm.weight),
+            qkv=tuple(self._weight(weight) for weight in layer.qkv),
+            q_norm=None if q_norm is None else self._pointer(q_norm.weight),
+            k_norm=None if k_norm is None else self._pointer(k_norm.weight),
+            out=self._weight(layer.out),
+            second_norm=self._pointer(layer.second_norm.weight),
+            gate_up=(self._weight(layer.gate), self._weight(layer.up)),
+            down=self._weight(layer.down),
+        )
 
-    def _weight(self, weight: StepWeight) -> tuple[int, ...]:
-        """Returns the struct Weight of native/decoder_step.cpp."""
+    def _weight(self, weight: StepWeight) -> Any:
+        """Returns the struct StepWeight of native.h."""
         quantized = weight.matrix if isinstance(weight.matrix, QuantizedWeight) else None
         data = _packed(weight.matrix) if isinstance(weight.matrix, torch.Tensor) else weight.matrix.data
-        bias = 0 if weight.bias is None else self._pointer(weight.bias.detach().float())
-        rank, adapter = 0, (0, 0)
+        struct = structs()["StepWeight"](
+            data=self._pointer(data),
+            format=NOT_QUANTIZED if quantized is None else quantized.format.number,
+            N=weight.shape[0],
+            bias=None if weight.bias is None else self._pointer(weight.bias.detach().float()),
+        )
         if weight.adapter is not None:
             first, second, scale = weight.adapter
-            rank = len(first) + len(first) % 2  # the C++ code multiplies pairs of bf16
-            pad = rank - len(first)
+            pad = len(first) % 2  # the C++ code multiplies pairs of bf16
+            struct.rank = len(first) + pad
             matrices = F.pad(first.detach().float() * scale, (0, 0, 0, pad)), F.pad(second.detach(), (0, pad))
-            first_tiles, second_tiles = (_packed(matrix.to(self._dtype).contiguous()) for matrix in matrices)
-            adapter = self._pointer(first_tiles), self._pointer(second_tiles)
-        number = NOT_QUANTIZED if quantized is None else quantized.format.number
-        return (self._pointer(data), number, weight.shape[0], bias, rank, *adapter)
+            tiles = (_packed(matrix.to(self._dtype).contiguous()) for matrix in matrices)
+            struct.first, struct.second = (self._pointer(matrix) for matrix in tiles)
+        return struct
 
     def _pointer(self, tensor: torch.Tensor) -> int:
         self._tensors.append(tensor)

@@ -18,7 +18,7 @@ from sansgpu.kernels.linear import (
     parameters_of,
     use_kernel,
 )
-from sansgpu.kernels.matmul import Matmul, structs, sum_of_matmuls
+from sansgpu.kernels.matmul import Matmul, sum_of_matmuls
 
 
 def feed_forward(x: torch.Tensor, kind: Kind, up: Linear, down: Linear, gate: Linear | None = None) -> torch.Tensor:
@@ -72,5 +72,6 @@ class _FeedForwardFunction(torch.autograd.Function):
 def _call(kernel: str, kind: Kind, before: list[Matmul], after: list[Matmul], *tensors: torch.Tensor | None) -> None:
     """Calls a kernel of native/feed_forward.cpp; the last of the activation's tensors is its result."""
     activated = cast(torch.Tensor, tensors[-1])
-    narrow, lists = activated.dtype == torch.bfloat16, (structs(before), len(before), structs(after), len(after))
+    first, second = (tuple(matmul.struct for matmul in matmuls) for matmuls in (before, after))
+    narrow, lists = activated.dtype == torch.bfloat16, (first, len(first), second, len(second))
     library.call(kernel, narrow, *lists, int(kind), *tensors, activated.numel())

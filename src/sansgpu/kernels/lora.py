@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from sansgpu.kernels import library
 from sansgpu.kernels.block_quantization import NOT_QUANTIZED, row_length
+from sansgpu.kernels.c_functions import structs
 from sansgpu.kernels.matmul import is_native
 
 MAX_RANK = 64  # above, adding products in fp32 takes longer than separate matmuls
@@ -98,9 +99,12 @@ class _LoraFunction(torch.autograd.Function):
         return *grads, None, None
 
 
-def _sizes(x: torch.Tensor, frozen: FrozenLayer, first: torch.Tensor, second: torch.Tensor) -> tuple[int, ...]:
-    """Returns N, I, O, R. Raises RuntimeError if the adapter does not fit the layer, or the layer its input."""
+def _sizes(x: torch.Tensor, frozen: FrozenLayer, first: torch.Tensor, second: torch.Tensor) -> Any:
+    """Returns the struct LoraSizes of native.h.
+
+    Raises RuntimeError if the adapter does not fit the layer, or the layer its input.
+    """
     weight, (rows, inputs), (outputs, rank) = frozen.weight, x.shape, second.shape
     if weight.shape != (outputs, row_length(inputs, frozen.format)) or first.shape != (rank, inputs):
         raise RuntimeError(f"a layer of {tuple(weight.shape)} and its adapter or input cannot be multiplied.")
-    return rows, inputs, outputs, rank
+    return structs()["LoraSizes"](N=rows, I=inputs, O=outputs, R=rank)

@@ -6,11 +6,11 @@ M rows, N columns, K terms of each sum. As in torch, a matrix may be a transpose
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 
 from sansgpu.kernels import library
+from sansgpu.kernels.c_functions import structs
 
 
 def is_native(*matrices: torch.Tensor) -> bool:
@@ -48,18 +48,15 @@ class Matmul:
         direct = to.dtype == torch.float32 and bias is None  # sums need no other place in memory
         out, total = (rounded, to) if direct else (to, None)
         self.tensors = a, b, bias, out, total, row_sums
-        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in self.tensors]
-        self.struct = (*sizes, pointers[0], *left, pointers[1], *right, *pointers[2:5], add, pointers[5])
-
-
-def structs(matmuls: Sequence[Matmul]) -> tuple[int, ...]:
-    """Returns the structs Matmul of native/matmul_list.h."""
-    return tuple(chain.from_iterable(matmul.struct for matmul in matmuls))
+        pointers = [None if tensor is None else tensor.data_ptr() for tensor in self.tensors]
+        self.struct = structs()["Matmul"](
+            *sizes, pointers[0], *left, pointers[1], *right, *pointers[2:5], add, pointers[5]
+        )
 
 
 def multiply(dtype: torch.dtype, *matmuls: Matmul) -> None:
     """Computes matmuls of matrices of a dtype. None may read what another one stores."""
-    library.call("matmuls", dtype == torch.bfloat16, structs(matmuls), len(matmuls))
+    library.call("matmuls", dtype == torch.bfloat16, tuple(matmul.struct for matmul in matmuls), len(matmuls))
 
 
 def sum_of_matmuls(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor) -> list[Matmul]:

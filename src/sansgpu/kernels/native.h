@@ -1,7 +1,9 @@
-// Every C function of the compiled libraries. The C++ compiler checks the definitions against these declarations, and
-// kernels/c_functions.py reads them to convert arguments. The files that define the functions describe them.
+// Every C function of the compiled libraries, the structs that they take, and the constants that C++ and Python share.
+// The C++ compiler checks the definitions against these declarations, and kernels/c_functions.py reads them. The files
+// that define the functions describe them.
 //
-// A parameter is a pointer, an int64_t or a double; a result is an int64_t or void.
+// A parameter is a pointer, an int64_t or a double; a result is an int64_t or void. A field is a pointer, an int64_t, a
+// struct declared before, or an array of one of these.
 #pragma once
 
 #include <stdint.h>
@@ -13,18 +15,44 @@
 #endif
 #ifdef __cplusplus
 #define SANSGPU_KERNEL extern "C" SANSGPU_EXPORT
+#define SANSGPU_CONSTANT(name, value) constexpr int64_t name = value
 namespace sansgpu {
 #else
 #define SANSGPU_KERNEL SANSGPU_EXPORT
+#define SANSGPU_CONSTANT(name, value) enum { name = value }
 #endif
 
-struct Matmul;  // native/matmul_list.h
+struct bf16;  // native/tiles.h
+
+// Block formats of matrices; the number of a matrix of fp32 or bf16 is NOT_QUANTIZED. A block of VALUES values takes
+// BYTES bytes.
+SANSGPU_CONSTANT(NOT_QUANTIZED, -1);
+SANSGPU_CONSTANT(Q4_0_NUMBER, 0); SANSGPU_CONSTANT(Q4_0_VALUES, 32); SANSGPU_CONSTANT(Q4_0_BYTES, 18);
+SANSGPU_CONSTANT(Q4_1_NUMBER, 1); SANSGPU_CONSTANT(Q4_1_VALUES, 32); SANSGPU_CONSTANT(Q4_1_BYTES, 20);
+SANSGPU_CONSTANT(Q8_0_NUMBER, 2); SANSGPU_CONSTANT(Q8_0_VALUES, 32); SANSGPU_CONSTANT(Q8_0_BYTES, 34);
+SANSGPU_CONSTANT(Q4_K_NUMBER, 3); SANSGPU_CONSTANT(Q4_K_VALUES, 256); SANSGPU_CONSTANT(Q4_K_BYTES, 144);
+SANSGPU_CONSTANT(Q6_K_NUMBER, 4); SANSGPU_CONSTANT(Q6_K_VALUES, 256); SANSGPU_CONSTANT(Q6_K_BYTES, 210);
 
 // native/product.cpp
 SANSGPU_KERNEL void product(int64_t narrow, int64_t repeats, int64_t M, int64_t N, int64_t K, const void* A,
     int64_t lda, const void* B, int64_t ldb, float* C, int64_t ldc, int64_t add);
 
 // native/matmul.cpp
+// Stores C (M, N) = A (M, K) B (K, N) + bias (N,) in `out`, in the dtype of A and B. If `total` is not null, C is stored
+// there in fp32, or added with `add`, without a bias, and then `out`, which may be null, gets its rounded values. `bias`
+// and `row_sums` may be null; see Product in native/matmul.h.
+struct Matmul {
+  int64_t M, N, K;
+  const void* a;
+  int64_t lda, a_transposed;
+  const void* b;
+  int64_t ldb, b_transposed;
+  const float* bias;
+  void* out;
+  float* total;
+  int64_t add;
+  float* row_sums;
+};
 SANSGPU_KERNEL void matmuls(int64_t narrow, const struct Matmul* list, int64_t count);
 
 // native/feed_forward.cpp
@@ -36,6 +64,11 @@ SANSGPU_KERNEL void feed_forward_gradient(int64_t narrow, const struct Matmul* b
     void* x_grad, void* y_grad, void* activated, int64_t N);
 
 // native/activation.cpp
+SANSGPU_CONSTANT(SWIGLU, 0);  // kinds
+SANSGPU_CONSTANT(GELU_TANH, 1);
+SANSGPU_CONSTANT(GELU, 2);
+SANSGPU_CONSTANT(RELU_SQUARED, 3);
+SANSGPU_CONSTANT(RELU, 4);
 SANSGPU_KERNEL void activation(int64_t kind, int64_t narrow, const void* x, const void* y, void* out, int64_t N);
 SANSGPU_KERNEL void activation_gradient(int64_t kind, int64_t narrow, const void* grad, const void* x, const void* y,
     void* x_grad, void* y_grad, void* out, int64_t N);
@@ -66,13 +99,22 @@ SANSGPU_KERNEL void add_rows(int64_t narrow, int64_t N, int64_t D, int64_t V, co
     const void* rows, const float* factors, float* total);
 
 // native/attention_forward.cpp
-SANSGPU_KERNEL int64_t attention_forward(int64_t narrow, const int64_t* sizes, void* q, const int64_t* q_strides,
-    void* k, const int64_t* k_strides, void* v, const int64_t* v_strides, const int32_t* ranges, double dropout,
-    const int64_t* seed, const int32_t* nodes, const float* table, int64_t entries, int64_t added, void* out,
-    const int64_t* out_strides, float* lse);
+SANSGPU_CONSTANT(ATTENTION_OK, 0);  // results of attention_forward
+SANSGPU_CONSTANT(WRONG_KEY, 1);
+SANSGPU_CONSTANT(WRONG_NODE, 2);
+SANSGPU_CONSTANT(WRONG_DISTANCE, 3);
+SANSGPU_CONSTANT(MAX_ROOT, 524287);  // of a node (root, slot), which are 0 or more
+SANSGPU_CONSTANT(MAX_SLOT, 4087);
+struct AttentionSizes {
+  int64_t B, T, S, H, K, d;
+};
+SANSGPU_KERNEL int64_t attention_forward(int64_t narrow, const struct AttentionSizes* sizes, void* q,
+    const int64_t* q_strides, void* k, const int64_t* k_strides, void* v, const int64_t* v_strides,
+    const int32_t* ranges, double dropout, const int64_t* seed, const int32_t* nodes, const float* table,
+    int64_t entries, int64_t added, void* out, const int64_t* out_strides, float* lse);
 
 // native/attention_backward.cpp
-SANSGPU_KERNEL void attention_backward(int64_t narrow, const int64_t* sizes, void* grad_out,
+SANSGPU_KERNEL void attention_backward(int64_t narrow, const struct AttentionSizes* sizes, void* grad_out,
     const int64_t* grad_out_strides, void* q, const int64_t* q_strides, void* k, const int64_t* k_strides, void* v,
     const int64_t* v_strides, void* out, const int64_t* out_strides, const float* lse, const int32_t* ranges,
     double dropout, const int64_t* seed, const int32_t* nodes, const float* table, int64_t entries, int64_t added,
@@ -102,36 +144,76 @@ SANSGPU_KERNEL void quantize_q4_k(int64_t blocks, const float* values, uint8_t* 
 SANSGPU_KERNEL void quantize_q6_k(int64_t blocks, const float* values, uint8_t* to);
 
 // native/lora.cpp
-SANSGPU_KERNEL void lora_forward(int64_t narrow, int64_t format, const int64_t* sizes, const void* weight,
+struct LoraSizes {
+  int64_t N, I, O, R;
+};
+SANSGPU_KERNEL void lora_forward(int64_t narrow, int64_t format, const struct LoraSizes* sizes, const void* weight,
     const void* first, const void* second, double scale, const void* x, const void* source, const float* bias,
     void* h, void* y);
-SANSGPU_KERNEL void lora_backward(int64_t narrow, int64_t format, const int64_t* sizes, const void* weight,
+SANSGPU_KERNEL void lora_backward(int64_t narrow, int64_t format, const struct LoraSizes* sizes, const void* weight,
     const void* first, const void* second, double scale, const void* grad, const void* source, const void* h,
     void* x_grad, void* source_grad, void* first_grad, void* second_grad);
 
 // native/decoder_step.cpp
+SANSGPU_CONSTANT(CACHE_BLOCK, 64);  // tokens of a block of a packed cache; a cache has whole blocks
+SANSGPU_CONSTANT(STEP_TILE, 64);    // outputs of a packed tile of weights
+struct StepSizes {
+  int64_t B, D, H, K, d, F, S, layers;
+};
+// A matrix (N, terms) of which the transpose is multiplied. Packed matrices consist of tiles of STEP_TILE outputs.
+struct StepWeight {
+  const void* data;            // packed, or rows of a block format
+  int64_t format, N;           // NOT_QUANTIZED if packed
+  const float* bias;           // (N,), may be null
+  int64_t rank;                // the rank of the LoRA adapter, an even number; 0 if there is no adapter
+  const void* first;           // the adapter's packed matrix (rank, terms)
+  const void* second;          // and (N, rank)
+};
+struct StepLayer {
+  const float* norm;
+  struct StepWeight qkv[3];
+  const float* q_norm;  // (d,), null without norms of heads, as k_norm
+  const float* k_norm;
+  struct StepWeight out;
+  const float* second_norm;
+  struct StepWeight gate_up[2], down;
+  void* keys;  // packed caches (slots, K)
+  void* values;
+};
 SANSGPU_KERNEL void store_tokens(int64_t narrow, int64_t count, int64_t K, int64_t S, int64_t d, const int64_t* slots,
     const int64_t* positions, const void* keys, const void* values, void* to_keys, void* to_values);
 SANSGPU_KERNEL void pack_step_weight(int64_t narrow, const void* weight, int64_t N, int64_t terms, void* to);
-SANSGPU_KERNEL void decoder_step(int64_t narrow, const int64_t* sizes, double eps, const void* layers,
-    const float* last_norm, const void* head, float* x, const float* cos, const float* sin, const int64_t* positions,
-    void* logits);
+SANSGPU_KERNEL void decoder_step(int64_t narrow, const struct StepSizes* sizes, double eps,
+    const struct StepLayer* layers, const float* last_norm, const struct StepWeight* head, float* x, const float* cos,
+    const float* sin, const int64_t* positions, void* logits);
 
 // native/newton_schulz.cpp
 SANSGPU_KERNEL void newton_schulz(int64_t narrow, int64_t by_gram, int64_t count, int64_t rows, int64_t columns,
     const float* matrices, void* out, double a, double b, double c, int64_t steps);
 
 // native/update.cpp
+SANSGPU_CONSTANT(MOMENT_GROUP, 256);  // values of an 8-bit moment that share a scale
+SANSGPU_CONSTANT(MOMENT_DECADES, 7);  // decades of magnitudes below the scale that its codes cover
+// A weight with what an update reads and changes. `working` may be null; `moments` are two or, in 8 bits, four tensors.
+struct WeightUpdate {
+  void* weight;
+  const void* grad;
+  struct bf16* working;
+  void* moments[4];
+  int64_t size, narrow_weight, narrow_grad, seed;
+};
 SANSGPU_KERNEL void dropout(int64_t narrow, const void* x, void* out, int64_t size, double p, const int64_t* seed);
 SANSGPU_KERNEL void accumulate(float* sum, const void* addend, int64_t size);
 SANSGPU_KERNEL void squared_norms(int64_t count, const void* const* arrays, const int64_t* sizes,
     const int64_t* narrow, double* totals);
-SANSGPU_KERNEL void adamw(int64_t count, const void* weights, const double* decays, double lr, double beta1,
-    double beta2, double eps, int64_t step, double scale);
-SANSGPU_KERNEL void nesterov(int64_t count, const void* weights, double beta, double scale);
-SANSGPU_KERNEL void descend(int64_t count, const void* weights, const double* decays, double lr, double scale);
-SANSGPU_KERNEL void adamw8(int64_t count, const void* weights, const double* decays, const float* first_map,
-    const float* second_map, double lr, double beta1, double beta2, double eps, int64_t step, double scale);
+SANSGPU_KERNEL void adamw(int64_t count, const struct WeightUpdate* weights, const double* decays, double lr,
+    double beta1, double beta2, double eps, int64_t step, double scale);
+SANSGPU_KERNEL void nesterov(int64_t count, const struct WeightUpdate* weights, double beta, double scale);
+SANSGPU_KERNEL void descend(int64_t count, const struct WeightUpdate* weights, const double* decays, double lr,
+    double scale);
+SANSGPU_KERNEL void adamw8(int64_t count, const struct WeightUpdate* weights, const double* decays,
+    const float* first_map, const float* second_map, double lr, double beta1, double beta2, double eps, int64_t step,
+    double scale);
 
 // native/parallel.cpp
 SANSGPU_KERNEL void record(double* places, int64_t capacity);

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 
 from sansgpu.kernels import library
+from sansgpu.kernels.c_functions import constants
 
-BLOCK = 64  # tokens, as in native/packed_cache.h
+BLOCK = constants()["CACHE_BLOCK"]  # tokens
 
 
 class PackedCache:

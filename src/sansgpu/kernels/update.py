@@ -11,15 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from sansgpu.kernels import library
-from sansgpu.kernels.c_functions import Argument
+from sansgpu.kernels.c_functions import Argument, constants, structs
 
-BLOCK = 256  # values per scale; must equal GROUP in native/update.cpp
-DECADES = 7  # decades of magnitudes below the scale
+BLOCK = constants()["MOMENT_GROUP"]  # values per scale
+DECADES = constants()["MOMENT_DECADES"]  # decades of magnitudes below the scale
 
 
 def use_native(*tensors: torch.Tensor | None) -> bool:
@@ -70,13 +71,18 @@ class WeightUpdate:
     weight_decay: float = 0.0
     seed: int = 0
 
-    def as_struct(self) -> tuple[int, ...]:
-        """Returns the struct Weight of native/update.cpp."""
-        moments = [moment.data_ptr() for moment in self.moments]
-        working = 0 if self.working is None else self.working.data_ptr()
-        narrow = (int(tensor.dtype == torch.bfloat16) for tensor in (self.weight, self.gradient))
-        pointers = (self.weight.data_ptr(), self.gradient.data_ptr(), working, *moments, *[0] * (4 - len(moments)))
-        return (*pointers, self.weight.numel(), *narrow, self.seed)
+    def as_struct(self) -> Any:
+        """Returns the struct WeightUpdate of native.h."""
+        return structs()["WeightUpdate"](
+            weight=self.weight.data_ptr(),
+            grad=self.gradient.data_ptr(),
+            working=None if self.working is None else self.working.data_ptr(),
+            moments=tuple(moment.data_ptr() for moment in self.moments),
+            size=self.weight.numel(),
+            narrow_weight=self.weight.dtype == torch.bfloat16,
+            narrow_grad=self.gradient.dtype == torch.bfloat16,
+            seed=self.seed,
+        )
 
 
 @dataclass(frozen=True)
@@ -98,8 +104,7 @@ class AdamWStep:
 def call_update(kernel: str, updates: Sequence[WeightUpdate], *arguments: Argument) -> None:
     """Calls a kernel of native/update.cpp for weights."""
     if updates:
-        structs = tuple(word for update in updates for word in update.as_struct())
-        library.call(kernel, len(updates), structs, *arguments)
+        library.call(kernel, len(updates), tuple(update.as_struct() for update in updates), *arguments)
 
 
 def decays_of(updates: Sequence[WeightUpdate]) -> torch.Tensor:

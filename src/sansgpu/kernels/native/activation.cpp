@@ -9,9 +9,7 @@ namespace {
 
 constexpr int64_t GRAIN = 1 << 15;  // values per unit of work
 constexpr int64_t CHUNK = 1 << 10;  // values that stay in L1 cache between conversion, computation and rounding
-
-// The functions of x, or of x and y for SwiGLU, as kernels/activation.py numbers them.
-enum Kind { SWIGLU, GELU_TANH, GELU, RELU2, RELU };
+static_assert(GRAIN % CHUNK == 0, "a chunk lies in one unit");
 
 // A function's value, and its derivatives with respect to x and y.
 struct Slope {
@@ -25,7 +23,7 @@ inline float error_function(float x, float power) {
   return std::copysign(1.0f - sum * power, x);
 }
 
-template <Kind kind>
+template <int64_t kind>
 inline Slope slope(float x, float y) {
   if constexpr (kind == SWIGLU) {
     const float s = sigmoid(x);
@@ -41,7 +39,7 @@ inline Slope slope(float x, float y) {
     return {x * share, share + x * 0.3989422804f * power, 0.0f};
   }
   const float positive = x > 0.0f ? x : 0.0f;
-  if constexpr (kind == RELU2) return {positive * positive, 2.0f * positive, 0.0f};
+  if constexpr (kind == RELU_SQUARED) return {positive * positive, 2.0f * positive, 0.0f};
   return {positive, x > 0.0f ? 1.0f : 0.0f, 0.0f};
 }
 
@@ -49,12 +47,12 @@ using Activate = void (*)(const float* x, const float* y, float* values, int64_t
 using Differentiate = void (*)(const float* grad, const float* x, const float* y, float* x_grad, float* y_grad,
                                float* values, int64_t count);
 
-template <Kind kind>
+template <int64_t kind>
 void activate(const float* __restrict x, const float* __restrict y, float* __restrict values, int64_t count) {
   for (int64_t i = 0; i < count; ++i) values[i] = slope<kind>(x[i], kind == SWIGLU ? y[i] : 0.0f).value;
 }
 
-template <Kind kind>
+template <int64_t kind>
 void differentiate(const float* __restrict grad, const float* __restrict x, const float* __restrict y,
                    float* __restrict x_grad, float* __restrict y_grad, float* __restrict values, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
@@ -78,10 +76,9 @@ void each_chunk(int64_t N, const F& work) {
 
 }  // namespace
 
-// Computes an activation of N values in the dtype of its inputs; y is null but for SwiGLU. kernels/activation.py numbers
-// the kinds.
+// Computes an activation of N values in the dtype of its inputs; y is null but for SwiGLU.
 SANSGPU_KERNEL void activation(int64_t kind, int64_t narrow, const void* x, const void* y, void* out, int64_t N) {
-  constexpr Activate FUNCTIONS[] = {activate<SWIGLU>, activate<GELU_TANH>, activate<GELU>, activate<RELU2>,
+  constexpr Activate FUNCTIONS[] = {activate<SWIGLU>, activate<GELU_TANH>, activate<GELU>, activate<RELU_SQUARED>,
                                     activate<RELU>};
   const Input first(x, narrow), second(y, narrow);
   const Output values(out, narrow);
@@ -98,7 +95,7 @@ SANSGPU_KERNEL void activation(int64_t kind, int64_t narrow, const void* x, cons
 SANSGPU_KERNEL void activation_gradient(int64_t kind, int64_t narrow, const void* grad, const void* x, const void* y,
                                         void* x_grad, void* y_grad, void* out, int64_t N) {
   constexpr Differentiate FUNCTIONS[] = {differentiate<SWIGLU>, differentiate<GELU_TANH>, differentiate<GELU>,
-                                         differentiate<RELU2>, differentiate<RELU>};
+                                         differentiate<RELU_SQUARED>, differentiate<RELU>};
   const Input of_values(grad, narrow), first(x, narrow), second(y, narrow);
   const Output to_first(x_grad, narrow), to_second(y_grad, narrow), values(out, narrow);
   each_chunk(N, [=, function = FUNCTIONS[kind]](int64_t start, int64_t count, float* scratch) {

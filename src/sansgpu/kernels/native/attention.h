@@ -22,6 +22,7 @@
 namespace sansgpu {
 
 constexpr int64_t QUERIES = 64;  // per block; the keys of a block are rounded to a multiple of it
+static_assert(QUERIES % LANES == 0, "scores have whole lanes, and packed keys whole pairs of bf16");
 
 enum Decay { NONE, TIMES, PLUS };
 
@@ -35,12 +36,10 @@ struct View {
   T* at(int64_t b, int64_t t, int64_t h) const { return data + b * batch + t * time + h * head; }
 };
 
-struct Shape {
-  int64_t B, T, S, H, K, d;  // T queries, S keys
+struct Shape : AttentionSizes {
   float scale;
-  explicit Shape(const int64_t* sizes)
-      : B(sizes[0]), T(sizes[1]), S(sizes[2]), H(sizes[3]), K(sizes[4]), d(sizes[5]),
-        scale(1.0f / std::sqrt(static_cast<float>(sizes[5]))) {}
+  explicit Shape(const AttentionSizes& sizes)
+      : AttentionSizes(sizes), scale(1.0f / std::sqrt(static_cast<float>(sizes.d))) {}
 };
 
 // The keys [low, high) that some query of a block may see.

@@ -9,8 +9,22 @@ namespace sansgpu {
 namespace {
 
 constexpr int64_t KEYS = 256;  // per block of keys
+static_assert(KEYS % QUERIES == 0, "a block of keys has whole blocks of scores");
 
 int64_t key_blocks(const Shape& s) { return std::max<int64_t>(1, divide_up(s.S, KEYS)); }  // 1 without keys
+
+// The inputs and results of the pass.
+template <typename T>
+struct Backward {
+  Shape s;
+  View<T> q, k, v, out, grad_out;
+  const int32_t* ranges;
+  const float* lse;
+  Dropout dropout;
+  Graph graph;
+  View<T> q_grad, k_grad, v_grad;
+  float* table_grad;
+};
 
 // The inputs of a block of queries in the backward pass, packed for each of its four matmuls.
 template <typename T>
@@ -21,19 +35,22 @@ struct QueryBlock {
   uint32_t key[QUERIES];
   explicit QueryBlock(int64_t d) : q(QUERIES * d), q_transposed(d * QUERIES), grad(QUERIES * d), grad_transposed(d * QUERIES) {}
 
-  void fill(const Shape& s, const View<T>& queries, const View<T>& out, const View<T>& grad_out, const float* row_lse,
-            const int32_t* range, const Dropout& dropout, int64_t b, int64_t h, int64_t start, int64_t rows) {
-    pack(queries.at(b, start, h), queries.time, rows, QUERIES, s.d, q);
-    pack_transposed(queries.at(b, start, h), queries.time, rows, QUERIES, s.d, q_transposed);
-    pack(grad_out.at(b, start, h), grad_out.time, rows, QUERIES, s.d, grad);
-    pack_transposed(grad_out.at(b, start, h), grad_out.time, rows, QUERIES, s.d, grad_transposed);
+  // Reads the queries [start, start + rows) of head h.
+  void fill(const Backward<T>& p, int64_t b, int64_t h, int64_t start, int64_t rows) {
+    const Shape& s = p.s;
+    const int32_t* range = p.ranges + 2 * (b * s.T + start);
+    const float* row_lse = p.lse + (b * s.H + h) * s.T + start;
+    pack(p.q.at(b, start, h), p.q.time, rows, QUERIES, s.d, q);
+    pack_transposed(p.q.at(b, start, h), p.q.time, rows, QUERIES, s.d, q_transposed);
+    pack(p.grad_out.at(b, start, h), p.grad_out.time, rows, QUERIES, s.d, grad);
+    pack_transposed(p.grad_out.at(b, start, h), p.grad_out.time, rows, QUERIES, s.d, grad_transposed);
     for (int64_t i = 0; i < QUERIES; ++i) {
       first[i] = i < rows ? range[2 * i] : 0;
       last[i] = i < rows ? range[2 * i + 1] : 0;
       lse[i] = i < rows ? row_lse[i] * LOG2E : 0.0f;
-      key[i] = dropout.row(b * s.H + h, start + i);
+      key[i] = p.dropout.row(b * s.H + h, start + i);
       if (i < rows) {
-        const T *o = out.at(b, start + i, h), *g = grad_out.at(b, start + i, h);
+        const T *o = p.out.at(b, start + i, h), *g = p.grad_out.at(b, start + i, h);
         dot[i] = sum_of(s.d, [&](int64_t c) { return load(o + c) * load(g + c); });
       } else {
         dot[i] = 0.0f;
@@ -116,93 +133,159 @@ void sum_parts(const float* parts, int64_t count, int64_t size, float* total) {
     for (int64_t i = 0; i < size; ++i) total[i] += parts[part * size + i];
 }
 
+// Sums to which several units add.
+struct Sums {
+  Buffer<float> dq;  // (B, H, query blocks, d, QUERIES), over blocks of keys
+  Turns turns;       // of each block of queries
+  Buffer<float> dk, dv;        // (B, H, S, d), over the query heads of a key-value head
+  Buffer<float> table_grads;   // (chunks, B, H, entries)
+
+  explicit Sums(const Shape& s, int64_t entries)
+      : dq(key_blocks(s) > 1 ? s.B * s.H * divide_up(s.T, QUERIES) * QUERIES * s.d : 1),
+        turns(s.B * s.H * divide_up(s.T, QUERIES)),
+        dk(s.H > s.K ? s.B * s.H * s.S * s.d : 1),
+        dv(s.H > s.K ? s.B * s.H * s.S * s.d : 1),
+        table_grads(key_blocks(s) * s.B * s.H * entries) {}
+};
+
+// Computes units on one thread: blocks of keys of one query head each.
 template <typename T, Decay decay>
-void backward(const Shape& s, const View<T>& q, const View<T>& k, const View<T>& v, const View<T>& out,
-              const View<T>& grad_out, const int32_t* ranges, const float* lse, const Dropout& dropout,
-              const Graph& graph, const View<T>& q_grad, const View<T>& k_grad, const View<T>& v_grad,
-              float* table_grad) {
-  const int64_t group = s.H / s.K, heads = s.B * s.H, blocks = divide_up(s.T, QUERIES), chunks = key_blocks(s);
-  const int64_t tile = QUERIES * s.d;
-  Buffer<float> shared_dq(chunks > 1 ? heads * blocks * tile : 1);  // sums over blocks of keys, transposed
-  Turns turns(heads * blocks);
-  Buffer<float> table_grads(chunks * heads * graph.entries);
-  Buffer<float> head_dk(group > 1 ? heads * s.S * s.d : 1), head_dv(group > 1 ? heads * s.S * s.d : 1);
-  parallel_units(heads * chunks, [&](Units& units) {
-    Buffer<T> keys_transposed(s.d * KEYS), weights(KEYS * QUERIES), score_grads(KEYS * QUERIES), packed(KEYS * QUERIES);
-    Buffer<float> scores(KEYS * QUERIES), weight_grads(KEYS * QUERIES), dq(tile), dq_rows(tile), own_dk(KEYS * s.d),
-        own_dv(KEYS * s.d);
-    SumsByDistance<QUERIES> own_table_grad(graph.entries);
-    Nodes nodes(decay == NONE ? 0 : round_up(s.S, QUERIES));
-    QueryBlock<T> block(s.d);
-    for (int64_t unit; units.draw(unit);) {
-      const int64_t chunk = unit / heads, head = unit % heads, b = head / s.H, h = head % s.H, kv = h / group;
-      const int64_t base = chunk * KEYS, known = std::min(KEYS, s.S - base), padded = round_up(known, QUERIES);
-      float* dk = group > 1 ? head_dk + (head * s.S + base) * s.d : own_dk;
-      float* dv = group > 1 ? head_dv + (head * s.S + base) * s.d : own_dv;
-      transpose(bits(k.at(b, base, kv)), k.time, known, s.d, bits(keys_transposed), padded);
-      for (int64_t c = 0; c < s.d; ++c)
-        std::fill(keys_transposed + c * padded + known, keys_transposed + (c + 1) * padded, T(0));
-      std::fill_n(dk, known * s.d, 0.0f);
-      std::fill_n(dv, known * s.d, 0.0f);
-      if constexpr (decay != NONE) nodes.fill(graph.nodes + 2 * b * s.T, s.T, round_up(s.T, QUERIES));
-      for (int64_t task = 0; task < blocks; ++task) {
-        const int64_t start = task * QUERIES, rows = std::min(QUERIES, s.T - start);
-        const int32_t* range = ranges + 2 * (b * s.T + start);
-        const auto [first, high] = seen(range, rows);
-        const int64_t first_chunk = first / KEYS, last_chunk = (std::max<int64_t>(high, 1) - 1) / KEYS;
-        if (chunk < first_chunk || chunk > last_chunk) continue;
-        block.fill(s, q, out, grad_out, lse + head * s.T + start, range, dropout, b, h, start, rows);
-        const DecayBlock with{nodes, start, graph.entries, graph.table + h * graph.entries, own_table_grad};
-        const int64_t low = std::max(base, first / QUERIES * QUERIES);
-        const int64_t whole = std::min(base + KEYS, round_up(high, QUERIES)) - low, count = std::min(whole, s.S - low);
-        if (whole > 0) {
-          product<T>(count, QUERIES, s.d, k.at(b, low, kv), k.time, block.q_transposed, QUERIES, scores, QUERIES, false);
-          product<T>(count, QUERIES, s.d, v.at(b, low, kv), v.time, block.grad_transposed, QUERIES, weight_grads, QUERIES,
-                     false);
-          weights_and_gradients<T, decay>(block, with, scores, weight_grads, low, count, whole, s.scale, dropout, weights,
-                                          score_grads);
-          product<T>(count, s.d, QUERIES, weights, QUERIES, block.grad, s.d, dv + (low - base) * s.d, s.d, true);
-          product<T>(count, s.d, QUERIES, score_grads, QUERIES, block.q, s.d, dk + (low - base) * s.d, s.d, true);
-          pack(score_grads, QUERIES, whole, whole, QUERIES, packed);
-          product<T>(s.d, QUERIES, whole, keys_transposed + (low - base), padded, packed, QUERIES, dq, QUERIES, false);
-        } else {  // queries without keys
-          std::fill_n(static_cast<float*>(dq), tile, 0.0f);
-        }
-        if (first_chunk < last_chunk) {
-          const int64_t sum = head * blocks + task;
-          float* total = shared_dq + sum * tile;
-          turns.wait(sum, chunk - first_chunk);
-          if (chunk > first_chunk)
-            for (int64_t i = 0; i < tile; ++i) dq[i] += total[i];
-          if (chunk < last_chunk) {
-            std::copy_n(static_cast<float*>(dq), tile, total);
-            turns.pass(sum);
-            continue;
-          }
-        }
-        transpose<float>(dq, QUERIES, s.d, QUERIES, dq_rows, s.d);
-        for (int64_t i = 0; i < rows; ++i) store_row(q_grad.at(b, start + i, h), dq_rows + i * s.d, s.d);
+class KeyBlocks {
+ public:
+  KeyBlocks(const Backward<T>& pass, Sums& sums)
+      : p_(pass),
+        sums_(sums),
+        group_(p_.s.H / p_.s.K),
+        query_blocks_(divide_up(p_.s.T, QUERIES)),
+        tile_(QUERIES * p_.s.d),
+        keys_transposed_(p_.s.d * KEYS),
+        weights_(KEYS * QUERIES),
+        score_grads_(KEYS * QUERIES),
+        packed_(KEYS * QUERIES),
+        scores_(KEYS * QUERIES),
+        weight_grads_(KEYS * QUERIES),
+        dq_(tile_),
+        dq_rows_(tile_),
+        own_dk_(KEYS * p_.s.d),
+        own_dv_(KEYS * p_.s.d),
+        table_grad_(p_.graph.entries),
+        nodes_(decay == NONE ? 0 : round_up(p_.s.S, QUERIES)),
+        queries_(p_.s.d) {}
+
+  // Computes the gradients of block `chunk` of the keys of a head, and what it adds to those of the queries.
+  void compute(int64_t chunk, int64_t head) {
+    const Shape& s = p_.s;
+    begin(chunk, head);
+    for (int64_t block = 0; block < query_blocks_; ++block) add_queries(block);
+    if constexpr (decay != NONE)
+      table_grad_.move_to(sums_.table_grads + (chunk * s.B * s.H + head) * p_.graph.entries);
+    if (group_ == 1)
+      for (int64_t j = 0; j < known_; ++j) {
+        store_row(p_.k_grad.at(b_, base_ + j, kv_), dk_ + j * s.d, s.d);
+        store_row(p_.v_grad.at(b_, base_ + j, kv_), dv_ + j * s.d, s.d);
       }
-      if constexpr (decay != NONE) own_table_grad.move_to(table_grads + (chunk * heads + head) * graph.entries);
-      if (group == 1)
-        for (int64_t j = 0; j < known; ++j) {
-          store_row(k_grad.at(b, base + j, kv), dk + j * s.d, s.d);
-          store_row(v_grad.at(b, base + j, kv), dv + j * s.d, s.d);
-        }
-    }
-  });
-  if (group > 1) {
-    add_heads(s, head_dk, k_grad);
-    add_heads(s, head_dv, v_grad);
   }
-  sum_parts(table_grads, chunks * s.B, s.H * graph.entries, table_grad);
+
+ private:
+  void begin(int64_t chunk, int64_t head) {
+    const Shape& s = p_.s;
+    chunk_ = chunk, head_ = head, b_ = head / s.H, h_ = head % s.H, kv_ = h_ / group_;
+    base_ = chunk * KEYS, known_ = std::min(KEYS, s.S - base_), padded_ = round_up(known_, QUERIES);
+    dk_ = group_ > 1 ? sums_.dk + (head * s.S + base_) * s.d : own_dk_;
+    dv_ = group_ > 1 ? sums_.dv + (head * s.S + base_) * s.d : own_dv_;
+    transpose(bits(p_.k.at(b_, base_, kv_)), p_.k.time, known_, s.d, bits(keys_transposed_), padded_);
+    for (int64_t c = 0; c < s.d; ++c)
+      std::fill(keys_transposed_ + c * padded_ + known_, keys_transposed_ + (c + 1) * padded_, T(0));
+    std::fill_n(dk_, known_ * s.d, 0.0f);
+    std::fill_n(dv_, known_ * s.d, 0.0f);
+    if constexpr (decay != NONE) nodes_.fill(p_.graph.nodes + 2 * b_ * s.T, s.T, round_up(s.T, QUERIES));
+  }
+
+  // Adds the gradients that a block of queries gives the keys, and stores its own if this block of keys is its last.
+  void add_queries(int64_t block) {
+    const Shape& s = p_.s;
+    const int64_t start = block * QUERIES, rows = std::min(QUERIES, s.T - start);
+    const auto [first, high] = seen(p_.ranges + 2 * (b_ * s.T + start), rows);
+    const int64_t first_chunk = first / KEYS, last_chunk = (std::max<int64_t>(high, 1) - 1) / KEYS;
+    if (chunk_ < first_chunk || chunk_ > last_chunk) return;
+    queries_.fill(p_, b_, h_, start, rows);
+    const int64_t low = std::max(base_, first / QUERIES * QUERIES);
+    const int64_t whole = std::min(base_ + KEYS, round_up(high, QUERIES)) - low;
+    if (whole > 0)
+      multiply(start, low, whole);
+    else  // queries without keys
+      std::fill_n(static_cast<float*>(dq_), tile_, 0.0f);
+    if (first_chunk < last_chunk && !sum_up(block, first_chunk, last_chunk)) return;
+    transpose<float>(dq_, QUERIES, s.d, QUERIES, dq_rows_, s.d);
+    for (int64_t i = 0; i < rows; ++i) store_row(p_.q_grad.at(b_, start + i, h_), dq_rows_ + i * s.d, s.d);
+  }
+
+  // Computes the gradients of the queries from `start` on, and of `whole` keys from `low` on, some of which may be
+  // past the last one.
+  void multiply(int64_t start, int64_t low, int64_t whole) {
+    const Shape& s = p_.s;
+    const DecayBlock with{nodes_, start, p_.graph.entries, p_.graph.table + h_ * p_.graph.entries, table_grad_};
+    const int64_t count = std::min(whole, s.S - low), place = low - base_;
+    product<T>(count, QUERIES, s.d, p_.k.at(b_, low, kv_), p_.k.time, queries_.q_transposed, QUERIES, scores_, QUERIES,
+               false);
+    product<T>(count, QUERIES, s.d, p_.v.at(b_, low, kv_), p_.v.time, queries_.grad_transposed, QUERIES, weight_grads_,
+               QUERIES, false);
+    weights_and_gradients<T, decay>(queries_, with, scores_, weight_grads_, low, count, whole, s.scale, p_.dropout,
+                                    weights_, score_grads_);
+    product<T>(count, s.d, QUERIES, weights_, QUERIES, queries_.grad, s.d, dv_ + place * s.d, s.d, true);
+    product<T>(count, s.d, QUERIES, score_grads_, QUERIES, queries_.q, s.d, dk_ + place * s.d, s.d, true);
+    pack(score_grads_, QUERIES, whole, whole, QUERIES, packed_);
+    product<T>(s.d, QUERIES, whole, keys_transposed_ + place, padded_, packed_, QUERIES, dq_, QUERIES, false);
+  }
+
+  // Adds to `dq_` what the blocks of keys before this one give a block of queries. Passes the sum on and returns false
+  // unless this block of keys is the last one.
+  bool sum_up(int64_t block, int64_t first_chunk, int64_t last_chunk) {
+    const int64_t sum = head_ * query_blocks_ + block;
+    float *total = sums_.dq + sum * tile_, *dq = dq_;
+    sums_.turns.wait(sum, chunk_ - first_chunk);
+    if (chunk_ > first_chunk)
+      for (int64_t i = 0; i < tile_; ++i) dq[i] += total[i];
+    if (chunk_ == last_chunk) return true;
+    std::copy_n(dq, tile_, total);
+    sums_.turns.pass(sum);
+    return false;
+  }
+
+  const Backward<T>& p_;
+  Sums& sums_;
+  const int64_t group_, query_blocks_, tile_;
+  Buffer<T> keys_transposed_, weights_, score_grads_, packed_;
+  Buffer<float> scores_, weight_grads_, dq_, dq_rows_, own_dk_, own_dv_;
+  SumsByDistance<QUERIES> table_grad_;
+  Nodes nodes_;
+  QueryBlock<T> queries_;
+  int64_t chunk_ = 0, head_ = 0, b_ = 0, h_ = 0, kv_ = 0;  // the unit
+  int64_t base_ = 0, known_ = 0, padded_ = 0;  // its first key, its keys, and these in whole blocks of scores
+  float *dk_ = nullptr, *dv_ = nullptr;  // sums of the gradients of its keys and values
+};
+
+template <typename T, Decay decay>
+void backward(const Backward<T>& pass) {
+  const Shape& s = pass.s;
+  const int64_t heads = s.B * s.H, chunks = key_blocks(s);
+  Sums sums(s, pass.graph.entries);
+  parallel_units(heads * chunks, [&](Units& units) {
+    KeyBlocks<T, decay> blocks(pass, sums);
+    for (int64_t unit; units.draw(unit);) blocks.compute(unit / heads, unit % heads);
+  });
+  if (s.H > s.K) {
+    add_heads(s, sums.dk, pass.k_grad);
+    add_heads(s, sums.dv, pass.v_grad);
+  }
+  sum_parts(sums.table_grads, chunks * s.B, s.H * pass.graph.entries, pass.table_grad);
 }
 
 }  // namespace
 
 // Computes the gradients of q, k, v and the decay table from that of `out`; attention_forward describes the rest. The
 // table's gradient is (H, entries).
-SANSGPU_KERNEL void attention_backward(int64_t narrow, const int64_t* sizes, void* grad_out,
+SANSGPU_KERNEL void attention_backward(int64_t narrow, const AttentionSizes* sizes, void* grad_out,
                                        const int64_t* grad_out_strides, void* q, const int64_t* q_strides, void* k,
                                        const int64_t* k_strides, void* v, const int64_t* v_strides, void* out,
                                        const int64_t* out_strides, const float* lse, const int32_t* ranges,
@@ -210,12 +293,11 @@ SANSGPU_KERNEL void attention_backward(int64_t narrow, const int64_t* sizes, voi
                                        int64_t entries, int64_t added, void* q_grad, const int64_t* q_grad_strides,
                                        void* k_grad, const int64_t* k_grad_strides, void* v_grad,
                                        const int64_t* v_grad_strides, float* table_grad) {
-  const Graph graph{nodes, table, entries};
   dispatch(narrow, entries > 0, added, [&]<typename T, Decay decay>(Kind<T, decay>) {
-    backward<T, decay>(Shape(sizes), View<T>(q, q_strides), View<T>(k, k_strides), View<T>(v, v_strides),
-                       View<T>(out, out_strides), View<T>(grad_out, grad_out_strides), ranges, lse,
-                       Dropout(dropout, *seed), graph, View<T>(q_grad, q_grad_strides), View<T>(k_grad, k_grad_strides),
-                       View<T>(v_grad, v_grad_strides), table_grad);
+    backward<T, decay>(Backward<T>{Shape(*sizes), {q, q_strides}, {k, k_strides}, {v, v_strides}, {out, out_strides},
+                                   {grad_out, grad_out_strides}, ranges, lse, Dropout(dropout, *seed),
+                                   {nodes, table, entries}, {q_grad, q_grad_strides}, {k_grad, k_grad_strides},
+                                   {v_grad, v_grad_strides}, table_grad});
   });
 }
 

@@ -8,8 +8,6 @@ namespace {
 constexpr int64_t UNITS_PER_THREAD = 4;  // enough for threads of different speed to end at about the same time
 constexpr int64_t MIN_TASKS = 4;         // query blocks of a unit that share packed keys; with fewer, packing dominates
 
-enum Status : int64_t { OK, WRONG_KEY, WRONG_NODE, WRONG_DISTANCE };  // kernels/attention.py has the messages
-
 // Returns the largest distance from a query to a key that it may see.
 int32_t largest_distance(const Shape& s, const int32_t* ranges, const int32_t* nodes) {
   const int64_t blocks = divide_up(s.T, QUERIES);
@@ -36,13 +34,14 @@ int32_t largest_distance(const Shape& s, const int32_t* ranges, const int32_t* n
 
 // Checks that every key is in bounds, that `Nodes` can represent every node, and that the table has an entry for every
 // distance, as the kernels index unchecked.
-Status check(const Shape& s, const int32_t* ranges, const Graph& graph) {
+int64_t check(const Shape& s, const int32_t* ranges, const Graph& graph) {
   for (int64_t i = 0; i < 2 * s.B * s.T; ++i)
     if (ranges[i] < 0 || ranges[i] > s.S) return WRONG_KEY;
-  if (graph.entries == 0) return OK;
+  if (graph.entries == 0) return ATTENTION_OK;
   for (int64_t i = 0; i < s.B * s.T; ++i)
     if (!Nodes::takes(graph.nodes[2 * i], graph.nodes[2 * i + 1])) return WRONG_NODE;
-  return s.B * s.T == 0 || largest_distance(s, ranges, graph.nodes) < graph.entries ? OK : WRONG_DISTANCE;
+  const bool fits = s.B * s.T == 0 || largest_distance(s, ranges, graph.nodes) < graph.entries;
+  return fits ? ATTENTION_OK : WRONG_DISTANCE;
 }
 
 // Into how many units the query blocks of one key-value head of an example are divided. Results do not depend on it.
@@ -51,89 +50,146 @@ int64_t chunks_per_head(int64_t heads, int64_t tasks) {
   return std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, tasks / MIN_TASKS));
 }
 
+// The inputs and results of the pass.
+template <typename T>
+struct Forward {
+  Shape s;
+  View<T> q, k, v;
+  const int32_t* ranges;
+  Dropout dropout;
+  Graph graph;
+  View<T> out;
+  float* lse;
+};
+
+// Computes blocks of queries on one thread. Those of one key-value head share its packed keys and values.
 template <typename T, Decay decay>
-void forward(const Shape& s, const View<T>& q, const View<T>& k, const View<T>& v, const int32_t* ranges,
-             const Dropout& dropout, const Graph& graph, const View<T>& out, float* lse) {
-  const int64_t padded = round_up(s.S, QUERIES), group = s.H / s.K, heads = s.B * s.K;
+class QueryBlocks {
+ public:
+  explicit QueryBlocks(const Forward<T>& pass)
+      : p_(pass),
+        padded_(round_up(p_.s.S, QUERIES)),
+        keys_(p_.s.d * padded_),
+        values_(padded_ * p_.s.d),
+        weights_(QUERIES * padded_),
+        scores_(QUERIES * padded_),
+        sums_(QUERIES * p_.s.d),
+        inverse_(QUERIES),
+        entries_(padded_),
+        distances_(padded_),
+        nodes_(decay == NONE ? 0 : padded_) {}
+
+  // Packs the keys and values that the queries [top, bottom) may see.
+  void pack_keys(int64_t b, int64_t kv, int64_t top, int64_t bottom) {
+    const Shape& s = p_.s;
+    const auto [lowest, highest] = seen(p_.ranges + 2 * (b * s.T + top), bottom - top);
+    base_ = lowest / QUERIES * QUERIES;
+    span_ = round_up(highest, QUERIES) - base_;
+    const int64_t known = std::min(span_, s.S - base_);
+    pack_transposed(p_.k.at(b, base_, kv), p_.k.time, known, span_, s.d, keys_);
+    pack(p_.v.at(b, base_, kv), p_.v.time, known, span_, s.d, values_);
+    if constexpr (decay != NONE) nodes_.fill(p_.graph.nodes + 2 * b * s.T, s.T, padded_);
+  }
+
+  // Computes the block that starts with a query of head h, one of those that share the packed keys.
+  void compute(int64_t b, int64_t h, int64_t start) {
+    constexpr int64_t PAIR = std::is_same_v<T, bf16> ? 2 : 1;
+    const Shape& s = p_.s;
+    const int64_t rows = std::min(QUERIES, s.T - start);
+    auto [low, high] = seen(p_.ranges + 2 * (b * s.T + start), rows);
+    low = low / QUERIES * QUERIES;
+    const int64_t width = round_up(high, QUERIES) - low, offset = low - base_;
+    if (width > 0)
+      product<T>(rows, width, s.d, p_.q.at(b, start, h), p_.q.time, keys_ + offset * PAIR, span_, scores_, width, false);
+    for (int64_t i = 0; i < rows; ++i)
+      inverse_[i] = weigh(b, h, start + i, low, width, scores_ + i * width, weights_ + i * width);
+    if (width > 0)
+      product<T>(rows, s.d, width, weights_, width, values_ + offset * s.d, s.d, sums_, s.d, false);
+    else
+      std::fill_n(static_cast<float*>(sums_), rows * s.d, 0.0f);
+    for (int64_t i = 0; i < rows; ++i) {
+      float* row = sums_ + i * s.d;
+      const float factor = inverse_[i];
+      for (int64_t c = 0; c < s.d; ++c) row[c] *= factor;
+      store_row(p_.out.at(b, start + i, h), row, s.d);
+    }
+  }
+
+ private:
+  // Turns a query's scores of `width` keys from `low` on into weights; returns the inverse of the sum of all weights
+  // before dropout, or 0 without keys.
+  float weigh(int64_t b, int64_t h, int64_t query, int64_t low, int64_t width, float* row, T* weights) {
+    const Dropout drop = p_.dropout;  // a local copy, because the compiler cannot rule out that writes alias it
+    const int32_t* range = p_.ranges + 2 * (b * p_.s.T + query);
+    const int64_t first = std::max<int64_t>(range[0] - low, 0), last = range[1] - low;
+    if (decay != NONE && first < last) apply_decay(h, query, low, first, last, row);
+    const float scale = p_.s.scale;
+    const auto [most, sum] = softmax<T>(row, weights, first, last, width, scale * LOG2E);
+    if (drop.threshold && first < last) {
+      const uint32_t key = drop.row(b * p_.s.H + h, query);
+      for (int64_t j = first; j < last; ++j) row[j] *= drop.factor(key, low + j);
+      store_row(weights + first, row + first, last - first);
+    }
+    p_.lse[(b * p_.s.H + h) * p_.s.T + query] = last > first ? most * scale + std::log(sum) : 0.0f;
+    return last > first ? 1.0f / sum : 0.0f;
+  }
+
+  // Applies the decay to a query's scores of the keys [first, last) after `low`.
+  void apply_decay(int64_t h, int64_t query, int64_t low, int64_t first, int64_t last, float* row) {
+    const Graph& graph = p_.graph;
+    const int64_t from = first / LANES * LANES, count = round_up(last, LANES) - from;
+    nodes_.distances(query, low + from, count, graph.entries - 1, distances_);
+    look_up(graph.table + h * graph.entries, distances_, count, entries_);
+    const float* entries = entries_;
+    for (int64_t j = 0; j < count; ++j) row[from + j] = decayed<decay>(row[from + j], entries[j]);
+  }
+
+  const Forward<T>& p_;
+  const int64_t padded_;
+  Buffer<T> keys_, values_, weights_;
+  Buffer<float> scores_, sums_, inverse_, entries_;
+  Buffer<int32_t> distances_;
+  Nodes nodes_;
+  int64_t base_ = 0, span_ = 0;  // the packed keys
+};
+
+template <typename T, Decay decay>
+void forward(const Forward<T>& pass) {
+  const Shape& s = pass.s;
+  const int64_t group = s.H / s.K, heads = s.B * s.K;
   const int64_t tasks = group * divide_up(s.T, QUERIES), chunks = chunks_per_head(heads, tasks);
   parallel_units(heads * chunks, [&](Units& units) {
-    const Dropout drop = dropout;  // a local copy, because the compiler cannot rule out that writes alias `dropout`
-    Buffer<T> keys(s.d * padded), values(padded * s.d), weights(QUERIES * padded);
-    Buffer<float> scores(QUERIES * padded), sums(QUERIES * s.d), inverse(QUERIES), entries(padded);
-    Buffer<int32_t> distances(padded);
-    Nodes nodes(decay == NONE ? 0 : padded);
+    QueryBlocks<T, decay> blocks(pass);
     for (int64_t unit; units.draw(unit);) {
       const int64_t chunk = chunks - 1 - unit / heads;  // late queries see more keys: the longest units come first
       const int64_t b = unit % heads / s.K, kv = unit % s.K;
       const int64_t first_task = chunk * tasks / chunks, last_task = (chunk + 1) * tasks / chunks;
       const int64_t top = first_task / group * QUERIES, bottom = std::min(s.T, divide_up(last_task, group) * QUERIES);
-      const auto [lowest, highest] = seen(ranges + 2 * (b * s.T + top), bottom - top);
-      const int64_t base = lowest / QUERIES * QUERIES, span = round_up(highest, QUERIES) - base;
-      const int64_t known = std::min(span, s.S - base);
-      pack_transposed(k.at(b, base, kv), k.time, known, span, s.d, keys);
-      pack(v.at(b, base, kv), v.time, known, span, s.d, values);
-      if constexpr (decay != NONE) nodes.fill(graph.nodes + 2 * b * s.T, s.T, padded);
-      for (int64_t task = first_task; task < last_task; ++task) {
-        const int64_t h = kv * group + task % group, start = task / group * QUERIES;
-        const int64_t rows = std::min(QUERIES, s.T - start);
-        const int32_t* range = ranges + 2 * (b * s.T + start);
-        auto [low, high] = seen(range, rows);
-        low = low / QUERIES * QUERIES;
-        const int64_t width = round_up(high, QUERIES) - low, offset = low - base;
-        if (width > 0)
-          product<T>(rows, width, s.d, q.at(b, start, h), q.time, keys + offset * (std::is_same_v<T, bf16> ? 2 : 1), span,
-                     scores, width, false);
-        for (int64_t i = 0; i < rows; ++i) {
-          const int64_t first = std::max<int64_t>(range[2 * i] - low, 0), last = range[2 * i + 1] - low;
-          float* row = scores + i * width;
-          T* weight = weights + i * width;
-          if (decay != NONE && first < last) {
-            const int64_t from = first / LANES * LANES, count = round_up(last, LANES) - from;
-            nodes.distances(start + i, low + from, count, graph.entries - 1, distances);
-            look_up(graph.table + h * graph.entries, distances, count, entries);
-            for (int64_t j = 0; j < count; ++j) row[from + j] = decayed<decay>(row[from + j], entries[j]);
-          }
-          const auto [most, sum] = softmax<T>(row, weight, first, last, width, s.scale * LOG2E);
-          if (drop.threshold && first < last) {
-            const uint32_t key = drop.row(b * s.H + h, start + i);
-            for (int64_t j = first; j < last; ++j) row[j] *= drop.factor(key, low + j);
-            store_row(weight + first, row + first, last - first);
-          }
-          inverse[i] = last > first ? 1.0f / sum : 0.0f;
-          lse[(b * s.H + h) * s.T + start + i] = last > first ? most * s.scale + std::log(sum) : 0.0f;
-        }
-        if (width > 0)
-          product<T>(rows, s.d, width, weights, width, values + offset * s.d, s.d, sums, s.d, false);
-        else
-          std::fill_n(static_cast<float*>(sums), rows * s.d, 0.0f);
-        for (int64_t i = 0; i < rows; ++i) {
-          float* row = sums + i * s.d;
-          for (int64_t c = 0; c < s.d; ++c) row[c] *= inverse[i];
-          store_row(out.at(b, start + i, h), row, s.d);
-        }
-      }
+      blocks.pack_keys(b, kv, top, bottom);
+      for (int64_t task = first_task; task < last_task; ++task)
+        blocks.compute(b, kv * group + task % group, task / group * QUERIES);
     }
   });
 }
 
 }  // namespace
 
-// Computes `out`, contiguous (B, T, H, d), and the logarithms of the softmax's sums, `lse` (B, H, T). `sizes` are
-// B, T, S, H, K, d; `ranges` is (B, T, 2). With a decay, `nodes` is (B, T, 2) and `table` (H, entries); else they are
-// null. Returns a Status.
-SANSGPU_KERNEL int64_t attention_forward(int64_t narrow, const int64_t* sizes, void* q, const int64_t* q_strides, void* k,
-                                         const int64_t* k_strides, void* v, const int64_t* v_strides,
+// Computes `out`, contiguous (B, T, H, d), and the logarithms of the softmax's sums, `lse` (B, H, T). `ranges` is
+// (B, T, 2). With a decay, `nodes` is (B, T, 2) and `table` (H, entries); else they are null. Returns ATTENTION_OK or
+// what is wrong.
+SANSGPU_KERNEL int64_t attention_forward(int64_t narrow, const AttentionSizes* sizes, void* q, const int64_t* q_strides,
+                                         void* k, const int64_t* k_strides, void* v, const int64_t* v_strides,
                                          const int32_t* ranges, double dropout, const int64_t* seed,
                                          const int32_t* nodes, const float* table, int64_t entries, int64_t added,
                                          void* out, const int64_t* out_strides, float* lse) {
-  const Shape s(sizes);
+  const Shape s(*sizes);
   const Graph graph{nodes, table, entries};
-  if (const Status status = check(s, ranges, graph); status != OK) return status;
+  if (const int64_t wrong = check(s, ranges, graph); wrong != ATTENTION_OK) return wrong;
   dispatch(narrow, entries > 0, added, [&]<typename T, Decay decay>(Kind<T, decay>) {
-    forward<T, decay>(s, View<T>(q, q_strides), View<T>(k, k_strides), View<T>(v, v_strides), ranges,
-                      Dropout(dropout, *seed), graph, View<T>(out, out_strides), lse);
+    forward<T, decay>(Forward<T>{s, {q, q_strides}, {k, k_strides}, {v, v_strides}, ranges, Dropout(dropout, *seed),
+                                 graph, {out, out_strides}, lse});
   });
-  return OK;
+  return ATTENTION_OK;
 }
 
 }  // namespace sansgpu

@@ -90,7 +90,7 @@ class NibbleValues {
 
 // Each format has VALUES values in a block of BYTES bytes. `decode` widens one group of a block.
 struct Q4_0 {
-  static constexpr int64_t VALUES = 32, BYTES = 18;
+  static constexpr int64_t VALUES = Q4_0_VALUES, BYTES = Q4_0_BYTES;
 
   static void decode(const uint8_t* block, int64_t, float* to) {
     const float scale = load_half(block);
@@ -102,7 +102,7 @@ struct Q4_0 {
 };
 
 struct Q4_1 {
-  static constexpr int64_t VALUES = 32, BYTES = 20;
+  static constexpr int64_t VALUES = Q4_1_VALUES, BYTES = Q4_1_BYTES;
 
   static void decode(const uint8_t* block, int64_t, float* to) {
     const NibbleValues values(load_half(block), load_half(block + 2));
@@ -113,7 +113,7 @@ struct Q4_1 {
 };
 
 struct Q8_0 {
-  static constexpr int64_t VALUES = 32, BYTES = 34;
+  static constexpr int64_t VALUES = Q8_0_VALUES, BYTES = Q8_0_BYTES;
 
   static void decode(const uint8_t* block, int64_t, float* to) {
     const float scale = load_half(block);
@@ -124,7 +124,7 @@ struct Q8_0 {
 
 // Two fp16 factors, of the scales and of the offsets; 8 scales and 8 offsets of 6 bits in 12 bytes; codes.
 struct Q4_K {
-  static constexpr int64_t VALUES = 256, BYTES = 144;
+  static constexpr int64_t VALUES = Q4_K_VALUES, BYTES = Q4_K_BYTES;
 
   static void decode(const uint8_t* block, int64_t group, float* to) {
     const uint8_t *packed = block + 4, *pairs = block + 16 + group / 2 * GROUP;
@@ -141,7 +141,7 @@ struct Q4_K {
 
 // The lower 4 bits of the codes, their upper 2 bits, 16 scales of 16 values each, and the fp16 factor of the scales.
 struct Q6_K {
-  static constexpr int64_t VALUES = 256, BYTES = 210;
+  static constexpr int64_t VALUES = Q6_K_VALUES, BYTES = Q6_K_BYTES;
 
   static void decode(const uint8_t* block, int64_t group, float* to) {
     const int64_t half = group / 4;
@@ -157,17 +157,22 @@ struct Q6_K {
   }
 };
 
-// Calls run(format) with the format of that number in FORMATS of kernels/block_quantization.py.
+static_assert(Q4_0::VALUES == GROUP && Q4_1::VALUES == GROUP && Q8_0::VALUES == GROUP, "their blocks are one group");
+static_assert(Q4_0::BYTES == 2 + GROUP / 2 && Q4_1::BYTES == 4 + GROUP / 2 && Q8_0::BYTES == 2 + GROUP);
+static_assert(Q4_K::VALUES == 8 * GROUP && Q4_K::BYTES == 16 + Q4_K::VALUES / 2);
+static_assert(Q6_K::VALUES == 8 * GROUP && Q6_K::BYTES == 3 * Q6_K::VALUES / 4 + 16 + 2);
+
+// Calls run(format) with the format of that number.
 template <typename Run>
 auto with_format(int64_t number, const Run& run) {
   switch (number) {
-    case 0:
+    case Q4_0_NUMBER:
       return run(Q4_0());
-    case 1:
+    case Q4_1_NUMBER:
       return run(Q4_1());
-    case 2:
+    case Q8_0_NUMBER:
       return run(Q8_0());
-    case 3:
+    case Q4_K_NUMBER:
       return run(Q4_K());
     default:
       return run(Q6_K());

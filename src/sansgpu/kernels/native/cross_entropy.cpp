@@ -74,6 +74,7 @@ void each_tokens(int64_t N, const F& work) {
 // a parallel region shows them to other threads.
 template <typename T>
 inline void stream(T* to, const float* from) {
+  static_assert(COLUMNS * sizeof(T) % 64 == 0, "a row has whole vectors");
   alignas(64) T row[COLUMNS];
   store_row(row, from, COLUMNS);
 #if defined(__AVX512F__)
@@ -238,7 +239,7 @@ void compute_hidden_gradient(const Head<T, Weight>& head, const T* exponentials,
   Multiplication<T, Finish, Weight>(product, Finish{head, shares, at_target, to}).run();
 }
 
-// Calls compute(weight, to): the weight (., D), which is not quantized if its format is -1, and `to` as a pointer to
+// Calls compute(weight, to): the weight (., D), which may be NOT_QUANTIZED, and `to` as a pointer to
 // values of the dtype of all tensors, which is bf16 if `narrow`, or else fp32.
 template <typename F>
 void with_weight(int64_t narrow, int64_t format, const void* weight, int64_t D, void* to, const F& compute) {

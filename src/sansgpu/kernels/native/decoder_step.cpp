@@ -15,37 +15,18 @@
 namespace sansgpu {
 namespace {
 
-constexpr int64_t TILE = COLUMNS;   // outputs of a packed tile of weights
+constexpr int64_t TILE = STEP_TILE;
 constexpr int64_t WIDENED = 512;    // terms of a tile of a quantized weight that are widened at once
 constexpr int64_t LEAST_ROWS = 32;  // of a product of a tile, if there are too few tiles for all threads
-
-// A matrix (N, terms) of which the transpose is multiplied. Packed matrices consist of tiles of TILE outputs.
-struct Weight {
-  const void* data;            // packed, or rows of a block format
-  int64_t format, N;           // the number of the block format, -1 if packed
-  const float* bias;           // (N,), may be null
-  int64_t rank;                // the rank of the LoRA adapter, an even number; 0 if there is no adapter
-  const void *first, *second;  // the adapter's packed matrices (rank, terms) and (N, rank)
-};
-
-struct Layer {
-  const float* norm;
-  Weight qkv[3];
-  const float *q_norm, *k_norm;  // (d,), null without norms of heads
-  Weight out;
-  const float* second_norm;
-  Weight gate_up[2], down;
-  void *keys, *values;  // (slots, K), each a PackedCache
-};
-
-struct Sizes {
-  int64_t B, D, H, K, d, F, S, layers;
-};
+constexpr int64_t TOGETHER = std::extent_v<decltype(StepLayer::qkv)>;  // weights that are multiplied in one region
+static_assert(TILE % PANEL<float> == 0 && TILE % PANEL<bf16> == 0, "the panels of a tile are whole");
+static_assert(WIDENED % GROUP == 0, "quantized values are widened in groups");
+static_assert(std::extent_v<decltype(StepLayer::gate_up)> <= TOGETHER, "no call multiplies more weights");
 
 template <typename T>
 class Step {
  public:
-  Step(const Sizes& sizes, double eps, float* x, const float* cos, const float* sin, const int64_t* positions)
+  Step(const StepSizes& sizes, double eps, float* x, const float* cos, const float* sin, const int64_t* positions)
       : s_(sizes),
         options_(eps, 0),
         x_(x),
@@ -59,10 +40,10 @@ class Step {
         attended_(s_.B * s_.H * s_.d),
         activated_(s_.B * s_.F) {}
 
-  void run(const Layer* layers, const float* last_norm, const Weight& head, T* logits) {
-    for (const Layer* layer = layers; layer < layers + s_.layers; ++layer) {
+  void run(const StepLayer* layers, const float* last_norm, const StepWeight& head, T* logits) {
+    for (const StepLayer* layer = layers; layer < layers + s_.layers; ++layer) {
       add_and_normalize(layer->norm, layer > layers);
-      multiply(normed_, s_.D, layer->qkv, 3, qkv_);
+      multiply(normed_, s_.D, layer->qkv, TOGETHER, qkv_);
       attend(*layer);
       multiply(attended_, s_.H * s_.d, &layer->out, 1, branch_);
       add_and_normalize(layer->second_norm, true);
@@ -115,31 +96,31 @@ class Step {
   struct LowRank {
     int64_t ld = 0;
     Buffer<T> values;
-    LowRank(int64_t B, const Weight* weights, int64_t count) : ld(total(weights, count)), values(B * ld + 1) {}
+    LowRank(int64_t B, const StepWeight* weights, int64_t count) : ld(total(weights, count)), values(B * ld + 1) {}
 
-    static int64_t total(const Weight* weights, int64_t count) {
+    static int64_t total(const StepWeight* weights, int64_t count) {
       int64_t rank = 0;
-      for (const Weight* weight = weights; weight < weights + count; ++weight) rank += weight->rank;
+      for (const StepWeight* weight = weights; weight < weights + count; ++weight) rank += weight->rank;
       return rank;
     }
   };
 
-  LowRank low_rank(const T* a, int64_t terms, const Weight* weights, int64_t count) {
-    constexpr int64_t MOST = 3;
+  LowRank low_rank(const T* a, int64_t terms, const StepWeight* weights, int64_t count) {
     LowRank low(s_.B, weights, count);
-    Weight firsts[MOST];
-    for (int64_t i = 0; i < count; ++i) firsts[i] = {weights[i].first, -1, weights[i].rank, nullptr, 0, nullptr, nullptr};
+    StepWeight firsts[TOGETHER];
+    for (int64_t i = 0; i < count; ++i)
+      firsts[i] = {weights[i].first, NOT_QUANTIZED, weights[i].rank, nullptr, 0, nullptr, nullptr};
     if (low.ld > 0) multiply(a, terms, firsts, count, low.values);
     return low;
   }
 
   // to (B, the outputs of all weights) = a (B, terms) times `count` weights, which become columns side by side.
-  void multiply(const T* a, int64_t terms, const Weight* weights, int64_t count, T* to) {
+  void multiply(const T* a, int64_t terms, const StepWeight* weights, int64_t count, T* to) {
     const LowRank low = LowRank::total(weights, count) > 0 ? low_rank(a, terms, weights, count) : LowRank(0, weights, 0);
     int64_t ld = 0, tiles = 0;
     for (int64_t i = 0; i < count; ++i) ld += weights[i].N, tiles += divide_up(weights[i].N, TILE);
     each_part(tiles, [&](int64_t tile, int64_t first, int64_t rows, Space& space) {
-      const Weight* weight = weights;
+      const StepWeight* weight = weights;
       int64_t column = 0, rank = 0;
       for (; tile >= divide_up(weight->N, TILE); ++weight) {
         tile -= divide_up(weight->N, TILE);
@@ -155,10 +136,10 @@ class Step {
   }
 
   // sums (rows, TILE) = a (rows, terms) times a tile of a weight, with its bias and its adapter.
-  static void multiply_tile(const Weight& weight, int64_t tile, int64_t rows, const T* a, int64_t terms, const T* low,
-                            int64_t ld_low, float* sums, T* widened) {
+  static void multiply_tile(const StepWeight& weight, int64_t tile, int64_t rows, const T* a, int64_t terms,
+                            const T* low, int64_t ld_low, float* sums, T* widened) {
     const int64_t outputs = std::min(TILE, weight.N - tile * TILE);
-    if (weight.format < 0)
+    if (weight.format == NOT_QUANTIZED)
       product<T>(rows, TILE, terms, a, terms, packed(weight.data, tile, terms), TILE, sums, TILE, false);
     else
       multiply_quantized(weight, tile * TILE, outputs, rows, a, terms, sums, widened);
@@ -169,7 +150,7 @@ class Step {
         for (int64_t j = 0; j < outputs; ++j) sums[i * TILE + j] += weight.bias[tile * TILE + j];
   }
 
-  static void multiply_quantized(const Weight& weight, int64_t column, int64_t outputs, int64_t rows, const T* a,
+  static void multiply_quantized(const StepWeight& weight, int64_t column, int64_t outputs, int64_t rows, const T* a,
                                  int64_t terms, float* sums, T* widened) {
     const QuantizedRows<T> matrix = QuantizedRows<T>(weight.format, weight.data, terms).turned();
     for (int64_t k = 0; k < terms; k += WIDENED) {
@@ -183,7 +164,7 @@ class Step {
   }
 
   // Computes silu(gate) * up, from values that are rounded as those of a linear layer.
-  void activate(const Weight* gate_up) {
+  void activate(const StepWeight* gate_up) {
     const LowRank low = low_rank(normed_, s_.D, gate_up, 2);
     each_part(divide_up(s_.F, TILE), [&](int64_t tile, int64_t first, int64_t rows, Space& space) {
       float *gate = space.sums, *up = gate + rows * TILE;
@@ -207,8 +188,7 @@ class Step {
   }
 
   // Stores the new keys and values, and computes the attention of each sequence to its own.
-  void attend(const Layer& layer) {
-    constexpr int64_t BLOCK = PackedCache<T>::BLOCK;
+  void attend(const StepLayer& layer) {
     const int64_t group = s_.H / s_.K, d = s_.d;
     const float scale = 1.0f / std::sqrt(static_cast<float>(d));
     parallel_units(s_.B * s_.K, [&](Units& units) {
@@ -216,7 +196,7 @@ class Step {
       Buffer<float> scores(group * s_.S), sums(group * d), scratch(2 * d), inverse(group);
       for (int64_t unit; units.draw(unit);) {
         const int64_t b = unit / s_.K, kv = unit % s_.K, count = positions_[b] + 1;
-        const int64_t blocks = divide_up(count, BLOCK), width = blocks * BLOCK;
+        const int64_t blocks = divide_up(count, CACHE_BLOCK), width = blocks * CACHE_BLOCK;
         const PackedCache<T> cache(layer.keys, layer.values, unit, s_.S, d);
         const T *row = qkv_ + b * width_, *new_key = row + s_.H * d + kv * d, *new_value = new_key + s_.K * d;
         for (int64_t g = 0; g < group; ++g)
@@ -224,7 +204,8 @@ class Step {
         rotated(new_key, layer.k_norm, b, scratch, key);
         cache.store(count - 1, key, new_value);
         for (int64_t block = 0; block < blocks; ++block)
-          product<T>(group, BLOCK, d, q, d, cache.key_block(block), BLOCK, scores + block * BLOCK, width, false);
+          product<T>(group, CACHE_BLOCK, d, q, d, cache.key_block(block), CACHE_BLOCK, scores + block * CACHE_BLOCK,
+                     width, false);
         for (int64_t g = 0; g < group; ++g)
           inverse[g] = 1.0f / softmax<T>(scores + g * width, weights + g * width, 0, count, width, scale * LOG2E).second;
         product<T>(group, d, round_up(count, LANES), weights, width, cache.values, d, sums, d, false);
@@ -251,7 +232,7 @@ class Step {
     return static_cast<const T*>(weight) + tile * TILE * terms;
   }
 
-  const Sizes s_;
+  const StepSizes s_;
   const NormOptions options_;
   float* const x_;
   const float *const cos_, *const sin_;
@@ -293,7 +274,7 @@ SANSGPU_KERNEL void store_tokens(int64_t narrow, int64_t count, int64_t K, int64
   narrow ? run(bf16()) : run(float());
 }
 
-// Packs a weight (N, terms) in tiles of 64 outputs.
+// Packs a weight (N, terms) in tiles of TILE outputs.
 SANSGPU_KERNEL void pack_step_weight(int64_t narrow, const void* weight, int64_t N, int64_t terms, void* to) {
   narrow ? pack_tiles(static_cast<const bf16*>(weight), N, terms, static_cast<bf16*>(to))
          : pack_tiles(static_cast<const float*>(weight), N, terms, static_cast<float*>(to));
@@ -301,13 +282,11 @@ SANSGPU_KERNEL void pack_step_weight(int64_t narrow, const void* weight, int64_t
 
 // Computes logits (B, V), in bf16 if `narrow`, as are packed weights and the caches. x (B, D) is the embeddings and is
 // overwritten; cos and sin are (B, d), and `positions` (B,) those of the new tokens in the caches.
-SANSGPU_KERNEL void decoder_step(int64_t narrow, const int64_t* sizes, double eps, const void* layers,
-                                 const float* last_norm, const void* head, float* x, const float* cos, const float* sin,
-                                 const int64_t* positions, void* logits) {
-  const Sizes& s = *reinterpret_cast<const Sizes*>(sizes);
+SANSGPU_KERNEL void decoder_step(int64_t narrow, const StepSizes* sizes, double eps, const StepLayer* layers,
+                                 const float* last_norm, const StepWeight* head, float* x, const float* cos,
+                                 const float* sin, const int64_t* positions, void* logits) {
   const auto run = [&]<typename T>(T) {
-    Step<T>(s, eps, x, cos, sin, positions)
-        .run(static_cast<const Layer*>(layers), last_norm, *static_cast<const Weight*>(head), static_cast<T*>(logits));
+    Step<T>(*sizes, eps, x, cos, sin, positions).run(layers, last_norm, *head, static_cast<T*>(logits));
   };
   narrow ? run(bf16()) : run(float());
 }

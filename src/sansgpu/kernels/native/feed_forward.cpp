@@ -1,6 +1,6 @@
 // The kernels of kernels/feed_forward.py: matmuls, an activation, and matmuls of its results, each by all threads.
 
-#include "matmul_list.h"
+#include "../native.h"
 
 namespace sansgpu {
 

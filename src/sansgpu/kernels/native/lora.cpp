@@ -113,14 +113,14 @@ struct Layer {
   }
 };
 
-// Calls run(layer) for a layer in bf16 if `narrow`, or else in fp32. The format of a weight that is not quantized is -1.
+// Calls run(layer) for a layer in bf16 if `narrow`, or else in fp32. The weight may be NOT_QUANTIZED.
 template <typename Run>
-void with_layer(int64_t narrow, int64_t format, const int64_t* sizes, const void* weight, const void* first,
+void with_layer(int64_t narrow, int64_t format, const LoraSizes& s, const void* weight, const void* first,
                 const void* second, double scale, const Run& run) {
   const auto call = [&]<typename T>(T) {
-    with_matrix<T>(format, weight, sizes[1], [&]<typename Weight>(const Weight& matrix) {
-      run(Layer<T, Weight>{sizes[0], sizes[1], sizes[2], sizes[3], matrix, static_cast<const T*>(first),
-                           static_cast<const T*>(second), static_cast<float>(scale)});
+    with_matrix<T>(format, weight, s.I, [&]<typename Weight>(const Weight& matrix) {
+      run(Layer<T, Weight>{s.N, s.I, s.O, s.R, matrix, static_cast<const T*>(first), static_cast<const T*>(second),
+                           static_cast<float>(scale)});
     });
   };
   narrow ? call(bf16()) : call(float());
@@ -128,18 +128,18 @@ void with_layer(int64_t narrow, int64_t format, const int64_t* sizes, const void
 
 }  // namespace
 
-// `sizes` are N, I, O, R; all but the bias and a quantized weight have one dtype. See Layer.
-SANSGPU_KERNEL void lora_forward(int64_t narrow, int64_t format, const int64_t* sizes, const void* weight,
+// All but the bias and a quantized weight have one dtype. See Layer.
+SANSGPU_KERNEL void lora_forward(int64_t narrow, int64_t format, const LoraSizes* sizes, const void* weight,
                                  const void* first, const void* second, double scale, const void* x,
                                  const void* source, const float* bias, void* h, void* y) {
   const auto run = [&]<typename T, typename Weight>(const Layer<T, Weight>& layer) {
     layer.forward(static_cast<const T*>(x), static_cast<const T*>(source), bias, static_cast<T*>(h),
                   static_cast<T*>(y));
   };
-  with_layer(narrow, format, sizes, weight, first, second, scale, run);
+  with_layer(narrow, format, *sizes, weight, first, second, scale, run);
 }
 
-SANSGPU_KERNEL void lora_backward(int64_t narrow, int64_t format, const int64_t* sizes, const void* weight,
+SANSGPU_KERNEL void lora_backward(int64_t narrow, int64_t format, const LoraSizes* sizes, const void* weight,
                                   const void* first, const void* second, double scale, const void* grad,
                                   const void* source, const void* h, void* x_grad, void* source_grad,
                                   void* first_grad, void* second_grad) {
@@ -148,7 +148,7 @@ SANSGPU_KERNEL void lora_backward(int64_t narrow, int64_t format, const int64_t*
                    static_cast<T*>(x_grad), static_cast<T*>(source_grad), static_cast<T*>(first_grad),
                    static_cast<T*>(second_grad));
   };
-  with_layer(narrow, format, sizes, weight, first, second, scale, run);
+  with_layer(narrow, format, *sizes, weight, first, second, scale, run);
 }
 
 }  // namespace sansgpu

@@ -1,7 +1,5 @@
 // Matmuls for kernels/matmul.py.
 
-#include "matmul_list.h"
-
 #include "matmul.h"
 
 namespace sansgpu {

@@ -44,6 +44,9 @@ template <typename T>
 constexpr int64_t PANEL = sizeof(T) == 4 ? 16 : COLUMNS;  // widened bf16 is packed again
 #endif
 
+static_assert(COLUMNS % PANEL<float> == 0, "the panels of a tile are whole");
+static_assert(TERMS % 2 == 0, "a pair of bf16 is in one pass");
+
 // Rounds up a number of terms to whole pairs of bf16.
 template <typename T>
 constexpr int64_t padded(int64_t terms) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 
 #include "tiles.h"
 
@@ -17,7 +18,12 @@ struct Nodes {
   Buffer<int32_t> root, leaf, place;
   explicit Nodes(int64_t padded) : root(padded), leaf(padded), place(padded) {}
 
-  static bool takes(int32_t root, int32_t slot) { return root >= 0 && root < 1 << 19 && slot >= 0 && slot < STEP - 8; }
+  static_assert(MAX_ROOT * STEP + MAX_SLOT + 1 <= std::numeric_limits<int32_t>::max(), "places are int32");
+  static_assert(STEP - (MAX_SLOT + 1) >= 3, "places of leaves of neighboring roots differ by at least their distance");
+
+  static bool takes(int32_t root, int32_t slot) {
+    return root >= 0 && root <= MAX_ROOT && slot >= 0 && slot <= MAX_SLOT;
+  }
 
   void fill(const int32_t* nodes, int64_t count, int64_t padded) {
     for (int64_t i = 0; i < padded; ++i) {

@@ -1,6 +1,6 @@
 // Keys and values of sequences that generate text, stored as `product` takes them, so that a step need not pack them.
 //
-// S tokens that a sequence may have, a multiple of BLOCK; d head dim.
+// S tokens that a sequence may have, a multiple of CACHE_BLOCK; d head dim.
 #pragma once
 
 #include <type_traits>
@@ -12,22 +12,23 @@ namespace sansgpu {
 // The cache of one key-value head of a sequence.
 template <typename T>
 struct PackedCache {
-  static constexpr int64_t BLOCK = 64;  // tokens, as in kernels/packed_cache.py
   static constexpr int64_t PAIR = std::is_same_v<T, bf16> ? 2 : 1;  // values in a word of a packed matrix
 
-  T *keys, *values;  // (S / BLOCK, d / PAIR, BLOCK, PAIR) and (S / PAIR, d, PAIR)
+  static_assert(CACHE_BLOCK % LANES == 0 && LANES % PAIR == 0, "tokens are stored in whole lanes and words");
+
+  T *keys, *values;  // (S / CACHE_BLOCK, d / PAIR, CACHE_BLOCK, PAIR) and (S / PAIR, d, PAIR)
   int64_t d;
 
   PackedCache(void* keys, void* values, int64_t head, int64_t S, int64_t d)
       : keys(static_cast<T*>(keys) + head * S * d), values(static_cast<T*>(values) + head * S * d), d(d) {}
 
-  const T* key_block(int64_t block) const { return keys + block * BLOCK * d; }
+  const T* key_block(int64_t block) const { return keys + block * CACHE_BLOCK * d; }
 
   // Stores a token. Those before it must have been stored: what follows the last one, up to a multiple of LANES, must be
   // zero in `values`, because it is multiplied with weights of zero.
   void store(int64_t position, const T* key, const T* value) const {
-    T* to = keys + position / BLOCK * BLOCK * d + position % BLOCK * PAIR;
-    for (int64_t i = 0; i < d; i += PAIR) std::memcpy(to + i * BLOCK, key + i, PAIR * sizeof(T));
+    T* to = keys + position / CACHE_BLOCK * CACHE_BLOCK * d + position % CACHE_BLOCK * PAIR;
+    for (int64_t i = 0; i < d; i += PAIR) std::memcpy(to + i * CACHE_BLOCK, key + i, PAIR * sizeof(T));
     if (position % LANES == 0) std::fill_n(bits(values + position * d), LANES * d, 0);
     store_value(position, value);
   }

@@ -140,6 +140,7 @@ void multiply_columns(int64_t M, int64_t columns, int64_t width, int64_t depth, 
 
 // The words of K and the rows of A that are multiplied at once, so that both operands stay in cache.
 constexpr int64_t DEPTH = 256, WIDENED_ROWS = 64;
+static_assert(DEPTH % 2 == 0, "widened pairs of bf16 are multiplied at once");
 
 // Calls run(start, columns, width) for panels of N columns, where `width` is the columns rounded up to whole vectors.
 template <typename F>

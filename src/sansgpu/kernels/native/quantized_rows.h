@@ -1,11 +1,15 @@
 // Products with a matrix that stays quantized: a right operand of Multiplication, and a product for few rows.
 #pragma once
 
+#include <iterator>
+
 #include "block_formats.h"
 #include "matmul.h"
 #include "product_vectors.h"
 
 namespace sansgpu {
+
+static_assert(GROUP % WIDTH == 0, "a group has whole vectors");
 
 // Widens `count` values, from `start` on, of consecutive rows. Both are multiples of GROUP.
 template <typename Format, typename T>
@@ -59,8 +63,9 @@ struct QuantizedRows {
       bytes = Format::BYTES;
       ld = I / values * bytes;
       decode = decode_rows<Format, T>;
-      static constexpr Multiply EACH[ROWS_AT_ONCE] = {multiply_row<Format, 1>, multiply_row<Format, 2>,
-                                                      multiply_row<Format, 3>, multiply_row<Format, 4>};
+      static constexpr Multiply EACH[] = {multiply_row<Format, 1>, multiply_row<Format, 2>, multiply_row<Format, 3>,
+                                          multiply_row<Format, 4>};
+      static_assert(std::size(EACH) == ROWS_AT_ONCE);
       multiply = EACH;
     });
   }
@@ -156,10 +161,10 @@ void multiply_rows(int64_t M, int64_t N, int64_t K, const T* a, const QuantizedR
     Multiplication<T, Finish, QuantizedRows<T>>({M, N, K, {a, K, false}, b}, finish).run();
 }
 
-// Calls compute(W) for a matrix W of rows of I values: quantized ones, or with format -1 values of T.
+// Calls compute(W) for a matrix W of rows of I values: quantized ones, or values of T if it is NOT_QUANTIZED.
 template <typename T, typename F>
 void with_matrix(int64_t format, const void* matrix, int64_t I, const F& compute) {
-  format < 0 ? compute(Operand<T>{static_cast<const T*>(matrix), I, false})
+  format == NOT_QUANTIZED ? compute(Operand<T>{static_cast<const T*>(matrix), I, false})
              : compute(QuantizedRows<T>(format, matrix, I));
 }
 

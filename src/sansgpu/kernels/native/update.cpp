@@ -88,32 +88,22 @@ bool is_unchanged(const AdamW& a, const float* first, const float* second, const
   return a.decay == 0.0f && is_zero(first, count) && is_zero(grad, count) && is_zero(second, count);
 }
 
-// A weight as kernels/update.py describes it. `working` may be null; `moments` are two or, in 8 bits, four tensors.
-struct Weight {
-  void* weight;
-  const void* grad;
-  bf16* working;
-  void* moments[4];
-  int64_t size, narrow_weight, narrow_grad, seed;
-};
-
 // Calls run(grad) with a pointer of the gradient's dtype.
 template <typename F>
-void with_grad(const Weight& w, const F& run) {
+void with_grad(const WeightUpdate& w, const F& run) {
   w.narrow_grad ? run(static_cast<const bf16*>(w.grad)) : run(static_cast<const float*>(w.grad));
 }
 
 // Calls run(weight, grad) with pointers of the tensors' dtypes.
 template <typename F>
-void with_types(const Weight& w, const F& run) {
+void with_types(const WeightUpdate& w, const F& run) {
   const auto typed = [&](auto* weight) { with_grad(w, [&](const auto* grad) { run(weight, grad); }); };
   w.narrow_weight ? typed(static_cast<bf16*>(w.weight)) : typed(static_cast<float*>(w.weight));
 }
 
-// Calls run(block, weight) for each block of a list of `Weight`.
+// Calls run(block, weight) for each block of a list of weights.
 template <typename F>
-void for_each_weight(int64_t count, const void* list, const F& run) {
-  const auto weights = static_cast<const Weight*>(list);
+void for_each_weight(int64_t count, const WeightUpdate* weights, const F& run) {
   Blocks(count, [=](int64_t i) { return weights[i].size; }).each([&](const Block& block) {
     run(block, weights[block.array]);
   });
@@ -121,8 +111,9 @@ void for_each_weight(int64_t count, const void* list, const F& run) {
 
 // Calls run(block, weight, settings) for each block of the weights.
 template <typename F>
-void for_each_weight(int64_t count, const void* weights, const double* decays, const AdamW& settings, const F& run) {
-  for_each_weight(count, weights, [&](const Block& block, const Weight& weight) {
+void for_each_weight(int64_t count, const WeightUpdate* weights, const double* decays, const AdamW& settings,
+                     const F& run) {
+  for_each_weight(count, weights, [&](const Block& block, const WeightUpdate& weight) {
     AdamW own = settings;
     own.decay = static_cast<float>(decays[block.array]);
     run(block, weight, own);
@@ -150,8 +141,9 @@ void move(float keep, float rate, const G* grad, float* weight, bf16* working, i
 
 // --- 8-bit moments; kernels/quantized.py defines the codes
 
-constexpr int64_t GROUP = 256;  // values that share a scale
-constexpr int DECADES = 7;
+constexpr int64_t GROUP = MOMENT_GROUP;
+constexpr int DECADES = MOMENT_DECADES;
+static_assert(GRAIN % GROUP == 0, "a group lies in one block");
 
 // Finds the nearest code without a search. Within a decade the map is linear: x belongs to value number `place` if
 // x * slope + offset lies in [place, place + 1). The lowest decade has `lowest` values;
@@ -266,10 +258,10 @@ SANSGPU_KERNEL void squared_norms(int64_t count, const void* const* arrays, cons
 }
 
 // Updates the weights, their moments and working copies.
-SANSGPU_KERNEL void adamw(int64_t count, const void* weights, const double* decays, double lr, double beta1,
+SANSGPU_KERNEL void adamw(int64_t count, const WeightUpdate* weights, const double* decays, double lr, double beta1,
                           double beta2, double eps, int64_t step, double scale) {
   const AdamW settings(lr, beta1, beta2, eps, step, scale);
-  for_each_weight(count, weights, decays, settings, [](const Block& block, const Weight& w, const AdamW& own) {
+  for_each_weight(count, weights, decays, settings, [](const Block& block, const WeightUpdate& w, const AdamW& own) {
     float *first = static_cast<float*>(w.moments[0]), *second = static_cast<float*>(w.moments[1]);
     const uint32_t row = Random(w.seed).row(block.index);
     with_types(w, [&](auto* weight, const auto* grad) {
@@ -285,8 +277,8 @@ SANSGPU_KERNEL void adamw(int64_t count, const void* weights, const double* deca
 
 // Updates the first moments, the momentum of fp32 weights, with gradients times `scale`. The second ones become the
 // directions of the update.
-SANSGPU_KERNEL void nesterov(int64_t count, const void* weights, double beta, double scale) {
-  for_each_weight(count, weights, [=](const Block& block, const Weight& w) {
+SANSGPU_KERNEL void nesterov(int64_t count, const WeightUpdate* weights, double beta, double scale) {
+  for_each_weight(count, weights, [=](const Block& block, const WeightUpdate& w) {
     const int64_t at = block.start;
     float *momentum = static_cast<float*>(w.moments[0]) + at, *direction = static_cast<float*>(w.moments[1]) + at;
     with_grad(w, [&](const auto* grad) {
@@ -296,8 +288,8 @@ SANSGPU_KERNEL void nesterov(int64_t count, const void* weights, double beta, do
 }
 
 // Moves fp32 weights, and their working copies, against `grad` times `scale`, with decoupled weight decay.
-SANSGPU_KERNEL void descend(int64_t count, const void* weights, const double* decays, double lr, double scale) {
-  for_each_weight(count, weights, [=](const Block& block, const Weight& w) {
+SANSGPU_KERNEL void descend(int64_t count, const WeightUpdate* weights, const double* decays, double lr, double scale) {
+  for_each_weight(count, weights, [=](const Block& block, const WeightUpdate& w) {
     const float keep = static_cast<float>(1.0 - lr * decays[block.array]), rate = static_cast<float>(lr * scale);
     const int64_t at = block.start;
     with_grad(w, [&](const auto* grad) {
@@ -308,11 +300,11 @@ SANSGPU_KERNEL void descend(int64_t count, const void* weights, const double* de
 }
 
 // Like adamw, with moments in 8 bits; the maps (256,) give the value of each code.
-SANSGPU_KERNEL void adamw8(int64_t count, const void* weights, const double* decays, const float* first_map,
+SANSGPU_KERNEL void adamw8(int64_t count, const WeightUpdate* weights, const double* decays, const float* first_map,
                            const float* second_map, double lr, double beta1, double beta2, double eps, int64_t step,
                            double scale) {
   const AdamW settings(lr, beta1, beta2, eps, step, scale);
-  for_each_weight(count, weights, decays, settings, [=](const Block& block, const Weight& w, const AdamW& own) {
+  for_each_weight(count, weights, decays, settings, [=](const Block& block, const WeightUpdate& w, const AdamW& own) {
     const Moments first{static_cast<uint8_t*>(w.moments[0]), static_cast<float*>(w.moments[1]), first_map};
     const Moments second{static_cast<uint8_t*>(w.moments[2]), static_cast<float*>(w.moments[3]), second_map};
     const uint32_t row = Random(w.seed).row(block.index);
