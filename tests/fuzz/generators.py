@@ -188,6 +188,7 @@ _VARIABLES = {
     "SLURM_NTASKS": ["abc", "9" * 30, "²"],
     "OMP_NUM_THREADS": ["abc", "0", "-1", "9" * 12, "100000", "²", "2,x", ""],
     "CUDA_VISIBLE_DEVICES": ["abc", "-1", "9" * 30],
+    "SANSGPU_ALLOCATOR": ["", "abc", "SYSTEM", "\x1b[31m", "x" * 300],
     "SANSGPU_ISA": ["", "abc", "AVX2", "amx,avx2", "\x1b[31m", "x" * 300],
     "COLUMNS": ["abc", "0", "-5", "1", "9" * 12],
     "TERM": ["", "nonsense", "x" * 300],

@@ -1,10 +1,14 @@
 """The allocator of large tensors: blocks do not overlap, freed ones are reused, and merge if sizes vary."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+from tests.processes import environment
 
 # Tensors of many sizes come and go at random, each full of its own number; tells how much more memory the process had
 # at its end than the most that was in tensors at once.
@@ -53,6 +57,37 @@ def test_tensors_of_ever_other_sizes_take_little_more_memory_than_is_in_them() -
 @pytest.mark.long
 def test_without_our_allocator_they_take_twice_the_memory() -> None:
     assert grown("steady")[0] > 2 * grown("varying")[0]
+
+
+ALLOCATORS = """
+import json, sys
+import torch
+from sansgpu.cli import run
+from sansgpu.kernels import library
+assert library.load() is None
+if code := run(["doctor", "--json"]):
+    raise SystemExit(code)
+library.install_caching_allocator(varying=False, warn=sys.exit)
+tensor = torch.empty(100 << 20, dtype=torch.uint8)
+maps = [line for line in open("/proc/self/smaps") if line.startswith("VmFlags") and " hg" in line]
+print(len(maps) > 0)
+"""  # of a tensor whose memory is in huge pages only if it is ours
+
+
+def test_the_environment_turns_the_allocator_off_and_doctor_says_so(tmp_path: Path) -> None:
+    for value, used in (("sansgpu", True), ("system", False)):
+        settings = {**environment(tmp_path), "SANSGPU_ALLOCATOR": value}
+        command = [sys.executable, "-c", ALLOCATORS]
+        done = subprocess.run(command, env=settings, capture_output=True, text=True, check=True)
+        *facts, huge = done.stdout.splitlines()
+        problem = None if used else "SANSGPU_ALLOCATOR is system"
+        found = json.loads("\n".join(facts))
+        assert (found["caching_allocator"], found["caching_allocator_problem"]) == (used, problem)
+        assert huge == str(used)
+    settings["SANSGPU_ALLOCATOR"] = "jemalloc"
+    done = subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
+    sentence = "sansgpu: SANSGPU_ALLOCATOR is jemalloc; unset it or set it to sansgpu or system."
+    assert (done.returncode, done.stdout, done.stderr.splitlines()[-1]) == (2, "", sentence)
 
 
 def test_a_request_that_cannot_be_met_is_an_error_and_no_crash() -> None:

@@ -63,6 +63,8 @@ class MachineReport:
     gpu: str | None
     kernels: str
     kernels_problem: str | None
+    caching_allocator: bool
+    caching_allocator_problem: str | None
     cache_problem: str | None
     gemm_flops_per_second: dict[str, float | None]  # by precision; None: emulated, which is too slow to measure
     memory_bandwidth_bytes_per_second: float
@@ -80,6 +82,7 @@ def doctor(progress: ReportProgress) -> MachineReport:
     unsafe: list[str] = []
     private_cache(unsafe.append)
     kernels = library.load()
+    no_caching = "the native kernels are not loaded" if kernels else library.why_no_caching_allocator()
     bf16, threads = has_native_bf16(), torch.get_num_threads()
     facts = MachineReport(
         **hardware(),
@@ -92,6 +95,8 @@ def doctor(progress: ReportProgress) -> MachineReport:
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         kernels=library.name(),
         kernels_problem=kernels,
+        caching_allocator=no_caching is None,
+        caching_allocator_problem=no_caching,
         cache_problem=unsafe[0] if unsafe else None,
         gemm_flops_per_second={
             "fp32": peak_gemm_rate(cache, "fp32", "cpu", threads),

@@ -15,7 +15,7 @@ import torch
 
 from sansgpu.config import ConfigError
 from sansgpu.kernels.c_functions import Argument, Function, functions
-from sansgpu.machine.allocator import register_trim
+from sansgpu.machine import allocator
 from sansgpu.machine.instruction_sets import InstructionSet, allowed
 from sansgpu.machine.kernel_files import share_openmp
 
@@ -49,20 +49,27 @@ def takes(*tensors: torch.Tensor) -> bool:
     return _loaded and all(tensor.is_cpu and tensor.dtype in _DTYPES for tensor in tensors)
 
 
+def why_no_caching_allocator() -> str | None:
+    """Returns the reason why runs on this machine leave large tensors to torch's own allocator, or None."""
+    if not ALLOCATOR.exists():
+        return "this installation has none, as on all systems but Linux on x86-64"
+    return f"{allocator.VARIABLE} is system" if allocator.keeps_system_allocator() else None
+
+
 def install_caching_allocator(varying: bool, warn: Callable[[str], None]) -> None:
     """Makes torch allocate large CPU tensors with memory.cpp, which reuses the memory of freed ones, in huge pages.
 
     Set `varying` if tensor sizes change from step to step, so that the cache does not grow without bound.
     `machine.allocator.trim_memory` returns free memory to the operating system. Does nothing where it was not built
-    (see CMakeLists.txt), and calls `warn` if torch's own allocator cannot be replaced.
+    (see CMakeLists.txt) or is turned off, and calls `warn` if torch's own allocator cannot be replaced.
     """
-    if not ALLOCATOR.exists():
+    if why_no_caching_allocator() is not None:
         return
-    allocator = functions(ALLOCATOR)
-    if not allocator["install"](varying):
+    caching = functions(ALLOCATOR)
+    if not caching["install"](varying):
         warn("torch's memory allocator could not be replaced, so steps take more time and memory.")
         return
-    register_trim(allocator["give_back"])
+    allocator.register_trim(caching["give_back"])
 
 
 def load() -> str | None:

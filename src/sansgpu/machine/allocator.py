@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable
 
+from sansgpu.config import ConfigError
+
+VARIABLE = "SANSGPU_ALLOCATOR"  # sansgpu or system
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from glibc's malloc.h
 
 
@@ -18,6 +22,17 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
     return mallopt is not None and bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
+
+
+def keeps_system_allocator() -> bool:
+    """Returns True if SANSGPU_ALLOCATOR leaves large tensors to the system's allocator or to a preloaded one.
+
+    Raises ConfigError if it has an unknown value.
+    """
+    wanted = os.environ.get(VARIABLE) or "sansgpu"
+    if wanted not in ("sansgpu", "system"):
+        raise ConfigError(f"{VARIABLE} is {wanted}; unset it or set it to sansgpu or system.")
+    return wanted == "system"
 
 
 _others: list[Callable[[], object]] = []

@@ -94,7 +94,9 @@ def print_doctor(console: Console, facts: Result) -> None:
         "kernels",
         f"PyTorch operators: {facts['kernels_problem']}" if facts["kernels"] == "torch" else facts["kernels"],
     )
-    table.add_row("allocator", facts["allocator"])
+    problem = facts["caching_allocator_problem"]
+    caching = "on" if problem is None else f"off: {problem}"
+    table.add_row("allocator", f"{facts['allocator']}; sansgpu's for large tensors {caching}")
     table.add_row("governor", facts["governor"] or "unknown")
     table.add_row("cache", f"{facts['cache']}, {storage(facts['cache_free_bytes'])} free")
     console.print(table)
