@@ -48,12 +48,14 @@ graph: setup
 	$(BIN)/sansgpu eval runs/graph --snapshot best --link-prediction --limit 300
 	$(BIN)/sansgpu extract runs/graph --snapshot best --head read_lines --text "def read_lines(path, encoding): return open(path)"
 
-test-long: setup
+test-long: setup $(if $(filter Linux,$(shell uname)),sanitize)
 	$(BIN)/python -m pytest -q -m long
 
-# The tests of kernels with GCC's AddressSanitizer and UndefinedBehaviorSanitizer, then with its ThreadSanitizer.
+# The tests of kernels with GCC's AddressSanitizer and UndefinedBehaviorSanitizer, then with its ThreadSanitizer, or
+# with those of SANITIZER alone: address or thread.
+SANITIZER ?=
 sanitize: $(VENV)/ready
-	$(BIN)/python -m tests.kernels.sanitize
+	$(BIN)/python -m tests.kernels.sanitize $(SANITIZER)
 
 lint: setup
 	$(BIN)/ruff check src tests benchmarks examples
