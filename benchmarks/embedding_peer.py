@@ -16,7 +16,7 @@ from sentence_transformers import (
 from sentence_transformers.base.sampler import DefaultBatchSampler
 from sentence_transformers.sentence_transformer.losses import CosineSimilarityLoss, MultipleNegativesRankingLoss
 
-from benchmarks.fine_tuning_peer import Watch, trainer_arguments
+from benchmarks.peer_trainer import Watch, trainer_arguments
 from sansgpu.config import Config
 from sansgpu.data.rows import BadRows
 from sansgpu.data.sources import open_sources

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from typing import Any
 import torch
 import transformers
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, Trainer, TrainingArguments
 
+from benchmarks.peer_trainer import Watch, say, trainer_arguments
 from sansgpu.config import Config, load_config
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.order import batch_indices, steps_per_epoch
@@ -75,24 +75,6 @@ class InOrder(Trainer):
         return SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 
 
-class Watch(TrainerCallback):
-    """Records seconds and losses of steps."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.losses: list[float] = []
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._start = time.perf_counter()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.seconds.append(time.perf_counter() - self._start)
-
-    def on_log(self, *_: Any, **given: Any) -> None:
-        if "loss" in given["logs"]:
-            self.losses.append(float(given["logs"]["loss"]))
-
-
 class MicroBatches(Dataset[list[Row]]):
     """The rows of each micro-batch; the last batch of an epoch may have fewer rows than the others."""
 
@@ -123,29 +105,6 @@ def load_model(config: Config) -> Any:
         )
         model = get_peft_model(model, lora)
     return model
-
-
-def trainer_arguments(config: Config, steps: int) -> dict[str, Any]:
-    """Returns the arguments common to all Trainers here, but for `output_dir`."""
-    training = config.training
-    return {
-        "max_steps": steps,
-        "use_cpu": True,
-        "bf16": training.precision == "bf16",
-        "learning_rate": training.learning_rate,
-        "lr_scheduler_type": training.lr_scheduler,
-        "warmup_steps": training.warmup_steps,
-        "weight_decay": training.weight_decay,
-        "adam_beta1": training.beta1,
-        "adam_beta2": training.beta2,
-        "adam_epsilon": 1e-8,
-        "max_grad_norm": training.max_grad_norm,
-        "seed": training.seed,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
 
 
 def train(
@@ -181,10 +140,6 @@ def train(
             trainer.save_model(save)
             tokenizer.save_pretrained(save)
     return watch
-
-
-def say(event: dict[str, Any]) -> None:
-    print(json.dumps(event), flush=True)
 
 
 def main() -> None:

@@ -16,7 +16,8 @@ from datasets import Dataset
 from torch.utils.data import SequentialSampler
 from trl import DPOConfig, DPOTrainer
 
-from benchmarks.fine_tuning_peer import Watch, batches, load_model, say, trainer_arguments
+from benchmarks.fine_tuning_peer import batches, load_model
+from benchmarks.peer_trainer import Watch, say, trainer_arguments
 from sansgpu.tasks.preference.batch import AnswerPairs
 
 
