@@ -14,7 +14,7 @@ BLOCK = constants()["CACHE_BLOCK"]  # tokens
 
 
 class PackedCache:
-    """Keys and values of one layer, with the interface of `models.slots.PlainCache`.
+    """Keys and values of one layer, with the interface of `models.generation.kv_cache.PlainCache`.
 
     Both are (B, K, S / BLOCK, BLOCK d), for S rounded up to a multiple of BLOCK, so that a sequence of a few tokens has
     a few blocks.

@@ -226,11 +226,11 @@ class TransformerLM(nn.Module):
         targets: torch.Tensor,
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
-        shape: LossOptions = DEFAULT_LOSS_OPTIONS,
+        options: LossOptions = DEFAULT_LOSS_OPTIONS,
     ) -> torch.Tensor:
         """Returns the cross-entropy summed over targets (B, T), skipping -100; full logits are never in memory."""
         hidden = self.hidden(inputs, positions, document_ids)
-        return linear_cross_entropy(hidden.flatten(0, 1), self.head_matrix, targets.flatten(), shape)
+        return linear_cross_entropy(hidden.flatten(0, 1), self.head_matrix, targets.flatten(), options)
 
     def compile_blocks(self) -> None:
         """Compiles each block with torch.compile, which pays on a GPU; all share one graph."""

@@ -5,7 +5,7 @@
 // only the keys that some query of the block may see. Scores stay in cache and are recomputed in the backward pass
 // (FlashAttention, arXiv 2205.14135). Sums have a fixed order, so that results do not depend on the threads.
 //
-// The tokens may be nodes of graphs (kernels/distances.py). Then each score, before scaling, is multiplied with an
+// The tokens may be nodes of graphs (kernels/attention.py). Then each score, before scaling, is multiplied with an
 // entry of a table (H, M), or the entry is added to it. The head and the distance from query to key select the entry.
 // Distances are computed on the fly.
 #pragma once

@@ -1,4 +1,4 @@
-// Distances between nodes of leafy chain graphs (kernels/distances.py), and table lookups by distance.
+// Distances between nodes of leafy chain graphs (kernels/attention.py), and table lookups by distance.
 #pragma once
 
 #include <algorithm>

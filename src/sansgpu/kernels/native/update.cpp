@@ -139,7 +139,7 @@ void move(float keep, float rate, const G* grad, float* weight, bf16* working, i
   }
 }
 
-// --- 8-bit moments; kernels/quantized.py defines the codes
+// --- 8-bit moments; kernels/update.py defines the codes
 
 constexpr int64_t GROUP = MOMENT_GROUP;
 constexpr int DECADES = MOMENT_DECADES;

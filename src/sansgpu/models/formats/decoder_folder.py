@@ -151,9 +151,9 @@ class HuggingFaceLM(torch.nn.Module):
         patch_model(self.model)
         self.model.eval()
         self._rotary = LengthDependentRotary(self.model)
-        self._loss_shape = LossOptions(softcap=getattr(self.model.config, "final_logit_softcapping", None) or 0.0)
+        self._loss_options = LossOptions(softcap=getattr(self.model.config, "final_logit_softcapping", None) or 0.0)
         with torch.no_grad():
-            self._fused = head_is_plain(self.model, self._loss_shape.softcap)
+            self._fused = head_is_plain(self.model, self._loss_options.softcap)
 
     def unpadded(self) -> UnpaddedModel:
         """Returns the model for sequences that share a row, if it supports that."""
@@ -192,7 +192,7 @@ class HuggingFaceLM(torch.nn.Module):
         if self._fused:
             hidden = self.model.base_model(inputs).last_hidden_state.flatten(0, 1)
             weight = matrix_of(self.model.get_output_embeddings())
-            return linear_cross_entropy(hidden, weight, targets.flatten(), self._loss_shape)
+            return linear_cross_entropy(hidden, weight, targets.flatten(), self._loss_options)
         logits = self.model(inputs).logits.float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 

@@ -95,17 +95,17 @@ class UnpaddedModel:
         tokens: torch.Tensor,
         lengths: torch.Tensor,
         targets: torch.Tensor,
-        shape: LossOptions = DEFAULT_LOSS_OPTIONS,
+        options: LossOptions = DEFAULT_LOSS_OPTIONS,
     ) -> torch.Tensor:
         """Returns the cross-entropy of a causal model summed over targets (N,), skipping -100: ()."""
-        shape = LossOptions(shape.label_smoothing, shape.z_loss, self.softcap)
+        options = LossOptions(options.label_smoothing, options.z_loss, self.softcap)
         states, head = self.head_inputs(tokens, lengths), self.head
         if head is not None:
-            return linear_cross_entropy(states, matrix_of(head), targets, shape)
+            return linear_cross_entropy(states, matrix_of(head), targets, options)
         valid = targets != -100
         logits, targets = states[valid].float(), targets[valid]
-        loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=shape.label_smoothing)
-        return loss + shape.z_loss * torch.logsumexp(logits, dim=-1).square().sum() if shape.z_loss else loss
+        loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=options.label_smoothing)
+        return loss + options.z_loss * torch.logsumexp(logits, dim=-1).square().sum() if options.z_loss else loss
 
     def head_inputs(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Returns the last hidden states of a causal model if it has a plain `head`, otherwise its logits: (N, ...)."""

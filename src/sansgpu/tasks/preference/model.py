@@ -1,6 +1,6 @@
 """Computes log-probabilities of answers. A prompt with two answers runs once, except in attention.
 
-B examples, N input tokens, K target tokens; models.pair_layout has the places of the tokens.
+B examples, N input tokens, K target tokens.
 """
 
 from __future__ import annotations

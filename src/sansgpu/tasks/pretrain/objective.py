@@ -22,7 +22,7 @@ class PretrainObjective(ObjectiveBase):
 
     def __init__(self, config: Config, model: Any = None) -> None:
         """Uses `model`, or a new decoder."""
-        self._loss_shape = LossOptions(config.training.label_smoothing, config.training.z_loss)
+        self._loss_options = LossOptions(config.training.label_smoothing, config.training.z_loss)
         self._student = StudentLoss(config)
         self.model = model or TransformerLM(config.model, derive_seed(config.training.seed, "model"))
 
@@ -31,11 +31,11 @@ class PretrainObjective(ObjectiveBase):
         if (soft := self._student.soft_targets(batch)) is not None:
             hidden = self.model.hidden(batch.inputs, batch.positions, batch.document_ids).flatten(0, 1)
             targets = batch.targets.flatten()
-            mixed, parts = linear_mixed_loss(hidden, self.model.head_weight, targets, soft, self._loss_shape)
+            mixed, parts = linear_mixed_loss(hidden, self.model.head_weight, targets, soft, self._loss_options)
             self._student.add(parts, targets)
             return mixed
         loss: torch.Tensor = self.model.summed_loss(
-            batch.inputs, batch.targets, batch.positions, batch.document_ids, self._loss_shape
+            batch.inputs, batch.targets, batch.positions, batch.document_ids, self._loss_options
         )
         return loss
 

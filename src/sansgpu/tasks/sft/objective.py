@@ -49,8 +49,8 @@ class SFTObjective(FineTuning):
         """Computes the summed cross-entropy without label smoothing and z-loss, ()."""
         return self._cross_entropy(batch, DEFAULT_LOSS_OPTIONS)
 
-    def _cross_entropy(self, batch: PackedSequences, shape: LossOptions) -> torch.Tensor:
-        return self.unpadded.summed_loss(batch.tokens, batch.lengths, batch.targets, shape)
+    def _cross_entropy(self, batch: PackedSequences, options: LossOptions) -> torch.Tensor:
+        return self.unpadded.summed_loss(batch.tokens, batch.lengths, batch.targets, options)
 
 
 class DecoderChat(ObjectiveBase):
