@@ -1,6 +1,7 @@
 """Trained weights, and the optimizers AdamW, 8-bit AdamW, Adam, SGD and Muon that update them.
 
-To add an optimizer, write its rule and an entry in RULES.
+To add an optimizer, write its rule and an entry in RULES, its name in `config.training`, and its memory in
+`models.costing`.
 """
 
 from __future__ import annotations
