@@ -140,6 +140,8 @@ def test_a_card_of_a_task_outside_the_package_claims_only_what_is_known(
         ("~/texts", None),
         ("../notes", None),
         ("texts/notes.txt", None),
+        ("texts/rows.tsv", None),
+        ("words.conll.gz", None),
         ("python-stdlib", None),
     ],
 )

@@ -13,6 +13,7 @@ from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_CHAT, PYTHON_STDLIB_GRAP
 from sansgpu.config.metrics import LOSS
 from sansgpu.config.paths import local_path
 from sansgpu.config.wording import counted, duration
+from sansgpu.data.files import SUFFIXES
 from sansgpu.events.escape import as_code, as_text
 from sansgpu.events.event import Event
 from sansgpu.events.record import RunRecord
@@ -21,7 +22,7 @@ from sansgpu.views.results import energy_words, evaluation_words, parameter_word
 from sansgpu.views.tables import storage
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_FILE = re.compile(r"\.(txt|md|py|jsonl?|csv|parquet|yaml)(\.gz)?$")
+_FILE = re.compile(rf"({'|'.join(map(re.escape, SUFFIXES))})(\.gz)?$")
 _SENTENCE_CODE = """```python
 from sentence_transformers import SentenceTransformer
 
