@@ -1,5 +1,6 @@
 """Fixtures and settings of all tests."""
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from sansgpu.kernels import library
 from sansgpu.kernels.c_functions import HEADER
 from tests.kernels import TEST_LIBRARIES
 from tests.processes import use_cache, write_corpus
+from tests.tasks.graph.graph_files import Write
 
 if folder := os.environ.get(TEST_LIBRARIES):
     library.LIBRARIES = Path(folder)
@@ -34,9 +36,9 @@ settings.load_profile("sansgpu")
 LONGEST = (
     "test_benchmarks.py", "scale/test_runs.py", "test_docs.py", "test_examples.py", "planning/test_plan.py",
     "planning/test_cluster.py", "jobs/test_tune.py", "train/test_runs.py", "scale/test_faults.py",
-    "tasks/test_fine_tuning_runs.py", "train/test_resume.py", "test_cli.py", "tasks/test_graph_runs.py",
+    "tasks/test_fine_tuning_runs.py", "train/test_resume.py", "test_cli.py", "tasks/graph/test_graph_runs.py",
     "jobs/k8s/test_manifests.py", "jobs/test_chat.py", "scale/test_sums.py", "scale/test_tasks.py",
-    "jobs/test_hostile_runs.py", "fuzz/test_fuzz.py", "tasks/test_entities.py", "jobs/test_unreachable_data.py",
+    "jobs/test_hostile_runs.py", "fuzz/test_fuzz.py", "tasks/graph/test_entities.py", "jobs/test_unreachable_data.py",
     "models/test_hostile_models.py", "tasks/test_outside_task.py", "kernels/test_memory.py", "kernels/test_library.py",
 )  # fmt: skip
 
@@ -75,3 +77,15 @@ def own_cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes an empty folder the working directory."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes rows to a file, one line each."""
+
+    def write_rows(*rows: object, name: str = "a.jsonl") -> Path:
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return tmp_path / name
+
+    return write_rows

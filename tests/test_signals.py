@@ -213,6 +213,7 @@ def test_a_terminal_that_closes_costs_nothing(home: Path) -> None:
     """The live view is running and cannot write any more."""
     run, terminal = home / "closed", pty.fork()
     if not terminal[0]:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, under which the tests may run, ignores it
         variables = {**environment(home / "cache"), "TERM": "xterm"}
         os.execve(sys.executable, [sys.executable, "-m", "sansgpu", *training(home, run.name)], variables)
     child, view = terminal

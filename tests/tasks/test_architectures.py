@@ -182,7 +182,7 @@ def task_of(home: Path, overrides: tuple[str, ...]) -> Any:
 def losses(home: Path, architecture: str, pack: bool, micro_batches: list[int]) -> list[float]:
     """The mean loss of the first batch for each micro-batch size."""
     task = task_of(home, settings(home, architecture, model_folder(architecture), data__pack_sequences=pack))
-    assert task.unpadded.packs == (pack and PACKS[architecture])
+    assert task.objective.unpadded.packs == (pack and PACKS[architecture])
     batch = task.batch(0)
     with torch.no_grad():
         sums = [sum(float(task.loss(piece)) for piece in batch.micro_batches(size)) for size in micro_batches]

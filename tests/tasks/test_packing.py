@@ -80,7 +80,7 @@ def test_frequencies_that_depend_on_the_length_are_those_of_each_example(
     chat_rows(tmp_path / "chat.jsonl")
     folder = scaled_folder(tmp_path / "model", architecture)
     task = task_of(tmp_path, settings(tmp_path, architecture, folder, data__pack_sequences=pack))
-    assert task.unpadded.packs == pack
+    assert task.objective.unpadded.packs == pack
     batch = task.batch(0)
     assert batch.lengths.min() < TRAINED < batch.lengths.max()
     examples = zip(batch.tokens.split(batch.lengths.tolist()), batch.targets.split(batch.lengths.tolist()), strict=True)
@@ -116,7 +116,7 @@ def test_a_model_whose_positions_begin_elsewhere_is_padded(tmp_path: Path) -> No
     squad(tmp_path / "squad.json")
     chosen = settings(tmp_path, "bert", mra)
     task = task_of(tmp_path, chosen)
-    assert not task.unpadded.packs
+    assert not task.objective.unpadded.packs
     batch = task.batch(0)
     with torch.no_grad():
         together = float(task.loss(batch))

@@ -26,7 +26,7 @@ Row = dict[str, Any]
 CHUNK_ROWS = 4096  # rows in memory at a time
 
 
-class Predictions(NamedTuple):
+class PredictedRows(NamedTuple):
     """The predictions of rows, and a function that turns one into text."""
 
     rows: Iterator[Row]
@@ -35,7 +35,7 @@ class Predictions(NamedTuple):
 
 def predict(
     model: ModelRequest, data: str | Row, warn: Callable[[str], None], progress: ReportProgress, **options: Any
-) -> Predictions:
+) -> PredictedRows:
     """Loads a model and predicts each row, in order. `data` is the name of a dataset, or one row.
 
     `options` are those of the model's task. Raises ConfigError if the task predicts nothing. Rows are read and
@@ -51,7 +51,7 @@ def predict(
     if loaded.precision == "bf16":
         narrow_matrices(loaded.objective.model, torch.nn.Linear)  # embeddings stay as they are, as with autocast
     progress("predicting", 0, 0)
-    return Predictions(_predictions(loaded, rows, options), loaded.kind.in_words)
+    return PredictedRows(_predictions(loaded, rows, options), loaded.kind.in_words)
 
 
 def _for_single_row(loaded: TrainedModel, row: Row) -> TrainedModel:

@@ -235,10 +235,10 @@ def require_own_snapshots(paths: RunPaths) -> None:
 def _require_other_folders(paths: RunPaths) -> None:
     """Raises ConfigError if a snapshot or log folder outside of the run's folder belongs to something else."""
     for folder, kind, key in _elsewhere(paths):
-        require_folder(folder, kind, key)
         owner = _owner_of(folder)
         if owner and owner != _owner_of(paths.root) and _is_used(folder):
             raise ConfigError(f"{folder} contains another run's {kind}; choose another {key}.")
+        require_folder(folder, kind, key)
 
 
 def mark_other_folders(paths: RunPaths, until_end: ExitStack) -> None:

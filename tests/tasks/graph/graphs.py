@@ -89,6 +89,6 @@ def filled(task: Graph, config: Config, corpus: GraphCorpus, leaf_ratio: float =
     train = corpus.train
     repeated = replace(train, examples=train.examples * 5)  # each epoch has other masks
     masking = Masking(repeated, mask_rules(changed, corpus.codec.tokenizer), seed=99)
-    metrics = evaluate(MaskedEvaluation(task, masking, majority_of(train)), Execution(8))
+    metrics = evaluate(MaskedEvaluation(task.objective, masking, majority_of(train)), Execution(8))
     assert metrics is not None
     return metrics

@@ -346,7 +346,9 @@ def test_losses_over_entities_are_those_of_a_plain_softmax(home: Path) -> None:
     known = triples[:, HEAD_ENTITY] > 0
     assert known.any()
     tails = complex_tails(task, vectors[(triples[:, HEAD_ENTITY] - 1).clamp(min=0)], triples[:, RELATION])
-    predicted = task.model.predicted(task.states(batch)[triples[:, TAIL_START]]).double() + tails * known[:, None]
+    predicted = (
+        task.model.predicted(task.objective.states(batch)[triples[:, TAIL_START]]).double() + tails * known[:, None]
+    )
     of_queries = mean_loss(predicted @ vectors.T, triples[:, QUERY_TAIL])
     head, relation, tail = batch.facts.flatten(0, 1).T
     of_facts = mean_loss(complex_tails(task, vectors[head - 1], relation) @ vectors.T, tail)
@@ -375,7 +377,7 @@ def test_facts_are_training_triples_and_differ_from_epoch_to_epoch(home: Path) -
         assert said <= trained
         assert len(said) > 0.8 * len(trained)
     assert not torch.equal(*epochs)
-    assert not any(batch.fact_count for batch in task.validation_batches(8))
+    assert not any(batch.fact_count for batch in task.evaluator.validation_batches(8))
 
 
 def test_one_batch_of_queries_in_pieces_gives_one_gradient(home: Path) -> None:
@@ -396,7 +398,7 @@ def test_unknown_entities_are_known_by_their_names_and_equal_ones_share_a_score(
     config, corpus = corpus_of(home, **STILL)
     task, codec = Graph(config, corpus, 8), corpus.codec
     task.model.eval()
-    predictor = TailPredictor(task, codec.tokenizer.mask_id, torch.device("cpu"))
+    predictor = TailPredictor(task.objective, codec.tokenizer.mask_id, torch.device("cpu"))
     index = EntityTableIndex(codec.entities)
     known = codec.entities[3]
     asked = [known, Entity("x1", "unheard thing"), Entity("x2", "unheard thing"), Entity("x3", known.name)]

@@ -97,7 +97,7 @@ def test_a_masked_tail_cannot_be_seen(tmp_path: Path) -> None:
         shown = mask_example(changed, rules, 0, 0, 0)
         hidden = np.where(shown.targets == IGNORE, shown.tokens, rules.mask_id)  # never the original token
         batch = GraphBatch.of([changed], [shown._replace(tokens=hidden)])
-        found.append(task.states(batch))
+        found.append(task.objective.states(batch))
     assert torch.equal(*found)
 
 
