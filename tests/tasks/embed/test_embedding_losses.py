@@ -24,7 +24,7 @@ from sansgpu.tasks.embed.groups import TextGroups
 from sansgpu.tasks.embed.task import TextEmbedding
 from sansgpu.train.step import GradientCache
 from tests.tasks.folders import model_folder
-from tests.tasks.test_parity import ROWS, STEPS, our_losses
+from tests.tasks.parity import ROWS, STEPS, our_losses
 from tests.tasks.texts import embed_settings, text_rows
 
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
