@@ -66,7 +66,7 @@ class ForkServer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=Path(__file__).parents[2],  # where Python finds the package `tests`
+            cwd=Path(__file__).parents[2],  # Python finds the package `tests` there
             # Random hashes would make a command differ from the same command run again.
             env={**environment, "PYTHONHASHSEED": "0"},
         )

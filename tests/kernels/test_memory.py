@@ -71,7 +71,7 @@ library.install_caching_allocator(varying=False, warn=sys.exit)
 tensor = torch.empty(100 << 20, dtype=torch.uint8)
 maps = [line for line in open("/proc/self/smaps") if line.startswith("VmFlags") and " hg" in line]
 print(len(maps) > 0)
-"""  # of a tensor whose memory is in huge pages only if it is ours
+"""  # prints a tensor's huge pages: it has some only in memory of our allocator
 
 
 def test_the_environment_turns_the_allocator_off_and_doctor_says_so(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ class Execution:
     optimizer: str = "adamw"  # adamw | adam | sgd | muon
     # (examples, padded) -> tokens of the largest batch; None: all examples have the maximum length
     max_tokens: Callable[[int, bool], int] | None = None
-    world_size: int = 1  # that of `group`, or of a run that is only planned
+    world_size: int = 1  # the size of `group`, or the processes of a run that is only planned
     threads: int = 1
     device: torch.device = CPU
     group: Group = SINGLE_PROCESS

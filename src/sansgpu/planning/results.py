@@ -243,7 +243,7 @@ class MemoryOption(TypedDict):
 
 
 class MemoryOptions(TypedDict):
-    """What can be trained of a model in `memory_bytes`."""
+    """The ways to train a model that fit into `memory_bytes`."""
 
     model: str
     memory_bytes: int

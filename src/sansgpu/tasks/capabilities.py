@@ -1,4 +1,4 @@
-"""What commands can do with the models of a task: a class of a task derives from one class for each."""
+"""The abilities of a task's models, each needed by a command: the class of a task derives from one class for each."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ class FineTuningTask(ComposedTask):
     """A task that fine-tunes a transformers model: its training batches, and how it is loaded and saved."""
 
     objective_class: ClassVar[type[FineTuning]]
-    objective: Any  # of `objective_class`
+    objective: Any  # an instance of `objective_class`
 
     def __init__(self, config: Config, corpus: Any, effective_batch: int, target_ratio: float = 1.0) -> None:
         """A share `target_ratio` of the tokens of `corpus` has a loss."""

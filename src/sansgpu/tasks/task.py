@@ -300,7 +300,7 @@ class Task(Objective, Protocol):
 
 
 class TaskKind(Protocol):
-    """The class of a task: everything that is known without its data. `capabilities` has what commands need besides."""
+    """The class of a task: all that is known without its data. What only some commands need is in `capabilities`."""
 
     settings: TaskSettings  # the keys of the configuration, their defaults and problems
     verbs_for_any_model: tuple[Verb, ...]  # those for which it takes every Hugging Face model

@@ -37,7 +37,7 @@ class Validation:
         self._task, self._run, self._state, self._show = task, run, state, progress
         self._fitted_step: int | None = None  # the step whose weights the task's head was fitted to
         self._evaluated_step: int | None = None
-        self._metrics: Metrics | None = None  # of the evaluated step
+        self._metrics: Metrics | None = None  # results of the evaluated step
 
     def restore(self, metrics: Metrics | None) -> None:
         """Takes over the metrics of the step that the run was resumed from."""

@@ -50,7 +50,7 @@ class TrainingResult:
 
 
 class Due(NamedTuple):
-    """What is to be done after a step."""
+    """The actions that are due after a step."""
 
     evaluate: bool
     save: bool

@@ -35,7 +35,7 @@ class TrainingRun:
     available: int  # bytes of memory
     corpus: Any = None  # the task's tasks.Corpus; None if the data was not read
     timing: Timing | None = None  # None if no steps were timed
-    paths: RunPaths = NOWHERE  # of a run that is only planned
+    paths: RunPaths = NOWHERE  # NOWHERE if the run is only planned
     started: float = field(default_factory=time.monotonic)  # start of the time budget
     gemm_flops_per_second: float = 0.0  # best total rate of all processes at the start, the denominator of `mfu`
 

@@ -136,7 +136,7 @@ void sum_parts(const float* parts, int64_t count, int64_t size, float* total) {
 // Sums to which several units add.
 struct Sums {
   Buffer<float> dq;  // (B, H, query blocks, d, QUERIES), over blocks of keys
-  Turns turns;       // of each block of queries
+  Turns turns;       // one turn for each block of queries
   Buffer<float> dk, dv;        // (B, H, S, d), over the query heads of a key-value head
   Buffer<float> table_grads;   // (chunks, B, H, entries)
 

@@ -176,7 +176,7 @@ void forward(const Forward<T>& pass) {
 
 // Computes `out`, contiguous (B, T, H, d), and the logarithms of the softmax's sums, `lse` (B, H, T). `ranges` is
 // (B, T, 2). With a decay, `nodes` is (B, T, 2) and `table` (H, entries); else they are null. Returns ATTENTION_OK or
-// what is wrong.
+// the number of the error.
 SANSGPU_KERNEL int64_t attention_forward(int64_t narrow, const AttentionSizes* sizes, void* q, const int64_t* q_strides,
                                          void* k, const int64_t* k_strides, void* v, const int64_t* v_strides,
                                          const int32_t* ranges, double dropout, const int64_t* seed,

@@ -105,7 +105,7 @@ class DecoderCosts(Costs):
         return execution.tokens(self.window) * per_token
 
     def _sdpa_bytes(self, compute: int) -> int:
-        """Returns the bytes per token that torch's attention saves besides its inputs and output."""
+        """Returns the bytes per token that torch's attention saves in addition to its inputs and output."""
         model = self.model
         if not model.attention_dropout:
             return self.window * compute  # the mask

@@ -55,7 +55,7 @@ def read_prompt(row: SourceRow) -> Prompt:
 
 
 def _asked(where: str, row: dict[str, Any], prompt: str) -> Prompt:
-    """As in `task: sft`, a prompt is a user turn if the model has a chat template, and a text to continue if not."""
+    """Makes a prompt a user turn if the model has a chat template, as in `task: sft`, and a text to continue if not."""
     return Prompt(where, row, ({"role": "user", "content": prompt},), prompt)
 
 
