@@ -1,1 +1,1 @@
-"""What happened in a run: events, the sinks that receive them, JSON lines, and requests to a running loop."""
+"""The events of a run: the sinks that receive them, JSON lines, and requests to a running loop."""
