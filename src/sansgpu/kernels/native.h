@@ -1,6 +1,6 @@
 // Every C function of the compiled libraries, the structs that they take, and the constants that C++ and Python share.
-// The C++ compiler checks the definitions against these declarations, and kernels/c_functions.py reads them. The files
-// that define the functions describe them.
+// The C++ compiler checks the definitions against these declarations, and kernels/c_functions.py reads them. Each
+// function is described where it is defined.
 //
 // A parameter is a pointer, an int64_t or a double; a result is an int64_t or void. A field is a pointer, an int64_t, a
 // struct declared before, or an array of one of these.
@@ -103,7 +103,7 @@ SANSGPU_CONSTANT(ATTENTION_OK, 0);  // results of attention_forward
 SANSGPU_CONSTANT(WRONG_KEY, 1);
 SANSGPU_CONSTANT(WRONG_NODE, 2);
 SANSGPU_CONSTANT(WRONG_DISTANCE, 3);
-SANSGPU_CONSTANT(MAX_ROOT, 524287);  // of a node (root, slot), which are 0 or more
+SANSGPU_CONSTANT(MAX_ROOT, 524287);  // the largest root of a node (root, slot); both are at least 0
 SANSGPU_CONSTANT(MAX_SLOT, 4087);
 struct AttentionSizes {
   int64_t B, T, S, H, K, d;

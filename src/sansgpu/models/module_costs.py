@@ -5,6 +5,7 @@ N tokens of a micro-batch, D width, F feed-forward width, T tokens of the longes
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self
@@ -89,14 +90,13 @@ class ModuleShape:
 def count_parameters(model: nn.Module, parts: Mapping[str, str], layers: int) -> dict[str, int]:
     """Counts the parameters of each part of a model with one block, as if it had `layers`; tied parameters count once.
 
-    A parameter belongs to the part of the first key in `parts` that its name contains.
+    `parts` are regular expressions of the names of their parameters. Parts without parameters are left out.
     """
-    counts: dict[str, int] = {}
+    counts = dict.fromkeys(parts, 0)
     for name, parameter in model.named_parameters():
-        part = next(part for pattern, part in parts.items() if pattern in name)
-        repeats = layers if name.startswith("blocks.") else 1
-        counts[part] = counts.get(part, 0) + repeats * parameter.numel()
-    return counts
+        part = next(part for part, pattern in parts.items() if re.match(pattern, name))
+        counts[part] += (layers if name.startswith("blocks.") else 1) * parameter.numel()
+    return {part: count for part, count in counts.items() if count}
 
 
 def module_shape(model: nn.Module, width: int, heads: int, vocabulary: int, outputs: int | None = None) -> ModuleShape:

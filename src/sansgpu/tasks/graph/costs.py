@@ -31,16 +31,12 @@ from sansgpu.tasks.graph.encoder import GraphEncoder
 _SAVED_BYTES = {"bf16": (24, 2), "fp32": (32, 4)}
 _SAVED_BYTES_PER_HEAD = 10  # statistics of softmax
 
-# The part of the parameters whose names contain a text, and the order in which the parts are shown.
+# The parts of a model in the order shown, with regular expressions of the names of their parameters.
 _PARTS = {
-    "boundary": "span_boundary", "transform": "head", "entities": "entities", "fusion": "relations", "decay": "decay",
-    "slot": "slots", "position": "positions", "norm": "norms", "attention": "attention", "up.": "feed_forward",
-    "down.": "feed_forward", "embedding": "embedding",
+    "embedding": r"embedding\.", "positions": r"position\.", "slots": r"slot\.", "relations": r"fusion\.",
+    "entities": r"entities\.", "attention": r"blocks\.0\.attention\.", "feed_forward": r"blocks\.0\.(up|down)\.",
+    "norms": r"(blocks\.0|embedding).*norm\.", "decay": r"decay", "head": r"transform", "span_boundary": r"boundary\.",
 }  # fmt: skip
-_SHOWN = (
-    "embedding", "positions", "slots", "relations", "entities", "attention", "feed_forward", "norms", "decay", "head",
-    "span_boundary",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -115,5 +111,4 @@ class GraphEncoderCosts(Costs):
 @lru_cache(maxsize=64)
 def _counted(one_block: str, longest_span: int | None, layers: int) -> dict[str, int]:
     model = GraphEncoder(ModelConfig.model_validate_json(one_block), seed=None, longest_span=longest_span)
-    counts = count_parameters(model, _PARTS, layers)
-    return {part: counts[part] for part in _SHOWN if part in counts}
+    return count_parameters(model, _PARTS, layers)

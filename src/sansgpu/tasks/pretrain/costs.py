@@ -51,12 +51,11 @@ _QK_NORM_BYTES = {
 # Bytes per token and query head of the statistics of softmax and norms, without and with QK-norm.
 _STATISTICS_BYTES = {"native": (4, 4), "torch": (8, 14)}
 
-# The part of the parameters whose names contain a text, and the order in which the parts are shown.
+# The parts of a model in the order shown, with regular expressions of the names of their parameters.
 _PARTS = {
-    "norm": "norms", "position": "positions", "embedding": "embedding", "attention": "attention",
-    "feed_forward": "feed_forward", "head": "head",
+    "embedding": r"embedding\.", "positions": r"position\.", "attention": r"blocks\.0\.attention\.[qkvo]\.",
+    "feed_forward": r"blocks\.0\.feed_forward\.", "norms": r".*norm\.", "head": r"head\.",
 }  # fmt: skip
-_SHOWN = ("embedding", "positions", "attention", "feed_forward", "norms", "head")
 
 
 class DecoderCosts(Costs):
@@ -130,5 +129,4 @@ class DecoderCosts(Costs):
 @lru_cache(maxsize=64)
 def _counted(one_block: str, layers: int) -> dict[str, int]:
     model = TransformerLM(ModelConfig.model_validate_json(one_block), seed=None)
-    counts = count_parameters(model, _PARTS, layers)
-    return {part: counts[part] for part in _SHOWN if part in counts}
+    return count_parameters(model, _PARTS, layers)
