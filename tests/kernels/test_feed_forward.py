@@ -10,18 +10,18 @@ from torch import nn
 from torch.nn import functional as F
 
 from sansgpu.kernels import linear
-from sansgpu.kernels.activation import Kind
 from sansgpu.kernels.feed_forward import feed_forward
 from sansgpu.kernels.linear import Linear, linear_each
+from sansgpu.kernels.pointwise import Activation
 
 RANDOM = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-EXACT: dict[Kind, Callable[[torch.Tensor], torch.Tensor]] = {
-    Kind.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
-    Kind.GELU: F.gelu,
-    Kind.RELU_SQUARED: lambda x: F.relu(x).square(),
-    Kind.RELU: F.relu,
+EXACT: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
+    Activation.GELU: F.gelu,
+    Activation.RELU_SQUARED: lambda x: F.relu(x).square(),
+    Activation.RELU: F.relu,
 }
 
 
@@ -59,22 +59,30 @@ def assert_near(ours: list[torch.Tensor | None], exact: list[torch.Tensor | None
 
 @RANDOM
 @given(
-    st.sampled_from(list(Kind)), st.integers(1, 150), st.integers(1, 90), st.integers(1, 150), st.booleans(), DTYPES,
-    st.integers(-1, 2), st.integers(0, 99),
+    st.sampled_from(list(Activation)), st.integers(1, 150), st.integers(1, 90), st.integers(1, 150), st.booleans(),
+    DTYPES, st.integers(-1, 2), st.integers(0, 99),
 )  # fmt: skip
 def test_feed_forward(
-    kernels: str, kind: Kind, rows: int, width: int, inner: int, bias: bool, dtype: torch.dtype, frozen: int, seed: int
+    kernels: str,
+    activation: Activation,
+    rows: int,
+    width: int,
+    inner: int,
+    bias: bool,
+    dtype: torch.dtype,
+    frozen: int,
+    seed: int,
 ) -> None:
     torch.manual_seed(seed)
-    gated = kind is Kind.SWIGLU
+    gated = activation is Activation.SWIGLU
     layers = layers_of([(width, inner), (inner, width)] + [(width, inner)] * gated, bias, dtype, frozen)
     x = (3 * torch.randn(2, rows, width)).to(dtype).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        y = feed_forward(x, kind, *layers)
+        y = feed_forward(x, activation, *layers)
     ours = gradients(y, x, layers)
     up, down, *gate = layers.double()
     wide = x.detach().double().requires_grad_()
-    activated = F.silu(gate[0](wide)) * up(wide) if gated else EXACT[kind](up(wide))
+    activated = F.silu(gate[0](wide)) * up(wide) if gated else EXACT[activation](up(wide))
     assert_near(ours, gradients(down(activated), wide, layers), TOLERANCE[dtype])
 
 
@@ -94,14 +102,16 @@ def test_layers_of_one_input(
     assert_near(ours, exact, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("kind", [Kind.SWIGLU, Kind.GELU])
-def test_results_do_not_depend_on_the_threads(native_kernels: str, kind: Kind) -> None:
+@pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.GELU])
+def test_results_do_not_depend_on_the_threads(native_kernels: str, activation: Activation) -> None:
     torch.manual_seed(0)
-    layers = layers_of([(96, 200), (200, 96)] + [(96, 200)] * (kind is Kind.SWIGLU), True, torch.bfloat16, -1)
+    layers = layers_of(
+        [(96, 200), (200, 96)] + [(96, 200)] * (activation is Activation.SWIGLU), True, torch.bfloat16, -1
+    )
     x, before, results = torch.randn(300, 96).bfloat16().requires_grad_(), torch.get_num_threads(), []
     for threads in (1, 2, 5, 5):
         torch.set_num_threads(threads)
-        results.append(gradients(feed_forward(x, kind, *layers), x, layers))
+        results.append(gradients(feed_forward(x, activation, *layers), x, layers))
     torch.set_num_threads(before)
     for others in results[1:]:
         assert all(
@@ -114,5 +124,5 @@ def test_a_network_saves_no_activation(native_kernels: str) -> None:
     layers = layers_of([(16, 256), (256, 16)], True, torch.bfloat16, -1)
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        feed_forward(torch.randn(300, 16).bfloat16(), Kind.GELU, *layers)
+        feed_forward(torch.randn(300, 16).bfloat16(), Activation.GELU, *layers)
     assert sum(t.numel() for t in saved if t.shape == (300, 256)) == 300 * 256

@@ -6,13 +6,13 @@ A rank has such inputs if its share of a batch has no targets.
 import pytest
 import torch
 
-from sansgpu.kernels import activation, linear
+from sansgpu.kernels import linear, pointwise
 from sansgpu.kernels.attention import Decay, attention
 from sansgpu.kernels.cross_entropy import linear_cross_entropy
-from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.newton_schulz import newton_schulz
 from sansgpu.kernels.norm import LayerNorm, RMSNorm, residual
+from sansgpu.kernels.pointwise import dropout
 from sansgpu.kernels.rotary import rotate_heads
 from sansgpu.kernels.update import add_product, global_norm, quantized_zeros
 from tests.kernels.updates import adamw, adamw8
@@ -118,8 +118,8 @@ def test_rotary(kernels: str, dtype: torch.dtype, time: int, heads: int, dim: in
 @DTYPES
 def test_activations_and_orthogonal_matrices(kernels: str, dtype: torch.dtype) -> None:
     x, y = leaf(0, 6, dtype=dtype), leaf(0, 6, dtype=dtype)
-    functions = (activation.gelu, activation.gelu_tanh, activation.relu, activation.relu_squared)
-    (activation.swiglu(x, y).sum() + sum(function(x).sum() for function in functions)).backward()
+    functions = (pointwise.gelu, pointwise.gelu_tanh, pointwise.relu, pointwise.relu_squared)
+    (pointwise.swiglu(x, y).sum() + sum(function(x).sum() for function in functions)).backward()
     assert_zero_gradients(x, y)
     assert newton_schulz(torch.empty(0, 4, 3), dtype).shape == (0, 4, 3)
 

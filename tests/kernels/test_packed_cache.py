@@ -5,8 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sansgpu.kernels.packed_cache import PackedCache
-from sansgpu.models.generation.kv_cache import PlainCache
+from sansgpu.kernels.packed_cache import PackedCache, PlainCache
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 SLOTS, LENGTH = 3, 150

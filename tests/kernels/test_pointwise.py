@@ -9,9 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sansgpu.kernels.activation import gelu, gelu_tanh, relu, relu_squared, swiglu
-from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.norm import LayerNorm, RMSNorm, residual
+from sansgpu.kernels.pointwise import dropout, gelu, gelu_tanh, relu, relu_squared, swiglu
 from sansgpu.kernels.rotary import rotate, rotate_heads
 
 TOLERANCE = {

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sansgpu.kernels.block_quantization import FORMATS, QuantizedWeight, dequantize_rows, format_for, quantize_rows
-from sansgpu.kernels.quantized_linear import quantized_linear, quantized_lora_linear
+from sansgpu.kernels.frozen_linear import quantized_linear, quantized_lora_linear
 
 RANDOM = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 NAMES = st.sampled_from(list(FORMATS))

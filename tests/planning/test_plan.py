@@ -16,8 +16,8 @@ from sansgpu.config.find import BUILT_IN
 from sansgpu.config.wording import count
 from sansgpu.jobs.plan import plan as plan_job
 from sansgpu.planning.cluster import cluster_of
+from sansgpu.planning.forecast import effective_tokens, expected_bits_per_byte
 from sansgpu.planning.measure import MeasureRequest, measure_in_subprocess
-from sansgpu.planning.scaling_law import effective_tokens, expected_bits_per_byte
 from tests.processes import environment, json_lines, settings, use_cache
 
 CORPUS_DOCUMENTS = 200

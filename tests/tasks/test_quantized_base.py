@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from sansgpu.cli import run as cli
 from sansgpu.config import ModelConfig
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained
-from sansgpu.models.huggingface.quantized_layers import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
+from sansgpu.models.quantized_layers import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
 from tests.models.llama import LlamaFile
 from tests.processes import digests, finish, kill_when, start, use_cache
 from tests.tasks.fine_tuned import Captured, events_of, made, sentence, settings

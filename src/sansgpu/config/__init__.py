@@ -16,7 +16,6 @@ from sansgpu.config.load import (
     save_config,
     setting,
 )
-from sansgpu.config.metrics import Metric
 from sansgpu.config.model import MAX_LEAVES, ModelConfig
 from sansgpu.config.other_names import note_of, with_own_names
 from sansgpu.config.paths import ABANDONED_FOLDER, RunPaths
@@ -31,6 +30,7 @@ from sansgpu.config.tasks import (
     PYTHON_STDLIB_GRAPH,
     SIMPLE_TEMPLATE,
     CardText,
+    Metric,
     TaskSettings,
     import_class,
     task_class,

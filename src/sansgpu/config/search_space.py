@@ -12,9 +12,9 @@ from typing import Any
 
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.load import change_config, describe, setting
-from sansgpu.config.metrics import BITS_PER_BYTE, LOSS
 from sansgpu.config.parse import Values, read_values
 from sansgpu.config.schema import Config
+from sansgpu.config.tasks import BITS_PER_BYTE, LOSS
 
 Number = int | float
 Choice = int | float | str | bool | None

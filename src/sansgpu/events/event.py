@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from typing import Any, Protocol
 
 from sansgpu.config import SansGPUError, TaskSettings
-from sansgpu.config.metrics import LOSS, Metric
+from sansgpu.config.tasks import LOSS, Metric
 
 Event = dict[str, Any]  # `event` is start, step, eval, snapshot, warning or end
 

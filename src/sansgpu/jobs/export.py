@@ -14,8 +14,8 @@ from sansgpu.files.marks import is_output
 from sansgpu.files.ownership import GGUF, require_file, require_folder
 from sansgpu.jobs.report import write_model_card
 from sansgpu.jobs.runs import require_run
+from sansgpu.models.formats.folders import base_of, is_adapter_folder
 from sansgpu.models.formats.onnx import FILES, OnnxCheck, decoder_error, require_onnx, write_onnx
-from sansgpu.models.huggingface.adapter_folder import base_of, is_adapter_folder
 from sansgpu.tasks.capabilities import can
 from sansgpu.tasks.task import TrainedModel, Verb
 from sansgpu.train.loading import ModelRequest, kind_of_run, open_model

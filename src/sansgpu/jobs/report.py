@@ -11,6 +11,7 @@ from sansgpu.events.record import RunRecord
 from sansgpu.files.atomic import write_failures_as, write_text
 from sansgpu.files.ownership import PAGE, README, replace_folder, require_file, require_folder, write_into_folder
 from sansgpu.jobs.runs import is_locked, require_run
+from sansgpu.models.formats.folders import ADAPTER_CONFIG
 from sansgpu.views.model_card import model_card
 from sansgpu.views.plots import write_plots
 from sansgpu.views.run_report import default_file, run_plots, run_report
@@ -64,7 +65,7 @@ def write_model_card(run: Path, folder: Path, step: int | None, warn: Callable[[
     Does not overwrite a card that was edited.
     """
     with _warned(f"the model card of {folder}", warn):
-        adapter = (folder / "adapter_config.json").is_file()
+        adapter = (folder / ADAPTER_CONFIG).is_file()
         if not write_into_folder(folder, README, model_card(RunRecord.open(run), step, adapter)):
             warn(f"{folder / README} was edited, so it is not overwritten; it may describe an earlier model.")
 

@@ -6,6 +6,7 @@ scores depend on the distance between nodes. B batch, T queries, S keys, H query
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -14,7 +15,10 @@ import torch.nn.functional as F
 
 from sansgpu.kernels import library
 from sansgpu.kernels.c_functions import constants, structs
-from sansgpu.kernels.dropout import draw_seed
+from sansgpu.kernels.pointwise import draw_seed
+
+# Computes attention as `attention` does, from q (B, H, T, d), k and v (B, K, S, d) and key ranges (B, T, 2).
+AttentionKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 _WRONG = {  # by the result of attention_forward, a constant of native.h
     "WRONG_KEY": "a key in `ranges` is out of range: keys lie in 0 to {keys}.",
@@ -22,6 +26,13 @@ _WRONG = {  # by the result of attention_forward, a constant of native.h
     "WRONG_DISTANCE": "the distance between two nodes is out of range of the decay table, which has {entries} entries "
     "per head.",
 }
+
+
+def token_places(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns each token's example and its position in it, (N,) and (N,)."""
+    examples = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    starts = lengths.cumsum(0) - lengths
+    return examples, torch.arange(len(examples), device=lengths.device) - starts[examples]
 
 
 def causal_ranges(document_ids: torch.Tensor) -> torch.Tensor:

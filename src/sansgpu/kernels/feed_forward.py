@@ -7,9 +7,8 @@ from typing import Any, cast
 import torch
 
 from sansgpu.kernels import library
-from sansgpu.kernels.activation import Kind, activate
-from sansgpu.kernels.gradient_sum import GradientSum
 from sansgpu.kernels.linear import (
+    GradientSum,
     Linear,
     autocasted,
     gradient_sums,
@@ -19,16 +18,19 @@ from sansgpu.kernels.linear import (
     use_kernel,
 )
 from sansgpu.kernels.matmul import Matmul, sum_of_matmuls
+from sansgpu.kernels.pointwise import Activation, activate
 
 
-def feed_forward(x: torch.Tensor, kind: Kind, up: Linear, down: Linear, gate: Linear | None = None) -> torch.Tensor:
+def feed_forward(
+    x: torch.Tensor, activation: Activation, up: Linear, down: Linear, gate: Linear | None = None
+) -> torch.Tensor:
     """Computes down(activation(up(x))), with SwiGLU down(silu(gate(x)) * up(x)): (..., D) -> (..., D)."""
     x, inner = autocasted(x), [up] if gate is None else [gate, up]
     if not use_kernel(x, *inner, down):
-        out: torch.Tensor = down(activate(kind, *[layer(x) for layer in inner]))
+        out: torch.Tensor = down(activate(activation, *[layer(x) for layer in inner]))
         return out
     parameters = parameters_of([*inner, down])
-    return cast(torch.Tensor, _FeedForwardFunction.apply(x, kind, gradient_sums(parameters), *parameters))
+    return cast(torch.Tensor, _FeedForwardFunction.apply(x, activation, gradient_sums(parameters), *parameters))
 
 
 class _FeedForwardFunction(torch.autograd.Function):
@@ -36,7 +38,11 @@ class _FeedForwardFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, kind: Kind, targets: list[GradientSum | None], *parameters: torch.Tensor | None
+        ctx: Any,
+        x: torch.Tensor,
+        activation: Activation,
+        targets: list[GradientSum | None],
+        *parameters: torch.Tensor | None,
     ) -> torch.Tensor:
         weights, biases = cast(tuple[torch.Tensor, ...], parameters[::2]), parameters[1::2]
         rows = x.reshape(-1, x.shape[-1])
@@ -44,9 +50,9 @@ class _FeedForwardFunction(torch.autograd.Function):
         first, second = inputs[0], inputs[1] if len(inputs) > 1 else None
         activated = torch.empty_like(first)
         down, (out,) = multiply_each(activated, weights[-1:], biases[-1:])
-        _call("feed_forward", kind, ups, down, first, second, activated)
+        _call("feed_forward", activation, ups, down, first, second, activated)
         ctx.of_x, _, _, *ctx.needed = ctx.needs_input_grad
-        ctx.kind, ctx.shape, ctx.targets = kind, x.shape, targets
+        ctx.activation, ctx.shape, ctx.targets = activation, x.shape, targets
         ctx.save_for_backward(rows if any(ctx.needed[:-2:2]) else None, first, second, *weights)
         return out.view(*x.shape[:-1], -1)
 
@@ -65,13 +71,15 @@ class _FeedForwardFunction(torch.autograd.Function):
             matmuls += sum_of_matmuls([*zip(grads, weights, strict=True)], x_grad.view(-1, ctx.shape[-1]))
         inputs, outputs = (activated_grad, first, second), (grads[0], grads[1] if second is not None else None)
         of_activated = [Matmul(grad, down, activated_grad)]
-        _call("feed_forward_gradient", ctx.kind, of_activated, matmuls, *inputs, *outputs, activated)
+        _call("feed_forward_gradient", ctx.activation, of_activated, matmuls, *inputs, *outputs, activated)
         return x_grad, None, None, *gradients
 
 
-def _call(kernel: str, kind: Kind, before: list[Matmul], after: list[Matmul], *tensors: torch.Tensor | None) -> None:
+def _call(
+    kernel: str, activation: Activation, before: list[Matmul], after: list[Matmul], *tensors: torch.Tensor | None
+) -> None:
     """Calls a kernel of native/feed_forward.cpp; the last of the activation's tensors is its result."""
     activated = cast(torch.Tensor, tensors[-1])
     first, second = (tuple(matmul.struct for matmul in matmuls) for matmuls in (before, after))
     narrow, lists = activated.dtype == torch.bfloat16, (first, len(first), second, len(second))
-    library.call(kernel, narrow, *lists, int(kind), *tensors, activated.numel())
+    library.call(kernel, narrow, *lists, int(activation), *tensors, activated.numel())

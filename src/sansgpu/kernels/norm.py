@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from sansgpu.kernels import library
-from sansgpu.kernels.dropout import dropout, seed_number
 from sansgpu.kernels.linear import autocast_dtype
+from sansgpu.kernels.pointwise import dropout, seed_number
 
 
 def residual(x: torch.Tensor, y: torch.Tensor, p: float, training: bool) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Keys and values of sequences that generate text, stored as C++ multiplies them; native/packed_cache.h has the layout.
+"""Keys and values of sequences that generate text: plain, or as C++ multiplies them (native/packed_cache.h).
 
 B slots, N tokens, S tokens that a slot holds, K key-value heads, d head dim.
 """
@@ -13,8 +13,34 @@ from sansgpu.kernels.c_functions import constants
 BLOCK = constants()["CACHE_BLOCK"]  # tokens
 
 
+class PlainCache:
+    """Keys and values (B, K, S, d) of one layer."""
+
+    def __init__(self, slots: int, length: int, heads: int, dim: int, dtype: torch.dtype) -> None:
+        self._stored = [torch.zeros(slots, heads, length, dim, dtype=dtype) for _ in "kv"]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stored.nbytes for stored in self._stored)
+
+    def store(self, slots: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Stores keys and values (N, K, d) of tokens at `positions` (N,) of `slots` (N,)."""
+        for stored, new in zip(self._stored, (keys, values), strict=True):
+            stored[slots, :, positions] = new
+
+    def read(self, slots: slice, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the keys and values (B, K, count, d) of some slots."""
+        keys, values = (stored[slots, :, :count] for stored in self._stored)
+        return keys, values
+
+    def move(self, to: int, slot: int, count: int) -> None:
+        """Copies the `count` tokens of a slot to another one."""
+        for stored in self._stored:
+            stored[to, :, :count] = stored[slot, :, :count]
+
+
 class PackedCache:
-    """Keys and values of one layer, with the interface of `models.generation.kv_cache.PlainCache`.
+    """Keys and values of one layer, with the interface of `PlainCache`.
 
     Both are (B, K, S / BLOCK, BLOCK d), for S rounded up to a multiple of BLOCK, so that a sequence of a few tokens has
     a few blocks.

@@ -14,22 +14,26 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sansgpu.config import ModelConfig
-from sansgpu.kernels.activation import Kind
 from sansgpu.kernels.attention import attention, causal_ranges
 from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight
 from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions, linear_cross_entropy
-from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.feed_forward import feed_forward
+from sansgpu.kernels.frozen_linear import quantized_linear
 from sansgpu.kernels.linear import Linear, linear, linear_each
 from sansgpu.kernels.norm import LayerNorm, RMSNorm, residual
-from sansgpu.kernels.quantized_linear import quantized_linear
+from sansgpu.kernels.pointwise import Activation, dropout
 from sansgpu.kernels.rotary import rotate_heads
-from sansgpu.models.huggingface.quantized_layers import QuantizedEmbedding, matrix_of
 from sansgpu.models.modules import INIT_STD, Table, compile_blocks, materialize_empty
+from sansgpu.models.quantized_layers import QuantizedEmbedding, matrix_of
 
 # By model.activation; GELU is the tanh approximation, as in GPT-2.
-ACTIVATIONS = {"swiglu": Kind.SWIGLU, "gelu": Kind.GELU_TANH, "relu2": Kind.RELU_SQUARED, "relu": Kind.RELU}
+ACTIVATIONS = {
+    "swiglu": Activation.SWIGLU,
+    "gelu": Activation.GELU_TANH,
+    "relu2": Activation.RELU_SQUARED,
+    "relu": Activation.RELU,
+}
 IGNORED_LABEL = -100  # label without a loss, as in torch and transformers
 
 
@@ -90,8 +94,8 @@ def _apart(document_ids: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
 
 def _norm(config: ModelConfig, width: int) -> LayerNorm | RMSNorm:
-    kind = RMSNorm if config.decoder.norm == "rmsnorm" else LayerNorm
-    return kind(width, eps=config.decoder.norm_eps)
+    norm = RMSNorm if config.decoder.norm == "rmsnorm" else LayerNorm
+    return norm(width, eps=config.decoder.norm_eps)
 
 
 class Attention(nn.Module):
@@ -139,14 +143,14 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         bias = config.biased == "all"
-        self.kind = ACTIVATIONS[config.activation]
-        self.gate = Linear(config.d_model, config.d_ff, bias=bias) if self.kind is Kind.SWIGLU else None
+        self.activation = ACTIVATIONS[config.activation]
+        self.gate = Linear(config.d_model, config.d_ff, bias=bias) if self.activation is Activation.SWIGLU else None
         self.up = Linear(config.d_model, config.d_ff, bias=bias)
         self.down = Linear(config.d_ff, config.d_model, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, D) -> (B, T, D)."""
-        return feed_forward(x, self.kind, self.up, self.down, self.gate)
+        return feed_forward(x, self.activation, self.up, self.down, self.gate)
 
 
 class DecoderBlock(nn.Module):

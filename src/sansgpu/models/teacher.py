@@ -7,19 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from sansgpu.config import SansGPUError
+from sansgpu.kernels.attention import token_places
 from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight
 from sansgpu.kernels.cross_entropy import LossOptions
+from sansgpu.kernels.frozen_linear import quantized_linear
 from sansgpu.kernels.matmul import is_native, matmul_into
 from sansgpu.kernels.mixed_loss import LEAST_REST, SoftTargets, linear_mixed_loss, mixed_loss_of_logits
-from sansgpu.kernels.quantized_linear import quantized_linear
 from sansgpu.models.decoder import IGNORED_LABEL, TransformerLM
-from sansgpu.models.huggingface.packed_forward import UnpaddedModel, token_places
-from sansgpu.models.huggingface.quantized_layers import matrix_of
+from sansgpu.models.quantized_layers import matrix_of
+
+if TYPE_CHECKING:
+    from sansgpu.models.huggingface.packed_forward import UnpaddedModel
 
 LOGIT_ROWS = 256  # tokens whose logits are in memory at a time; fewer are slower to multiply
 

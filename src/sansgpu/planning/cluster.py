@@ -17,7 +17,7 @@ from sansgpu.machine.cached_measurement import cached_measurement
 from sansgpu.machine.distributed.gloo_rate import Link, measure_gloo
 from sansgpu.machine.memory import Memory, effective_batch
 from sansgpu.models.costing import COMPUTE, FULL
-from sansgpu.planning.forecast import done_at, forecast_of, length_of
+from sansgpu.planning.forecast import done_at, expected_bits_per_byte, forecast_of, length_of
 from sansgpu.planning.memory_fit import OUTSIDE_BLOCKS, estimate_memory
 from sansgpu.planning.nodes import (
     MIN_SCALING,
@@ -33,7 +33,6 @@ from sansgpu.planning.nodes import (
 )
 from sansgpu.planning.resolve import PLAN, ignore_message, resolve_run
 from sansgpu.planning.results import ClusterPlan, ClusterPoint, CriticalBatch, GrownBatch
-from sansgpu.planning.scaling_law import expected_bits_per_byte
 from sansgpu.tasks.pretrain.data import TextCorpus
 from sansgpu.train.calibrate import Timing
 from sansgpu.train.gradient_reduction import BUCKET_BYTES

@@ -17,12 +17,18 @@ from sansgpu.config.wording import count
 from sansgpu.data.shards import ReportProgress
 from sansgpu.files.atomic import write_failures_as, write_text
 from sansgpu.files.ownership import require_file
-from sansgpu.planning.forecast import describe_plan, forecast_of, roofline_of, step_limits
+from sansgpu.planning.forecast import (
+    MAX_EPOCHS,
+    describe_plan,
+    expected_bits_per_byte,
+    forecast_of,
+    roofline_of,
+    step_limits,
+)
 from sansgpu.planning.presets import Processor, largest_memory
 from sansgpu.planning.process import Warn
 from sansgpu.planning.resolve import ResolveOptions, ignore_message, resolve_run
 from sansgpu.planning.results import PlanCandidate, ProposedPlan, RunPlan, length_text
-from sansgpu.planning.scaling_law import MAX_EPOCHS, expected_bits_per_byte
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.run import TrainingRun
 

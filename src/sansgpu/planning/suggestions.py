@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 
 from sansgpu.config import Config, ConfigError, SansGPUError, change_config, setting
-from sansgpu.config.metrics import Metric
+from sansgpu.config.tasks import Metric
 from sansgpu.config.wording import duration, truncate
 from sansgpu.data.shards import ReportProgress
 from sansgpu.kernels import library

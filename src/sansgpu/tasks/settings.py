@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sansgpu.config.metrics import BITS_PER_BYTE, Metric
-from sansgpu.config.tasks import PYTHON_STDLIB, Values
+from sansgpu.config.tasks import BITS_PER_BYTE, PYTHON_STDLIB, Metric, Values
 
 LORA_LEARNING_RATE = 2e-4  # ten times that of full fine-tuning, because the low-rank matrices start at zero
 # Base models that `sansgpu init` suggests.

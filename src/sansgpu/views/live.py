@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.live import Live
 
 from sansgpu.config import RunPaths
-from sansgpu.config.metrics import LOSS
+from sansgpu.config.tasks import LOSS
 from sansgpu.events.controls import Controls
 from sansgpu.events.event import Event
 from sansgpu.events.jsonl import read_events

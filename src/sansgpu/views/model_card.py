@@ -10,8 +10,8 @@ from pathlib import Path
 from huggingface_hub import EvalResult, ModelCardData
 
 from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_CHAT, PYTHON_STDLIB_GRAPH, CardText
-from sansgpu.config.metrics import LOSS
 from sansgpu.config.paths import local_path
+from sansgpu.config.tasks import LOSS
 from sansgpu.config.wording import counted, duration
 from sansgpu.data.files import SUFFIXES
 from sansgpu.events.escape import as_code, as_text

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sansgpu.config.metrics import LOSS, Metric
+from sansgpu.config.tasks import LOSS, Metric
 from sansgpu.config.wording import count, counted, duration
 from sansgpu.events.event import Event, metrics_in
 from sansgpu.events.record import RunRecord

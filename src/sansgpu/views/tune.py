@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 
-from sansgpu.config.metrics import BITS_PER_BYTE, LOSS
+from sansgpu.config.tasks import BITS_PER_BYTE, LOSS
 from sansgpu.config.wording import counted, duration
 from sansgpu.files.atomic import write_text
 from sansgpu.views.bench import as_html

@@ -22,7 +22,7 @@ from sansgpu.models.formats.gguf_reader import GGUFType, describe_substitutes
 from sansgpu.models.formats.gguf_source import open_gguf
 from sansgpu.models.formats.layouts import hugging_face_config, to_hugging_face
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained, load_tokenizer_of
-from sansgpu.models.huggingface.quantized_layers import dequantize_layers
+from sansgpu.models.quantized_layers import dequantize_layers
 from sansgpu.train.loading import ModelRequest, open_model
 from tests.models.formats.gguf_models import ABOUT, BASES, base, logits_of, parts_of, write_base, write_ours
 from tests.models.small import IN_GGUF, TEXT, TOKENIZER, model_of, tokens

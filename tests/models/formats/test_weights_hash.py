@@ -7,7 +7,7 @@ from torch import nn
 
 from sansgpu.kernels.block_quantization import FORMATS, QuantizedWeight
 from sansgpu.models.formats.weights import weights_sha256
-from sansgpu.models.huggingface.quantized_layers import QuantizableMatrix
+from sansgpu.models.quantized_layers import QuantizableMatrix
 
 
 def model_of(stored: torch.Tensor) -> nn.Module:

@@ -20,9 +20,14 @@ from sansgpu.models.generation.generate import (
     stream,
 )
 from sansgpu.models.generation.sampling import Sampling, sample_tokens
-from sansgpu.models.generation.step_layers import pretrained_step
 from sansgpu.models.huggingface.adapters import add_adapter
-from sansgpu.models.huggingface.generation import PretrainedReader, PretrainedSlots, pretrained_batch, pretrained_single
+from sansgpu.models.huggingface.generation import (
+    PretrainedReader,
+    PretrainedSlots,
+    pretrained_batch,
+    pretrained_single,
+    pretrained_step,
+)
 from sansgpu.models.huggingface.lora import patch_adapter
 from sansgpu.models.huggingface.packed_forward import UnpaddedModel
 from sansgpu.models.huggingface.patches import patch_model

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sansgpu.config import ConfigError
 from sansgpu.tasks.qa.answers import Answer, AnswerRules, best_answers, exact_match_f1, predictions_json
-from sansgpu.tasks.qa.questions import Question, QuestionWindow
+from sansgpu.tasks.qa.data import Question, QuestionWindow
 
 Logits = list[tuple[np.ndarray, np.ndarray]]
 

@@ -12,8 +12,8 @@ from transformers import BertTokenizerFast, PreTrainedTokenizerFast
 
 from sansgpu.config import ConfigError
 from sansgpu.data.rows import BadRows
-from sansgpu.tasks.qa.questions import Question, QuestionWindow
-from sansgpu.tasks.qa.questions import make_windows as make_all_windows
+from sansgpu.tasks.qa.data import Question, QuestionWindow
+from sansgpu.tasks.qa.data import make_windows as make_all_windows
 
 WORDS = ["the", "cat", "sat", "on", "mats", "who", "?", "cafés", "日本", "🎉"]
 
@@ -188,7 +188,7 @@ def test_windows_refer_to_their_question_in_any_batch(monkeypatch: pytest.Monkey
     alone = [[fields(w) for w in make_windows([q], TOKENIZERS["word-piece"], 12, 2)] for q in questions]
     expected = [(number, *window) for number, windows in enumerate(alone) for window in windows]
     for size in (3, 7, 1000):
-        monkeypatch.setattr("sansgpu.tasks.qa.questions.BATCH", size)
+        monkeypatch.setattr("sansgpu.tasks.qa.data.BATCH", size)
         together = make_windows(questions, TOKENIZERS["word-piece"], 12, 2)
         assert [(window.question, *fields(window)) for window in together] == expected
 

@@ -12,7 +12,7 @@ import pytest
 from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.rows import BadRows, SourceRow
 from sansgpu.data.sources import open_sources
-from sansgpu.tasks.qa.questions import Question, read_questions
+from sansgpu.tasks.qa.data import Question, read_questions
 
 CONTEXT = "The cat sat on the mat. It slept there."
 

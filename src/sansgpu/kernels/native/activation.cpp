@@ -1,5 +1,5 @@
 // Activations of feed-forward layers, and their gradients from the inputs, in one pass over memory.
-// kernels/activation.py has the reference.
+// kernels/pointwise.py has the reference.
 
 #include "parallel.h"
 #include "values.h"

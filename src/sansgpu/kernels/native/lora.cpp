@@ -1,4 +1,4 @@
-// Matmuls of linear layers with a LoRA adapter for kernels/lora.py.
+// Matmuls of linear layers with a LoRA adapter for kernels/frozen_linear.py.
 
 #include "quantized_rows.h"
 

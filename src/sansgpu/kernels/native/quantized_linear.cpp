@@ -1,4 +1,4 @@
-// Linear layers with a quantized weight for kernels/quantized_linear.py, and its values for block_quantization.py.
+// Linear layers with a quantized weight for kernels/frozen_linear.py, and its values for block_quantization.py.
 
 #include "quantized_rows.h"
 

@@ -26,7 +26,7 @@ from sansgpu.models.formats.gguf_source import is_gguf, open_gguf
 from sansgpu.models.formats.layouts import from_hugging_face, hugging_face_config, model_config, to_hugging_face
 from sansgpu.models.formats.tokenizers import TextCodec
 from sansgpu.models.formats.weights import load_weights, readable_weights
-from sansgpu.models.huggingface.quantized_layers import QuantizableMatrix, matrix_of
+from sansgpu.models.quantized_layers import QuantizableMatrix, matrix_of
 
 if TYPE_CHECKING:
     from sansgpu.models.formats.gguf_file import GGUFFile

@@ -1,5 +1,6 @@
-"""Writes model folders, and checks foreign ones before a library reads them: bad ones could make it hang, or read files
-elsewhere.
+"""Writes model folders, checks foreign ones, and finds the base model of those that hold only an adapter.
+
+The checks run before a library reads a folder: a bad one could make it hang, or read files elsewhere.
 """
 
 from __future__ import annotations
@@ -8,17 +9,28 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from safetensors import SafetensorError
 from safetensors.torch import save_model
 from torch import nn
 
 from sansgpu.config import ConfigError, ModelConfig, SansGPUError
-from sansgpu.config.wording import counted
+from sansgpu.config.paths import local_path
+from sansgpu.config.wording import counted, shown
 from sansgpu.files.atomic import write_failures_as
 from sansgpu.files.ownership import replace_folder
 from sansgpu.files.reading import read_json, read_object, require_regular_file
+
+MODEL_TYPE = "sansgpu-graph"  # model_type in config.json of our own layout
+ADAPTER_CONFIG = "adapter_config.json"
+MAX_PARTS = 10_000  # layers, experts or heads in a config.json; each costs a loop iteration or a module
+MAX_HEADER_BYTES = 16 << 20  # about 150,000 tensors, read in seconds; safetensors itself allows 100 MB
+ALLOWED_LAYERS = 128  # models of up to this depth are built in any case, because torch then names the missing weights
+MAX_WIDTH = 1 << 24  # maximum size of a vocabulary or a layer
+_WIDTHS = re.compile(r"(size|dim)$|^(n_embd|n_inner|d_\w+)$")
+_PARTS = re.compile(r"^(n|num)_.*(layers?|experts?|blocks?|heads?)$|_layers$")
+_PRECISIONS = get_args(ModelConfig.model_fields["base_precision"].annotation)
 
 
 def write_folder_atomically(folder: Path, write: Callable[[Path], None]) -> None:
@@ -51,14 +63,6 @@ def export_module(model: nn.Module, config: ModelConfig, tokenizer: SavedTokeniz
     write_folder_atomically(folder, write)
 
 
-MAX_PARTS = 10_000  # layers, experts or heads in a config.json; each costs a loop iteration or a module
-MAX_HEADER_BYTES = 16 << 20  # about 150,000 tensors, read in seconds; safetensors itself allows 100 MB
-ALLOWED_LAYERS = 128  # models of up to this depth are built in any case, because torch then names the missing weights
-MAX_WIDTH = 1 << 24  # maximum size of a vocabulary or a layer
-_WIDTHS = re.compile(r"(size|dim)$|^(n_embd|n_inner|d_\w+)$")
-_PARTS = re.compile(r"^(n|num)_.*(layers?|experts?|blocks?|heads?)$|_layers$")
-
-
 def validate_model_folder(folder: Path) -> None:
     """Raises ConfigError if a model folder holds a pipe or device, or settings with impossible sizes.
 
@@ -70,7 +74,7 @@ def validate_model_folder(folder: Path) -> None:
             require_short_header(path)
         if path.name.endswith(".index.json"):
             _check_index(path)
-    for name in ("config.json", "adapter_config.json"):
+    for name in ("config.json", ADAPTER_CONFIG):
         if (folder / name).exists():
             require_possible_sizes(read_json(folder / name), folder / name)
 
@@ -131,4 +135,50 @@ def _check_index(path: Path) -> None:
             raise ConfigError(f"{path} names the weights {name[:200]!r}, which is not a file in its folder.")
 
 
-MODEL_TYPE = "sansgpu-graph"  # model_type in config.json of our own layout
+def is_adapter_folder(folder: Path) -> bool:
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists()
+
+
+def base_of(model: ModelConfig) -> ModelConfig | None:
+    """Returns the settings of the base model of a folder with only an adapter, or None for another model.
+
+    Raises ConfigError if the folder does not name its base model, or if that does not exist.
+    """
+    folder = local_path(str(model.name_or_path))
+    if not is_adapter_folder(folder):
+        return None
+    settings = read_object(folder / ADAPTER_CONFIG)
+    name, revision = settings.get("base_model_name_or_path"), settings.get("revision")
+    if not isinstance(name, str) or name in ("", "None") or not isinstance(revision, str | None):
+        raise _without_base(folder, f"base_model_name_or_path is {shown(name)}")
+    path = local_path(name)
+    if (path.is_absolute() or name.startswith((".", "~"))) and not path.exists():
+        raise _without_base(folder, f"its base model {name} does not exist")
+    if is_adapter_folder(path):
+        raise _without_base(folder, f"its base model {name} is an adapter, too")
+    precision = how_trained(settings).get("base_precision")
+    found = {"adapter": "lora", "name_or_path": name, "revision": revision}
+    found["base_precision"] = precision if precision in _PRECISIONS else "auto"
+    return model.model_copy(update=found)
+
+
+def _without_base(folder: Path, problem: str) -> ConfigError:
+    return ConfigError(
+        f"{folder} holds only an adapter, and {problem}; set base_model_name_or_path in {folder / ADAPTER_CONFIG} to "
+        "the model that it was trained on."
+    )
+
+
+def how_trained(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns what an adapter_config.json says about the base model in training."""
+    mapping = settings.get("auto_mapping")
+    return mapping if isinstance(mapping, dict) else {}
+
+
+def add_base(settings: dict[str, Any], model: ModelConfig) -> None:
+    """Adds the base model and how it was quantized to the settings that peft writes.
+
+    peft ignores further keys of `auto_mapping`, and warns about further keys elsewhere.
+    """
+    settings["base_model_name_or_path"], settings["revision"] = model.name_or_path, model.revision
+    settings["auto_mapping"] = {**how_trained(settings), "base_precision": model.base_precision}

@@ -18,7 +18,6 @@ from sansgpu.config.errors import require
 from sansgpu.config.wording import first_line
 from sansgpu.files.reading import read_object
 from sansgpu.models.formats.folders import validate_model_folder, write_folder_atomically
-from sansgpu.models.formats.linear_head import LinearHead, read_linear_head
 from sansgpu.models.huggingface.pretrained import (
     AUTO_CLASSES,
     Head,
@@ -27,7 +26,13 @@ from sansgpu.models.huggingface.pretrained import (
     load_tokenizer_of,
     save_tokenizer,
 )
-from sansgpu.models.huggingface.sentence_embedding import EmbeddingLayout, read_layout, write_layout
+from sansgpu.models.huggingface.sentence_embedding import (
+    EmbeddingLayout,
+    LinearHead,
+    read_layout,
+    read_linear_head,
+    write_layout,
+)
 
 if TYPE_CHECKING:  # importing transformers takes seconds
     from transformers import PreTrainedModel

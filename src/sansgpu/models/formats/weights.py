@@ -24,8 +24,8 @@ from sansgpu.config import ConfigError
 from sansgpu.config.wording import truncate
 from sansgpu.files.reading import require_regular_file
 from sansgpu.kernels.block_quantization import FORMATS, BlockFormat, Matrix, QuantizedWeight, format_for, quantize_rows
-from sansgpu.models.huggingface.quantized_layers import QuantizableMatrix, is_transposed, quantizable_matrices
 from sansgpu.models.modules import INIT_STD
+from sansgpu.models.quantized_layers import QuantizableMatrix, is_transposed, quantizable_matrices
 
 UNREADABLE = (SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError)
 

@@ -9,35 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from sansgpu.kernels.attention import attention, causal_ranges
-from sansgpu.kernels.packed_cache import PackedCache
-from sansgpu.models.huggingface.attention_interface import Kernel
-
-
-class PlainCache:
-    """Keys and values (B, K, S, d) of one layer."""
-
-    def __init__(self, slots: int, length: int, heads: int, dim: int, dtype: torch.dtype) -> None:
-        self._stored = [torch.zeros(slots, heads, length, dim, dtype=dtype) for _ in "kv"]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(stored.nbytes for stored in self._stored)
-
-    def store(self, slots: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Stores keys and values (N, K, d) of tokens at `positions` (N,) of `slots` (N,)."""
-        for stored, new in zip(self._stored, (keys, values), strict=True):
-            stored[slots, :, positions] = new
-
-    def read(self, slots: slice, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the keys and values (B, K, count, d) of some slots."""
-        keys, values = (stored[slots, :, :count] for stored in self._stored)
-        return keys, values
-
-    def move(self, to: int, slot: int, count: int) -> None:
-        """Copies the `count` tokens of a slot to another one."""
-        for stored in self._stored:
-            stored[to, :, :count] = stored[slot, :, :count]
+from sansgpu.kernels.attention import AttentionKernel, attention, causal_ranges
+from sansgpu.kernels.packed_cache import PackedCache, PlainCache
 
 
 class SlotCache:
@@ -109,7 +82,7 @@ class SlotCache:
         self._layers[layer].store(self._slots, self.positions, *by_token)
         return (keys, values) if self._visible is None else self._layers[layer].read(self._visible, self._longest)
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: Kernel) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: AttentionKernel) -> torch.Tensor:
         """Computes the attention of a pass from q (1, H, N, d) or (B, H, 1, d), and what `append` returned.
 
         Whole prompts are computed one by one: the order of a packed prompt's sums would depend on the prompts before.

@@ -16,9 +16,8 @@ from torch import nn
 from sansgpu.config import ConfigError, ModelConfig
 from sansgpu.config.wording import shown
 from sansgpu.files.reading import read_object
-from sansgpu.models.formats.folders import write_folder_atomically
+from sansgpu.models.formats.folders import ADAPTER_CONFIG, add_base, base_of, how_trained, write_folder_atomically
 from sansgpu.models.formats.weights import StoredTensor, as_stored
-from sansgpu.models.huggingface.adapter_folder import ADAPTER_CONFIG, add_base, base_of, how_trained
 from sansgpu.models.huggingface.pretrained import (
     Head,
     is_inside,
@@ -29,14 +28,14 @@ from sansgpu.models.huggingface.pretrained import (
     seeded,
     stored_dtype,
 )
-from sansgpu.models.huggingface.quantized_layers import (
+from sansgpu.models.huggingface.source import library_errors, source_of
+from sansgpu.models.quantized_layers import (
     QuantizedLayer,
     dequantize_layer,
     dequantize_layers,
     matrix_of,
     restore_conv1d,
 )
-from sansgpu.models.huggingface.source import library_errors, source_of
 
 if TYPE_CHECKING:  # functions import transformers when they need it, because that takes seconds
     from transformers import PreTrainedModel

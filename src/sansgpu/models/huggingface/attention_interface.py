@@ -5,26 +5,21 @@ B batch, T queries, S keys, H query heads, K key-value heads, d head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from sansgpu.kernels.attention import attention, visible_keys
+from sansgpu.kernels.attention import AttentionKernel, attention, visible_keys
 
 if TYPE_CHECKING:  # functions import transformers when they need it, because it is slow and optional
     from transformers import PreTrainedModel
 
 
-# Computes attention as `kernels.attention` does, from q (B, H, T, d), k and v (B, K, S, d) and key ranges (B, T, 2).
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
 class PackedMask(Protocol):
     """Which tokens attend to each other in a forward pass."""
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: Kernel) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: AttentionKernel) -> torch.Tensor:
         """Computes attention with a kernel; q (B, H, T, d), k and v (B, K, S, d); returns (B, H, T, d)."""
 
 
@@ -34,7 +29,7 @@ class KeyRanges:
 
     ranges: torch.Tensor
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: Kernel) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: AttentionKernel) -> torch.Tensor:
         return kernel(q, k, v, self.ranges)
 
 

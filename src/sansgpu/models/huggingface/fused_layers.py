@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sansgpu.kernels.activation import gelu, gelu_tanh, swiglu
 from sansgpu.kernels.norm import FusedNorm, RMSNorm, residual
+from sansgpu.kernels.pointwise import gelu, gelu_tanh, swiglu
 
 # What a layer saves: a tensor, or the shape of one and the function that computes it again.
 _Saved = torch.Tensor | tuple[torch.Size, Callable[[], torch.Tensor]]

@@ -8,15 +8,21 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from sansgpu.kernels.decoder_step import DecoderStep
+from sansgpu.kernels.decoder_step import DecoderStep, StepWeight
+from sansgpu.kernels.linear import Linear, autocast_dtype
 from sansgpu.models.generation.generate import PROMPT_TOKENS, BatchModel, BatchReader, SingleReader, SlotReader
 from sansgpu.models.generation.kv_cache import SlotCache
 from sansgpu.models.generation.prompts import decode, prompt_ids, text_prompt_ids
-from sansgpu.models.generation.step_layers import pretrained_step
+from sansgpu.models.generation.step_layers import step_layer, step_of
+from sansgpu.models.huggingface.fused_layers import PreNormLayer, SwiGLU
 from sansgpu.models.huggingface.packed_forward import UnpaddedModel, logits_of
 from sansgpu.models.huggingface.probes import autocast_of, close_outputs, copies_for_kernels
+from sansgpu.models.huggingface.rotary_attention import NORMS, PROJECTIONS, RotaryAttention
+from sansgpu.models.modules import blocks_of
+from sansgpu.models.quantized_layers import QuantizedLinear, matrix_of
 
 UNBOUNDED_CONTEXT = 4096  # tokens of context for models that declare no maximum
 
@@ -98,6 +104,44 @@ def slots_work(unpadded: UnpaddedModel, fused: DecoderStep | None = None) -> boo
 def logits_after(model: PreTrainedModel, chosen: torch.Tensor, **inputs: Any) -> torch.Tensor:
     """Returns the logits (n, V) after the `chosen` ones of all tokens; those after others are not computed."""
     return logits_of(model, lambda states: states.flatten(0, 1)[chosen], **inputs)
+
+
+def pretrained_step(model: Any) -> DecoderStep | None:
+    """Returns the steps of a transformers model whose blocks use our kernels; None for other architectures."""
+    blocks: list[Any] = blocks_of(model)
+    head, last_norm = _step_weight(model.get_output_embeddings()), getattr(model.base_model, "norm", None)
+    if not blocks or head is None:
+        return None
+    layers = []
+    for block in blocks:
+        if not isinstance(block, PreNormLayer):
+            return None
+        attention: Any = block.self_attn
+        mlp: Any = block.mlp
+        if not (isinstance(attention, RotaryAttention) and isinstance(mlp, SwiGLU)):
+            return None
+        if attention.scaling * attention.head_dim**0.5 != 1.0:
+            return None
+        linears = [*(getattr(attention, name) for name in PROJECTIONS), mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        head_norms = [getattr(attention, name, None) for name in NORMS]
+        weights = [_step_weight(linear) for linear in linears]
+        layers.append(step_layer(block.input_layernorm, block.post_attention_layernorm, head_norms, weights))
+    with autocast_of(model):
+        dtype = autocast_dtype(torch.empty(0)) or torch.float32
+    return step_of(layers, last_norm, head, blocks[0].self_attn.head_dim, dtype)
+
+
+def _step_weight(layer: Any) -> StepWeight | None:
+    """Returns the parameters of a linear layer, or None if it computes something else."""
+    if type(layer) in (Linear, nn.Linear, QuantizedLinear):
+        return StepWeight(matrix_of(layer), layer.bias)
+    if not hasattr(layer, "lora_A"):
+        return None
+    from sansgpu.models.huggingface.lora import LoraLinear  # imports peft, which takes a second
+
+    adapter = layer.single_adapter() if isinstance(layer, LoraLinear) else None
+    base = _step_weight(layer.base_layer)
+    return None if adapter is None or base is None else replace(base, adapter=adapter)
 
 
 def _end_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

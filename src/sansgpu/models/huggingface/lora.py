@@ -8,11 +8,10 @@ import torch
 from peft.tuners.lora import Linear as PeftLinear
 from torch import nn
 
+from sansgpu.kernels.frozen_linear import MAX_RANK, lora_linear, quantized_lora_linear
 from sansgpu.kernels.linear import MIN_ROWS, Linear, autocasted
-from sansgpu.kernels.lora import MAX_RANK, lora_linear
 from sansgpu.kernels.matmul import is_native
-from sansgpu.kernels.quantized_linear import quantized_lora_linear
-from sansgpu.models.huggingface.quantized_layers import QuantizedLinear
+from sansgpu.models.quantized_layers import QuantizedLinear
 
 
 class LoraLinear(PeftLinear):

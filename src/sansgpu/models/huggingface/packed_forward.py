@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sansgpu.kernels.attention import bidirectional_ranges, causal_ranges
+from sansgpu.kernels.attention import bidirectional_ranges, causal_ranges, token_places
 from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions, linear_cross_entropy
 from sansgpu.models.generation.sampling import reading
 from sansgpu.models.huggingface.attention_interface import NAME, KeyRanges, PackedMask, stand_in_mask
 from sansgpu.models.huggingface.probes import PROBE_LONGEST, autocast_of, head_is_plain, packs_well
-from sansgpu.models.huggingface.quantized_layers import matrix_of
 from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
+from sansgpu.models.quantized_layers import matrix_of
 
 if TYPE_CHECKING:  # its import is slow, and it is optional
     from transformers import PreTrainedModel
@@ -236,13 +236,6 @@ def logits_of(model: PreTrainedModel, chosen: Flat, **inputs: Any) -> torch.Tens
     finally:
         hook.remove()
     return logits
-
-
-def token_places(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns each token's example and its position in it, (N,) and (N,)."""
-    examples = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-    starts = lengths.cumsum(0) - lengths
-    return examples, torch.arange(len(examples), device=lengths.device) - starts[examples]
 
 
 def _pad(values: torch.Tensor, lengths: torch.Tensor, fill_value: int = 0) -> torch.Tensor:

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from sansgpu.kernels.activation import Kind
-from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.feed_forward import feed_forward
 from sansgpu.kernels.linear import Linear, linear_each
 from sansgpu.kernels.norm import LayerNorm
+from sansgpu.kernels.pointwise import Activation, dropout
 from sansgpu.models.huggingface.attention_interface import NAME, attention_forward, use_our_attention
 from sansgpu.models.huggingface.fused_layers import (
     AttentionPart,
@@ -31,7 +30,7 @@ from sansgpu.models.huggingface.fused_layers import (
 )
 from sansgpu.models.huggingface.rotary_attention import fuse_rotary_attention
 
-KINDS: dict[type[nn.Module], Kind] = {FusedGELU: Kind.GELU, FusedTanhGELU: Kind.GELU_TANH}
+GELUS: dict[type[nn.Module], Activation] = {FusedGELU: Activation.GELU, FusedTanhGELU: Activation.GELU_TANH}
 
 
 class _EncoderAttention:
@@ -110,7 +109,7 @@ class BertLayer:
         up, down = self.intermediate.dense, self.output.dense
         if type(up) is not Linear or type(down) is not Linear:  # adapters replace some
             return cast(torch.Tensor, cast(Any, super()).feed_forward_chunk(attention_output))
-        y = feed_forward(attention_output, KINDS[type(self.intermediate.intermediate_act_fn)], up, down)
+        y = feed_forward(attention_output, GELUS[type(self.intermediate.intermediate_act_fn)], up, down)
         return cast(torch.Tensor, self.output.LayerNorm.after(attention_output, y, self.output.dropout.p))
 
 
@@ -125,7 +124,7 @@ class DistilBertFeedForward:
     def ff_chunk(self, input: torch.Tensor) -> torch.Tensor:
         if type(self.lin1) is not Linear or type(self.lin2) is not Linear:  # adapters replace some
             return cast(torch.Tensor, cast(Any, super()).ff_chunk(input))
-        return cast(torch.Tensor, self.dropout(feed_forward(input, KINDS[type(self.activation)], self.lin1, self.lin2)))
+        return cast(torch.Tensor, self.dropout(feed_forward(input, GELUS[type(self.activation)], self.lin1, self.lin2)))
 
 
 class DistilBertBlock:
@@ -162,11 +161,11 @@ def fuse_encoder_layers(model: nn.Module) -> None:
                 module.__class__ = with_forward(mixin, type(module))
 
 
-def _has_parts(module: nn.Module, **kinds: type | tuple[type, ...]) -> bool:
+def _has_parts(module: nn.Module, **types: type | tuple[type, ...]) -> bool:
     """Returns True if a module has parts of these names and classes, and nothing else."""
     parts = module._modules
     return (
-        not module._parameters and set(parts) == set(kinds) and all(isinstance(parts[n], k) for n, k in kinds.items())
+        not module._parameters and set(parts) == set(types) and all(isinstance(parts[n], t) for n, t in types.items())
     )
 
 
@@ -203,7 +202,7 @@ def _is_bert_layer(module: Any) -> bool:
     if not _has_parts(module, attention=nn.Module, intermediate=nn.Module, output=BertOutput):
         return False
     first, up, act, output, x = module.intermediate, Part(1.5), Part(2.5), _OutputPart(), random_tensor(1, 3, 8)
-    if not _has_parts(first, dense=Linear, intermediate_act_fn=tuple(KINDS)):
+    if not _has_parts(first, dense=Linear, intermediate_act_fn=tuple(GELUS)):
         return False
     stubs = {"dense": up, "intermediate_act_fn": act}
     with replaced_parts(first, stubs), replaced_parts(module, {"output": output}):
@@ -211,7 +210,7 @@ def _is_bert_layer(module: Any) -> bool:
 
 
 def _is_distilbert_feed_forward(module: Any) -> bool:
-    if not _has_parts(module, lin1=Linear, activation=tuple(KINDS), lin2=Linear, dropout=nn.Dropout):
+    if not _has_parts(module, lin1=Linear, activation=tuple(GELUS), lin2=Linear, dropout=nn.Dropout):
         return False
     up, act, down, drop, x = Part(1.5), Part(2.5), Part(0.5), Part(0.7), random_tensor(1, 3, 8)
     with replaced_parts(module, {"lin1": up, "activation": act, "lin2": down, "dropout": drop}):

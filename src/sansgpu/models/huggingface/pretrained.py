@@ -18,10 +18,9 @@ from sansgpu.config.plain_data import read_text
 from sansgpu.config.wording import shown
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_flaw
-from sansgpu.models.formats.folders import write_folder_atomically
+from sansgpu.models.formats.folders import base_of, write_folder_atomically
 from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.formats.weights import BasePrecision, StoredTensor, fill, placeholders, random_weights
-from sansgpu.models.huggingface.adapter_folder import base_of
 from sansgpu.models.huggingface.source import (
     base_precision,
     gguf_file_of,

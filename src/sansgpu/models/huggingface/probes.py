@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from sansgpu.kernels.linear import MIN_ROWS, Linear
-from sansgpu.models.huggingface.quantized_layers import QuantizedLinear
 from sansgpu.models.modules import blocks_of
+from sansgpu.models.quantized_layers import QuantizedLinear
 
 if TYPE_CHECKING:  # importing transformers takes seconds
     from transformers import PreTrainedModel

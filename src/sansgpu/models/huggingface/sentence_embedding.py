@@ -1,6 +1,6 @@
-"""Vectors of texts: pooling of a model's outputs, and the files of Sentence Transformers folders.
+"""Vectors of texts: pooling of a model's outputs, and Sentence Transformers folders, also with a classifier of vectors.
 
-S texts, N tokens in total, D width.
+S texts, N tokens in total, D width, L labels.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
 from sansgpu.config import ConfigError, ModelConfig
 from sansgpu.files.reading import read_json, read_object
+from sansgpu.models.formats.weights import load_weights
 from sansgpu.models.huggingface.source import model_file
 
 Pooling = Literal["mean", "cls", "last"]
 MODULES, POOLING, NORMALIZE = "modules.json", "1_Pooling", "2_Normalize"
 VERSIONED = "config_sentence_transformers.json"
 SETTINGS = "sentence_bert_config.json"  # holds the settings of the transformer module
+LINEAR_HEAD = "head.safetensors"  # a classifier of the vectors
 # Names of the pooling modes in 1_Pooling/config.json, in the form that all versions read and in that of version 5.4 on.
 _MODES: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last",
@@ -131,3 +134,27 @@ def write_layout(layout: EmbeddingLayout, width: int, folder: Path) -> None:
     for name, value in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class LinearHead:
+    """The weights of a classifier; its logits are `vector @ weight.T + bias`."""
+
+    weight: torch.Tensor  # (L, D) float32
+    bias: torch.Tensor  # (L,) float32
+
+    def save(self, folder: Path) -> None:
+        save_file({"weight": self.weight, "bias": self.bias}, folder / LINEAR_HEAD, metadata={"format": "pt"})
+
+
+def read_linear_head(model: ModelConfig) -> LinearHead | None:
+    """Reads the classifier next to a model; None if there is none. Raises ConfigError if it is damaged."""
+    if (file := model_file(model, LINEAR_HEAD)) is None:
+        return None
+    found = load_weights(file)
+    weight, bias = found.get("weight"), found.get("bias")
+    if weight is None or bias is None or weight.ndim != 2 or bias.shape != weight.shape[:1]:
+        raise ConfigError(
+            f"{file} has no matrix `weight` and vector `bias` with a row for each label; export it again."
+        )
+    return LinearHead(weight.float(), bias.float())

@@ -13,7 +13,7 @@ from sansgpu.config.wording import first_line
 from sansgpu.files.reading import read_object, require_regular_file
 from sansgpu.machine.hub import quiet_hub
 from sansgpu.machine.untrusted.sandbox import is_panic
-from sansgpu.models.formats.folders import MODEL_TYPE, folder_settings, validate_model_folder
+from sansgpu.models.formats.folders import ADAPTER_CONFIG, MODEL_TYPE, base_of, folder_settings, validate_model_folder
 from sansgpu.models.formats.gguf_source import is_gguf, open_gguf
 from sansgpu.models.formats.weights import (
     BasePrecision,
@@ -22,7 +22,6 @@ from sansgpu.models.formats.weights import (
     quantized_matrices,
     safetensors_weights,
 )
-from sansgpu.models.huggingface.adapter_folder import base_of
 
 if TYPE_CHECKING:  # functions import transformers when they need it, because that takes seconds
     from transformers import PreTrainedConfig
@@ -142,13 +141,13 @@ def source_of(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     _silence_transformers()
     if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~"))):
         raise ConfigError(f"model.name_or_path {name} does not exist; give a folder or the name of a model on the Hub.")
-    if path.is_dir() and not any((path / known).is_file() for known in ("config.json", "adapter_config.json")):
+    if path.is_dir() and not any((path / known).is_file() for known in ("config.json", ADAPTER_CONFIG)):
         final = RunPaths(path).final
         advice = f"; give {final}" if final.is_dir() else ""
         raise ConfigError(f"{name} is not a model folder: it has no config.json{advice}.")
     if path.is_dir():
         validate_model_folder(path)
-        _require_no_import(path / "adapter_config.json")
+        _require_no_import(path / ADAPTER_CONFIG)
     else:
         require_regular_file(path)
     options = {"revision": model.revision} if model.revision else {}

@@ -24,8 +24,7 @@ from sansgpu.data.order import steps_per_epoch
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress
 from sansgpu.kernels.linear import linear
-from sansgpu.models.formats.linear_head import LINEAR_HEAD, LinearHead, read_linear_head
-from sansgpu.models.huggingface.sentence_embedding import pool, write_layout
+from sansgpu.models.huggingface.sentence_embedding import LINEAR_HEAD, LinearHead, pool, read_linear_head, write_layout
 from sansgpu.tasks.classify.data import LabeledCorpus
 from sansgpu.tasks.classify.labels import LabeledText
 from sansgpu.tasks.classify.objective import ClassifyObjective

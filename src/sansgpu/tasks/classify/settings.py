@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sansgpu.config.metrics import Metric, interval, share
-from sansgpu.config.tasks import CardText, Purpose, TaskSettings, Values, Variant
+from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings, Values, Variant, interval, share
 from sansgpu.tasks.settings import FINE_TUNED, LORA_LEARNING_RATE, SMALL_ENCODER, fine_tuning_problems, repeated_labels
 
 # Few-shot classification: a run of seconds, evaluated at its end. Each epoch has few steps, because rows are few.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sansgpu.config.metrics import Metric
-from sansgpu.config.tasks import CardText, Purpose, TaskSettings
+from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings
 from sansgpu.tasks.settings import FINE_TUNED, LORA_LEARNING_RATE, fine_tuning_problems
 
 _EMBED = "sansgpu embed MODEL --data TEXTS --output vectors.npy"

@@ -15,13 +15,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sansgpu.config import ModelConfig
-from sansgpu.kernels.activation import Kind, activate, gelu
 from sansgpu.kernels.attention import Decay, attention, bidirectional_ranges
-from sansgpu.kernels.dropout import dropout
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.feed_forward import feed_forward
 from sansgpu.kernels.linear import Linear, linear_each
 from sansgpu.kernels.norm import LayerNorm
+from sansgpu.kernels.pointwise import Activation, activate, dropout, gelu
 from sansgpu.models.modules import INIT_STD, Table, materialize_empty
 from sansgpu.tasks.graph.entities import NORM_EPS, EntityTable
 
@@ -104,9 +103,9 @@ def _padded(first: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, t
 MAX_PERIOD = 10_000.0  # base of sinusoidal positions (arXiv 1706.03762)
 
 
-def kind_of(config: ModelConfig) -> Kind:
+def activation_of(config: ModelConfig) -> Activation:
     """Returns ReLU or exact GELU (not the tanh approximation)."""
-    return Kind.RELU if config.activation == "relu" else Kind.GELU
+    return Activation.RELU if config.activation == "relu" else Activation.GELU
 
 
 class SelfAttention(nn.Module):
@@ -146,7 +145,7 @@ class EncoderBlock(nn.Module):
         self.attention_norm = LayerNorm(config.d_model, eps=NORM_EPS)
         self.up, self.down = Linear(config.d_model, config.d_ff), Linear(config.d_ff, config.d_model)
         self.feed_forward_norm = LayerNorm(config.d_model, eps=NORM_EPS)
-        self.kind, self.dropout = kind_of(config), config.dropout
+        self.activation, self.dropout = activation_of(config), config.dropout
 
     def forward(
         self, x: torch.Tensor, ranges: torch.Tensor, nodes: torch.Tensor, table: torch.Tensor | None, added: bool
@@ -154,7 +153,7 @@ class EncoderBlock(nn.Module):
         """(1, N, D) -> (1, N, D)."""
         y = self.attention(x, ranges, nodes, table, added)
         x = self.attention_norm.after(x, y, self.dropout)
-        y = feed_forward(x, self.kind, self.up, self.down)
+        y = feed_forward(x, self.activation, self.up, self.down)
         return self.feed_forward_norm.after(x, y, self.dropout)
 
 
@@ -186,7 +185,7 @@ class GraphEncoder(nn.Module):
         super().__init__()
         if config.vocab_size is None or (config.n_relations is None and config.leaf_slots):
             raise ValueError("model.vocab_size and model.n_relations must be set to the sizes of the dataset")
-        self.config, self.kind = config, kind_of(config)
+        self.config, self.activation = config, activation_of(config)
         self.before_block: Callable[[], None] = lambda: None  # called before each block in training; may raise
         width = config.d_model
         fused = config.leaf_slots > 0 and config.fusion == "hgat"
@@ -263,7 +262,7 @@ class GraphEncoder(nn.Module):
 
     def predicted(self, states: torch.Tensor) -> torch.Tensor:
         """Applies the output transform: (M, D) -> (M, D). The product with the embedding gives the logits."""
-        out: torch.Tensor = self.transform_norm(activate(self.kind, self.transform(states)))
+        out: torch.Tensor = self.transform_norm(activate(self.activation, self.transform(states)))
         return out
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sansgpu.config.metrics import Metric, interval
 from sansgpu.config.model import ModelConfig
-from sansgpu.config.tasks import PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, CardText, TaskSettings, Values, Variant
+from sansgpu.config.tasks import (
+    PYTHON_STDLIB,
+    PYTHON_STDLIB_GRAPH,
+    CardText,
+    Metric,
+    TaskSettings,
+    Values,
+    Variant,
+    interval,
+)
 from sansgpu.tasks.settings import EVALUATE_TEXTS, FINE_TUNED, fine_tuning_problems, window_problems
 
 _GRAPH_DATA: Values = {"dataset_name": PYTHON_STDLIB_GRAPH, "doc_stride": 0}

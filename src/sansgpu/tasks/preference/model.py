@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from sansgpu.kernels.attention import causal_ranges
+from sansgpu.kernels.attention import AttentionKernel, causal_ranges
 from sansgpu.kernels.cross_entropy import target_log_probabilities
 from sansgpu.models.generation.sampling import reading
-from sansgpu.models.huggingface.attention_interface import Kernel
 from sansgpu.models.huggingface.packed_forward import UnpaddedModel
 from sansgpu.models.huggingface.probes import autocast_of, close_outputs
-from sansgpu.models.huggingface.quantized_layers import matrix_of
+from sansgpu.models.quantized_layers import matrix_of
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class PairLayout:
             causal_ranges(torch.repeat_interleave(numbers, lengths.flatten())[None]),
         )
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: Kernel) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: AttentionKernel) -> torch.Tensor:
         """Computes attention with a prompt for each answer; q (1, H, N, d), k and v (1, K, N, d)."""
         q, k, v = (_Expand.apply(values, 2, self) for values in (q, k, v))
         contracted: torch.Tensor = _Contract.apply(kernel(q, k, v, self.ranges).transpose(1, 2), 1, self)

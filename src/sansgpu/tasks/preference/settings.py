@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from sansgpu.config.metrics import Metric, share
-from sansgpu.config.tasks import CardText, Purpose, TaskSettings, Values, Variant
+from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings, Values, Variant, share
 from sansgpu.tasks.settings import CHAT, FINE_TUNED, SMALL_CHAT_MODEL, fine_tuning_problems
 
 # Preferences: smaller steps than in supervised fine-tuning, which the model has behind it.

@@ -32,13 +32,13 @@ from sansgpu.models.formats.decoder_folder import (
     load_decoder,
     load_gguf_decoder,
 )
+from sansgpu.models.formats.folders import is_adapter_folder
 from sansgpu.models.formats.gguf_source import is_gguf, open_gguf
 from sansgpu.models.formats.layouts import hugging_face_config, to_hugging_face
 from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.formats.weights import set_weights
 from sansgpu.models.generation.generate import BatchModel, decoder_batch, generate
 from sansgpu.models.generation.sampling import Sampling
-from sansgpu.models.huggingface.adapter_folder import is_adapter_folder
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.teacher import Teacher, decoder_teacher, transformers_teacher
 from sansgpu.tasks.base import ComposedTask, with_layers, with_vocabulary_of

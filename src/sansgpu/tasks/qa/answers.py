@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from sansgpu.config import ConfigError
-from sansgpu.tasks.qa.questions import Question, QuestionWindow
+from sansgpu.tasks.qa.data import Question, QuestionWindow
 
 NO_SPAN = "empty"  # the answer of utils_qa if no span is valid and the null answer is not allowed
 SPAN = np.dtype([("begin", "i4"), ("stop", "i4"), ("start_logit", "f8"), ("end_logit", "f8")])  # characters, logits

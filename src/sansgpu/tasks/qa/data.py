@@ -1,18 +1,283 @@
-"""Tokenized questions, the data of extractive question answering."""
+"""The data of extractive question answering: SQuAD's questions, tokenized into windows.
+
+A window is the question with a part of its context; parts overlap. Windows and labels follow transformers'
+examples/pytorch/question-answering/run_qa.py.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from sansgpu.config import Config
-from sansgpu.data.rows import BadRows
-from sansgpu.data.sequences import PackedSequences, WindowedTexts
+from sansgpu.data.rows import BadRowError, BadRows, SourceRow, is_text
+from sansgpu.data.sequences import PackedSequences, WindowedTexts, require_overlap_fits
+from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.fine_tuning import longest_example
-from sansgpu.tasks.qa.questions import Question, QuestionWindow, make_windows
+
+BATCH = 1000  # questions tokenized in one call, in parallel
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about `context`. Answers are (first character, text) pairs; an `impossible` question has none."""
+
+    id: str
+    question: str
+    context: str
+    answers: tuple[tuple[int, str], ...]
+    impossible: bool
+
+
+@dataclass(frozen=True, eq=False)
+class QuestionWindow:
+    """A window of T tokens with a question and part of its context.
+
+    `question` is the index of the question. `start` and `end` are the answer's first and last token, or both `cls` if
+    the window does not contain all of it. `offsets` are [start, stop) characters in the context.
+    """
+
+    question: int
+    ids: np.ndarray  # (T,) int32
+    type_ids: np.ndarray | None  # (T,) int8, if the tokenizer has them
+    start: int
+    end: int
+    cls: int
+    offsets: np.ndarray  # (T, 2) int32; -1, -1 for tokens outside the context
+
+
+def read_questions(rows: Iterable[SourceRow], bad_rows: BadRows) -> list[Question]:
+    """Reads SQuAD's nested articles (v1.1, v2) or Hugging Face's flat columns, in order.
+
+    A question without answers is impossible; one without an id is identified by its location.
+    """
+    seen: set[str] = set()
+
+    def unique(row: SourceRow) -> Question:
+        question = _question(row)
+        if question.id in seen:
+            raise row.error(f"the id {question.id} is used by an earlier question")
+        seen.add(question.id)
+        return question
+
+    return list(bad_rows.parsed(single_questions(rows), unique))
+
+
+def single_questions(rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
+    """Flattens SQuAD's nested articles to one row per question; yields flat rows unchanged."""
+    for row in rows:
+        if row.problem is None and isinstance(row.value, dict) and "paragraphs" in row.value:
+            yield from _article_questions(row)
+        else:
+            yield row
+
+
+def _article_questions(article: SourceRow) -> Iterator[SourceRow]:
+    paragraphs = article.value["paragraphs"]
+    if not isinstance(paragraphs, list):
+        yield article._replace(problem=str(article.error("its paragraphs are not a list")))
+        return
+    for number, paragraph in enumerate(paragraphs, 1):
+        place = SourceRow(f"{article.where}, paragraph {number}", paragraph)
+        if not isinstance(paragraph, dict) or not isinstance(paragraph.get("qas"), list):
+            yield place._replace(problem=str(place.error("it is not an object with a list `qas` of questions")))
+            continue
+        for count, qa in enumerate(paragraph["qas"], 1):
+            is_object = isinstance(qa, dict)
+            named = is_object and _is_id(qa.get("id"))
+            where = f"{place.where}, question {count}" + (f" (id {qa['id']})" if named else "")
+            yield SourceRow(where, {**qa, "context": paragraph.get("context")} if is_object else qa)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, (str, int)) and is_text(str(value))
+
+
+def _question(row: SourceRow) -> Question:
+    """Parses a flat row. Raises BadRowError if it is not a valid question."""
+    if not isinstance(row.readable_value(), dict):
+        raise row.error(f"it is a {type(row.value).__name__}, not an object with a question and its context")
+    question, context = _text(row, "question"), _text(row, "context")
+    impossible = row.value.get("is_impossible")
+    if impossible not in (None, True, False):
+        raise row.error(f"is_impossible is {impossible!r}, not true or false")
+    if "answers" not in row.value and not impossible:
+        raise row.error("no answers; a question without an answer needs an empty list")
+    answers = tuple(_answer(row, context, text, start) for text, start in _given_answers(row))
+    if impossible and answers:
+        raise row.error("is_impossible is true, but there are answers")
+    return Question(_id(row), question, context, answers, not answers)
+
+
+def unanswered_question(row: SourceRow) -> Question:
+    """Parses a row whose question is to be answered. Raises BadRowError if it has no question or no context."""
+    return Question(row.where, _text(row, "question"), _text(row, "context"), (), impossible=True)
+
+
+def _text(row: SourceRow, key: str) -> str:
+    text = row.value.get(key)
+    if not isinstance(text, str) or not text.strip():
+        raise row.error(f"no {key}")
+    return row.valid_text(text, key)
+
+
+def _id(row: SourceRow) -> str:
+    identifier = row.value.get("id")
+    if identifier is None:
+        return row.where
+    if not _is_id(identifier):
+        raise row.error(f"its id is {identifier!r}, not text or an integer")
+    return str(identifier)
+
+
+def _given_answers(row: SourceRow) -> list[tuple[Any, Any]]:
+    """Returns (text, start) of each answer, with unchecked types."""
+    answers = row.value.get("answers")
+    if answers is None:
+        return []
+    if isinstance(answers, dict):
+        texts, starts = answers.get("text"), answers.get("answer_start")
+        if not isinstance(texts, list) or not isinstance(starts, list):
+            raise row.error("its answers do not have the lists `text` and `answer_start`")
+        if len(texts) != len(starts):
+            raise row.error(f"its answers have {len(texts)} texts, but {len(starts)} starts")
+        return list(zip(texts, starts, strict=True))
+    if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
+        raise row.error("its answers are not a list of objects with `text` and `answer_start`")
+    return [(answer.get("text"), answer.get("answer_start")) for answer in answers]
+
+
+def _answer(row: SourceRow, context: str, text: Any, start: Any) -> tuple[int, str]:
+    """Returns the answer's start and text after checking it, allowing for stripped white space."""
+    if not isinstance(text, str) or not text.strip():
+        raise row.error("an answer has no text")
+    if not is_text(text):
+        raise row.error("an answer contains an unpaired surrogate, which is not valid text")
+    if not isinstance(start, int) or isinstance(start, bool):
+        raise row.error(f"the answer {text!r} starts at {start!r}, which is not an integer")
+    if start >= 0:
+        if context.startswith(text, start):
+            return start, text
+        stripped_start = len(context) - len(context[start:].lstrip())
+        if context.startswith(text.strip(), stripped_start):
+            return stripped_start, text.strip()
+    raise row.error(f"the answer {text!r} is not at character {start} of the context")
+
+
+@tokenizer_errors()
+def make_windows(
+    questions: list[Question], tokenizer: Any, max_length: int, doc_stride: int, bad_rows: BadRows
+) -> tuple[list[Question], list[QuestionWindow]]:
+    """Tokenizes questions, in order, into windows of at most `max_length` tokens that overlap by `doc_stride` tokens.
+
+    A question that leaves no room for its context is a bad row. Returns the other questions and their windows.
+    `tokenizer` is a fast tokenizer of transformers; if it pads on the left, the context comes before the question.
+    Raises ConfigError if the overlap leaves no room for any question.
+    """
+    room = require_overlap_fits(tokenizer, max_length, doc_stride, pair=True)
+    kept: list[Question] = []
+    windows: list[QuestionWindow] = []
+    for first in range(0, len(questions), BATCH):
+        batch = _with_room(questions[first : first + BATCH], tokenizer, room, max_length, doc_stride, bad_rows)
+        windows += _batch_windows(batch, len(kept), tokenizer, max_length, doc_stride) if batch else []
+        kept += batch
+    return kept, windows
+
+
+def _lengths(texts: list[str], tokenizer: Any) -> list[int]:
+    encoded = tokenizer(texts, add_special_tokens=False, truncation=False, padding=False, verbose=False)
+    return [len(ids) for ids in encoded["input_ids"]]
+
+
+def _with_room(
+    questions: list[Question], tokenizer: Any, room: int, max_length: int, doc_stride: int, bad_rows: BadRows
+) -> list[Question]:
+    """Returns the questions that fit. For the others, `tokenizers` would not name the question, or would panic."""
+
+    def fitting(measured: tuple[Question, int]) -> Question:
+        question, length = measured
+        left = room - length
+        if left > doc_stride or _lengths([question.context], tokenizer)[0] <= left:
+            return question  # the context fits or can be cut
+        if left < 1:
+            raise BadRowError(
+                f"question {question.id} has {length} tokens, which leaves no room for its context in a window of "
+                f"data.max_length {max_length}; raise data.max_length or drop the question."
+            )
+        raise BadRowError(
+            f"question {question.id} leaves {left} tokens for its context in a window of data.max_length {max_length}, "
+            f"no more than data.doc_stride {doc_stride}; lower data.doc_stride or raise data.max_length."
+        )
+
+    lengths = _lengths([question.question.lstrip() for question in questions], tokenizer)
+    return list(bad_rows.parsed(zip(questions, lengths, strict=True), fitting))
+
+
+def _batch_windows(
+    questions: list[Question], first: int, tokenizer: Any, max_length: int, doc_stride: int
+) -> list[QuestionWindow]:
+    """Tokenizes a batch of questions; `first` is the index of its first question."""
+    context_second = tokenizer.padding_side == "right"
+    question_texts, contexts = [q.question.lstrip() for q in questions], [q.context for q in questions]
+    encoded = tokenizer(
+        *((question_texts, contexts) if context_second else (contexts, question_texts)),
+        truncation="only_second" if context_second else "only_first",
+        max_length=max_length,
+        stride=doc_stride,
+        padding=False,
+        return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+    )
+    windows = []
+    for number, owner in enumerate(encoded["overflow_to_sample_mapping"]):
+        ids = encoded["input_ids"][number]
+        types = encoded["token_type_ids"][number] if "token_type_ids" in encoded else None
+        offsets = np.array(encoded["offset_mapping"][number], np.int32).reshape(-1, 2)
+        sides = np.array([-1 if side is None else side for side in encoded.sequence_ids(number)])
+        offsets[sides != int(context_second)] = -1
+        cls = _cls_index(ids, tokenizer)
+        window = QuestionWindow(
+            first + int(owner),
+            np.array(ids, np.int32),
+            None if types is None else np.array(types, np.int8),
+            *_label(questions[owner], offsets, cls),
+            cls,
+            offsets,
+        )
+        windows.append(window)
+    return windows
+
+
+def _cls_index(ids: list[int], tokenizer: Any) -> int:
+    """Returns the token that is the target of windows without the answer."""
+    for token in (tokenizer.cls_token_id, tokenizer.bos_token_id):
+        if token is not None and token in ids:
+            return ids.index(token)
+    return 0
+
+
+def _label(question: Question, offsets: np.ndarray, cls: int) -> tuple[int, int]:
+    """Returns the first and last token of the first answer, or `cls` twice if the window does not contain all of it.
+
+    An answer consists of all tokens that share a character with it. run_qa.py differs in two cases: if the answer is in
+    the last token, its start is outside of the context; if one character has several tokens, its end may precede its
+    start.
+    """
+    places = np.flatnonzero(offsets[:, 0] >= 0)
+    if question.impossible or not len(places):
+        return cls, cls
+    answer_start, text = question.answers[0]
+    answer_stop = answer_start + len(text)
+    begins, ends = offsets[places].T
+    if begins[0] > answer_start or ends[-1] < answer_stop:
+        return cls, cls
+    start = int(np.searchsorted(ends, answer_start, side="right"))
+    end = int(np.searchsorted(begins, answer_stop, side="left")) - 1
+    return (int(places[start]), int(places[end])) if start <= end else (cls, cls)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from sansgpu.config.metrics import Metric, percentage
-from sansgpu.config.tasks import CardText, Purpose, TaskSettings
+from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings, percentage
 from sansgpu.tasks.settings import FINE_TUNED, SMALL_ENCODER, fine_tuning_problems
 
 _ANSWER = 'sansgpu predict MODEL --question "Who wrote it?" --context "It was written by Ada."'

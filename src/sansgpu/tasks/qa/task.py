@@ -18,10 +18,17 @@ from sansgpu.models.huggingface.pretrained import load_tokenizer_of
 from sansgpu.tasks.capabilities import Predicts
 from sansgpu.tasks.evaluation import require_rows
 from sansgpu.tasks.fine_tuning import FineTuningTask, require_examples, split_rows
-from sansgpu.tasks.qa.data import QuestionCorpus, TokenizedQuestions, tokenize_questions
+from sansgpu.tasks.qa.data import (
+    Question,
+    QuestionCorpus,
+    TokenizedQuestions,
+    read_questions,
+    single_questions,
+    tokenize_questions,
+    unanswered_question,
+)
 from sansgpu.tasks.qa.evaluate import QAEvaluator
 from sansgpu.tasks.qa.objective import QAObjective
-from sansgpu.tasks.qa.questions import Question, read_questions, single_questions, unanswered_question
 from sansgpu.tasks.qa.settings import SETTINGS
 from sansgpu.tasks.task import EvaluationRequest, Gather, TrainedModel
 

@@ -9,11 +9,11 @@ import torch
 
 from sansgpu.config import Config
 from sansgpu.data.sequences import PackedSequences
+from sansgpu.kernels.attention import token_places
 from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.formats.decoder_folder import load_gguf_decoder
 from sansgpu.models.formats.gguf_source import is_gguf, open_gguf
-from sansgpu.models.huggingface.packed_forward import token_places
 from sansgpu.models.teacher import student_loss
 from sansgpu.tasks.base import ObjectiveBase
 from sansgpu.tasks.distillation import StudentLoss, student_metrics

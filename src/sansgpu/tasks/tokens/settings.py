@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sansgpu.config.metrics import Metric, share
-from sansgpu.config.tasks import CardText, Purpose, TaskSettings
+from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings, share
 from sansgpu.tasks.settings import FINE_TUNED, LORA_LEARNING_RATE, SMALL_ENCODER, fine_tuning_problems, repeated_labels
 
 _FIND = 'sansgpu predict MODEL --text "Ada Lovelace lived in London."'

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight, dequantize_rows
+from sansgpu.kernels.frozen_linear import quantized_linear
 from sansgpu.kernels.linear import Linear, autocasted
-from sansgpu.kernels.quantized_linear import quantized_linear
 from sansgpu.models.modules import blocks_of
 
 

@@ -1,7 +1,8 @@
-"""Linear layers with a frozen weight and a trained LoRA adapter, y = x W^T + b + s (x A^T) B^T (arXiv 2106.09685).
+"""Linear layers with a frozen weight, which may stay quantized and have a trained LoRA adapter.
 
-The low-rank product is added while the other one is stored, forward and backward, so it takes no pass over memory.
-N rows, I inputs, O outputs, R rank.
+With an adapter, y = x W^T + b + s (x A^T) B^T (arXiv 2106.09685): the low-rank product is added while the other one is
+stored, forward and backward, so it takes no pass over memory. Each value of a quantized weight is dequantized once for
+all rows of a product, so there is no copy of it in memory. N rows, I inputs, O outputs, R rank.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import torch
 import torch.nn.functional as F
 
 from sansgpu.kernels import library
-from sansgpu.kernels.block_quantization import NOT_QUANTIZED, row_length
+from sansgpu.kernels.block_quantization import NOT_QUANTIZED, QuantizedWeight, by_number, dequantize_rows, row_length
 from sansgpu.kernels.c_functions import structs
 from sansgpu.kernels.matmul import is_native
 
 MAX_RANK = 64  # above, adding products in fp32 takes longer than separate matmuls
 
 
-class FrozenLayer(NamedTuple):
+class _FrozenLayer(NamedTuple):
     """The parameters of a linear layer that get no gradient."""
 
     weight: torch.Tensor  # (O, I), or the data of a quantized weight
@@ -41,20 +42,25 @@ def lora_linear(
     x and dropped (N, I), weight W (O, I), bias (O,), first A (R, I), second B (O, R); returns (N, O).
     """
     if is_native(x, dropped, weight, first, second):
-        return native_lora_linear(x, dropped, FrozenLayer(weight, NOT_QUANTIZED, bias), first, second, scale)
+        return _native_lora_linear(x, dropped, _FrozenLayer(weight, NOT_QUANTIZED, bias), first, second, scale)
     frozen = F.linear(x, weight.detach(), None if bias is None else bias.detach().to(x.dtype))
-    return add_lora(frozen, dropped, first, second, scale)
+    return _add_lora(frozen, dropped, first, second, scale)
 
 
-def add_lora(
+def _add_lora(
     frozen: torch.Tensor, dropped: torch.Tensor, first: torch.Tensor, second: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """Adds scale (dropped A^T) B^T to the result of a frozen layer with torch's matmuls."""
     return frozen + F.linear(F.linear(dropped, first), second) * scale
 
 
-def native_lora_linear(
-    x: torch.Tensor, dropped: torch.Tensor, frozen: FrozenLayer, first: torch.Tensor, second: torch.Tensor, scale: float
+def _native_lora_linear(
+    x: torch.Tensor,
+    dropped: torch.Tensor,
+    frozen: _FrozenLayer,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    scale: float,
 ) -> torch.Tensor:
     """Computes `lora_linear` with our kernel."""
     separate = None if dropped is x else dropped
@@ -69,7 +75,7 @@ class _LoraFunction(torch.autograd.Function):
         dropped: torch.Tensor | None,
         first: torch.Tensor,
         second: torch.Tensor,
-        frozen: FrozenLayer,
+        frozen: _FrozenLayer,
         scale: float,
     ) -> torch.Tensor:
         source = x if dropped is None else dropped
@@ -99,7 +105,7 @@ class _LoraFunction(torch.autograd.Function):
         return *grads, None, None
 
 
-def _sizes(x: torch.Tensor, frozen: FrozenLayer, first: torch.Tensor, second: torch.Tensor) -> Any:
+def _sizes(x: torch.Tensor, frozen: _FrozenLayer, first: torch.Tensor, second: torch.Tensor) -> Any:
     """Returns the struct LoraSizes of native.h.
 
     Raises RuntimeError if the adapter does not fit the layer, or the layer its input.
@@ -108,3 +114,68 @@ def _sizes(x: torch.Tensor, frozen: FrozenLayer, first: torch.Tensor, second: to
     if weight.shape != (outputs, row_length(inputs, frozen.format)) or first.shape != (rank, inputs):
         raise RuntimeError(f"a layer of {tuple(weight.shape)} and its adapter or input cannot be multiplied.")
     return structs()["LoraSizes"](N=rows, I=inputs, O=outputs, R=rank)
+
+
+def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Computes x W^T + bias for x (N, I), W (O, I) and bias (O,), which get no gradient; returns (N, O).
+
+    The values of W are rounded to the dtype of x, unless the kernel multiplies only a few rows.
+    """
+    _require_fit(x, weight, bias)
+    return cast(torch.Tensor, _FrozenLinearFunction.apply(x, weight.data, weight.format.number, bias))
+
+
+def quantized_lora_linear(
+    x: torch.Tensor,
+    dropped: torch.Tensor,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Computes `lora_linear` with a quantized weight: x W^T + bias + scale (dropped A^T) B^T.
+
+    x and dropped (N, I), weight W (O, I), bias (O,), first A (R, I), second B (O, R); returns (N, O).
+    """
+    _require_fit(x, weight, bias)
+    if is_native(x, dropped, first, second):
+        frozen = _FrozenLayer(weight.data, weight.format.number, bias)
+        return _native_lora_linear(x, dropped, frozen, first, second, scale)
+    return _add_lora(quantized_linear(x, weight, bias), dropped, first, second, scale)
+
+
+class _FrozenLinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, data: torch.Tensor, format: int, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.format = format
+        ctx.save_for_backward(data)
+        if not is_native(x):
+            weight = dequantize_rows(data, by_number(format), x.dtype)
+            return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+        y = x.new_empty(len(x), len(data))
+        bias = None if bias is None else bias.float().contiguous()
+        _call("quantized_forward", x, data, format, (*x.shape, len(data)), bias, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad,), (data,), stored = grad_outputs, ctx.saved_tensors, by_number(ctx.format)
+        if not is_native(grad):
+            return grad @ dequantize_rows(data, stored, grad.dtype), None, None, None
+        x_grad = grad.new_empty(len(grad), data.shape[1] // stored.bytes * stored.block)
+        _call("quantized_backward", grad, data, ctx.format, (*x_grad.shape, len(data)), x_grad)
+        return x_grad, None, None, None
+
+
+def _require_fit(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
+    shape = (weight.outputs, weight.inputs)
+    if x.ndim != 2 or x.shape[1] != weight.inputs or (bias is not None and bias.shape != (weight.outputs,)):
+        raise RuntimeError(f"a quantized weight of {shape} and an input of {tuple(x.shape)} cannot be multiplied.")
+
+
+def _call(
+    name: str, rows: torch.Tensor, data: torch.Tensor, format: int, sizes: tuple[int, ...], *rest: torch.Tensor | None
+) -> None:
+    narrow = rows.dtype == torch.bfloat16
+    library.call(name, narrow, format, *sizes, data.contiguous(), rows.contiguous(), *rest)
