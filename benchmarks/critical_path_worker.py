@@ -127,14 +127,14 @@ def training_step(job: PathJob) -> Callable[[], None]:
     """Returns a function that makes a training step on random tokens."""
     file = None if job.config is None else Path(job.config)
     config, _ = load_config(file, [*job.overrides, f"training.threads={max(job.threads)}"])
-    kind, training = task_of(config), config.training
-    config = kind.with_vocabulary(config)
+    task_class, training = task_of(config), config.training
+    config = task_class.with_vocabulary(config)
     execution, _ = configure_process(config, None, lambda message: None)
-    task: Any = kind.new_objective(config)
+    task: Any = task_class.new_objective(config)
     assert training.batch_size != "auto"
     execution.micro_batch = training.batch_size
     state = TrainState.create(task.model, training, execution)
-    batch = kind.random_batch(config, training.batch_size * training.gradient_accumulation_steps)
+    batch = task_class.random_batch(config, training.batch_size * training.gradient_accumulation_steps)
 
     def step() -> None:
         train_step(state, task, batch, training.learning_rate / 10)

@@ -91,11 +91,11 @@ class MicroBatches(Dataset[list[Row]]):
 
 def load_model(config: Config) -> Any:
     """Returns the model with transformers and peft."""
-    kind: Any = task_of(config)
-    name, head = str(config.model.name_or_path), kind.objective_class.head_of(config)
+    task_class: Any = task_of(config)
+    name, head = str(config.model.name_or_path), task_class.objective_class.head_of(config)
     settings = transformers.AutoConfig.from_pretrained(name)
     head.set_labels(settings)
-    loader: Any = getattr(transformers, AUTO_CLASSES[head.kind])
+    loader: Any = getattr(transformers, AUTO_CLASSES[head.type])
     model = loader.from_pretrained(name, config=settings, dtype=torch.float32)
     if config.model.adapter != "none":
         from peft import LoraConfig, get_peft_model

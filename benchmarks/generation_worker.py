@@ -26,8 +26,8 @@ def ours(job: Job) -> Callable[[Ids], Ids]:
 
     torch.set_num_threads(job["threads"])
     loaded = open_model(ModelRequest(job["model"]), "chat", lambda text: None)
-    kind: Any = loaded.kind
-    model = kind.batch_model(loaded)
+    task_class: Any = loaded.task_class
+    model = task_class.batch_model(loaded)
 
     def run(prompts: Ids) -> Ids:
         reader = model.open_reader(len(prompts), max(map(len, prompts)) + job["tokens"])

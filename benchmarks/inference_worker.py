@@ -49,11 +49,11 @@ def our_predictor(job: Job, texts: list[str]) -> tuple[Callable[[], Results], No
 
     assert len(texts) <= CHUNK_ROWS
     loaded = open_model(ModelRequest(job["model"]), "predict", print, lambda *_: None)
-    kind: Any = loaded.kind
+    task_class: Any = loaded.task_class
 
     def predict() -> Results:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            return np.array([one["label"] for one in kind.predict(loaded, [{"text": text} for text in texts])])
+            return np.array([one["label"] for one in task_class.predict(loaded, [{"text": text} for text in texts])])
 
     return predict, None
 

@@ -25,12 +25,12 @@ from sansgpu.train.evaluate import evaluate
 def main() -> None:
     folder, *overrides = sys.argv[1:]
     config, _ = load_config(None, [*overrides, f"model.name_or_path={folder}"])
-    kind: Any = task_of(config)
+    task_class: Any = task_of(config)
     torch.set_num_threads(int(config.training.threads))
     with tempfile.TemporaryDirectory() as cache:
-        config, corpus = kind.prepare(config, Path(cache), lambda *_: None)
-        task = kind(config, corpus, effective_batch(config.training))
-        execution = Execution(kind.evaluation_batch(config), precision=str(config.training.precision))
+        config, corpus = task_class.prepare(config, Path(cache), lambda *_: None)
+        task = task_class(config, corpus, effective_batch(config.training))
+        execution = Execution(task_class.evaluation_batch(config), precision=str(config.training.precision))
         metrics = evaluate(task.evaluator, execution)
     print(json.dumps({"event": "eval", **(metrics or {})}), flush=True)
 

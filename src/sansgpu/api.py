@@ -49,7 +49,7 @@ class Run:
 
         Example: `pandas.DataFrame(run.events("step"))`.
         """
-        return self.record.events_of_kind(kind)
+        return self.record.events_named(kind)
 
     def generate(
         self, prompt: str = "", max_new_tokens: int = 200, *, trust_remote_code: bool = False, **sampling: Any

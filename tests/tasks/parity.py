@@ -17,9 +17,9 @@ STEPS, ROWS = 20, 4
 
 def our_losses(overrides: list[str], micro_batch: int) -> list[float]:
     config, _ = load_config(None, overrides)
-    kind = TASKS[config.kind]
-    config, corpus = kind.prepare(config, Path("unused"), lambda *_: None)
-    task = kind(config, corpus, ROWS)
+    task_class = TASKS[config.kind]
+    config, corpus = task_class.prepare(config, Path("unused"), lambda *_: None)
+    task = task_class(config, corpus, ROWS)
     device = torch.device("cpu")
     state = TrainState.create(task.model, config.training, Execution(micro_batch, device=device))
     losses = []

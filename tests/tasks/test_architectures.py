@@ -60,7 +60,7 @@ def head_of(architecture: str) -> Head:
 
 
 def settings(home: Path, architecture: str, model: Path, **changes: object) -> tuple[str, ...]:
-    asking = head_of(architecture).kind == "qa"
+    asking = head_of(architecture).type == "qa"
     chosen = {
         "task": "qa" if asking else "sft", "model.name_or_path": model,
         "data.dataset_name": home / ("squad.json" if asking else "chat.jsonl"), "data.max_length": 96,

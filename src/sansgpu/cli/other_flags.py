@@ -74,9 +74,9 @@ def with_other_flags(command: Callable[..., int]) -> Callable[..., int]:
         return command(override=[*(override or ()), *texts, *switched], **values)
 
     own = inspect.signature(command, eval_str=True)
-    kinds = inspect.Parameter.KEYWORD_ONLY
+    keyword_only = inspect.Parameter.KEYWORD_ONLY
     parameters = [
-        inspect.Parameter(name, kinds, default=None if name in keys else False, annotation=annotation)
+        inspect.Parameter(name, keyword_only, default=None if name in keys else False, annotation=annotation)
         for name, annotation in added.items()
     ]
     with_flags.__signature__ = own.replace(  # type: ignore[attr-defined]  # read by typer

@@ -248,7 +248,7 @@ class _ExportOptions:
             metavar="hf|gguf|onnx",
         ),
     ] = "hf"
-    kind: Annotated[
+    weight_type: Annotated[
         str | None,
         option(
             "Data type of matrices. gguf: f32, f16 (default), bf16, q8_0, q6_k, q4_k, q4_1, q4_0. onnx: f32 (default), "
@@ -281,7 +281,7 @@ def export(given: _ExportOptions) -> None:
     """
     if given.form not in ("hf", "gguf", "onnx"):
         raise typer.BadParameter(f"--format is {given.form}, but must be hf, gguf or onnx")
-    if given.form == "hf" and given.kind is not None:
+    if given.form == "hf" and given.weight_type is not None:
         raise typer.BadParameter("--type requires --format gguf or onnx")
     if given.form != "hf" and given.merge is not None:
         raise typer.BadParameter("--merge and --no-merge require --format hf; other files always hold the whole model")
@@ -291,9 +291,9 @@ def export(given: _ExportOptions) -> None:
 
         model = ModelRequest(str(given.run), given.snapshot, given.trust_remote_code, given.objective)
         if given.form == "gguf":
-            written = export_gguf(model, given.output, given.kind or "f16", warn, bar)
+            written = export_gguf(model, given.output, given.weight_type or "f16", warn, bar)
         elif given.form == "onnx":
-            written, check = export_onnx(model, given.output, given.kind or "f32", warn, bar)
+            written, check = export_onnx(model, given.output, given.weight_type or "f32", warn, bar)
         else:
             written = export_run(model, given.output, given.merge, warn, bar)
     if given.form == "onnx":

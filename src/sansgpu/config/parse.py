@@ -157,8 +157,8 @@ class _Loader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep=deep)
         except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError):
-            kind = str(node.tag).rpartition(":")[2]
-            raise yaml.YAMLError(f"{shown(node.value)} is not a valid {truncate(kind)}{_line(node)}") from None
+            tag = str(node.tag).rpartition(":")[2]
+            raise yaml.YAMLError(f"{shown(node.value)} is not a valid {truncate(tag)}{_line(node)}") from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         if isinstance(node, yaml.MappingNode):  # otherwise SafeLoader raises an error that names the node

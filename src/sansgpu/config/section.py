@@ -125,7 +125,7 @@ class Section(BaseModel):
             return type(self).model_validate({**self.given_values(), **changes})
         except ValidationError as error:
             root = Section.root or type(self)
-            path = next((name.split(".") for name, kind in all_sections(root) if kind is type(self)), [])
+            path = next((name.split(".") for name, section in all_sections(root) if section is type(self)), [])
             raise ConfigError(f"the configuration: {'; '.join(problems(error, root, section=(*path,)))}.") from None
 
     def given_values(self) -> dict[str, Any]:
@@ -175,14 +175,14 @@ class Section(BaseModel):
 def _sections(model: type[BaseModel]) -> dict[str, type[Section]]:
     """Returns the classes of the sections inside `model` by name."""
     found = {name: field.annotation for name, field in model.model_fields.items()}
-    return {name: kind for name, kind in found.items() if isinstance(kind, type) and issubclass(kind, Section)}
+    return {name: known for name, known in found.items() if isinstance(known, type) and issubclass(known, Section)}
 
 
 def all_sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
     """Yields (dotted name, class) of every section inside `model`, those inside sections included."""
-    for name, kind in _sections(model).items():
-        yield prefix + name, kind
-        yield from all_sections(kind, f"{prefix}{name}.")
+    for name, section in _sections(model).items():
+        yield prefix + name, section
+        yield from all_sections(section, f"{prefix}{name}.")
 
 
 def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

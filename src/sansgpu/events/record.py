@@ -72,21 +72,21 @@ class RunRecord:
     def name(self) -> str:
         return self.paths.root.absolute().name
 
-    def events_of_kind(self, kind: str) -> list[Event]:
-        return [event for event in self.events if event["event"] == kind]
+    def events_named(self, name: str) -> list[Event]:
+        return [event for event in self.events if event["event"] == name]
 
     @cached_property
     def start(self) -> Event:
         """The start event, or an empty dict."""
-        return next(iter(self.events_of_kind("start")), {})
+        return next(iter(self.events_named("start")), {})
 
     @cached_property
     def steps(self) -> list[Event]:
-        return self.events_of_kind("step")
+        return self.events_named("step")
 
     @cached_property
     def evaluations(self) -> list[Event]:
-        return self.events_of_kind("eval")
+        return self.events_named("eval")
 
     @property
     def best(self) -> Event | None:
@@ -97,7 +97,7 @@ class RunRecord:
     @property
     def end_reason(self) -> str | None:
         """done, interrupted or out_of_time; None if the run is active or was killed."""
-        ends = self.events_of_kind("end")  # a resumed run removes the end event of the interrupted process
+        ends = self.events_named("end")  # a resumed run removes the end event of the interrupted process
         return str(ends[-1]["reason"]) if ends else None
 
     @property

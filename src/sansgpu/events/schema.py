@@ -114,7 +114,7 @@ class _EndEvent(_Event):
     snapshot: str | None = None
 
 
-_KINDS: dict[str, type[_Event]] = {
+_EVENTS: dict[str, type[_Event]] = {
     "start": _StartEvent,
     "step": _StepEvent,
     "eval": _EvaluationEvent,
@@ -146,5 +146,5 @@ class RecordedEnvironment(_ExtensibleFields):
 
 def event_flaw(event: object) -> str | None:
     """Returns a clause naming the first invalid field of an event, or None."""
-    kind = event.get("event") if isinstance(event, dict) else None
-    return field_flaw(_KINDS.get(kind, _Event) if isinstance(kind, str) else _Event, event)
+    name = event.get("event") if isinstance(event, dict) else None
+    return field_flaw(_EVENTS.get(name, _Event) if isinstance(name, str) else _Event, event)

@@ -55,12 +55,12 @@ def field_flaw(schema: type[BaseModel], value: object) -> str | None:
         schema.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        kind, place, given = first["type"], named(first["loc"]), shown(first["input"])
-        if kind == "missing":
+        error_type, place, given = first["type"], named(first["loc"]), shown(first["input"])
+        if error_type == "missing":
             return f"{place} is missing"
         if first["loc"] and first["loc"][0] not in schema.model_fields:  # pydantic would list every type
             return f"{named(first['loc'][:1])} is {given}, but numbers should be finite and have at most 64 bits"
-        if kind in ("model_type", "dict_type"):
+        if error_type in ("model_type", "dict_type"):
             return f"{place or 'it'} is {given}, but should contain keys and values"
         return f"{place} is {given}, but should be {first['msg'].removeprefix('Input should be ')}"
     return None

@@ -65,7 +65,7 @@ def distill(request: DistillRequest, warn: Callable[[str], None], progress: Repo
     _require_output(request.output)
     verb: Any = "distill" if request.task == "pretrain" else "chat"  # chat models have the template of conversations
     loaded = open_model(request.model, verb, warn, progress)
-    teacher = loaded.kind.teacher(loaded)
+    teacher = loaded.task_class.teacher(loaded)
     config = _config(request, teacher)
     tokenizer = _tokenizer(request, loaded)
     backend = tokenizer.backend if isinstance(tokenizer, Tokenizer) else tokenizer.backend_tokenizer

@@ -15,7 +15,7 @@ from sansgpu.machine.probe import cache_dir
 from sansgpu.tasks.registry import TASKS, task_of
 from sansgpu.tasks.task import Corpus, DetailedEvaluator, EvaluationRequest, PredictionWriter, Verb
 from sansgpu.train.evaluate import evaluate
-from sansgpu.train.loading import ModelRequest, kind_of_model, open_model
+from sansgpu.train.loading import ModelRequest, class_of_model, open_model
 from sansgpu.train.run_folders import with_objective
 
 
@@ -33,10 +33,10 @@ def evaluate_model(
     target, objective = model.target, model.objective
     verb: Verb = "chat" if data is not None and _reads_conversations(target, data) else "evaluate"
     loaded = open_model(model, verb, warn, progress)
-    kind, config, source = loaded.kind, loaded.config, loaded.source
+    task_class, config, source = loaded.task_class, loaded.config, loaded.source
     if objective not in (None, config.task) and data is not None:
         raise ConfigError("--objective prepares the run's own data and has no effect with --data; leave one out.")
-    if window is not None and not kind.has_windows:
+    if window is not None and not task_class.has_windows:
         raise ConfigError("--window works with decoders only; other models use the length that they were trained with.")
     if window is not None and data is None:
         raise ConfigError("--window has an effect with --data only; leave it out.")
@@ -50,23 +50,23 @@ def evaluate_model(
         return corpus
 
     request = EvaluationRequest(data, window, objective, own_corpus, cache, progress, warn)
-    evaluator = kind.evaluator_for(loaded, request)
+    evaluator = task_class.evaluator_for(loaded, request)
     if isinstance(evaluator, PredictionWriter):
         require_run(source.path)
-    execution = Execution(kind.evaluation_batch(config), precision=loaded.precision, device=loaded.device)
+    execution = Execution(task_class.evaluation_batch(config), precision=loaded.precision, device=loaded.device)
     metrics = evaluate(evaluator, execution, progress=progress)
     assert metrics is not None
     if isinstance(evaluator, DetailedEvaluator):
         metrics = evaluator.detailed(metrics)
     if isinstance(evaluator, PredictionWriter):
         evaluator.save(source.path)
-    return {"event": "eval", "step": source.step, **metrics}, kind.settings
+    return {"event": "eval", "step": source.step, **metrics}, task_class.settings
 
 
 def _reads_conversations(target: str, data: str) -> bool:
     """Returns whether a causal model that is not a run has no task but `data`, which are conversations."""
     is_run = (local_path(target) / "config.yaml").is_file()
-    return not is_run and kind_of_model(target, "evaluate") is TASKS["pretrain"] and has_conversations(data)
+    return not is_run and class_of_model(target, "evaluate") is TASKS["pretrain"] and has_conversations(data)
 
 
 def link_prediction(
@@ -80,5 +80,5 @@ def link_prediction(
     nothing to query.
     """
     loaded = open_model(model, "rank", warn, progress)
-    report = loaded.kind.rank_entities(loaded, data, limit, progress, warn)
+    report = loaded.task_class.rank_entities(loaded, data, limit, progress, warn)
     return {"event": "link_prediction", "step": loaded.source.step, **report}

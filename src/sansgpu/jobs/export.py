@@ -18,7 +18,7 @@ from sansgpu.models.formats.folders import base_of, is_adapter_folder
 from sansgpu.models.formats.onnx import FILES, OnnxCheck, decoder_error, require_onnx, write_onnx
 from sansgpu.tasks.capabilities import can
 from sansgpu.tasks.task import TrainedModel, Verb
-from sansgpu.train.loading import ModelRequest, kind_of_run, open_model
+from sansgpu.train.loading import ModelRequest, class_of_run, open_model
 from sansgpu.train.run_folders import open_run
 
 if TYPE_CHECKING:  # gguf is optional
@@ -52,7 +52,7 @@ def export_run(
         raise ConfigError(f"{run} has no adapter; leave out --merge and --no-merge.")
     loaded = open_model(model, "export", warn, progress)
     progress(f"writing {folder}", 0, 0)
-    loaded.kind.export_model(loaded, folder, merge)
+    loaded.task_class.export_model(loaded, folder, merge)
     write_model_card(run, folder, loaded.source.step, warn)
     return folder
 
@@ -73,7 +73,7 @@ def _export_merged(
     _require_no_other_run(folder, adapter.resolve().parent)
     loaded = open_model(model, "chat", warn, progress)
     progress(f"writing {folder}", 0, 0)
-    loaded.kind.export_model(loaded, folder, True)
+    loaded.task_class.export_model(loaded, folder, True)
     return folder
 
 
@@ -93,35 +93,35 @@ def _require_no_other_run(folder: Path, run: Path) -> None:
 
 
 def export_gguf(
-    model: ModelRequest, output: Path | None, kind: str, warn: Callable[[str], None], progress: ReportProgress
+    model: ModelRequest, output: Path | None, weight_type: str, warn: Callable[[str], None], progress: ReportProgress
 ) -> Path:
     """Writes a run's snapshot as a GGUF file (default: RUN/NAME-KIND.gguf) and returns its path.
 
-    `kind` is the data type of matrices. Raises ConfigError if llama.cpp does not support the model.
+    `weight_type` is the data type of matrices. Raises ConfigError if llama.cpp does not support the model.
     """
     require("--format gguf", "gguf")
     from sansgpu.models.formats.gguf_file import write_gguf
     from sansgpu.models.formats.gguf_reader import TYPES, describe_substitutes
 
     run = Path(model.target)
-    if kind not in TYPES:
-        raise ConfigError(f"--type is {kind}, but must be one of {', '.join(TYPES)}.")
+    if weight_type not in TYPES:
+        raise ConfigError(f"--type is {weight_type}, but must be one of {', '.join(TYPES)}.")
     if is_adapter_folder(run):
         verb: Verb = "chat"
         path = _require_output(run, output)
     else:
         verb = "gguf"
         config, _ = open_run(run)
-        kind_of_run(run, config, verb, model.objective)  # before the output is checked
-        path = output or run / f"{run.resolve().name}-{kind}.gguf"
+        class_of_run(run, config, verb, model.objective)  # before the output is checked
+        path = output or run / f"{run.resolve().name}-{weight_type}.gguf"
         if output is None:
             require_run(run)
     require_file(path, GGUF)
     loaded = open_model(model, verb, warn, progress)
     progress(f"writing {path}", 0, 0)
     about = _about(run, loaded)
-    settings, weights, tokenizer = loaded.kind.gguf_parts(loaded)
-    choices = write_gguf(path, settings, weights, tokenizer, kind, about)
+    settings, weights, tokenizer = loaded.task_class.gguf_parts(loaded)
+    choices = write_gguf(path, settings, weights, tokenizer, weight_type, about)
     if (replaced := describe_substitutes(choices)) is not None:
         warn(replaced)
     return path
@@ -144,7 +144,7 @@ def _about(run: Path, loaded: TrainedModel) -> ModelDescription:
 
 
 def export_onnx(
-    model: ModelRequest, output: Path | None, kind: str, warn: Callable[[str], None], progress: ReportProgress
+    model: ModelRequest, output: Path | None, weight_type: str, warn: Callable[[str], None], progress: ReportProgress
 ) -> tuple[Path, OnnxCheck]:
     """Writes an encoder as an ONNX file into a folder (default: RUN/onnx-KIND).
 
@@ -153,12 +153,12 @@ def export_onnx(
     """
     require_onnx()
     target = Path(model.target)
-    if kind not in FILES:
-        raise ConfigError(f"--type is {kind}, but --format onnx needs one of {', '.join(FILES)}.")
+    if weight_type not in FILES:
+        raise ConfigError(f"--type is {weight_type}, but --format onnx needs one of {', '.join(FILES)}.")
     is_run = (target / "config.yaml").is_file()
     if not is_run:
         _require_plain_folder(target, model, output)
-    folder = output or target / f"onnx-{kind}"
+    folder = output or target / f"onnx-{weight_type}"
     if output is None:
         require_run(target)
     require_folder(folder, "model", "--output")
@@ -169,8 +169,8 @@ def export_onnx(
             source = Path(temporary) / "model"
             _write_encoder(model, source, warn, progress)
         progress(f"writing {folder}", 0, 0)
-        check = write_onnx(source, model.target, folder, kind, model.remote_code)
-    return folder / FILES[kind], check
+        check = write_onnx(source, model.target, folder, weight_type, model.remote_code)
+    return folder / FILES[weight_type], check
 
 
 def _require_plain_folder(target: Path, model: ModelRequest, output: Path | None) -> None:
@@ -187,7 +187,7 @@ def _write_encoder(model: ModelRequest, folder: Path, warn: Callable[[str], None
     """Writes a run's snapshot as a Hugging Face folder, with an adapter merged. Raises ConfigError for a decoder."""
     run = Path(model.target)
     config, _ = open_run(run)
-    if can(kind_of_run(run, config, "export", model.objective), "generate"):
+    if can(class_of_run(run, config, "export", model.objective), "generate"):
         raise decoder_error(model.target)
     loaded = open_model(model, "export", warn, progress)
-    loaded.kind.export_model(loaded, folder, True)
+    loaded.task_class.export_model(loaded, folder, True)

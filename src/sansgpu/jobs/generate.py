@@ -58,7 +58,7 @@ def generate_text(
     """Streams the continuation of `prompt` by a run, a Hugging Face model or a GGUF file."""
     require_valid_sampling(sampling)
     loaded = open_model(model, "generate", warn, progress)
-    opened = loaded.kind.batch_model(loaded)
+    opened = loaded.task_class.batch_model(loaded)
     return stream(opened, opened.text_ids(prompt), max_new_tokens, sampling)
 
 
@@ -74,7 +74,7 @@ class ChatSession:
     ) -> None:
         """Raises ConfigError if there is no model, or if it has no chat template."""
         loaded = open_model(model, "chat", warn, progress)
-        self._model = loaded.kind.batch_model(loaded)
+        self._model = loaded.task_class.batch_model(loaded)
         if self._model.chat_ids is None:
             raise ConfigError(
                 f"{model.target} has no chat template; use `sansgpu generate`, or give data.chat_template."
@@ -108,7 +108,7 @@ def generate_rows(request: GenerateRequest, warn: Callable[[str], None], progres
     target = request.model.target
     is_run = (local_path(target) / "config.yaml").is_file()
     loaded = open_model(request.model, "complete" if is_run else "chat", warn, progress)
-    model = loaded.kind.batch_model(loaded)
+    model = loaded.task_class.batch_model(loaded)
     if not model.together:
         warn(f"{target}: its prompts are completed one by one, because its layers cannot share a cache.")
     bad_rows = BadRows("skip")
@@ -227,7 +227,7 @@ class PartialFile:
     def __init__(self, path: Path, target: str, fingerprint: str, weights: str) -> None:
         self._path, self._target = path, target
         self._content = {"fingerprint": fingerprint, "weights": weights}
-        self._partial, self._request = (path.with_name(f"{path.name}.{kind}") for kind in ("partial", "request"))
+        self._partial, self._request = (path.with_name(f"{path.name}.{suffix}") for suffix in ("partial", "request"))
 
     def open(self) -> int:
         """Returns the number of lines that an earlier run has written.

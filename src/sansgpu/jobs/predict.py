@@ -42,27 +42,27 @@ def predict(
     predicted in chunks while the result is consumed, which raises ConfigError if there are none, or one is invalid.
     """
     loaded = open_model(model, "predict", warn, progress)
-    if unknown := next((name for name in options if name not in signature(loaded.kind.predict).parameters), None):
+    if unknown := next((name for name in options if name not in signature(loaded.task_class.predict).parameters), None):
         raise ConfigError(f"{_flags([unknown])} has no effect for a model of task {loaded.config.task}; leave it out.")
     if isinstance(data, str):
-        rows: Iterator[Row] = rows_of(data, loaded.config.data, loaded.kind.rows_to_predict)
+        rows: Iterator[Row] = rows_of(data, loaded.config.data, loaded.task_class.rows_to_predict)
     else:
         rows, loaded = iter([data]), _for_single_row(loaded, data)
     if loaded.precision == "bf16":
         narrow_matrices(loaded.objective.model, torch.nn.Linear)  # embeddings stay as they are, as with autocast
     progress("predicting", 0, 0)
-    return PredictedRows(_predictions(loaded, rows, options), loaded.kind.in_words)
+    return PredictedRows(_predictions(loaded, rows, options), loaded.task_class.in_words)
 
 
 def _for_single_row(loaded: TrainedModel, row: Row) -> TrainedModel:
     """Returns the model for a row whose columns flags name. Raises ConfigError if its task needs other columns."""
     data, target = loaded.config.data, loaded.source.target
     pairs = data.text_pair_column is not None
-    forms = [form for form in loaded.kind.row_forms if not pairs or len(form) > 1]
+    forms = [form for form in loaded.task_class.row_forms if not pairs or len(form) > 1]
     if tuple(row) not in forms:
         task = f"task {loaded.config.task}{' on pairs of texts' if pairs else ''}"
         usable = " or ".join(_flags(form) for form in forms)
-        known = "is" if loaded.source.config or loaded.kind.recognizes(target) else "can only be used as"
+        known = "is" if loaded.source.config or loaded.task_class.recognizes(target) else "can only be used as"
         raise ConfigError(f"{target} {known} a model of {task}; give {usable} instead of {_flags(tuple(row))}.")
     named = data.model_copy(update={"text_column": None, "text_pair_column": None, "label_column": None})
     return replace(loaded, config=loaded.config.model_copy(update={"data": named}))
@@ -76,7 +76,7 @@ def _predictions(loaded: TrainedModel, rows: Iterator[Row], options: dict[str, A
     precision_of_evaluations = torch.autocast(loaded.device.type, torch.bfloat16, enabled=loaded.precision == "bf16")
     while chunk := list(islice(rows, CHUNK_ROWS)):
         with torch.no_grad(), precision_of_evaluations:
-            predicted = list(loaded.kind.predict(loaded, chunk, **options))
+            predicted = list(loaded.task_class.predict(loaded, chunk, **options))
         yield from predicted
 
 

@@ -32,8 +32,8 @@ _C_TYPES: dict[str, Any] = {
 Argument = torch.Tensor | ctypes.Structure | ctypes.Array[Any] | tuple[Any, ...] | float | None
 
 
-class ParameterKind(NamedTuple):
-    """How the arguments for one kind of parameter are passed."""
+class ParameterType(NamedTuple):
+    """How the arguments for one type of parameter are passed."""
 
     c_type: Any
     accepts: tuple[type, ...]
@@ -44,7 +44,7 @@ class ParameterKind(NamedTuple):
 class Signature(NamedTuple):
     """The parameters of a function, in order, and whether it returns an int64_t."""
 
-    kinds: tuple[ParameterKind, ...]
+    types: tuple[ParameterType, ...]
     returns: bool
 
 
@@ -67,7 +67,7 @@ def structs() -> dict[str, Any]:
 def declared() -> dict[str, Signature]:
     """Returns the functions of native.h by name."""
     return {
-        name: Signature(tuple(_kinds(within)), result != "void")
+        name: Signature(tuple(_types(within)), result != "void")
         for result, name, within in _FUNCTION.findall(_header())
     }
 
@@ -95,30 +95,30 @@ def _fields(body: str, known: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, one * int(count) if count else one
 
 
-def _kinds(parameters: str) -> Iterator[ParameterKind]:
+def _types(parameters: str) -> Iterator[ParameterType]:
     for parameter in [] if parameters == "void" else map(_plain, parameters.split(",")):
         match = _PARAMETER.fullmatch(parameter)
-        kind = _kind(*match.groups()) if match else None
-        if kind is None:
+        type = _type(*match.groups()) if match else None
+        if type is None:
             raise RuntimeError(f'{HEADER}: "{parameter}" is neither a pointer nor an int64_t nor a double.')
-        yield kind
+        yield type
 
 
 @cache
-def _kind(name: str, stars: str) -> ParameterKind | None:
+def _type(name: str, stars: str) -> ParameterType | None:
     """Returns how a parameter of a type is passed, or None if it cannot be."""
     if not stars:
         values = {"int64_t": ((int,), "an int"), "double": ((int, float), "a number")}
-        return ParameterKind(_C_TYPES[name], *values[name]) if name in values else None
+        return ParameterType(_C_TYPES[name], *values[name]) if name in values else None
     if struct := structs().get(name):
         given = (struct, tuple, ctypes.Array)
-        return ParameterKind(ctypes.c_void_p, given, f"a struct {name}, or a tuple or an array of them", struct)
+        return ParameterType(ctypes.c_void_p, given, f"a struct {name}, or a tuple or an array of them", struct)
     element = ctypes.c_void_p if stars == "**" else _C_TYPES.get(name)
     if element is None:
-        return ParameterKind(ctypes.c_void_p, (torch.Tensor, type(None)), "a tensor or None")
+        return ParameterType(ctypes.c_void_p, (torch.Tensor, type(None)), "a tensor or None")
     accepts = (torch.Tensor, tuple, type(None))
     numbers = "numbers" if name in ("float", "double") else "ints"
-    return ParameterKind(ctypes.c_void_p, accepts, f"a tensor, a tuple of {numbers} or None", element)
+    return ParameterType(ctypes.c_void_p, accepts, f"a tensor, a tuple of {numbers} or None", element)
 
 
 class Function:
@@ -130,11 +130,11 @@ class Function:
     """
 
     def __init__(self, name: str, signature: Signature, function: Any) -> None:
-        self._name, self._kinds, self._function = name, signature.kinds, function
-        pointers = [place for place, kind in enumerate(signature.kinds) if kind.c_type is ctypes.c_void_p]
-        self._pointers = [(place, signature.kinds[place].element) for place in pointers]
+        self._name, self._types, self._function = name, signature.types, function
+        pointers = [place for place, type in enumerate(signature.types) if type.c_type is ctypes.c_void_p]
+        self._pointers = [(place, signature.types[place].element) for place in pointers]
         self._fitting = set[tuple[type, ...]]()  # types of arguments that passed the check, which depends on them alone
-        function.argtypes = [kind.c_type for kind in signature.kinds]
+        function.argtypes = [type.c_type for type in signature.types]
         function.restype = ctypes.c_int64 if signature.returns else None
 
     def __call__(self, *arguments: Argument) -> Any:
@@ -154,13 +154,13 @@ class Function:
         return self._function(*values)
 
     def _check(self, arguments: tuple[Argument, ...]) -> None:
-        if len(arguments) != len(self._kinds):
-            raise TypeError(f"{self._name} takes {len(self._kinds)} arguments, but was called with {len(arguments)}.")
-        for place, (argument, kind) in enumerate(zip(arguments, self._kinds, strict=True), start=1):
-            is_other = isinstance(argument, ctypes.Array) and argument._type_ is not kind.element
-            if is_other or not isinstance(argument, kind.accepts):
+        if len(arguments) != len(self._types):
+            raise TypeError(f"{self._name} takes {len(self._types)} arguments, but was called with {len(arguments)}.")
+        for place, (argument, type) in enumerate(zip(arguments, self._types, strict=True), start=1):
+            is_other = isinstance(argument, ctypes.Array) and argument._type_ is not type.element
+            if is_other or not isinstance(argument, type.accepts):
                 given = type(argument).__name__
-                raise TypeError(f"argument {place} of {self._name} must be {kind.description}, not {given}.")
+                raise TypeError(f"argument {place} of {self._name} must be {type.description}, not {given}.")
 
 
 @cache

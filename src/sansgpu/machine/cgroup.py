@@ -60,7 +60,7 @@ def _memory(root: Path, process: Path) -> Iterator[tuple[int, int]]:
         if limit and limit < _NO_LIMIT:
             counts = _counts(folder / "memory.stat")
             idle, active = (
-                counts.get(f"total_{kind}_file", counts.get(f"{kind}_file", 0)) for kind in ("inactive", "active")
+                counts.get(f"total_{state}_file", counts.get(f"{state}_file", 0)) for state in ("inactive", "active")
             )
             yield limit, max(0, used - idle - max(0, active - _PROGRAM_CACHE_BYTES))
 

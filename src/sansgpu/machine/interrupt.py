@@ -105,7 +105,7 @@ class Interrupt:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._left.set()
         if self._watch is not None:
             self._watch.close()

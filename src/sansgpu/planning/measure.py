@@ -109,7 +109,7 @@ class _Stages:
 class _Bench:
     def __init__(self, request: MeasureRequest, execution: Execution, folder: Path) -> None:
         self._request, self._config, self._execution, self._folder = request, request.config, execution, folder
-        self._kind = task_of(self._config)
+        self._task_class = task_of(self._config)
         self._is_compiled = is_compiled(self._config.training.compile, execution.kernels, execution.device.type)
         size = self._config.training.batch_size
         assert size != "auto"
@@ -118,7 +118,7 @@ class _Bench:
     def forward(self) -> Measured:
         """Times forward passes of one random micro-batch."""
         start = time.perf_counter()
-        objective = self._kind.new_objective(self._config)
+        objective = self._task_class.new_objective(self._config)
         built = time.perf_counter() - start
         objective.model.to(self._execution.device).eval()
         if self._is_compiled:
@@ -141,14 +141,14 @@ class _Bench:
         start = time.perf_counter()
         if self._request.with_data:
             stages = _Stages()
-            self._config, corpus = self._kind.prepare(self._config, self._folder, stages)
+            self._config, corpus = self._task_class.prepare(self._config, self._folder, stages)
             done = time.perf_counter()
             tokenizing = stages.started.get("tokenizing", done)
             result |= {"tokenizer_seconds": tokenizing - start, "data_seconds": done - tokenizing}
             start = time.perf_counter()
-            task: Any = self._kind(self._config, corpus, effective_batch(self._config.training))
+            task: Any = self._task_class(self._config, corpus, effective_batch(self._config.training))
         else:
-            task = self._kind.new_objective(self._config)
+            task = self._task_class.new_objective(self._config)
         result["model_seconds"] = time.perf_counter() - start
         if self._is_compiled:
             compile_blocks(task.model)
@@ -172,7 +172,7 @@ class _Bench:
         return result
 
     def _random_batch(self, size: int) -> ExampleBatch:
-        return self._kind.random_batch(self._config, size, self._request.example_tokens)
+        return self._task_class.random_batch(self._config, size, self._request.example_tokens)
 
     def _step(self, task: Any, state: TrainState) -> Any:
         training, progress = self._config.training, state.progress

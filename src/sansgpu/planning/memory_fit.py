@@ -108,19 +108,19 @@ def fitting_micro_batches(
 def changes_that_fit(config: Config, execution: Execution, available: int) -> list[ConfigChange]:
     """Returns up to three changes that each make the run fit, cheapest first, or else one combined change."""
     found: list[ConfigChange] = []
-    for kind in CHANGES:
-        changes = (_change(config, execution, settings, cost) for settings, cost in kind(config, execution))
+    for options in CHANGES:
+        changes = (_change(config, execution, settings, cost) for settings, cost in options(config, execution))
         if change := next((c for c in changes if c is not None and c.memory.fits(available)), None):
             found.append(change)
     return found[:MAX_CHANGES] or _combine(config, execution, available)
 
 
 def _combine(config: Config, execution: Execution, available: int) -> list[ConfigChange]:
-    """Combines kinds of changes, each to its maximum, until the run fits, then drops those that are not needed."""
+    """Combines several changes, each to its maximum, until the run fits, then drops those that are not needed."""
     parts: list[Option] = []
-    for kind in CHANGES:
+    for options in CHANGES:
         furthest: Option | None = None
-        for option in kind(change_config(config, _merged(parts)), execution):
+        for option in options(change_config(config, _merged(parts)), execution):
             change = _combined(config, execution, [*parts, option])
             if change is None:
                 continue

@@ -44,17 +44,18 @@ class Processor:
         return 1 / (flops_per_token / self.gemm_flops_per_second + other)
 
 
-def _kind(name: str, cores: int, precision: str, flops_per_cycle: int, hertz: float, share: float) -> Processor:
-    """Describes a kind by the published peak of a core, in FLOPs per cycle, and its base clock."""
+def _processor(name: str, cores: int, precision: str, flops_per_cycle: int, hertz: float, share: float) -> Processor:
+    """Describes a processor by the published peak of a core, in FLOPs per cycle, and its base clock."""
     return Processor(f"{name}, {counted(cores, 'core')}", cores, precision, share * cores * flops_per_cycle * hertz)
 
 
 PROCESSORS = (
-    _kind("AVX2", 4, "fp32", 32, 3.5e9, VECTOR_SHARE),  # two FMA units of 8 lanes; a desktop's Core i5 or Ryzen 5
-    _kind("ARM", 8, "fp32", 32, 2.6e9, VECTOR_SHARE),  # Neoverse V1 (Graviton3)
-    _kind("AVX-512", 8, "fp32", 64, 2.3e9, VECTOR_SHARE),  # Ice Lake (Xeon 8380)
-    _kind("AVX512_BF16", 8, "bf16", 64, 3.25e9, VECTOR_SHARE),  # Zen 4 (EPYC 9354)
-    *(_kind("AMX", cores, "bf16", 1024, 2.0e9, AMX_SHARE) for cores in (16, 32, 56)),  # Sapphire Rapids (Xeon 8480+)
+    _processor("AVX2", 4, "fp32", 32, 3.5e9, VECTOR_SHARE),  # two FMA units of 8 lanes; a desktop's Core i5 or Ryzen 5
+    _processor("ARM", 8, "fp32", 32, 2.6e9, VECTOR_SHARE),  # Neoverse V1 (Graviton3)
+    _processor("AVX-512", 8, "fp32", 64, 2.3e9, VECTOR_SHARE),  # Ice Lake (Xeon 8380)
+    _processor("AVX512_BF16", 8, "bf16", 64, 3.25e9, VECTOR_SHARE),  # Zen 4 (EPYC 9354)
+    # Sapphire Rapids (Xeon 8480+)
+    *(_processor("AMX", cores, "bf16", 1024, 2.0e9, AMX_SHARE) for cores in (16, 32, 56)),
 )
 
 

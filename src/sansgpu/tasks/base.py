@@ -51,6 +51,38 @@ def _sized(config: Config, vocabulary: int) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": size})})
 
 
+class TaskDefaults:
+    """Defaults of all tasks, however they are made of parts."""
+
+    settings: ClassVar[TaskSettings]
+    verbs_for_any_model: ClassVar[tuple[Verb, ...]] = ()
+    verbs_without_kernels: ClassVar[tuple[Verb, ...]] = ()
+    has_windows: ClassVar[bool] = False
+    corpus: Any
+
+    @classmethod
+    def with_vocabulary(cls, config: Config) -> Config:
+        return with_expected_vocabulary(config)
+
+    @classmethod
+    def recorded_settings(cls, config: Config, recorded: dict[str, Any]) -> list[str]:
+        return []
+
+    @classmethod
+    def recognizes(cls, target: str) -> bool:
+        return False
+
+    @classmethod
+    def evaluation_batch(cls, config: Config) -> int:
+        return 8
+
+    def sample(self, prompt: str, tokens: int, seed: int) -> str:
+        return ""
+
+    def save_tokenizer(self, folder: Path) -> None:
+        self.corpus.tokenizer.save(folder)
+
+
 class ObjectiveBase:
     """A model and its loss, without other training metrics."""
 
@@ -61,17 +93,15 @@ class ObjectiveBase:
         return {}
 
 
-class TaskBase(ObjectiveBase):
-    """A task with defaults. The corpus is a `TokenizedCorpus`; without one, the task is only a model and its loss.
+class TaskBase(TaskDefaults, ObjectiveBase):
+    """A task that is its own objective and evaluator.
+
+    The corpus is a `TokenizedCorpus`; without one, the task is only a model and its loss.
 
     A task of its own kind has `settings`, `model_class`, `prepare`, `loss`, `random_batch`, `evaluate` and `metrics`.
     docs/examples/sentence_order.py is an example.
     """
 
-    settings: ClassVar[TaskSettings]
-    verbs_for_any_model: ClassVar[tuple[Verb, ...]] = ()
-    verbs_without_kernels: ClassVar[tuple[Verb, ...]] = ()
-    has_windows: ClassVar[bool] = False
     # Builds the model. Its weights depend on `training.seed`, not on torch's global random state.
     model_class: ClassVar[Callable[[Config], nn.Module]]
     model: Any  # nn.Module
@@ -95,18 +125,6 @@ class TaskBase(ObjectiveBase):
         shape = _shape(cls.model_class, config.model_dump_json())
         return ModuleCosts(config.model, config.training, config.window, config.window, shape=shape)
 
-    @classmethod
-    def with_vocabulary(cls, config: Config) -> Config:
-        return with_expected_vocabulary(config)
-
-    @classmethod
-    def recorded_settings(cls, config: Config, recorded: dict[str, Any]) -> list[str]:
-        return []
-
-    @classmethod
-    def recognizes(cls, target: str) -> bool:
-        return False
-
     def batch(self, step: int, total_steps: int | None = None) -> ExampleBatch:
         part = self.corpus.train
         indices = batch_indices(self.config.training.seed, step, len(part), self._effective_batch)
@@ -120,12 +138,6 @@ class TaskBase(ObjectiveBase):
         part = self.corpus.validation
         for start in range(0, len(part), size):
             yield part.batch(np.arange(start, min(start + size, len(part))))
-
-    def sample(self, prompt: str, tokens: int, seed: int) -> str:
-        return ""
-
-    def save_tokenizer(self, folder: Path) -> None:
-        self.corpus.tokenizer.save(folder)
 
     def export(self, folder: Path) -> None:
         export_module(self.model, self.config.model, self.corpus.tokenizer, folder)
@@ -141,10 +153,6 @@ class TaskBase(ObjectiveBase):
         return task, load_tokenizer(source.tokenizer), source.config
 
     @classmethod
-    def evaluation_batch(cls, config: Config) -> int:
-        return 8
-
-    @classmethod
     def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> Evaluator:
         if request.data is not None:
             raise ConfigError(f"task {loaded.config.task} evaluates its own validation split only; leave out --data.")
@@ -157,7 +165,7 @@ class TaskBase(ObjectiveBase):
         export_module(loaded.objective.model, loaded.config.model, loaded.tokenizer, folder)
 
 
-class ComposedTask(TaskBase):
+class ComposedTask(TaskDefaults):
     """A task that has an objective, the model with its loss, and an evaluator, which also work without its data."""
 
     def __init__(self, config: Config, objective: Objective, corpus: Any, effective_batch: int) -> None:

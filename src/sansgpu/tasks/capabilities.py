@@ -119,6 +119,6 @@ CAPABILITIES: dict[Verb, type] = {
 }
 
 
-def can(kind: Any, verb: Verb) -> bool:
+def can(task_class: Any, verb: Verb) -> bool:
     """Returns whether a command can be used with the models of a task's class."""
-    return issubclass(kind, CAPABILITIES[verb])
+    return issubclass(task_class, CAPABILITIES[verb])

@@ -30,7 +30,7 @@ from sansgpu.models.huggingface.adapters import (
 from sansgpu.models.huggingface.costs import PretrainedCosts, pretrained_shape
 from sansgpu.models.huggingface.pretrained import (
     Head,
-    HeadKind,
+    HeadType,
     load_tokenizer_of,
     merges_adapter,
     plain_name,
@@ -58,7 +58,7 @@ class FineTuning(ObjectiveBase, ABC):
     `frozen` is for a model that is used as it is in its files, whose quantized matrices then stay so.
     """
 
-    head_kind: ClassVar[HeadKind]
+    head_type: ClassVar[HeadType]
 
     def __init__(self, config: Config, random: bool = False, layers: int | None = None, frozen: bool = False) -> None:
         from sansgpu.models.huggingface.packed_forward import UnpaddedModel
@@ -100,7 +100,7 @@ class FineTuning(ObjectiveBase, ABC):
 
     @classmethod
     def head_of(cls, config: Config) -> Head:
-        return Head(cls.head_kind)
+        return Head(cls.head_type)
 
     @abstractmethod
     def summed_loss(self, batch: Any) -> torch.Tensor:

@@ -8,14 +8,14 @@ from typing import cast
 from sansgpu.config import Config, ConfigError, import_class, task_class
 from sansgpu.config.errors import FINE_TUNING, require
 from sansgpu.config.tasks import built_in_settings
-from sansgpu.tasks.task import TaskKind
+from sansgpu.tasks.task import TaskClass
 
 
-class _Tasks(Mapping[str, TaskKind]):
+class _Tasks(Mapping[str, TaskClass]):
     """The package's task classes by `Config.kind`, imported on first use."""
 
-    def __getitem__(self, kind: str) -> TaskKind:
-        found: TaskKind = task_class(kind)
+    def __getitem__(self, kind: str) -> TaskClass:
+        found: TaskClass = task_class(kind)
         return found
 
     def __iter__(self) -> Iterator[str]:
@@ -28,7 +28,7 @@ class _Tasks(Mapping[str, TaskKind]):
 TASKS = _Tasks()
 
 
-def task_of(config: Config) -> TaskKind:
+def task_of(config: Config) -> TaskClass:
     """Returns the task's class, or the class named by `objective`.
 
     Raises ConfigError if that class cannot be imported or is not derived from the task's, or if the packages of models
@@ -38,11 +38,11 @@ def task_of(config: Config) -> TaskKind:
         require(f"task {config.settings.shown}", *FINE_TUNING)
     known = task_class(config.kind)
     if config.objective is None or config.objective == config.task:
-        return cast(TaskKind, known)
+        return cast(TaskClass, known)
     found = import_class(config.objective, "objective")
     if not (isinstance(found, type) and issubclass(found, known)):
         raise ConfigError(
             f"objective {config.objective} is not derived from {known.__module__}.{known.__name__}, which task "
             f"{config.task} needs."
         )
-    return cast(TaskKind, found)
+    return cast(TaskClass, found)

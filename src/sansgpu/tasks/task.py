@@ -60,7 +60,7 @@ class ModelSource:
 class TrainedModel:
     """A model in fp32 and evaluation mode, with everything needed to use it."""
 
-    kind: Any  # the class of its task, a TaskKind with the capability that its command needs
+    task_class: Any  # a TaskClass with the capability that its command needs
     source: ModelSource
     objective: Any
     tokenizer: Any
@@ -299,7 +299,7 @@ class Task(Objective, Protocol):
         """Writes the model as a Hugging Face folder."""
 
 
-class TaskKind(Protocol):
+class TaskClass(Protocol):
     """The class of a task: all that is known without its data. What only some commands need is in `capabilities`."""
 
     settings: TaskSettings  # the keys of the configuration, their defaults and problems

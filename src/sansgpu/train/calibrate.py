@@ -21,7 +21,7 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import micro_batches_per_rank
 from sansgpu.models.modules import compile_blocks
-from sansgpu.tasks.task import Objective, StepWideObjective, TaskKind
+from sansgpu.tasks.task import Objective, StepWideObjective, TaskClass
 from sansgpu.train.state import TrainState
 
 SHORT, LONG = 1, 3  # depths of the models that are timed
@@ -57,7 +57,7 @@ class Timing:
 class Calibration:
     """Times training on random batches of examples with `tokens` tokens."""
 
-    task: TaskKind
+    task: TaskClass
     config: Config
     execution: Execution
     tokens: int

@@ -58,7 +58,7 @@ class Saver:
         """Reserves memory for saving in the background, unless that was done or the run saves only at its end."""
         training = self._run.config.training
         in_background = self._run.execution.group.is_main and self._run.sharding == "none"
-        if in_background and not self._writer.prepared and (training.save_steps or training.eval_steps):
+        if in_background and not self._writer.reserved and (training.save_steps or training.eval_steps):
             self._writer.reserve_copies(self._state.weights(), self._state.moments())
 
     def release_copies(self) -> str | None:

@@ -15,7 +15,7 @@ from sansgpu.kernels.library import load_kernels
 from sansgpu.machine.probe import limit_tokenizer_threads, resolve_precision, resolve_threads
 from sansgpu.tasks.capabilities import can
 from sansgpu.tasks.registry import TASKS, task_of
-from sansgpu.tasks.task import ModelSource, TaskKind, TrainedModel, Verb
+from sansgpu.tasks.task import ModelSource, TaskClass, TrainedModel, Verb
 from sansgpu.train.run_folders import open_run, with_objective
 from sansgpu.train.snapshots import Snapshot, find_snapshot
 
@@ -48,7 +48,7 @@ def open_model(
     folder = local_path(target)
     if (folder / "config.yaml").is_file():
         config, paths = open_run(folder)
-        kind = kind_of_run(folder, config, verb, objective)
+        task = class_of_run(folder, config, verb, objective)
         if config.outside_class is not None:
             config, paths = open_run(folder)  # with the defaults of the class, which is loaded now
         snapshot = require_snapshot(folder, paths, request.snapshot, warn)
@@ -56,30 +56,30 @@ def open_model(
     else:
         if objective is not None:
             raise ConfigError(f"{target} is not a run; leave out --objective.")
-        kind = kind_of_model(target, verb)
+        task = class_of_model(target, verb)
         if request.snapshot != "latest":
             raise ConfigError(f"{target} is not a run, so it has no snapshots; leave out --snapshot.")
         source = ModelSource(target, request.remote_code)
     device, precision = torch.device("cpu"), "fp32"
-    if verb not in kind.verbs_without_kernels:
+    if verb not in task.verbs_without_kernels:
         device, precision = _set_up(source, warn)
     progress(f"loading {target}", 0, 0)
-    loaded, tokenizer, config = kind.load(source)
+    loaded, tokenizer, config = task.load(source)
     loaded.model.eval().to(device)
-    return TrainedModel(kind, source, loaded, tokenizer, config, device, precision)
+    return TrainedModel(task, source, loaded, tokenizer, config, device, precision)
 
 
-def kind_of_run(folder: Path, config: Config, verb: Verb, objective: str | None) -> TaskKind:
+def class_of_run(folder: Path, config: Config, verb: Verb, objective: str | None) -> TaskClass:
     """Returns the task of a run. Raises ConfigError if it cannot do `verb`, or needs a class that was not named."""
     if config.outside_class is not None:
         with_objective(config, folder, objective)  # raises if `objective` does not name it
         task_class(config.outside_class)
     elif objective is not None and verb != "evaluate":
         raise ConfigError(f"{folder} is a run of task {config.task}; leave out --objective.")
-    kind = task_of(config)
-    if not can(kind, verb):
+    task = task_of(config)
+    if not can(task, verb):
         raise _refusal(str(folder), config, verb)
-    return kind
+    return task
 
 
 def require_snapshot(folder: Path, paths: RunPaths, name: str, warn: Callable[[str], None]) -> Snapshot:
@@ -90,11 +90,11 @@ def require_snapshot(folder: Path, paths: RunPaths, name: str, warn: Callable[[s
     return snapshot
 
 
-def kind_of_model(target: str, verb: Verb) -> TaskKind:
+def class_of_model(target: str, verb: Verb) -> TaskClass:
     """Returns the task that recognizes a model, or else the one that takes any Hugging Face model for this verb."""
-    able = [kind for kind in TASKS.values() if can(kind, verb)]
-    found = next((kind for kind in able if kind.recognizes(target)), None)
-    found = found or next((kind for kind in able if verb in kind.verbs_for_any_model), None)
+    able = [task for task in TASKS.values() if can(task, verb)]
+    found = next((task for task in able if task.recognizes(target)), None)
+    found = found or next((task for task in able if verb in task.verbs_for_any_model), None)
     if found is None:
         raise ConfigError(f"{target} is neither a run of task {_tasks_with(verb)} nor a folder exported from one.")
     return found
@@ -110,11 +110,11 @@ def _refusal(target: str, config: Config, verb: Verb) -> ConfigError:
 
 
 def _takes_any_model(verb: Verb) -> bool:
-    return any(verb in kind.verbs_for_any_model for kind in TASKS.values())
+    return any(verb in task.verbs_for_any_model for task in TASKS.values())
 
 
 def _tasks_with(verb: Verb) -> str:
-    return " or ".join(dict.fromkeys(kind.settings.task for kind in TASKS.values() if can(kind, verb)))
+    return " or ".join(dict.fromkeys(task.settings.task for task in TASKS.values() if can(task, verb)))
 
 
 def _set_up(source: ModelSource, warn: Callable[[str], None]) -> tuple[torch.device, str]:

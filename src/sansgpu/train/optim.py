@@ -77,7 +77,7 @@ class Optimizer:
             register_gradient_hooks(model, {w.name: w.mark_used for w in self.weights if w.name in cut})
         self._reducer = self._reducer_of(model) if group.size > 1 else None
         self._state: dict[str, tuple[TrainedWeight, str | None]] = {w.name: (w, None) for w in self.weights}
-        self._state |= {f"{kind}.{w.name}": (w, kind) for w in self.weights for kind in w.rule.moments}
+        self._state |= {f"{moment}.{w.name}": (w, moment) for w in self.weights for moment in w.rule.moments}
 
     def _places(self, model: nn.Module, trained: set[str], cut: set[str]) -> dict[str, Placement]:
         if self._sharding == "none":
@@ -197,11 +197,11 @@ class Optimizer:
     @torch.no_grad()
     def load(self, name: str, full: torch.Tensor) -> None:
         """Loads a master weight or moment by its name in a snapshot; `full` is the unsharded tensor."""
-        weight, kind = self._state[name]
+        weight, moment = self._state[name]
         cut = isinstance(weight.placement, RowSharded)
-        if kind is not None:
+        if moment is not None:
             local = weight.placement.shard(full)
-            weight.moments[kind] = local if local.is_meta else local.to(weight.master.device, copy=True)
+            weight.moments[moment] = local if local.is_meta else local.to(weight.master.device, copy=True)
             return
         if not weight.master.is_meta:
             weight.master.copy_(weight.placement.shard(full) if cut else full)
@@ -210,8 +210,8 @@ class Optimizer:
 
     def gather_tensor(self, name: str) -> torch.Tensor:
         """Returns an unsharded master weight or moment on rank 0; all ranks must call it in the same order."""
-        weight, kind = self._state[name]
-        tensor = weight.master if kind is None else weight.moments[kind]
+        weight, moment = self._state[name]
+        tensor = weight.master if moment is None else weight.moments[moment]
         return weight.placement.gather_to_main(tensor, weight.as_unsharded(tensor).shape)
 
     def release_state(self) -> None:
@@ -229,11 +229,11 @@ class Optimizer:
 
     def state_names(self) -> set[str]:
         """Returns the names in `state_tensors`."""
-        return {name for name, (_, kind) in self._state.items() if kind is not None}
+        return {name for name, (_, moment) in self._state.items() if moment is not None}
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the moments as `KIND.PARAMETER`. AdamW's step count is the run's step and not included."""
-        return {f"{kind}.{w.name}": w.as_unsharded(value) for w in self.weights for kind, value in w.moments.items()}
+        """Returns the moments as `MOMENT.PARAMETER`. AdamW's step count is the run's step and not included."""
+        return {f"{name}.{w.name}": w.as_unsharded(value) for w in self.weights for name, value in w.moments.items()}
 
 
 def choose_optimizer(configured: str, step_flops: float, muon_flops: float) -> str:

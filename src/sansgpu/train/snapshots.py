@@ -19,7 +19,6 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from safetensors import safe_open
 
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.plain_data import InvalidDataError
@@ -29,7 +28,7 @@ from sansgpu.files.folders import delete_folder
 from sansgpu.files.reading import read_validated
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.execution import Environment
-from sansgpu.models.formats.weights import load_weights, readable_weights
+from sansgpu.models.formats.weights import load_weights, open_weights
 from sansgpu.tasks.task import Sums, add_sums
 from sansgpu.train.tensor_file import GatherTensor, save_tensors, unchanged
 
@@ -174,13 +173,13 @@ class Snapshot:
 
     def shapes(self, file: str) -> dict[str, tuple[list[int], str]]:
         """Returns the shape and the safetensors dtype name of every tensor in one of the files."""
-        with readable_weights(self.folder / file), safe_open(self.folder / file, "pt") as tensors:
+        with open_weights(self.folder / file) as tensors:
             slices = {name: tensors.get_slice(name) for name in sorted(tensors.keys())}
             return {name: (list(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
 
     def tensors(self, file: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the tensors of one of the files sorted by name, loading one at a time."""
-        with readable_weights(self.folder / file), safe_open(self.folder / file, "pt") as tensors:
+        with open_weights(self.folder / file) as tensors:
             for name in sorted(tensors.keys()):
                 yield name, tensors.get_tensor(name)
 

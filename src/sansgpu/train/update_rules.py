@@ -149,7 +149,7 @@ def _adamw_with(
         rounds = weight.master.dtype == torch.bfloat16  # other weights need no random bits
         return WeightUpdate(
             weight.master,
-            [weight.moments[kind] for kind in weight.rule.moments],
+            [weight.moments[moment] for moment in weight.rule.moments],
             gradient,
             weight.working,
             weight_decay=0.0 if l2 else weight.decay,

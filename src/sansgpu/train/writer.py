@@ -40,11 +40,11 @@ class SnapshotWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
         self._writing: Future[None] | None = None
         self._copies: tuple[_Copy, _Copy] | None = None
-        self.prepared = False
+        self.reserved = False
 
     def reserve_copies(self, weights: Tensors, moments: Tensors) -> None:
         """Allocates memory for a copy and faults in its pages, which takes many times longer than the copying."""
-        self.prepared = True
+        self.reserved = True
         needed, available = sum(t.nbytes for tensors in (weights, moments) for t in tensors.values()), self._available()
         if available >= needed + MIN_FREE_BYTES:
             with contextlib.suppress(OSError, MemoryError):
@@ -71,7 +71,7 @@ class SnapshotWriter:
         The snapshot is complete once `wait` returns. Without `in_background` no copy is made; each tensor is gathered
         with `gather` when it is written. Raises the error of an earlier write that failed.
         """
-        if in_background and not self.prepared:
+        if in_background and not self.reserved:
             self.reserve_copies(weights, moments)
         self.wait()  # also for `_touch`, which would overwrite the copy with zeros
         if self._copies is None or not in_background:
@@ -91,7 +91,7 @@ class SnapshotWriter:
 
     @property
     def busy(self) -> bool:
-        """True while a snapshot is being written or memory is being prepared."""
+        """True while a snapshot is being written or memory is being reserved."""
         return self._writing is not None and not self._writing.done()
 
     def wait(self) -> None:

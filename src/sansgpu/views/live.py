@@ -108,42 +108,42 @@ class LiveView:
         self._thread.start()
 
     def _note(self, event: Event) -> None:
-        shown, kind = self._screen, event["event"]
-        if kind == "start":
+        shown, name = self._screen, event["event"]
+        if name == "start":
             shown.start, shown.stepped = event, time.monotonic()
             shown.news += [(event["split"], "")] if event.get("split") else []
             for earlier in _earlier_events(event):
                 points = shown.training if earlier["event"] == "step" else shown.validation
                 points += _point(earlier)
-        elif kind == "step":
+        elif name == "step":
             shown.step, shown.stepped = event, time.monotonic()
             shown.training += _point(event)
-        elif kind == "eval":
+        elif name == "eval":
             shown.evaluation = event
             shown.validation += _point(event)
             shown.news.append((f"step {event['step']:,}: validation {LOSS.words(event)}", ""))
-        elif kind == "snapshot" and event["path"] != shown.start.get("resumed_from"):
+        elif name == "snapshot" and event["path"] != shown.start.get("resumed_from"):
             shown.snapshot = event["path"], time.monotonic()
             shown.news.append((f"step {event['step']:,}: snapshot {event['path']}", "dim"))
-        elif kind == "warning":
+        elif name == "warning":
             at = f"step {event['step']:,}: " if "step" in event else ""
             shown.news.append((f"{at}{event['message']}", "yellow"))
-        if kind == "warning" and not shown.start:
+        if name == "warning" and not shown.start:
             Terminal(self._console).emit(event)  # the view is not open yet
             return
-        if kind == "step":  # keep only the last one
+        if name == "step":  # keep only the last one
             self._events = [other for other in self._events if other["event"] != "step"]
         self._events.append(event)
 
     def _summary(self) -> list[Event]:
-        """Returns all warnings, and the last events of every other kind."""
+        """Returns all warnings, and the last events of every other name."""
         left, kept = {"eval": LAST_EVALUATIONS, "snapshot": 1}, list[Event]()
         for event in reversed(self._events):
-            kind = event["event"]
-            if left.get(kind, 1):
+            name = event["event"]
+            if left.get(name, 1):
                 kept.append(event)
-                if kind in left:
-                    left[kind] -= 1
+                if name in left:
+                    left[name] -= 1
         return kept[::-1]
 
     def _run(self) -> None:

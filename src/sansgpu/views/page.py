@@ -73,15 +73,15 @@ def figure(plot: Plot) -> dict[str, Any]:
         "yaxis": y,
         "height": PLOT_HEIGHT,
         "margin": {"l": 10, "r": 16, "t": 8, "b": 10},
-        "hovermode": "closest" if plot.kind == "rows" else "x unified",
+        "hovermode": "closest" if plot.chart == "rows" else "x unified",
         "hoverdistance": HOVER_PIXELS,
-        "showlegend": len(names) > 1 and plot.kind != "rows",  # plot.html shows their legend
+        "showlegend": len(names) > 1 and plot.chart != "rows",  # plot.html shows their legend
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"},
     }
-    if plot.kind == "rows":
+    if plot.chart == "rows":
         y |= {"autorange": "reversed", "type": "category", "categoryorder": "array", "categoryarray": plot.rows}
         layout |= {"barmode": "stack", "height": ROWS_MARGIN + ROW_HEIGHT * len(plot.rows)}
-    elif plot.kind == "bars":
+    elif plot.chart == "bars":
         x["type"] = "category"
     seen: set[str] = set()
     data = []
@@ -101,10 +101,10 @@ def _trace(plot: Plot, series: Series) -> dict[str, Any]:
         "legendgroup": series.name,
         "meta": {"run": series.run, **({"along": along} if series.along else {})},
     }
-    if plot.kind == "rows":
+    if plot.chart == "rows":
         shown = "%{x:.4g} " + plot.x + f"<extra>{escape(series.full_name)}</extra>"
         return {**trace, "type": "bar", "orientation": "h", "marker": {"color": color}, "hovertemplate": shown}
-    if plot.kind == "bars":
+    if plot.chart == "bars":
         return {**trace, "type": "bar", "marker": {"color": color}}
     if series.of and series.name:
         trace["hovertemplate"] = f"%{{y:.5g}}<extra>{escape(series.full_name)}</extra>"
@@ -131,12 +131,12 @@ class NotebookView:
         self._handle = display(HTML("starting"), display_id=True)
 
     def emit(self, event: Event) -> None:
-        kind, known = event["event"], self._events
-        if kind in ("start", "step", "end"):
-            known[kind] = event
-        elif kind in ("eval", "warning"):
-            known["evaluations" if kind == "eval" else "warnings"].append(event)
-        if kind != "step" or time.monotonic() - self._redrawn >= REDRAW_SECONDS:
+        name, known = event["event"], self._events
+        if name in ("start", "step", "end"):
+            known[name] = event
+        elif name in ("eval", "warning"):
+            known["evaluations" if name == "eval" else "warnings"].append(event)
+        if name != "step" or time.monotonic() - self._redrawn >= REDRAW_SECONDS:
             self._redrawn = time.monotonic()
             self._handle.update(self._html(self._page.render(**known, duration=duration)))
 

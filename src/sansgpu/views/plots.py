@@ -55,7 +55,7 @@ class Plot:
     x: str  # axis label with unit
     y: str
     series: Sequence[Series]
-    kind: Literal["lines", "bars", "rows"] = "lines"
+    chart: Literal["lines", "bars", "rows"] = "lines"
     note: str = ""
     from_zero: bool = False
     log: bool = False
@@ -107,9 +107,9 @@ def write_plots(plots: Sequence[Plot], folder: Path, form: str) -> list[Path]:
 
 
 def _draw(plot: Plot, drawn: Any, axes: Any) -> None:
-    if plot.kind == "lines":
+    if plot.chart == "lines":
         _lines(plot, axes)
-    elif plot.kind == "bars":
+    elif plot.chart == "bars":
         _bars(plot, axes)
     else:
         _rows(plot, axes)
@@ -118,10 +118,10 @@ def _draw(plot: Plot, drawn: Any, axes: Any) -> None:
     axes.set_ylabel(plot.y)
     handles, names = axes.get_legend_handles_labels()
     named = {name: handle for handle, name in zip(handles, names, strict=True) if name}
-    if plot.kind == "rows":
+    if plot.chart == "rows":
         drawn.set_figheight(0.9 + BAR_HEIGHT * len(axes.get_yticks()))
-    if len(named) > MAX_LEGEND_INSIDE or (len(named) > 1 and plot.kind != "lines"):
-        columns = 3 if plot.kind == "rows" else 2
+    if len(named) > MAX_LEGEND_INSIDE or (len(named) > 1 and plot.chart != "lines"):
+        columns = 3 if plot.chart == "rows" else 2
         drawn.legend(named.values(), named.keys(), frameon=False, loc="outside lower center", ncols=columns)
         drawn.set_figheight(drawn.get_figheight() + LEGEND_HEIGHT * -(-len(named) // columns))
     elif len(named) > 1:

@@ -139,8 +139,8 @@ class Drawing:
         series, cut = [], False
         roles_drawn: list[int] = []
         for number, run in enumerate(self.runs):
-            for role, (what, kind, get) in enumerate(roles):
-                events = run.record.steps if kind == "step" else run.record.evaluations
+            for role, (what, event_name, get) in enumerate(roles):
+                events = run.record.steps if event_name == "step" else run.record.evaluations
                 values = [_finite(get(event)) for event in events]
                 if not any(value is not None for value in values) or (from_zero and role and not any(values)):
                     continue
@@ -156,7 +156,7 @@ class Drawing:
                         [values[place] for place in kept],
                         color=number if len(self.runs) > 1 else role,
                         dash=roles_drawn.index(role) if len(self.runs) > 1 else 0,
-                        marked=kind == "eval" or len(steps) == 1,
+                        marked=event_name == "eval" or len(steps) == 1,
                         run=number,
                         of=self._of(number),
                         along=self._times[number].along(steps),
@@ -181,9 +181,9 @@ def time_parts(record: RunRecord) -> dict[str, float]:
             name = "steps" if phase == "step" else f"steps: {phase}"
             parts[name] = parts.get(name, 0.0) + steps * seconds
     parts["evaluation"] = sum(event.get("seconds") or 0.0 for event in record.evaluations)
-    parts["snapshots"] = sum(event.get("seconds") or 0.0 for event in record.events_of_kind("snapshot"))
+    parts["snapshots"] = sum(event.get("seconds") or 0.0 for event in record.events_named("snapshot"))
     first = record.steps[0] if record.steps else {}
-    begun = [e for e in (*record.evaluations, *record.events_of_kind("snapshot")) if e["step"] < first.get("step", 0)]
+    begun = [e for e in (*record.evaluations, *record.events_named("snapshot")) if e["step"] < first.get("step", 0)]
     taken = first.get("step", 0) * (first.get("step_seconds") or 0.0) + sum(e.get("seconds") or 0.0 for e in begun)
     start = max(0.0, (first.get("elapsed_seconds") or 0.0) - taken)
     rest = max(0.0, record.seconds - start - sum(parts.values()))

@@ -116,7 +116,7 @@ def _sections(drawing: Drawing) -> list[tuple[str, list[Plot]]]:
 def _part(run: NamedRun) -> RunPart:
     record = run.record
     samples = [event for event in record.evaluations if event.get("sample")]
-    warnings = record.events_of_kind("warning")
+    warnings = record.events_named("warning")
     words = {event["step"]: dict(evaluation_words(record, event)) for event in record.evaluations}
     columns = list(dict.fromkeys(name for found in words.values() for name in found))
     best = record.best["step"] if record.best else None

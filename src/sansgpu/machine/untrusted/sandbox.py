@@ -114,12 +114,12 @@ def _serve_requests(pipe: Connection, serve: Callable[[bytes], bytes], cpu_secon
         os._exit(code)
 
 
-def _limit(kind: int, value: int) -> None:
+def _limit(limit: int, value: int) -> None:
     import resource
 
-    _, hard = resource.getrlimit(kind)
+    _, hard = resource.getrlimit(limit)
     with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+        resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 def _reason(status: int, cpu_seconds: int) -> str:
@@ -132,5 +132,5 @@ def _reason(status: int, cpu_seconds: int) -> str:
 
 def is_panic(error: BaseException) -> bool:
     """Returns whether the error is a panic of a Rust library, whose class is not public and not an Exception."""
-    kind: Any = type(error)
-    return bool(kind.__name__ == "PanicException")
+    error_type: Any = type(error)
+    return bool(error_type.__name__ == "PanicException")

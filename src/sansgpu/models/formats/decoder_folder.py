@@ -16,12 +16,11 @@ from sansgpu.config import Config, ConfigError, ModelConfig
 from sansgpu.config.architectures import ARCHITECTURES
 from sansgpu.config.section import problems
 from sansgpu.config.wording import first_line
-from sansgpu.files.reading import read_object
 from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight
 from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy
 from sansgpu.kernels.norm import LayerNorm, RMSNorm
 from sansgpu.models.decoder import TransformerLM
-from sansgpu.models.formats.folders import require_layers, validate_model_folder, write_folder_atomically
+from sansgpu.models.formats.folders import folder_settings, require_layers, write_folder_atomically
 from sansgpu.models.formats.gguf_source import is_gguf, open_gguf
 from sansgpu.models.formats.layouts import from_hugging_face, hugging_face_config, model_config, to_hugging_face
 from sansgpu.models.formats.tokenizers import TextCodec
@@ -118,8 +117,7 @@ def decoder_config(source: Path) -> ModelConfig | None:
         return _config_from(open_gguf(source).settings, source)
     if not (source / "config.json").exists():
         raise ConfigError(f"{source} is not a Hugging Face model folder: it has no config.json.")
-    validate_model_folder(source)
-    return _config_from(read_object(source / "config.json"), source)
+    return _config_from(folder_settings(source), source)
 
 
 def _config_from(settings: dict[str, Any], source: Path) -> ModelConfig | None:

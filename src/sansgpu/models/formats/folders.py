@@ -87,6 +87,11 @@ def folder_settings(folder: Path) -> dict[str, Any]:
     return read_object(folder / "config.json")
 
 
+def is_graph_folder(folder: Path) -> bool:
+    """Returns True if the folder holds a graph encoder in our own layout."""
+    return folder_settings(folder).get("model_type") == MODEL_TYPE
+
+
 def has_architecture(folder: Path, ending: str) -> bool:
     """Returns True if the folder holds a transformers model whose class name has this ending."""
     names = folder_settings(folder).get("architectures")

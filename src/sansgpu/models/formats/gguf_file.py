@@ -72,7 +72,7 @@ def write_gguf(
     settings: Mapping[str, Any],
     weights: Mapping[str, torch.Tensor | StoredTensor],
     tokenizer: TokenizerParts,
-    kind: GGUFType,
+    gguf_type: GGUFType,
     description: ModelDescription,
 ) -> dict[str, EncodingChoice]:
     """Writes a model with the `settings` of its config.json atomically, one tensor at a time.
@@ -91,12 +91,12 @@ def write_gguf(
         tensors[ROPE_FACTORS] = as_stored(factors)
     rows = tensors[EMBEDDING].shape[0]
     head = HEAD if HEAD in tensors else EMBEDDING
-    choices = {name: encoding_of(name, tensor.shape, kind, name == head) for name, tensor in tensors.items()}
+    choices = {name: encoding_of(name, tensor.shape, gguf_type, name == head) for name, tensor in tensors.items()}
 
     def write(partial: Path) -> None:
         writer = gguf.GGUFWriter(partial, architecture)
         try:
-            _describe(writer, description, kind, count)
+            _describe(writer, description, gguf_type, count)
             write_settings(writer, settings, weights)
             writer.add_vocab_size(rows)
             write_tokenizer(writer, tokenizer, rows)
@@ -184,10 +184,10 @@ class GGUFFile:
         for name, tensor in self._tensors.items():
             if name == ROPE_FACTORS and rope_factors(self.settings) is not None:
                 continue  # the settings contain them
-            module, _, kind = name.rpartition(".")
+            module, _, parameter = name.rpartition(".")
             if module not in hf_modules:
                 raise ConfigError(f"{self.path}: the architecture {self._architecture} has no weight named {name}.")
-            hf_name = f"{hf_modules[module]}.{kind}"
+            hf_name = f"{hf_modules[module]}.{parameter}"
             found[hf_name] = self._stored(name, hf_name, tensor)
         if self.settings.get("hidden_act") == "xielu":
             for hf_name, value in xielu_weights(self._metadata).items():
@@ -196,12 +196,12 @@ class GGUFFile:
 
     def _stored(self, name: str, hf_name: str, tensor: GGUFTensor) -> StoredTensor:
         transposed = self._layout.is_transposed(hf_name)
-        shape, kind = tensor.shape[::-1] if transposed else tensor.shape, tensor.tensor_type
-        if kind in _PLAIN or len(shape) != 2:
+        shape, tensor_type = tensor.shape[::-1] if transposed else tensor.shape, tensor.tensor_type
+        if tensor_type in _PLAIN or len(shape) != 2:
             return StoredTensor(shape, partial(self._read, name, hf_name, tensor))
-        known = FORMATS.get(kind.name.lower())
+        known = FORMATS.get(tensor_type.name.lower())
         blocks = None if known is None else partial(self._blocks, hf_name, tensor, known)
-        return StoredTensor(shape, partial(self._read, name, hf_name, tensor), blocks, kind.name.lower())
+        return StoredTensor(shape, partial(self._read, name, hf_name, tensor), blocks, tensor_type.name.lower())
 
     def _read(self, name: str, hf_name: str, tensor: GGUFTensor) -> torch.Tensor:
         """Returns a tensor in fp32 and the layout of Hugging Face. Raises ConfigError if its type is not supported."""
@@ -227,7 +227,7 @@ class GGUFFile:
         return {**settings, "vocab_size": embedding.shape[0], "tie_word_embeddings": tied}
 
 
-def _describe(writer: gguf.GGUFWriter, description: ModelDescription, kind: GGUFType, parameters: int) -> None:
+def _describe(writer: gguf.GGUFWriter, description: ModelDescription, gguf_type: GGUFType, parameters: int) -> None:
     writer.add_type("model")
     writer.add_name(description.name)
     writer.add_description(description.description)
@@ -238,7 +238,7 @@ def _describe(writer: gguf.GGUFWriter, description: ModelDescription, kind: GGUF
     if description.base_model is not None:
         writer.add_base_model_count(1)
         writer.add_base_model_name(0, description.base_model)
-    writer.add_file_type(TYPES[kind][1])
+    writer.add_file_type(TYPES[gguf_type][1])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
@@ -261,12 +261,12 @@ def _renamed(
     gguf_modules = _gguf_modules(settings)
     tensors: dict[str, StoredTensor] = {}
     for hf_name, weight in weights.items():
-        module, _, kind = hf_name.rpartition(".")
+        module, _, parameter = hf_name.rpartition(".")
         if module.endswith(".act_fn") or (module == "lm_head" and settings.get("tie_word_embeddings")):
             continue
         if module not in gguf_modules:
             raise ConfigError(f"the architecture {settings['model_type']} of llama.cpp has no weight named {hf_name}.")
-        tensors[f"{gguf_modules[module]}.{kind}"] = _in_file(hf_name, as_stored(weight), settings)
+        tensors[f"{gguf_modules[module]}.{parameter}"] = _in_file(hf_name, as_stored(weight), settings)
     return tensors
 
 

@@ -44,9 +44,9 @@ def write_tokenizer(writer: GGUFWriter, parts: TokenizerParts, rows: int) -> Non
     raw = json.loads(parts.json)
     model, added = raw["model"], {token["id"]: token for token in raw["added_tokens"]}
     if _is_character_level(model, added, raw["normalizer"]):
-        kind, pre, space = "llama", "default", _SPACE
+        tokenizer_model, pre, space = "llama", "default", _SPACE
     else:
-        kind, pre, space = "gpt2", _pre_tokenizer(raw), " "
+        tokenizer_model, pre, space = "gpt2", _pre_tokenizer(raw), " "
     names = {index: name.replace(" ", space) for name, index in model["vocab"].items()}
     names |= {index: token["content"] for index, token in added.items()}
 
@@ -55,13 +55,13 @@ def write_tokenizer(writer: GGUFWriter, parts: TokenizerParts, rows: int) -> Non
             return TokenType.CONTROL if added[index]["special"] else TokenType.USER_DEFINED
         if index not in names:
             return TokenType.UNUSED
-        return TokenType.BYTE if kind == "llama" and _BYTE.fullmatch(names[index]) else TokenType.NORMAL
+        return TokenType.BYTE if tokenizer_model == "llama" and _BYTE.fullmatch(names[index]) else TokenType.NORMAL
 
-    writer.add_tokenizer_model(kind)
+    writer.add_tokenizer_model(tokenizer_model)
     writer.add_tokenizer_pre(pre)
     writer.add_token_list([names.get(index, f"[PAD{index}]") for index in range(rows)])
     writer.add_token_types([type_of(index) for index in range(rows)])
-    if kind == "llama":
+    if tokenizer_model == "llama":
         writer.add_token_scores([0.0] * rows)
         writer.add_add_space_prefix(False)
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in model["merges"]])
@@ -99,7 +99,7 @@ def _rebuild_json(metadata: Mapping[str, Any], bos: int | None) -> str:
     steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence([*steps, as_bytes]), decoders.ByteLevel()
-    added = {kind: [n for n, t in zip(names, types, strict=True) if t == kind] for kind in _ADDED}
+    added = {token_type: [n for n, t in zip(names, types, strict=True) if t == token_type] for token_type in _ADDED}
     backend.add_special_tokens(added[TokenType.CONTROL])
     backend.add_tokens([AddedToken(name, normalized=False) for name in added[TokenType.USER_DEFINED]])
     if bos is not None:

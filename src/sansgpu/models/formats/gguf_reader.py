@@ -15,8 +15,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Encoding
-from gguf import GGUFValueType as Kind
-from gguf import LlamaFileType
+from gguf import GGUFValueType, LlamaFileType
 
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import counted
@@ -44,11 +43,11 @@ class EncodingChoice(NamedTuple):
     wanted: Encoding
 
 
-def encoding_of(name: str, shape: Sequence[int], kind: GGUFType, is_head: bool) -> EncodingChoice:
+def encoding_of(name: str, shape: Sequence[int], gguf_type: GGUFType, is_head: bool) -> EncodingChoice:
     """Chooses the encoding of a tensor. A head is q6_k in files of 4 bits, as llama.cpp makes them."""
     if len(shape) < 2 or name == POSITIONS:  # llama.cpp adds these to activations in f32
         return EncodingChoice(Encoding.F32, Encoding.F32)
-    wanted = Encoding.Q6_K if is_head and kind.startswith("q4") else TYPES[kind][0]
+    wanted = Encoding.Q6_K if is_head and gguf_type.startswith("q4") else TYPES[gguf_type][0]
     smaller = SMALLER_BLOCKS.get(wanted.name.lower())
     tried = (wanted,) if smaller is None else (wanted, FORMATS[smaller].encoding)
     whole = (e for e in tried if shape[-1] % gguf.GGML_QUANT_SIZES[e][0] == 0)
@@ -94,17 +93,17 @@ MAX_DIMENSIONS = 8
 VERSIONS = (2, 3)
 
 _NUMPY_TYPES = {
-    Kind.UINT8: "u1",
-    Kind.INT8: "i1",
-    Kind.UINT16: "u2",
-    Kind.INT16: "i2",
-    Kind.UINT32: "u4",
-    Kind.INT32: "i4",
-    Kind.FLOAT32: "f4",
-    Kind.UINT64: "u8",
-    Kind.INT64: "i8",
-    Kind.FLOAT64: "f8",
-    Kind.BOOL: "?",
+    GGUFValueType.UINT8: "u1",
+    GGUFValueType.INT8: "i1",
+    GGUFValueType.UINT16: "u2",
+    GGUFValueType.INT16: "i2",
+    GGUFValueType.UINT32: "u4",
+    GGUFValueType.INT32: "i4",
+    GGUFValueType.FLOAT32: "f4",
+    GGUFValueType.UINT64: "u8",
+    GGUFValueType.INT64: "i8",
+    GGUFValueType.FLOAT64: "f8",
+    GGUFValueType.BOOL: "?",
 }
 _NUMPY_ENCODINGS = {
     Encoding.F16: "f2",
@@ -149,7 +148,7 @@ class _Reader:
             name = self._string()
             if name in metadata:
                 raise ValueError(f"the key {name[:80]!r} occurs twice")
-            metadata[name] = self._value(Kind(self._number("u4")))
+            metadata[name] = self._value(GGUFValueType(self._number("u4")))
         headers = [self._header() for _ in range(tensors)]
         alignment = metadata.get(gguf.Keys.General.ALIGNMENT, gguf.GGUF_DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
@@ -172,11 +171,11 @@ class _Reader:
         self._offset += size
         return taken
 
-    def _number(self, kind: str) -> Any:
-        return self._numbers(kind, 1)[0]
+    def _number(self, code: str) -> Any:
+        return self._numbers(code, 1)[0]
 
-    def _numbers(self, kind: str, count: int) -> list[Any]:
-        dtype = np.dtype(self._order + kind)
+    def _numbers(self, code: str, count: int) -> list[Any]:
+        dtype = np.dtype(self._order + code)
         numbers: list[Any] = np.frombuffer(self._next(count * dtype.itemsize).tobytes(), dtype).tolist()
         return numbers
 
@@ -191,16 +190,16 @@ class _Reader:
         if self._values > MAX_VALUES:
             raise ValueError(f"the file has more than {MAX_VALUES:,} metadata values and tensors")
 
-    def _value(self, kind: Kind) -> Any:
-        if kind in _NUMPY_TYPES:
-            return self._number(_NUMPY_TYPES[kind])
-        if kind == Kind.STRING:
+    def _value(self, value_type: GGUFValueType) -> Any:
+        if value_type in _NUMPY_TYPES:
+            return self._number(_NUMPY_TYPES[value_type])
+        if value_type == GGUFValueType.STRING:
             return self._string()
-        inner, count = Kind(self._number("u4")), self._number("u8")
+        inner, count = GGUFValueType(self._number("u4")), self._number("u8")
         self._count(count)
         if inner in _NUMPY_TYPES:
             return self._numbers(_NUMPY_TYPES[inner], count)
-        if inner == Kind.STRING:
+        if inner == GGUFValueType.STRING:
             return [self._string() for _ in range(count)]
         raise ValueError("nested arrays are not supported")
 

@@ -55,8 +55,8 @@ class Layout:
 
     def is_transposed(self, name: str) -> bool:
         """Returns True if transformers stores the transpose of a weight."""
-        *_, module, kind = name.split(".")
-        return kind == "weight" and module in self.transposed
+        *_, module, parameter = name.split(".")
+        return parameter == "weight" and module in self.transposed
 
 
 def _modern_defaults(settings: Settings) -> dict[str, Any]:
@@ -218,10 +218,10 @@ def _in_pieces(value: Matrix, count: int, is_transposed: bool) -> list[Matrix]:
 
 def _translate(name: str, modules: Mapping[str, str]) -> str:
     layer = _LAYER.search(name)
-    module, _, kind = _LAYER.sub("{}", name, count=1).rpartition(".")
+    module, _, parameter = _LAYER.sub("{}", name, count=1).rpartition(".")
     if module not in modules:
         raise ConfigError(f"this layout has no weight named {name}.")
-    return f"{modules[module].format(layer[0] if layer else '')}.{kind}"
+    return f"{modules[module].format(layer[0] if layer else '')}.{parameter}"
 
 
 def module_names(layout: Layout, layers: int) -> Iterator[str]:

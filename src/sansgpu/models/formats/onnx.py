@@ -21,7 +21,7 @@ from sansgpu.models.formats.folders import validate_model_folder, write_folder_a
 from sansgpu.models.huggingface.pretrained import (
     AUTO_CLASSES,
     Head,
-    HeadKind,
+    HeadType,
     load_pretrained,
     load_tokenizer_of,
     save_tokenizer,
@@ -40,8 +40,8 @@ if TYPE_CHECKING:  # importing transformers takes seconds
 FILES = {"f32": "model.onnx", "int8": "model_quantized.onnx"}  # by type of the weights; Optimum uses the same names
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 TOLERANCE = 1e-4  # largest difference of an f32 file from the torch model, relative to values above 1
-# Outputs of transformers' models by kind of head.
-_OUTPUTS: dict[HeadKind, tuple[str, ...]] = {
+# Outputs of transformers' models by type of head.
+_OUTPUTS: dict[HeadType, tuple[str, ...]] = {
     "qa": ("start_logits", "end_logits"),
     "sequence": ("logits",),
     "tokens": ("logits",),
@@ -89,10 +89,10 @@ def require_onnx() -> None:
     require("--format onnx", *PACKAGES)
 
 
-def write_onnx(source: Path, name: str, folder: Path, kind: str, remote_code: bool) -> OnnxCheck:
+def write_onnx(source: Path, name: str, folder: Path, weight_type: str, remote_code: bool) -> OnnxCheck:
     """Writes the encoder in the Hugging Face folder `source` to `folder`: an ONNX file, config.json and the tokenizer.
 
-    `kind` is f32 or int8. Messages call the model `name`. Raises ConfigError if the model is not an
+    `weight_type` is f32 or int8. Messages call the model `name`. Raises ConfigError if the model is not an
     encoder, and SansGPUError if the f32 file does not compute what torch does.
     """
     settings, head = ModelConfig(name_or_path=str(source), trust_remote_code=remote_code), _head_of(source, name)
@@ -107,10 +107,10 @@ def write_onnx(source: Path, name: str, folder: Path, kind: str, remote_code: bo
     def write(partial: Path) -> None:
         path = partial / FILES["f32"]
         _trace(traced, path, name)
-        if kind == "int8":
+        if weight_type == "int8":
             path = _quantize(path)
         found.append(_compare(traced, path))
-        if kind == "f32" and not found[0].is_exact:
+        if weight_type == "f32" and not found[0].is_exact:
             raise SansGPUError(
                 f"{name} cannot be exported as ONNX: the file's results differ from torch's ({found[0]})."
             )
@@ -125,17 +125,17 @@ def write_onnx(source: Path, name: str, folder: Path, kind: str, remote_code: bo
     return found[0]
 
 
-def _head_of(source: Path, name: str) -> HeadKind:
-    """Returns the kind of head of a model folder. Raises ConfigError if its config.json names no encoder."""
+def _head_of(source: Path, name: str) -> HeadType:
+    """Returns the type of head of a model folder. Raises ConfigError if its config.json names no encoder."""
     validate_model_folder(source)
     architectures = read_object(source / "config.json").get("architectures")
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else "none"
-    endings = {kind: auto.removeprefix("AutoModel") or "Model" for kind, auto in AUTO_CLASSES.items()}
-    found = next((kind for kind in _OUTPUTS if architecture.endswith(endings[kind])), None)
+    endings = {head_type: auto.removeprefix("AutoModel") or "Model" for head_type, auto in AUTO_CLASSES.items()}
+    found = next((head_type for head_type in _OUTPUTS if architecture.endswith(endings[head_type])), None)
     if architecture.endswith(_DECODERS):
         raise decoder_error(name)
     if found is None:
-        known = " ".join(f"*{endings[kind]}" for kind in _OUTPUTS)
+        known = " ".join(f"*{endings[head_type]}" for head_type in _OUTPUTS)
         raise ConfigError(
             f"{name} cannot be exported as ONNX: its layout must be one of transformers' ({known}), but its "
             f"config.json names the architecture {architecture}."
@@ -154,7 +154,7 @@ class _TracedModel(torch.nn.Module):
     def __init__(
         self,
         model: PreTrainedModel,
-        head: HeadKind,
+        head: HeadType,
         inputs: list[str],
         layout: EmbeddingLayout | None,
         classifier: LinearHead | None,

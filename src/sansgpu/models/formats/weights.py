@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -41,6 +41,13 @@ def readable_weights(path: Path) -> Iterator[None]:
     except UNREADABLE as error:
         reason = truncate(" ".join(str(error).split())).removesuffix(".")
         raise ConfigError(f"{path} holds no weights that can be read ({reason}); copy or export it again.") from None
+
+
+@contextmanager
+def open_weights(path: Path) -> Iterator[Any]:
+    """Opens a safetensors file to read its tensors one by one. Raises ConfigError as `readable_weights` does."""
+    with readable_weights(path), safe_open(path, "pt") as opened:
+        yield opened
 
 
 def set_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: Path, assign: bool = False) -> None:
@@ -106,7 +113,7 @@ def safetensors_weights(files: list[Path]) -> dict[str, StoredTensor]:
     """Returns the tensors of safetensors files by name. Raises ConfigError if a file is damaged."""
     found: dict[str, StoredTensor] = {}
     for file in files:
-        with readable_weights(file), safe_open(file, "pt") as opened:
+        with open_weights(file) as opened:
             for name in opened.keys():  # noqa: SIM118  not a dict
                 found[name] = StoredTensor(tuple(opened.get_slice(name).get_shape()), partial(_read, file, name))
     return found
@@ -114,7 +121,7 @@ def safetensors_weights(files: list[Path]) -> dict[str, StoredTensor]:
 
 def _read(file: Path, name: str) -> torch.Tensor:
     """Returns a view of a mapped file; the mapping ends with it, so that what was read does not stay in memory."""
-    with readable_weights(file), safe_open(file, "pt") as opened:
+    with open_weights(file) as opened:
         tensor: torch.Tensor = opened.get_tensor(name)
     return tensor
 

@@ -20,10 +20,10 @@ from sansgpu.models.formats.folders import ADAPTER_CONFIG, add_base, base_of, ho
 from sansgpu.models.formats.weights import StoredTensor, as_stored
 from sansgpu.models.huggingface.pretrained import (
     Head,
+    configure_for_training,
     is_inside,
     load_pretrained,
     plain_name,
-    prepare_for_training,
     save_tokenizer,
     seeded,
     stored_dtype,
@@ -283,7 +283,7 @@ def _load_merged(model: ModelConfig, base: ModelConfig, head: Head, seed: int) -
             warnings.filterwarnings("error", message="Found missing adapter keys")
             adapted = PeftModel.from_pretrained(loaded, folder)
         dtype = torch.float32 if model.adapter == "none" else stored_dtype(model)
-        return prepare_for_training(merge_adapter(adapted, dtype), model)
+        return configure_for_training(merge_adapter(adapted, dtype), model)
 
 
 def save_adapter(adapted: Any, tokenizer: Any, folder: Path, model: ModelConfig) -> None:

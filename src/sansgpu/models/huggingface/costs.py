@@ -60,9 +60,9 @@ def _quantized(settings: ModelConfig, model: nn.Module) -> list[QuantizedWeights
 
 def _outputs(head: Head, vocabulary: int) -> int:
     """Returns the logits per token."""
-    if head.kind in ("causal", "masked"):
+    if head.type in ("causal", "masked"):
         return vocabulary
-    if head.kind == "none":
+    if head.type == "none":
         return 1  # the loss compares vectors of texts, which is little work per token
     return len(head.labels) or 2  # transformers' default, and the start and end of an answer
 

@@ -182,8 +182,8 @@ def fuse_layers(model: nn.Module) -> None:
             original = cast(Any, module)
             original.original, original.eps = type(module), float(original.variance_epsilon)
             module.__class__ = PretrainedRMSNorm
-        elif (kind := _gelu_of(module)) is not None:
-            module.__class__ = kind
+        elif (fused := _gelu_of(module)) is not None:
+            module.__class__ = fused
         elif _is_swiglu(module):
             module.__class__ = with_forward(SwiGLU, type(module))
             cast(Any, module).recomputes = recomputes

@@ -78,7 +78,7 @@ class UnpaddedModel:
         first = torch.maximum(ranges[..., 0], position - self._window)
         end = torch.minimum(ranges[..., 1], position + self._window + 1)
         masks = {FULL: KeyRanges(ranges), SLIDING: KeyRanges(torch.stack((first, end), dim=-1))}
-        return {kind: stand_in_mask(mask, examples.device) for kind, mask in masks.items()}
+        return {layer_type: stand_in_mask(mask, examples.device) for layer_type, mask in masks.items()}
 
     def _padded(
         self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None
@@ -268,7 +268,7 @@ def _has_windows(config: Any) -> bool:
     """Returns True if some layer has windowed attention."""
     types = getattr(config, "layer_types", None)
     if types:
-        return any(kind != FULL for kind in types)
+        return any(layer_type != FULL for layer_type in types)
     return any(getattr(config, name, None) for name in ("sliding_window", "local_attention", "attention_chunk_size"))
 
 

@@ -36,8 +36,8 @@ if TYPE_CHECKING:  # functions import transformers when they need it, because th
 
     from sansgpu.models.formats.gguf_file import GGUFFile
 
-HeadKind = Literal["causal", "qa", "masked", "sequence", "tokens", "none"]
-AUTO_CLASSES: dict[HeadKind, str] = {
+HeadType = Literal["causal", "qa", "masked", "sequence", "tokens", "none"]
+AUTO_CLASSES: dict[HeadType, str] = {
     "causal": "AutoModelForCausalLM",
     "qa": "AutoModelForQuestionAnswering",
     "masked": "AutoModelForMaskedLM",
@@ -45,7 +45,7 @@ AUTO_CLASSES: dict[HeadKind, str] = {
     "tokens": "AutoModelForTokenClassification",
     "none": "AutoModel",
 }
-_DESCRIPTION: dict[HeadKind, str] = {
+_DESCRIPTION: dict[HeadType, str] = {
     "causal": "a causal language model",
     "qa": "a question answering model",
     "masked": "a masked language model",
@@ -63,9 +63,9 @@ ProblemType = Literal["regression", "single_label_classification", "multi_label_
 
 @dataclass(frozen=True)
 class Head:
-    """The head of a model: its kind and, for a classifier, the labels in the order of the logits."""
+    """The head of a model: its type and, for a classifier, the labels in the order of the logits."""
 
-    kind: HeadKind
+    type: HeadType
     labels: tuple[str, ...] = ()
     problem_type: ProblemType | None = None
 
@@ -76,7 +76,7 @@ class Head:
             config.label2id = {label: number for number, label in enumerate(self.labels)}
             config.problem_type = self.problem_type
         text = config.get_text_config()
-        if self.kind == "sequence" and text.pad_token_id is None:  # a decoder finds the end of each row by it
+        if self.type == "sequence" and text.pad_token_id is None:  # a decoder finds the end of each row by it
             ends = text.eos_token_id
             config.pad_token_id = text.pad_token_id = (ends[0] if isinstance(ends, list) else ends) or 0
 
@@ -122,8 +122,8 @@ def load_pretrained(model: ModelConfig, head: Head, seed: int, frozen: bool = Fa
     the model cannot be loaded or other weights are missing.
     """
     file = gguf_file_of(model)
-    if file is not None and head.kind != "causal":
-        raise ConfigError(f"{model.name_or_path} holds a causal language model, not {_DESCRIPTION[head.kind]}.")
+    if file is not None and head.type != "causal":
+        raise ConfigError(f"{model.name_or_path} holds a causal language model, not {_DESCRIPTION[head.type]}.")
     dtype = torch.float32 if model.adapter == "none" else "auto"
     if (precision := base_precision(model, frozen)) is not None:
         config = pretrained_config(model)
@@ -138,12 +138,12 @@ def load_pretrained(model: ModelConfig, head: Head, seed: int, frozen: bool = Fa
             head.set_labels(config)
             options |= {"config": config, "ignore_mismatched_sizes": True}
         loaded, new = _load(model, head, seed, name, options, dtype)
-    missing = (key for key in new if head.kind == "causal" or not _may_be_new(loaded, key))
+    missing = (key for key in new if head.type == "causal" or not _may_be_new(loaded, key))
     if (first := min(missing, default=None)) is not None:
         raise ConfigError(
             f"{model.name_or_path}: the weights do not match config.json: {first} is missing or has another shape."
         )
-    return prepare_for_training(loaded, model)
+    return configure_for_training(loaded, model)
 
 
 def _load(
@@ -155,10 +155,10 @@ def _load(
     """
     import transformers
 
-    loader: Any = getattr(transformers, AUTO_CLASSES[head.kind])
+    loader: Any = getattr(transformers, AUTO_CLASSES[head.type])
     if name is None:
         loader = type(_from_config(model, head, options["config"], "meta"))  # the Auto classes accept no state_dict
-    with library_errors(f"{model.name_or_path} cannot be loaded as {_DESCRIPTION[head.kind]}"), seeded(seed, "head"):
+    with library_errors(f"{model.name_or_path} cannot be loaded as {_DESCRIPTION[head.type]}"), seeded(seed, "head"):
         loaded, info = loader.from_pretrained(name, **options, dtype=dtype, output_loading_info=True)
     return loaded, {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
 
@@ -176,7 +176,7 @@ def _load_one_by_one(
     given = placeholders(stored, torch.bfloat16)
     options = {"config": config, "state_dict": given, "ignore_mismatched_sizes": True}
     loaded, new = _load(model, head, seed, None, options, torch.bfloat16)
-    with library_errors(f"{model.name_or_path} cannot be loaded as {_DESCRIPTION[head.kind]}"):
+    with library_errors(f"{model.name_or_path} cannot be loaded as {_DESCRIPTION[head.type]}"):
         fill(loaded, stored, given, precision, new)
     return loaded, new
 
@@ -187,10 +187,10 @@ def random_model(model: ModelConfig, head: Head, layers: int | None = None) -> P
     if layers is not None:
         config = with_layers(config, layers)
     if (precision := base_precision(model)) is None:
-        return prepare_for_training(_from_config(model, head, config), model)
+        return configure_for_training(_from_config(model, head, config), model)
     from_file = stored_weights(model) if precision == "file" else {}
     random = random_weights(_from_config(model, head, config, "meta"), precision, from_file)
-    return prepare_for_training(_load_one_by_one(model, head, 0, config, random, precision)[0], model)
+    return configure_for_training(_load_one_by_one(model, head, 0, config, random, precision)[0], model)
 
 
 def meta_model(model: ModelConfig, head: Head) -> PreTrainedModel:
@@ -204,11 +204,11 @@ def _from_config(model: ModelConfig, head: Head, config: PreTrainedConfig, devic
     head.set_labels(config)
     options = {"trust_remote_code": True} if model.trust_remote_code else {}
     with (
-        library_errors(f"{model.name_or_path} cannot be built as {_DESCRIPTION[head.kind]}"),
+        library_errors(f"{model.name_or_path} cannot be built as {_DESCRIPTION[head.type]}"),
         seeded(0, "shape"),
         torch.device(device),
     ):
-        built: PreTrainedModel = getattr(transformers, AUTO_CLASSES[head.kind]).from_config(config, **options)
+        built: PreTrainedModel = getattr(transformers, AUTO_CLASSES[head.type]).from_config(config, **options)
     return built
 
 
@@ -221,7 +221,7 @@ def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     return config
 
 
-def prepare_for_training(loaded: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
+def configure_for_training(loaded: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
     """Enables gradient checkpointing if configured, disables the cache, and converts biases and norms to fp32."""
     if model.gradient_checkpointing:
         if not loaded.supports_gradient_checkpointing:

@@ -115,7 +115,7 @@ def _first_blocks_of(model: PreTrainedModel, config: Any) -> Iterator[None]:
     """Temporarily truncates a model to its first blocks, with at least one block of each layer type."""
     blocks = blocks_of(model)
     types = (getattr(config, "layer_types", None) or [])[: len(blocks)]
-    count = max([2, *(types.index(kind) + 1 for kind in dict.fromkeys(types))])
+    count = max([2, *(types.index(layer_type) + 1 for layer_type in dict.fromkeys(types))])
     if not blocks:
         yield
         return

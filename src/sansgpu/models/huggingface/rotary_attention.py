@@ -27,10 +27,10 @@ class LengthDependentRotary:
         modules: list[Any] = [
             m for m in model.modules() if hasattr(m, "rope_type") and hasattr(m, "original_max_seq_len")
         ]
-        scaled = [(module, name, kind) for module in modules for name, kind in _rope_types(module)]
-        self._dynamic = [(module, name) for module, name, kind in scaled if "dynamic" in kind]
+        scaled = [(module, name, form) for module in modules for name, form in _rope_types(module)]
+        self._dynamic = [(module, name) for module, name, form in scaled if "dynamic" in form]
         self._growing = [int(module.original_max_seq_len) for module, _ in self._dynamic]
-        self._switching = [_trained_length(module, name) for module, name, kind in scaled if kind == "longrope"]
+        self._switching = [_trained_length(module, name) for module, name, form in scaled if form == "longrope"]
 
     def __bool__(self) -> bool:
         return bool(self._growing or self._switching)

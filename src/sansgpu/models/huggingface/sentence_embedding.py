@@ -56,18 +56,18 @@ def read_layout(model: ModelConfig) -> EmbeddingLayout | None:
     modules = read_json(file)
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise ConfigError(f"{file} does not hold a list of modules.")
-    kinds = {str(module.get("type")).rpartition(".")[2]: str(module.get("path", "")) for module in modules}
-    if unknown := next((kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")), None):
+    paths = {str(module.get("type")).rpartition(".")[2]: str(module.get("path", "")) for module in modules}
+    if unknown := next((name for name in paths if name not in ("Transformer", "Pooling", "Normalize")), None):
         raise ConfigError(
             f"{file} names the module {unknown[:100]}, but sansgpu supports Transformer, Pooling and Normalize; choose "
             "another model, or delete the file to embed with the transformer alone."
         )
-    pooling, settings = model_file(model, f"{kinds.get('Pooling', POOLING)}/config.json"), model_file(model, SETTINGS)
+    pooling, settings = model_file(model, f"{paths.get('Pooling', POOLING)}/config.json"), model_file(model, SETTINGS)
     length = read_object(settings).get("max_seq_length") if settings else None
     prompts, default = _prompts_of(versioned) if (versioned := model_file(model, VERSIONED)) else ({}, None)
     return EmbeddingLayout(
         _pooling_of(pooling, with_prompts=any(prompts.values())) if pooling else "mean",
-        "Normalize" in kinds,
+        "Normalize" in paths,
         length if isinstance(length, int) and length >= 2 else None,
         prompts,
         default,
@@ -117,8 +117,8 @@ def write_layout(layout: EmbeddingLayout, width: int, folder: Path) -> None:
     """Adds to a folder with a transformer what Sentence Transformers needs to load it, of version 2 or later."""
     names = [("Transformer", ""), ("Pooling", POOLING), *([("Normalize", NORMALIZE)] if layout.normalize else [])]
     modules = [
-        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for number, (kind, path) in enumerate(names)
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{module_name}"}
+        for number, (module_name, path) in enumerate(names)
     ]
     modes = {key: layout.pooling == mode for key, mode in _MODES.items() if key.startswith("pooling_")}
     files: dict[str, Any] = {

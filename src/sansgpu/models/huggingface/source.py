@@ -13,7 +13,7 @@ from sansgpu.config.wording import first_line
 from sansgpu.files.reading import read_object, require_regular_file
 from sansgpu.machine.hub import quiet_hub
 from sansgpu.machine.untrusted.sandbox import is_panic
-from sansgpu.models.formats.folders import ADAPTER_CONFIG, MODEL_TYPE, base_of, folder_settings, validate_model_folder
+from sansgpu.models.formats.folders import ADAPTER_CONFIG, base_of, is_graph_folder, validate_model_folder
 from sansgpu.models.formats.gguf_source import is_gguf, open_gguf
 from sansgpu.models.formats.weights import (
     BasePrecision,
@@ -37,7 +37,7 @@ def pretrained_config(model: ModelConfig) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     name, options = source_of(model)
-    if Path(name).is_dir() and folder_settings(Path(name)).get("model_type") == MODEL_TYPE:
+    if Path(name).is_dir() and is_graph_folder(Path(name)):
         raise ConfigError(
             f"{name} is a graph encoder that transformers cannot load; train a plain BERT instead, with "
             "model.leaves 0, model.decay none, model.position learned and model.embedding_norm true."
@@ -173,7 +173,7 @@ class library_errors:  # noqa: N801  used like a function
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error is None or isinstance(error, ConfigError):
             return
         if isinstance(error, Exception) or is_panic(error):

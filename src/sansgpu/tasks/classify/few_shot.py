@@ -42,7 +42,7 @@ _WEIGHT, _BIAS = "head_weight", "head_bias"  # buffers of the model, so that sna
 class FewShotObjective(ClassifyObjective):
     """An encoder, the loss of all pairs of texts in a step, and a linear classifier of its vectors that is fitted."""
 
-    head_kind = "none"
+    head_type = "none"
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -162,9 +162,9 @@ def pair_loss(vectors: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         alike = labels[:, None] == labels
         pairs = torch.ones_like(alike).triu(1)
         weights = torch.zeros_like(alike, dtype=torch.float32)
-        kinds = [kind for kind in (pairs & alike, pairs & ~alike) if kind.any()]
-        for kind in kinds:
-            weights += kind / (kind.sum() * len(kinds))
+        groups = [group for group in (pairs & alike, pairs & ~alike) if group.any()]
+        for group in groups:
+            weights += group / (group.sum() * len(groups))
         errors = (linear(vectors, vectors) - alike.float()).square()
         return (weights * errors).sum(1).sum()  # row by row, so that the result does not depend on the threads
 

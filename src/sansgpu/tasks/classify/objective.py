@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from sansgpu.config import Config
 from sansgpu.data.sequences import PackedSequences
-from sansgpu.models.huggingface.pretrained import Head, HeadKind, ProblemType
+from sansgpu.models.huggingface.pretrained import Head, HeadType, ProblemType
 from sansgpu.tasks.classify.labels import LabelKind
 from sansgpu.tasks.fine_tuning import FineTuning
 
@@ -19,26 +19,26 @@ _PROBLEM_TYPES: dict[LabelKind, ProblemType] = {
     "multiple": "multi_label_classification",
     "regression": "regression",
 }
-_KINDS = {problem: kind for kind, problem in _PROBLEM_TYPES.items()}
+LABEL_KINDS = {problem: kind for kind, problem in _PROBLEM_TYPES.items()}
 
 
 class ClassifyObjective(FineTuning):
     """A model with a head for sequences, and its loss."""
 
-    head_kind: ClassVar[HeadKind] = "sequence"
+    head_type: ClassVar[HeadType] = "sequence"
     class_weights: torch.Tensor | None = None  # (L,); only training has them
 
     @classmethod
     def head_of(cls, config: Config) -> Head:
         """Returns the head. Without data, which has not been read for an estimate, it has two labels."""
         if config.data.label_kind == "regression":
-            return Head(cls.head_kind, (SCORE,), "regression")
+            return Head(cls.head_type, (SCORE,), "regression")
         problem = _PROBLEM_TYPES["single" if config.data.label_kind == "auto" else config.data.label_kind]
-        return Head(cls.head_kind, tuple(config.data.labels or ("0", "1")), problem)
+        return Head(cls.head_type, tuple(config.data.labels or ("0", "1")), problem)
 
     @property
     def label_kind(self) -> LabelKind:
-        return _KINDS[cast(ProblemType, self.head.problem_type)]
+        return LABEL_KINDS[cast(ProblemType, self.head.problem_type)]
 
     def summed_loss(self, batch: PackedSequences) -> torch.Tensor:
         smoothing = self.config.training.label_smoothing

@@ -31,7 +31,7 @@ from sansgpu.tasks.classify.labels import (
     tokenize_texts,
     unlabeled_text,
 )
-from sansgpu.tasks.classify.objective import _KINDS, ClassifyObjective
+from sansgpu.tasks.classify.objective import LABEL_KINDS, ClassifyObjective
 from sansgpu.tasks.classify.settings import SETTINGS
 from sansgpu.tasks.evaluation import require_rows
 from sansgpu.tasks.fine_tuning import FineTuningTask, longest_example, passes, require_examples, split_rows
@@ -116,7 +116,7 @@ class Classify(Predicts, FineTuningTask):
         config = super().config_of_model(source)
         settings: Any = pretrained_config(config.model.model_copy(update={"trust_remote_code": source.remote_code}))
         names = tuple(str(name) for _, name in sorted(settings.id2label.items()))
-        kind = _KINDS.get(settings.problem_type) or ("regression" if len(names) == 1 else "single")
+        kind = LABEL_KINDS.get(settings.problem_type) or ("regression" if len(names) == 1 else "single")
         return with_labels(config, Labels(kind, () if kind == "regression" else names))
 
     @classmethod

@@ -28,7 +28,7 @@ DEFAULT_LENGTH = 256  # tokens of the longest text, where the model does not say
 class EmbeddingObjective(FineTuning):
     """A model without a head, whose hidden states are pooled to a vector for each text, and its loss."""
 
-    head_kind = "none"
+    head_type = "none"
 
     def __init__(self, config: Config, random: bool = False, layers: int | None = None, frozen: bool = False) -> None:
         super().__init__(config, random, layers, frozen)

@@ -78,11 +78,6 @@ def export_graph_model(
     write_folder_atomically(folder, write)
 
 
-def is_graph_folder(folder: Path) -> bool:
-    """Returns True if the folder holds a graph encoder in our own layout."""
-    return folder_settings(folder).get("model_type") == MODEL_TYPE
-
-
 def load_graph_folder(folder: Path) -> tuple[GraphEncoder, dict[str, Any]]:
     """Loads a folder in our own layout; returns the encoder and the sections of the configuration saved with it.
 
@@ -110,10 +105,10 @@ def load_graph_folder(folder: Path) -> tuple[GraphEncoder, dict[str, Any]]:
 def _to_bert(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> Weights:
     renamed: Weights = {}
     for name, tensor in weights.items():
-        module, _, kind = name.rpartition(".")
+        module, _, parameter = name.rpartition(".")
         layer = _LAYER.search(module)
         bert_module = _BERT[_LAYER.sub("{}", module)].format(layer.group() if layer else "")
-        renamed[f"{bert_module}.{kind}"] = tensor.contiguous()
+        renamed[f"{bert_module}.{parameter}"] = tensor.contiguous()
     renamed["bert.embeddings.token_type_embeddings.weight"] = torch.zeros(2, config.d_model)
     renamed["cls.predictions.bias"] = torch.zeros(len(weights["embedding.weight"]))
     return renamed

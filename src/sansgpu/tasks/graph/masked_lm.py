@@ -39,7 +39,7 @@ from sansgpu.tasks.task import EvaluationRequest, Sums, TrainedModel
 class MaskedObjective(FineTuning):
     """A transformers encoder with its masked LM head, and its loss."""
 
-    head_kind = "masked"
+    head_type = "masked"
 
     def __init__(self, config: Config, random: bool = False, layers: int | None = None, frozen: bool = False) -> None:
         super().__init__(config, random, layers, frozen)
@@ -57,7 +57,7 @@ class MaskedObjective(FineTuning):
         logits = self.masked_logits(batch).float()
         loss = F.cross_entropy(logits, targets, reduction="sum")
         hits = float((logits.argmax(dim=1) == targets).sum())
-        self._sums.add_kind("mlm", loss=float(loss.detach()), hits=hits, count=float(len(targets)))
+        self._sums.add_target("mlm", loss=float(loss.detach()), hits=hits, count=float(len(targets)))
         return loss
 
     def step_sums(self) -> Sums:

@@ -22,7 +22,7 @@ from sansgpu.tasks.graph.leafy import LeafyDataset
 from sansgpu.tasks.graph.tokenizer import MaskTokenizer
 from sansgpu.tasks.task import StepSums, Sums
 
-KINDS = ("mlm", "mnm")  # masked tokens of the text, masked leaves
+NODE_TARGETS = ("mlm", "mnm")  # masked tokens of the text, masked leaves
 ENTITY = "entity"  # entity queries: the tail is predicted among all entities
 KGE = "kge"  # facts: the tail is predicted from the head's vector and the relation only
 SBO = "sbo"  # span boundary objective: masked tokens predicted from the tokens around their span
@@ -126,15 +126,15 @@ def validation_masking(graphs: LeafyDataset, rules: MaskRules, seed: int, ordere
 class MetricSums(StepSums):
     """The sums for training metrics of several kinds of targets."""
 
-    def add_kind(self, name: str, **values: float) -> None:
-        """Adds values for one kind of target; `name` prefixes their keys."""
+    def add_target(self, name: str, **values: float) -> None:
+        """Adds values for one type of target; `name` prefixes their keys."""
         self.add({f"{name}_{key}": value for key, value in values.items()})
 
 
 def masked_metrics(sums: Sums) -> dict[str, float]:
     """Computes loss, accuracy and counts for each kind of target that occurred."""
     metrics: dict[str, float] = {}
-    for name in (*KINDS, ENTITY):
+    for name in (*NODE_TARGETS, ENTITY):
         if count := sums.get(f"{name}_count"):
             metrics |= {
                 f"{name}_loss": sums[f"{name}_loss"] / count,
@@ -198,7 +198,7 @@ class MaskedEvaluation:
         logits = self._model.masked_logits(batch).float()
         losses, correct = F.cross_entropy(logits, targets, reduction="none"), logits.argmax(dim=1) == targets
         for name, rows, majority in zip(
-            KINDS, (~leaves, leaves), (self._majority.root, self._majority.leaf), strict=True
+            NODE_TARGETS, (~leaves, leaves), (self._majority.root, self._majority.leaf), strict=True
         ):
             sums[f"{name}_loss"] = float(losses[rows].sum(dtype=torch.float64))
             sums[f"{name}_hits"] = float(correct[rows].sum())
@@ -209,9 +209,10 @@ class MaskedEvaluation:
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Computes means. `loss` is their weighted sum as in training, but never pools tokens and leaves."""
         metrics = masked_metrics(sums)
-        losses = (w * metrics.get(f"{name}_loss", 0.0) for name, w in zip((*KINDS, ENTITY), self._weights, strict=True))
+        weighted = zip((*NODE_TARGETS, ENTITY), self._weights, strict=True)
+        losses = (weight * metrics.get(f"{name}_loss", 0.0) for name, weight in weighted)
         metrics = {"loss": sum(losses), **metrics}
-        for name in KINDS:
+        for name in NODE_TARGETS:
             if count := sums.get(f"{name}_count"):
                 metrics[f"{name}_majority_acc"] = sums[f"{name}_usual"] / count
         if tails := sums.get("tails"):
@@ -225,7 +226,7 @@ class MaskedEvaluation:
     def detailed(self, metrics: dict[str, float]) -> dict[str, Any]:
         """Adds a 95 % confidence interval to each accuracy (Wilson 1927)."""
         result: dict[str, Any] = dict(metrics)
-        for name in (*KINDS, ENTITY, "tail"):
+        for name in (*NODE_TARGETS, ENTITY, "tail"):
             if count := metrics.get(f"{name}_count"):
                 result[f"{name}_interval"] = wilson(metrics[f"{name}_acc"], count)
         return result

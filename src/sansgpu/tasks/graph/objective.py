@@ -13,7 +13,7 @@ from sansgpu.kernels.embedding import embed
 from sansgpu.tasks.graph.batch import HEAD_ENTITY, QUERY_TAIL, RELATION, TAIL_START, GraphBatch
 from sansgpu.tasks.graph.encoder import GraphEncoder
 from sansgpu.tasks.graph.entities import NameBags
-from sansgpu.tasks.graph.masked_prediction import ENTITY, KGE, KINDS, SBO, MetricSums, masked_metrics
+from sansgpu.tasks.graph.masked_prediction import ENTITY, KGE, NODE_TARGETS, SBO, MetricSums, masked_metrics
 from sansgpu.tasks.task import Sums
 
 
@@ -54,12 +54,12 @@ class GraphObjective:
         states, chosen = self.states(batch), batch.targets != IGNORE
         targets, leaves = batch.targets[chosen], batch.is_leaf[chosen]
         predicted, total = self.model.predicted(states[chosen]), states.sum() * 0.0
-        for name, rows, weight in zip(KINDS, (~leaves, leaves), batch.weights[:2], strict=True):
+        for name, rows, weight in zip(NODE_TARGETS, (~leaves, leaves), batch.weights[:2], strict=True):
             if bool(rows.any()):
                 head = self.model.embedding.weight
                 loss, hits = linear_cross_entropy_and_hits(predicted[rows], head, targets[rows])
                 total = total + weight * loss
-                self._sums.add_kind(name, loss=float(loss.detach()), hits=float(hits), count=float(rows.sum()))
+                self._sums.add_target(name, loss=float(loss.detach()), hits=float(hits), count=float(rows.sum()))
         if self.model.entities is not None:
             vectors = self.entity_vectors()
             total = total + batch.weights[3] * self._query_loss(batch, states, vectors, self._sums)
@@ -81,7 +81,7 @@ class GraphObjective:
             states[rows[:, TAIL_START]], rows[:, HEAD_ENTITY], rows[:, RELATION], vectors
         )
         loss, hits = linear_cross_entropy_and_hits(predicted, vectors, rows[:, QUERY_TAIL] - 1)
-        sums.add_kind(ENTITY, loss=float(loss.detach()), hits=float(hits), count=float(len(rows)))
+        sums.add_target(ENTITY, loss=float(loss.detach()), hits=float(hits), count=float(len(rows)))
         return loss
 
     def predicted_entities(
@@ -102,7 +102,7 @@ class GraphObjective:
         head, relation, tail = batch.facts.flatten(0, 1).unbind(1)
         predicted = self.model.entities.predict_tails(embed(head[None] - 1, vectors)[0], relation)
         loss = linear_cross_entropy(predicted, vectors, tail - 1)
-        sums.add_kind(KGE, loss=float(loss.detach()), count=float(len(tail)))
+        sums.add_target(KGE, loss=float(loss.detach()), count=float(len(tail)))
         return loss
 
     def query_sums(self, batch: GraphBatch) -> Sums:
@@ -121,7 +121,7 @@ class GraphObjective:
         before, after = (bounds + batch.first_nodes()[chosen, None]).unbind(1)
         rows = self.model.boundary(embed(before[None], states)[0], embed(after[None], states)[0], offsets)
         loss = linear_cross_entropy(rows, self.model.embedding.weight, batch.targets[chosen])
-        self._sums.add_kind(SBO, loss=float(loss.detach()), count=float(len(rows)))
+        self._sums.add_target(SBO, loss=float(loss.detach()), count=float(len(rows)))
         return self.config.training.sbo_weight * loss
 
     def step_sums(self) -> Sums:

@@ -157,10 +157,10 @@ class _Module:
                     exc=ast.expr() as raised
                 ):  # the call that creates the exception comes next and is skipped
                     yield "raises", _name(raised)
-                case ast.ExceptHandler(type=ast.Tuple(elts=kinds)):
-                    yield from (("catches", _name(kind)) for kind in kinds)
-                case ast.ExceptHandler(type=ast.expr() as kind):
-                    yield "catches", _name(kind)
+                case ast.ExceptHandler(type=ast.Tuple(elts=exceptions)):
+                    yield from (("catches", _name(exception)) for exception in exceptions)
+                case ast.ExceptHandler(type=ast.expr() as exception):
+                    yield "catches", _name(exception)
                 case ast.Global(names=names) | ast.Nonlocal(names=names):
                     yield from (("declares", name) for name in names)
                 case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):

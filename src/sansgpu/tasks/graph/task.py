@@ -15,6 +15,7 @@ from sansgpu.config.paths import local_path
 from sansgpu.config.section import problems
 from sansgpu.data.order import generator
 from sansgpu.data.shards import ReportProgress
+from sansgpu.models.formats.folders import is_graph_folder
 from sansgpu.models.formats.weights import set_weights
 from sansgpu.tasks.base import ComposedTask, with_layers, with_vocabulary_of
 from sansgpu.tasks.capabilities import ExtractsTriples, RanksEntities
@@ -23,7 +24,7 @@ from sansgpu.tasks.graph.costs import GraphEncoderCosts
 from sansgpu.tasks.graph.data import GraphCorpus, graph_corpus, names_of
 from sansgpu.tasks.graph.encoder import GraphEncoder
 from sansgpu.tasks.graph.evaluate import EVALUATION_EXAMPLES, masked_evaluation
-from sansgpu.tasks.graph.folder import export_graph_model, is_graph_folder, load_graph_folder
+from sansgpu.tasks.graph.folder import export_graph_model, load_graph_folder
 from sansgpu.tasks.graph.leafy import LeafyExample, PlacedTriple
 from sansgpu.tasks.graph.link_prediction import SampledRanking, rank_tails
 from sansgpu.tasks.graph.masked_prediction import (

@@ -19,7 +19,7 @@ from sansgpu.tasks.task import StepSums, Sums
 class PreferenceObjective(FineTuning):
     """A causal model and its loss of pairs of answers."""
 
-    head_kind = "causal"
+    head_type = "causal"
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         from sansgpu.tasks.preference.model import AnswerModel  # imports transformers, which takes seconds

@@ -209,9 +209,9 @@ def tokenize_preferences(
             )
         first = first or read
         if (read.label is None) != (first.label is None):
-            kinds = ("a rated answer", "a chosen and a rejected answer")
+            forms = ("a rated answer", "a chosen and a rejected answer")
             raise bad_row(
-                read.where, f"has {kinds[read.label is None]}, but the rows before it have {kinds[first.label is None]}"
+                read.where, f"has {forms[read.label is None]}, but the rows before it have {forms[first.label is None]}"
             )
         with tokenizer_errors(read.where):
             if rated:

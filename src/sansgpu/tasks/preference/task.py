@@ -104,10 +104,6 @@ class Preference(SFT):
         return PreferenceExamples(examples).batch(np.arange(size))
 
     @classmethod
-    def evaluation_batch(cls, config: Config) -> int:
-        return 8
-
-    @classmethod
     def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> Any:
         config = loaded.config
         if request.data is None:

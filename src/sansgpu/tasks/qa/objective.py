@@ -14,7 +14,7 @@ from sansgpu.tasks.fine_tuning import FineTuning
 class QAObjective(FineTuning):
     """A model with a question-answering head, and its loss."""
 
-    head_kind = "qa"
+    head_type = "qa"
 
     def summed_loss(self, batch: PackedSequences) -> torch.Tensor:
         """Sums the mean cross-entropy of the start and end positions over windows, ()."""

@@ -24,7 +24,7 @@ from sansgpu.tasks.task import ModelSource, Sums
 class SFTObjective(FineTuning):
     """A causal model and its loss."""
 
-    head_kind = "causal"
+    head_type = "causal"
 
     def __init__(self, config: Config, random: bool = False, layers: int | None = None, frozen: bool = False) -> None:
         super().__init__(config, random, layers, frozen)

@@ -17,11 +17,11 @@ from sansgpu.tasks.fine_tuning import FineTuning
 class TokensObjective(FineTuning):
     """A model with a token classification head, and its loss."""
 
-    head_kind = "tokens"
+    head_type = "tokens"
 
     @classmethod
     def head_of(cls, config: Config) -> Head:
-        return Head(cls.head_kind, tuple(config.data.labels or ()))
+        return Head(cls.head_type, tuple(config.data.labels or ()))
 
     @property
     def labels(self) -> list[str]:
