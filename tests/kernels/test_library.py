@@ -107,7 +107,7 @@ def test_python_reads_the_header_as_a_compiler_does(tmp_path: Path) -> None:
         # A pointer converts to and from void*, but a call with another number of arguments, or a number for a
         # pointer, does not compile.
         values = {ctypes.c_void_p: "(void*)0", ctypes.c_int64: "(int64_t)0", ctypes.c_double: "0.0"}
-        arguments = ", ".join(values[kind.c_type] for kind in signature.kinds)
+        arguments = ", ".join(values[parameter.c_type] for parameter in signature.parameters)
         result, keyword = ("int64_t", "return ") if signature.returns else ("void", "")
         lines.append(f"{result} call_{name}(void) {{ {keyword}{name}({arguments}); }}")
     source = tmp_path / "header.c"

@@ -44,7 +44,7 @@ class ParameterType(NamedTuple):
 class Signature(NamedTuple):
     """The parameters of a function, in order, and whether it returns an int64_t."""
 
-    types: tuple[ParameterType, ...]
+    parameters: tuple[ParameterType, ...]
     returns: bool
 
 
@@ -98,10 +98,10 @@ def _fields(body: str, known: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def _types(parameters: str) -> Iterator[ParameterType]:
     for parameter in [] if parameters == "void" else map(_plain, parameters.split(",")):
         match = _PARAMETER.fullmatch(parameter)
-        type = _type(*match.groups()) if match else None
-        if type is None:
+        parameter_type = _type(*match.groups()) if match else None
+        if parameter_type is None:
             raise RuntimeError(f'{HEADER}: "{parameter}" is neither a pointer nor an int64_t nor a double.')
-        yield type
+        yield parameter_type
 
 
 @cache
@@ -130,11 +130,13 @@ class Function:
     """
 
     def __init__(self, name: str, signature: Signature, function: Any) -> None:
-        self._name, self._types, self._function = name, signature.types, function
-        pointers = [place for place, type in enumerate(signature.types) if type.c_type is ctypes.c_void_p]
-        self._pointers = [(place, signature.types[place].element) for place in pointers]
+        self._name, self._parameters, self._function = name, signature.parameters, function
+        pointers = [
+            place for place, parameter in enumerate(signature.parameters) if parameter.c_type is ctypes.c_void_p
+        ]
+        self._pointers = [(place, signature.parameters[place].element) for place in pointers]
         self._fitting = set[tuple[type, ...]]()  # types of arguments that passed the check, which depends on them alone
-        function.argtypes = [type.c_type for type in signature.types]
+        function.argtypes = [parameter.c_type for parameter in signature.parameters]
         function.restype = ctypes.c_int64 if signature.returns else None
 
     def __call__(self, *arguments: Argument) -> Any:
@@ -154,13 +156,15 @@ class Function:
         return self._function(*values)
 
     def _check(self, arguments: tuple[Argument, ...]) -> None:
-        if len(arguments) != len(self._types):
-            raise TypeError(f"{self._name} takes {len(self._types)} arguments, but was called with {len(arguments)}.")
-        for place, (argument, type) in enumerate(zip(arguments, self._types, strict=True), start=1):
-            is_other = isinstance(argument, ctypes.Array) and argument._type_ is not type.element
-            if is_other or not isinstance(argument, type.accepts):
+        if len(arguments) != len(self._parameters):
+            raise TypeError(
+                f"{self._name} takes {len(self._parameters)} arguments, but was called with {len(arguments)}."
+            )
+        for place, (argument, parameter) in enumerate(zip(arguments, self._parameters, strict=True), start=1):
+            is_other = isinstance(argument, ctypes.Array) and argument._type_ is not parameter.element
+            if is_other or not isinstance(argument, parameter.accepts):
                 given = type(argument).__name__
-                raise TypeError(f"argument {place} of {self._name} must be {type.description}, not {given}.")
+                raise TypeError(f"argument {place} of {self._name} must be {parameter.description}, not {given}.")
 
 
 @cache

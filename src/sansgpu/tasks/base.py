@@ -59,6 +59,7 @@ class TaskDefaults:
     verbs_without_kernels: ClassVar[tuple[Verb, ...]] = ()
     has_windows: ClassVar[bool] = False
     corpus: Any
+    model: Any  # nn.Module
 
     @classmethod
     def with_vocabulary(cls, config: Config) -> Config:
@@ -104,7 +105,6 @@ class TaskBase(TaskDefaults, ObjectiveBase):
 
     # Builds the model. Its weights depend on `training.seed`, not on torch's global random state.
     model_class: ClassVar[Callable[[Config], nn.Module]]
-    model: Any  # nn.Module
 
     def __init__(self, config: Config, corpus: Any = None, effective_batch: int = 1) -> None:
         self.config, self.corpus, self._effective_batch = config, corpus, effective_batch
