@@ -35,7 +35,7 @@ def prepare() -> None:
 
     import sansgpu.cli.running
     import sansgpu.jobs.train  # noqa: F401
-    from sansgpu.machine.gemm_peak import first_gemm_rate
+    from sansgpu.machine.measurements import first_gemm_rate
     from sansgpu.views.page import templates
 
     for name in templates().list_templates():

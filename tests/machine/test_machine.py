@@ -13,9 +13,8 @@ import torch
 
 from sansgpu.config import TrainingConfig
 from sansgpu.machine import probe
-from sansgpu.machine.cached_measurement import cached_measurement
-from sansgpu.machine.gemm_peak import assumed_seconds, first_gemm_rate
 from sansgpu.machine.launch import CONTENDED_SPINS, SPINS, make_cublas_deterministic, set_openmp
+from sansgpu.machine.measurements import assumed_seconds, cached_measurement, first_gemm_rate
 from sansgpu.machine.memory import effective_batch, micro_batch_choices, usual_micro_batch
 from sansgpu.machine.torch_compile import missing_compiler, resolve_compile
 

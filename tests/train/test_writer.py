@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from sansgpu.config import SansGPUError
+from sansgpu.models.formats.safetensors_file import save_tensors
 from sansgpu.train import writer
 from sansgpu.train.snapshots import snapshots
-from sansgpu.train.tensor_file import save_tensors
 from sansgpu.train.writer import SnapshotWriter, Tensors
 from tests import processes
 from tests.processes import digests, record, use_cache

@@ -18,7 +18,7 @@ from sansgpu.config import Config, ConfigError, SansGPUError, change_config, loa
 from sansgpu.config.wording import counted, duration
 from sansgpu.data.shards import ReportProgress
 from sansgpu.files.ownership import replace_folder, require_folder
-from sansgpu.machine.gemm_peak import flops_utilization
+from sansgpu.machine.measurements import flops_utilization
 from sansgpu.planning.forecast import Forecast, projections, roofline_of, step_limits
 from sansgpu.planning.measure import Measured, MeasureRequest, measure_in_subprocess
 from sansgpu.planning.process import Warn

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, Template
 
 from sansgpu.config import Config, SansGPUError
 from sansgpu.machine.execution import Execution
-from sansgpu.machine.gemm_peak import ASSUMED_FLOPS_PER_SECOND
+from sansgpu.machine.measurements import ASSUMED_FLOPS_PER_SECOND
 from sansgpu.machine.memory import MARGIN, effective_batch, micro_batch_choices
 from sansgpu.planning.memory_fit import estimate_memory
 from sansgpu.tasks.registry import task_of

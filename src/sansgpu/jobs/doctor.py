@@ -13,7 +13,7 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.kernels import library
 from sansgpu.machine.description import hardware, software
 from sansgpu.machine.disk import free_disk_bytes
-from sansgpu.machine.gemm_peak import peak_gemm_rate
+from sansgpu.machine.measurements import peak_gemm_rate
 from sansgpu.machine.monitor import LoadMeter
 from sansgpu.machine.private_folder import private_cache
 from sansgpu.machine.probe import available_cores, available_memory, cache_dir, has_native_bf16, resolve_threads

@@ -13,8 +13,8 @@ import torch
 from sansgpu.config import Config, ConfigError, change_config
 from sansgpu.config.wording import counted
 from sansgpu.data.shards import ReportProgress
-from sansgpu.machine.cached_measurement import cached_measurement
 from sansgpu.machine.distributed.gloo_rate import Link, measure_gloo
+from sansgpu.machine.measurements import cached_measurement
 from sansgpu.machine.memory import Memory, effective_batch
 from sansgpu.models.costing import COMPUTE, FULL
 from sansgpu.planning.forecast import done_at, expected_bits_per_byte, forecast_of, length_of

@@ -12,7 +12,7 @@ from sansgpu.config import Config, ConfigError, TrainingConfig
 from sansgpu.config.parse import normal_time, whole_number
 from sansgpu.config.wording import truncate
 from sansgpu.data.shards import ReportProgress
-from sansgpu.machine.cached_measurement import cached_measurement
+from sansgpu.machine.measurements import cached_measurement
 from sansgpu.machine.probe import isa, total_memory
 from sansgpu.machine.roofline import Roofline, measure_roofline
 from sansgpu.models.huggingface.source import base_precision, file_formats

@@ -21,8 +21,8 @@ from sansgpu.config import Config, SansGPUError
 from sansgpu.config.wording import MAX_REASON_CHARACTERS
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.machine.execution import Execution
-from sansgpu.machine.gemm_peak import peak_gemm_rate
 from sansgpu.machine.launch import quiet_profiler
+from sansgpu.machine.measurements import peak_gemm_rate
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.monitor import LoadMeter, peak_rss_bytes, process_age
 from sansgpu.machine.probe import cache_dir

@@ -15,7 +15,7 @@ import torch
 from sansgpu.config import PRESETS, Config, change_config, load_config
 from sansgpu.config.wording import counted
 from sansgpu.machine.execution import Execution
-from sansgpu.machine.gemm_peak import peak_gemm_rate
+from sansgpu.machine.measurements import peak_gemm_rate
 from sansgpu.machine.memory import MARGIN, Memory, effective_batch, micro_batch_choices, usual_micro_batch
 from sansgpu.machine.probe import cache_dir, memory_for_run, resolve_precision, resolve_threads
 from sansgpu.models.costing import COMPUTE

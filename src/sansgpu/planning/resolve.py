@@ -14,10 +14,9 @@ from sansgpu.config.wording import counted
 from sansgpu.data.order import steps_per_epoch
 from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.allocator import trim_memory
-from sansgpu.machine.cached_measurement import cached_measurement
 from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
 from sansgpu.machine.execution import Environment, Execution
-from sansgpu.machine.gemm_peak import assumed_seconds
+from sansgpu.machine.measurements import assumed_seconds, cached_measurement
 from sansgpu.machine.memory import effective_batch, micro_batches_per_rank, usual_micro_batch
 from sansgpu.machine.probe import cache_dir, isa
 from sansgpu.machine.torch_compile import keep_graphs, resolve_compile

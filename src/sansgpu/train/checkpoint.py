@@ -13,11 +13,11 @@ import torch
 
 from sansgpu.config import ConfigError, identity
 from sansgpu.events.event import Sinks
+from sansgpu.models.formats.safetensors_file import SAFETENSORS_TYPES, in_file_order, unchanged
 from sansgpu.train.branches import ancestors
 from sansgpu.train.run import TrainingRun
 from sansgpu.train.snapshots import MOMENTS, WEIGHTS, Metrics, Progress, Snapshot, best_snapshot
 from sansgpu.train.state import TrainState
-from sansgpu.train.tensor_file import SAFETENSORS_TYPES, in_file_order, unchanged
 from sansgpu.train.writer import SnapshotWriter
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from sansgpu.events.event import Event, Sinks, finite
-from sansgpu.machine.cached_measurement import BUSY_CORES
-from sansgpu.machine.gemm_peak import flops_utilization
+from sansgpu.machine.measurements import BUSY_CORES, flops_utilization
 from sansgpu.machine.monitor import Usage
 from sansgpu.machine.probe import resolve_threads
 from sansgpu.tasks.task import Task

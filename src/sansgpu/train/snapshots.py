@@ -28,9 +28,8 @@ from sansgpu.files.folders import delete_folder
 from sansgpu.files.reading import read_validated
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.execution import Environment
-from sansgpu.models.formats.weights import load_weights, open_weights
+from sansgpu.models.formats.safetensors_file import GatherTensor, load_weights, open_weights, save_tensors, unchanged
 from sansgpu.tasks.task import Sums, add_sums
-from sansgpu.train.tensor_file import GatherTensor, save_tensors, unchanged
 
 WEIGHTS, MOMENTS, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
 TIME_DEPENDENT_KEY = "total_steps"  # the key of `progress` that depends on the time left, not on what was learned

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from sansgpu.machine.probe import available_memory
+from sansgpu.models.formats.safetensors_file import GatherTensor, Tensors, bytes_of, unchanged
 from sansgpu.train.snapshots import Snapshot, prune, save_snapshot
-from sansgpu.train.tensor_file import GatherTensor, Tensors, bytes_of, unchanged
 
 MIN_FREE_BYTES = 512 << 20  # memory that must stay free next to a copy; an assumption
 _ALIGNMENT = 64  # bytes: a cache line

@@ -21,11 +21,11 @@ from sansgpu.config.wording import counted, shown
 from sansgpu.files.atomic import write_failures_as
 from sansgpu.files.ownership import replace_folder
 from sansgpu.files.reading import read_json, read_object, require_regular_file
+from sansgpu.models.formats.safetensors_file import require_short_header
 
 MODEL_TYPE = "sansgpu-graph"  # model_type in config.json of our own layout
 ADAPTER_CONFIG = "adapter_config.json"
 MAX_PARTS = 10_000  # layers, experts or heads in a config.json; each costs a loop iteration or a module
-MAX_HEADER_BYTES = 16 << 20  # about 150,000 tensors, read in seconds; safetensors itself allows 100 MB
 ALLOWED_LAYERS = 128  # models of up to this depth are built in any case, because torch then names the missing weights
 MAX_WIDTH = 1 << 24  # maximum size of a vocabulary or a layer
 _WIDTHS = re.compile(r"(size|dim)$|^(n_embd|n_inner|d_\w+)$")
@@ -113,14 +113,6 @@ def require_possible_sizes(settings: Any, source: Path) -> None:
         raise ConfigError(
             f"{source}: num_key_value_heads is {kv_heads}, which does not divide {heads} attention heads."
         )
-
-
-def require_short_header(path: Path) -> None:
-    """Raises ConfigError if the header of a safetensors file is too long."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-    if length > MAX_HEADER_BYTES:
-        raise ConfigError(f"{path} holds no weights that can be read: its header has {length:,} bytes.")
 
 
 def require_layers(layers: int, weights: int, source: Path | str) -> None:

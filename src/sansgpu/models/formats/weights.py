@@ -1,4 +1,4 @@
-"""Reads and writes the weights of models: one tensor at a time, if wanted quantized.
+"""Reads the weights of models: one tensor at a time, if wanted quantized.
 
 transformers first loads placeholders that take no memory, which checks names and shapes and initializes new heads. Then
 each placeholder is replaced by the stored tensor.
@@ -7,47 +7,26 @@ each placeholder is replaced by the stored tensor.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import nn
 
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import truncate
-from sansgpu.files.reading import require_regular_file
 from sansgpu.kernels.block_quantization import FORMATS, BlockFormat, Matrix, QuantizedWeight, format_for, quantize_rows
+from sansgpu.models.formats.safetensors_file import open_weights
 from sansgpu.models.modules import INIT_STD
 from sansgpu.models.quantized_layers import QuantizableMatrix, is_transposed, quantizable_matrices
 
-UNREADABLE = (SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError)
-
-
-@contextmanager
-def readable_weights(path: Path) -> Iterator[None]:
-    """Converts the errors of safetensors and torch for invalid headers, dtypes and shapes to ConfigError."""
-    require_regular_file(path)
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except UNREADABLE as error:
-        reason = truncate(" ".join(str(error).split())).removesuffix(".")
-        raise ConfigError(f"{path} holds no weights that can be read ({reason}); copy or export it again.") from None
-
-
-@contextmanager
-def open_weights(path: Path) -> Iterator[Any]:
-    """Opens a safetensors file to read its tensors one by one. Raises ConfigError as `readable_weights` does."""
-    with readable_weights(path), safe_open(path, "pt") as opened:
-        yield opened
+BasePrecision = Literal["file", "bf16", "int8", "int4"]  # file: the quantization of a GGUF file
+REQUANTIZED: Literal["int8"] = "int8"  # replaces quantizations of GGUF files that we do not multiply with
+_RANDOM_ROWS = 16  # quantized rows that a random weight repeats
 
 
 def set_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: Path, assign: bool = False) -> None:
@@ -57,15 +36,6 @@ def set_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: Path
     except (RuntimeError, TypeError) as error:
         reason = truncate(" ".join(str(error).split()))
         raise ConfigError(f"{source} does not contain the whole model: {reason}") from None
-
-
-def load_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Returns the memory-mapped tensors of a file by name. Raises ConfigError if the file is damaged."""
-    with readable_weights(path):
-        weights = dict(load_file(path))
-        if name := next((name for name, tensor in weights.items() if tensor.is_complex()), None):
-            raise ValueError(f"{name} has complex numbers")
-    return weights
 
 
 def weights_sha256(model: nn.Module) -> str:
@@ -84,11 +54,6 @@ def _sha256(name: str, tensor: torch.Tensor) -> str:
     digest = hashlib.sha256(f"{name}\0{tuple(tensor.shape)}\0{tensor.dtype}\0".encode())
     digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-BasePrecision = Literal["file", "bf16", "int8", "int4"]  # file: the quantization of a GGUF file
-REQUANTIZED: Literal["int8"] = "int8"  # replaces quantizations of GGUF files that we do not multiply with
-_RANDOM_ROWS = 16  # quantized rows that a random weight repeats
 
 
 @dataclass(frozen=True)

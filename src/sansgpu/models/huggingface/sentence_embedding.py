@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from sansgpu.config import ConfigError, ModelConfig
 from sansgpu.files.reading import read_json, read_object
-from sansgpu.models.formats.weights import load_weights
+from sansgpu.models.formats.safetensors_file import load_weights
 from sansgpu.models.huggingface.source import model_file
 
 Pooling = Literal["mean", "cls", "last"]

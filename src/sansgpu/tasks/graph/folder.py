@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from sansgpu.config import Config, ConfigError, ModelConfig
 from sansgpu.config.section import problems
 from sansgpu.models.formats.folders import MODEL_TYPE, folder_settings, require_layers, write_folder_atomically
-from sansgpu.models.formats.weights import load_weights
+from sansgpu.models.formats.safetensors_file import load_weights
 from sansgpu.models.modules import INIT_STD
 from sansgpu.tasks.graph.encoder import GraphEncoder
 from sansgpu.tasks.graph.entities import NORM_EPS

@@ -1,16 +1,22 @@
-"""Writes safetensors files with direct I/O and hashes them on the way; the bytes equal those of safetensors."""
+"""Reads safetensors files, and writes them with direct I/O, hashed on the way; the bytes equal those of safetensors."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 
+from sansgpu.config import ConfigError
+from sansgpu.config.wording import truncate
+from sansgpu.files.reading import require_regular_file
 from sansgpu.machine.disk import Bytes, write_hashed
 
 Tensors = dict[str, torch.Tensor]
@@ -25,6 +31,45 @@ _DTYPES = {
 }  # fmt: skip
 SAFETENSORS_TYPES = {name: dtype for dtype, name in _DTYPES.items()}
 _HEADER_ALIGNMENT = 8
+MAX_HEADER_BYTES = 16 << 20  # about 150,000 tensors, read in seconds; safetensors itself allows 100 MB
+_UNREADABLE = (SafetensorError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError)
+
+
+@contextmanager
+def readable_weights(path: Path) -> Iterator[None]:
+    """Converts the errors of safetensors and torch for invalid headers, dtypes and shapes to ConfigError."""
+    require_regular_file(path)
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except _UNREADABLE as error:
+        reason = truncate(" ".join(str(error).split())).removesuffix(".")
+        raise ConfigError(f"{path} holds no weights that can be read ({reason}); copy or export it again.") from None
+
+
+@contextmanager
+def open_weights(path: Path) -> Iterator[Any]:
+    """Opens a safetensors file to read its tensors one by one. Raises ConfigError as `readable_weights` does."""
+    with readable_weights(path), safe_open(path, "pt") as opened:
+        yield opened
+
+
+def load_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Returns the memory-mapped tensors of a file by name. Raises ConfigError if the file is damaged."""
+    with readable_weights(path):
+        weights = dict(load_file(path))
+        if name := next((name for name, tensor in weights.items() if tensor.is_complex()), None):
+            raise ValueError(f"{name} has complex numbers")
+    return weights
+
+
+def require_short_header(path: Path) -> None:
+    """Raises ConfigError if the header of a safetensors file is too long."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > MAX_HEADER_BYTES:
+        raise ConfigError(f"{path} holds no weights that can be read: its header has {length:,} bytes.")
 
 
 def unchanged(name: str, tensor: torch.Tensor) -> torch.Tensor:
