@@ -18,8 +18,10 @@ from sansgpu.kernels.block_quantization import NOT_QUANTIZED, QuantizedWeight
 from sansgpu.kernels.c_functions import constants, structs
 from sansgpu.kernels.norm import RMSNorm
 from sansgpu.kernels.packed_cache import PackedCache
+from sansgpu.machine.probe import available_memory
 
 TILE = constants()["STEP_TILE"]  # outputs of a packed tile
+PACKED_RATIO = 0.25  # the share of the available memory that copies of the weights may take
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,24 @@ class StepLayer:
         return (*self.qkv, self.out, self.gate, self.up, self.down)
 
 
-def step_takes(
+def step_layer(
+    norm: Any, second_norm: Any, head_norms: Sequence[Any], weights: Sequence[StepWeight | None]
+) -> StepLayer | None:
+    """Returns a layer, or None unless all of its parts are those that the C++ code computes.
+
+    `head_norms` are those of queries and keys, each None if there is none. `weights` are those of queries, keys,
+    values, the output of attention, the gate, and the projections up and down.
+    """
+    known = [weight for weight in weights if weight is not None]
+    normed = [one for one in head_norms if one is not None]
+    if len(known) < len(weights) or not all(isinstance(one, RMSNorm) for one in (norm, second_norm, *normed)):
+        return None
+    q, k, v, out, gate, up, down = known
+    pair = (normed[0], normed[1]) if len(normed) == 2 else None
+    return StepLayer(norm, (q, k, v), pair, out, second_norm, gate, up, down)
+
+
+def _takes(
     layers: Sequence[StepLayer], last_norm: RMSNorm, head: StepWeight, head_dim: int, dtype: torch.dtype
 ) -> bool:
     """Returns True if the C++ code computes these layers in `dtype`."""
@@ -161,6 +180,22 @@ class DecoderStep:
     def _pointer(self, tensor: torch.Tensor) -> int:
         self._tensors.append(tensor)
         return tensor.data_ptr()
+
+
+def step_of(
+    layers: Sequence[StepLayer | None], last_norm: Any, head: StepWeight, head_dim: int, dtype: torch.dtype
+) -> DecoderStep | None:
+    """Returns the steps of these layers; None if the C++ code does not compute them, or their copies are too large."""
+    found = [layer for layer in layers if layer is not None]
+    if len(found) < len(layers) or not isinstance(last_norm, RMSNorm):
+        return None
+    if not _takes(found, last_norm, head, head_dim, dtype):
+        return None
+    weights = [head, *(weight for one in found for weight in one.weights)]
+    size = sum(weight.matrix.nbytes for weight in weights if isinstance(weight.matrix, torch.Tensor))
+    if size > PACKED_RATIO * available_memory(torch.device("cpu")):
+        return None
+    return DecoderStep(found, last_norm, head, head_dim, dtype)
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from sansgpu.data.tokenizer import CharTokenizer, Tokenizer
 from sansgpu.models import TransformerLM
-from sansgpu.models.generation.generate import generate
+from sansgpu.models.generation.generate import decoder_step, generate
 from sansgpu.models.generation.sampling import Sampling, sample_tokens
-from sansgpu.models.generation.step_layers import decoder_step
 from tests.models.small import TEXT, TOKENIZER, config_of, model_of, text_of
 
 TOKENIZERS = {"bpe": TOKENIZER, "char": CharTokenizer.train(["ab"])}  # one that has no é but its bytes

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from sansgpu.config import derive_seed
-from sansgpu.kernels.decoder_step import DecoderStep
+from sansgpu.kernels.decoder_step import DecoderStep, StepWeight, step_layer, step_of
 from sansgpu.kernels.linear import MIN_ROWS
+from sansgpu.kernels.pointwise import Activation
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.formats.tokenizers import TextCodec
 from sansgpu.models.generation.kv_cache import LayerSlots, SlotCache
 from sansgpu.models.generation.sampling import Sampling, reading, sample_tokens
-from sansgpu.models.generation.step_layers import decoder_step
+from sansgpu.models.quantized_layers import matrix_of
 
 PROMPT_TOKENS = 2048  # tokens of prompts in a forward pass: enough for full speed, with bounded memory
 REPLACEMENT = "\ufffd"  # an incomplete UTF-8 sequence decodes to this
@@ -292,6 +293,22 @@ class DecoderReader(SingleReader):
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self._model.dtype == torch.bfloat16):
             hidden = self._model.hidden(inputs, caches=self._caches)[0, -1:]
         return self._model.logits(hidden)[0]
+
+
+def decoder_step(model: TransformerLM) -> DecoderStep | None:
+    """Returns the steps of our decoder with RMSNorm, rotary embedding and SwiGLU; None for other architectures."""
+    blocks: list[Any] = list(model.blocks)
+    if model.config.decoder.positions != "rope" or blocks[0].feed_forward.activation is not Activation.SWIGLU:
+        return None
+    layers = []
+    for block in blocks:
+        attention, mlp = block.attention, block.feed_forward
+        linears = attention.q, attention.k, attention.v, attention.o, mlp.gate, mlp.up, mlp.down
+        weights = [StepWeight(matrix_of(linear), linear.bias) for linear in linears]
+        head_norms = [attention.q_norm, attention.k_norm]
+        layers.append(step_layer(block.attention_norm, block.feed_forward_norm, head_norms, weights))
+    head = StepWeight(model.head_matrix)
+    return step_of(layers, model.norm, head, model.config.head_dim, model.dtype)
 
 
 def decoder_readers(model: TransformerLM, packs: bool = True) -> dict[str, Any]:

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from sansgpu.kernels.decoder_step import DecoderStep, StepWeight
+from sansgpu.kernels.decoder_step import DecoderStep, StepWeight, step_layer, step_of
 from sansgpu.kernels.linear import Linear, autocast_dtype
 from sansgpu.models.generation.generate import PROMPT_TOKENS, BatchModel, BatchReader, SingleReader, SlotReader
 from sansgpu.models.generation.kv_cache import SlotCache
 from sansgpu.models.generation.prompts import decode, prompt_ids, text_prompt_ids
-from sansgpu.models.generation.step_layers import step_layer, step_of
 from sansgpu.models.huggingface.fused_layers import PreNormLayer, SwiGLU
 from sansgpu.models.huggingface.packed_forward import UnpaddedModel, logits_of
 from sansgpu.models.huggingface.probes import autocast_of, close_outputs, copies_for_kernels
