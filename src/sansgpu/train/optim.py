@@ -110,7 +110,7 @@ class Optimizer:
             narrow = self._training.master_weights == "bf16"
             weight.master = parameter.detach() if narrow else weight.placement.shard(weight.master)
         weight.hook = parameter.register_post_accumulate_grad_hook(weight.gather)
-        parameter.gradient_sum = weight  # type: ignore[attr-defined]  # see kernels.gradient_sum
+        parameter.gradient_sum = weight  # type: ignore[attr-defined]  # see kernels.linear.GradientSum
 
     @contextmanager
     def backward_pass(self, accumulates: bool, is_last: bool = False) -> Iterator[None]:

@@ -84,7 +84,7 @@ class TrainedWeight:
     def gather(self, parameter: torch.Tensor) -> None:
         """Accumulates the gradient of a backward pass; registered as a post-accumulate-grad hook.
 
-        Autograd has no gradient if kernels added all of it to `gradient`; see `kernels.gradient_sum`.
+        Autograd has no gradient if kernels added all of it to `gradient`; see `kernels.linear.GradientSum`.
         """
         new, parameter.grad = parameter.grad, None
         if new is not None:
