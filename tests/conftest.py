@@ -1,6 +1,5 @@
 """Fixtures and settings of all tests."""
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from hypothesis import settings
 from sansgpu.kernels import library
 from sansgpu.kernels.c_functions import HEADER
 from tests.kernels import TEST_LIBRARIES
-from tests.processes import use_cache, write_corpus
+from tests.processes import use_cache, write_corpus, write_rows
 from tests.tasks.graph.graph_files import Write
 
 if folder := os.environ.get(TEST_LIBRARIES):
@@ -57,20 +56,21 @@ def _restored_settings() -> Iterator[None]:
     torch.set_flush_denormal(False)
 
 
-@pytest.fixture(scope="module")
-def home(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a corpus of CORPUS_DOCUMENTS documents, shared by the tests of a module.
+def _fill(home: Path) -> None:
+    write_corpus(home / "corpus.jsonl")
 
-    Modules that need other data define a fixture of their own.
+
+@pytest.fixture(scope="module")
+def home(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder shared by the tests of a module, with their cache and a corpus.
+
+    A module that needs other data defines `fill(home)`, which writes it.
     """
     folder = tmp_path_factory.mktemp("home")
-    write_corpus(folder / "corpus.jsonl", getattr(request.module, "CORPUS_DOCUMENTS", 60))
-    return folder
-
-
-@pytest.fixture
-def own_cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, home / "cache")
+    with pytest.MonkeyPatch.context() as patch:
+        use_cache(patch, folder / "cache")
+        getattr(request.module, "fill", _fill)(folder)
+        yield folder
 
 
 @pytest.fixture
@@ -83,9 +83,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def write(tmp_path: Path) -> Write:
     """Writes rows to a file, one line each."""
 
-    def write_rows(*rows: object, name: str = "a.jsonl") -> Path:
-        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        return tmp_path / name
+    def write(*rows: object, name: str = "a.jsonl") -> Path:
+        return write_rows(tmp_path / name, rows)
 
-    return write_rows
+    return write

@@ -13,9 +13,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks.outcome import file_digests
@@ -72,16 +73,50 @@ def write_corpus(path: Path, documents: int = 60, seed: int = 0) -> Path:
     return path
 
 
-def settings(**overrides: object) -> list[str]:
-    """Returns TINY with changes (`model__d_model=64`) as --set arguments."""
-    merged = {**TINY, **{key.replace("__", "."): value for key, value in overrides.items()}}
-    return [part for key, value in merged.items() for part in ("--set", f"{key}={value}")]
+def write_rows(path: Path, rows: Iterable[object]) -> Path:
+    """Writes each row as a line of JSON; a string is a line as it stands."""
+    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def overrides(*layers: Mapping[str, object]) -> list[str]:
+    """Merges settings into `key=value`. Later layers win, `model__d_ff` means `model.d_ff`, and "" leaves a key out."""
+    merged = {key.replace("__", "."): value for layer in layers for key, value in layer.items()}
+    return [f"{key}={value}" for key, value in merged.items() if value != ""]
+
+
+def as_options(changes: Iterable[str]) -> list[str]:
+    """Returns overrides as --set arguments."""
+    return [part for change in changes for part in ("--set", change)]
+
+
+def options(*layers: Mapping[str, object]) -> list[str]:
+    """Merges settings as `overrides` does, into --set arguments."""
+    return as_options(overrides(*layers))
+
+
+def settings(**changes: object) -> list[str]:
+    """Returns TINY with changes as --set arguments."""
+    return options(TINY, changes)
 
 
 def train(home: Path, run: Path, *more: str, **changes: object) -> int:
     """Trains a tiny model on the corpus in `home`, in this process; returns the exit code."""
     chosen = {"data__dataset_name": home / "corpus.jsonl", **changes}
     return cli(["train", *settings(**chosen), "--output-dir", str(run), *more])
+
+
+def train_once(run: Path, arguments: list[str]) -> Path:
+    """Trains a run in this process unless its folder exists."""
+    if not run.exists():
+        assert cli(["train", *arguments, "--output-dir", str(run)]) == 0
+    return run
+
+
+def events_of(run: Path, *kinds: str) -> list[dict[str, Any]]:
+    """Returns the events of a run, or only those of these kinds."""
+    return [event for event in json_lines(run / "metrics.jsonl") if not kinds or event["event"] in kinds]
 
 
 def environment(cache: Path) -> dict[str, str]:

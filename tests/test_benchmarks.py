@@ -17,9 +17,9 @@ from benchmarks.tiny_model import make_folder
 from transformers import AutoModelForSequenceClassification
 
 from sansgpu.machine.instruction_sets import supported
-from tests.processes import environment, settings, write_corpus
+from tests.processes import as_options, environment, options, settings, write_corpus, write_rows
 from tests.tasks.folders import chat_rows, conll, labeled_rows, sentence, squad
-from tests.tasks.graph.graphs import rows, write_rows
+from tests.tasks.graph.graphs import rows
 from tests.tasks.texts import text_rows
 
 ROOT = Path(__file__).parent.parent
@@ -136,7 +136,7 @@ def test_units_go_to_the_thread_that_is_free_first() -> None:
 
 def test_link_prediction_on_a_small_graph_is_measured_beside_its_baseline(tmp_path: Path) -> None:
     tiny = ["model.d_model=32", "model.n_heads=2", "model.n_layers=1", "training.compile=off", "training.eval_steps=0"]
-    changes = [part for change in tiny for part in ("--set", change)]
+    changes = as_options(tiny)
     (row,) = benchmark("small_graph", "--steps", "2", *changes, cache=tmp_path, result=tmp_path / "graph.json")["rows"]
     assert (row["candidates"], row["queries"]) == (135, 655)
     assert 0.6 < row["relation_frequency_mrr"] < 0.7
@@ -198,7 +198,7 @@ def test_a_student_is_compared_with_one_that_learns_alone(tmp_path: Path) -> Non
     model, texts = make_folder(tmp_path / "model", "llama"), write_corpus(tmp_path / "texts.jsonl", 300)
     arguments = ["--teacher", str(model), "--data", str(texts), "--tokens", "8192", "--ratios", "0.5"]
     small = {"model.d_model": 32, "model.n_heads": 2, "model.n_layers": 1, "model.max_seq_len": 64}
-    arguments += [part for key, value in small.items() for part in ("--set", f"{key}={value}")]
+    arguments += options(small)
     alone, taught = benchmark("distillation", *arguments, cache=tmp_path, result=tmp_path / "result.json")["rows"]
     assert alone["tokens"] == pytest.approx(2 * taught["tokens"], rel=0.2)
     assert alone["loss"] > 0 < taught["loss"]
@@ -269,7 +269,7 @@ TINY_GRAPH = (
 @pytest.mark.long
 def test_graphs_are_learned_beside_a_plain_model(tmp_path: Path) -> None:
     """Both start with the same loss on the same masks."""
-    changes = [part for key in TINY_GRAPH for part in ("--set", key)]
+    changes = as_options(TINY_GRAPH)
     data = str(write_rows(tmp_path / "rows.jsonl", rows()))
     arguments = [*changes, "--data", data, "--steps", "2", "--set", "model.dropout=0"]
     found = benchmark("graph", *arguments, cache=tmp_path, result=tmp_path / "result.json")["rows"]
@@ -282,7 +282,7 @@ def test_graphs_are_learned_beside_a_plain_model(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_every_part_of_the_method_is_left_out_in_turn(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", rows(30))
-    changes = [part for key in (*TINY_GRAPH, f"data.dataset_name={data}") for part in ("--set", key)]
+    changes = as_options((*TINY_GRAPH, f"data.dataset_name={data}"))
     arguments = [*changes, "--steps", "2", "--set", "data.validation_split=0.3"]
     found = benchmark("graph_ablations", *arguments, cache=tmp_path, result=tmp_path / "result.json")["rows"]
     assert [row["name"] for row in found][:3] == [

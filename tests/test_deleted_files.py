@@ -8,20 +8,17 @@ from pathlib import Path
 import pytest
 
 from sansgpu.cli import run as cli
-from tests.processes import use_cache
 from tests.test_cli import sentence
 from tests.test_written_files import resume, state, train
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("home")
 
 
 @pytest.fixture(scope="module")
 def other(home: Path) -> Path:
     """A run with several snapshots, those in its own folder and those in a folder of its `training.checkpoint_dir`."""
-    with pytest.MonkeyPatch.context() as patch:
-        use_cache(patch, home / "cache")
-        assert cli(train(home, home / "inside", steps=12)) == 0
-        assert cli(train(home, home / "apart", steps=12, training__checkpoint_dir=home / "checkpoints")) == 0
+    assert cli(train(home, home / "inside", steps=12)) == 0
+    assert cli(train(home, home / "apart", steps=12, training__checkpoint_dir=home / "checkpoints")) == 0
     return home
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from sansgpu.config.load import describe
 from sansgpu.config.tasks import TASKS, built_in_settings
-from tests.processes import environment, settings, write_corpus
+from tests.processes import environment, options, settings, write_corpus
 
 SOURCE = Path(__file__).parent.parent / "src" / "sansgpu"
 FLOORS = [
@@ -277,8 +277,7 @@ def test_a_table_whose_columns_are_unclear_is_refused_before_torch_is_loaded(
     table = tmp_path / "rows.tsv"
     table.write_text("1\ta good film\tpos\n2\ta bad film\tneg\n")
     chosen = {"task": task, "data.dataset_name": table} | ({} if task == "graph" else {"model.name_or_path": "x"})
-    sets = (part for key, value in chosen.items() for part in ("--set", f"{key}={value}"))
-    assert loaded([command, *sets], {"torch"}, tmp_path / "cache") == "2 []"
+    assert loaded([command, *options(chosen)], {"torch"}, tmp_path / "cache") == "2 []"
 
 
 def test_loading_the_tasks_imports_no_metrics() -> None:

@@ -23,7 +23,7 @@ from sansgpu.data.tokenizer import BPETokenizer
 from tests.bounded import assert_refused, outcome
 from tests.fuzz.odd_folders import delete_deep, make_deep, with_hashes
 from tests.fuzz.values import NOT_UTF8
-from tests.processes import settings, train, use_cache
+from tests.processes import options, settings, train
 from tests.tasks.folders import chat_rows
 
 NOBODY = "~nosuchuser/x"
@@ -32,10 +32,7 @@ NOBODY = "~nosuchuser/x"
 @pytest.fixture(scope="module")
 def run(home: Path) -> Path:
     """A run of six steps with a GGUF file; the tests change copies."""
-    patch = pytest.MonkeyPatch()
-    use_cache(patch, home / "cache")
     assert train(home, home / "run", training__max_steps=6, training__kernels="torch") == 0
-    patch.undo()
     return home / "run"
 
 
@@ -230,9 +227,7 @@ def test_an_empty_chat_template_is_named(home: Path, tmp_path: Path) -> None:
     template.write_text(" \n")
     rows = {"task": "sft", "model.name_or_path": model, "data.chat_template": template}
     rows |= {"data.dataset_name": chat_rows(tmp_path / "chats.jsonl"), "training.max_steps": 2}
-    assert_refused(
-        "t.jinja is empty", "train", *(p for k, v in rows.items() for p in ("--set", f"{k}={v}")), "--dry-run"
-    )
+    assert_refused("t.jinja is empty", "train", *options(rows), "--dry-run")
     (model / "chat_template.jinja").write_text("")
     assert_refused("the chat template writes no text", "chat", model, "--prompt", "hi")
 

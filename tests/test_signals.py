@@ -37,11 +37,13 @@ def ignore_hangups() -> None:
 STARTED: list[subprocess.Popen[str]] = []
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("signals")
-    write_corpus(folder / "corpus.jsonl", documents=400)
-    yield folder
+def fill(home: Path) -> None:
+    write_corpus(home / "corpus.jsonl", documents=400)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ended() -> Iterator[None]:
+    yield
     for process in STARTED:  # a signal that did not arrive would leave a run of days behind
         process.kill()
 

@@ -17,10 +17,10 @@ import pytest
 import sansgpu
 from sansgpu.cli import run as cli
 from sansgpu.config import ConfigError
-from tests.processes import settings, use_cache, write_corpus
+from tests.processes import settings, write_corpus
 from tests.test_cli import sentence
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("home")
 
 CONFIG = Path(__file__).parents[1] / "configs/cpu_small.yaml"
 SPACE = "training.learning_rate: [0.001, 0.01]\n"
@@ -38,17 +38,12 @@ SOMEBODYS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fill(home: Path) -> None:
     """A folder with two small runs, `one` and `other`."""
-    folder = tmp_path_factory.mktemp("written")
-    write_corpus(folder / "corpus.jsonl")
-    (folder / "space.yaml").write_text(SPACE)
-    with pytest.MonkeyPatch.context() as patch:
-        use_cache(patch, folder / "cache")
-        for name in ("one", "other"):
-            assert cli(train(folder, folder / name)) == 0
-    return folder
+    write_corpus(home / "corpus.jsonl")
+    (home / "space.yaml").write_text(SPACE)
+    for name in ("one", "other"):
+        assert cli(train(home, home / name)) == 0
 
 
 def train(home: Path, output: Path | str, *more: str, steps: int = 4, **changes: object) -> list[str]:
@@ -110,7 +105,7 @@ def state(folder: Path) -> dict[str, tuple[object, ...]]:
     return found
 
 
-def fill(folder: Path) -> None:
+def write_somebodys(folder: Path) -> None:
     for name, text in SOMEBODYS.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
@@ -121,7 +116,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with foreign files and links beside and in place of the outputs."""
     project = tmp_path / "project"
     for folder in (project / "inside", project / "inside/full"):
-        fill(folder)
+        write_somebodys(folder)
     (project / "thesis.tex").write_text("mine")
     (project / "inside/full.partial").mkdir()
     here = project / "inside"

@@ -16,9 +16,9 @@ from benchmarks.tiny_model import make_folder
 
 from sansgpu.cli import run as cli
 from sansgpu.events.escape import printable, printable_json, printable_line
-from tests.processes import environment, settings, use_cache, write_corpus
+from tests.processes import environment, events_of, settings, write_corpus, write_rows
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("home")
 
 Captured = pytest.CaptureFixture[str]
 EVIL = "a\x1b[2J\x1b]0;owned\x07\x9b31m\u202egnp.exe\x7fz"
@@ -30,28 +30,23 @@ def controls(text: str) -> list[str]:
     return [letter for letter in text if printable(letter) != letter and letter != "\r"]
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("escapes")
-    (folder / EVIL).mkdir()
-    write_corpus(folder / EVIL / f"{EVIL}.jsonl")
-    return folder
+def fill(home: Path) -> None:
+    (home / EVIL).mkdir()
+    write_corpus(home / EVIL / f"{EVIL}.jsonl")
 
 
 @pytest.fixture(scope="module")
 def run(home: Path) -> Path:
     """A run whose folder and data have names with control characters."""
-    with pytest.MonkeyPatch.context() as patch:
-        use_cache(patch, home / "cache")
-        target = home / EVIL / "run"
-        data = f"data.dataset_name={home / EVIL / (EVIL + '.jsonl')}"
-        assert cli(["train", *settings(**SHORT), "--set", data, "--output-dir", str(target)]) == 0
-    events = [json.loads(line) for line in (target / "metrics.jsonl").read_text().split("\n") if line]
+    target = home / EVIL / "run"
+    data = f"data.dataset_name={home / EVIL / (EVIL + '.jsonl')}"
+    assert cli(["train", *settings(**SHORT), "--set", data, "--output-dir", str(target)]) == 0
+    events = events_of(target)
     for event in events:
         if event["event"] == "eval":
             event["sample"] = EVIL
     warning = {"event": "warning", "message": f"{EVIL}<script>alert(1)</script>", "step": 1, "cause": "gradient"}
-    (target / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [*events, warning]))
+    write_rows(target / "metrics.jsonl", [*events, warning])
     return target
 
 

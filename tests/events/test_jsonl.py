@@ -14,9 +14,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from sansgpu.cli import run as cli
 from sansgpu.events.jsonl import read_events
 from tests import processes
-from tests.processes import environment, json_lines, record, use_cache
+from tests.processes import environment, json_lines, record
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("home")
 
 # What str.splitlines ends lines at, besides "\n". JSON escapes those below U+0020.
 LINE_ENDS = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
@@ -92,7 +92,6 @@ def broken(home: Path) -> tuple[Path, str]:
     """A run whose only evaluation is not finite, and what it printed with --headless."""
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
-        use_cache(patch, home / "cache")
         patch.setattr("sys.stdout", printed)
         assert train(home, home / "broken", "--headless", training__report_to="tensorboard", **BROKEN) == 0
     return home / "broken", printed.getvalue()

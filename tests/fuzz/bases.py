@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import yaml
 from benchmarks.tiny_model import make_folder
 
 from sansgpu.cli import run as cli
-from tests.processes import TINY, settings, write_corpus
+from tests.processes import TINY, settings, write_corpus, write_rows
 from tests.tasks.folders import chat_rows, conll, labeled_rows, preference_rows, squad, tagged_rows
 from tests.tasks.graph.graphs import rows as graph_rows
 from tests.tasks.texts import text_rows
@@ -57,12 +55,12 @@ def make_bases(home: Path) -> Bases:
         assert cli(["train", *settings(**chosen), "--output-dir", str(run)]) == 0
         assert cli(["export", str(run), "--format", "gguf", "--output", str(home / "model.gguf")]) == 0
     lessons = home / "lessons"
-    texts = _written(home / "texts.jsonl", ({"text": f"red and blue {n} " * 9} for n in range(40)))
-    prompts = _written(home / "prompts.jsonl", [{"prompt": "red"}, {"text": "blue", "id": 1}])
+    texts = write_rows(home / "texts.jsonl", ({"text": f"red and blue {n} " * 9} for n in range(40)))
+    prompts = write_rows(home / "prompts.jsonl", [{"prompt": "red"}, {"text": "blue", "id": 1}])
     if not lessons.exists():
         chosen = ["--data", str(texts), "--max-length", "16", "--top-k", "4"]
         assert cli(["distill", str(run / "final"), *chosen, "--output", str(lessons)]) == 0
-    graph = _written(home / "graph.jsonl", graph_rows())
+    graph = write_rows(home / "graph.jsonl", graph_rows())
     tokens, spans = tagged_rows()
     rows = {
         "pretrain": [corpus],
@@ -73,7 +71,7 @@ def make_bases(home: Path) -> Bases:
             labeled_rows(home / f"{kind}.jsonl", kind, pairs=kind == "single")
             for kind in ("single", "multiple", "regression")
         ],
-        "tokens": [_written(home / "tokens.jsonl", tokens), _written(home / "spans.jsonl", spans)],
+        "tokens": [write_rows(home / "tokens.jsonl", tokens), write_rows(home / "spans.jsonl", spans)],
         "embed": [text_rows(home / f"{form}.jsonl", form, 24) for form in ("pairs", "triplets", "scores", "labels")],
     }
     encoder = make_folder(home / "encoder", "bert")
@@ -93,11 +91,6 @@ def make_bases(home: Path) -> Bases:
         prompts=prompts,
         trained={"embed": encoder, **{task: _with_head(encoder, home / task, head) for task, head in heads.items()}},
     )
-
-
-def _written(path: Path, rows: Iterable[object]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def _with_head(encoder: Path, folder: Path, head: str) -> Path:

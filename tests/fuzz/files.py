@@ -20,7 +20,7 @@ from sansgpu.config import load_config
 from tests.fuzz.bases import Bases, copy, member
 from tests.fuzz.harness import Case
 from tests.fuzz.values import NUMBERS, changed, damaged, dumped, odd, places
-from tests.processes import settings
+from tests.processes import as_options, settings
 
 
 def writes(name: str, content: bytes | str) -> Callable[[Path], object]:
@@ -72,7 +72,7 @@ def _command(draw: random.Random, bases: Bases, task: str, name: str) -> list[st
     if task in ("pretrain", "graph"):
         chosen = settings(data__dataset_name=name, training__max_steps=2)
         graph = ("task=graph", "model.activation=gelu", "data.validation_split=0.2") if task == "graph" else ()
-        return ["train", *chosen, *(part for one in graph for part in ("--set", one)), "--dry-run"]
+        return ["train", *chosen, *as_options(graph), "--dry-run"]
     folder = bases.decoder if task in ("sft", "preference") else bases.encoder
     chosen = [f"task={task}", f"model.name_or_path={folder}", f"data.dataset_name={name}", "training.batch_size=1"]
     chosen += ["training.max_steps=2", "data.max_length=48"]
@@ -83,7 +83,7 @@ def _command(draw: random.Random, bases: Bases, task: str, name: str) -> list[st
         "tokens": "data.doc_stride=16",
     }
     chosen += [own[task]] if task in own else []
-    return ["train", *(part for one in chosen for part in ("--set", one)), "--dry-run"]
+    return ["train", *as_options(chosen), "--dry-run"]
 
 
 def _form(draw: random.Random, found: list[Any], task: str) -> tuple[str, bytes]:
@@ -172,7 +172,7 @@ def lessons(draw: random.Random, bases: Bases) -> Case:
     small = {"d_model": 32, "n_heads": 2, "n_layers": 1, "d_ff": 64, "max_seq_len": 32}
     chosen = ["training.distillation.teacher=lessons", "training.max_steps=2", "training.kernels=torch"]
     chosen += [f"model.{key}={value}" for key, value in small.items()]
-    train = ["train", *(part for one in chosen for part in ("--set", one)), "--dry-run"]
+    train = ["train", *as_options(chosen), "--dry-run"]
     command = draw.choice([[*complete, "--output", "lessons"], train])
 
     def prepare(here: Path) -> None:

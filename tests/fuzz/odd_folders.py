@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.fuzz.bases import Bases, copy
 from tests.fuzz.harness import Case
 from tests.fuzz.values import NOT_UTF8
-from tests.processes import settings
+from tests.processes import as_options, settings
 
 
 def make_deep(folder: Path, levels: int) -> Path:
@@ -131,7 +131,7 @@ def templates(draw: random.Random, bases: Bases) -> Case:
     text, own = draw.choice(odd), draw.random() < 0.5
     rows = ["task=sft", "model.name_or_path=model", f"data.dataset_name={bases.rows['sft'][0]}", "data.max_length=48"]
     rows += ["training.max_steps=2", "training.batch_size=1", *([] if own else ["data.chat_template=t.jinja"])]
-    train = ["train", *(part for one in rows for part in ("--set", one)), "--dry-run"]
+    train = ["train", *as_options(rows), "--dry-run"]
     chat = ["chat", "model", "--prompt", "hi", "--max-new-tokens", "2"]
 
     def prepare(here: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import shutil
 from pathlib import Path
 
@@ -14,11 +13,11 @@ from sansgpu.jobs.generate import ChatSession
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.train.loading import ModelRequest
 from tests import processes
-from tests.processes import use_cache, write_corpus
-from tests.tasks.fine_tuned import Captured, events_of, made, sentence
+from tests.processes import events_of, write_corpus, write_rows
+from tests.tasks.fine_tuned import Captured, made, sentence
 from tests.tasks.folders import NAMES, model_folder, squad
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def answers() -> dict[str, str]:
@@ -34,18 +33,13 @@ def learned(home: Path) -> Path:
         {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
         for q, a in answers().items()
     ]
-    (home / "short.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    patch = pytest.MonkeyPatch()
-    use_cache(patch, home / "cache")
-    try:
-        return made(
-            home, "learned", data__dataset_name=home / "short.jsonl", data__validation_name=home / "short.jsonl",
-            training__batch_size=16, training__gradient_accumulation_steps=1, training__max_steps=120,
-            training__learning_rate=0.005, training__eval_steps=60, training__save_steps=0,
-            training__sample_tokens=20, training__sample_prompt="What follows red?",
-        )  # fmt: skip
-    finally:
-        patch.undo()
+    write_rows(home / "short.jsonl", rows)
+    return made(
+        home, "learned", data__dataset_name=home / "short.jsonl", data__validation_name=home / "short.jsonl",
+        training__batch_size=16, training__gradient_accumulation_steps=1, training__max_steps=120,
+        training__learning_rate=0.005, training__eval_steps=60, training__save_steps=0,
+        training__sample_tokens=20, training__sample_prompt="What follows red?",
+    )  # fmt: skip
 
 
 def test_a_model_learns_and_repeats_what_it_learned(learned: Path, capsys: Captured) -> None:

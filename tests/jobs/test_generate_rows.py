@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sansgpu.cli import run as cli
-from tests.processes import kill_when, messages, start, train, use_cache, write_corpus
+from tests.processes import kill_when, messages, options, start, train, use_cache, write_corpus, write_rows
 from tests.tasks.folders import model_folder
 
 Captured = pytest.CaptureFixture[str]
@@ -29,11 +29,6 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_cache(monkeypatch, tmp_path / "cache")
 
 
-def written(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
-
-
 def generated(capsys: Captured, target: Path, data: Path, output: Path, *more: str) -> dict[str, Any]:
     capsys.readouterr()
     arguments = ["generate", str(target), "--data", str(data), "--output", str(output), "--json", *OPTIONS, *more]
@@ -43,7 +38,7 @@ def generated(capsys: Captured, target: Path, data: Path, output: Path, *more: s
 
 
 def test_rows_are_completed_in_order_and_task_sft_reads_them(tmp_path: Path, capsys: Captured) -> None:
-    target, data, output = model_folder("qwen2"), written(tmp_path / "rows.jsonl", ROWS), tmp_path / "out.jsonl"
+    target, data, output = model_folder("qwen2"), write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "out.jsonl"
     summary = generated(capsys, target, data, output)
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert (summary["rows"], summary["skipped"], summary["batch_size"]) == (len(ROWS), 0, len(ROWS))
@@ -64,13 +59,13 @@ def test_rows_are_completed_in_order_and_task_sft_reads_them(tmp_path: Path, cap
     small = tmp_path / "small.jsonl"
     assert generated(capsys, target, data, small, "--batch-size", "3")["batch_size"] == 3
     assert small.read_bytes() == output.read_bytes()
-    settings = ["task=sft", f"model.name_or_path={target}", f"data.dataset_name={output}", "data.on_bad_row=skip"]
-    chosen = [part for setting in settings for part in ("--set", setting)]
+    chosen = options({"task": "sft", "model.name_or_path": target, "data.dataset_name": output,
+                      "data.on_bad_row": "skip"})  # fmt: skip
     assert cli(["train", *chosen, "--dry-run", "--output-dir", str(tmp_path / "run")]) == 0
 
 
 def test_a_killed_command_continues(tmp_path: Path, capsys: Captured) -> None:
-    data, whole, output = written(tmp_path / "rows.jsonl", ROWS), tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    data, whole, output = write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     target, partial = shutil.copytree(model_folder("qwen2"), tmp_path / "model"), tmp_path / "out.jsonl.partial"
     arguments = ["generate", str(target), "--data", str(data), "--output", str(output), *OPTIONS]
     process = start([*arguments, "--batch-size", "2"], tmp_path / "cache")
@@ -95,7 +90,7 @@ def test_a_killed_command_continues(tmp_path: Path, capsys: Captured) -> None:
 
 
 def test_somebody_elses_partial_file_is_not_deleted(tmp_path: Path, capsys: Captured) -> None:
-    data, theirs = written(tmp_path / "rows.jsonl", ROWS[:1]), tmp_path / "out.jsonl.partial"
+    data, theirs = write_rows(tmp_path / "rows.jsonl", ROWS[:1]), tmp_path / "out.jsonl.partial"
     theirs.write_text("mine")
     arguments = ["generate", str(model_folder("qwen2")), "--data", str(data), "--output", str(tmp_path / "out.jsonl")]
     assert cli(arguments) == 2
@@ -118,13 +113,13 @@ def test_runs_complete_texts_and_skip_bad_rows(tmp_path: Path, capsys: Captured)
     ]
     bad += [{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}]
     bad += [{"messages": [{"role": "user", "content": "no template"}]}, {"prompt": "a b c " * 4000}]
-    data = written(tmp_path / "rows.jsonl", [*bad, {"text": "The"}, {"prompt": "A run"}])
+    data = write_rows(tmp_path / "rows.jsonl", [*bad, {"text": "The"}, {"prompt": "A run"}])
     summary = generated(capsys, tmp_path / "run", data, tmp_path / "out.jsonl")
     assert (summary["rows"], summary["skipped"]) == (2, len(bad))
     lines = tmp_path / "lines.txt"
     lines.write_text("The first\nThe second\n")
     assert generated(capsys, tmp_path / "run", lines, tmp_path / "lines.jsonl")["rows"] == 2
-    written(data, bad)
+    write_rows(data, bad)
     for arguments, words in (
         (["--data", str(data), "--output", str(tmp_path / "none.jsonl")], "has no rows to complete"),
         (["--data", str(data)], "--data requires --output"),

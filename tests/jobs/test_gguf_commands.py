@@ -17,10 +17,10 @@ from sansgpu.models.formats.gguf_file import write_gguf
 from sansgpu.models.huggingface.pretrained import tokenizer_parts
 from sansgpu.train.snapshots import snapshots
 from tests.models.formats.gguf_models import ABOUT, base, write_base
-from tests.processes import messages, settings, use_cache, write_corpus
+from tests.processes import messages, options, settings, train_once, write_corpus, write_rows
 from tests.tasks.folders import chat_rows, model_folder
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("home")
 
 Captured = pytest.CaptureFixture[str]
 ADAPTED = {
@@ -31,28 +31,16 @@ ADAPTED = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("gguf")
-    write_corpus(folder / "corpus.jsonl", documents=120)
-    chat_rows(folder / "chat.jsonl")
-    with pytest.MonkeyPatch.context() as patch:
-        use_cache(patch, folder / "cache")
-        plain = settings(data__dataset_name=folder / "corpus.jsonl", training__max_steps=8)
-        relu = settings(data__dataset_name=folder / "corpus.jsonl", training__max_steps=1, model__activation="relu")
-        tuned = {**ADAPTED, "data.dataset_name": folder / "chat.jsonl"}
-        for name, chosen in {
-            "plain": plain,
-            "relu": relu,
-            "qwen": [*pairs(tuned), "--set", f"model.name_or_path={model_folder('qwen2')}"],
-            "gemma": [*pairs(tuned), "--set", f"model.name_or_path={model_folder('gemma')}"],
-        }.items():
-            assert cli(["train", *chosen, "--output-dir", str(folder / name)]) == 0
-    return folder
-
-
-def pairs(values: dict[str, object]) -> list[str]:
-    return [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
+def fill(home: Path) -> None:
+    write_corpus(home / "corpus.jsonl", documents=120)
+    chat_rows(home / "chat.jsonl")
+    plain = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=8)
+    relu = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=1, model__activation="relu")
+    tuned = {**ADAPTED, "data.dataset_name": home / "chat.jsonl"}
+    train_once(home / "plain", plain)
+    train_once(home / "relu", relu)
+    for name, architecture in (("qwen", "qwen2"), ("gemma", "gemma")):
+        train_once(home / name, options(tuned, {"model.name_or_path": model_folder(architecture)}))
 
 
 def said(capsys: Captured, *arguments: object) -> str:
@@ -120,7 +108,7 @@ def test_a_chat_model_is_measured_on_the_answers_of_conversations(home: Path, ca
     file = said(capsys, "export", home / "qwen", "--format", "gguf", "--type", "f32").strip()
     marked = [{"id": str(n), **json.loads(line)} for n, line in enumerate((home / "chat.jsonl").open())]
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in marked))
+    write_rows(rows, marked)
     of_run = json.loads(said(capsys, "eval", home / "qwen", "--data", rows, "--json"))
     for target in (home / "qwen/final", file):
         found = json.loads(said(capsys, "eval", target, "--data", rows, "--window", 96, "--json"))
@@ -191,7 +179,7 @@ print(any(name in ("transformers.modeling_utils", "sympy") for name in sys.modul
 def test_a_file_is_gone_on_from(home: Path, tmp_path: Path, capsys: Captured) -> None:
     file = said(capsys, "export", home / "qwen", "--format", "gguf", "--type", "q8_0").strip()
     chosen = {**ADAPTED, "data.dataset_name": home / "chat.jsonl", "model.name_or_path": file}
-    assert cli(["train", *pairs(chosen), "--output-dir", str(tmp_path / "run")]) == 0
+    assert cli(["train", *options(chosen), "--output-dir", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run/final/adapter_config.json").exists(), "a quantized base stays quantized"
     said(capsys, "chat", tmp_path / "run", "--prompt", "red", "--max-new-tokens", 2)
 

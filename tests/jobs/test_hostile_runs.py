@@ -15,12 +15,12 @@ from sansgpu.cli import run as cli
 from sansgpu.machine.private_folder import NotPrivateError, private_in
 from tests import processes
 from tests.jobs.hostile import MODULE, bomb, copied, with_code, write_module
-from tests.processes import environment, write_corpus
+from tests.processes import environment, options, write_corpus, write_rows
 from tests.tasks.folders import chat_rows, labeled_rows, model_folder, squad
-from tests.tasks.graph import graphs
+from tests.tasks.graph.graphs import rows
 from tests.tasks.graph.test_graph_runs import TINY as GRAPH
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("home")
 
 Captured = pytest.CaptureFixture[str]
 OBJECTIVE = f"{MODULE}:Pretrain"
@@ -53,19 +53,12 @@ Path(sys.argv[3]).write_text(json.dumps(found))
 """
 
 
-def arguments(values: dict[str, object]) -> list[str]:
-    return [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hostile")
-    write_corpus(folder / "corpus.jsonl")
-    chat_rows(folder / "chat.jsonl")
-    squad(folder / "squad.json")
-    labeled_rows(folder / "labeled.jsonl")
-    graphs.write_rows(folder / "graph.jsonl", graphs.rows())
-    return folder
+def fill(home: Path) -> None:
+    write_corpus(home / "corpus.jsonl")
+    chat_rows(home / "chat.jsonl")
+    squad(home / "squad.json")
+    labeled_rows(home / "labeled.jsonl")
+    write_rows(home / "graph.jsonl", rows())
 
 
 def made(home: Path, task: str) -> Path:
@@ -82,7 +75,7 @@ def made(home: Path, task: str) -> Path:
         data = home / {"sft": "chat.jsonl", "qa": "squad.json", "classify": "labeled.jsonl"}[task]
         values = {**FEW, "task": task, "model.name_or_path": model, "data.dataset_name": data, "data.max_length": 96}
         values |= {"data.doc_stride": 16} if task == "qa" else {}
-    assert cli(["train", *arguments(values), "--output-dir", str(run)]) == 0
+    assert cli(["train", *options(values), "--output-dir", str(run)]) == 0
     return run
 
 
@@ -282,21 +275,18 @@ def test_a_cache_of_another_user_is_not_loaded_from(tmp_path: Path) -> None:
         private_in(tmp_path / "theirs/cache")
 
 
+def compiled(home: Path) -> list[str]:
+    own = {"data.dataset_name": home / "corpus.jsonl", "training.kernels": "torch", "training.compile": "on"}
+    return options(processes.TINY, FEW, own)
+
+
 def test_a_run_goes_on_where_no_folder_at_all_is_private(home: Path, tmp_path: Path) -> None:
     """Simulates a container in which every volume is writable by all users."""
     places = {name: tmp_path / name for name in ("SANSGPU_CACHE", "XDG_CACHE_HOME", "TMPDIR")}
     for place in places.values():
         place.mkdir()
         place.chmod(0o777)
-    command = [sys.executable, "-m", "sansgpu", "train", "--dry-run", *arguments({**processes.TINY, **FEW})]
-    command += [
-        "--set",
-        f"data.dataset_name={home / 'corpus.jsonl'}",
-        "--set",
-        "training.kernels=torch",
-        "--set",
-        "training.compile=on",
-    ]
+    command = [sys.executable, "-m", "sansgpu", "train", "--dry-run", *compiled(home)]
     inherited = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
     own = {name: str(place) for name, place in places.items()}
     done = subprocess.run(command, env={**inherited, **own}, capture_output=True, text=True)
@@ -314,9 +304,7 @@ def test_a_shared_cache_costs_one_warning_and_no_run(home: Path, tmp_path: Path)
         "XDG_CACHE_HOME": str(tmp_path / "home"),
         "TORCHINDUCTOR_CACHE_DIR": str(shared),
     }
-    command = [sys.executable, "-m", "sansgpu", "train", "--dry-run", *arguments({**processes.TINY, **FEW})]
-    command += ["--set", f"data.dataset_name={home / 'corpus.jsonl'}", "--set", "training.compile=on"]
-    command += ["--set", "training.kernels=torch"]
+    command = [sys.executable, "-m", "sansgpu", "train", "--dry-run", *compiled(home)]
     done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "compile: 'on'" in done.stdout

@@ -15,7 +15,7 @@ import yaml
 
 from sansgpu.cli import run as cli
 from sansgpu.config import load_config
-from tests.processes import messages, use_cache, write_corpus
+from tests.processes import messages, use_cache, write_corpus, write_rows
 from tests.tasks.folders import chat_rows, conll, labeled_rows, model_folder, preference_rows, squad
 
 Captured = pytest.CaptureFixture[str]
@@ -30,8 +30,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def _pairs(path: Path) -> Path:
     rows = [{"anchor": f"red {number}", "positive": f"warm red {number}"} for number in range(40)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(path, rows)
 
 
 KINDS: dict[str, tuple[Callable[[Path], Path], str | None]] = {

@@ -11,20 +11,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sansgpu.cli import run as cli
 from sansgpu.train.snapshots import snapshots
-from tests.processes import json_lines, settings, use_cache, write_corpus
+from tests.processes import events_of, settings, write_corpus
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("home")
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("jobs")
-    write_corpus(folder / "corpus.jsonl", documents=120)
-    with pytest.MonkeyPatch.context() as patch:
-        use_cache(patch, folder / "cache")
-        chosen = settings(data__dataset_name=folder / "corpus.jsonl", training__max_steps=20)
-        assert cli(["train", *chosen, "--output-dir", str(folder / "run")]) == 0
-    return folder
+def fill(home: Path) -> None:
+    write_corpus(home / "corpus.jsonl", documents=120)
+    chosen = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=20)
+    assert cli(["train", *chosen, "--output-dir", str(home / "run")]) == 0
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, float]:
@@ -35,8 +30,7 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, 
 
 
 def test_eval_repeats_the_runs_own_last_evaluation(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = json_lines(home / "run/metrics.jsonl")
-    last = [line for line in lines if line["event"] == "eval"][-1]
+    last = events_of(home / "run", "eval")[-1]
     found = answer(capsys, "eval", home / "run")
     for key in ("step", "loss", "perplexity", "bits_per_byte"):
         assert found[key] == pytest.approx(last[key], rel=1e-5)
@@ -96,7 +90,7 @@ def test_generate_repeats_itself_with_a_seed_and_goes_beyond_the_context(
     assert text("--seed", "1").startswith("the model")
     assert text("--seed", "1") == text("--seed", "1") != text("--seed", "2")
     assert text("--temperature", "0") == text("--top-k", "1", "--seed", "3")
-    best = min((e for e in json_lines(home / "run/metrics.jsonl") if e["event"] == "eval"), key=lambda e: e["loss"])
+    best = min(events_of(home / "run", "eval"), key=lambda e: e["loss"])
     assert text("--seed", "1", "--snapshot", "best") == text("--seed", "1", "--snapshot", str(best["step"]))
     first = snapshots(home / "run/snapshots")[0].step
     assert text("--seed", "1") != text("--seed", "1", "--snapshot", str(first)), "another snapshot writes another text"

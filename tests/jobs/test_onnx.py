@@ -18,11 +18,11 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 
 from sansgpu.cli import run as cli
-from tests.processes import messages, settings, use_cache, write_corpus
+from tests.processes import messages, settings, write_corpus
 from tests.tasks.fine_tuned import made, sentence
 from tests.tasks.folders import model_folder, squad
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("home")
 
 Captured = pytest.CaptureFixture[str]
 Outputs = dict[str, NDArray[Any]]
@@ -36,20 +36,15 @@ for path in sys.argv[2:]:
 """
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("onnx")
-    squad(folder / "squad.json")
-    write_corpus(folder / "corpus.jsonl")
-    with pytest.MonkeyPatch.context() as patch:
-        use_cache(patch, folder / "cache")
-        for architecture in ("bert", "roberta"):
-            made(folder, architecture, "qa", model__name_or_path=model_folder(architecture), training__max_steps=2)
-        made(folder, "adapted", "qa", model__adapter="lora", training__max_steps=2)
-        for name, chosen in {"decoder": {}, "graph": {"task": "graph"}}.items():
-            own = settings(data__dataset_name=folder / "corpus.jsonl", training__max_steps=1, **chosen)
-            assert cli(["train", *own, "--output-dir", str(folder / name)]) == 0
-    return folder
+def fill(home: Path) -> None:
+    squad(home / "squad.json")
+    write_corpus(home / "corpus.jsonl")
+    for architecture in ("bert", "roberta"):
+        made(home, architecture, "qa", model__name_or_path=model_folder(architecture), training__max_steps=2)
+    made(home, "adapted", "qa", model__adapter="lora", training__max_steps=2)
+    for name, chosen in {"decoder": {}, "graph": {"task": "graph"}}.items():
+        own = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=1, **chosen)
+        assert cli(["train", *own, "--output-dir", str(home / name)]) == 0
 
 
 def exported(capsys: Captured, model: Path, *options: object) -> tuple[Path, str]:

@@ -12,7 +12,7 @@ from sansgpu.cli import run as cli
 from sansgpu.config import DataConfig
 from sansgpu.jobs import predict as job
 from sansgpu.jobs.predict import rows_of
-from tests.processes import messages, use_cache
+from tests.processes import messages, use_cache, write_rows
 from tests.tasks.folders import model_folder
 
 Captured = pytest.CaptureFixture[str]
@@ -22,11 +22,6 @@ ROWS = [{"question": f"Which fox is {word}?", "context": f"The {word} fox sleeps
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_cache(monkeypatch, tmp_path / "cache")
-
-
-def written(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 def predicted(capsys: Captured, rows: Path, *more: str) -> str:
@@ -45,7 +40,7 @@ def refused(capsys: Captured, rows: Path, *more: str) -> str:
 def test_rows_are_predicted_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     """The rows, their order and the predictions do not depend on the size of the chunks."""
     monkeypatch.setattr(job, "CHUNK_ROWS", 2)
-    rows, output = written(tmp_path / "rows.jsonl", ROWS), tmp_path / "new/out.jsonl"
+    rows, output = write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "new/out.jsonl"
     in_chunks = predicted(capsys, rows)
     assert predicted(capsys, rows, "--output", str(output)) == ""
     assert output.read_text(encoding="utf-8") == in_chunks
@@ -70,11 +65,11 @@ def _answer(line: str) -> tuple[str, float]:
         ({"question": "fox " * 600, "context": "a"}, "rows.jsonl, line 3 has "),
     ],
 )
-def test_a_bad_row_of_a_later_chunk_is_named_and_nothing_is_written(
+def test_a_bad_row_of_a_later_chunk_is_named_and_nothing_is_write_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured, row: Any, sentence: str
 ) -> None:
     monkeypatch.setattr(job, "CHUNK_ROWS", 2)
-    rows, output = written(tmp_path / "rows.jsonl", [*ROWS[:2], row]), tmp_path / "out.jsonl"
+    rows, output = write_rows(tmp_path / "rows.jsonl", [*ROWS[:2], row]), tmp_path / "out.jsonl"
     assert sentence in refused(capsys, rows, "--output", str(output))
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix) == ["rows.jsonl"]
 
@@ -91,7 +86,7 @@ def test_lines_that_cannot_be_read_are_named(tmp_path: Path, capsys: Captured) -
 
 
 def test_a_table_is_answered(tmp_path: Path, capsys: Captured) -> None:
-    rows = written(tmp_path / "rows.jsonl", ROWS)
+    rows = write_rows(tmp_path / "rows.jsonl", ROWS)
     lines = ["question\tcontext", *("\t".join(row.values()) for row in ROWS)]
     (tmp_path / "rows.tsv").write_text("\n".join(lines), encoding="utf-8")
     assert predicted(capsys, tmp_path / "rows.tsv") == predicted(capsys, rows)
@@ -123,7 +118,7 @@ def test_each_question_of_nested_articles_is_answered(tmp_path: Path, capsys: Ca
     ]
     articles[0]["paragraphs"] += articles.pop()["paragraphs"]
     (tmp_path / "squad.json").write_text(json.dumps({"version": "1.1", "data": articles}), encoding="utf-8")
-    flat = written(tmp_path / "flat.jsonl", [ROWS[0], ROWS[2], ROWS[1]])
+    flat = write_rows(tmp_path / "flat.jsonl", [ROWS[0], ROWS[2], ROWS[1]])
     answered = [json.loads(line) for line in predicted(capsys, tmp_path / "squad.json").splitlines()]
     assert [row.pop("id") for row in answered] == ids
     assert answered == [json.loads(line) for line in predicted(capsys, flat).splitlines()]

@@ -22,7 +22,7 @@ from tests.processes import messages
 from tests.tasks.fine_tuned import sentence
 from tests.tasks.folders import model_folder
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("home")
 
 Captured = pytest.CaptureFixture[str]
 FOX = "The quick brown fox that lives in a den jumps over the lazy dog every single morning."

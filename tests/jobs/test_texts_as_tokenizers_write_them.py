@@ -17,7 +17,7 @@ from sansgpu.cli import run as cli
 from sansgpu.models.generation.generate import stream
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.models.huggingface.generation import pretrained_single
-from tests.processes import settings, use_cache
+from tests.processes import options, settings, use_cache
 from tests.tasks.tokenizer_kinds import KINDS, TEXT, folder_of, tokenizer_of
 
 Captured = pytest.CaptureFixture[str]
@@ -109,8 +109,7 @@ def test_training_reads_a_text_as_transformers_begins_it(kind: str, tmp_path: Pa
         "training.gradient_accumulation_steps": 1, "training.precision": "fp32", "training.compile": "off",
         "training.report_to": "none", "device": "cpu", "training.weight_decay": 0,
     }  # fmt: skip
-    given = [part for key, value in chosen.items() for part in ("--set", f"{key}={value}")]
-    assert cli(["train", *given, "--output-dir", str(run)]) == 0
+    assert cli(["train", *options(chosen), "--output-dir", str(run)]) == 0
     model, tokenizer = loaded(kind)
     texts = [tokenizer(text).input_ids for text in (TEXT, "one")]
     ended = [ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id] for ids in texts]

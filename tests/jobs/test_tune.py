@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from sansgpu.cli import run as cli
 from sansgpu.config import ConfigError, SearchParameter, load_config, load_space, measure_of, spaced_values
-from sansgpu.events.jsonl import read_events
 from sansgpu.train.run_folders import lock_run
-from tests.processes import digests, finish, kill_when, messages, settings, start, use_cache, write_corpus
+from tests.processes import digests, events_of, finish, kill_when, messages, settings, start, use_cache, write_corpus
 
 SPACE = {"learning_rate": {"log": ["1e-3", 1e-1]}, "gradient_accumulation_steps": [1, 2, 4]}
 
@@ -75,7 +74,7 @@ def test_a_search_killed_in_the_middle_goes_on_and_counts_each_trial_once(capsys
     assert {row["state"] for row in result["trials"]} == {"done"}
     straight_from = ["train", "search/trials/0001/trial.yaml", "--output-dir", "straight", "--headless"]
     assert finish(straight_from, Path("cache").absolute())[0] == 0
-    whole = [event["loss"] for event in read_events(Path("straight/metrics.jsonl")) if event["event"] == "eval"]
+    whole = [event["loss"] for event in events_of(Path("straight"), "eval")]
     assert by_number(result)[1]["loss"] == whole[-1]
 
     best, default = result["best"], result["default"]

@@ -17,7 +17,7 @@ import pytest
 
 from sansgpu.cli import run as cli
 from tests import processes
-from tests.processes import finish_apart, messages, use_cache
+from tests.processes import finish_apart, messages, options, use_cache
 from tests.tasks.folders import model_folder
 from tests.tasks.graph.test_graph_runs import TINY as GRAPH
 
@@ -48,7 +48,7 @@ def arguments(kind: str, *more: str) -> list[str]:
     values: dict[str, object] = {**KINDS[kind], **COMMON, "training.num_epochs": 3}
     if kind in MODELS:
         values["model.name_or_path"] = model_folder(MODELS[kind])
-    return [*(part for key, value in values.items() for part in ("--set", f"{key}={value}")), *more]
+    return [*options(values), *more]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,6 +21,7 @@ from sansgpu.models.formats.decoder_folder import export_model
 from tests.bounded import assert_refused, outcome
 from tests.models.formats.gguf_models import write_ours
 from tests.models.small import TOKENIZER, model_of
+from tests.processes import as_options
 from tests.tasks.folders import chat_rows, model_folder
 
 TURNS = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you"}]
@@ -208,7 +209,7 @@ def test_a_tokenizer_is_tried_before_it_is_loaded(exported: Path, tmp_path: Path
     assert_refused(sentence, "tokenizer", "encode", folder, "--text", "hello")
     rows = chat_rows(tmp_path / "rows.jsonl")
     given = ("task=sft", f"model.name_or_path={folder}", f"data.dataset_name={rows}", "training.threads=1")
-    changes = [part for value in given for part in ("--set", value)]
+    changes = as_options(given)
     assert_refused(sentence, "train", "--dry-run", "--output-dir", tmp_path / "run", *changes)
 
 
@@ -242,7 +243,7 @@ def test_a_chat_template_is_rendered_within_bounds(tmp_path: Path, fault: str) -
     (folder / "chat_template.jinja").write_text(template)
     rows = chat_rows(tmp_path / "rows.jsonl")
     given = ("task=sft", f"model.name_or_path={folder}", f"data.dataset_name={rows}", "training.threads=1")
-    changes = [part for value in given for part in ("--set", value)]
+    changes = as_options(given)
     assert_refused(sentence, "train", "--dry-run", "--output-dir", tmp_path / "run", *changes)
 
 

@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 
 from sansgpu.cli import run as cli
-from tests.processes import settings
+from tests.processes import settings, write_corpus
 
-CORPUS_DOCUMENTS = 200
-
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("home")
 
 CLUSTER_KEYS = {
     "nodes", "network_bits_per_second", "latency_seconds", "gloo_bytes_per_second", "gradient_bytes", "step_seconds",
@@ -22,6 +20,10 @@ CLUSTER_KEYS = {
 ROW_KEYS = {
     "nodes", "step_seconds", "tokens_per_second", "speed_up", "efficiency", "total_seconds", "node_hours", "cost",
 }  # fmt: skip
+
+
+def fill(home: Path) -> None:
+    write_corpus(home / "corpus.jsonl", documents=200)
 
 
 def planned(capsys: pytest.CaptureFixture[str], home: Path, *arguments: str, **more: object) -> dict[str, Any]:

@@ -18,11 +18,18 @@ from sansgpu.jobs.plan import plan as plan_job
 from sansgpu.planning.cluster import cluster_of
 from sansgpu.planning.forecast import effective_tokens, expected_bits_per_byte
 from sansgpu.planning.measure import MeasureRequest, measure_in_subprocess
-from tests.processes import environment, json_lines, settings, use_cache
+from tests.processes import (
+    TINY,
+    as_options,
+    environment,
+    events_of,
+    overrides,
+    settings,
+    use_cache,
+    write_corpus,
+)
 
-CORPUS_DOCUMENTS = 200
-
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("home")
 
 # What INTERFACE promises other programs.
 PLAN_KEYS = {
@@ -43,6 +50,10 @@ GIGANTIC = {
     "model__d_model": 65536, "model__n_heads": 512, "model__d_ff": 1 << 18, "model__vocab_size": 1000,
     "training__max_steps": 5,
 }  # fmt: skip
+
+
+def fill(home: Path) -> None:
+    write_corpus(home / "corpus.jsonl", documents=200)
 
 
 def printed(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int = 0) -> dict[str, Any]:
@@ -72,7 +83,7 @@ def test_a_plan_says_what_is_promised_and_training_does_what_it_says(
     assert 0 < plan["machine_share"] < 2
     arguments = chosen(home, training__num_epochs=2, training__max_steps="null")
     assert cli(["train", *arguments, "--output-dir", str(tmp_path / "r")]) == 0
-    events = json_lines(tmp_path / "r/metrics.jsonl")
+    events = events_of(tmp_path / "r")
     start, end = events[0], events[-1]
     assert end["step"] == plan["total_steps"]
     assert [event["tokens"] for event in events if event["event"] == "step"][-1] == plan["total_tokens"]
@@ -89,8 +100,8 @@ def test_what_takes_long_in_a_plan_is_shown(home: Path, tmp_path: Path, monkeypa
     def progress(doing: str, done: int, total: int, unit: str = "byte", /) -> None:
         shown.append(doing)
 
-    settings_of_run = [setting for setting in chosen(home, training__compile="off") if setting != "--set"]
-    plan_job(None, settings_of_run, progress, print, cluster_of(2, "10gbps", "50us", None))
+    own = {"data.dataset_name": home / "corpus.jsonl", "training.compile": "off"}
+    plan_job(None, overrides(TINY, own), progress, print, cluster_of(2, "10gbps", "50us", None))
     stages = list(dict.fromkeys(shown))
     step = re.compile(r"timing steps with micro-batches of \d+ examples?")
     timings = [stage for stage in stages if step.fullmatch(stage)]
@@ -156,7 +167,7 @@ def test_options_of_a_plan_that_do_not_go_together_are_refused(
 def test_a_preset_is_a_configuration(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = f"data.dataset_name={home / 'corpus.jsonl'}"
     tiny = ["model.d_model=32", "model.n_heads=2", "model.n_layers=1", "model.d_ff=32", "model.vocab_size=null"]
-    less = [part for setting in [data, "data.vocab_size=300", *tiny] for part in ("--set", setting)]
+    less = as_options([data, "data.vocab_size=300", *tiny])
     assert cli(["train", "small", *less, "--max-steps", "1", "--output-dir", str(tmp_path / "r")]) == 0
     assert (tmp_path / "r/final/model.safetensors").exists()
 
@@ -198,8 +209,8 @@ def test_bench_measures_and_what_it_writes_runs(home: Path, tmp_path: Path, caps
 @pytest.mark.long
 def test_a_measurement_that_fails_is_one_sentence_and_no_traceback() -> None:
     beyond_any_machine = {"model__d_model": 1 << 24, "model__n_heads": 1 << 18, "model__d_ff": 1 << 24}
-    chosen = settings(training__optimizer="adamw", model__vocab_size=1000, **beyond_any_machine)
-    config, _ = load_config(None, [setting for setting in chosen if setting != "--set"])
+    other = {"training__optimizer": "adamw", "model__vocab_size": 1000}
+    config, _ = load_config(None, overrides(TINY, other, beyond_any_machine))
     with pytest.raises(SansGPUError, match=r"^measuring failed: .*\.$"):
         measure_in_subprocess(MeasureRequest(config, 1))
 
@@ -240,7 +251,7 @@ def test_a_proposal_is_written_and_runs(home: Path, tmp_path: Path, capsys: pyte
     assert cli(arguments) == 2
     assert "already exists" in capsys.readouterr().err
     assert cli(["train", str(output), "--output-dir", str(tmp_path / "r")]) == 0
-    events = json_lines(tmp_path / "r/metrics.jsonl")
+    events = events_of(tmp_path / "r")
     assert events[-1]["seconds"] <= 36
 
 

@@ -15,11 +15,9 @@ import psutil
 import pytest
 from benchmarks.hosts import Host, cut, refused, two_hosts
 
-from tests.processes import digests, environment, record, settings
+from tests.processes import digests, environment, record, settings, write_corpus
 from tests.scale.launch import NEEDS_MPI, finish, mpirun, spoken, torchrun
 from tests.scale.launch import start as started
-
-CORPUS_DOCUMENTS = 90
 
 STEPS = 30
 SHAPE = {
@@ -28,6 +26,10 @@ SHAPE = {
 }  # fmt: skip
 LAST = f"snapshots/step-{STEPS:06d}"
 SECONDS = 90
+
+
+def fill(home: Path) -> None:
+    write_corpus(home / "corpus.jsonl", documents=90)
 
 
 def arguments(home: Path, run: str, **changes: object) -> list[str]:

@@ -12,11 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import digests, record, settings
+from tests.processes import TINY, digests, overrides, record, settings, write_corpus
 from tests.processes import finish as alone
 from tests.scale.launch import NEEDS_MPI, finish, finish_forks, mpirun, spoken, start, torchrun
-
-CORPUS_DOCUMENTS = 90
 
 STEPS = 50
 # 7 examples a step, which no number of processes divides, and an epoch's last batch shorter still.
@@ -27,6 +25,10 @@ SHAPE = {
 }  # fmt: skip
 SHARDED = ("--set", "training.sharding=optimizer")
 CUT = ("--set", "training.sharding=full")
+
+
+def fill(home: Path) -> None:
+    write_corpus(home / "corpus.jsonl", documents=90)
 
 
 def arguments(home: Path, run: str, *more: str, **changes: object) -> list[str]:
@@ -195,8 +197,8 @@ def test_hosts_with_another_configuration_are_refused(home: Path) -> None:
 
 
 def test_wishes_on_rank_0_are_heeded_by_all(home: Path) -> None:
-    overrides = [part for part in arguments(home, "-")[1:-2] if part != "--set"]
-    code, out = finish_forks(2, [str(home / "steered"), *overrides], home / "cache", "tests.scale.steered")
+    chosen = overrides(TINY, SHAPE, {"data.dataset_name": home / "corpus.jsonl"})
+    code, out = finish_forks(2, [str(home / "steered"), *chosen], home / "cache", "tests.scale.steered")
     assert code == 0, out
     events = record(home / "steered")
     assert [event["step"] for event in events if event["event"] == "eval"] == [2]

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.processes import use_cache, write_corpus
+from tests.processes import use_cache, write_corpus, write_rows
 from tests.scale.every_task import fit_all
 from tests.scale.launch import finish, torchrun
 from tests.scale.test_runs import losses
 from tests.tasks.folders import chat_rows, conll, labeled_rows, model_folder, preference_rows, squad
-from tests.tasks.graph.graphs import rows, write_rows
+from tests.tasks.graph.graphs import rows
 from tests.tasks.texts import text_rows
 
 STEPS = 8

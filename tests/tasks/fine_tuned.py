@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from sansgpu.cli import run as cli
-from tests.processes import json_lines, messages
+from tests.processes import messages, options, train_once
 from tests.tasks.folders import model_folder
 
 Captured = pytest.CaptureFixture[str]
@@ -21,27 +19,18 @@ TINY = {
 
 
 def settings(home: Path, task: str = "sft", **changes: object) -> list[str]:
-    own: dict[str, object] = {
+    own = {
         "task": task,
         "model.name_or_path": model_folder("qwen2" if task == "sft" else "bert"),
         "data.dataset_name": home / {"sft": "chat.jsonl", "qa": "squad.json"}.get(task, "tags.conll"),
         **({"data.doc_stride": 16} if task in ("qa", "tokens") else {}),
     }
-    merged = {**TINY, **own, **{key.replace("__", "."): value for key, value in changes.items()}}
-    return [part for key, value in merged.items() if value != "" for part in ("--set", f"{key}={value}")]
+    return options(TINY, own, changes)
 
 
 def made(home: Path, name: str, task: str = "sft", **changes: object) -> Path:
     """Trains a run in this process, once per name."""
-    run = home / name
-    if not run.exists():
-        assert cli(["train", *settings(home, task, **changes), "--output-dir", str(run)]) == 0
-    return run
-
-
-def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = json_lines(run / "metrics.jsonl")
-    return [line for line in lines if line["event"] == kind]
+    return train_once(home / name, settings(home, task, **changes))
 
 
 def sentence(capsys: Captured) -> str:

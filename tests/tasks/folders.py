@@ -11,6 +11,8 @@ from typing import Any
 
 from benchmarks.tiny_model import make_folder
 
+from tests.processes import write_rows
+
 NAMES = "red blue green fast slow old new warm cold loud quiet light dark round flat sweet"
 WORDS = tuple(NAMES.split())
 
@@ -40,8 +42,7 @@ def chat_rows(path: Path, count: int = 24, seed: int = 0) -> Path:
             rows.append({"instruction": sentence(draw, 4), "input": "", "output": sentence(draw, draw.randint(1, 20))})
         else:
             rows.append({"prompt": sentence(draw, 3), "completion": sentence(draw, draw.randint(1, 9))})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_rows(path, rows)
 
 
 def squad(path: Path, paragraphs: int = 8, words: int = 60, impossible: bool = False, seed: int = 0) -> Path:
@@ -80,8 +81,7 @@ def labeled_rows(path: Path, kind: str = "single", count: int = 48, pairs: bool 
         elif kind == "regression":
             label = text.split().count("red") + 0.5
         rows.append({"text": text, **({"text_pair": sentence(draw, 5)} if pairs else {}), "label": label})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_rows(path, rows)
 
 
 def conll(path: Path, sentences: int = 40, longest: int = 20, seed: int = 0) -> Path:
@@ -125,5 +125,4 @@ def preference_rows(path: Path, count: int = 24, rated: bool = False, seed: int 
             rows.append({"messages": [*turns, {"role": "assistant", "content": content}], "label": content == good})
         else:
             rows.append({"prompt": turns, "chosen": good, "rejected": bad})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_rows(path, rows)

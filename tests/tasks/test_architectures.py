@@ -20,7 +20,7 @@ from sansgpu.jobs.train import TrainRequest, train
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained
 from sansgpu.tasks.registry import TASKS
 from sansgpu.train.loading import ModelRequest, open_model
-from tests.processes import digests, record
+from tests.processes import digests, overrides, record
 from tests.tasks.folders import chat_rows, model_folder, squad
 
 # Value: several examples share a row.
@@ -42,16 +42,13 @@ NARROW = [(name, "lora") for name in ADAPTED] + [("qwen2", "none"), ("qwen2", "d
 ROWS = 8
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("architectures")
-    chat_rows(folder / "chat.jsonl")
-    squad(folder / "squad.json")
-    return folder
+def fill(home: Path) -> None:
+    chat_rows(home / "chat.jsonl")
+    squad(home / "squad.json")
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(own_cache: None) -> None:
+def _one_thread(home: Path) -> None:
     torch.set_num_threads(1)  # small models are slower with more; conftest restores it
 
 
@@ -69,9 +66,8 @@ def settings(home: Path, architecture: str, model: Path, **changes: object) -> t
         "training.save_steps": 2, "training.eval_steps": 2, "training.precision": "fp32", "training.compile": "off",
         "training.report_to": "none", "training.threads": 1, "device": "cpu",
         **({"data.doc_stride": 16} if asking else {}),
-        **{key.replace("__", "."): value for key, value in changes.items()},
     }  # fmt: skip
-    return tuple(f"{key}={value}" for key, value in chosen.items())
+    return tuple(overrides(chosen, changes))
 
 
 def run_job(folder: Path, overrides: tuple[str, ...], resume: str | None = None) -> list[Event]:

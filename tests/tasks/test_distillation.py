@@ -16,13 +16,26 @@ from transformers import AutoModelForCausalLM
 from sansgpu.cli import run as cli
 from sansgpu.config import ConfigError
 from sansgpu.data.teacher_folder import Predictions, TeacherFolder, open_teacher_folder
-from tests.processes import digests, finish, json_lines, kill_when, record, settings, start
+from tests.processes import (
+    digests,
+    events_of,
+    finish,
+    kill_when,
+    options,
+    record,
+    settings,
+    start,
+    write_corpus,
+)
 from tests.scale.launch import finish_forks
 from tests.tasks.fine_tuned import TINY, Captured, sentence
 from tests.tasks.folders import chat_rows, model_folder
 
-CORPUS_DOCUMENTS = 400  # tokens for three shards
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("home")
+
+
+def fill(home: Path) -> None:
+    write_corpus(home / "corpus.jsonl", documents=400)  # tokens for three shards
 
 
 def ignore(*_: object) -> None:
@@ -128,26 +141,19 @@ def test_a_student_resumes_exactly_and_learns_the_same_in_any_division(home: Pat
     assert cli([*student(lessons, **division), "--output-dir", str(runs["divided"])]) == 0
     code, error = finish_forks(2, [*student(lessons, **division), "--output-dir", str(runs["ranks"])], cache)
     assert code == 0, error
-    steps = {
-        name: [e for e in json_lines(run / "metrics.jsonl") if e["event"] == "step"]
-        for name, run in runs.items()
-        if run.exists()
-    }
+    steps = {name: events_of(run, "step") for name, run in runs.items() if run.exists()}
     for name in ("divided", "ranks"):
         for key in ("loss", "kl", "grad_norm"):
             assert [e[key] for e in steps[name]] == pytest.approx([e[key] for e in steps["straight"]], rel=1e-4)
     # The loss is that of a run without a teacher on the same tokens.
     plain = settings(
         data__dataset_name=home / "corpus.jsonl", data__tokenizer=lessons, data__validation_split=0.01,
-        training__max_steps=6, model__dropout=0, data__max_length=32,
+        training__max_steps=6, model__dropout=0, data__max_length=32, data__vocab_size="",
     )  # fmt: skip
-    plain = [part for pair in zip(plain[::2], plain[1::2], strict=True) if "vocab_size" not in pair[1] for part in pair]
     assert cli(["train", *plain, "--output-dir", str(runs["alone"])]) == 0
-    alone = json_lines(runs["alone"] / "metrics.jsonl")
-    events = json_lines(runs["straight"] / "metrics.jsonl")
-    first_loss = [next(e["loss"] for e in each if e["event"] == "step") for each in (alone, events)]
+    first_loss = [events_of(runs[name], "step")[0]["loss"] for name in ("alone", "straight")]
     assert first_loss[0] == pytest.approx(first_loss[1], rel=0.02)  # only the first updates differ
-    evals = [next(e for e in each if e["event"] == "eval") for each in (alone, events)]
+    evals = [events_of(runs[name], "eval")[0] for name in ("alone", "straight")]
     assert evals[0]["bits_per_byte"] / evals[0]["loss"] == pytest.approx(evals[1]["bits_per_byte"] / evals[1]["loss"])
     assert (runs["straight"] / "final/tokenizer.json").read_bytes() == (lessons / "tokenizer.json").read_bytes()
 
@@ -166,18 +172,19 @@ def test_conversations(home: Path, tmp_path: Path, capsys: Captured) -> None:
         expected = torch.log_softmax(model(torch.from_numpy(tokens[None, : length - 1])).logits[0], dim=1)[chosen]
     found = Predictions(opened, ignore)._read(0)["log_probabilities"][:, :8].astype(np.float32)
     torch.testing.assert_close(torch.from_numpy(found), expected.topk(8).values, atol=0.05, rtol=0.02)
-    own = {**TINY, "task": "sft", "model.name_or_path": model_folder("qwen3"), "training.distillation.teacher": folder}
-    del own["data.max_length"]
-    own |= {"training.distillation.weight": 1.0, "training.max_steps": 12, "training.learning_rate": 0.01}
+    own = {
+        "task": "sft", "data.max_length": "", "model.name_or_path": model_folder("qwen3"), "training.max_steps": 12,
+        "training.learning_rate": 0.01, "training.distillation.teacher": folder, "training.distillation.weight": 1.0,
+    }  # fmt: skip
 
     def command(**changes: object) -> list[str]:
-        return ["train", *(f"--set={key}={value}" for key, value in {**own, **changes}.items())]
+        return ["train", *options(TINY, own, changes)]
 
     assert cli([*command(), "--output-dir", str(tmp_path / "run")]) == 0
-    divergence = [e["kl"] for e in json_lines(tmp_path / "run/metrics.jsonl") if e["event"] == "step"]
+    divergence = [e["kl"] for e in events_of(tmp_path / "run", "step")]
     assert divergence[-1] < divergence[0]
     capsys.readouterr()
-    assert cli([*command(**{"model.name_or_path": other}), "--output-dir", str(tmp_path / "other")]) == 2
+    assert cli([*command(model__name_or_path=other), "--output-dir", str(tmp_path / "other")]) == 2
     assert (tmp_path / "run/final/chat_template.jinja").read_bytes() == (folder / "chat_template.jinja").read_bytes()
     assert "a student and its teacher need the same tokenizer" in sentence(capsys)
     assert cli(["train", *student(folder)[1:], "--output-dir", str(tmp_path / "text")]) == 2

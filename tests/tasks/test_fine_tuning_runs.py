@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 from sansgpu.cli import run as cli
 from sansgpu.machine.probe import has_native_bf16
 from sansgpu.train.loading import ModelRequest, open_model
-from tests.processes import digests, finish, finish_apart, kill_when, record, start
-from tests.tasks.fine_tuned import Captured, events_of, made, sentence, settings
+from tests.processes import digests, events_of, finish, finish_apart, kill_when, record, start, write_rows
+from tests.tasks.fine_tuned import Captured, made, sentence, settings
 from tests.tasks.folders import chat_rows, model_folder, squad
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("home")
 
 ADAPTED = {"model__adapter": "lora", "model__lora_dropout": 0.1}
 NARROW = {"training__master_weights": "bf16", "training__optimizer_state": "8bit", "training__precision": "bf16"}
@@ -28,12 +28,9 @@ NEEDS_BF16 = pytest.mark.skipif(not has_native_bf16(), reason="this CPU has no n
 TEXT = "The red house is old. The green house is new and it stands on a cold hill."
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fine-tuning")
-    chat_rows(folder / "chat.jsonl")
-    squad(folder / "squad.json", impossible=True)
-    return folder
+def fill(home: Path) -> None:
+    chat_rows(home / "chat.jsonl")
+    squad(home / "squad.json", impossible=True)
 
 
 def outputs(model: Any) -> torch.Tensor:
@@ -258,7 +255,7 @@ def test_rows_that_are_shortened_or_too_long_are_counted(home: Path, tmp_path: P
     short = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "The red one."}]
     rows = [long + short, long, short, short + long, [{"role": "system", "content": "Be brief."}, *long, *short]]
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    write_rows(path, ({"messages": row} for row in rows))
     chosen = settings(home, data__dataset_name=path, data__max_length=64, training__max_steps=1)
     assert cli(["train", *chosen, "--headless", "--output-dir", str(tmp_path / "run")]) == 0
     said = " ".join(e["message"] for e in events_of(tmp_path / "run", "warning"))

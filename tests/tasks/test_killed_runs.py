@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import digests, finish, json_lines, kill_when, record, start
+from tests.processes import digests, events_of, finish, kill_when, options, record, start
 from tests.tasks.fine_tuned import TINY
 from tests.tasks.folders import conll, labeled_rows, model_folder, preference_rows
 from tests.tasks.texts import text_rows
@@ -16,24 +16,21 @@ KTO = {"training.preference.loss": "kto"}
 LORA = {"model.adapter": "lora", "model.lora_dropout": 0.1}
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("killed")
-    labeled_rows(folder / "classify.jsonl")
-    conll(folder / "tokens.conll")
-    text_rows(folder / "embed.jsonl", "triplets")
-    preference_rows(folder / "preference.jsonl")
-    return folder
+def fill(home: Path) -> None:
+    labeled_rows(home / "classify.jsonl")
+    conll(home / "tokens.conll")
+    text_rows(home / "embed.jsonl", "triplets")
+    preference_rows(home / "preference.jsonl")
 
 
 def arguments(home: Path, task: str, run: Path, changes: dict[str, object]) -> list[str]:
     data = home / ("tokens.conll" if task == "tokens" else f"{task}.jsonl")
     model = model_folder("qwen2" if task == "preference" else "bert")
-    chosen = {
-        **TINY, "task": task, "model.name_or_path": model, "data.dataset_name": data,
-        "data.validation_split": 0.2, "training.max_steps": STEPS, "training.gradient_accumulation_steps": 4, **changes,
+    own = {
+        "task": task, "model.name_or_path": model, "data.dataset_name": data,
+        "data.validation_split": 0.2, "training.max_steps": STEPS, "training.gradient_accumulation_steps": 4,
     }  # fmt: skip
-    return ["train", *(f"--set={key}={value}" for key, value in chosen.items()), "--output-dir", str(run)]
+    return ["train", *options(TINY, own, changes), "--output-dir", str(run)]
 
 
 def outcome(run: Path) -> tuple[dict[str, str], list[dict[str, object]]]:
@@ -61,5 +58,5 @@ def test_a_killed_run_resumes_byte_for_byte(home: Path, tmp_path: Path, task: st
     code, _, error = finish([*command, "--resume"], home / "cache")
     assert code == 0, error
     assert outcome(killed) == outcome(straight)
-    losses = [event["loss"] for event in json_lines(straight / "metrics.jsonl") if event["event"] == "eval"]
+    losses = [event["loss"] for event in events_of(straight, "eval")]
     assert losses[-1] != losses[0]

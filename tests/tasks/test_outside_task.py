@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load_file
 
 from sansgpu.cli import run as cli
-from tests.processes import WORDS, digests, finish, json_lines, kill_when, record, settings, start
+from tests.processes import WORDS, digests, events_of, finish, kill_when, record, settings, start
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs/examples/sentence_order.py"
@@ -53,11 +53,8 @@ def on_path() -> Any:
         yield
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("outside")
-    write_stories(folder / "stories.jsonl")
-    return folder
+def fill(home: Path) -> None:
+    write_stories(home / "stories.jsonl")
 
 
 def configured(home: Path, **changes: object) -> list[str]:
@@ -110,7 +107,7 @@ def test_it_is_planned_and_measured(home: Path, run: Path) -> None:
 
 
 def test_it_learns_is_evaluated_and_answers_rows(home: Path, run: Path) -> None:
-    last = [event for event in json_lines(run / "metrics.jsonl") if event["event"] == "eval"][-1]
+    last = events_of(run, "eval")[-1]
     assert last["accuracy"] > 0.9
     evaluated = json.loads(ran(home, "eval", str(run), *NAMED, "--json"))
     assert evaluated["accuracy"] == last["accuracy"]
@@ -157,7 +154,7 @@ def test_it_is_exported_with_its_tokenizer(home: Path, run: Path) -> None:
     assert digests(home / "hf") == digests(run / "final")
 
 
-@pytest.mark.usefixtures("own_cache")
+@pytest.mark.usefixtures("home")
 def test_its_code_runs_only_if_it_is_named(home: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = str(home / "stories.jsonl")
     for command in (

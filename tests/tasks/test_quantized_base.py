@@ -19,24 +19,16 @@ from sansgpu.config import ModelConfig
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained
 from sansgpu.models.quantized_layers import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
 from tests.models.llama import LlamaFile
-from tests.processes import digests, finish, kill_when, start, use_cache
-from tests.tasks.fine_tuned import Captured, events_of, made, sentence, settings
+from tests.processes import digests, events_of, finish, kill_when, start
+from tests.tasks.fine_tuned import Captured, made, sentence, settings
 from tests.tasks.folders import chat_rows, labeled_rows, model_folder
 
 CAUSAL = Head("causal")
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("quantized")
-    chat_rows(folder / "chat.jsonl")
-    labeled_rows(folder / "rows.jsonl")
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, home / "cache")
+def fill(home: Path) -> None:
+    chat_rows(home / "chat.jsonl")
+    labeled_rows(home / "rows.jsonl")
 
 
 def loaded(base: Path, precision: str = "auto") -> Any:

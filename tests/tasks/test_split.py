@@ -11,11 +11,12 @@ import pytest
 from sansgpu.cli import run as cli
 from sansgpu.config import load_config
 from sansgpu.tasks.registry import task_of
+from tests.processes import events_of, options, overrides
 from tests.scale.test_tasks import TUNED, overrides_by_task
-from tests.tasks.fine_tuned import TINY, Captured, events_of
+from tests.tasks.fine_tuned import TINY, Captured
 from tests.tasks.folders import labeled_rows, model_folder
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("home")
 ROWS = {
     "graph": 24, "sft": 24, "tokens": 40, "classify": 48, "few_shot": 48, "preference": 24, "kto": 2 * 24, "qa": 2 * 8,
     "embed": 24,
@@ -25,7 +26,7 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_every_task_with_rows_counts_those_it_holds_out(name: str, tmp_path: Path) -> None:
     own = overrides_by_task(tmp_path)[name]
-    config, _ = load_config(None, [f"{key}={value}" for key, value in {"task": name, **TUNED, **own}.items()])
+    config, _ = load_config(None, overrides({"task": name}, TUNED, own))
     corpus = task_of(config).prepare(config, tmp_path / "cache", lambda *_: None)[1]
     said = re.fullmatch(
         r"(\d+) \w+ to train on, (\d+) held out for validation \(data\.validation_split (.*)\), too few .*",
@@ -37,8 +38,8 @@ def test_every_task_with_rows_counts_those_it_holds_out(name: str, tmp_path: Pat
 
 
 def chosen(data: Path, run: Path, **changes: object) -> list[str]:
-    own = {"task": "classify", "model.name_or_path": model_folder("bert"), "data.dataset_name": data, **changes}
-    return ["train", *(p for k, v in {**TINY, **own}.items() for p in ("--set", f"{k}={v}")), "--output-dir", str(run)]
+    own = {"task": "classify", "model.name_or_path": model_folder("bert"), "data.dataset_name": data}
+    return ["train", *options(TINY, own, changes), "--output-dir", str(run)]
 
 
 def test_few_rows_that_measure_little_are_shown_as_such(tmp_path: Path, capsys: Captured) -> None:

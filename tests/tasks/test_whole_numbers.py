@@ -11,8 +11,8 @@ import pytest
 from benchmarks.tiny_model import CONTEXT, VOCABULARY
 from transformers import AlbertConfig, AlbertModel
 
-from tests.processes import finish
-from tests.tasks.fine_tuned import events_of, settings
+from tests.processes import events_of, finish
+from tests.tasks.fine_tuned import settings
 from tests.tasks.folders import chat_rows, model_folder, squad
 
 BERT = {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
+from tests.processes import overrides, write_rows
 from tests.tasks.fine_tuned import TINY
 from tests.tasks.folders import sentence
 
@@ -26,12 +26,10 @@ def text_rows(path: Path, form: str, count: int = 60, seed: int = 0) -> Path:
         more = {} if form == "pairs" else {"negative": negatives if number % 2 else negatives[0]}
         return {"anchor": anchor, "positive": other, **more}
 
-    path.write_text("".join(json.dumps(row(number)) + "\n" for number in range(count)), encoding="utf-8")
-    return path
+    return write_rows(path, map(row, range(count)))
 
 
 def embed_settings(model: Path, rows: Path, **changes: object) -> list[str]:
-    """Overrides of a tiny run of task embed; in `changes`, `__` stands for a dot."""
+    """Returns overrides of a tiny run of task embed."""
     own = {"task": "embed", "model.name_or_path": model, "data.dataset_name": rows, "data.max_length": 24}
-    merged: dict[str, object] = {**TINY, **own, **{key.replace("__", "."): value for key, value in changes.items()}}
-    return [f"{key}={value}" for key, value in merged.items()]
+    return overrides(TINY, own, changes)

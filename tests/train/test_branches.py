@@ -10,9 +10,9 @@ import pytest
 
 from sansgpu.cli import run as cli
 from sansgpu.train.snapshots import snapshots
-from tests.processes import digests, environment, json_lines, record, settings, start_apart, use_cache
+from tests.processes import digests, environment, events_of, json_lines, record, settings, start_apart
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("home")
 
 # Evaluations at 3, 6, 9, 12, of which some are the best; regular snapshots at 4, 8, 12.
 SHAPE = {"training__max_steps": 12, "training__keep_last": 9, "training__save_steps": 4}
@@ -30,9 +30,7 @@ def train(home: Path, run: Path, *more: str, **changes: object) -> None:
 
 @pytest.fixture(scope="module")
 def trained(home: Path) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        use_cache(patch, home / "cache")
-        train(home, home / "trained")
+    train(home, home / "trained")
     assert names(home / "trained") == ["step-000003", "step-000004", "step-000006", "step-000008", "step-000009",
                                        "step-000012"]  # fmt: skip
     return home / "trained"
@@ -96,7 +94,7 @@ def test_what_is_announced_is_there_when_it_is_announced(home: Path, run: Path) 
 
 
 def test_the_best_is_resumed_from_by_name(home: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    losses = {e["step"]: e["loss"] for e in json_lines(run / "metrics.jsonl") if e["event"] == "eval"}
+    losses = {event["step"]: event["loss"] for event in events_of(run, "eval")}
     best = min(losses, key=lambda step: losses[step])
     capsys.readouterr()
     train(home, run, "--resume", "best", training__max_steps=13)

@@ -6,7 +6,6 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 
 from sansgpu.cli import run as cli
 from sansgpu.train import loop
-from tests.processes import environment, json_lines, settings, use_cache, write_corpus
+from tests.processes import environment, events_of, settings, use_cache, write_corpus
 
 GROUPS = Path("/sys/fs/cgroup")
 MODEL = {
@@ -37,10 +36,6 @@ def assert_same_up_to_rounding(one: Path, other: Path) -> None:
     assert apart < 1e-4 * sum(float(first[name].double().square().sum()) for name in first) ** 0.5
 
 
-def events(run: Path) -> list[dict[str, Any]]:
-    return json_lines(run / "metrics.jsonl")
-
-
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_a_micro_batch_is_cut_on_its_way_and_the_batch_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int
@@ -57,10 +52,10 @@ def test_a_micro_batch_is_cut_on_its_way_and_the_batch_stays(
     monkeypatch.setattr("sansgpu.machine.pressure.CHECK_SECONDS", 1e-9)
     monkeypatch.setattr(loop, "available_memory", lambda device: 1 << 20 if next(looks) in (9, 30, 60) else 1 << 40)
     assert cli(["train", *chosen, "--output-dir", str(tmp_path / "short")]) == 0
-    said = [event["message"] for event in events(tmp_path / "short") if event["event"] == "warning"]
+    said = [event["message"] for event in events_of(tmp_path / "short", "warning")]
     assert "the micro-batch is cut from 8 to" in " ".join(said)
     assert_same_up_to_rounding(tmp_path / "plenty", tmp_path / "short")
-    tokens = [[e["tokens"] for e in events(tmp_path / run) if e["event"] == "step"] for run in ("plenty", "short")]
+    tokens = [[e["tokens"] for e in events_of(tmp_path / run, "step")] for run in ("plenty", "short")]
     assert tokens[0] == tokens[1]
 
 
@@ -104,7 +99,7 @@ def test_a_run_in_sixty_per_cent_of_its_memory_finishes(tmp_path: Path, how: str
         env=environment(tmp_path / "cache"), capture_output=True, text=True,
     )  # fmt: skip
     assert plain.returncode == 0, plain.stderr
-    peak = max(event["rss_bytes"] for event in events(tmp_path / "plenty") if event["event"] == "step")
+    peak = max(event["rss_bytes"] for event in events_of(tmp_path / "plenty", "step"))
     more = (
         ["--force"] if how == "forced" else ["--batch-size", "auto", "--set", "training.gradient_accumulation_steps=32"]
     )
@@ -137,4 +132,4 @@ def test_a_run_beside_a_process_that_eats_memory_finishes(tmp_path: Path) -> Non
             eater.kill()
             eater.wait()
     assert done.returncode == 0, done.stderr
-    assert any("the micro-batch is cut" in e["message"] for e in events(tmp_path / "r") if e["event"] == "warning")
+    assert any("the micro-batch is cut" in e["message"] for e in events_of(tmp_path / "r", "warning"))

@@ -16,20 +16,14 @@ from tests.processes import TINY, settings, use_cache, write_corpus
 from tests.test_cli import sentence
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("configurations")
-    write_corpus(folder / "corpus.jsonl")
-    with pytest.MonkeyPatch.context() as patch:
-        use_cache(patch, folder / "cache")
-        chosen = settings(data__dataset_name=folder / "corpus.jsonl", training__max_steps=4, training__seed=7)
-        assert cli(["train", *chosen, "--output-dir", str(folder / "run")]) == 0
-    return folder
+def fill(home: Path) -> None:
+    write_corpus(home / "corpus.jsonl")
+    chosen = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=4, training__seed=7)
+    assert cli(["train", *chosen, "--output-dir", str(home / "run")]) == 0
 
 
 @pytest.fixture(params=["with its mark", "copied without the mark"])
-def run(request: pytest.FixtureRequest, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    use_cache(monkeypatch, home / "cache")
+def run(request: pytest.FixtureRequest, home: Path, tmp_path: Path) -> Path:
     shutil.copytree(home / "run", tmp_path / "run")
     if request.param != "with its mark":
         (tmp_path / "run/.sansgpu.json").unlink()
@@ -125,7 +119,6 @@ def test_reports_and_lists_refuse_it_too(home: Path, tmp_path: Path, capsys: pyt
 def test_new_folders_and_the_configuration_are_on_the_disk_before_a_snapshot_is(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_cache(monkeypatch, home / "cache")
     synced, sync = [], os.fsync
 
     def recorded(descriptor: int) -> None:

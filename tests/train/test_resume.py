@@ -10,9 +10,9 @@ import pytest
 
 from tests.processes import (
     digests,
+    events_of,
     finish,
     finish_apart,
-    json_lines,
     kill_when,
     record,
     settings,
@@ -21,11 +21,13 @@ from tests.processes import (
     write_corpus,
 )
 
-CORPUS_DOCUMENTS = 400
-
 STEPS = 24
 # A little larger than TINY, so that there is time to be killed in.
 SHAPE = {"model__d_model": 64, "model__n_layers": 4, "training__max_steps": STEPS, "training__sample_tokens": 4}
+
+
+def fill(home: Path) -> None:
+    write_corpus(home / "corpus.jsonl", documents=400)
 
 
 def arguments(home: Path, run: str, **changes: object) -> list[str]:
@@ -230,7 +232,7 @@ def test_a_run_by_the_clock_that_is_killed_still_ends_in_its_time(tmp_path: Path
     code, _, error = finish_apart([*arguments, "--resume", "--output-dir", str(run)], cache)
     assert code == 0, error
     in_all = first + time.monotonic() - began
-    events = json_lines(run / "metrics.jsonl")
+    events = events_of(run)
     assert events[-1]["reason"] == "out_of_time"
     assert 0.85 * 36 < events[-1]["seconds"] <= 36
     assert in_all < 36 + 2  # the start of two processes, before they look at the clock

@@ -20,7 +20,7 @@ from sansgpu.train.run_log import StepLog, SystemStatistics
 from sansgpu.train.snapshots import Progress
 from sansgpu.train.step import PHASES, StepResult
 from sansgpu.views.terminal import Terminal
-from tests.processes import json_lines, train
+from tests.processes import events_of, train
 from tests.tasks.graph.graphs import prepared
 
 
@@ -42,10 +42,6 @@ def event_of(log: StepLog, seconds: float) -> dict[str, Any]:
     result = StepResult(1.0, 1, 10, 1.0, {}, dict.fromkeys(PHASES, 0.0))
     log.add(seconds, 0.0, result)
     return log.event(Progress(step=1, logged_loss=1.0, logged_targets=1), result, 0.1, 5)
-
-
-def step_events(run: Path) -> list[dict[str, Any]]:
-    return [event for event in json_lines(run / "metrics.jsonl") if event["event"] == "step"]
 
 
 def test_a_step_that_beats_the_gemm_rate_has_it_measured_again(task: Graph, tmp_path: Path) -> None:
@@ -83,18 +79,18 @@ def test_a_resumed_run_compares_with_the_same_rate(task: Graph, tmp_path: Path) 
     assert event_of(log, seconds=1.0)["gemm_flops_per_second"] == 9e15
 
 
-@pytest.mark.usefixtures("own_cache")
+@pytest.mark.usefixtures("home")
 def test_the_best_rate_ever_measured_here_counts(home: Path, tmp_path: Path) -> None:
     assert train(home, tmp_path / "first") == 0
     (file,) = (f for f in (home / "cache/measured").iterdir() if "gemm" in json.loads(f.read_text())["question"])
     known = json.loads(file.read_text())
-    first = step_events(tmp_path / "first")
+    first = events_of(tmp_path / "first", "step")
     rates = [event["gemm_flops_per_second"] for event in first]
     assert rates == sorted(rates)  # a run measures again when the machine becomes quiet
     assert rates[-1] == known["answer"]
     file.write_text(json.dumps({**known, "answer": 9e15}))  # an earlier measurement on a quiet machine
     assert train(home, tmp_path / "second") == 0
-    assert {event["gemm_flops_per_second"] for event in step_events(tmp_path / "second")} == {9e15}
+    assert {event["gemm_flops_per_second"] for event in events_of(tmp_path / "second", "step")} == {9e15}
     file.write_text("{torn")
     assert train(home, tmp_path / "third") == 0
     assert json.loads(file.read_text())["answer"] < 9e15

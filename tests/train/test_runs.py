@@ -18,9 +18,9 @@ from sansgpu.jobs.train import train as train_job
 from sansgpu.machine.instruction_sets import allowed
 from sansgpu.train.snapshots import snapshots
 from tests import processes
-from tests.processes import digests, finish, json_lines, record, settings, start_apart
+from tests.processes import digests, events_of, finish, json_lines, record, settings, start_apart
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("home")
 
 # What the documentation promises other programs.
 STEP_KEYS = {
@@ -34,7 +34,7 @@ END_KEYS = {"event", "step", "time", "reason", "seconds", "snapshot"}
 
 def train(home: Path, run: Path, *more: str, **changes: object) -> list[dict[str, Any]]:
     assert processes.train(home, run, *more, **changes) == 0
-    return json_lines(run / "metrics.jsonl")
+    return events_of(run)
 
 
 def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:

@@ -13,9 +13,9 @@ import pytest
 from sansgpu.cli import run as cli
 from sansgpu.train.snapshots import clear_leftovers, snapshots
 from tests import processes
-from tests.processes import environment, json_lines, record, settings, use_cache, write_corpus
+from tests.processes import environment, json_lines, record, settings, write_corpus
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("home")
 
 
 train = partial(processes.train, training__max_steps=12)
@@ -23,9 +23,7 @@ train = partial(processes.train, training__max_steps=12)
 
 @pytest.fixture(scope="module")
 def trained(home: Path) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        use_cache(patch, home / "cache")
-        assert train(home, home / "trained") == 0
+    assert train(home, home / "trained") == 0
     return home / "trained"
 
 

@@ -17,7 +17,7 @@ from sansgpu.events.event import Event
 from sansgpu.jobs.train import TrainRequest, train
 from sansgpu.machine.monitor import Monitor
 from sansgpu.machine.probe import available_cores
-from tests.processes import record, settings, use_cache, write_corpus
+from tests.processes import TINY, events_of, overrides, record, use_cache, write_corpus
 
 ENOUGH_STEPS = 3000
 
@@ -45,12 +45,13 @@ def neighbors() -> Iterator[None]:
         process.wait()
 
 
-def overrides(home: Path, *more: str) -> tuple[str, ...]:
-    chosen = settings(
-        data__dataset_name=write_corpus(home / "corpus.jsonl"), training__threads="auto",
-        training__max_steps=ENOUGH_STEPS, training__logging_steps=1, training__eval_steps=0, training__save_steps=0,
-    )  # fmt: skip
-    return (*(part for part in chosen if part != "--set"), *more)
+def endless(home: Path, **changes: object) -> tuple[str, ...]:
+    own = {
+        "data.dataset_name": write_corpus(home / "corpus.jsonl"), "training.threads": "auto",
+        "training.max_steps": ENOUGH_STEPS, "training.logging_steps": 1, "training.eval_steps": 0,
+        "training.save_steps": 0,
+    }  # fmt: skip
+    return tuple(overrides(TINY, own, changes))
 
 
 @pytest.mark.skipif(available_cores() < 2, reason="one core has no thread to give up")
@@ -58,14 +59,14 @@ def test_a_run_gives_way_to_its_neighbors(tmp_path: Path, monkeypatch: pytest.Mo
     use_cache(monkeypatch, tmp_path / "cache")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     run, controls = tmp_path / "run", Controls()
-    given = overrides(tmp_path, "training.adapt_threads=true")
+    given = endless(tmp_path, training__adapt_threads="true")
     request = TrainRequest(None, given, run, controls=controls, monitor=Monitor(seconds=0.05))
     train(request, [StopsAfterOneThread(controls)], lambda *_: None)
     threads = [event["threads"] for event in record(run) if event["event"] == "step"]
     assert threads[0] == available_cores()
     assert threads[-1] == 1
     assert torch.get_num_threads() == 1
-    said = [e for e in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if e.get("cause") == "threads"]
+    said = [event for event in events_of(run) if event.get("cause") == "threads"]
     assert "training.threads is now 1 instead of" in said[-1]["message"]
     (snapshot,) = (run / "snapshots").glob("step-*")
     assert json.loads((snapshot / "state.json").read_text())["environment"]["threads"] == 1

@@ -16,11 +16,13 @@ from sansgpu.train import writer
 from sansgpu.train.snapshots import snapshots
 from sansgpu.train.writer import SnapshotWriter, Tensors
 from tests import processes
-from tests.processes import digests, record, use_cache
+from tests.processes import digests, record, write_corpus
 
-CORPUS_DOCUMENTS = 200
+pytestmark = pytest.mark.usefixtures("home")
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+
+def fill(home: Path) -> None:
+    write_corpus(home / "corpus.jsonl", documents=200)
 
 
 def tensors(seed: int, rows: int = 700) -> Tensors:
@@ -93,9 +95,7 @@ def train(home: Path, run: str, *more: str) -> int:
 
 @pytest.fixture(scope="module")
 def straight(home: Path) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        use_cache(patch, home / "cache")
-        assert train(home, "straight") == 0
+    assert train(home, "straight") == 0
     return home / "straight"
 
 

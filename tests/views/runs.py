@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from sansgpu.config import RunPaths
-from tests import processes
-from tests.processes import json_lines, write_corpus
+from tests.processes import TINY, events_of, options, train_once, write_corpus, write_rows
 
 Event = dict[str, Any]
 
 
 def train(home: Path, name: str, **changes: object) -> Path:
-    """Trains a tiny model on made-up sentences in this process."""
+    """Trains a tiny model on made-up sentences in this process, once per name."""
     corpus = home / "corpus.jsonl"
     if not corpus.exists():
         write_corpus(corpus)
-    small: dict[str, object] = {"training__max_steps": 8, "training__sample_tokens": 8}
-    assert processes.train(home, home / name, **{**small, **changes}) == 0
-    return home / name
+    small = {"data.dataset_name": corpus, "training.max_steps": 8, "training.sample_tokens": 8}
+    return train_once(home / name, options(TINY, small, changes))
 
 
 def written(folder: Path, events: list[Event], source: Path) -> Path:
@@ -30,12 +27,8 @@ def written(folder: Path, events: list[Event], source: Path) -> Path:
     folder.mkdir(parents=True)
     for path, other in ((paths.config, real.config), (paths.environment, real.environment)):
         path.write_bytes(other.read_bytes())
-    paths.metrics.write_text("".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
+    write_rows(paths.metrics, events)
     return folder
-
-
-def events_of(run: Path) -> list[Event]:
-    return json_lines(RunPaths(run).metrics)
 
 
 def changed(run: Path, change: Callable[[Event], Event | None]) -> list[Event]:

@@ -18,9 +18,9 @@ from transformers import (
 from sansgpu.cli import run as cli
 from sansgpu.events.record import RunRecord
 from sansgpu.views.model_card import model_card
-from tests.processes import use_cache, write_corpus
+from tests.processes import options, train_once, write_corpus, write_rows
 from tests.tasks.folders import chat_rows, labeled_rows, model_folder, squad
-from tests.tasks.graph.graphs import rows, write_rows
+from tests.tasks.graph.graphs import rows
 from tests.views.runs import train
 
 SMALL = {
@@ -37,18 +37,15 @@ BERT = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cards")
-    chat_rows(folder / "chat.jsonl")
-    squad(folder / "squad.json")
-    labeled_rows(folder / "labeled.jsonl")
-    write_rows(folder / "graph.jsonl", rows())
-    write_corpus(folder / "texts.jsonl", 20)
-    return folder
+def fill(home: Path) -> None:
+    chat_rows(home / "chat.jsonl")
+    squad(home / "squad.json")
+    labeled_rows(home / "labeled.jsonl")
+    write_rows(home / "graph.jsonl", rows())
+    write_corpus(home / "texts.jsonl", 20)
 
 
-def settings(home: Path, kind: str) -> dict[str, object]:
+def own_settings(home: Path, kind: str) -> dict[str, object]:
     own: dict[str, dict[str, object]] = {
         "sft": {"task": "sft", "model.name_or_path": model_folder("qwen2"), "data.dataset_name": home / "chat.jsonl"},
         "qa": {
@@ -68,7 +65,7 @@ def settings(home: Path, kind: str) -> dict[str, object]:
         "bert": {**GRAPH, **BERT, "data.dataset_name": home / "texts.jsonl"},
     }  # fmt: skip
     own["adapter"] = {**own["sft"], "model.adapter": "lora", "model.merge_adapter": "false"}
-    return {**SMALL, **own[kind]}
+    return own[kind]
 
 
 @pytest.mark.parametrize(
@@ -85,12 +82,8 @@ def settings(home: Path, kind: str) -> dict[str, object]:
 )
 def test_every_task_leaves_a_card_that_is_true_and_parsed(
     kind: str, library: str, pipeline: str, words: str, load: Callable[..., object] | None, home: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    use_cache(monkeypatch, home / "cache")
-    run, chosen = home / kind, settings(home, kind)
-    arguments = [part for key, value in chosen.items() for part in ("--set", f"{key}={value}")]
-    assert cli(["train", *arguments, "--output-dir", str(run)]) == 0
+    run = train_once(home / kind, options(SMALL, own_settings(home, kind)))
     card = ModelCard.load(run / "final/README.md")
     data, record = card.data, RunRecord.open(run)
     assert (data.library_name, data.pipeline_tag, data.license) == (library, pipeline, None)
@@ -105,8 +98,7 @@ def test_every_task_leaves_a_card_that_is_true_and_parsed(
         load.from_pretrained(run / "final")  # type: ignore[attr-defined]
 
 
-def test_a_card_of_a_snapshot_tells_of_that_step(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, home / "cache")
+def test_a_card_of_a_snapshot_tells_of_that_step(home: Path) -> None:
     run, folder = train(home, "text", training__keep_last=9), home / "exported"
     assert cli(["export", str(run), "--snapshot", "3", "--output", str(folder)]) == 0
     card, record = ModelCard.load(folder / "README.md"), RunRecord.open(run)
@@ -118,10 +110,7 @@ def test_a_card_of_a_snapshot_tells_of_that_step(home: Path, monkeypatch: pytest
     assert "was not evaluated" in model_card(record, step=4)
 
 
-def test_a_card_of_a_task_outside_the_package_claims_only_what_is_known(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_cache(monkeypatch, home / "cache")
+def test_a_card_of_a_task_outside_the_package_claims_only_what_is_known(home: Path) -> None:
     record = RunRecord.open(train(home, "outside", training__max_steps=2))
     record.config["task"] = "somewhere.tasks:Order"
     card = ModelCard(model_card(record))
@@ -145,14 +134,8 @@ def test_a_card_of_a_task_outside_the_package_claims_only_what_is_known(
         ("python-stdlib", None),
     ],
 )
-def test_a_card_names_data_of_the_hub_and_no_path(
-    name: str, datasets: list[str] | None, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_cache(monkeypatch, home / "cache")
-    run = home / "named"
-    if not run.exists():
-        train(home, "named", training__max_steps=2)
-    record = RunRecord.open(run)
+def test_a_card_names_data_of_the_hub_and_no_path(name: str, datasets: list[str] | None, home: Path) -> None:
+    record = RunRecord.open(train(home, "named", training__max_steps=2))
     record.config["data"]["dataset_name"] = name
     card = ModelCard(model_card(record))
     assert card.data.datasets == datasets
@@ -161,8 +144,7 @@ def test_a_card_names_data_of_the_hub_and_no_path(
     assert ".." not in card.content
 
 
-def test_a_card_shows_markup_in_names_instead_of_rendering_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, home / "cache")
+def test_a_card_shows_markup_in_names_instead_of_rendering_it(home: Path) -> None:
     record = RunRecord.open(train(home, "<img src=run>", training__max_steps=2))
     record.config["data"] |= {"dataset_name": "<img src=data>`<img src=quoted>", "dataset_config": "<img src=part>"}
     record.environment["isa"] = "[cpu](https://example.com) <img src=cpu>"
@@ -173,11 +155,8 @@ def test_a_card_shows_markup_in_names_instead_of_rendering_it(home: Path, monkey
     assert "<a " not in page
 
 
-def test_a_card_names_the_validation_data_of_its_results(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, home / "cache")
-    if not (home / "named").exists():
-        train(home, "named", training__max_steps=2)
-    record = RunRecord.open(home / "named")
+def test_a_card_names_the_validation_data_of_its_results(home: Path) -> None:
+    record = RunRecord.open(train(home, "named", training__max_steps=2))
     for held, name in ((None, "(validation split)"), ("/home/ada/secret/dev.jsonl", "dev.jsonl")):
         record.config["data"]["validation_name"] = held
         card = ModelCard(model_card(record))

@@ -21,20 +21,15 @@ from sansgpu.views.page import figure
 from sansgpu.views.plots import MAX_POINTS, Plot, downsample, write_plots
 from sansgpu.views.run_plots import time_parts
 from sansgpu.views.run_report import run_plots
-from tests.processes import json_lines, use_cache
-from tests.views.runs import Event, changed, events_of, train, written
+from tests.processes import events_of
+from tests.views.runs import Event, changed, train, written
 
 Captured = pytest.CaptureFixture[str]
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("reports")
-        use_cache(patch, folder / "cache")
-        train(folder, "a/tiny")
-        train(folder, "b/tiny", training__learning_rate=0.001, training__max_steps=6)
-    return folder
+def fill(home: Path) -> None:
+    train(home, "a/tiny")
+    train(home, "b/tiny", training__learning_rate=0.001, training__max_steps=6)
 
 
 def figures(page: str) -> dict[str, Any]:
@@ -199,7 +194,7 @@ def test_long_curves_keep_their_extremes() -> None:
 
 
 def test_a_long_run_is_a_page_of_a_few_megabytes(home: Path, tmp_path: Path) -> None:
-    begin, step = (next(e for e in events_of(home / "a/tiny") if e["event"] == kind) for kind in ("start", "step"))
+    begin, step = (events_of(home / "a/tiny", kind)[0] for kind in ("start", "step"))
     steps = [{**step, "step": i, "tokens": i, "elapsed_seconds": i, "loss": 1 / i} for i in range(1, 20_001)]
     steps[12_344]["loss"] = 9.0
     run = written(tmp_path / "long", [begin, *steps], home / "a/tiny")
@@ -225,7 +220,6 @@ def test_the_parts_of_the_time_are_all_of_it(home: Path) -> None:
 def test_a_report_that_cannot_be_written_ends_no_run(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    use_cache(monkeypatch, home / "cache")
     (tmp_path / "corpus.jsonl").symlink_to(home / "corpus.jsonl")
     run = train(tmp_path, "run", training__max_steps=2)
     (run / "report.html").unlink()
@@ -235,7 +229,7 @@ def test_a_report_that_cannot_be_written_ends_no_run(
     assert "could not be written" in capsys.readouterr().out
     assert RunRecord.open(run).end_reason == "done"
     assert (run / "final/config.json").is_file()
-    warnings = [event for event in json_lines(run / "metrics.jsonl") if event["event"] == "warning"]
+    warnings = events_of(run, "warning")
     assert warnings[-1]["cause"] == "report"
     (run / "report.html").rmdir()
     assert cli(["train", "--resume", "--output-dir", str(run)]) == 0

@@ -13,8 +13,8 @@ import pytest
 from benchmarks.report_picture import chromium
 
 from sansgpu.cli import run as cli
-from tests.processes import use_cache
-from tests.views.runs import events_of, train
+from tests.processes import events_of
+from tests.views.runs import train
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = chromium()
@@ -23,14 +23,11 @@ NOW = "(function () { const s = getComputedStyle(document.querySelector('.xtick 
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def report(home: Path) -> Path:
     """Writes the report of two runs."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("browser")
-        use_cache(patch, folder / "cache")
-        runs = [train(folder, "one"), train(folder, "two", training__learning_rate=0.001, training__max_steps=6)]
-        assert cli(["report", *map(str, runs), "--output", str(folder / "report.html")]) == 0
-    return folder / "report.html"
+    runs = [train(home, "one"), train(home, "two", training__learning_rate=0.001, training__max_steps=6)]
+    assert cli(["report", *map(str, runs), "--output", str(home / "report.html")]) == 0
+    return home / "report.html"
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +109,7 @@ def test_a_run_is_hidden_in_every_plot_at_once(opened: Any) -> None:
 
 def test_curves_are_laid_along_steps_tokens_or_time(opened: Any, report: Path) -> None:
     page = opened()
-    learned = [event["tokens"] for event in events_of(report.parent / "one") if event["event"] == "step"][-1]
+    learned = [event["tokens"] for event in events_of(report.parent / "one", "step")][-1]
     ends = "document.querySelector('figure[data-name=loss] .plot').data[0].x.at(-1)"
     assert page.evaluate(ends) == 8
     page.check("input[name=axis][value=tokens]")

@@ -17,7 +17,7 @@ from sansgpu.cli import run as cli
 from sansgpu.config import load_config
 from sansgpu.jobs.k8s import USER
 from tests.jobs.k8s.rendered import CONFIG, OPTIONS, ROOT, arguments, refused, render
-from tests.processes import environment, settings, write_corpus
+from tests.processes import as_options, environment, settings, write_corpus
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 MODELS = {
@@ -217,7 +217,7 @@ def test_pods_have_no_privileges() -> None:
 
 def test_the_config_map_holds_the_given_configuration() -> None:
     changes = ("training.max_steps=7", "data.dataset_name=notes/", "training.report_to=[tensorboard]")
-    rendered = render(*(part for change in changes for part in ("--set", change)))
+    rendered = render(*as_options(changes))
     Path("config.yaml").write_text(rendered.objects["ConfigMap"]["data"]["config.yaml"])
     assert load_config(Path("config.yaml"))[0] == load_config(CONFIG, changes)[0]
     assert rendered.by_file["pytorchjob.yaml"][0] == rendered.by_file["trainjob.yaml"][0]

@@ -21,38 +21,26 @@ from sansgpu.config import load_config
 from sansgpu.jobs.snapshots import fork_snapshot
 from sansgpu.tasks.classify.data import balanced_weights
 from sansgpu.tasks.classify.task import Classify
-from tests.processes import digests, record
-from tests.tasks.fine_tuned import TINY, Captured, events_of, sentence
+from tests.processes import digests, events_of, options, overrides, record, train_once, write_rows
+from tests.tasks.fine_tuned import TINY, Captured, sentence
 from tests.tasks.folders import labeled_rows, model_folder
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("home")
+BERT = {"task": "classify", "model.name_or_path": model_folder("bert")}
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("classify")
+def fill(home: Path) -> None:
     for kind in ("single", "multiple", "regression"):
-        labeled_rows(folder / f"{kind}.jsonl", kind)
-    return folder
+        labeled_rows(home / f"{kind}.jsonl", kind)
 
 
 def settings(data: Path, **changes: object) -> list[str]:
-    own = {"task": "classify", "model.name_or_path": model_folder("bert"), "data.dataset_name": data}
-    merged = {**TINY, **own, **{key.replace("__", "."): value for key, value in changes.items()}}
-    return [part for key, value in merged.items() for part in ("--set", f"{key}={value}")]
+    return options(TINY, BERT, {"data.dataset_name": data}, changes)
 
 
 def made(home: Path, name: str, kind: str = "single", **changes: object) -> Path:
     """Trains a run in this process, once per name."""
-    run = home / name
-    if not run.exists():
-        assert cli(["train", *settings(home / f"{kind}.jsonl", **changes), "--output-dir", str(run)]) == 0
-    return run
-
-
-def written(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return train_once(home / name, settings(home / f"{kind}.jsonl", **changes))
 
 
 def printed(capsys: Captured, *arguments: str) -> str:
@@ -141,8 +129,9 @@ def test_the_kind_of_labels_is_found_in_the_data(
     tmp_path: Path, labels: list[Any], kind: str, names: list[str]
 ) -> None:
     rows = [{"text": f"text {number}", "label": label} for number, label in enumerate(labels)]
-    path = written(tmp_path / "rows.jsonl", rows)
-    config, _ = load_config(None, [part for part in settings(path, data__validation_name=path) if part != "--set"])
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    own = {"data.dataset_name": path, "data.validation_name": path}
+    config, _ = load_config(None, overrides(TINY, BERT, own))
     config, corpus = Classify.prepare(config, tmp_path, lambda *_: None)
     assert (config.data.label_kind, config.data.labels) == (kind, names)
     assert len(corpus.train) == len(labels)
@@ -150,7 +139,7 @@ def test_the_kind_of_labels_is_found_in_the_data(
 
 def test_rare_labels_count_as_much_as_frequent_ones(tmp_path: Path, capsys: Captured) -> None:
     rows = [{"text": f"red {n}", "label": "often"} for n in range(30)] + [{"text": "blue house", "label": "rarely"}] * 3
-    path = written(tmp_path / "rows.jsonl", rows)
+    path = write_rows(tmp_path / "rows.jsonl", rows)
     scores = []
     for weights in ("none", "balanced"):
         run = tmp_path / weights
@@ -179,11 +168,11 @@ def test_a_resumed_adapter_is_that_of_the_run_that_was_not_interrupted(home: Pat
 
 def test_a_plan_counts_padding_only_where_texts_are_padded(tmp_path: Path, capsys: Captured) -> None:
     texts = ["red " * 60, *("red house" for _ in range(63))]
-    data = written(tmp_path / "rows.jsonl", [{"text": text, "label": n % 2} for n, text in enumerate(texts)])
+    data = write_rows(tmp_path / "rows.jsonl", [{"text": text, "label": n % 2} for n, text in enumerate(texts)])
 
     def activations(architecture: str, pack: bool) -> int:
-        chosen = settings(data, model__name_or_path=model_folder(architecture), data__pack_sequences=pack)
-        chosen += ["--set", "training.batch_size=32", "--set", f"data.validation_name={data}"]
+        chosen = settings(data, model__name_or_path=model_folder(architecture), data__pack_sequences=pack,
+                          training__batch_size=32, data__validation_name=data)  # fmt: skip
         planned: int = json.loads(printed(capsys, "plan", *chosen, "--json"))["memory_bytes"]["activations"]
         return planned
 
@@ -261,10 +250,10 @@ def refusal(capsys: Captured, tmp_path: Path, path: Path, **changes: object) -> 
 
 def test_labels_that_cannot_be_learned_are_refused(home: Path, tmp_path: Path, capsys: Captured) -> None:
     rows = [{"text": f"red {number}", "label": "one"} for number in range(5)]
-    same = written(tmp_path / "same.jsonl", rows)
+    same = write_rows(tmp_path / "same.jsonl", rows)
     assert "same.jsonl has only one label, 'one', so there is nothing to learn" in refusal(capsys, tmp_path, same)
-    other = written(tmp_path / "other.jsonl", [*rows, {"text": "blue", "label": "two"}])
-    held = written(tmp_path / "held.jsonl", [rows[0], {"text": "green", "label": "three"}])
+    other = write_rows(tmp_path / "other.jsonl", [*rows, {"text": "blue", "label": "two"}])
+    held = write_rows(tmp_path / "held.jsonl", [rows[0], {"text": "green", "label": "three"}])
     said = refusal(capsys, tmp_path, other, data__validation_name=held)
     assert "held.jsonl, line 2: its label 'three' is none of the 2 labels of the training data" in said
     said = refusal(capsys, tmp_path, other, data__label_kind="regression")
@@ -275,7 +264,7 @@ def test_labels_that_cannot_be_learned_are_refused(home: Path, tmp_path: Path, c
     assert "its label is a list, but data.label_kind is single" in said
     assert "only one label" not in said
     assert "set data.label_column" in refusal(capsys, tmp_path, other, data__label_column="class")
-    empty = written(tmp_path / "empty.jsonl", [])
+    empty = write_rows(tmp_path / "empty.jsonl", [])
     for part in ({"data__dataset_name": empty}, {"data__validation_name": empty}):
         said = refusal(capsys, tmp_path, other, **{"data__validation_name": other, **part})
         assert said.endswith("empty.jsonl has no usable rows; add some.")
@@ -284,7 +273,7 @@ def test_labels_that_cannot_be_learned_are_refused(home: Path, tmp_path: Path, c
 
 def test_long_texts_are_truncated_and_counted(home: Path, tmp_path: Path) -> None:
     rows = [{"text": "red house " * (200 if n < 2 else 2), "label": n % 2, "text_pair": "warm"} for n in range(8)]
-    path = written(tmp_path / "rows.jsonl", rows)
+    path = write_rows(tmp_path / "rows.jsonl", rows)
     run = tmp_path / "run"
     chosen = settings(path, data__validation_name=path, training__max_steps=1)
     assert cli(["train", *chosen, "--output-dir", str(run)]) == 0
@@ -327,12 +316,12 @@ def test_a_run_without_vectors_is_refused_with_the_folder_that_has_some(home: Pa
 def test_a_pair_of_flags_needs_no_names_of_columns(home: Path, tmp_path: Path, capsys: Captured) -> None:
     """A model that was trained on columns with other names takes --text with --text-pair, and nothing less."""
     rows = [{"query": f"red {n}", "passage": "old house", "label": n % 2} for n in range(12)]
-    chosen = settings(written(tmp_path / "rows.jsonl", rows), data__text_column="query",
+    chosen = settings(write_rows(tmp_path / "rows.jsonl", rows), data__text_column="query",
                       data__text_pair_column="passage", training__max_steps=1)  # fmt: skip
     run = str(tmp_path / "run")
     assert cli(["train", *chosen, "--output-dir", run]) == 0
     result = json.loads(printed(capsys, "predict", run, "--text", "red", "--text-pair", "old", "--json"))
-    given = written(tmp_path / "given.jsonl", [{"query": "red", "passage": "old"}])
+    given = write_rows(tmp_path / "given.jsonl", [{"query": "red", "passage": "old"}])
     assert result == json.loads(printed(capsys, "predict", run, "--data", str(given)))
     assert cli(["predict", run, "--text", "red"]) == 2
     assert sentence(capsys).endswith("task classify on pairs of texts; give --text with --text-pair instead of --text.")
@@ -341,11 +330,11 @@ def test_a_pair_of_flags_needs_no_names_of_columns(home: Path, tmp_path: Path, c
 def test_an_evaluation_leaves_bad_rows_out_and_counts_them(home: Path, tmp_path: Path, capsys: Captured) -> None:
     """The setting that skips rows is one of training, so a command without settings must not ask for it."""
     good = [json.loads(line) for line in (home / "single.jsonl").read_text().splitlines()]
-    rows = written(tmp_path / "rows.jsonl", [*good, {"text": "red"}, {"text": "red", "label": "blue"}])
+    rows = write_rows(tmp_path / "rows.jsonl", [*good, {"text": "red"}, {"text": "red", "label": "blue"}])
     run = str(made(home, "exported"))
     found = json.loads(printed(capsys, "eval", run, "--data", str(rows), "--json"))
     assert (found["rows"], found["skipped"]) == (len(good), 2)
-    rows = written(tmp_path / "none.jsonl", [{"title": "red", "label": "warm", "body": "old"}])
+    rows = write_rows(tmp_path / "none.jsonl", [{"title": "red", "label": "warm", "body": "old"}])
     assert cli(["eval", run, "--data", str(rows)]) == 2
     captured = capsys.readouterr()
     assert "none.jsonl has no examples to evaluate on." in captured.err

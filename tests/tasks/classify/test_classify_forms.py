@@ -9,18 +9,17 @@ import pytest
 import yaml
 
 from sansgpu.cli import run as cli
+from tests.processes import options
 from tests.tasks.fine_tuned import TINY, Captured, sentence
 from tests.tasks.folders import labeled_rows, model_folder
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("home")
 RUN = {"task": "classify", "training.max_steps": 2, "training.eval_steps": 2, "training.save_steps": 2}
 
 
 def trained(data: Path, run: Path, **changes: object) -> list[str]:
     own = {"model.name_or_path": model_folder("bert"), "data.dataset_name": data}
-    merged = {**TINY, **RUN, **own, **{key.replace("__", "."): value for key, value in changes.items()}}
-    sets = [part for key, value in merged.items() for part in ("--set", f"{key}={value}")]
-    return ["train", *sets, "--output-dir", str(run)]
+    return ["train", *options(TINY, RUN, own, changes), "--output-dir", str(run)]
 
 
 def predictions(capsys: Captured, run: Path, data: Path) -> list[str]:

@@ -19,26 +19,18 @@ from sklearn.linear_model import LogisticRegression
 from sansgpu.cli import run as cli
 from sansgpu.jobs.snapshots import fork_snapshot
 from sansgpu.tasks.classify.few_shot import logistic_regression, pair_loss
-from tests.processes import digests, record
-from tests.tasks.fine_tuned import TINY, Captured, events_of, sentence
+from tests.processes import digests, events_of, options, record, train_once, write_rows
+from tests.tasks.fine_tuned import TINY, Captured, sentence
 from tests.tasks.folders import WORDS, labeled_rows, model_folder
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("home")
 SHOTS = 4
 TOPICS = ("colors", "food", "sport")
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("few-shot")
+def fill(home: Path) -> None:
     texts = [(topic, f"{WORDS[3 * n]} {WORDS[3 * n + k % 3]}") for n, topic in enumerate(TOPICS) for k in range(SHOTS)]
-    written(folder / "rows.jsonl", [{"text": text, "label": topic} for topic, text in texts])
-    return folder
-
-
-def written(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    write_rows(home / "rows.jsonl", [{"text": text, "label": topic} for topic, text in texts])
 
 
 def settings(data: Path, **changes: object) -> list[str]:
@@ -46,16 +38,12 @@ def settings(data: Path, **changes: object) -> list[str]:
         "task": "classify", "training.few_shot": "true", "model.name_or_path": model_folder("bert"),
         "data.dataset_name": data, "data.validation_name": data, "training.eval_steps": 0,
     }  # fmt: skip
-    merged = {**TINY, **own, **{key.replace("__", "."): value for key, value in changes.items()}}
-    return [part for key, value in merged.items() for part in ("--set", f"{key}={value}")]
+    return options(TINY, own, changes)
 
 
 def made(home: Path, name: str, **changes: object) -> Path:
     """Trains a run in this process, once per name."""
-    run = home / name
-    if not run.exists():
-        assert cli(["train", *settings(home / "rows.jsonl", **changes), "--output-dir", str(run)]) == 0
-    return run
+    return train_once(home / name, settings(home / "rows.jsonl", **changes))
 
 
 def printed(capsys: Captured, *arguments: object) -> list[Any]:
@@ -196,9 +184,9 @@ def test_rows_that_it_cannot_learn_from_are_refused(home: Path, tmp_path: Path, 
     said = refusal(capsys, tmp_path, home / "rows.jsonl", data__validation_name=pairs)
     assert "pairs.jsonl, line 1" in said
     assert "pairs.jsonl, line 1" in refusal(capsys, tmp_path, pairs, data__on_bad_row="skip")
-    bad = written(tmp_path / "bad.jsonl", [{"text": "red", "label": "a"}, {"text": " ", "label": "b"}])
+    bad = write_rows(tmp_path / "bad.jsonl", [{"text": "red", "label": "a"}, {"text": " ", "label": "b"}])
     assert "bad.jsonl, line 2: its text is empty" in refusal(capsys, tmp_path, bad)
-    two = written(tmp_path / "two.jsonl", [{"text": "red", "label": "a"}, {"text": "blue", "label": "b"}])
+    two = write_rows(tmp_path / "two.jsonl", [{"text": "red", "label": "a"}, {"text": "blue", "label": "b"}])
     said = refusal(capsys, tmp_path, two, data__validation_name="null")
     assert "two.jsonl: all training rows have the label" in said
     assert "held out for validation" in said

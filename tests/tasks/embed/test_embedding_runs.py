@@ -15,28 +15,26 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
 from sansgpu.cli import run as cli
-from tests.tasks.fine_tuned import Captured, events_of, sentence
+from tests.processes import as_options, events_of, write_rows
+from tests.tasks.fine_tuned import Captured, sentence
 from tests.tasks.folders import model_folder
 from tests.tasks.texts import embed_settings, text_rows
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("home")
 
 TEXTS = ["red old house", "a", "new cat " * 40, "The fox is brown."]
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("embedding")
+def fill(home: Path) -> None:
     for form in ("pairs", "triplets", "scores", "labels"):
-        text_rows(folder / f"{form}.jsonl", form)
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": t, "n": n}) + "\n" for n, t in enumerate(TEXTS)))
-    return folder
+        text_rows(home / f"{form}.jsonl", form)
+    write_rows(home / "texts.jsonl", ({"text": text, "n": number} for number, text in enumerate(TEXTS)))
 
 
 def command(home: Path, run: str, form: str = "pairs", model: str = "bert", **changes: object) -> list[str]:
     rows = home / f"{form}.jsonl"
     asked = embed_settings(model_folder(model), rows, **{"data__validation_split": 0.2, **changes})
-    return ["train", *(part for pair in asked for part in ("--set", pair)), "--output-dir", str(home / run)]
+    return ["train", *as_options(asked), "--output-dir", str(home / run)]
 
 
 def made(home: Path, run: str, *more: Any, **changes: object) -> Path:

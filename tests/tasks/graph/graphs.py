@@ -1,7 +1,5 @@
 """Tiny texts with triples, and tiny encoders trained on them."""
 
-import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from sansgpu.tasks.graph.task import Graph
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.state import TrainState
 from sansgpu.train.step import train_step
+from tests.processes import write_rows
 
 DRUGS = (
     "metformin",
@@ -48,11 +47,6 @@ def rows(count: int = 10) -> list[dict[str, Any]]:
         text = f"note {number} : {drug} acid was given to the {beast} by a {tool} in the {colour} {number}"
         found.append({"id": f"d{number}", "text": text, "triples": triples})
     return found
-
-
-def write_rows(path: Path, given: Sequence[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in given))
-    return path
 
 
 SETTINGS = [

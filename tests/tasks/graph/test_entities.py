@@ -22,7 +22,7 @@ from sansgpu.tasks.graph.masked_prediction import mask_rules
 from sansgpu.tasks.graph.tail_prediction import EntityCandidates, EntityTableIndex, TailPredictor, TailQuery
 from sansgpu.tasks.graph.task import Graph
 from sansgpu.tasks.graph.triples import Entity
-from tests.processes import digests, finish, json_lines, kill_when, start, use_cache
+from tests.processes import digests, events_of, finish, kill_when, options, overrides, start, train_once
 
 Captured = pytest.CaptureFixture[str]
 TINY = {
@@ -35,33 +35,21 @@ TINY = {
 STILL = {"model__dropout": 0, "model__attention_dropout": 0, "model__relation_dropout": 0}
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("entities")
-    write_graph(folder / "graph", facts(entities=40, relations=8, block=25))
-    return folder
+def fill(home: Path) -> None:
+    write_graph(home / "graph", facts(entities=40, relations=8, block=25))
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(own_cache: None) -> None:
+def _one_thread(home: Path) -> None:
     torch.set_num_threads(1)  # small models are slower with more; conftest restores it
 
 
-def overrides(home: Path, **changes: object) -> list[str]:
-    merged = {**TINY, "data.dataset_name": home / "graph"}
-    merged |= {key.replace("__", "."): value for key, value in changes.items()}
-    return [f"{key}={value}" for key, value in merged.items()]
-
-
 def settings(home: Path, **changes: object) -> list[str]:
-    return [part for change in overrides(home, **changes) for part in ("--set", change)]
+    return options(TINY, {"data.dataset_name": home / "graph"}, changes)
 
 
 def trained(home: Path, name: str, **changes: object) -> Path:
-    run = home / name
-    if not run.exists():
-        assert cli(["train", *settings(home, **changes), "--output-dir", str(run)]) == 0
-    return run
+    return train_once(home / name, settings(home, **changes))
 
 
 def printed(capsys: Captured, *arguments: str) -> dict[str, Any]:
@@ -85,17 +73,15 @@ def config_of(run: Path) -> dict[str, Any]:
 
 
 def corpus_of(home: Path, **changes: object) -> tuple[Config, GraphCorpus]:
-    config, _ = load_config(None, overrides(home, **changes))
+    config, _ = load_config(None, overrides(TINY, {"data.dataset_name": home / "graph"}, changes))
     return Graph.prepare(config, home / "cache", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
 def learned(home: Path) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        use_cache(patch, home / "cache")
-        torch.set_num_threads(1)
-        steps = {"training__max_steps": 300, "training__eval_steps": 150, "training__save_steps": 300}
-        return trained(home, "learned", model__d_model=64, model__d_ff=128, training__batch_size=32, **steps)
+    torch.set_num_threads(1)
+    steps = {"training__max_steps": 300, "training__eval_steps": 150, "training__save_steps": 300}
+    return trained(home, "learned", model__d_model=64, model__d_ff=128, training__batch_size=32, **steps)
 
 
 def test_tails_of_a_small_graph_are_ranked_far_above_the_baselines(learned: Path, capsys: Captured) -> None:
@@ -108,7 +94,7 @@ def test_tails_of_a_small_graph_are_ranked_far_above_the_baselines(learned: Path
 def test_validation_ranks_the_validation_split_as_link_prediction_does(
     home: Path, learned: Path, capsys: Captured
 ) -> None:
-    first, last = (event for event in json_lines(learned / "metrics.jsonl") if event["event"] == "eval")
+    first, last = events_of(learned, "eval")
     held = Path(shutil.copytree(home / "graph", home / "without-test", ignore=shutil.ignore_patterns("test.tsv")))
     asked = ("--link-prediction", "--data", str(held), "--limit", "128")
     ranked = printed(capsys, "eval", str(learned), *asked)["tail"]
@@ -131,7 +117,7 @@ def test_heads_are_ranked_with_inverse_relations(home: Path, table: dict[str, in
     """In bf16 the weights of the model in training are narrow, and those that `eval` reads from a snapshot are not."""
     changes = {"data__inverse_relations": True, "training__precision": precision, **table}
     run = trained(home, f"inverse-{precision}-{len(table)}", **changes)
-    (last,) = (event for event in json_lines(run / "metrics.jsonl") if event["event"] == "eval")
+    (last,) = events_of(run, "eval")
     for side in ("", "head_"):
         assert 0 < last[f"{side}mrr"] < 1
         assert 0 <= last[f"{side}hits_at_1"] < last[f"{side}mrr"]
@@ -159,7 +145,7 @@ def test_an_exported_folder_ranks_as_its_run_and_chooses_among_entities(
 @pytest.mark.long
 def test_a_graph_of_135_entities_is_learned_in_minutes(home: Path, capsys: Captured) -> None:
     graph = write_graph(home / "whole", facts())
-    changes = ["--set", f"data.dataset_name={graph}", "--set", "training.report_to=none"]
+    changes = options({"data.dataset_name": graph, "training.report_to": "none"})
     assert cli(["train", str(CONFIG), *changes, "--output-dir", str(home / "long")]) == 0
     tail = printed(capsys, "eval", str(home / "long"), "--link-prediction")["tail"]
     assert tail["mrr"] >= 0.85
@@ -232,11 +218,8 @@ def test_a_run_from_before_these_keys_goes_on_as_it_was(home: Path) -> None:
 @pytest.mark.long
 def test_bench_measures_a_configuration_whose_shape_is_the_datas(home: Path, capsys: Captured) -> None:
     file = Path(__file__).parents[2] / "configs" / "graph_80m.yaml"
-    small = {
-        key: value for key, value in TINY.items() if key not in ("task", "training.eval_steps", "training.save_steps")
-    }
-    changes = {**small, "data.dataset_name": home / "graph", "training.warmup_steps": 1, "model.leaves": "null"}
-    line = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
+    shaped = {"task": "", "training__eval_steps": "", "training__save_steps": "", "model__leaves": "null"}
+    line = settings(home, **shaped, training__warmup_steps=1)
     folder = home / "bench"
     asked = ["--vary", "model.n_layers=1,1000000", "--targets", "70,7", "--start", "2040-01-31T18:00"]
     measured = ["--steps", "2", "--no-what-if", *asked, "--output-dir", str(folder)]

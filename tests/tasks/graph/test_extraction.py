@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,10 @@ from sansgpu.tasks.graph.tail_prediction import BeamSearch, TailPredictor, TailQ
 from sansgpu.tasks.graph.tokenizer import GraphCodec
 from sansgpu.tasks.graph.triples import GraphDocument, Triple
 from sansgpu.train.loading import ModelRequest
-from tests.processes import use_cache
+from tests.processes import write_rows
 from tests.tasks.graph.test_link_prediction import CPU, LEAVES, quiet, run_of, untrained, words_tokenizer
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("home")
 
 WORDS = ["red", "blue", "green", "old", "new", "fox", "owl", "bear"]
 TOKENIZER = words_tokenizer(*WORDS, "saw the , .")
@@ -237,27 +236,18 @@ TEXTS = {
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("texts")
-
-
-@pytest.fixture(scope="module")
 def rows(home: Path) -> Path:
     """Texts with two triples per head and no other words."""
     lines = []
     for name, (city, work) in TEXTS.items():
         triples = [{"head": name, "relation": "lives in", "tail": city}, {"head": name, "relation": "is", "tail": work}]
         lines.append({"id": name, "text": f"{name} came to {city} to be a {work}.", "triples": triples})
-    path = home / "people.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return path
+    return write_rows(home / "people.jsonl", lines)
 
 
 @pytest.fixture(scope="module")
 def run(home: Path, rows: Path) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        use_cache(patch, home / "cache")
-        return run_of(home / "run", rows, 300, model__leaves=2, data__vocab_size=360)
+    return run_of(home / "run", rows, 300, model__leaves=2, data__vocab_size=360)
 
 
 def extracted(run: Path, text: str | None = None, data: Path | None = None, **chosen: Any) -> Triples:

@@ -16,11 +16,22 @@ from sansgpu.config import Config
 from sansgpu.models.huggingface.packed_forward import UnpaddedModel
 from sansgpu.models.huggingface.patches import patch_model
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained
-from tests.processes import digests, finish, json_lines, kill_when, messages, record, start
+from tests.processes import (
+    digests,
+    events_of,
+    finish,
+    kill_when,
+    messages,
+    options,
+    record,
+    start,
+    train_once,
+    write_rows,
+)
 from tests.tasks.folders import model_folder
-from tests.tasks.graph.graphs import rows, write_rows
+from tests.tasks.graph.graphs import rows
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("home")
 
 Captured = pytest.CaptureFixture[str]
 TINY = {
@@ -40,36 +51,24 @@ BERT = {
     "model__position": "learned",
     "model__embedding_norm": "true",
 }
-NOT_OF_MASKED = ("model.d_model", "model.n_heads", "model.n_layers", "model.d_ff", "model.max_seq_len")
-NOT_OF_MASKED += ("data.vocab_size", "data.leaf_mask_ratio", "data.min_leaf_groups")
+NOT_OF_MASKED = dict.fromkeys(
+    ("model.d_model", "model.n_heads", "model.n_layers", "model.d_ff", "model.max_seq_len", "data.vocab_size",
+     "data.leaf_mask_ratio", "data.min_leaf_groups"), "",
+)  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("graphs")
-    write_rows(folder / "rows.jsonl", rows())
-    return folder
+def fill(home: Path) -> None:
+    write_rows(home / "rows.jsonl", rows())
 
 
 def settings(home: Path, **changes: object) -> list[str]:
-    merged = {**TINY, "data.dataset_name": home / "rows.jsonl"}
-    merged |= {key.replace("__", "."): value for key, value in changes.items()}
-    if "model.name_or_path" in merged:
-        merged = {key: value for key, value in merged.items() if key not in NOT_OF_MASKED}
-    return [part for key, value in merged.items() for part in ("--set", f"{key}={value}")]
+    own = {"data.dataset_name": home / "rows.jsonl"}
+    return options(TINY, own, NOT_OF_MASKED if "model__name_or_path" in changes else {}, changes)
 
 
 def made(home: Path, name: str, **changes: object) -> Path:
     """Trains a run in this process, once per name."""
-    run = home / name
-    if not run.exists():
-        assert cli(["train", *settings(home, **changes), "--output-dir", str(run)]) == 0
-    return run
-
-
-def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = json_lines(run / "metrics.jsonl")
-    return [line for line in lines if line["event"] == kind]
+    return train_once(home / name, settings(home, **changes))
 
 
 def printed(capsys: Captured, *arguments: str) -> dict[str, Any]:

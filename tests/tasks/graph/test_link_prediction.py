@@ -25,7 +25,7 @@ from sansgpu.tasks.graph.tail_prediction import TailPredictor, TailQuery
 from sansgpu.tasks.graph.tokenizer import BERT, GraphCodec, MaskTokenizer
 from sansgpu.tasks.graph.triples import GraphDocument, KnownFacts, Triple
 from sansgpu.train.loading import ModelRequest
-from tests.processes import use_cache
+from tests.processes import overrides
 
 CPU = torch.device("cpu")
 LEAVES = 3
@@ -259,19 +259,13 @@ def run_of(folder: Path, dataset: Path, steps: int, **changes: object) -> Path:
         "training.max_steps": steps, "training.learning_rate": 0.004, "training.warmup_steps": 10,
         "training.weight_decay": 0, "training.save_steps": 0, "training.eval_steps": 0, "training.precision": "fp32",
         "training.compile": "off", "training.report_to": "none", "training.threads": 1, "device": "cpu",
-        **{key.replace("__", "."): value for key, value in changes.items()},
     }  # fmt: skip
-    train(TrainRequest(None, tuple(f"{key}={value}" for key, value in chosen.items()), folder), [], quiet)
+    train(TrainRequest(None, tuple(overrides(chosen, changes)), folder), [], quiet)
     return folder
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("links")
-
-
 @pytest.fixture(autouse=True)
-def _one_thread(own_cache: None) -> None:
+def _one_thread(home: Path) -> None:
     torch.set_num_threads(1)  # small models are slower with more; conftest restores it
 
 
@@ -288,9 +282,7 @@ def knowledge(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def run(home: Path) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        use_cache(patch, home / "cache")
-        return run_of(home / "run", knowledge(home / "kg"), 250, data__inverse_relations=True, model__leaves=5)
+    return run_of(home / "run", knowledge(home / "kg"), 250, data__inverse_relations=True, model__leaves=5)
 
 
 def predicted(target: Path, data: Path | None, limit: int | None = None) -> dict[str, Any]:

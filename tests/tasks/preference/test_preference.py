@@ -21,8 +21,8 @@ from sansgpu.tasks.preference.batch import PreferenceExamples, with_other_answer
 from sansgpu.tasks.preference.losses import Scores, kl_divergence, kto_losses, pair_losses
 from sansgpu.tasks.preference.objective import PreferenceObjective
 from sansgpu.tasks.preference.rows import Answers, ReadingNotes, tokenize_preferences
-from tests.processes import digests, finish, kill_when, start
-from tests.tasks.fine_tuned import TINY, events_of, sentence, settings
+from tests.processes import digests, events_of, finish, kill_when, options, start
+from tests.tasks.fine_tuned import TINY, sentence, settings
 from tests.tasks.folders import model_folder, preference_rows
 
 Captured = pytest.CaptureFixture[str]
@@ -220,9 +220,8 @@ def arguments(home: Path, run: Path, rows: Path, **changes: object) -> list[str]
         **TINY, "task": "preference", "model.name_or_path": model_folder("qwen2"), "data.dataset_name": rows,
         "data.validation_split": 0.25, "training.gradient_accumulation_steps": 4, "training.max_steps": 12,
         "data.cache_dir": home / "cache", "training.save_steps": 0, "training.eval_steps": 0,
-        **{key.replace("__", "."): value for key, value in changes.items()},
     }  # fmt: skip
-    return ["train", *(f"--set={key}={value}" for key, value in own.items()), "--output-dir", str(run)]
+    return ["train", *options(own, changes), "--output-dir", str(run)]
 
 
 @pytest.mark.parametrize(

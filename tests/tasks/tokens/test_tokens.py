@@ -16,11 +16,11 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer
 from sansgpu.cli import run as cli
 from sansgpu.jobs.snapshots import fork_snapshot
 from sansgpu.train.loading import ModelRequest, open_model
-from tests.processes import digests, json_lines
-from tests.tasks.fine_tuned import Captured, events_of, made, sentence, settings
+from tests.processes import digests, events_of, json_lines, write_rows
+from tests.tasks.fine_tuned import Captured, made, sentence, settings
 from tests.tasks.folders import conll, model_folder
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("home")
 
 LABELS = ["O", "B-person", "I-person", "B-place", "I-place"]
 ADAPTED = {"model__adapter": "lora", "training__learning_rate": 0.01}
@@ -31,12 +31,9 @@ LEARNING = {
 LONG = " ".join(["red", "Ada", "Zoe", "green", "Rome", "fast", "slow"] * 30)  # of several windows
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokens")
-    conll(folder / "tags.conll")
-    conll(folder / "held.conll", sentences=12, seed=5)
-    return folder
+def fill(home: Path) -> None:
+    conll(home / "tags.conll")
+    conll(home / "held.conll", sentences=12, seed=5)
 
 
 def learned(home: Path, **changes: object) -> Path:
@@ -46,7 +43,7 @@ def learned(home: Path, **changes: object) -> Path:
 
 
 def predicted(capsys: Captured, target: Path, rows: list[dict[str, Any]], folder: Path) -> list[list[dict[str, Any]]]:
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "rows.jsonl", rows)
     command = ["predict", str(target), "--data", str(folder / "rows.jsonl"), "--output", str(folder / "out.jsonl")]
     (folder / "out.jsonl").unlink(missing_ok=True)
     assert cli(command) == 0, capsys.readouterr().err
