@@ -59,34 +59,74 @@ def by_number(result: dict[str, Any]) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
 
+def still_trained(folder: Path) -> bool:
+    try:
+        with lock_run(folder):
+            return False
+    except ConfigError:
+        return True
+
+
+@pytest.fixture(scope="module")
+def continued(home: Path) -> tuple[dict[str, Any], str]:
+    """Kills a search in its second trial and continues it; returns its result and messages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        written(SPACE)
+        process = start(arguments("--trials", "2"), home / "cache")
+        assert kill_when(process, lambda: begun(1)) == -signal.SIGKILL
+        deadline = time.monotonic() + 5  # the trial's process is killed by the kernel with its parent
+        while time.monotonic() < deadline and still_trained(Path("search/trials/0001")):
+            time.sleep(0.01)
+        assert not still_trained(Path("search/trials/0001"))
+        return search("--trials", "2")
+
+
+@pytest.fixture
+def result(continued: tuple[dict[str, Any], str], home: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Changes to the folder of the continued search and returns its result."""
+    monkeypatch.chdir(home)
+    return continued[0]
+
+
 @pytest.mark.long
-def test_a_search_killed_in_the_middle_goes_on_and_counts_each_trial_once(capsys: pytest.CaptureFixture[str]) -> None:
-    process = start(arguments("--trials", "2"), Path("cache").absolute())
-    assert kill_when(process, lambda: begun(1)) == -signal.SIGKILL
-    deadline = time.monotonic() + 5  # the trial's process is killed by the kernel with its parent
-    while time.monotonic() < deadline and still_trained(Path("search/trials/0001")):
-        time.sleep(0.01)
-    assert not still_trained(Path("search/trials/0001"))
-    result, said = search("--trials", "2")
+def test_a_killed_search_goes_on_and_counts_each_trial_once(continued: tuple[dict[str, Any], str]) -> None:
+    result, said = continued
     assert "continuing search: 1 of 2 trials done" in said
     assert "trial 1 resumes from step " in said
     assert [row["trial"] for row in by_number(result)] == [0, 1]
     assert {row["state"] for row in result["trials"]} == {"done"}
+
+
+@pytest.mark.long
+def test_a_resumed_trial_ends_with_the_loss_of_an_uninterrupted_run(result: dict[str, Any]) -> None:
     straight_from = ["train", "search/trials/0001/trial.yaml", "--output-dir", "straight", "--headless"]
     assert finish(straight_from, Path("cache").absolute())[0] == 0
     whole = [event["loss"] for event in events_of(Path("straight"), "eval")]
     assert by_number(result)[1]["loss"] == whole[-1]
 
+
+@pytest.mark.long
+def test_the_best_trial_is_compared_with_the_default(result: dict[str, Any]) -> None:
     best, default = result["best"], result["default"]
     assert default["trial"] == 0
     assert default["parameters"] == {"training.learning_rate": 0.004, "training.gradient_accumulation_steps": 2}
     assert best["loss"] == min(row["loss"] for row in result["trials"])
     assert result["gain"] == pytest.approx(1 - best["loss"] / default["loss"])
+
+
+@pytest.mark.long
+def test_the_best_configuration_has_the_best_parameters_and_else_what_was_given(result: dict[str, Any]) -> None:
     config, _ = load_config(Path("search/best.yaml"))
-    assert config.training.learning_rate == best["parameters"]["training.learning_rate"]
+    assert config.training.learning_rate == result["best"]["parameters"]["training.learning_rate"]
     assert config.training.eval_steps == 3  # the configuration's own, not the trials'
     assert config.training.sample_tokens == 4
     assert Path(config.data.dataset_name).is_absolute()
+
+
+@pytest.mark.long
+def test_a_search_leaves_its_best_model_a_table_and_a_report(result: dict[str, Any]) -> None:
+    best = result["best"]
     assert [path.parent.name for path in Path("search/trials").glob("*/final")] == [f"{best['trial']:04d}"]
     with Path("search/trials.csv").open() as file:
         assert [float(row["loss"]) for row in csv.DictReader(file)] == [row["loss"] for row in result["trials"]]
@@ -95,6 +135,10 @@ def test_a_search_killed_in_the_middle_goes_on_and_counts_each_trial_once(capsys
     assert "<script src" not in page
     assert f"{best['loss']:.4f}" in page
 
+
+@pytest.mark.long
+@pytest.mark.usefixtures("result")
+def test_a_search_goes_on_only_with_its_own_configuration_and_space(capsys: pytest.CaptureFixture[str]) -> None:
     before = Path("search/study.db").read_bytes()
     assert cli(arguments("--trials", "3", training__weight_decay=0.3)) == 2
     assert (
@@ -105,14 +149,6 @@ def test_a_search_killed_in_the_middle_goes_on_and_counts_each_trial_once(capsys
     assert cli(arguments("--trials", "3")) == 2
     assert "a search with another space: training.weight_decay" in capsys.readouterr().err
     assert Path("search/study.db").read_bytes() == before
-
-
-def still_trained(folder: Path) -> bool:
-    try:
-        with lock_run(folder):
-            return False
-    except ConfigError:
-        return True
 
 
 def test_a_folder_with_other_files_is_left_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

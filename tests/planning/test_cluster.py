@@ -1,6 +1,8 @@
 """The command `plan --nodes`."""
 
+import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -26,54 +28,78 @@ def fill(home: Path) -> None:
     write_corpus(home / "corpus.jsonl", documents=200)
 
 
-def planned(capsys: pytest.CaptureFixture[str], home: Path, *arguments: str, **more: object) -> dict[str, Any]:
-    capsys.readouterr()
+def planned(home: Path, *arguments: str, **more: object) -> dict[str, Any]:
     chosen = settings(data__dataset_name=home / "corpus.jsonl", **more)
-    assert cli(["plan", *chosen, *arguments, "--json"]) == 0
-    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    with redirect_stdout(io.StringIO()) as out:
+        assert cli(["plan", *chosen, *arguments, "--json"]) == 0
+    result: dict[str, Any] = json.loads(out.getvalue())
     return result
 
 
-def test_a_plan_for_a_cluster_says_what_is_promised(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def plan(home: Path) -> dict[str, Any]:
+    """A plan for four nodes."""
     more = {"training__max_steps": 300, "training__gradient_accumulation_steps": 8}
-    plan = planned(capsys, home, "--nodes", "4", "--network", "1gbps", "--price", "0.40", **more)
-    cluster, curve = plan["cluster"], plan["cluster"]["curve"]
+    return planned(home, "--nodes", "4", "--network", "1gbps", "--price", "0.40", **more)
+
+
+@pytest.fixture
+def cluster(plan: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = plan["cluster"]
+    return found
+
+
+def test_a_plan_for_a_cluster_has_the_promised_keys(cluster: dict[str, Any]) -> None:
     assert cluster.keys() >= CLUSTER_KEYS
-    assert all(row.keys() >= ROW_KEYS for row in curve)
+    assert all(row.keys() >= ROW_KEYS for row in cluster["curve"])
+    assert cluster["fits"]
+    assert cluster["memory_bytes"]["total"] > 0
+
+
+def test_a_step_takes_what_is_computed_and_sent(plan: dict[str, Any], cluster: dict[str, Any]) -> None:
     assert (cluster["nodes"], cluster["network_bits_per_second"], cluster["latency_seconds"]) == (4, 1e9, 50e-6)
     assert cluster["gradient_bytes"] == 4 * plan["parameters"]
     assert cluster["gloo_bytes_per_second"] > 1e6
     sent = cluster["communication_seconds"] - cluster["overlapped_seconds"]
     assert cluster["step_seconds"] == pytest.approx(cluster["compute_seconds"] + sent)
+
+
+def test_the_curve_goes_as_far_as_the_batch_has_examples(cluster: dict[str, Any]) -> None:
+    curve = cluster["curve"]
     assert [row["nodes"] for row in curve] == [1 << n for n in range(11)]
     assert cluster["most_nodes"] == 16
     assert [row["step_seconds"] is None for row in curve] == [row["nodes"] > 16 for row in curve]
     assert {key: curve[2][key] for key in ROW_KEYS} == {key: cluster[key] for key in ROW_KEYS}
-    # Of one node it is the plan without any.
-    for key in ("step_seconds", "tokens_per_second", "total_seconds"):
-        assert curve[0][key] == pytest.approx(plan[key])
-    assert curve[0]["speed_up"] == curve[0]["efficiency"] == 1
-    for row in curve[:5]:
-        assert row["node_hours"] == pytest.approx(row["nodes"] * row["total_seconds"] / 3600)
-        assert row["cost"] == pytest.approx(0.4 * row["node_hours"])
-    grown = cluster["grown_batch"]
-    assert grown["tokens_per_step"] == 4 * plan["tokens_per_step"]
-    assert grown["tokens_per_second"] == pytest.approx(4 * plan["tokens_per_second"] * grown["efficiency"])
-    assert cluster["efficiency"] < grown["efficiency"] < 1
-    assert cluster["fits"]
-    assert cluster["memory_bytes"]["total"] > 0
-    assert 0 < cluster["critical_batch_loss"] < 5.8  # ln 300, of one who guesses
     fastest = min(curve[:5], key=lambda row: row["step_seconds"])
     assert cluster["fastest_nodes"] == fastest["nodes"]
     assert cluster["pays_until"] <= 16
 
 
-def test_what_nodes_share_takes_each_less_memory_and_an_hour_stays_an_hour(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_node_takes_as_long_as_the_plan_without_nodes(plan: dict[str, Any], cluster: dict[str, Any]) -> None:
+    alone = cluster["curve"][0]
+    for key in ("step_seconds", "tokens_per_second", "total_seconds"):
+        assert alone[key] == pytest.approx(plan[key])
+    assert alone["speed_up"] == alone["efficiency"] == 1
+
+
+def test_each_node_is_paid_by_the_hour(cluster: dict[str, Any]) -> None:
+    for row in cluster["curve"][:5]:
+        assert row["node_hours"] == pytest.approx(row["nodes"] * row["total_seconds"] / 3600)
+        assert row["cost"] == pytest.approx(0.4 * row["node_hours"])
+
+
+def test_a_batch_that_grows_with_the_nodes_is_more_efficient(plan: dict[str, Any], cluster: dict[str, Any]) -> None:
+    grown = cluster["grown_batch"]
+    assert grown["tokens_per_step"] == 4 * plan["tokens_per_step"]
+    assert grown["tokens_per_second"] == pytest.approx(4 * plan["tokens_per_second"] * grown["efficiency"])
+    assert cluster["efficiency"] < grown["efficiency"] < 1
+    assert 0 < cluster["critical_batch_loss"] < 5.8  # ln 300, of one who guesses
+
+
+def test_what_nodes_share_takes_each_less_memory_and_an_hour_stays_an_hour(home: Path) -> None:
     more = {"training__max_hours": 1, "training__max_steps": "null", "training__sharding": "optimizer"}
     wide = {"model__d_model": 256, "training__optimizer": "adamw", "training__gradient_reduction": "bf16"}
-    plan = planned(capsys, home, "--nodes", "2", "--latency", "0.2ms", **more, **wide)
+    plan = planned(home, "--nodes", "2", "--latency", "0.2ms", **more, **wide)
     cluster = plan["cluster"]
     assert cluster["latency_seconds"] == pytest.approx(200e-6)
     assert cluster["network_bits_per_second"] == 10e9
@@ -103,8 +129,8 @@ def test_it_is_read_on_a_small_terminal(
     assert "a rule of thumb" in " ".join(said.split())
 
 
-def test_without_nodes_nothing_is_said_of_a_cluster(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "cluster" not in planned(capsys, home, training__max_steps=10)
+def test_without_nodes_nothing_is_said_of_a_cluster(home: Path) -> None:
+    assert "cluster" not in planned(home, training__max_steps=10)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """The commands `plan`, `bench` and `doctor`."""
 
+import io
 import json
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +69,12 @@ def chosen(home: Path, **more: object) -> list[str]:
     return settings(data__dataset_name=home / "corpus.jsonl", **more)
 
 
-def test_a_plan_says_what_is_promised_and_training_does_what_it_says(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = printed(capsys, ["plan", *chosen(home, training__num_epochs=2, training__max_steps="null")])
+def two_epochs(home: Path) -> list[str]:
+    return chosen(home, training__num_epochs=2, training__max_steps="null")
+
+
+def test_a_plan_says_what_is_promised(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = printed(capsys, ["plan", *two_epochs(home)])
     assert plan.keys() >= PLAN_KEYS
     assert plan["memory_bytes"].keys() >= MEMORY_KEYS
     assert sum(v for k, v in plan["memory_bytes"].items() if k != "total") == plan["memory_bytes"]["total"]
@@ -81,12 +85,15 @@ def test_a_plan_says_what_is_promised_and_training_does_what_it_says(
     assert plan["tokens_per_second"] == pytest.approx(a_step / plan["step_seconds"])
     assert plan["total_seconds"] > plan["total_steps"] * plan["step_seconds"]
     assert 0 < plan["machine_share"] < 2
-    arguments = chosen(home, training__num_epochs=2, training__max_steps="null")
-    assert cli(["train", *arguments, "--output-dir", str(tmp_path / "r")]) == 0
+
+
+def test_training_does_what_a_plan_says(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = printed(capsys, ["plan", *two_epochs(home)])
+    assert cli(["train", *two_epochs(home), "--output-dir", str(tmp_path / "r")]) == 0
     events = events_of(tmp_path / "r")
     start, end = events[0], events[-1]
     assert end["step"] == plan["total_steps"]
-    assert [event["tokens"] for event in events if event["event"] == "step"][-1] == plan["total_tokens"]
+    assert events_of(tmp_path / "r", "step")[-1]["tokens"] == plan["total_tokens"]
     for key in ("parameters", "precision", "compile", "threads", "tokens_per_step", "gradient_accumulation_steps"):
         assert start[key] == plan[key]
     assert start["micro_batch"] == plan["batch_size"]
@@ -172,35 +179,56 @@ def test_a_preset_is_a_configuration(home: Path, tmp_path: Path, capsys: pytest.
     assert (tmp_path / "r/final/model.safetensors").exists()
 
 
+@pytest.fixture(scope="module")
+def bench(home: Path) -> dict[str, Any]:
+    """The measurements of a bench whose folder is `home / "bench"`."""
+    arguments = ["bench", *chosen(home), "--steps", "3", "--no-what-if", "--output-dir", str(home / "bench"), "--json"]
+    with redirect_stdout(io.StringIO()) as out:
+        assert cli([*arguments, "--from-step", "50", "--gpu-tflops", "100"]) == 0
+    result: dict[str, Any] = json.loads(out.getvalue())
+    return result
+
+
 @pytest.mark.long
-def test_bench_measures_and_what_it_writes_runs(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "bench"
-    arguments = ["bench", *chosen(home), "--steps", "3", "--no-what-if", "--output-dir", str(folder)]
-    result = printed(capsys, [*arguments, "--from-step", "50", "--gpu-tflops", "100"])
-    assert result.keys() >= BENCH_KEYS
-    assert result["build_seconds"].keys() == {"data", "tokenizer", "model", "compile"}
-    assert result["breakdown"].keys() == {"attention", "matmul", "loss", "optimizer", "other"}
-    assert sum(result["breakdown"].values()) == pytest.approx(1, abs=0.05)
-    step = result["step_seconds"]
+def test_bench_measures_what_is_promised(bench: dict[str, Any]) -> None:
+    assert bench.keys() >= BENCH_KEYS
+    assert bench["build_seconds"].keys() == {"data", "tokenizer", "model", "compile"}
+    assert bench["breakdown"].keys() == {"attention", "matmul", "loss", "optimizer", "other"}
+    assert sum(bench["breakdown"].values()) == pytest.approx(1, abs=0.05)
+    step = bench["step_seconds"]
     assert 0 < step["min"] <= step["median"] <= step["max"]
-    assert result["tokens_per_second"] == pytest.approx(result["tokens_per_step"] / step["median"])
-    assert [p["steps"] for p in result["projections"]][:3] == [100, 150, 300]
-    seconds = [p["seconds"] for p in result["projections"]]
+    assert bench["tokens_per_second"] == pytest.approx(bench["tokens_per_step"] / step["median"])
+
+
+@pytest.mark.long
+def test_bench_projects_the_time_of_many_steps_and_of_a_gpu(bench: dict[str, Any]) -> None:
+    assert [p["steps"] for p in bench["projections"]][:3] == [100, 150, 300]
+    seconds = [p["seconds"] for p in bench["projections"]]
     assert seconds == sorted(seconds)
-    assert all(p["seconds_from_snapshot"] < p["seconds"] for p in result["projections"])
-    assert result["gpu"]["estimate"]
-    report = (folder / "report.md").read_text()
+    assert all(p["seconds_from_snapshot"] < p["seconds"] for p in bench["projections"])
+    assert bench["gpu"]["estimate"]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("bench")
+def test_bench_writes_reports(home: Path) -> None:
+    report = (home / "bench/report.md").read_text()
     assert "A step is one optimizer update" in report
     assert "An estimate" in report
-    page = (folder / "report.html").read_text()
+    page = (home / "bench/report.html").read_text()
     assert page.count("<figure ") == 3
     assert "://" not in re.sub("<script.*?</script>", "", page, flags=re.DOTALL)
     assert "<script src" not in page
-    config, _ = load_config(folder / "optimized.yaml")
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("bench")
+def test_what_bench_writes_runs(home: Path, tmp_path: Path) -> None:
+    config, _ = load_config(home / "bench/optimized.yaml")
     assert config.training.batch_size != "auto"
     done = subprocess.run(
-        [folder / "start.sh", "--max-steps", "2"], cwd=tmp_path, env=environment(home / "cache"), capture_output=True,
-        text=True,
+        [home / "bench/start.sh", "--max-steps", "2"], cwd=tmp_path, env=environment(home / "cache"),
+        capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "runs").glob("*/final/model.safetensors"))

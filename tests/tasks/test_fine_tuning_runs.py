@@ -26,11 +26,18 @@ ADAPTED = {"model__adapter": "lora", "model__lora_dropout": 0.1}
 NARROW = {"training__master_weights": "bf16", "training__optimizer_state": "8bit", "training__precision": "bf16"}
 NEEDS_BF16 = pytest.mark.skipif(not has_native_bf16(), reason="this CPU has no native bf16")
 TEXT = "The red house is old. The green house is new and it stands on a cold hill."
+TOO_LONG = "long.jsonl"
+SOME_BAD = "some-bad.jsonl"
 
 
 def fill(home: Path) -> None:
+    """Writes conversations, questions, one that is too long, and twelve good with three that cannot be used."""
     chat_rows(home / "chat.jsonl")
     squad(home / "squad.json", impossible=True)
+    good = flat_questions()
+    too_long = json.dumps({**json.loads(good[0]), "id": "long", "question": "which " * 200})
+    write_rows(home / TOO_LONG, [too_long])
+    write_rows(home / SOME_BAD, [*good[:5], too_long, *BAD_ROWS["qa"], *good[5:]])
 
 
 def outputs(model: Any) -> torch.Tensor:
@@ -269,24 +276,28 @@ def test_rows_that_are_shortened_or_too_long_are_counted(home: Path, tmp_path: P
     assert "raise data.max_length" in refused
 
 
-def test_evaluations_skip_questions_that_cannot_be_used(home: Path, tmp_path: Path, capsys: Captured) -> None:
-    too_long = json.dumps({**json.loads(flat_questions()[0]), "id": "long", "question": "which " * 200})
-    rows, bad = tmp_path / "rows.jsonl", tmp_path / "bad.jsonl"
-    rows.write_text("\n".join([*flat_questions()[:5], too_long, *BAD_ROWS["qa"], *flat_questions()[5:]]))
-    bad.write_text(too_long)
+def test_an_evaluation_skips_questions_that_cannot_be_used(home: Path, capsys: Captured) -> None:
     run = made(home, "asked", "qa")
-    before = evaluated(capsys, run, "--data", str(rows))
-    assert (before["questions"], before["skipped"]) == (12, 3)
+    found = evaluated(capsys, run, "--data", str(home / SOME_BAD))
+    assert (found["questions"], found["skipped"]) == (12, 3)
     assert evaluated(capsys, run)["skipped"] == 0
-    assert cli(["eval", str(run), "--data", str(rows)]) == 0
+    assert cli(["eval", str(run), "--data", str(home / SOME_BAD)]) == 0
     captured = capsys.readouterr()
     assert "12 questions" in captured.out
     assert "3 skipped" in captured.out
     assert "bad rows skipped: 3; the first: " in captured.err
-    assert "rows.jsonl, line 7: no context" in captured.err
-    assert cli(["eval", str(run), "--data", str(bad)]) == 2
+    assert "some-bad.jsonl, line 7: no context" in captured.err
+
+
+def test_an_evaluation_without_any_usable_question_is_refused(home: Path, capsys: Captured) -> None:
+    run = made(home, "asked", "qa")
+    capsys.readouterr()
+    assert cli(["eval", str(run), "--data", str(home / TOO_LONG)]) == 2
     assert "no examples to evaluate" in sentence(capsys)
-    trained = settings(home, "qa", data__validation_name=rows, training__max_steps=1)
+
+
+def test_validation_skips_questions_that_cannot_be_used(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    trained = settings(home, "qa", data__validation_name=home / SOME_BAD, training__max_steps=1)
     assert cli(["train", *trained, "--output-dir", str(tmp_path / "run")]) == 0
     captured = capsys.readouterr()
     assert "validation questions: bad rows skipped: 3" in captured.err + captured.out
@@ -294,13 +305,21 @@ def test_evaluations_skip_questions_that_cannot_be_used(home: Path, tmp_path: Pa
     assert cli(["eval", str(tmp_path / "run")]) == 0
     captured = capsys.readouterr()
     assert "3 skipped" in captured.out
-    assert "rows.jsonl, line 7: no context" in captured.err
-    for key, value in (("validation_name", bad), ("dataset_name", rows)):
-        refused = settings(home, "qa", **{f"data__{key}": value})
-        assert cli(["train", *refused, "--output-dir", str(tmp_path / "refused")]) == 2
-        assert (f"{bad} has no usable questions (validation " if value == bad else "line 7: no context") in sentence(
-            capsys
-        )
+    assert "some-bad.jsonl, line 7: no context" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "said"),
+    [
+        ("data__validation_name", TOO_LONG, "long.jsonl has no usable questions (validation "),
+        ("data__dataset_name", SOME_BAD, "some-bad.jsonl, line 7: no context"),
+    ],
+)
+def test_training_refuses_questions_that_cannot_be_used(
+    key: str, name: str, said: str, home: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    assert cli(["train", *settings(home, "qa", **{key: home / name}), "--output-dir", str(tmp_path / "refused")]) == 2
+    assert said in sentence(capsys)
 
 
 def flat_questions() -> list[str]:

@@ -165,33 +165,51 @@ def test_nothing_is_evaluated_unless_every_weight_is_there(home: Path, tmp_path:
     assert "fusion.matrix.weight" in said
 
 
-def test_what_cannot_work_is_refused_in_one_sentence(home: Path, tmp_path: Path, capsys: Captured) -> None:
-    run, text = made(home, "graph"), str(home / "rows.jsonl")
+def test_an_evaluation_that_cannot_work_is_refused(home: Path, capsys: Captured) -> None:
+    run = made(home, "graph")
     assert "is not a run" in refused(capsys, "eval", str(run / "final"))
     assert "--window works with decoders only" in refused(capsys, "eval", str(run), "--window", "9")
     assert "--limit requires --link-prediction" in refused(capsys, "eval", str(run), "--limit", "9")
+
+
+def test_an_extraction_that_cannot_work_is_refused(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    run, text = made(home, "graph"), str(home / "rows.jsonl")
     assert "either --text or --data" in refused(capsys, "extract", str(run))
     assert "--json requires --output" in refused(capsys, "extract", str(run), "--data", text, "--json")
     assert "--relation eats is unknown" in refused(capsys, "extract", str(run), "--text", "a", "--relation", "eats")
     assert "neither a run of task graph" in refused(capsys, "extract", str(tmp_path), "--text", "a")
-    train = ["train", "--dry-run"]
-    few = settings(home, model__n_relations=1)
-    assert "n_relations is 1, but the data has 2" in refused(capsys, *train, *few)
-    assert "has no mask token" in refused(capsys, *train, *settings(home, data__tokenizer="char"))
-    bad = write_rows(tmp_path / "bad.jsonl", [*rows(4), {"text": "a", "triples": [{"head": "a", "tail": "b"}]}])
-    assert "line 5" in refused(capsys, *train, *settings(home, data__dataset_name=bad))
-    said = refused(capsys, *train, *settings(home, data__mask_ratio=0, training__mnm_weight=0))
-    assert "the loss has no terms" in said
-    assert "has no effect because model.leaves is 0" in refused(capsys, *train, *settings(home, model__leaves=0))
+
+
+def test_writing_and_exports_that_cannot_work_are_refused(home: Path, capsys: Captured) -> None:
+    run = made(home, "graph")
     assert "cannot generate text" in refused(capsys, "generate", str(run), "--prompt", "a")
     assert "has no adapter; leave out --merge" in refused(capsys, "export", str(run), "--merge")
     assert "export takes a run" in refused(capsys, "export", str(run / "final"))
+
+
+def refused_settings(home: Path, capsys: Captured, **changes: object) -> str:
+    return refused(capsys, "train", "--dry-run", *settings(home, **changes))
+
+
+def test_settings_that_cannot_work_are_refused(home: Path, capsys: Captured) -> None:
+    assert "n_relations is 1, but the data has 2" in refused_settings(home, capsys, model__n_relations=1)
+    assert "has no mask token" in refused_settings(home, capsys, data__tokenizer="char")
+    said = refused_settings(home, capsys, data__mask_ratio=0, training__mnm_weight=0)
+    assert "the loss has no terms" in said
+    assert "has no effect because model.leaves is 0" in refused_settings(home, capsys, model__leaves=0)
+
+
+def test_data_that_cannot_be_learned_is_refused(home: Path, tmp_path: Path, capsys: Captured) -> None:
     short = write_rows(tmp_path / "short.jsonl", [{"text": f"a b {n}"} for n in range(9)])
-    changes = {**BERT, "data__dataset_name": short}
-    assert "would be masked" in refused(capsys, *train, *settings(home, **changes))
+    assert "would be masked" in refused_settings(home, capsys, **BERT, data__dataset_name=short)
     single = write_rows(tmp_path / "one.jsonl", rows(1))
-    assert "validation part" in refused(capsys, *train, *settings(home, data__dataset_name=single))
-    assert cli([*train, *settings(home, data__dataset_name=bad, data__on_bad_row="skip")]) == 0
+    assert "validation part" in refused_settings(home, capsys, data__dataset_name=single)
+
+
+def test_a_bad_row_is_refused_or_skipped(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    bad = write_rows(tmp_path / "bad.jsonl", [*rows(4), {"text": "a", "triples": [{"head": "a", "tail": "b"}]}])
+    assert "line 5" in refused_settings(home, capsys, data__dataset_name=bad)
+    assert cli(["train", "--dry-run", *settings(home, data__dataset_name=bad, data__on_bad_row="skip")]) == 0
     assert "⟦" in capsys.readouterr().out
 
 
@@ -216,9 +234,7 @@ def test_text_alone_becomes_bert_and_goes_on_as_one(home: Path, capsys: Captured
     after = printed(capsys, "eval", str(more / "final"), "--data", str(home / "rows.jsonl"), "--json")
     assert after["mlm_loss"] < before["mlm_loss"]
     assert AutoModelForMaskedLM.from_pretrained(more / "final").config.model_type == "bert"
-    said = refused(
-        capsys, "train", "--dry-run", *settings(home, model__name_or_path=run / "final", data__max_length=64)
-    )
+    said = refused_settings(home, capsys, model__name_or_path=run / "final", data__max_length=64)
     assert "exceeds the maximum of 32 tokens" in said
 
 
@@ -241,5 +257,5 @@ def test_gaps_are_filled_as_transformers_fills_them(architecture: str, tmp_path:
 
 
 def test_an_encoder_without_a_mask_token_is_refused(home: Path, tmp_path: Path, capsys: Captured) -> None:
-    said = refused(capsys, "train", "--dry-run", *settings(home, model__name_or_path=model_folder("qwen2")))
+    said = refused_settings(home, capsys, model__name_or_path=model_folder("qwen2"))
     assert "no mask token" in said
