@@ -14,12 +14,9 @@ from tests.processes import messages
 
 @cache
 def _runner() -> Runner:
-    """Starts one fork server per test process. Pytest's own process has threads, which a fork does not copy."""
     home = Path(tempfile.mkdtemp(prefix="sansgpu-bounded-"))
-    started = Runner(home)
     atexit.register(shutil.rmtree, home, ignore_errors=True)
-    atexit.register(started.close)
-    return started
+    return Runner(home)
 
 
 def outcome(*arguments: object) -> tuple[int, str]:

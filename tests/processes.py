@@ -132,9 +132,12 @@ def use_cache(patch: pytest.MonkeyPatch, cache: Path) -> None:
 
 @cache
 def fork_server() -> ForkServer:
-    """Returns the fork server of this test process."""
+    """Returns the fork server of this test process, whose own threads a fork would not copy.
+
+    Its commands do not ask the Hub, which may be unreachable.
+    """
     home = Path(tempfile.mkdtemp(prefix="sansgpu-forks-"))
-    started = ForkServer(home, SURROUNDINGS)
+    started = ForkServer(home, SURROUNDINGS | {"HF_HUB_OFFLINE": "1"})
     atexit.register(shutil.rmtree, home, ignore_errors=True)
     atexit.register(started.close)
     return started

@@ -9,7 +9,7 @@ from pathlib import Path
 import tests.conftest  # noqa: F401  compiles the kernels, which the cases share
 from tests.fuzz.bases import make_bases
 from tests.fuzz.generators import cases
-from tests.fuzz.harness import runner
+from tests.fuzz.harness import Runner
 
 
 def main() -> None:
@@ -23,21 +23,20 @@ def main() -> None:
     asked = parser.parse_args()
     bases, wrong = make_bases(asked.home / "bases"), collections.Counter[str]()
     every: collections.Counter[str] = collections.Counter()
-    with runner(asked.home / "cases") as run:
-        for name, case in cases(bases, asked.seed, asked.scale):
-            kind, _, number = name.rpartition(" ")
-            if asked.kind not in (None, kind) or asked.number not in (None, number):
-                continue
-            outcome = run(case)
-            every[kind] += 1
-            why = outcome.complaint(case)
-            wrong[kind] += why is not None
-            if why or asked.number:
-                print(f"{name}: {why}; {case.arguments} {case.environment or ''}"[:1500], outcome.err[-1500:], sep="\n")
-                print(
-                    f"  code {outcome.code}, {outcome.cpu_seconds:.1f} s, {outcome.peak_bytes / 1e9:.1f} GB\n",
-                    flush=True,
-                )
+    run = Runner(asked.home / "cases")
+    for name, case in cases(bases, asked.seed, asked.scale):
+        kind, _, number = name.rpartition(" ")
+        if asked.kind not in (None, kind) or asked.number not in (None, number):
+            continue
+        outcome = run(case)
+        every[kind] += 1
+        why = outcome.complaint(case)
+        wrong[kind] += why is not None
+        if why or asked.number:
+            print(f"{name}: {why}; {case.arguments} {case.environment or ''}"[:1500], outcome.err[-1500:], sep="\n")
+            print(
+                f"  code {outcome.code}, {outcome.cpu_seconds:.1f} s, {outcome.peak_bytes / 1e9:.1f} GB\n", flush=True
+            )
     for kind, many in every.items():
         print(f"{kind}: {wrong[kind]} of {many} failed")
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.forks import ForkServer
-from tests.processes import environment, messages
+from tests.processes import environment, fork_server, messages
 
 HANG_SECONDS, MOST_BYTES, LONGEST_MESSAGE = 10.0, 2 << 30, 3000
 # A defect, as the command line shows what it did not foresee.
@@ -76,7 +74,6 @@ class Runner:
         self._home, self._number = home, 0
         self._environment = environment(home / "cache") | {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive"}
         self._environment |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-        self._server = ForkServer(home / "forks", self._environment)
 
     def __call__(self, case: Case) -> Outcome:
         self._number += 1
@@ -92,7 +89,7 @@ class Runner:
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err, open(os.devnull, "rb") as nothing:
             streams = [nothing.fileno(), out.fileno(), err.fileno()]
             environment = self._environment | case.environment
-            return self._server.run_limited(case.arguments, streams, environment, folder / "here")
+            return fork_server().run_limited(case.arguments, streams, environment, folder / "here")
 
     def _apart(self, case: Case, folder: Path) -> dict[str, Any]:
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
@@ -121,19 +118,5 @@ class Runner:
             "peak_bytes": done[2].ru_maxrss * 1024,
         }
 
-    def close(self) -> None:
-        """Stops the server."""
-        self._server.close()
-
 
 START_SECONDS = 10.0  # of processor time that Python's imports may take on a slow machine
-
-
-@contextlib.contextmanager
-def runner(home: Path) -> Iterator[Runner]:
-    """Yields a runner and closes it afterwards."""
-    found = Runner(home)
-    try:
-        yield found
-    finally:
-        found.close()

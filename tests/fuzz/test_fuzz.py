@@ -10,7 +10,7 @@ import pytest
 
 from tests.fuzz.bases import Bases, make_bases
 from tests.fuzz.generators import cases
-from tests.fuzz.harness import Runner, runner
+from tests.fuzz.harness import Runner
 from tests.fuzz.odd_folders import delete_deep
 
 SEED = int(os.environ.get("SANSGPU_FUZZ_SEED", "0"))
@@ -24,8 +24,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     home = tmp_path_factory.mktemp("fuzz")
-    with runner(home) as found:
-        yield found
+    yield Runner(home)
     delete_deep(home)
 
 
