@@ -19,6 +19,7 @@ from tests.processes import messages, use_cache, write_corpus, write_rows
 from tests.tasks.folders import chat_rows, conll, labeled_rows, model_folder, preference_rows, squad
 
 Captured = pytest.CaptureFixture[str]
+YES = ["--yes", "--json"]
 QUICK = ["--set", "training.gradient_accumulation_steps=2", "--set", "training.compile=off", "--max-steps", "2"]
 
 
@@ -53,12 +54,12 @@ def test_what_is_written_trains(task: str, tmp_path: Path, capsys: Captured) -> 
     write, model = KINDS[task]
     text = write(tmp_path / f"rows{SUFFIXES.get(task, '.jsonl')}")
     base = ["--model", str(model_folder(model))] if model else []
-    assert cli(["init", "a.yaml", "--text", str(text), "--task", task, *base, "--hours", "6m", "--yes", "--json"]) == 0
+    assert cli(["init", "a.yaml", "--text", str(text), "--task", task, *base, "--hours", "0.01", *YES]) == 0
     written = json.loads(capsys.readouterr().out)
     assert written["commands"] == ["sansgpu plan a.yaml", "sansgpu train a.yaml"]
     config, notes = load_config(Path("a.yaml"))
     assert notes == []
-    assert (config.task, config.training.max_hours, config.data.dataset_name) == (task, 0.1, str(text))
+    assert (config.task, config.training.max_hours, config.data.dataset_name) == (task, 0.01, str(text))
     assert cli(["train", "a.yaml", *QUICK, "--output-dir", "run"]) == 0, capsys.readouterr().err
     assert (tmp_path / "run/final").is_dir()
 

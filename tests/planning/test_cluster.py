@@ -22,6 +22,7 @@ CLUSTER_KEYS = {
 ROW_KEYS = {
     "nodes", "step_seconds", "tokens_per_second", "speed_up", "efficiency", "total_seconds", "node_hours", "cost",
 }  # fmt: skip
+LONG = {"training__max_steps": 300, "training__gradient_accumulation_steps": 8}
 
 
 def fill(home: Path) -> None:
@@ -39,8 +40,7 @@ def planned(home: Path, *arguments: str, **more: object) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def plan(home: Path) -> dict[str, Any]:
     """A plan for four nodes."""
-    more = {"training__max_steps": 300, "training__gradient_accumulation_steps": 8}
-    return planned(home, "--nodes", "4", "--network", "1gbps", "--price", "0.40", **more)
+    return planned(home, "--nodes", "4", "--network", "1gbps", "--price", "0.40", **LONG)
 
 
 @pytest.fixture
@@ -116,13 +116,13 @@ def test_it_is_read_on_a_small_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     capsys.readouterr()
-    arguments = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=300)
+    arguments = settings(data__dataset_name=home / "corpus.jsonl", **LONG)
     assert cli(["plan", *arguments, "--nodes", "2", "--price", "1.5"]) == 0
     said = capsys.readouterr().out
     assert max(map(len, said.splitlines())) <= 80
     assert "…" not in said
     assert "2 nodes" in said
-    assert "beyond 4: the batch has too few examples" in said
+    assert "beyond 16: the batch has too few examples" in said
     assert "which cost" in " ".join(said.split())
     assert "the fastest count is" in " ".join(said.split())
     assert "with the batch 2 times as large" in " ".join(said.split())

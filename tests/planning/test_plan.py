@@ -70,7 +70,8 @@ def chosen(home: Path, **more: object) -> list[str]:
 
 
 def two_epochs(home: Path) -> list[str]:
-    return chosen(home, training__num_epochs=2, training__max_steps="null")
+    few = write_corpus(home / "few.jsonl", documents=30)
+    return settings(data__dataset_name=few, training__num_epochs=2, training__max_steps="null")
 
 
 def test_a_plan_says_what_is_promised(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ import pytest
 from benchmarks.hosts import Host, cut, refused, two_hosts
 
 from tests.processes import digests, environment, record, settings, write_corpus
-from tests.scale.launch import NEEDS_MPI, finish, mpirun, spoken, torchrun
+from tests.scale.launch import NEEDS_MPI, finish, finish_forks, mpirun, spoken, torchrun
 from tests.scale.launch import start as started
 
 STEPS = 30
@@ -43,7 +43,7 @@ def last(run: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(home: Path) -> dict[str, str]:
-    code, out = finish(torchrun(2), arguments(home, "undisturbed"), home / "cache")
+    code, out = finish_forks(2, arguments(home, "undisturbed"), home / "cache")
     assert code == 0, out
     return last(home / "undisturbed")
 

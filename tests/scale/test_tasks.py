@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.processes import use_cache, write_corpus, write_rows
-from tests.scale.every_task import fit_all
-from tests.scale.launch import finish, torchrun
+from sansgpu.cli import run as cli
+from tests.processes import options, use_cache, write_corpus, write_rows
+from tests.scale.launch import finish_forks
 from tests.scale.test_runs import losses
 from tests.tasks.folders import chat_rows, conll, labeled_rows, model_folder, preference_rows, squad
 from tests.tasks.graph.graphs import rows
@@ -64,9 +63,9 @@ def overrides_by_task(home: Path) -> dict[str, dict[str, object]]:
 
 
 def runs(home: Path, ranks: int, names: Collection[str]) -> dict[str, list[str]]:
-    """Returns the overrides of each run by its folder."""
+    """Returns the command of each task's run."""
     return {
-        str(home / f"{name}-{ranks}"): [f"{k}={v}" for k, v in {"task": name, **TUNED, **own}.items()]
+        name: ["train", *options({"task": name}, TUNED, own), "--output-dir", str(home / f"{name}-{ranks}")]
         for name, own in overrides_by_task(home).items()
         if name in names
     }
@@ -84,11 +83,11 @@ def test_every_task_learns_the_same_over_processes(
 ) -> None:
     use_cache(monkeypatch, tmp_path / "cache")
     names = names or overrides_by_task(tmp_path).keys()
-    fit_all(runs(tmp_path, 1, names))
-    several = json.dumps(runs(tmp_path, ranks, names))
-    code, out = finish(torchrun(ranks), [several], tmp_path / "cache", module="tests.scale.every_task")
-    assert code == 0, out
-    for name in names:
+    for command in runs(tmp_path, 1, names).values():
+        assert cli(command) == 0
+    for name, command in runs(tmp_path, ranks, names).items():
+        code, out = finish_forks(ranks, command, tmp_path / "cache")
+        assert code == 0, out
         one, other = tmp_path / f"{name}-1", tmp_path / f"{name}-{ranks}"
         assert len(losses(one)) == STEPS + 2
         assert losses(other) == pytest.approx(losses(one), abs=1e-5), name

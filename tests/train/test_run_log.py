@@ -81,7 +81,7 @@ def test_a_resumed_run_compares_with_the_same_rate(task: Graph, tmp_path: Path) 
 
 @pytest.mark.usefixtures("home")
 def test_the_best_rate_ever_measured_here_counts(home: Path, tmp_path: Path) -> None:
-    assert train(home, tmp_path / "first") == 0
+    assert train(home, tmp_path / "first", training__max_steps=8) == 0
     (file,) = (f for f in (home / "cache/measured").iterdir() if "gemm" in json.loads(f.read_text())["question"])
     known = json.loads(file.read_text())
     first = events_of(tmp_path / "first", "step")
@@ -89,8 +89,8 @@ def test_the_best_rate_ever_measured_here_counts(home: Path, tmp_path: Path) -> 
     assert rates == sorted(rates)  # a run measures again when the machine becomes quiet
     assert rates[-1] == known["answer"]
     file.write_text(json.dumps({**known, "answer": 9e15}))  # an earlier measurement on a quiet machine
-    assert train(home, tmp_path / "second") == 0
+    assert train(home, tmp_path / "second", training__max_steps=8) == 0
     assert {event["gemm_flops_per_second"] for event in events_of(tmp_path / "second", "step")} == {9e15}
     file.write_text("{torn")
-    assert train(home, tmp_path / "third") == 0
+    assert train(home, tmp_path / "third", training__max_steps=8) == 0
     assert json.loads(file.read_text())["answer"] < 9e15

@@ -242,8 +242,8 @@ def test_a_dry_run_shows_everything_and_writes_nothing(
 
 
 def test_tensorboard_holds_the_same_numbers(home: Path, tmp_path: Path) -> None:
-    often = {"training__logging_steps": 100, "training__eval_steps": 150, "training__save_steps": 0}
-    events = train(home, tmp_path / "r", "--max-steps", "400", training__report_to="tensorboard", **often)
+    often = {"training__logging_steps": 50, "training__eval_steps": 75, "training__save_steps": 0}
+    events = train(home, tmp_path / "r", "--max-steps", "200", training__report_to="tensorboard", **often)
     board = EventAccumulator(str(tmp_path / "r/tensorboard"))
     board.Reload()
     for tag, kind, part in (
