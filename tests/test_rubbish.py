@@ -23,7 +23,7 @@ from sansgpu.data.tokenizer import BPETokenizer
 from tests.bounded import assert_refused, outcome
 from tests.fuzz.odd_folders import delete_deep, make_deep, with_hashes
 from tests.fuzz.values import NOT_UTF8
-from tests.processes import options, settings, train
+from tests.processes import finish, options, settings, train
 from tests.tasks.folders import chat_rows
 
 NOBODY = "~nosuchuser/x"
@@ -69,11 +69,8 @@ def test_a_path_in_the_home_of_nobody_is_refused(home: Path, run: Path) -> None:
 def test_a_file_whose_name_begins_with_a_tilde_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "~notes.txt").write_text("red and blue words\n" * 300)
-    found = subprocess.run(
-        [sys.executable, "-m", "sansgpu", "tokenizer", "train", "~notes.txt", "--output", "t", "--vocab-size", "300"],
-        env={**os.environ, "SANSGPU_CACHE": str(tmp_path / "cache")},
-    )
-    assert found.returncode == 0
+    command = ["tokenizer", "train", "~notes.txt", "--output", "t", "--vocab-size", "300"]
+    assert finish(command, tmp_path / "cache")[0] == 0
 
 
 def test_a_run_with_an_impossible_folder_does_not_hide_the_others(copy: Path) -> None:

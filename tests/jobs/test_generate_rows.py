@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from sansgpu.cli import run as cli
-from tests.processes import kill_when, messages, options, start, train, use_cache, write_corpus, write_rows
+from tests.processes import kill_when, messages, options, start, train, write_corpus, write_rows
 from tests.tasks.folders import model_folder
+
+pytestmark = pytest.mark.usefixtures("home")
 
 Captured = pytest.CaptureFixture[str]
 WORDS = "red blue green fast slow old new warm"
@@ -22,11 +24,6 @@ ROWS: list[Any] = [
     for number in range(1, 25)
 ]  # fmt: skip
 OPTIONS = ("--max-new-tokens", "30", "--temperature", "1", "--seed", "5")
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, tmp_path / "cache")
 
 
 def generated(capsys: Captured, target: Path, data: Path, output: Path, *more: str) -> dict[str, Any]:

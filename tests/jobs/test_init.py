@@ -15,7 +15,7 @@ import yaml
 
 from sansgpu.cli import run as cli
 from sansgpu.config import load_config
-from tests.processes import messages, use_cache, write_corpus, write_rows
+from tests.processes import finish, messages, write_corpus, write_rows
 from tests.tasks.folders import chat_rows, conll, labeled_rows, model_folder, preference_rows, squad
 
 Captured = pytest.CaptureFixture[str]
@@ -24,9 +24,8 @@ QUICK = ["--set", "training.gradient_accumulation_steps=2", "--set", "training.c
 
 
 @pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_an_empty_folder(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    use_cache(monkeypatch, tmp_path / "cache")
 
 
 def _pairs(path: Path) -> Path:
@@ -134,11 +133,10 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path: Path, capsys: Captured) 
     assert not Path("sansgpu.yaml").exists()
 
 
-def test_without_a_terminal_every_answer_is_needed() -> None:
-    command = [sys.executable, "-m", "sansgpu", "init", "--text", "python-stdlib", "--task", "pretrain"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "give --hours, or --yes" in done.stderr
+def test_without_a_terminal_every_answer_is_needed(home: Path) -> None:
+    code, _, error = finish(["init", "--text", "python-stdlib", "--task", "pretrain"], home / "cache")
+    assert code == 2
+    assert "give --hours, or --yes" in error
 
 
 def test_answers_as_flags_need_no_terminal() -> None:

@@ -12,16 +12,13 @@ from sansgpu.cli import run as cli
 from sansgpu.config import DataConfig
 from sansgpu.jobs import predict as job
 from sansgpu.jobs.predict import rows_of
-from tests.processes import messages, use_cache, write_rows
+from tests.processes import messages, write_rows
 from tests.tasks.folders import model_folder
+
+pytestmark = pytest.mark.usefixtures("home")
 
 Captured = pytest.CaptureFixture[str]
 ROWS = [{"question": f"Which fox is {word}?", "context": f"The {word} fox sleeps."} for word in ("red", "old", "new")]
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, tmp_path / "cache")
 
 
 def predicted(capsys: Captured, rows: Path, *more: str) -> str:
@@ -45,7 +42,6 @@ def test_rows_are_predicted_in_chunks(tmp_path: Path, monkeypatch: pytest.Monkey
     assert predicted(capsys, rows, "--output", str(output)) == ""
     assert output.read_text(encoding="utf-8") == in_chunks
     monkeypatch.undo()
-    use_cache(monkeypatch, tmp_path / "cache")
     at_once = predicted(capsys, rows)
     assert [_answer(line) for line in at_once.splitlines()] == [_answer(line) for line in in_chunks.splitlines()]
     assert len(at_once.splitlines()) == 3

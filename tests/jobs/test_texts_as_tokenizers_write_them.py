@@ -17,15 +17,12 @@ from sansgpu.cli import run as cli
 from sansgpu.models.generation.generate import stream
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.models.huggingface.generation import pretrained_single
-from tests.processes import options, settings, use_cache
+from tests.processes import options, settings
 from tests.tasks.tokenizer_kinds import KINDS, TEXT, folder_of, tokenizer_of
 
+pytestmark = pytest.mark.usefixtures("home")
+
 Captured = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, tmp_path / "cache")
 
 
 @cache

@@ -20,16 +20,7 @@ from sansgpu.jobs.plan import plan as plan_job
 from sansgpu.planning.cluster import cluster_of
 from sansgpu.planning.forecast import effective_tokens, expected_bits_per_byte
 from sansgpu.planning.measure import MeasureRequest, measure_in_subprocess
-from tests.processes import (
-    TINY,
-    as_options,
-    environment,
-    events_of,
-    overrides,
-    settings,
-    use_cache,
-    write_corpus,
-)
+from tests.processes import TINY, as_options, environment, events_of, overrides, settings, use_cache, write_corpus
 
 pytestmark = pytest.mark.usefixtures("home")
 

@@ -16,17 +16,7 @@ from transformers import AutoModelForCausalLM
 from sansgpu.cli import run as cli
 from sansgpu.config import ConfigError
 from sansgpu.data.teacher_folder import Predictions, TeacherFolder, open_teacher_folder
-from tests.processes import (
-    digests,
-    events_of,
-    finish,
-    kill_when,
-    options,
-    record,
-    settings,
-    start,
-    write_corpus,
-)
+from tests.processes import digests, events_of, finish, kill_when, options, record, settings, start, write_corpus
 from tests.scale.launch import finish_forks
 from tests.tasks.fine_tuned import TINY, Captured, sentence
 from tests.tasks.folders import chat_rows, model_folder

@@ -9,7 +9,7 @@ import yaml
 import sansgpu
 from sansgpu.cli import run as cli
 from sansgpu.config import Config, TrainingConfig, acting_values, default_values, load_config
-from tests.processes import record, settings, train, use_cache, write_corpus
+from tests.processes import record, settings, train, write_corpus
 
 SFT = {"task": "sft", "model": {"name_or_path": "m"}, "data": {"dataset_name": "rows.jsonl"}}
 # With windows of 8 tokens, orthogonalizing the matrices is most of the work of a step, and `auto` means adamw.
@@ -18,9 +18,8 @@ MUON = {**ADAMW, "model__max_seq_len": 32, "training__gradient_accumulation_step
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_with_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_a_folder_with_data(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    use_cache(monkeypatch, tmp_path / "cache")
     write_corpus(tmp_path / "corpus.jsonl")
 
 
