@@ -71,9 +71,11 @@ def same_losses(run: Path, other: Path) -> None:
     assert max(abs(a - b) for a, b in zip(losses(run), losses(other), strict=True)) < 1e-4
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_losses_do_not_depend_on_the_number_of_processes(home: Path, one: Path, ranks: int) -> None:
-    run = completed(home, f"torchrun-{ranks}", torchrun(ranks))
+@pytest.mark.parametrize(
+    ("ranks", "launched"), [(2, False), *(pytest.param(ranks, True, marks=pytest.mark.long) for ranks in (2, 4))]
+)
+def test_losses_do_not_depend_on_the_number_of_processes(home: Path, one: Path, ranks: int, launched: bool) -> None:
+    run = completed(home, f"torchrun-{ranks}", torchrun(ranks)) if launched else forked(home, f"forks-{ranks}", ranks)
     same_losses(run, one)
     assert record(run)[0]["world_size"] == ranks
 

@@ -261,8 +261,7 @@ def test_rows_that_are_shortened_or_too_long_are_counted(home: Path, tmp_path: P
     long = [{"role": role, "content": "red house " * 20} for role in ("user", "assistant")]
     short = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "The red one."}]
     rows = [long + short, long, short, short + long, [{"role": "system", "content": "Be brief."}, *long, *short]]
-    path = tmp_path / "rows.jsonl"
-    write_rows(path, ({"messages": row} for row in rows))
+    path = write_rows(tmp_path / "rows.jsonl", ({"messages": row} for row in rows))
     chosen = settings(home, data__dataset_name=path, data__max_length=64, training__max_steps=1)
     assert cli(["train", *chosen, "--headless", "--output-dir", str(tmp_path / "run")]) == 0
     said = " ".join(e["message"] for e in events_of(tmp_path / "run", "warning"))
