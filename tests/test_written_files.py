@@ -184,7 +184,7 @@ def test_a_command_writes_again_what_it_wrote_and_keeps_what_was_added(
     (output / "linked").symlink_to(home / "corpus.jsonl")
     neighbours = [tmp_path / "output.partial", tmp_path / ".output.partial"]
     for neighbour in neighbours:
-        fill(neighbour)
+        write_somebodys(neighbour)
     before = state(tmp_path)
     assert cli(arguments) == 0
     after = state(tmp_path)
