@@ -84,16 +84,16 @@ def become(asked: dict[str, Any], streams: list[int]) -> None:
         end(asked_for.code)
 
 
-def end(code: object) -> NoReturn:
+def end(code: str | int | None) -> NoReturn:
     """Ends this process as Python does, without deleting its objects, which would copy the memory of all imports."""
-    threading._shutdown()
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
     atexit._run_exitfuncs()
     if isinstance(code, str):
         print(code, file=sys.stderr)
         code = 1
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(int(code or 0))
+    os._exit(code or 0)
 
 
 def outcome(pid: int, wall_seconds: float) -> dict[str, Any]:
