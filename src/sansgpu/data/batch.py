@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-IGNORE = -100  # target without a loss, as in torch and transformers
+IGNORE = -100  # target that the loss skips: the default ignore_index of torch and transformers
 
 
 Self = TypeVar("Self", bound="ExampleBatch")  # typing.Self needs Python 3.11
@@ -18,14 +18,14 @@ Self = TypeVar("Self", bound="ExampleBatch")  # typing.Self needs Python 3.11
 
 @dataclass(frozen=True)
 class ExampleBatch(ABC):
-    """A batch that can be split between any two examples."""
+    """Base of batches, which can be split between any two examples."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def target_count(self) -> int:
-        """Returns the number of predicted targets, by which the summed loss is divided."""
+        """Returns the number of targets that are not ignored, by which the summed loss is divided."""
 
     @abstractmethod
     def token_count(self) -> int:
@@ -37,12 +37,12 @@ class ExampleBatch(ABC):
 
     @abstractmethod
     def without_targets(self: Self, size: int) -> Self:
-        """Returns a micro-batch of at most `size` examples without any target, for ranks that have none left."""
+        """Returns a micro-batch of at most `size` examples whose targets are all ignored, for ranks without data."""
 
     def micro_batches(self: Self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[Self]:
         """Yields this rank's micro-batches of `size` examples.
 
-        Every rank gets the same number of them; the last may have no targets.
+        Every rank gets the same number of micro-batches. Ranks that run out of examples get one without targets.
         """
         stride = size * world_size
         for start in range(rank * size, -(-len(self) // stride) * stride, stride):
@@ -75,7 +75,7 @@ class Batch(ExampleBatch):
     document_ids: torch.Tensor | None = None  # (B, T) int64
     target_bytes: torch.Tensor | None = None  # (B, 1) int64: UTF-8 bytes of text covered by a row's targets
     teacher_ids: torch.Tensor | None = None  # (B, T, K) int32: a teacher's most likely tokens
-    teacher_log_probabilities: torch.Tensor | None = None  # (B, T, K + 1) fp16; the last is that of all others
+    teacher_log_probabilities: torch.Tensor | None = None  # (B, T, K + 1) fp16; last: sum over all other tokens
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -87,7 +87,7 @@ class Batch(ExampleBatch):
         return self.target_count()  # all tokens but padding have a target
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Returns rows [start, stop), padded to that shape with rows without targets if the batch ends earlier."""
+        """Returns rows [start, stop). If the batch has fewer, rows of padding without targets fill the shape."""
         missing = stop - max(start, len(self)) if stop > len(self) else 0
 
         def cut(value: torch.Tensor | None, padding: int) -> torch.Tensor | None:
@@ -106,12 +106,12 @@ class Batch(ExampleBatch):
         return self.rows(len(self), len(self) + size)
 
     def in_pieces(self, length: int) -> Batch:
-        """Returns the batch with attention limited to pieces of `length` tokens."""
+        """Returns a copy with new document ids, so that tokens attend only within chunks of `length` tokens."""
         time = self.inputs.shape[1]
         documents = torch.zeros_like(self.inputs) if self.document_ids is None else self.document_ids
         return replace(self, document_ids=documents * time + torch.arange(time) // length)
 
 
 def concatenated(parts: Sequence[np.ndarray], width: tuple[int, ...] = ()) -> torch.Tensor:
-    """Concatenates one array of shape (n, *width) per example to an int64 tensor; no examples give an empty one."""
+    """Concatenates arrays of shape (n, *width), one per example, to an int64 tensor; without examples it is empty."""
     return torch.from_numpy(np.concatenate([np.zeros((0, *width), np.int64), *parts]).astype(np.int64))

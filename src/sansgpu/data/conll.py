@@ -1,4 +1,4 @@
-"""Reads CoNLL columns: one token per line with its tags; empty lines end sentences."""
+"""Reads the CoNLL format: one token and its tags per line, with an empty line after each sentence."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from sansgpu.config import ConfigError
 from sansgpu.data.rows import SourceRow
 
 DEFAULT_TAG_COLUMN = -1
-MAX_TOKENS = 1_000_000  # maximum tokens in a sentence, so that a file without empty lines does not exhaust memory
-_BLANKS = re.compile(r"[ \t]+")  # str.split() would also split at the spaces that a token of a tweet may contain
+MAX_TOKENS = 1_000_000  # tokens per sentence; without a limit, a file without empty lines could exhaust memory
+_BLANKS = re.compile(r"[ \t]+")  # str.split() also splits at Unicode spaces, which tokens of tweets may contain
 
 
 def conll_rows(lines: Iterable[SourceRow], tag_column: int) -> Iterator[SourceRow]:
-    """Yields a row {"tokens": [...], "tags": [...]} for each sentence; `lines` include the empty ones.
+    """Yields a row {"tokens": [...], "tags": [...]} for each sentence of `lines`, which include empty lines.
 
-    The first column is the token. A sentence is located at its first line; if one of its lines is invalid, it has a
-    `problem`. Raises ConfigError if a sentence is longer than `MAX_TOKENS`.
+    The first column is the token. The location of a sentence is its first line. If a line is invalid, the row of its
+    sentence has a `problem`. Raises ConfigError if a sentence is longer than `MAX_TOKENS`.
     """
     sentence = _Sentence()
     for line in lines:
@@ -31,7 +31,7 @@ def conll_rows(lines: Iterable[SourceRow], tag_column: int) -> Iterator[SourceRo
 
 
 def as_text(sentence: SourceRow) -> SourceRow:
-    """Returns a sentence as the row of a text, in which spaces separate the tokens."""
+    """Returns a row whose value is the sentence as one string, with spaces between the tokens."""
     return sentence if sentence.problem else sentence._replace(value=" ".join(sentence.value["tokens"]))
 
 

@@ -1,4 +1,4 @@
-"""Reads documents from files in small pieces, so that no document is in memory as a whole."""
+"""Streams documents from files in small pieces, so that a large document does not have to fit into memory."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from sansgpu.data.rows import SourceRow, is_text, parquet_class_names, row_text,
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".conll")
 PIECE_CHARS = 1 << 20
-# Limits that keep a row within about one gigabyte of memory, whatever the file contains.
+# Limits that keep the memory for one row below about one gigabyte, whatever the file contains.
 MAX_LINE = 64 << 20  # bytes or characters of a line, and characters of a CSV field
-MAX_JSON = 256 << 20  # characters of a .json file, which is parsed as a whole
+MAX_JSON = 256 << 20  # characters of a .json file, which is parsed in one piece
 MAX_VALUES = 8_000_000  # maximum values in one JSON text; Python needs up to 100 bytes for each
 MAX_COLUMNS = 1_000_000  # largest number of columns in a table without a header
 MAX_DEPTH = 100  # levels of nesting in one row
-MAX_EXPANSION, FREE_EXPANSION = 200, 64 << 20  # size / compressed size; bytes that are allowed at any ratio
+MAX_EXPANSION, FREE_EXPANSION = 200, 64 << 20  # maximum size / compressed size, applied beyond this many bytes
 
 
 UNREADABLE = (OSError, EOFError, zlib.error)  # raised for damaged files
-Header = bool | Sequence[str]  # whether the first line of a table names its columns, or else their names
+Header = bool | Sequence[str]  # True: the first line has the column names; False: there are none; or the names
 
 
 class Piece(NamedTuple):
-    """A part of a document. Its pieces, concatenated, are exactly its text."""
+    """A part of a document. Concatenating the pieces of a document gives exactly its text."""
 
     text: str
     ends_document: bool
@@ -51,7 +51,7 @@ def file_form(path: Path) -> str | None:
 
 
 def pieces(text: str) -> Iterator[Piece]:
-    """Cuts a document at line ends, so that no word is split."""
+    """Splits a document at line ends, so that no word is cut."""
     start = 0
     while len(text) - start > PIECE_CHARS:
         cut = text.rfind("\n", start, start + PIECE_CHARS) + 1
@@ -65,7 +65,7 @@ def pieces(text: str) -> Iterator[Piece]:
 def read_documents(
     path: Path, column: str | int | None, skip_undecodable: bool = False, header: bool = True
 ) -> Iterator[Piece]:
-    """Yields the documents of one file: .txt, .md and .py files are one document, other formats have one per row.
+    """Yields the documents of one file in pieces: a .txt, .md or .py file is one document, others have one per row.
 
     Raises ConfigError if the content does not match the suffix. `skip_undecodable` skips files that are not UTF-8.
     """
@@ -86,9 +86,9 @@ def read_documents(
 def read_rows(path: Path, header: Header = True, tag_column: int | None = None) -> Iterator[SourceRow]:
     """Yields the rows of one file; an unreadable line of a .jsonl or .tsv file is a row with a `problem`.
 
-    Without a `header`, the columns of a .csv or .tsv file are named by their numbers, from 0, or as given. With a
-    `tag_column` the file is read as CoNLL columns, whatever its suffix. Raises ConfigError if the file is plain text or
-    its content does not match the suffix.
+    `header` applies to .csv and .tsv files: if it is False, the column names are numbers from 0; if it is a sequence,
+    it gives the names. With a `tag_column` the file is read as CoNLL, whatever its suffix. Raises ConfigError if the
+    file is plain text or its content does not match the suffix.
     """
     if tag_column is not None:
         yield from conll_rows(read_lines(path, blank=True), tag_column)
@@ -104,7 +104,7 @@ def read_rows(path: Path, header: Header = True, tag_column: int | None = None) 
 
 
 def text_file_rows(path: Path, label: str | None, column: str | int) -> Iterator[SourceRow]:
-    """Yields one row with the text of a file, under `column`, and its label; without a label, one row per line.
+    """Yields one row with the text of a file in `column` and its label. If `label` is None, each line is a row.
 
     A file or line that is not UTF-8 text is a row with a `problem`.
     """
@@ -126,9 +126,8 @@ def text_file_rows(path: Path, label: str | None, column: str | int) -> Iterator
 def read_lines(path: Path, blank: bool = False) -> Iterator[SourceRow]:
     """Yields the lines of a file, split at "\\n" only; a line that is not UTF-8 text has a `problem`.
 
-    Without `blank`, lines of white space only are left out.
-
-    Raises ConfigError if a line is longer than `MAX_LINE` bytes or the file cannot be read.
+    Skips lines with only white space unless `blank`. Raises ConfigError if a line is longer than `MAX_LINE` bytes or
+    the file cannot be read.
     """
     try:
         with _open_bytes(path) as file:
@@ -190,7 +189,7 @@ def _rows(path: Path, header: Header) -> Iterator[SourceRow]:
 
 
 class _BoundedGzip(io.RawIOBase):
-    """The content of a .gz file, limited to `MAX_EXPANSION` times the size of the file."""
+    """Decompresses a .gz file, up to `MAX_EXPANSION` times its compressed size."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, gzip.open(path)  # noqa: SIM115  `close` closes it
@@ -224,7 +223,7 @@ def _open(path: Path) -> IO[str]:
 
 
 def _read_text(path: Path) -> Iterator[Piece]:
-    """Yields one document; each piece is held back until it is known whether it is the last."""
+    """Yields the pieces of one document, each one late, because the last one must be marked."""
     rest = ""
     with _open(path) as file:
         while block := file.read(PIECE_CHARS):
@@ -292,7 +291,7 @@ def _parse_json(text: str, where: str) -> Any:
 
 
 def _is_deep(value: Any) -> bool:
-    """Returns whether a JSON value has more than `MAX_DEPTH` levels: printing or copying it could fail."""
+    """Returns whether a JSON value has more than `MAX_DEPTH` levels, which could make printing or copying it fail."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         parts = (outer.values() if isinstance(outer, dict) else outer for outer in level)
@@ -303,7 +302,7 @@ def _is_deep(value: Any) -> bool:
 
 
 def _has_tabs(path: Path) -> bool:
-    """Returns whether the first line contains a tab: then a .csv file is separated by tabs, as in STS-B."""
+    """Returns whether the first line contains a tab. Some .csv files, such as STS-B, are separated by tabs."""
     with _open_bytes(path) as file:
         return b"\t" in file.readline(MAX_LINE)
 
@@ -321,7 +320,7 @@ def _csv_rows(path: Path, header: Header) -> Iterator[SourceRow]:
 
 
 def _tsv_rows(path: Path, header: Header) -> Iterator[SourceRow]:
-    """Yields the lines of a table without quoting. Columns beyond those of the header are left out."""
+    """Yields the rows of a tab-separated table without quoting. Drops fields beyond the header's columns."""
     lines = read_lines(path)
     first = next(lines, None) if header is True else None
     columns = _tsv_fields(first.readable_value()) if first else _given_names(header)
@@ -345,7 +344,7 @@ def _tsv_fields(line: str) -> list[str]:
 
 
 def _by_column(fields: list[str], columns: Sequence[str] | None, where: object) -> dict[Any, str | None]:
-    """Returns the fields by the header's columns, of which the last may be missing; without a header, by number."""
+    """Maps column names to fields; missing last fields are None. Without `columns`, the keys are column numbers."""
     if columns is None:
         if len(fields) > MAX_COLUMNS:
             raise ConfigError(f"{where} has more than {MAX_COLUMNS:,} columns; remove those that are not needed.")
@@ -370,7 +369,7 @@ def _parquet_rows(path: Path) -> Iterator[SourceRow]:
 
     try:
         with _open_bytes(path) as file, tempfile.TemporaryFile() as unpacked:
-            if path.suffix == ".gz":  # the reader needs random access, which gzip does not have
+            if path.suffix == ".gz":  # the Parquet reader needs random access, which gzip streams do not offer
                 shutil.copyfileobj(file, unpacked)
                 unpacked.seek(0)
             content = unpacked if path.suffix == ".gz" else file
@@ -378,5 +377,5 @@ def _parquet_rows(path: Path) -> Iterator[SourceRow]:
             names = parquet_class_names(table.schema_arrow.metadata)
             rows = (row for batch in table.iter_batches(batch_size=256) for row in batch.to_pylist())
             yield from _numbered(path, (with_names(row, names) for row in rows))
-    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # text or dates that Python cannot represent
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # the last two: invalid text or dates
         raise ConfigError(f"{path} is not a valid Parquet file: {first_line(error)}.") from None

@@ -1,8 +1,8 @@
-"""Finds tables without a header: a first line of data would otherwise be taken for the names of columns.
+"""Detects .csv and .tsv files without a header, whose first line of data would be read as column names.
 
-A first line with one of the names that the task looks for is a header. Any other line is data only if two signs agree:
-its label, tag or relation occurs again in another line, and another value cannot be the name of a column. If only some
-of this is true, the file is refused with the settings that resolve it.
+The first line is a header if it contains a column name that the task looks for. Otherwise it is data if two signs
+agree: its label, tag or relation occurs in another line, too, and another value cannot be a column name. If the signs
+disagree, the task raises an error that names the settings to use.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from sansgpu.data.rows import LABEL_COLUMNS, TEXT_NAMES
 from sansgpu.data.sources import local_files
 
 TABLES = (".csv", ".tsv")
-MAX_LINES = 100_000  # lines in which a value of the first line may occur again
-MANY_WORDS = 5  # a value with as many words is a text rather than the name of a column
-SHOWN_COLUMNS, SHOWN_CHARACTERS = 12, 20  # a message quotes at most these of a first line
+MAX_LINES = 100_000  # lines that are searched for the values of the first line
+MANY_WORDS = 5  # a value with this many words or more is text, not a column name
+SHOWN_COLUMNS, SHOWN_CHARACTERS = 12, 20  # how much of a first line a message quotes
 
 
 def require_columns(config: Config) -> None:
-    """Raises ConfigError if it is unclear what the columns of the configured local tables are."""
+    """Raises ConfigError if the meaning of the columns of a configured local table is unclear."""
     if config.settings.check_columns is not None:
         config.settings.check_columns(config)
 
 
 @dataclass(frozen=True)
 class FirstLine:
-    """The values of a table's first line, none of which is a wanted name, compared with later lines that differ."""
+    """The first line of a table without a known column name, compared with later lines."""
 
     path: Path
     values: tuple[str, ...]
-    repeated: tuple[int, ...]  # columns whose value occurs again, in the first line in which any does
-    numeric: tuple[int, ...]  # columns with numbers only, up to that line
+    repeated: tuple[int, ...]  # columns whose value recurs in the first later line that repeats any value
+    numeric: tuple[int, ...]  # columns that have only numbers up to that line
 
     @classmethod
     def of(cls, path: Path, names: Iterable[str | int]) -> FirstLine | None:
-        """Reads a table; None if it is empty or its first line has one of the wanted `names`."""
+        """Reads a table; returns None if it is empty or its first line contains one of the column `names`."""
         lines = table_lines(path)
         values, repeated = next(lines, ()), list[int]()
         if {value.strip().casefold() for value in values} & {str(name).casefold() for name in names}:
@@ -57,7 +57,7 @@ class FirstLine:
 
     @property
     def label_column(self) -> int | None:
-        """The column of the label if the line is a text and its label."""
+        """The number of the label's column if the line consists of a text and a label, else None."""
         found = self.repeated or self.numeric
         if len(self.values) != 2 or len(found) != 1:
             return None
@@ -70,7 +70,7 @@ class FirstLine:
 
     @property
     def numbers_columns(self) -> bool:
-        """True if the values are 0, 1, 2, ..., the header that pandas writes for columns without names."""
+        """True if the values are 0, 1, 2, ..., which pandas writes as the header of unnamed columns."""
         return self.values == tuple(map(str, range(len(self.values))))
 
     def refusal(self, advice: str) -> ConfigError:
@@ -97,9 +97,9 @@ def _is_number(value: str) -> bool:
 
 
 def require_no_header(data: DataConfig) -> None:
-    """Raises ConfigError if columns are set by number, but a table's first line has the usual name of the label there.
+    """Raises ConfigError if columns are set by number, but the first line of a table is a header.
 
-    If the label is not set or the table has none, the usual name of the text decides.
+    It is one if the label's column, or else the text's, has a usual name there, such as "label" or "text".
     """
     chosen = {"label_column": LABEL_COLUMNS, "text_column": TEXT_NAMES}
     for path in () if data.has_header else local_files(data, text_rows=True):

@@ -1,4 +1,4 @@
-"""Random draws that depend only on a seed and their purpose, and the shuffled order of examples."""
+"""Random generators that depend only on a seed and a purpose, and the shuffled order of examples."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def generator(seed: int, *purpose: int | str) -> np.random.Generator:
 
 
 def steps_per_epoch(examples: int, batch_size: int) -> int:
-    """Returns the number of steps per epoch, including a last batch that may be smaller."""
+    """Returns the number of steps per epoch, counting a smaller last batch."""
     return -(-examples // batch_size)
 
 
 def batch_indices(seed: int, step: int, examples: int, batch_size: int) -> np.ndarray:
-    """Returns the examples of step 0, 1, 2, ...: each epoch has its own permutation; its last batch may be smaller."""
+    """Returns the indices of a step's examples. Each epoch has its own permutation; its last batch may be smaller."""
     epoch, index = divmod(step, steps_per_epoch(examples, batch_size))
     return _permutation(seed, epoch, examples)[index * batch_size : (index + 1) * batch_size]
 

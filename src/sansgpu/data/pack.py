@@ -1,6 +1,7 @@
-"""Cuts documents into windows of T tokens. An epoch predicts every token exactly once, except the very first one.
+"""Cuts documents into windows of T tokens. In an epoch every token except the very first is a target exactly once.
 
-Each document is [end-of-text, its tokens]; its last token predicts the end-of-text token of the next document.
+A document consists of an end-of-text token and its own tokens. The target after its last token is the end-of-text
+token of the next document.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SHORTEST_PIECE = 32
 
 
 class Windows(Protocol):
-    """Indexed windows for language modeling."""
+    """Windows for language modeling, accessed by index."""
 
     def __len__(self) -> int: ...
 
@@ -38,10 +39,10 @@ def make_windows(part: TokenRanges, window: int, end_id: int, pack: bool) -> Pac
 
 
 def piece_length(training: TrainingConfig, window: int, step: int, total_steps: int) -> int:
-    """Returns the length of the pieces that windows are cut into at a step; `window` if they are not cut.
+    """Returns the attention length of a step for sequence length warm-up; after the warm-up it is `window`.
 
-    The warm-up has stages of equal duration, each doubling the length. arXiv 2108.06084 grows the window itself; here
-    its shape is constant, so the compiled graph is reused.
+    Tokens attend only within pieces of this length, which doubles in stages of equal duration. arXiv 2108.06084 grows
+    the window itself; here the shape stays constant, so that the compiled graph is reused.
     """
     stages = max(0, math.ceil(math.log2(window / SHORTEST_PIECE)))
     steps = training.window_warmup_ratio * total_steps
@@ -53,13 +54,13 @@ class PackedWindows:
 
     def __init__(self, part: TokenRanges, window: int, end_id: int) -> None:
         self._part, self._window, self._end_id = part, window, end_id
-        self._offsets = np.concatenate([[0], np.cumsum(part.stops - part.starts)])  # starts of documents in the stream
+        self._offsets = np.concatenate([[0], np.cumsum(part.stops - part.starts)])  # document starts in the stream
 
     def __len__(self) -> int:
         return -(-int(self._offsets[-1]) // self._window)
 
     def batch(self, indices: np.ndarray) -> Batch:
-        """Returns windows of T tokens with positions and document ids relative to the window."""
+        """Returns windows of T tokens. Document ids count within a window, positions within a document's part of it."""
         shape = (len(indices), self._window)
         inputs, targets = np.full(shape, self._end_id, np.int64), np.full(shape, IGNORE, np.int64)
         documents = np.zeros(shape, np.int64)
@@ -69,10 +70,10 @@ class PackedWindows:
             filled = len(tokens) - 1
             inputs[row, :filled], targets[row, :filled] = tokens[:-1], tokens[1:]
             first, last = np.searchsorted(self._offsets, [start + 1, start + filled])
-            begins = self._offsets[first:last] - start  # documents that begin after the window's first token
+            begins = self._offsets[first:last] - start  # positions at which later documents of the window start
             documents[row, begins] = 1
             if filled < self._window:
-                documents[row, filled] = 1  # padding is a document of its own
+                documents[row, filled] = 1  # padding has its own document id
         documents = documents.cumsum(axis=1)
         if len(self._offsets) == 2:
             return Batch(torch.from_numpy(inputs), torch.from_numpy(targets))
@@ -84,14 +85,14 @@ class PackedWindows:
         return np.array([sum(self._part.bytes_between(*r) for r in found) for found in ranges], np.int64)
 
     def _read(self, start: int, stop: int) -> np.ndarray:
-        """Reads tokens [start, stop) of the stream, which ends with an end-of-text token."""
+        """Reads tokens [start, stop) of the concatenated documents and a final end-of-text token."""
         pieces = [self._part.tokens[first:last].astype(np.int64) for first, last in self._ranges(start, stop)]
         if stop > self._offsets[-1]:
             pieces.append(np.array([self._end_id], np.int64))
         return np.concatenate(pieces)
 
     def _ranges(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yields the ranges in the store of tokens [start, stop) of the stream, document by document."""
+        """Yields where tokens [start, stop) of the stream are in the store: one range per document."""
         document = int(np.searchsorted(self._offsets, start, side="right")) - 1
         while start < stop and document < len(self._part.starts):
             first = int(self._part.starts[document]) + start - int(self._offsets[document])
@@ -102,12 +103,12 @@ class PackedWindows:
 
 
 class PaddedWindows:
-    """Cuts each document separately. Its last window is right-padded, which causal attention ignores."""
+    """Cuts each document separately. The last window of a document is right-padded, which causal attention ignores."""
 
     def __init__(self, part: TokenRanges, window: int, end_id: int) -> None:
         self._part, self._window, self._end_id = part, window, end_id
         counts = -(-(part.stops - part.starts) // window)
-        self._offsets = np.concatenate([[0], np.cumsum(counts)])  # windows before each document
+        self._offsets = np.concatenate([[0], np.cumsum(counts)])  # index of each document's first window
 
     def __len__(self) -> int:
         return int(self._offsets[-1])
@@ -128,7 +129,7 @@ class PaddedWindows:
         return np.array([self._part.bytes_between(a + 1, b + (not ends)) for a, b, ends in ranges], np.int64)
 
     def _range(self, index: int) -> tuple[int, int, bool]:
-        """Returns the range of a window's inputs in the store, and whether it is the last one of its document."""
+        """Returns start and end of a window's inputs in the store, and whether it is the last of its document."""
         document = int(np.searchsorted(self._offsets, index, side="right")) - 1
         start = int(self._part.starts[document]) + (index - int(self._offsets[document])) * self._window
         stop = min(start + self._window, int(self._part.stops[document]))
@@ -136,11 +137,11 @@ class PaddedWindows:
 
 
 class TextWindows:
-    """Documents tokenized as by `tokenizer(text)` of transformers, for models that read one document per row.
+    """Documents tokenized as transformers' `tokenizer(text)` does, one per row.
 
-    A document's last token predicts nothing. A document of more than T tokens is cut. Every piece begins with the
-    first `before` tokens of the document, because some models need a BOS token; the next token is the last one of the
-    previous piece. Rows are sorted by length to reduce padding.
+    The last token of a document is only a target, not an input. Longer documents are cut into rows of T tokens. Each
+    row starts with the first `before` tokens of its document, because some models need a BOS token; then come the
+    tokens from the last target of the previous row on. Rows are sorted by length to reduce padding.
     """
 
     def __init__(self, part: TokenRanges, window: int, before: int, end_id: int) -> None:
@@ -150,7 +151,7 @@ class TextWindows:
                 "its start."
             )
         self._part, self._before, self._end_id = part, before, end_id
-        rows: list[tuple[int, int, int, int]] = []  # document start, prefix length, range
+        rows: list[tuple[int, int, int, int]] = []  # document start, prefix length, start and end of the inputs
         for start, stop in zip(part.starts.tolist(), part.stops.tolist(), strict=True):
             head, first = 0, start
             while first + 1 < stop:
@@ -181,7 +182,7 @@ class TextWindows:
 
 
 def _positions(documents: np.ndarray) -> np.ndarray:
-    """Returns the distance of each token to the first token of its document in the row. (B, T) -> (B, T)."""
+    """Converts document ids (B, T) to position ids (B, T), which restart at 0 with each document in a row."""
     places = np.arange(documents.shape[1])
     begins = np.diff(documents, axis=1, prepend=-1) != 0
     return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)

@@ -1,4 +1,4 @@
-"""Prepares batches ahead of the step that needs them."""
+"""Prefetches batches in threads."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from queue import SimpleQueue
 from sansgpu.config import SansGPUError
 from sansgpu.data.batch import ExampleBatch
 
-CLOSE_SECONDS = 2.0  # time that workers have to finish their batches at the end of a run
+CLOSE_SECONDS = 2.0  # how long `close` waits for workers that still prepare a batch
 
 
 @dataclass
 class _Job:
-    """The batch of a step, which a worker prepares."""
+    """A future for the batch of a step."""
 
     step: int
     batch: Future[ExampleBatch] = field(default_factory=Future)
-    worker: int | None = None  # counted from 1; None: no worker was free yet
+    worker: int | None = None  # number of the worker that prepares it, from 1; None: no worker was free yet
 
 
 class Prefetcher:
     """Calls `make(step)` in `workers` threads for up to `depth` future steps.
 
-    A batch depends only on its step, so neither number changes a result. Threads suffice: building a batch mostly
-    copies from memory-mapped files, which releases the GIL, and processes would take cores from the training step.
-    They are daemon threads, so that one that hangs, e.g. on a network disk, cannot keep the process from ending.
+    A batch depends only on its step, so `workers` and `depth` change no result. Threads suffice: building a batch
+    mostly copies from memory-mapped files, which releases the GIL, and processes would take cores from training. The
+    threads are daemons, so one that hangs, for example on a network disk, cannot keep the process alive.
 
-    Without workers or depth, one thread prepares each batch when its step needs it, so that the timeout holds.
+    If `workers` or `depth` is 0, one thread builds each batch when its step asks for it, so that the timeout still
+    applies.
     """
 
     def __init__(self, make: Callable[[int], ExampleBatch], workers: int, depth: int, timeout: float) -> None:
@@ -48,7 +49,7 @@ class Prefetcher:
             worker.start()
 
     def __call__(self, step: int, last: int) -> ExampleBatch:
-        """Returns the batch of `step` and starts preparing the next ones below `last`.
+        """Returns the batch of `step` and starts preparing the following steps, up to step `last` - 1.
 
         Raises SansGPUError, which names the worker, if the batch is not ready in time or cannot be prepared.
         """
@@ -65,7 +66,7 @@ class Prefetcher:
         self._ready.clear()
 
     def close(self) -> None:
-        """Stops the threads. One that hangs is left behind."""
+        """Stops the threads, without waiting long for one that hangs."""
         self.forget()
         for _ in self._workers:
             self._queue.put(None)
@@ -74,7 +75,6 @@ class Prefetcher:
             worker.join(max(0.0, deadline - time.monotonic()))
 
     def _result(self, job: _Job) -> ExampleBatch:
-        """Waits for a batch and returns it."""
         finished = job.batch in wait([job.batch], self._timeout).done
         who = f"data worker {job.worker} of {len(self._workers)}" if job.worker else "no data worker"
         if not finished:
@@ -103,5 +103,5 @@ class Prefetcher:
                 continue
             try:
                 job.batch.set_result(self._make(job.step))
-            except BaseException as error:  # the training thread raises it
+            except BaseException as error:  # re-raised in the training thread
                 job.batch.set_exception(error)

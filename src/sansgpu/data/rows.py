@@ -9,17 +9,17 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import truncate
 
-ClassNames = dict[str, list[str]]  # the names of each column's classes
+ClassNames = dict[str, list[str]]  # column -> its class names, in the order of their ids
 
 
 def class_names(features: Mapping[str, Any]) -> ClassNames:
-    """Returns the names of each column of labels, or of lists of labels; `features` are as in `Features.to_dict`."""
+    """Returns the class names of each ClassLabel column, or list of ClassLabel, from a `Features.to_dict()`."""
     found = {column: _names(feature) for column, feature in features.items()}
     return {column: names for column, names in found.items() if names}
 
 
 def parquet_class_names(metadata: Mapping[bytes, bytes] | None) -> ClassNames:
-    """Returns the names of a Parquet file that `datasets` wrote; none for other files."""
+    """Returns the class names that `datasets` stored in a Parquet file's metadata; other files have none."""
     try:
         return class_names(json.loads((metadata or {}).get(b"huggingface", b"{}"))["info"]["features"])
     except (ValueError, LookupError, TypeError, AttributeError):
@@ -27,7 +27,7 @@ def parquet_class_names(metadata: Mapping[bytes, bytes] | None) -> ClassNames:
 
 
 def with_names(row: Mapping[str, Any], names: ClassNames) -> dict[str, Any]:
-    """Returns a row with the names of its labels; None for -1, which means that there is no label."""
+    """Returns a row with class names instead of class ids. An id of -1, which means "no label", becomes None."""
     named = {column: _by_name(row[column], own) for column, own in names.items() if column in row}
     return {**row, **named}
 
@@ -43,20 +43,20 @@ def _by_name(value: Any, names: list[str]) -> Any:
     return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
 
 
-MAX_PROBLEM = 400  # characters of a message about a row
-TEXT_NAMES = ("text", "content")  # columns with the text, looked up in this order if data.text_column is not set
-LABEL_COLUMNS = ("label", "labels")  # looked up in this order if data.label_column is not set
+MAX_PROBLEM = 400  # maximum characters of a message about a row
+TEXT_NAMES = ("text", "content")  # text columns to try, in this order, if data.text_column is not set
+LABEL_COLUMNS = ("label", "labels")  # label columns to try, in this order, if data.label_column is not set
 
 _Row = TypeVar("_Row")
 _T = TypeVar("_T")
 
 
 class BadRowError(ConfigError):
-    """An invalid row. The message begins with the row's location."""
+    """Raised for an invalid row. The message starts with the row's location."""
 
 
 class SourceRow(NamedTuple):
-    """One row of a file or dataset. `problem` is the error message if the value cannot be read."""
+    """One row of a file or dataset, or the error message `problem` if it cannot be read."""
 
     where: str
     value: Any
@@ -73,7 +73,7 @@ class SourceRow(NamedTuple):
         return BadRowError(f"{self.where}: {shorten(problem)}; fix or remove the row.")
 
     def valid_text(self, text: Any, key: str) -> str:
-        """Returns `text`, which the row has under `key`. Raises BadRowError if it is not valid text."""
+        """Returns `text`, the row's value for `key`. Raises BadRowError if it is not a string of valid Unicode."""
         if not isinstance(text, str):
             raise self.error(f"its {key} contains {text!r}, which is not text")
         if not is_text(text):
@@ -82,7 +82,7 @@ class SourceRow(NamedTuple):
 
 
 class LocatedRow(dict[Any, Any]):
-    """The columns of a row, and the place `where` it was read."""
+    """A row as a dict, with its location `where`: file and line, for example."""
 
     def __init__(self, row: SourceRow) -> None:
         super().__init__(row.value)
@@ -90,13 +90,13 @@ class LocatedRow(dict[Any, Any]):
 
 
 def located(rows: Iterable[Mapping[Any, Any]]) -> Iterator[SourceRow]:
-    """Yields rows with the place where each was read, or else its number."""
+    """Yields rows with their location, or their number if they have none."""
     for number, row in enumerate(rows, 1):
         yield SourceRow(row.where if isinstance(row, LocatedRow) else f"row {number}", row)
 
 
 class BadRows:
-    """Raises an error at the first invalid row, or skips and counts invalid rows."""
+    """Handles invalid rows: raises an error at the first one, or skips and counts them."""
 
     def __init__(self, on_bad_row: Literal["fail", "skip"]) -> None:
         self._fail = on_bad_row == "fail"
@@ -127,12 +127,12 @@ class BadRows:
 
 
 def shorten(problem: str) -> str:
-    """Truncates a message that quotes a long value."""
+    """Truncates a message, which may quote a long value."""
     return problem if len(problem) <= MAX_PROBLEM else problem[:MAX_PROBLEM] + "..."
 
 
 def is_text(text: str) -> bool:
-    """Returns whether UTF-8 can encode the text. JSON escapes can produce unpaired surrogates, which it cannot."""
+    """Returns whether a string can be encoded as UTF-8. Unpaired surrogates, e.g. from JSON escapes, cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -141,26 +141,26 @@ def is_text(text: str) -> bool:
 
 
 def column_names(row: Mapping[Any, Any]) -> str:
-    """Returns the names of a row's columns for a message."""
+    """Lists the names of a row's columns for a message."""
     return truncate(", ".join(map(str, row)))
 
 
 def column_key(row: Mapping[Any, Any], column: str | int) -> str | int:
-    """Returns the key of a column: of one that does not exist `column`. A negative number counts from the end."""
+    """Resolves a negative column number, which counts from the end. Returns other columns unchanged."""
     if isinstance(column, int) and column < 0 and column not in row and len(row) + column in row:
         return len(row) + column
     return column
 
 
 def row_value(row: Mapping[Any, Any], column: str | int, key: str, where: str) -> Any:
-    """Returns the value in the column that the configuration's `key` names. Raises BadRowError if there is none."""
+    """Returns the value of a column, which config key `key` selects. Raises BadRowError if it does not exist."""
     if column_key(row, column) not in row:
         raise BadRowError(f"{where} has no column {truncate(str(column))}, only {column_names(row)}; set {key}.")
     return row[column_key(row, column)]
 
 
 def is_conversation(row: Mapping[Any, Any]) -> bool:
-    """Returns whether a row has the columns of a conversation or of a question and its answer, and none for a text."""
+    """Returns whether a row has columns of a conversation or a prompt and its completion, but no text column."""
     turns = any(isinstance(row.get(name), (list, tuple)) for name in ("messages", "conversations"))
     answer = any(name in row for name in ("completion", "output")) and len(_string_columns(row)) != 1
     return not _text_columns(row) and (turns or answer)
@@ -175,7 +175,7 @@ def _string_columns(row: Mapping[Any, Any]) -> list[Any]:
 
 
 def row_text(row: dict[Any, Any], column: str | int | None, where: str) -> str:
-    """Returns the text of one row: from `column` if given, else from `text`, `content` or the only string column."""
+    """Returns the text of a row from `column`, or by default from `text`, `content` or its only string column."""
     if column is None:
         found = _text_columns(row) or _string_columns(row)
         advice = None

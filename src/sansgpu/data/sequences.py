@@ -1,4 +1,4 @@
-"""Batches of sequences of different lengths, concatenated without padding. B examples, N tokens in total."""
+"""Batches of sequences of different lengths, concatenated without padding. B examples, N tokens in the batch."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from sansgpu.data.batch import IGNORE, ExampleBatch, concatenated
 
 @dataclass(frozen=True)
 class PackedSequences(ExampleBatch):
-    """B examples with targets per token (N,) or per example (B, K).
+    """B concatenated examples with one target per token, (N,), or K targets per example, (B, K).
 
-    IGNORE marks targets without a loss, NaN those that are numbers.
+    The loss skips int64 targets equal to IGNORE and float32 targets that are NaN.
     """
 
     tokens: torch.Tensor  # (N,) int64
     lengths: torch.Tensor  # (B,) int64
     targets: torch.Tensor  # (N,) or (B, K) int64, or (B, K) float32
-    types: torch.Tensor | None = None  # (N,) int64: token type ids, if the model has them
+    types: torch.Tensor | None = None  # (N,) int64: token type ids, if the model uses them
     numbers: torch.Tensor | None = None  # (B,) int64: indices of the examples in the dataset
     teacher_ids: torch.Tensor | None = None  # (N, K) int32: a teacher's most likely tokens
-    teacher_log_probabilities: torch.Tensor | None = None  # (N, K + 1) fp16; the last is that of all others
+    teacher_log_probabilities: torch.Tensor | None = None  # (N, K + 1) fp16; last: sum over all other tokens
 
     @classmethod
     def of(
@@ -37,9 +37,9 @@ class PackedSequences(ExampleBatch):
         types: Sequence[np.ndarray] | None = None,
         numbers: np.ndarray | None = None,
     ) -> PackedSequences:
-        """Concatenates one array per example; `targets` are arrays of the same lengths, or one (B, K) array.
+        """Concatenates one array of token ids per example; `targets` are arrays of the same lengths, or one (B, K).
 
-        Targets in float32 are numbers to predict; others are classes.
+        float32 targets are values for regression; other dtypes are class ids and become int64.
         """
         return cls(
             concatenated(tokens),
@@ -53,7 +53,7 @@ class PackedSequences(ExampleBatch):
         return len(self.lengths)
 
     def has_target(self) -> torch.Tensor:
-        """Returns a bool for each token, or example: (N,) or (B,)."""
+        """Returns which tokens (N,), or examples (B,), have a target that is not ignored, as bool."""
         targets = self.targets.reshape(len(self.targets), -1)
         return (~targets.isnan() if targets.is_floating_point() else targets != IGNORE).any(dim=1)
 
@@ -92,7 +92,7 @@ def _target_tensor(targets: np.ndarray) -> torch.Tensor:
 
 
 class Window(Protocol):
-    """A tokenized part of a text."""
+    """A tokenized window of a longer text."""
 
     @property
     def ids(self) -> np.ndarray: ...  # (T,) int32
@@ -102,7 +102,7 @@ class Window(Protocol):
 
 
 class WindowedTexts:
-    """Base of texts that are tokenized into windows."""
+    """Base of datasets whose texts are tokenized into windows."""
 
     windows: Sequence[Window]
 
@@ -115,7 +115,7 @@ class WindowedTexts:
         return np.array([len(window.ids) for window in self.windows], np.int64)
 
     def packed(self, numbers: np.ndarray, targets: Sequence[np.ndarray] | np.ndarray) -> PackedSequences:
-        """Concatenates the windows with these indices."""
+        """Returns a batch of the windows with the indices `numbers`."""
         windows = [self.windows[number] for number in numbers]
         types = [window.type_ids for window in windows if window.type_ids is not None]
         return PackedSequences.of([window.ids for window in windows], targets, types or None, numbers)
@@ -137,13 +137,13 @@ class LabeledSequences:
         return np.array([len(ids) for ids in self.tokens], np.int64)
 
     def batch(self, numbers: np.ndarray) -> PackedSequences:
-        """Returns the examples with these indices."""
+        """Returns a batch of the examples with the indices `numbers`."""
         types = None if self.types is None else [self.types[number] for number in numbers]
         return PackedSequences.of([self.tokens[number] for number in numbers], self.targets[numbers], types, numbers)
 
 
 def require_overlap_fits(tokenizer: Any, max_length: int, doc_stride: int, pair: bool) -> int:
-    """Returns the tokens of a window without special tokens. Raises ConfigError if the overlap has as many or more."""
+    """Returns how many tokens a window holds besides special tokens. Raises ConfigError if the overlap fills it."""
     room = max_length - int(tokenizer.num_special_tokens_to_add(pair=pair))
     if doc_stride >= room:
         raise ConfigError(

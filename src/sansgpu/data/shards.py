@@ -1,9 +1,9 @@
-"""Tokenizes a source once into memory-mapped files on disk.
+"""Tokenizes a source once and caches the tokens in memory-mapped files.
 
-A store is a folder in the cache: `tokens.bin` (each document's tokens, between the tokenizer's special tokens),
-`documents.bin` (one record per document) and, only if a token's id does not determine it, `sizes.bin` (UTF-8 bytes of
-text covered by each token). The folder's name is a hash of all inputs. It is built under a lock in a temporary folder
-and then renamed, so that it is complete or missing.
+A token store is a folder in the cache with `tokens.bin` (the tokens of all documents, with the tokenizer's special
+tokens), `documents.bin` (one record per document) and, if token ids alone do not determine the text they cover,
+`sizes.bin` (UTF-8 bytes of text covered by each token). The folder's name is a hash of all inputs. It is built under a
+lock in a temporary folder and then renamed, so a store is either complete or missing.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from sansgpu.machine.disk import free_disk_bytes
 
 T = TypeVar("T")
 FORMAT = 1  # version of the store format, part of every cache key
-ENCODE_CHARS = 4 << 20  # characters encoded in one call: keeps all threads busy, needs little memory
-CHECK_BLOCK = 1 << 24  # tokens checked at a time, a small share of the memory of a run
-BYTES_PER_TOKEN = 2  # lower bound for ordinary text; character tokenizers and rare scripts have less
+ENCODE_CHARS = 4 << 20  # characters per call of the tokenizer: enough to keep all threads busy in little memory
+CHECK_BLOCK = 1 << 24  # tokens whose ids are checked at a time, to bound the memory
+BYTES_PER_TOKEN = 2  # lower bound for ordinary text; character tokenizers and rare scripts can be below it
 SIZE = np.dtype("<u4")
 DOCUMENT = np.dtype([("end", "<u8"), ("content_hash", "<u8")])  # end: offset after its last token
 
@@ -38,16 +38,16 @@ class ReportProgress(Protocol):
     """A callback that shows the progress of a command."""
 
     def __call__(self, doing: str, done: int, total: int, unit: str = "byte", /) -> None:
-        """Reports that `done` of `total` bytes, or other units, of an activity are done. A total of 0 is unknown."""
+        """Reports the progress of the activity `doing` in bytes or another `unit`. A `total` of 0 means unknown."""
 
 
 def counting(progress: ReportProgress, doing: str, before: int, total: int, unit: str) -> Callable[[int], None]:
-    """Returns a callback that reports how much of a part is done, after `before` of an activity."""
+    """Returns a callback for one part of an activity. It adds `before`, the units done in earlier parts."""
     return lambda done: progress(doing, before + done, total, unit)
 
 
 def ignore_progress(*_: object) -> None:
-    """Shows nothing."""
+    """Does nothing: a ReportProgress for callers without a display."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class TokenSizes:
     """UTF-8 bytes of text covered by each token of a store."""
 
     tokens: np.ndarray  # (N,), memory-mapped
-    by_id: np.ndarray  # (V,) int64
-    counted: np.ndarray | None  # (N,) uint32, memory-mapped; None if `by_id` is right for every token
+    by_id: np.ndarray  # (V,) int64: bytes of each token id
+    counted: np.ndarray | None  # (N,) uint32, memory-mapped: bytes of each token; None if `by_id` is always right
 
     def between(self, start: int, stop: int) -> int:
         """Returns the bytes covered by tokens [start, stop)."""
@@ -69,7 +69,7 @@ class TokenSizes:
 
 @dataclass(frozen=True)
 class TokenStore:
-    """The tokens of one source."""
+    """The tokenized documents of one source."""
 
     name: str
     tokens: np.ndarray  # (N,) uint16 or uint32, memory-mapped
@@ -78,7 +78,7 @@ class TokenStore:
 
 
 def build_tokenizer(data: DataConfig, source: Source, cache: Path, progress: ReportProgress) -> Tokenizer:
-    """Loads the configured tokenizer; bpe and char are trained on `source` and cached."""
+    """Loads the configured tokenizer. "bpe" and "char" are trained on `source` and cached."""
     if data.tokenizer not in ("bpe", "char"):
         return load_tokenizer(data.tokenizer)
     settings = (data.vocab_size, data.tokenizer_sample_mb) if data.tokenizer == "bpe" else ()
@@ -97,7 +97,7 @@ def build_tokenizer(data: DataConfig, source: Source, cache: Path, progress: Rep
 
 
 def build_store(source: Source, tokenizer: Tokenizer, cache: Path, progress: ReportProgress) -> TokenStore:
-    """Tokenizes `source` unless it is in the cache. Raises ConfigError if the source has no text."""
+    """Returns the tokens of `source` from the cache, or tokenizes it. Raises ConfigError if it has no text."""
     tokenizer_key = hashlib.sha256(tokenizer.backend.to_str().encode()).hexdigest()
     dtype = np.dtype("<u2") if tokenizer.vocab_size <= 1 << 16 else np.dtype("<u4")
     key = cache_key(
@@ -124,7 +124,7 @@ def build_store(source: Source, tokenizer: Tokenizer, cache: Path, progress: Rep
 def _require_intact(
     folder: Path, tokens: np.ndarray, documents: np.ndarray, counted: np.ndarray | None, vocab_size: int
 ) -> None:
-    """Raises ConfigError if a file is truncated or an id is outside the embedding, which would read out of bounds."""
+    """Raises ConfigError if a file is truncated or an id is outside the vocabulary."""
     blocks = (tokens[start : start + CHECK_BLOCK] for start in range(0, len(tokens), CHECK_BLOCK))
     lengths = {len(tokens), int(documents["end"][-1]), len(tokens if counted is None else counted)}
     if len(lengths) > 1 or any(int(block.max()) >= vocab_size for block in blocks):
@@ -158,7 +158,7 @@ class _Writer:
                 file.close()
 
     def add(self, ids: Sequence[int], sizes: np.ndarray | None = None) -> None:
-        """Appends tokens; `sizes` are the bytes that each covers, if their ids do not determine them."""
+        """Appends tokens. `sizes` are the bytes of text that each covers, if the ids do not determine them."""
         if sizes is not None and self._sizes is None:
             self._begin_sizes()
         tokens = np.asarray(ids, dtype=self._dtype)
@@ -168,11 +168,11 @@ class _Writer:
             self._sizes.write((self._by_id[tokens] if sizes is None else sizes).astype(SIZE).tobytes())
 
     def end_document(self, content_hash: int) -> None:
-        """Ends the current document."""
+        """Writes the record of the current document."""
         self._documents.write(np.array([(self._end, content_hash)], dtype=DOCUMENT).tobytes())
 
     def _begin_sizes(self) -> None:
-        """Creates sizes.bin and writes the sizes of all earlier tokens, which follow from their ids."""
+        """Creates sizes.bin and writes the sizes of all earlier tokens, computed from their ids."""
         self._tokens.flush()
         self._sizes = (self._folder / "sizes.bin").open("wb")
         if self._end:
@@ -218,7 +218,7 @@ def _with_progress(source: Source, activity: str, progress: ReportProgress) -> I
 
 
 def rows_with_progress(source: Source, progress: ReportProgress) -> Iterator[SourceRow]:
-    """Yields the rows of a source, and reports that they are being tokenized."""
+    """Yields the rows of a source, reporting the progress of "tokenizing"."""
     return _reported(source.rows(), lambda row: len(str(row.value)), source, "tokenizing", progress)
 
 
@@ -233,7 +233,7 @@ def _reported(
 
 
 def _sample(source: Source, limit: int, progress: ReportProgress) -> Iterator[str]:
-    """Yields about `limit` bytes of text, evenly sampled from the source."""
+    """Yields about `limit` bytes of text from pieces that are evenly spread over the source."""
     keep = min(1.0, limit / source.size_bytes) if source.size_bytes else 1.0
     seen = taken = 0
     for piece in _with_progress(source, "training the tokenizer", progress):
@@ -246,12 +246,12 @@ def _sample(source: Source, limit: int, progress: ReportProgress) -> Iterator[st
 
 
 def cache_key(*parts: object) -> str:
-    """Returns the cache key of an artifact made from `parts`."""
+    """Returns a hash of `parts`, all inputs of a cached artifact, and of the format version."""
     return hashlib.sha256(repr((FORMAT, *parts)).encode()).hexdigest()[:32]
 
 
 def cached(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Returns the cache `folder`, calling `build` if it is missing. One process builds it while the others wait."""
+    """Returns `folder`, calling `build` first if it is missing. One process builds it while others wait."""
     if folder.is_dir():
         return folder
     try:

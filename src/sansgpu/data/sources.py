@@ -44,15 +44,15 @@ class Source:
 
     name: str
     fingerprint: str
-    size_bytes: int  # total size of the files on disk; 0 if unknown
+    size_bytes: int  # size of the files on disk, in total; 0 if unknown
     read: Callable[[], Iterator[Piece]]
     rows: Callable[[], Iterator[SourceRow]]
-    files: Mapping[str, Path] = field(default_factory=dict)  # by name relative to the folder; empty for a Hub dataset
+    files: Mapping[str, Path] = field(default_factory=dict)  # by path relative to the folder; empty for a Hub dataset
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The training split and, if the data has them, the validation and test splits."""
+    """The splits of a dataset; validation and test are optional."""
 
     train: Source
     validation: Source | None
@@ -60,7 +60,7 @@ class Sources:
 
 
 def open_sources(data: DataConfig, text_rows: bool = False) -> Sources:
-    """Opens the configured sources, as `open_parts` does."""
+    """Opens the configured training and validation data; see `open_parts`."""
     sources = open_parts(data.dataset_name, data, text_rows)
     if data.validation_name:
         return replace(sources, validation=open_single(data.validation_name, data, text_rows))
@@ -68,27 +68,27 @@ def open_sources(data: DataConfig, text_rows: bool = False) -> Sources:
 
 
 def open_single(name: str, data: DataConfig, text_rows: bool = False) -> Source:
-    """Opens one source to evaluate on: its validation split if it has one, else all of it."""
+    """Opens a dataset to evaluate on: its validation split, or all of it if it has none."""
     sources = open_parts(name, data, text_rows)
     return sources.validation or sources.train
 
 
 def has_conversations(name: str) -> bool:
-    """Returns whether the rows of a source to evaluate on are conversations, judging by the first one."""
+    """Returns whether the first row of a dataset to evaluate on is a conversation."""
     source = open_single(name, DataConfig(dataset_name=name))
     try:
         first = next(source.rows(), None)
-    except ConfigError:  # plain text has no rows, and reading a damaged file as text raises the same error
+    except ConfigError:  # plain text, or a damaged file: reading that as text will raise the same error
         return False
     return first is not None and isinstance(first.value, dict) and is_conversation(first.value)
 
 
 def open_parts(name: str, data: DataConfig, text_rows: bool = False) -> Sources:
-    """Opens all splits of one source. Raises ConfigError if the data does not exist.
+    """Opens all splits of a dataset. Raises ConfigError if it does not exist.
 
-    With `text_rows`, text files have rows too: a file in a folder that is named after its label is one row with `text`
-    and `label`, and each line of any other text file is one row. Folders named train, validation and test that contain
-    the folders of labels are splits.
+    With `text_rows`, plain text files have rows, too: a file in a folder named after its label is one row with `text`
+    and `label`, and in other text files each line is one row. Folders named train, validation and test that contain
+    such label folders are splits.
     """
     if name == PYTHON_STDLIB:
         return Sources(_files_source(name, *library_files(), data), None)
@@ -111,14 +111,14 @@ def open_parts(name: str, data: DataConfig, text_rows: bool = False) -> Sources:
 
 
 def _stdlib_chat(library: Source) -> Source:
-    """Builds the source of questions and answers about the standard library; as text, it yields the modules."""
+    """Returns a source whose rows are questions and answers about the standard library; its text is the modules."""
     fingerprint = files_fingerprint(library.files, (PYTHON_STDLIB_CHAT,))
-    rows = partial(stdlib_conversations, library.files)  # their size is unknown and far smaller than the files
+    rows = partial(stdlib_conversations, library.files)  # far smaller than the files, so size_bytes is unknown
     return replace(library, name=PYTHON_STDLIB_CHAT, fingerprint=fingerprint, size_bytes=0, rows=rows)
 
 
 def local_files(data: DataConfig, text_rows: bool = False) -> list[Path]:
-    """Returns the files with the configured training and validation data, without those of Hugging Face datasets."""
+    """Returns the local files of the configured training and validation data, except Hugging Face datasets."""
     found: list[Path] = []
     for name in filter(None, (data.dataset_name, data.validation_name)):
         path = local_path(name)
@@ -137,7 +137,7 @@ def _is_saved_dataset(folder: Path) -> bool:
 
 
 def _split_files(root: Path, text_rows: bool) -> tuple[dict[str, list[Path]], bool]:
-    """Returns the files of each split below `root`, and whether the names assign them: if any is named train*."""
+    """Returns the files of each split, and whether names decide the splits, which they do if any is "train"."""
     files = dataset_files(root)
     parts = {path: _split_folder(path, root) if text_rows and _is_text(path) else _part_of(path) for path in files}
     named = {part: [p for p in files if parts[p] in names] for part, names in PARTS.items()}
@@ -148,7 +148,7 @@ def _split_files(root: Path, text_rows: bool) -> tuple[dict[str, list[Path]], bo
 
 
 def _folder_sources(root: Path, data: DataConfig, text_rows: bool) -> Sources:
-    """Opens all files below `root`."""
+    """Opens all files below `root`, as splits if their names say so."""
     splits, named = _split_files(root, text_rows)
     labels = partial(_label, root=root, depth=int(named)) if text_rows else None
     sources = {
@@ -160,7 +160,10 @@ def _folder_sources(root: Path, data: DataConfig, text_rows: bool) -> Sources:
 
 
 def dataset_files(root: Path) -> list[Path]:
-    """Returns the files below `root` that can be read, sorted, without hidden ones. Raises ConfigError for none."""
+    """Returns the files below `root` with a supported suffix, sorted, except hidden ones.
+
+    Raises ConfigError if there are none.
+    """
     found = (p for p in sorted(entries_below(root)) if p.is_file() and file_form(p))
     files = [p for p in found if not any(part.startswith(".") for part in p.relative_to(root).parts)]
     if not files:
@@ -181,13 +184,13 @@ def _is_text(path: Path) -> bool:
 
 
 def _split_folder(path: Path, root: Path) -> str | None:
-    """Returns the name of the folder in `root` that contains the folder of the file's label, as in train/spam/1.txt."""
+    """Returns the top folder of a file that is also in a label folder: "train" for train/spam/1.txt."""
     folders = path.relative_to(root).parts[:-1]
     return folders[0].lower() if len(folders) > 1 else None
 
 
 def _label(path: Path, root: Path, depth: int) -> str | None:
-    """Returns the name of the folder `depth` levels below `root` that contains the file, or None."""
+    """Returns the file's label: the name of its folder at `depth` below `root`, or None if it has none."""
     folders = path.relative_to(root).parts[:-1]
     return folders[depth] if len(folders) > depth else None
 
@@ -195,7 +198,10 @@ def _label(path: Path, root: Path, depth: int) -> str | None:
 def _files_source(
     name: str, root: Path, files: list[Path], data: DataConfig, label_of: Callable[[Path], str | None] | None = None
 ) -> Source:
-    """Opens files. Text files have rows only if `label_of` returns their labels, or None for one row per line."""
+    """Opens files as one source.
+
+    Plain text files have rows only with `label_of`: one row per file if it returns a label, one per line if None.
+    """
     named = {str(path.relative_to(root)): path for path in files}
     header, tag_column = data.has_header, data.tag_column
     settings = (*([] if header else ["no header"]), *([] if tag_column is None else [tag_column]))
@@ -218,7 +224,7 @@ def _files_source(
 
 
 def files_fingerprint(files: Mapping[str, Path], settings: tuple[Any, ...]) -> str:
-    """Returns the SHA-256 of the files' names and contents and of the settings that affect how they are read.
+    """Returns a SHA-256 of the files' names and contents, and of the settings that affect how they are read.
 
     Raises ConfigError if a file cannot be read.
     """
@@ -234,7 +240,7 @@ def files_fingerprint(files: Mapping[str, Path], settings: tuple[Any, ...]) -> s
 def _hub_sources(name: str, data: DataConfig, local: bool) -> Sources:
     here = "" if local else " is not a file or folder here, and reading it from the Hugging Face Hub"
     require(f'dataset "{name}"{here}', "datasets")
-    import datasets  # a slow import that local files never need
+    import datasets  # slow to import, and local files do not need it
 
     datasets.disable_progress_bars()
     try:

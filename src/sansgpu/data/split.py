@@ -11,11 +11,11 @@ import numpy as np
 from sansgpu.config.wording import counted
 from sansgpu.data.shards import TokenSizes, TokenStore
 
-FEW_HELD_OUT = 30  # below, the 95 % interval of a share spans a third of all values
+FEW_HELD_OUT = 30  # with fewer examples, the 95 % confidence interval of an accuracy can be 1/3 wide or wider
 
 
 def describe_split(train: int, held: int, what: str, share: float) -> str:
-    """Says how data without a validation part was split; `what` is the name of a row."""
+    """Returns a message about the split of data without a validation set; `what` is the unit, such as "example"."""
     clause = f"{counted(train, what)} to train on, {held:,} held out for validation (data.validation_split {share:g})"
     if held >= FEW_HELD_OUT:
         return clause
@@ -24,7 +24,10 @@ def describe_split(train: int, held: int, what: str, share: float) -> str:
 
 @dataclass(frozen=True)
 class TokenRanges:
-    """A subset of a store. A document is tokens[start:stop]; unless it was cut, it begins with an end-of-text token."""
+    """A subset of a token store's documents. Document i is tokens[starts[i]:stops[i]].
+
+    A document starts with an end-of-text token, unless `split_documents` has cut its beginning off.
+    """
 
     tokens: np.ndarray
     starts: np.ndarray  # (D,) int64
@@ -36,7 +39,7 @@ class TokenRanges:
         return int((self.stops - self.starts).sum())
 
     def token_sizes(self) -> np.ndarray:
-        """Returns the UTF-8 bytes of text covered by each token of the documents, one after the other."""
+        """Returns the UTF-8 bytes of text covered by each token of the documents, in order: (token_count,)."""
         assert self.sizes is not None
         pieces = [self.sizes.of_tokens(int(a), int(b)) for a, b in zip(self.starts, self.stops, strict=True)]
         return np.concatenate(pieces)
@@ -54,10 +57,11 @@ def all_documents(store: TokenStore) -> TokenRanges:
 
 
 def split_documents(store: TokenStore, share: float) -> tuple[TokenRanges, TokenRanges]:
-    """Splits a store into training and validation documents. Documents with equal content are in the same split.
+    """Splits a store into training and validation documents. Documents with equal content get into the same split.
 
     Documents are held out in the order of their content hash until they have `share` of the tokens, so the split does
-    not depend on the order of files. The last one is cut: it gives only its end, to hold out exactly that share.
+    not depend on the order of files. To hold out exactly that share, the last one is cut and only its end is held out,
+    unless it has duplicates.
     """
     documents = all_documents(store)
     lengths = documents.stops - documents.starts
@@ -75,7 +79,7 @@ def split_documents(store: TokenStore, share: float) -> tuple[TokenRanges, Token
         validation_starts[order[last]] = cut
     else:
         train_stops[duplicates] = documents.starts[duplicates]
-    # The end of a cut document has no end-of-text token, so it goes first: it would seem to continue the one before it.
+    # The cut document goes first: it has no end-of-text token at its start, so it would seem to continue another one.
     held_order = np.argsort(~duplicates[is_held_out], kind="stable")
     trained = ~is_held_out | (duplicates & (train_stops > documents.starts))
     return (
@@ -90,7 +94,7 @@ def split_documents(store: TokenStore, share: float) -> tuple[TokenRanges, Token
 
 
 def split_examples(contents: Sequence[bytes], sizes: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the indices of training and validation examples. Examples with equal content are in the same split.
+    """Returns the indices of training and validation examples. Examples with equal content get into the same split.
 
     Examples are held out in the order of their content hash until they have `share` of the total size.
     """

@@ -1,4 +1,4 @@
-"""The modules of Python's standard library, which every machine has, as example data."""
+"""Example data that needs no download: the modules of Python's standard library."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 from sansgpu.data.rows import SourceRow
 
-_MIN_ANSWER = 20  # characters; shorter answers say too little
+_MIN_ANSWER = 20  # characters; shorter sentences are not informative enough
 _SENTENCE = re.compile(r"(.+?[.!?])(?:\s|$)", re.DOTALL)
 
 
 def stdlib_conversations(files: Mapping[str, Path]) -> Iterator[SourceRow]:
     """Yields a question and an answer for each public module, class and function with a docstring.
 
-    The answer is the docstring's first sentence. Files that this Python version cannot parse are skipped.
+    The answer is the first sentence of the docstring. Skips files that this Python version cannot parse.
     """
     public = {file: path for file, path in files.items() if _is_public(file)}
     for module in library_modules(public):
@@ -54,10 +54,10 @@ _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}  #
 
 
 class LibraryModule(NamedTuple):
-    """A module that this Python version can parse."""
+    """A parsed module."""
 
     file: str  # path relative to the library's folder
-    name: str  # includes the names of its packages
+    name: str  # dotted, with the names of its packages
     source: str
     tree: ast.Module
 

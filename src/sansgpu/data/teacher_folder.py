@@ -1,8 +1,8 @@
-"""A teacher's predictions of a corpus on disk: the folder that `sansgpu distill` writes and training reads.
+"""A teacher's predictions for a corpus: the folder that `sansgpu distill` writes and training reads.
 
-The folder has the tokenizer's files, arrays with the tokens of the corpus (`NAME.npy`), shards with the predictions of
-its training part (`shard-00000.bin`, one record per token that is predicted), and `MANIFEST.json` with the SHA-256 of
-each file. The manifest is replaced after each shard, so that a killed process loses one shard at most.
+The folder has the tokenizer's files, the tokens of the corpus as arrays (`NAME.npy`), the predictions for its training
+split as shards (`shard-00000.bin`, one record per target token), and `MANIFEST.json` with the SHA-256 of each file. The
+manifest is replaced after each shard, so a killed process loses one shard at most.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from sansgpu.machine.disk import file_sha256
 B = TypeVar("B", Batch, PackedSequences)
 MANIFEST = "MANIFEST.json"
 FORMAT = 1  # version of the folder's format
-MAX_NAME = 255  # bytes of a file's name
-MAX_WIDTH = 1 << 24  # tokens of a vocabulary or an example; more than any model has
-SHARD_RECORDS = 1 << 14  # minimum records of a shard: minutes of a teacher's time
+MAX_NAME = 255  # maximum bytes of a file name
+MAX_WIDTH = 1 << 24  # maximum tokens of a vocabulary or an example; more than any model has
+SHARD_RECORDS = 1 << 14  # minimum records per shard; they take a teacher minutes to compute
 REMEDY = "run `sansgpu distill` again with the same arguments"
 
 
 def record_type(top_k: int, vocabulary: int) -> np.dtype[Any]:
-    """Returns the type of the predictions of one token.
+    """Returns the dtype of one record, the teacher's prediction for one token.
 
-    `ids` are the teacher's `top_k` most likely tokens, `log_probabilities` theirs and that of all others together.
+    `ids` are the `top_k` most likely tokens; `log_probabilities` are theirs, followed by that of all other tokens
+    together.
     """
     ids = "<u2" if vocabulary <= 1 << 16 else "<u4"
     return np.dtype([("ids", ids, (top_k,)), ("log_probabilities", "<f2", (top_k + 1,))])
@@ -45,16 +46,16 @@ def record_type(top_k: int, vocabulary: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class TeacherFolder:
-    """A folder with predictions.
+    """An opened folder with a teacher's predictions, which may be incomplete.
 
-    `settings` identify the teacher, the corpus and how they were used. `counts` are the predicted tokens of each
-    training example.
+    `settings` identify the teacher, the corpus and the options of `sansgpu distill`. `counts` are the numbers of
+    predicted tokens in each of the E training examples.
     """
 
     root: Path
     settings: dict[str, Any]
-    files: dict[str, str]  # SHA-256 by name, without the shards
-    shards: dict[str, str]  # SHA-256 by name, of those that are complete
+    files: dict[str, str]  # file name -> SHA-256, without the shards
+    shards: dict[str, str]  # file name -> SHA-256 of each complete shard
     counts: np.ndarray  # (E,) int64
 
     @property
@@ -63,7 +64,7 @@ class TeacherFolder:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the predictions."""
+        """Identifies the predictions: the start of the manifest's SHA-256."""
         return file_sha256(self.root / MANIFEST)[:16]
 
     def array(self, name: str) -> np.ndarray:
@@ -76,7 +77,7 @@ class TeacherFolder:
         return found
 
     def shard_examples(self) -> list[tuple[int, int]]:
-        """Returns the ranges of training examples whose predictions are in each shard."""
+        """Returns the range [first, stop) of training examples for each shard."""
         offsets = np.concatenate([[0], np.cumsum(self.counts)])
         ranges, first = [], 0
         while first < len(self.counts):
@@ -86,7 +87,7 @@ class TeacherFolder:
         return ranges
 
     def write_shard(self, number: int, records: np.ndarray) -> TeacherFolder:
-        """Writes a shard and then the manifest. Raises OSError."""
+        """Writes a shard and then the manifest. Raises OSError if a file cannot be written."""
         path = self.root / shard_name(number)
         with atomic_write(path) as partial:
             records.tofile(partial)
@@ -95,7 +96,7 @@ class TeacherFolder:
         return done
 
     def has_shard(self, number: int) -> bool:
-        """Returns whether a shard is complete and has the content that was written."""
+        """Returns whether a shard is complete and its SHA-256 is the one in the manifest."""
         name = shard_name(number)
         return name in self.shards and _is_intact(self.root / name, self.shards[name])
 
@@ -114,9 +115,9 @@ def create_teacher_folder(
     arrays: Mapping[str, np.ndarray],
     save_tokenizer: Callable[[Path], None],
 ) -> None:
-    """Writes a folder without predictions as yet. `arrays` include `counts`. Raises OSError."""
+    """Creates a folder without any shards yet. `arrays` must include `counts`. Raises OSError if writing fails."""
     if root.is_dir():
-        root.rmdir()  # it is empty
+        root.rmdir()  # the folder is empty
     with atomic_folder(root) as partial:
         save_tokenizer(partial)
         for name, values in arrays.items():
@@ -126,7 +127,7 @@ def create_teacher_folder(
 
 
 def open_teacher_folder(root: Path) -> TeacherFolder:
-    """Opens a folder, whose predictions may be incomplete. Raises ConfigError if it is none, or a file was changed."""
+    """Opens a folder, possibly with missing shards. Raises ConfigError if it is not one, or a file was changed."""
     if not is_teacher_folder(root):
         what = "it has no MANIFEST.json" if root.is_dir() else "it does not exist"
         raise ConfigError(f"{root} is not a folder written by `sansgpu distill`: {what}.")
@@ -151,7 +152,7 @@ def open_teacher_folder(root: Path) -> TeacherFolder:
 
 
 def _wrong_setting(settings: dict[str, Any]) -> str | None:
-    """Returns the name of a setting that no `sansgpu distill` writes."""
+    """Returns the name of a setting with a type or value that `sansgpu distill` never writes, or None."""
     for name in ("task", "teacher", "data", "weights", "corpus", "vocabulary", "precision"):
         if not isinstance(settings.get(name), str):
             return name
@@ -162,12 +163,12 @@ def _wrong_setting(settings: dict[str, Any]) -> str | None:
 
 
 class Predictions:
-    """The predictions of a folder's training examples, read from its shards when they are needed."""
+    """Reads the predictions for training examples from the shards of a folder when a batch needs them."""
 
     def __init__(self, folder: TeacherFolder, progress: ReportProgress) -> None:
         """Checks all shards. Raises ConfigError if one is missing or was changed."""
         self.top_k, self._record = int(folder.settings["top_k"]), folder.record
-        # The predictions of all examples are numbered: these are the first numbers of each example and of each shard.
+        # Records are numbered over all shards: `_offsets` has the first number of each example, `_starts` of a shard.
         self._offsets = np.concatenate([[0], np.cumsum(folder.counts)])
         ranges = folder.shard_examples()
         self._starts = np.array([self._offsets[first] for first, _ in ranges])
@@ -180,7 +181,7 @@ class Predictions:
                 raise ConfigError(f"{path} is missing or was changed; {REMEDY}.")
 
     def add_to(self, batch: B, examples: np.ndarray) -> B:
-        """Returns a batch of these examples with the predictions of its targets."""
+        """Returns `batch`, which holds these examples, with the predictions for its targets."""
         records = np.concatenate([np.zeros(0, self._record), *(self._read(int(example)) for example in examples)])
         has_target: np.ndarray = batch.targets.numpy() != IGNORE
         ids = np.zeros((*has_target.shape, self.top_k), np.int32)
@@ -190,7 +191,7 @@ class Predictions:
         return replace(batch, teacher_ids=tensors[0], teacher_log_probabilities=tensors[1])
 
     def _read(self, example: int) -> np.ndarray:
-        """Reads with one call instead of a memory map, whose pages would count as memory of the process."""
+        """Reads the records of an example. A memory map would do, but its pages count as memory of the process."""
         first, stop = (int(offset) for offset in self._offsets[example : example + 2])
         shard = int(np.searchsorted(self._starts, first, side="right")) - 1
         if first == stop:

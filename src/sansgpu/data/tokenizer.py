@@ -1,4 +1,4 @@
-"""Tokenizers. Decoding the ids of any Unicode text gives the same text."""
+"""Tokenizers. Those trained here are lossless: decoding the ids of any Unicode text gives the same text."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from sansgpu.machine.hub import quiet_hub
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors, tokenizer_flaw
 
 END_OF_TEXT = "<|endoftext|>"
-# The pre-tokenization of GPT-4 and Qwen: up to three digits, words with their space, line ends apart from indentation.
+# The split pattern of GPT-4 and Qwen: up to three digits; words with a leading space; line ends without indentation.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-LONG_RUN = re.compile(r"[^\W\d_]{1000}|[^\w\s]{1000}|\s{1000}")  # characters that SPLIT keeps together
+LONG_RUN = re.compile(r"[^\W\d_]{1000}|[^\w\s]{1000}|\s{1000}")  # characters that SPLIT would not separate
 FALLBACK_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 Ids = tuple[int, ...]
 P = ParamSpec("P")
@@ -39,10 +39,10 @@ KNOWN_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|im_end|>", "<|end_of_text|>", "[S
 
 
 class Tokenizer:
-    """A `tokenizers` model with the special tokens around a document.
+    """A tokenizer of the `tokenizers` library, with the special tokens to add around a document.
 
-    `before` and `after` are the ids added before and after a document's text. By default a document begins with the
-    end-of-text token, which also ends the previous one, as in pretraining from scratch.
+    `before` and `after` are the ids to add before and after a document's text. By default a document starts with the
+    end-of-text token, which also ends the previous document, as in pretraining from scratch.
     """
 
     def __init__(self, backend: Backend, end_of_text: str | None = None, around: tuple[Ids, Ids] | None = None) -> None:
@@ -52,7 +52,7 @@ class Tokenizer:
             raise ConfigError(f"the tokenizer has no end-of-text token (searched for {truncate(' '.join(names))}).")
         backend.no_padding()
         backend.no_truncation()
-        backend.encode_special_tokens = True  # `<|endoftext|>` in a text is ordinary text
+        backend.encode_special_tokens = True  # "<|endoftext|>" within a text is encoded as ordinary text
         self.backend = backend
         self.end_of_text = found
         self.end_id = int(backend.token_to_id(found) or 0)
@@ -64,7 +64,7 @@ class Tokenizer:
         return rows_needed(self.backend)
 
     def encode(self, text: str) -> list[int]:
-        """Encodes a text without special tokens."""
+        """Encodes a text, without adding special tokens."""
         with tokenizer_errors():
             return list(self.backend.encode(text, add_special_tokens=False).ids)
 
@@ -74,30 +74,33 @@ class Tokenizer:
             return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of ids, including special tokens."""
+        """Converts ids to text, including special tokens."""
         with tokenizer_errors():
             text: str = self.backend.decode(list(ids), skip_special_tokens=False)
         return text
 
     def token_bytes(self) -> np.ndarray:
-        """Returns the UTF-8 bytes of each id in most texts, (V,) int64; `covered_bytes` is exact for a given text."""
+        """Returns the number of UTF-8 bytes that each id usually covers, (V,) int64; see `covered_bytes`."""
         sizes = token_bytes(self.backend)
         sizes[[*self.prefix_ids, *self.suffix_ids]] = 0
         return sizes
 
     def covered_bytes(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the UTF-8 bytes that each token of each text covers, (T,) int64; they sum to the text's size."""
+        """Returns, for each text, the number of UTF-8 bytes covered by each token, (T,) int64.
+
+        They sum to the size of the text.
+        """
         with tokenizer_errors():
             encoded = self.backend.encode_batch(list(texts), add_special_tokens=False)
         return [bytes_between(text, [stop for _, stop in e.offsets]) for text, e in zip(texts, encoded, strict=True)]
 
     def save(self, folder: Path) -> None:
-        """Writes tokenizer.json and tokenizer_config.json for transformers' AutoTokenizer."""
+        """Writes tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer loads."""
         save_tokenizer(folder, self.backend, _settings(self.end_of_text))
 
 
 def save_tokenizer(folder: Path, backend: Backend, settings: dict[str, Any]) -> None:
-    """Writes tokenizer.json, and `settings` as tokenizer_config.json."""
+    """Writes tokenizer.json and, from `settings`, tokenizer_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(backend.to_str(), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
@@ -120,10 +123,10 @@ def rows_needed(backend: Backend) -> int:
 
 
 def token_bytes(backend: Backend) -> np.ndarray:
-    """Returns the UTF-8 bytes of each id, (V,) int64; 0 for special tokens.
+    """Returns the number of UTF-8 bytes of each id, (V,) int64; 0 for special tokens.
 
-    For byte-level BPE they sum to a text's size. Tokenizers that normalize text, drop spaces or have an unknown token
-    need `bytes_between`.
+    With byte-level BPE, the numbers of a text's tokens sum to its size. Tokenizers that normalize text, drop spaces or
+    have an unknown token need `bytes_between`.
     """
     vocabulary = backend.get_vocab(with_added_tokens=True)
     sizes = np.zeros(rows_needed(backend), dtype=np.int64)
@@ -131,7 +134,7 @@ def token_bytes(backend: Backend) -> np.ndarray:
     decoder = json.dumps(json.loads(backend.to_str()).get("decoder"), ensure_ascii=False)
     byte_level, spaced = "ByteLevel" in decoder, "▁" in decoder
     for token, index in vocabulary.items():
-        if token in added:  # verbatim text
+        if token in added:  # stored as plain text, not as byte-level characters
             sizes[index] = 0 if added[token] else len(token.encode())
         elif byte_level:  # one character per byte
             sizes[index] = len(token)
@@ -143,13 +146,14 @@ def token_bytes(backend: Backend) -> np.ndarray:
 
 
 def bytes_between(text: str, stops: Sequence[int]) -> np.ndarray:
-    """Returns the UTF-8 bytes of `text` per token, (T,) int64, where `stops` (T,) are the end characters of the tokens.
+    """Returns the number of UTF-8 bytes of `text` per token, (T,) int64.
 
-    Text between two tokens counts for the later one, text after the last token for the last.
+    `stops` (T,) are the character offsets at which the tokens end. Text between two tokens counts for the later one,
+    and text after the last token for the last.
     """
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
     widths = 1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000)
-    sizes = np.concatenate([[0], np.cumsum(widths, dtype=np.int64)])  # bytes of the text before each character
+    sizes = np.concatenate([[0], np.cumsum(widths, dtype=np.int64)])  # byte offset of each character
     places = np.maximum.accumulate(np.asarray(stops, np.int64))
     places[-1:] = len(text)
     return np.diff(sizes[places], prepend=0)
@@ -167,7 +171,7 @@ def special_tokens_around(backend: Backend) -> tuple[Ids, Ids]:
 
 
 class _OnClassOrInstance(Generic[P, R]):
-    """A method that also works on the class, where it gets a new instance."""
+    """Decorates a method that can also be called on the class: it then gets a new instance as `self`."""
 
     def __init__(self, method: Callable[Concatenate[Any, P], R]) -> None:
         self._method, self.__doc__ = method, method.__doc__
@@ -177,7 +181,7 @@ class _OnClassOrInstance(Generic[P, R]):
 
 
 def require_vocabulary_size(size: int, name: str) -> None:
-    """Raises ConfigError, calling the size `name`, unless a new byte-level BPE tokenizer may have it."""
+    """Raises ConfigError unless `size` is valid for a new byte-level BPE tokenizer; the message calls it `name`."""
     if not MIN_VOCABULARY <= size <= MAX_VOCABULARY:
         raise ConfigError(
             f"{name} {size} is too {'small' if size < MIN_VOCABULARY else 'large'}; it must be at least "
@@ -188,7 +192,7 @@ def require_vocabulary_size(size: int, name: str) -> None:
 class BPETokenizer(Tokenizer):
     """Byte-level byte-pair encoding (Sennrich et al. 2016; Radford et al. 2019).
 
-    A new one has a token per byte, until it is trained.
+    Before training, its vocabulary has the 256 bytes and the end-of-text token.
     """
 
     def __init__(
@@ -200,10 +204,10 @@ class BPETokenizer(Tokenizer):
     def train(
         self, texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (END_OF_TEXT,)
     ) -> BPETokenizer:
-        """Trains up to `vocab_size` tokens on `texts`, including the 256 bytes and the special tokens.
+        """Trains a vocabulary of up to `vocab_size` tokens, including the 256 bytes and the special tokens.
 
-        Replaces the vocabulary and returns the tokenizer. `BPETokenizer.train(texts, 512)` returns a new one. Raises
-        ConfigError if the size is out of range.
+        Called on an instance, it replaces the vocabulary and returns the instance. Called on the class, as in
+        `BPETokenizer.train(texts, 512)`, it returns a new tokenizer. Raises ConfigError if the size is out of range.
         """
         require_vocabulary_size(vocab_size, "vocab_size")
         super().__init__(_trained_bpe(texts, vocab_size, special_tokens))
@@ -212,20 +216,20 @@ class BPETokenizer(Tokenizer):
     def train_from_dataset(
         self, dataset_name: str, dataset_config: str | None = None, *, vocab_size: int, max_samples: int | None = None
     ) -> BPETokenizer:
-        """Trains on the training split of a dataset, named as in `data.dataset_name`, or its first `max_samples` texts.
+        """Trains like `train`, on the training split of a dataset or on its first `max_samples` documents.
 
-        Replaces the vocabulary and returns the tokenizer. Raises ConfigError if the dataset cannot be read.
+        The dataset is named as in `data.dataset_name`. Raises ConfigError if it cannot be read.
         """
         source = open_sources(DataConfig(dataset_name=dataset_name, dataset_config=dataset_config)).train
         return self.train((piece.text for piece in islice(source.read(), max_samples)), vocab_size)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Does what `save` does, by transformers' name."""
+        """Does the same as `save`; the name follows transformers."""
         self.save(Path(folder))
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> BPETokenizer:
-        """Loads what `save` wrote. Raises ConfigError if there is no tokenizer."""
+        """Loads a tokenizer that `save` wrote. Raises ConfigError if there is none."""
         loaded = load_tokenizer(folder)
         return cls(loaded.backend, loaded.end_of_text)
 
@@ -250,7 +254,7 @@ def _trained_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence
 
 
 def _with_short_words(texts: Iterable[str]) -> Iterator[str]:
-    """Cuts words every 1,000 characters: training time is quadratic in the length of a word."""
+    """Cuts words every 1,000 characters, because BPE training time is quadratic in the length of a word."""
     for text in texts:
         start = 0
         for run in LONG_RUN.finditer(text):
@@ -260,7 +264,7 @@ def _with_short_words(texts: Iterable[str]) -> Iterator[str]:
 
 
 class CharTokenizer(Tokenizer):
-    """A character tokenizer. Characters that are not in the training text are encoded as UTF-8 bytes."""
+    """A character tokenizer. Encodes characters that were not in the training text as UTF-8 bytes."""
 
     @classmethod
     def train(cls, texts: Iterable[str]) -> CharTokenizer:
@@ -280,7 +284,7 @@ class CharTokenizer(Tokenizer):
 
 
 def parsed_tokenizer(text: str, end_of_text: str | None, source: Path) -> Tokenizer:
-    """Parses the content of a tokenizer.json. Raises ConfigError if it is invalid or has no end-of-text token."""
+    """Parses a tokenizer.json. Raises ConfigError if it is invalid or has no end-of-text token."""
     if (flaw := tokenizer_flaw(text)) is not None:
         raise ConfigError(f"{source} is not a usable tokenizer: {flaw}.")
     try:
@@ -292,7 +296,7 @@ def parsed_tokenizer(text: str, end_of_text: str | None, source: Path) -> Tokeni
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """Loads a tokenizer.json, a folder with one, or the tokenizer of a Hugging Face model.
+    """Loads a tokenizer from a tokenizer.json, a folder with one, or a Hugging Face model.
 
     Raises ConfigError if there is none or it has no end-of-text token.
     """
@@ -313,8 +317,8 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
 def load_tokenizer_of_model(name: str | Path, remote_code: bool = False) -> Tokenizer:
     """Loads the tokenizer of a Hugging Face model, with the special tokens that transformers adds around a text.
 
-    For a model pretrained with sansgpu that is one end-of-text token before the text, as in training. `remote_code`
-    allows Python code in the model's repository to run.
+    For a model pretrained with sansgpu, this is an end-of-text token before the text, as in training. `remote_code`
+    allows running Python code from the model's repository.
     """
     path = local_path(name)
     if path.is_dir():
@@ -326,7 +330,7 @@ def load_tokenizer_of_model(name: str | Path, remote_code: bool = False) -> Toke
 
 
 def _loaded_by_transformers(name: str | Path, remote_code: bool = False) -> tuple[Backend, str | None]:
-    import transformers  # a slow import that a local tokenizer never needs
+    import transformers  # slow to import, and local tokenizers do not need it
 
     quiet_hub()
     try:
