@@ -1,4 +1,4 @@
-"""Memory and time costs of training a model: the part that architectures share, and measured constants."""
+"""Base class for the memory and FLOPs that training a model costs, with the constants it was calibrated with."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sansgpu.kernels.newton_schulz import newton_schulz_flops
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import Memory
 
-FULL, COMPUTE = 4, {"fp32": 4, "bf16": 2}  # bytes per value: master weights, and compute dtype by precision
-# Bytes of optimizer state per weight in hidden matrices, and per other weight, by (optimizer, optimizer_state).
-_8BIT = 2.0 + 8 / 256  # two codes and their block scales
+FULL, COMPUTE = 4, {"fp32": 4, "bf16": 2}  # bytes per value: fp32, and the compute dtype of each precision
+# Bytes of optimizer state for (a weight of a hidden matrix, any other weight), by (optimizer, optimizer_state).
+_8BIT = 2.0 + 8 / 256  # two 8-bit moments, and their fp32 scales per block of 256
 MOMENTS = {
     ("adamw", "fp32"): (8.0, 8.0),
     ("adamw", "8bit"): (_8BIT, _8BIT),
@@ -24,11 +24,11 @@ MOMENTS = {
     ("sgd", "fp32"): (4.0, 4.0),
     ("muon", "fp32"): (4.0, 8.0),
 }
-# Measured on Linux: the memory of a process with torch and its libraries, the memory that the compiler does not free,
-# and the ratio by which the allocator rounds up.
+# Measured on Linux: memory of a process that has imported torch, memory that torch.compile never frees, and memory
+# that the allocator wastes, relative to what is requested.
 _PROCESS_BYTES, _COMPILER_BYTES, _ALLOCATOR_OVERHEAD = 434 << 20, 96 << 20, 0.05
-# Backward frees activations while it allocates gradients, so their common peak is below the sum of their sizes, by this
-# share of the smaller one.
+# The backward pass frees activations while it allocates gradients, so the peak of both together is below the sum of
+# their sizes, by this share of the smaller one.
 _OVERLAP_SAVING = 0.25
 
 Shapes = dict[tuple[int, int], int]  # (inputs, outputs) of the matrices of a block -> number of such matrices
@@ -36,7 +36,7 @@ Shapes = dict[tuple[int, int], int]  # (inputs, outputs) of the matrices of a bl
 
 @dataclass(frozen=True)
 class LinearShapes:
-    """The shapes of the linear layers of a block, and (inputs, outputs) of the output head."""
+    """The shapes of the linear layers in a block, and the (inputs, outputs) of the output head."""
 
     block: Shapes
     head: tuple[int, int]
@@ -44,22 +44,22 @@ class LinearShapes:
 
 @dataclass(frozen=True)
 class StepWork:
-    """FLOPs of a step by part; causal attention counts only unmasked scores."""
+    """FLOPs of a training step, by part. Causal attention counts only the unmasked scores."""
 
     matmul: float
     attention: float
     loss: float
-    muon: float  # orthogonalization, if Muon is the optimizer
+    muon: float  # orthogonalization, counted whatever the optimizer is
 
     @property
     def needed(self) -> float:
-        """FLOPs of the model, without the optimizer and without recomputed activations."""
+        """FLOPs that the model itself needs, without the optimizer and recomputed activations."""
         return self.matmul + self.attention + self.loss
 
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Lower bound of the bytes that a step moves, excluding operands and results of matmuls."""
+    """Lower bounds of the bytes that a step reads and writes in memory, apart from matmuls."""
 
     optimizer: float  # weights and moments, read and written once
     other: float  # saved activations, written and read once
@@ -67,13 +67,13 @@ class StepTraffic:
 
 @dataclass(frozen=True)
 class Costs(ABC):
-    """Costs of training a model, computed without building it. Each architecture has a subclass."""
+    """Estimates what training a model costs, without building it. Each type of architecture has a subclass."""
 
     model: ModelConfig
     training: TrainingConfig
     window: int  # tokens of the longest example
-    example_tokens: float  # mean tokens of an example
-    target_ratio: float = 1.0  # share of tokens that have a loss
+    example_tokens: float  # mean tokens per example
+    target_ratio: float = 1.0  # targets per token
 
     @property
     def layers(self) -> int:
@@ -82,16 +82,16 @@ class Costs(ABC):
 
     @property
     def width(self) -> int:
-        """The number of features of a token between blocks."""
+        """The hidden size."""
         return self.model.d_model
 
     @property
     def vocabulary(self) -> int:
-        """The number of tokens in the vocabulary, by default the outputs of the head."""
+        """The vocabulary size: the outputs of the head, unless a subclass says otherwise."""
         return self.products().head[1]
 
     def with_layers(self, layers: int) -> Self:
-        """Returns the costs of the model with at most `layers` blocks."""
+        """Returns the costs of the same model, truncated to at most `layers` blocks."""
         return replace(self, model=self.model.model_copy(update={"n_layers": min(layers, self.layers)}))
 
     @abstractmethod
@@ -100,24 +100,24 @@ class Costs(ABC):
 
     @abstractmethod
     def products(self) -> LinearShapes:
-        """Returns the shapes of the matrix products of a step."""
+        """Returns the shapes of the linear layers."""
 
     @abstractmethod
     def work(self, tokens: float) -> StepWork:
-        """Estimates the FLOPs of a step with `tokens` tokens."""
+        """Estimates the FLOPs of a step over `tokens` tokens."""
 
     @abstractmethod
     def traffic(self, execution: Execution) -> StepTraffic:
-        """Counts weights and moments read and written once, and saved activations written and read once."""
+        """Counts one read and one write of weights and optimizer state, and of saved activations."""
 
     def micro_batch_tokens(self, execution: Execution) -> int:
         """Returns the tokens of the largest micro-batch."""
         return execution.tokens(self.window)
 
     def memory(self, execution: Execution) -> Memory:
-        """Estimates the peak memory of a step in bytes. `benchmarks/memory.py` compares it with real runs."""
+        """Estimates the peak memory of a step in bytes. `benchmarks/memory.py` compares the estimate with real runs."""
         weights, matrices, accumulated = self.trained(), self.trained_matrices(), execution.accumulation > 1
-        # Gradients of matrices have the compute dtype unless micro-batches accumulate.
+        # Gradients of matrices have the compute dtype, unless they are accumulated over micro-batches.
         gradients = (FULL if accumulated else COMPUTE[execution.precision]) * matrices + FULL * (weights - matrices)
         moments, activations = self.moment_bytes(execution), self.saved_bytes(execution)
         if self.model.gradient_checkpointing:
@@ -135,35 +135,35 @@ class Costs(ABC):
         return Memory(**needed, overhead=self.overhead_bytes(execution, sum(needed.values())))
 
     def trained(self) -> int:
-        """Returns the number of weights that are trained."""
+        """Returns the number of trainable weights."""
         return sum(self.parameters().values())
 
     @abstractmethod
     def trained_matrices(self) -> int:
-        """Returns the number of trained weights in hidden matrices."""
+        """Returns the number of trainable weights in hidden matrices."""
 
     @abstractmethod
     def saved_bytes(self, execution: Execution) -> int:
-        """Returns the bytes that one block saves for the backward pass of a micro-batch, including its output."""
+        """Returns the bytes of activations, including its output, that one block saves per micro-batch for backward."""
 
     @abstractmethod
     def head_bytes(self, execution: Execution) -> int:
-        """Returns the bytes of logits, their gradients and the gradient of the output head's weight."""
+        """Returns the bytes of the logits, their gradient and the gradient of the output head's weight."""
 
     def weight_bytes(self, execution: Execution) -> int:
-        """Returns the bytes of weights and, if the compute dtype is narrower, their copies in that dtype."""
+        """Returns the bytes of the weights and, if the compute dtype is bf16, of their copies in bf16."""
         compute = COMPUTE[execution.precision]
         if self.training.master_weights == "bf16":
             return self.trained() * compute
         return self.trained() * (FULL + (compute if compute < FULL else 0))
 
     def moment_bytes(self, execution: Execution) -> int:
-        """Returns the bytes of the optimizer's state."""
+        """Returns the bytes of the optimizer state."""
         in_matrix, elsewhere = MOMENTS[execution.optimizer, self.training.optimizer_state]
         return int(in_matrix * self.trained_matrices() + elsewhere * (self.trained() - self.trained_matrices()))
 
     def overhead_bytes(self, execution: Execution, needed: int) -> int:
-        """Returns the bytes of the process and the compiler, and the allocator's share of `needed`."""
+        """Returns the bytes used by the process and the compiler, and wasted by the allocator on `needed` bytes."""
         process = _PROCESS_BYTES + (_COMPILER_BYTES if execution.compile == "on" else 0)
         return process + int(_ALLOCATOR_OVERHEAD * needed)
 
@@ -173,17 +173,20 @@ def shapes_of(matrices: Iterable[tuple[int, int]]) -> Shapes:
 
 
 def numbers_of(shapes: Shapes) -> int:
-    """Returns the number of weights in the matrices of a block."""
+    """Returns the number of weights in the matrices of one block."""
     return sum(inputs * outputs * count for (inputs, outputs), count in shapes.items())
 
 
 def muon_flops(shapes: Shapes) -> float:
-    """Returns the FLOPs to orthogonalize the matrices of a block."""
+    """Returns the FLOPs with which Muon orthogonalizes the matrices of one block."""
     return sum(count * newton_schulz_flops(outputs, inputs) for (inputs, outputs), count in shapes.items())
 
 
 def cross_entropy_bytes(execution: Execution, tokens: int, head: tuple[int, int], trained: bool) -> int:
-    """Returns the bytes of a fused output head and loss of shape `head`, with its weight's gradient if `trained`."""
+    """Returns the bytes that the fused output head and loss need for `tokens` tokens.
+
+    `head` is the (inputs, outputs) of the head. Its weight's gradient counts if it is `trained`.
+    """
     (width, outputs), compute = head, COMPUTE[execution.precision]
     rows, per_logit = (CHUNK_ROWS, compute) if execution.kernels != "torch" else (PLAIN_ROWS, compute + 5 * FULL)
     logits = min(tokens, rows) * outputs * per_logit + tokens * width * (2 * compute + 2 * FULL)

@@ -1,4 +1,6 @@
-"""The decoder, in architectures that `transformers` loads without custom code (see config/architectures.py).
+"""The decoder that is trained from scratch.
+
+It computes several architectures, all of which transformers loads without custom code; see config/architectures.py.
 
 B batch, T time, D width, H query heads, K key-value heads, d head dim, V vocabulary.
 """
@@ -27,25 +29,25 @@ from sansgpu.kernels.rotary import rotate_heads
 from sansgpu.models.modules import INIT_STD, Table, compile_blocks, materialize_empty
 from sansgpu.models.quantized_layers import QuantizedEmbedding, matrix_of
 
-# By model.activation; GELU is the tanh approximation, as in GPT-2.
+# Values of model.activation. GELU is the tanh approximation, as in GPT-2.
 ACTIVATIONS = {
     "swiglu": Activation.SWIGLU,
     "gelu": Activation.GELU_TANH,
     "relu2": Activation.RELU_SQUARED,
     "relu": Activation.RELU,
 }
-IGNORED_LABEL = -100  # label without a loss, as in torch and transformers
+IGNORED_LABEL = -100  # label that the loss skips: the default ignore_index of torch and transformers
 
 
 class CausalLMOutput(NamedTuple):
-    """The result of a decoder that is called with labels."""
+    """The output of a decoder that is called with labels."""
 
-    loss: torch.Tensor  # mean over the labels
+    loss: torch.Tensor  # mean over the labels that are not ignored: ()
     logits: torch.Tensor  # (B, T, V)
 
 
 class KeyValueCache:
-    """Keys and values of one layer for the tokens so far, in preallocated tensors (B, K, T, d)."""
+    """The keys and values of one layer for all tokens so far, in preallocated tensors (B, K, T, d)."""
 
     def __init__(self, batch: int, heads: int, length: int, head_dim: int, like: torch.Tensor) -> None:
         self.keys = like.new_empty(batch, heads, length, head_dim)
@@ -53,7 +55,7 @@ class KeyValueCache:
         self.length = 0
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends (B, K, t, d); returns all keys and values so far."""
+        """Appends keys and values of t tokens, (B, K, t, d); returns those of all tokens so far."""
         end = self.length + keys.shape[2]
         self.keys[:, :, self.length : end] = keys
         self.values[:, :, self.length : end] = values
@@ -61,23 +63,23 @@ class KeyValueCache:
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
-        """Appends k and v (B, K, t, d); returns the attention of q (B, H, t, d) to all keys in `ranges`."""
+        """Appends k and v (B, K, t, d); returns the attention of q (B, H, t, d) over the keys in `ranges`."""
         return attention(q, *self.append(k, v), ranges)
 
 
 class LayerCache(Protocol):
-    """Keys and values of one layer: a `KeyValueCache`, or a `LayerSlots` of models/generation/kv_cache.py."""
+    """The interface of a layer's cache: `KeyValueCache` here, or `LayerSlots` in models/generation/kv_cache.py."""
 
     @property
     def length(self) -> int:
-        """Number of cached tokens before the positions that a forward pass computes itself."""
+        """Number of cached tokens, which the model adds to positions and key ranges; 0 if the cache does so itself."""
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
-        """Adds the keys and values of a pass to the cache, and computes its attention."""
+        """Adds the keys and values of new tokens to the cache, and returns the attention of their queries."""
 
 
 def _kept_tokens(attention_mask: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    """Returns which tokens are no padding, (B, T) bool. Raises ValueError for a mask that is not of padding."""
+    """Returns which tokens are not padding, (B, T) bool. Raises ValueError if the mask hides tokens inside a row."""
     if attention_mask.shape != inputs.shape:
         shapes = f"{tuple(attention_mask.shape)}, but input_ids {tuple(inputs.shape)}"
         raise ValueError(f"attention_mask has shape {shapes}; pass one number per token, 0 for padding")
@@ -89,7 +91,7 @@ def _kept_tokens(attention_mask: torch.Tensor, inputs: torch.Tensor) -> torch.Te
 
 
 def _apart(document_ids: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Returns the document ids (B, T) with an unused one for padding."""
+    """Returns the document ids (B, T), with an unused id for padding, so that no other token attends to it."""
     return torch.where(kept, document_ids, document_ids.min() - 1)
 
 
@@ -138,7 +140,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202), or two layers with ReLU squared (arXiv 2109.08668), GELU or ReLU in between."""
+    """SwiGLU (arXiv 2002.05202), or two linear layers with ReLU squared (arXiv 2109.08668), GELU or ReLU between."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -163,7 +165,7 @@ class DecoderBlock(nn.Module):
         self.feed_forward_norm = _norm(config, config.d_model)
         self.feed_forward = FeedForward(config)
         self.dropout = config.dropout
-        self.adds_last = config.gradient_checkpointing  # saves one tensor between blocks instead of two
+        self.adds_last = config.gradient_checkpointing  # so that one tensor is saved per block instead of two
 
     def forward(
         self,
@@ -173,30 +175,31 @@ class DecoderBlock(nn.Module):
         cache: LayerCache | None = None,
         branch: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Takes and returns the residual stream and a branch, both (B, T, D), that the next norm adds to it.
+        """Computes the block on the residual stream `x` and the output `branch` of the last block, both (B, T, D).
 
-        The branch is None if it was added.
+        Returns the new stream and the output of the feed-forward network. The next norm adds the latter to the stream
+        in the same kernel; it is None if this block has already added it.
         """
         x, inputs = self.attention_norm.branch(x, branch, self.dropout)
         y = self.attention(inputs, rotary, ranges, cache)
         x, inputs = self.feed_forward_norm.branch(x, y, self.dropout)
         y = self.feed_forward(inputs)
-        if self.adds_last or torch.compiler.is_compiling():  # compiled blocks are one graph only if all return the same
+        if self.adds_last or torch.compiler.is_compiling():  # blocks share one graph only if all return the same types
             return residual(x, y, self.dropout, self.training), None
         return x, y
 
 
 class TransformerLM(nn.Module):
-    """A decoder-only language model. A call returns logits, and with labels also the loss.
+    """A decoder-only language model. A call returns the logits or, with labels, the loss and the logits.
 
-    With `seed` None the weights are on the meta device: to count them, or to load them with `assign=True`.
+    If `seed` is None, the weights are on the meta device, to count them or to load them with `assign=True`.
     """
 
     def __init__(self, config: ModelConfig, seed: int | None = 0) -> None:
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("model.vocab_size must be set to at least the size of the tokenizer")
-        self.config = config.model_copy()  # later assignments to `config` do not change this model
+        self.config = config.model_copy()  # so that later assignments to `config` do not change this model
         self.before_block: Callable[[], None] = lambda: None  # called before each block in training; may raise
         rotary = config.decoder.positions == "rope"
         with torch.device("meta"):  # weights are drawn below, from a separate generator
@@ -214,7 +217,7 @@ class TransformerLM(nn.Module):
 
     @torch.no_grad()
     def _initialize(self, generator: torch.Generator) -> None:
-        """Initializes as GPT-2 does, except that some architectures zero the last matrix of each residual branch."""
+        """Initializes like GPT-2. In some architectures the last matrix of each residual branch starts at zero."""
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
@@ -232,17 +235,17 @@ class TransformerLM(nn.Module):
         document_ids: torch.Tensor | None = None,
         options: LossOptions = DEFAULT_LOSS_OPTIONS,
     ) -> torch.Tensor:
-        """Returns the cross-entropy summed over targets (B, T), skipping -100; full logits are never in memory."""
+        """Returns the cross-entropy summed over targets (B, T) other than -100, without storing all logits at once."""
         hidden = self.hidden(inputs, positions, document_ids)
         return linear_cross_entropy(hidden.flatten(0, 1), self.head_matrix, targets.flatten(), options)
 
     def compile_blocks(self) -> None:
-        """Compiles each block with torch.compile, which pays on a GPU; all share one graph."""
+        """Compiles the blocks, which share one graph, with torch.compile. This pays off on a GPU."""
         compile_blocks(self)
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """The weight of the output head, (V, D). A model from a quantized GGUF file has none, but a `head_matrix`."""
+        """The weight of the output head, (V, D); for a model from a quantized GGUF file, use `head_matrix`."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     @property
@@ -257,7 +260,7 @@ class TransformerLM(nn.Module):
         return torch.float32 if isinstance(weight, QuantizedWeight) else weight.dtype
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the logits after final hidden states: (N, D) -> (N, V)."""
+        """Computes logits from the final hidden states: (N, D) -> (N, V)."""
         weight = self.head_matrix
         if isinstance(weight, QuantizedWeight):
             return quantized_linear(hidden.float(), weight)
@@ -270,10 +273,10 @@ class TransformerLM(nn.Module):
         document_ids: torch.Tensor | None = None,
         caches: Sequence[LayerCache] | None = None,
     ) -> torch.Tensor:
-        """Returns the final normalized hidden states: (B, T) -> (B, T, D).
+        """Returns the final hidden states, after the last norm: (B, T) -> (B, T, D).
 
-        With `document_ids` (B, T) a token attends only to tokens of its document. With `caches` the inputs continue
-        the cached tokens.
+        With `document_ids` (B, T), tokens attend only to tokens of their own document. With `caches`, one per layer,
+        the inputs continue the cached tokens.
         """
         time = inputs.shape[1]
         if positions is None:
@@ -281,7 +284,7 @@ class TransformerLM(nn.Module):
             positions = torch.arange(start, start + time, device=inputs.device)[None]
         ranges = causal_ranges(torch.zeros_like(inputs) if document_ids is None else document_ids)
         if caches:
-            ranges[..., 1] += caches[0].length  # cached tokens are visible
+            ranges[..., 1] += caches[0].length  # all queries see the cached tokens
         quantized = isinstance(self.embedding, QuantizedEmbedding)
         x = self.embedding(inputs) if quantized else embed(inputs, self.embedding.weight)
         if self.position is not None:
@@ -292,7 +295,7 @@ class TransformerLM(nn.Module):
             if self.training:
                 self.before_block()
             if caches:
-                # bypasses torch.compile: lengths change each token
+                # bypasses torch.compile, because the number of keys changes with each token
                 x, branch = type(block).forward(block, x, rotary, ranges, caches[index], branch)
             elif self.config.gradient_checkpointing and self.training:
                 x, branch = checkpoint(block, x, rotary, ranges, use_reentrant=False)
@@ -319,12 +322,11 @@ class TransformerLM(nn.Module):
     ) -> torch.Tensor | CausalLMOutput:
         """Returns logits: (B, T) -> (B, T, V). With `labels` (B, T), returns the loss and the logits.
 
-        As in transformers, `labels` are usually the inputs themselves: they are shifted here, -100 is ignored, and the
-        loss is the mean cross-entropy. No token predicts the next one of another document.
+        As in transformers, `labels` are usually the inputs themselves: the model shifts them, ignores -100 and returns
+        the mean cross-entropy. The last token of a document does not predict the first one of the next document.
 
-        `attention_mask` (B, T) is 0 for padding, which may be at the start and the end of a row. The results of the
-        other tokens are those of the row without its padding, whose labels are ignored. Logits of padding have no
-        meaning.
+        `attention_mask` (B, T) is 0 for padding, which may be at the start and the end of a row. Padding does not
+        change the results of the other tokens. Its own labels are ignored, and its logits have no meaning.
         """
         if attention_mask is not None:
             if caches:
@@ -349,7 +351,7 @@ class TransformerLM(nn.Module):
 
     @property
     def parameter_count(self) -> int:
-        """Number of parameters; tied ones count once."""
+        """Returns the number of parameters; tied parameters count once."""
         return sum(p.numel() for p in self.parameters())
 
     def new_caches(self, batch: int) -> list[KeyValueCache]:

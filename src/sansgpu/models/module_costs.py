@@ -1,6 +1,6 @@
-"""Costs of training any module with repeated blocks, counted from its parameters.
+"""Estimates what training a module with repeated blocks costs, from the shapes of its parameters.
 
-N tokens of a micro-batch, D width, F feed-forward width, T tokens of the longest example, V vocabulary.
+D width, F feed-forward width.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from sansgpu.models.costing import (
 )
 from sansgpu.models.modules import blocks_of
 
-# Bytes per token that a block saves for its backward pass, per unit of D, and per unit of F for each (D, F) matrix, by
-# precision. Measured on the layouts of Qwen2 and BERT, not compiled.
+# Bytes that a block saves per token for its backward pass, by precision: (bytes per unit of D, bytes per unit of F and
+# (D, F) matrix). Measured on Qwen2 and BERT without torch.compile.
 _SAVED_BYTES = {"bf16": (38, 4), "fp32": (36, 8)}
-# The same for blocks that `patch_model` replaces.
+# The same for blocks that `patch_model` has replaced with fused ones.
 _FUSED_SAVED_BYTES = {
     "decoder": {"bf16": (20, 2), "fp32": (28, 4)},
     "encoder": {"bf16": (20, 2), "fp32": (32, 4)},
@@ -41,7 +41,7 @@ FusedBlocks = Literal["decoder", "encoder"]
 
 @dataclass(frozen=True)
 class QuantizedWeights:
-    """How many frozen weights stay quantized, and their bytes."""
+    """The number of frozen weights that stay quantized in memory, and their size in bytes."""
 
     count: int = 0
     bytes: int = 0
@@ -52,7 +52,7 @@ class QuantizedWeights:
 
 @dataclass(frozen=True)
 class ModuleShape:
-    """Sizes and parameter counts of a model, on which its costs depend; tied parameters count once."""
+    """The sizes and parameter counts that determine a model's costs. Tied parameters count once."""
 
     layers: int
     width: int
@@ -61,19 +61,19 @@ class ModuleShape:
     vocabulary: int
     outputs: int  # features of the output head, such as the vocabulary size or the number of classes
     embedding: int
-    head: int  # all weights after the blocks; 0 if tied to the embedding
+    head: int  # all weights outside the blocks and embeddings; 0 if the head is tied to the embedding
     blocks: int
     adapter: int
     trained: int
     trained_matrices: int  # matrices in blocks; only their gradients have the compute dtype
     products: tuple[tuple[tuple[int, int], int], ...]
-    fused: FusedBlocks | None  # the blocks that `patch_model` has put in place of others
+    fused: FusedBlocks | None  # the type of fused blocks that `patch_model` has put in, if it has
     packs: bool = True  # several examples can share a row
     quantized_blocks: QuantizedWeights = QuantizedWeights()
-    quantized_tables: QuantizedWeights = QuantizedWeights()  # those of the token embedding and the output head
+    quantized_tables: QuantizedWeights = QuantizedWeights()  # in the token embedding and the output head
 
     def with_layers(self, layers: int) -> ModuleShape:
-        """Returns the shape with at most `layers` blocks."""
+        """Returns the shape of the same model, truncated to at most `layers` blocks."""
         share = min(layers, self.layers) / self.layers
         removed = (1 - share) * (self.trained - self.head - self.embedding if self.adapter == 0 else self.adapter)
         return replace(
@@ -88,9 +88,10 @@ class ModuleShape:
 
 
 def count_parameters(model: nn.Module, parts: Mapping[str, str], layers: int) -> dict[str, int]:
-    """Counts the parameters of each part of a model with one block, as if it had `layers`; tied parameters count once.
+    """Counts the parameters of each part of a model that was built with one block but stands for `layers` blocks.
 
-    `parts` are regular expressions of the names of their parameters. Parts without parameters are left out.
+    `parts` maps the name of a part to a regular expression for the start of its parameters' names. Tied parameters
+    count once. Omits parts without parameters.
     """
     counts = dict.fromkeys(parts, 0)
     for name, parameter in model.named_parameters():
@@ -102,13 +103,14 @@ def count_parameters(model: nn.Module, parts: Mapping[str, str], layers: int) ->
 def module_shape(model: nn.Module, width: int, heads: int, vocabulary: int, outputs: int | None = None) -> ModuleShape:
     """Counts the parameters of a model, which may be on the meta device.
 
-    `outputs` defaults to the outputs of the last linear layer after the blocks, or else to the vocabulary.
+    `outputs`, the output size of the head, defaults to that of the last matrix outside the blocks and embeddings, or
+    to the vocabulary if there is none.
     """
     blocks = blocks_of(model)
     inside = {id(p) for block in blocks for p in block.parameters()}
     named = list(model.named_parameters())
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    # Keyed by identity: an adapter layer exposes the weight of its base layer as its own.
+    # Keyed by identity, because an adapter layer and its base layer have the same weight.
     matrices: dict[int, nn.Parameter] = {}
     for module in blocks[0].modules():
         weight = getattr(module, "weight", None)
@@ -135,7 +137,7 @@ def module_shape(model: nn.Module, width: int, heads: int, vocabulary: int, outp
 
 @dataclass(frozen=True)
 class ModuleCosts(Costs):
-    """The costs of a model of a given shape."""
+    """Estimates the costs of any model with the given shape."""
 
     shape: ModuleShape = field(kw_only=True)
 
@@ -163,11 +165,11 @@ class ModuleCosts(Costs):
         return LinearShapes(dict(self.shape.products), (self.width, self.shape.outputs))
 
     def work(self, tokens: float) -> StepWork:
-        """Counts 6 FLOPs per token for each trained weight, and 4 for each frozen one, which needs no gradient."""
+        """Counts 6 FLOPs per token and trained weight, and 4 per frozen one, which needs no gradient."""
         shape = self.shape
         per_weight = 6.0 if shape.trained > shape.adapter + shape.head else 4.0
         matrices = numbers_of(dict(shape.products)) * shape.layers
-        attended = (self.example_tokens + 1) / 2 if shape.heads else 0.0  # mean number of keys of a query
+        attended = (self.example_tokens + 1) / 2 if shape.heads else 0.0  # mean number of keys per query
         return StepWork(
             matmul=(per_weight * matrices + 6.0 * shape.adapter) * tokens,
             attention=12.0 * shape.layers * shape.width * attended * tokens,

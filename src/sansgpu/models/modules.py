@@ -1,4 +1,4 @@
-"""Helpers for modules: initial and uninitialized weights, and repeated blocks."""
+"""Helpers for modules: allocating and casting weights, and finding and compiling repeated blocks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-INIT_STD = 0.02  # standard deviation of initial weights, the value of GPT-2, BERT and Qwen
-MAX_GRAPHS = 64  # limit of a block in a process (default 8): calibration and memory pressure vary the micro-batch
+INIT_STD = 0.02  # standard deviation of initial weights, as in GPT-2, BERT and Qwen
+MAX_GRAPHS = 64  # torch.compile's recompile limit (default 8); each micro-batch size that is tried needs a graph
 
 
 class Table(nn.Embedding):
-    """nn.Embedding that skips initialization on the meta device: it would import torch's compiler, which takes 1 s."""
+    """nn.Embedding without initialization on the meta device, which would import torch's compiler and take 1 s."""
 
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
@@ -22,14 +22,14 @@ class Table(nn.Embedding):
 
 
 def materialize_empty(model: nn.Module) -> None:
-    """Allocates uninitialized weights for a model on the meta device. Unlike `to_empty`, does not import sympy."""
+    """Allocates uninitialized weights for a model on the meta device, like `to_empty` but without importing sympy."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype)))
 
 
 def narrow_matrices(model: nn.Module, layers: type[nn.Module] = nn.Module) -> None:
-    """Converts the matrices of `layers` of a model to bf16 once, as autocast would in each pass; not for training."""
+    """Converts the matrices of a model's `layers` to bf16 in place, as autocast would in each pass; for inference."""
     for module in model.modules():
         if isinstance(module, layers):
             for parameter in module.parameters(recurse=False):
@@ -39,7 +39,7 @@ def narrow_matrices(model: nn.Module, layers: type[nn.Module] = nn.Module) -> No
 
 @contextmanager
 def narrowed_matrices(model: nn.Module) -> Iterator[None]:
-    """Converts the matrices of a model to bf16 in this context, as training in bf16 does."""
+    """Context in which the matrices of a model are in bf16, as in training with bf16 precision."""
     wide = [(parameter, parameter.data) for parameter in model.parameters()]
     narrow_matrices(model)
     try:
@@ -50,7 +50,7 @@ def narrowed_matrices(model: nn.Module) -> Iterator[None]:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Returns the repeated blocks of a model, in order: its longest ModuleList with parameters."""
+    """Returns the repeated blocks of a model in order, which are its longest ModuleList with parameters."""
     lists: list[Any] = [
         m for m in model.modules() if isinstance(m, nn.ModuleList) and any(True for _ in m.parameters())
     ]
@@ -58,11 +58,11 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compiles each repeated block of a model separately; they share their graphs. Embedding and head stay eager.
+    """Compiles each repeated block of a model; the blocks share their graphs. Embedding and head stay eager.
 
-    Only their `forward` is compiled, because hooks run in `__call__`. Tells torch which vector instructions it
-    supports: otherwise it would compile and load a program for each set of them before the first graph, which takes a
-    third of all compilation.
+    Compiles only `forward`, so that hooks, which run in `__call__`, stay outside the graph. Tells torch that the CPU's
+    vector instructions work: otherwise torch compiles a test program for each instruction set first, which takes a
+    third of the compile time.
     """
     import torch._dynamo.config  # takes two seconds to import
     import torch._inductor.config

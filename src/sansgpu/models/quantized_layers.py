@@ -15,24 +15,24 @@ from sansgpu.models.modules import blocks_of
 
 
 class QuantizedLayer(nn.Module):
-    """A layer whose `weight` is None, because its values are in `blocks` (outputs, inputs)."""
+    """A layer whose quantized weight (outputs, inputs) is in `blocks`; its `weight` is None."""
 
     blocks: QuantizedWeight
 
     @property
     def W_q(self) -> torch.Tensor:  # noqa: N802
-        """The quantized rows. peft calls `dequantize` of layers with an attribute of this name, which is HQQ's."""
+        """The quantized rows. HQQ layers have an attribute of this name, by which peft finds `dequantize`."""
         return self.blocks.data
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Returns the weight (outputs, inputs)."""
+        """Returns the dequantized weight (outputs, inputs)."""
         return self.blocks.dequantized(dtype)
 
 
 class QuantizedLinear(QuantizedLayer, Linear):
-    """A linear layer: (..., inputs) -> (..., outputs). Its bias is a parameter."""
+    """A linear layer with a quantized weight: (..., inputs) -> (..., outputs). Its bias is an ordinary parameter."""
 
-    transposed: bool  # True if it replaces a Conv1D of transformers, whose weight is (inputs, outputs)
+    transposed: bool  # True if it replaces transformers' Conv1D, whose weight is (inputs, outputs)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         x = autocasted(input)
@@ -41,7 +41,7 @@ class QuantizedLinear(QuantizedLayer, Linear):
 
 
 class QuantizedEmbedding(QuantizedLayer, nn.Embedding):
-    """A token embedding, which widens the rows that it looks up to fp32: (...,) -> (..., inputs)."""
+    """A quantized token embedding, which dequantizes the rows that it looks up to fp32: (...,) -> (..., inputs)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = dequantize_rows(self.blocks.data[input.flatten()], self.blocks.format)
@@ -60,10 +60,10 @@ def is_transposed(layer: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class QuantizableMatrix:
-    """A matrix of a model that may stay quantized, and the layers that share it."""
+    """A matrix that can be quantized, with all layers that share it."""
 
     layers: tuple[nn.Module, ...]
-    is_table: bool  # it is the token embedding or the output head
+    is_table: bool  # True for the token embedding and the output head
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -72,7 +72,7 @@ class QuantizableMatrix:
         return (int(second), int(first)) if is_transposed(self.layers[0]) else (int(first), int(second))
 
     def quantize(self, weight: QuantizedWeight) -> None:
-        """Makes the layers use a quantized weight, in place."""
+        """Replaces the matrix with a quantized weight, in place."""
         for layer in self.layers:
             changed = cast(Any, layer)
             if isinstance(layer, nn.Embedding):
@@ -85,10 +85,10 @@ class QuantizableMatrix:
 
 
 def quantizable_matrices(model: nn.Module) -> dict[int, QuantizableMatrix]:
-    """Returns the matrices of the blocks of a model, its token embedding and its output head by their identities.
+    """Returns the matrices of the blocks, the token embedding and the output head, by the id() of their parameter.
 
-    An embedding or a head of another class than that of torch may compute more than a lookup or a product, so it is
-    not among them, nor is a matrix that it shares.
+    Omits an embedding or a head that is not exactly nn.Embedding or nn.Linear, and a matrix that it shares, because it
+    may compute more than a lookup or a product.
     """
     found: dict[int, QuantizableMatrix] = {}
     for block in blocks_of(model):
@@ -105,7 +105,7 @@ def quantizable_matrices(model: nn.Module) -> dict[int, QuantizableMatrix]:
 
 
 def dequantize_layer(layer: QuantizedLayer, weight: nn.Parameter) -> None:
-    """Turns a layer with a quantized weight into a plain one with `weight` (outputs, inputs), in place."""
+    """Turns a quantized layer into a plain one with `weight` (outputs, inputs), in place."""
     changed = cast(Any, layer)
     changed.weight = weight
     del changed.blocks
@@ -113,7 +113,7 @@ def dequantize_layer(layer: QuantizedLayer, weight: nn.Parameter) -> None:
 
 
 def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Turns all layers with quantized weights into plain ones, in place. Shared weights stay shared."""
+    """Turns all quantized layers into plain ones, in place. Shared weights stay shared."""
     shared: dict[int, nn.Parameter] = {}
     for layer in [module for module in model.modules() if isinstance(module, QuantizedLayer)]:
         key = layer.blocks.data.data_ptr()
@@ -123,7 +123,7 @@ def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def restore_conv1d(layer: nn.Module) -> None:
-    """Turns a layer that was a Conv1D of transformers before it was quantized into one again, in place."""
+    """Turns a linear layer back into transformers' Conv1D, which it was before it was quantized, in place."""
     from transformers.pytorch_utils import Conv1D
 
     changed = cast(Any, layer)

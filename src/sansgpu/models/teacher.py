@@ -1,6 +1,7 @@
-"""Learning from a causal model: the predictions of a teacher, and the loss of a student.
+"""Knowledge distillation for causal models: the predictions of a teacher, and the loss of a student.
 
-B sequences, N tokens in total, D width, V vocabulary, M tokens whose successors are predicted, K most likely tokens.
+B sequences, N tokens in total, D width, V vocabulary, M tokens after which the next token is predicted, K most likely
+tokens.
 """
 
 from __future__ import annotations
@@ -25,27 +26,28 @@ from sansgpu.models.quantized_layers import matrix_of
 if TYPE_CHECKING:
     from sansgpu.models.huggingface.packed_forward import UnpaddedModel
 
-LOGIT_ROWS = 256  # tokens whose logits are in memory at a time; fewer are slower to multiply
+LOGIT_ROWS = 256  # tokens whose logits are computed at a time: bounds the memory, and fewer would be slower per token
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A causal model. `before` are the tokens that it needs before each text."""
+    """A causal model to learn from. `before` are the token ids that it needs at the start of each sequence."""
 
     model: nn.Module
-    states: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # tokens (N,), lengths (B,) -> head's inputs (N, D)
-    logits: Callable[[torch.Tensor], torch.Tensor]  # inputs of the head (M, D) -> (M, V) fp32
+    states: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # tokens (N,), lengths (B,) -> head inputs (N, D)
+    logits: Callable[[torch.Tensor], torch.Tensor]  # head inputs (M, D) -> logits (M, V) in fp32
     context: int | None  # maximum number of tokens, if known
     before: tuple[int, ...] = ()
 
     def predict(
         self, tokens: torch.Tensor, lengths: torch.Tensor, chosen: torch.Tensor, top_k: int, vocabulary: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Predicts the tokens after those that are `chosen` (N,), among the first `vocabulary` of the vocabulary.
+        """Predicts the next token after each of the M tokens for which `chosen` (N,) is True.
 
-        `tokens` (N,) are those of sequences with `lengths` (B,), which do not see each other. Returns the ids of the
-        most likely tokens (M, K), and their log-probabilities followed by that of all others (M, K + 1). Raises
-        SansGPUError if they are not finite.
+        `tokens` (N,) are concatenated sequences of `lengths` (B,), which do not attend to each other. Only the first
+        `vocabulary` ids can be predicted. Returns the ids of the K = `top_k` most likely tokens (M, K), and their
+        log-probabilities followed by that of all other tokens together (M, K + 1). Raises SansGPUError if a
+        log-probability is not finite.
         """
         tokens, lengths, chosen = self._with_prefix(tokens, lengths, chosen)
         states = self.states(tokens, lengths)[chosen]
@@ -92,7 +94,7 @@ def student_loss(
     soft: SoftTargets,
     z_loss: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what `linear_mixed_loss` returns, of a transformers model: () and (2,)."""
+    """Computes `linear_mixed_loss` of a transformers model, and returns the same: () and (2,)."""
     states, head = model.head_inputs(tokens, lengths), model.head
     if head is not None:
         options = LossOptions(z_loss=z_loss, softcap=model.softcap)
@@ -102,7 +104,7 @@ def student_loss(
 
 
 def _product(rows: torch.Tensor, weight: Matrix) -> torch.Tensor:
-    """Returns logits in fp32, (M, V): bf16 would round them by up to a few per cent of a probability."""
+    """Returns logits (M, V) in fp32, because rounding to bf16 would change probabilities by up to a few percent."""
     if isinstance(weight, QuantizedWeight):
         with torch.autocast(rows.device.type, enabled=False):
             return quantized_linear(rows.float(), weight)
@@ -116,7 +118,10 @@ def _product(rows: torch.Tensor, weight: Matrix) -> torch.Tensor:
 
 
 def _top_k(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the most likely tokens, and their log-probabilities and that of all others. Overwrites the logits."""
+    """Returns the most likely tokens, and their log-probabilities followed by that of all others.
+
+    Overwrites `logits`.
+    """
     known, ids = logits.topk(count, dim=1)
     largest = known[:, :1]
     lse = logits.sub_(largest).exp_().sum(dim=1, keepdim=True).log() + largest

@@ -1,4 +1,4 @@
-"""Loads models from Hugging Face folders and GGUF files, and saves them as Hugging Face folders."""
+"""Loads decoders from Hugging Face folders and GGUF files, and saves them as Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def export_model(model: TransformerLM, tokenizer: TextCodec, folder: Path) -> None:
-    """Writes a folder for AutoModelForCausalLM and AutoTokenizer, atomically."""
+    """Writes a folder that AutoModelForCausalLM and AutoTokenizer load, atomically."""
     write_folder_atomically(folder, lambda partial: _write_model(model, tokenizer, partial))
 
 
@@ -47,7 +47,7 @@ def _write_model(model: TransformerLM, tokenizer: TextCodec, partial: Path) -> N
 
 
 def load_decoder(folder: Path) -> TransformerLM | None:
-    """Loads a local folder as our decoder; returns None for an architecture that `TransformerLM` does not compute.
+    """Loads a Hugging Face folder as a TransformerLM; returns None if TransformerLM does not support its architecture.
 
     Raises ConfigError if the folder holds no model or its weights do not match its config.
     """
@@ -60,15 +60,16 @@ def load_decoder(folder: Path) -> TransformerLM | None:
 
 def _fp32_weights(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in load_weights(file).items():
-        with readable_weights(file):  # torch cannot convert some of its own dtypes to fp32
+        with readable_weights(file):  # torch cannot convert some exotic dtypes to fp32
             converted = tensor.float()
         yield name, converted
 
 
 def load_gguf_decoder(file: GGUFFile) -> TransformerLM | None:
-    """Loads a GGUF file as our decoder, with norms of any epsilon; returns None for other architectures.
+    """Loads a GGUF file as a TransformerLM; returns None if TransformerLM does not support its architecture.
 
-    Quantized matrices stay quantized, so the model can only be used. Raises ConfigError as `load_decoder` does.
+    Quantized matrices stay quantized, so the model cannot be trained. The norms may have any epsilon. Raises
+    ConfigError like `load_decoder`.
     """
     name, key = file.settings["model_type"], file.epsilon_key
     if name not in ARCHITECTURES:
@@ -96,11 +97,11 @@ def _build_decoder(config: ModelConfig, weights: Mapping[str, Matrix], source: P
 
 
 def _plain(model: TransformerLM, name: str, value: Matrix) -> torch.Tensor | None:
-    """Returns a weight to load, or None for a quantized one, which its layer uses from now on."""
+    """Returns a weight to load. Puts a quantized weight into its layer instead and returns None."""
     if not isinstance(value, QuantizedWeight):
         return value
     layer: Any = model.get_submodule(name.removesuffix(".weight"))
-    if layer is model.position:  # it is added to the embeddings, not multiplied
+    if layer is model.position:  # position embeddings are added, and quantized weights are only for matmuls
         return value.dequantized(torch.float32)
     if tuple(layer.weight.shape) != (value.outputs, value.inputs):
         raise ValueError(f"{name} has the shape {(value.outputs, value.inputs)}, not {tuple(layer.weight.shape)}")
@@ -109,9 +110,9 @@ def _plain(model: TransformerLM, name: str, value: Matrix) -> torch.Tensor | Non
 
 
 def decoder_config(source: Path) -> ModelConfig | None:
-    """Reads the configuration of a folder or GGUF file in one of our layouts; returns None for other layouts.
+    """Reads the model configuration of a Hugging Face folder or GGUF file; None for an unsupported architecture.
 
-    Raises ConfigError if `source` is no model.
+    Raises ConfigError if `source` is not a model.
     """
     if is_gguf(str(source)):
         return _config_from(open_gguf(source).settings, source)
@@ -134,7 +135,7 @@ def _config_from(settings: dict[str, Any], source: Path) -> ModelConfig | None:
 
 
 class HuggingFaceLM(torch.nn.Module):
-    """Any transformers causal LM, with the interface that evaluation uses."""
+    """Wraps any causal LM of transformers in the interface that evaluation uses."""
 
     def __init__(self, name: str, remote_code: bool = False) -> None:
         super().__init__()
@@ -154,14 +155,14 @@ class HuggingFaceLM(torch.nn.Module):
             self._fused = head_is_plain(self.model, self._loss_options.softcap)
 
     def unpadded(self) -> UnpaddedModel:
-        """Returns the model for sequences that share a row, if it supports that."""
+        """Returns the model in a wrapper that packs sequences without padding if the model supports it."""
         from sansgpu.models.huggingface.packed_forward import UnpaddedModel  # imports transformers
 
         return UnpaddedModel(self.model, pack=True)
 
     @property
     def context(self) -> int | None:
-        """The maximum number of tokens, or None if the model declares none."""
+        """The maximum number of tokens, or None if the config has no max_position_embeddings."""
         length: Any = getattr(self.model.config, "max_position_embeddings", None)
         return int(length) if length else None
 
@@ -172,7 +173,7 @@ class HuggingFaceLM(torch.nn.Module):
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns the cross-entropy summed over targets (B, T); each row is one document."""
+        """Returns the cross-entropy summed over targets (B, T). Each row must be one document."""
         if positions is not None or document_ids is not None:
             raise ValueError("packed documents are not supported; pass windows of one document each")
         if not self._rotary:
@@ -180,7 +181,7 @@ class HuggingFaceLM(torch.nn.Module):
         valid = targets != -100
         lengths = (valid * torch.arange(1, targets.shape[1] + 1, device=valid.device)).amax(dim=1).tolist()
         losses = []
-        for rows in self._rotary.groups(lengths):  # RoPE depends on the row length, which must not include padding
+        for rows in self._rotary.groups(lengths):  # some RoPE variants depend on the length, without padding
             self._rotary.reset()
             stop = max(1, max(lengths[row] for row in rows))
             losses.append(self._loss(inputs[rows, :stop], targets[rows, :stop]))

@@ -1,6 +1,6 @@
-"""Writes model folders, checks foreign ones, and finds the base model of those that hold only an adapter.
+"""Writes model folders, validates those from elsewhere, and finds the base model of a folder with only an adapter.
 
-The checks run before a library reads a folder: a bad one could make it hang, or read files elsewhere.
+A folder is validated before a library reads it, because a bad one could make the library hang or read files elsewhere.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from sansgpu.files.ownership import replace_folder
 from sansgpu.files.reading import read_json, read_object, require_regular_file
 from sansgpu.models.formats.safetensors_file import require_short_header
 
-MODEL_TYPE = "sansgpu-graph"  # model_type in config.json of our own layout
+MODEL_TYPE = "sansgpu-graph"  # model_type in the config.json of graph encoders, which transformers cannot load
 ADAPTER_CONFIG = "adapter_config.json"
-MAX_PARTS = 10_000  # layers, experts or heads in a config.json; each costs a loop iteration or a module
-ALLOWED_LAYERS = 128  # models of up to this depth are built in any case, because torch then names the missing weights
-MAX_WIDTH = 1 << 24  # maximum size of a vocabulary or a layer
+MAX_PARTS = 10_000  # maximum layers, experts or heads in a config.json, each of which may be a module
+ALLOWED_LAYERS = 128  # up to this depth a model is built even if weights are missing: torch then reports their names
+MAX_WIDTH = 1 << 24  # maximum size of a vocabulary or a hidden layer in a config.json
 _WIDTHS = re.compile(r"(size|dim)$|^(n_embd|n_inner|d_\w+)$")
 _PARTS = re.compile(r"^(n|num)_.*(layers?|experts?|blocks?|heads?)$|_layers$")
 _PRECISIONS = get_args(ModelConfig.model_fields["base_precision"].annotation)
 
 
 def write_folder_atomically(folder: Path, write: Callable[[Path], None]) -> None:
-    """Calls `write` with a temporary folder, then replaces `folder` with it.
+    """Calls `write` with a temporary folder, and then replaces `folder` with it.
 
     Raises ConfigError if `folder` holds files that sansgpu did not write, and SansGPUError if writing fails.
     """
@@ -46,13 +46,13 @@ def write_folder_atomically(folder: Path, write: Callable[[Path], None]) -> None
 
 
 class SavedTokenizer(Protocol):
-    """A tokenizer that can be written to a folder."""
+    """The interface of a tokenizer that can be written to a folder."""
 
     def save(self, folder: Path) -> None: ...
 
 
 def export_module(model: nn.Module, config: ModelConfig, tokenizer: SavedTokenizer, folder: Path) -> None:
-    """Writes model.safetensors, config.json and the tokenizer. The module's own class reads them."""
+    """Writes model.safetensors, config.json and the tokenizer for a model that only sansgpu can load."""
     settings = {"architectures": [type(model).__name__], **config.model_dump(mode="json", exclude_defaults=True)}
 
     def write(partial: Path) -> None:
@@ -64,9 +64,10 @@ def export_module(model: nn.Module, config: ModelConfig, tokenizer: SavedTokeniz
 
 
 def validate_model_folder(folder: Path) -> None:
-    """Raises ConfigError if a model folder holds a pipe or device, or settings with impossible sizes.
+    """Raises ConfigError if a library should not read a model folder.
 
-    An index of weights may only name files in its own folder.
+    That is if it holds a pipe or a device, a safetensors file with a very long header, an index that names files
+    outside the folder, or a config with impossible sizes.
     """
     for path in sorted(folder.iterdir()):
         require_regular_file(path)
@@ -80,7 +81,7 @@ def validate_model_folder(folder: Path) -> None:
 
 
 def folder_settings(folder: Path) -> dict[str, Any]:
-    """Returns the config.json of a model folder, or no settings if there is none. Raises ConfigError."""
+    """Validates a model folder and returns its config.json, or {} if there is none. Raises ConfigError."""
     if not (folder / "config.json").exists():
         return {}
     validate_model_folder(folder)
@@ -88,18 +89,18 @@ def folder_settings(folder: Path) -> dict[str, Any]:
 
 
 def is_graph_folder(folder: Path) -> bool:
-    """Returns True if the folder holds a graph encoder in our own layout."""
+    """Returns True if the folder holds a graph encoder that only sansgpu can load."""
     return folder_settings(folder).get("model_type") == MODEL_TYPE
 
 
 def has_architecture(folder: Path, ending: str) -> bool:
-    """Returns True if the folder holds a transformers model whose class name has this ending."""
+    """Returns True if an architecture in the folder's config.json ends with `ending`, e.g. "ForCausalLM"."""
     names = folder_settings(folder).get("architectures")
     return isinstance(names, list) and any(str(name).endswith(ending) for name in names)
 
 
 def require_possible_sizes(settings: Any, source: Path) -> None:
-    """Raises ConfigError if settings have sizes that no model has, or key-value heads that do not divide the heads."""
+    """Raises ConfigError if a config has implausibly large sizes, or key-value heads that do not divide the heads."""
     if not isinstance(settings, dict):
         raise ConfigError(f"{source} holds a {type(settings).__name__}, not keys and values.")
     for key, value in settings.items():
@@ -116,7 +117,7 @@ def require_possible_sizes(settings: Any, source: Path) -> None:
 
 
 def require_layers(layers: int, weights: int, source: Path | str) -> None:
-    """Raises ConfigError if a model has more layers than weights, before building them all."""
+    """Raises ConfigError if a config asks for more layers than there are weights, before they are all built."""
     if layers > max(weights, ALLOWED_LAYERS):
         raise ConfigError(
             f"{source}: the weights do not fit its settings: {counted(layers, 'layer')}, but "
@@ -137,9 +138,9 @@ def is_adapter_folder(folder: Path) -> bool:
 
 
 def base_of(model: ModelConfig) -> ModelConfig | None:
-    """Returns the settings of the base model of a folder with only an adapter, or None for another model.
+    """Returns the config of the base model if the model is a folder with only an adapter, or else None.
 
-    Raises ConfigError if the folder does not name its base model, or if that does not exist.
+    Raises ConfigError if the folder does not name its base model, or if the base model does not exist.
     """
     folder = local_path(str(model.name_or_path))
     if not is_adapter_folder(folder):
@@ -167,15 +168,15 @@ def _without_base(folder: Path, problem: str) -> ConfigError:
 
 
 def how_trained(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns what an adapter_config.json says about the base model in training."""
+    """Returns the `auto_mapping` of an adapter_config.json: the class and precision of the base model in training."""
     mapping = settings.get("auto_mapping")
     return mapping if isinstance(mapping, dict) else {}
 
 
 def add_base(settings: dict[str, Any], model: ModelConfig) -> None:
-    """Adds the base model and how it was quantized to the settings that peft writes.
+    """Adds the base model's name, revision and precision to the settings of an adapter_config.json.
 
-    peft ignores further keys of `auto_mapping`, and warns about further keys elsewhere.
+    The precision goes into `auto_mapping`, because peft ignores unknown keys there and warns about them elsewhere.
     """
     settings["base_model_name_or_path"], settings["revision"] = model.name_or_path, model.revision
     settings["auto_mapping"] = {**how_trained(settings), "base_precision": model.base_precision}

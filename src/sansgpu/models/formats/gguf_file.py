@@ -1,6 +1,7 @@
 """Reads and writes models as GGUF files, the format of llama.cpp (github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-A GGUF file has the contents of a Hugging Face folder under other names; this interface uses Hugging Face's names.
+A GGUF file has the same contents as a Hugging Face folder, but under other names. The functions here take and return
+Hugging Face's names.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from sansgpu.models.formats.layouts import LAYOUTS, Weights, module_names, with_
 from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.formats.weights import StoredTensor, as_stored, kept_blocks
 
-# Raised for metadata of unexpected types, invalid JSON and JSON that is nested too deeply.
+# Raised when metadata has unexpected types, or contains JSON that is invalid or nested too deeply.
 METADATA_ERRORS = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
 _PLAIN = (Encoding.F32, Encoding.F16, Encoding.BF16, Encoding.F64)  # not quantized
 
@@ -75,9 +76,9 @@ def write_gguf(
     gguf_type: GGUFType,
     description: ModelDescription,
 ) -> dict[str, EncodingChoice]:
-    """Writes a model with the `settings` of its config.json atomically, one tensor at a time.
+    """Writes a model atomically, one tensor at a time. `settings` is the content of its config.json.
 
-    Returns the encodings of the tensors by name. Raises ConfigError if llama.cpp would compute other results than
+    Returns the encoding of each tensor by name. Raises ConfigError if llama.cpp would not compute the same results as
     transformers.
     """
     settings = with_default_settings(settings)
@@ -108,7 +109,7 @@ def write_gguf(
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for name, tensor in tensors.items():  # one at a time, because a copy of all may not fit into memory
+            for name, tensor in tensors.items():  # one at a time, because all of them may not fit into memory
                 writer.write_tensor_data(encode(name, tensor.read(), choices[name].used))
         finally:
             writer.close()
@@ -119,7 +120,7 @@ def write_gguf(
 
 
 class GGUFFile:
-    """A model in a GGUF file, with settings and weights under the names of Hugging Face."""
+    """Reads a model from a GGUF file: its settings, weights and tokenizer, under Hugging Face's names."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -141,13 +142,13 @@ class GGUFFile:
 
     @property
     def tokenizer(self) -> TokenizerParts:
-        """The tokenizer in the file. Raises ConfigError if there is none or it is invalid."""
+        """The file's tokenizer. Raises ConfigError if there is none or it is invalid."""
         try:
             parts = read_tokenizer(self._metadata)
             flaw = tokenizer_flaw(parts.json)
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error}") from None
-        except BaseException as error:  # `tokenizers` raises bare Exception for invalid merges, or panics
+        except BaseException as error:  # `tokenizers` raises a bare Exception for invalid merges, or panics in Rust
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
             raise ConfigError(f"{self.path}: its tokenizer is invalid ({truncate(str(error))}).") from None
@@ -156,34 +157,34 @@ class GGUFFile:
         return parts
 
     def weights(self) -> Weights:
-        """Returns fp32 weights by Hugging Face's names. Raises ConfigError if a name or type is not supported."""
+        """Returns all weights in fp32. Raises ConfigError if the name or type of a tensor is not supported."""
         return {name: tensor.read() for name, tensor in self.stored_weights().items()}
 
     def matrices(self) -> dict[str, Matrix]:
-        """Returns the weights by Hugging Face's names; quantized ones stay quantized, in the mapped file if possible.
+        """Returns the weights, quantized ones without dequantizing them and, if possible, memory-mapped.
 
-        Raises ConfigError as `weights` does.
+        Raises ConfigError like `weights`.
         """
         stored = self.stored_weights()
         return {name: kept_blocks(tensor, self._layout.is_transposed(name)) for name, tensor in stored.items()}
 
     @property
     def epsilon_key(self) -> str:
-        """The name of the epsilon of norms in `settings`."""
+        """The key in `settings` of the norms' epsilon, such as rms_norm_eps."""
         return self._layout.norm_eps[0]
 
     @property
     def is_quantized(self) -> bool:
-        """True if a matrix is stored in blocks of quantized values."""
+        """True if any matrix in the file is quantized."""
         return any(len(tensor.shape) == 2 and tensor.tensor_type not in _PLAIN for tensor in self._tensors.values())
 
     def stored_weights(self) -> dict[str, StoredTensor]:
-        """Returns tensors to read, by Hugging Face's names. Raises ConfigError if a name is not supported."""
+        """Returns the tensors, which are read on demand. Raises ConfigError if a name is not supported."""
         hf_modules = {gguf_name: hf_name for hf_name, gguf_name in _gguf_modules(self.settings).items()}
         found: dict[str, StoredTensor] = {}
         for name, tensor in self._tensors.items():
             if name == ROPE_FACTORS and rope_factors(self.settings) is not None:
-                continue  # the settings contain them
+                continue  # the settings have the parameters from which they are computed
             module, _, parameter = name.rpartition(".")
             if module not in hf_modules:
                 raise ConfigError(f"{self.path}: the architecture {self._architecture} has no weight named {name}.")
@@ -204,7 +205,7 @@ class GGUFFile:
         return StoredTensor(shape, partial(self._read, name, hf_name, tensor), blocks, tensor_type.name.lower())
 
     def _read(self, name: str, hf_name: str, tensor: GGUFTensor) -> torch.Tensor:
-        """Returns a tensor in fp32 and the layout of Hugging Face. Raises ConfigError if its type is not supported."""
+        """Returns a tensor in fp32 in transformers' layout. Raises ConfigError if its type is not supported."""
         try:
             values = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
         except NotImplementedError:
@@ -213,7 +214,7 @@ class GGUFFile:
         return _from_file(hf_name, torch.from_numpy(values), self.settings)
 
     def _blocks(self, hf_name: str, tensor: GGUFTensor, known: BlockFormat) -> QuantizedWeight:
-        """Returns a matrix (outputs, inputs) as it is in the mapped file, or with whole rows permuted."""
+        """Returns a quantized matrix (outputs, inputs): a view of the mapped file, or a copy with permuted rows."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*not writable")
             rows = torch.from_numpy(tensor.data)
@@ -243,7 +244,7 @@ def _describe(writer: gguf.GGUFWriter, description: ModelDescription, gguf_type:
 
 
 def _gguf_modules(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns llama.cpp's module names by Hugging Face's."""
+    """Maps Hugging Face's module names to llama.cpp's."""
     architecture, layers = settings["model_type"], _layers(settings)
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     table = gguf.get_tensor_name_map(arch, layers)
@@ -257,7 +258,7 @@ def _layers(settings: Mapping[str, Any]) -> int:
 def _renamed(
     settings: Mapping[str, Any], weights: Mapping[str, torch.Tensor | StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """Returns the weights under llama.cpp's names and in its layout."""
+    """Renames weights to llama.cpp's names and converts them to its layout when they are read."""
     gguf_modules = _gguf_modules(settings)
     tensors: dict[str, StoredTensor] = {}
     for hf_name, weight in weights.items():
@@ -276,7 +277,7 @@ def _in_file(name: str, weight: StoredTensor, settings: Mapping[str, Any]) -> St
 
 
 def _to_file(name: str, tensor: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
-    """Converts a weight to llama.cpp's layout: (out, in), with the two rows of each rotary pair of Llama adjacent."""
+    """Converts a weight to llama.cpp's layout: (out, in) and, for Llama, with the rows of each rotary pair adjacent."""
     if LAYOUTS[settings["model_type"]].is_transposed(name):
         return tensor.T
     if (heads := _rotated_heads(name, settings)) is None:
@@ -292,14 +293,14 @@ def _from_file(name: str, tensor: torch.Tensor, settings: Mapping[str, Any]) -> 
 
 
 def _unpermuted(name: str, rows: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
-    """Returns the rows of a matrix in the order of Hugging Face."""
+    """Returns the rows of a matrix in transformers' order."""
     if (heads := _rotated_heads(name, settings)) is None:
         return rows
     return rows.reshape(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
 
 
 def _rotated_heads(name: str, settings: Mapping[str, Any]) -> int | None:
-    """Returns the number of heads of a matrix whose rows llama.cpp permutes for rotary pairs; None for others."""
+    """Returns the number of heads of a matrix whose rows llama.cpp permutes for RoPE; None for other matrices."""
     if not LAYOUTS[settings["model_type"]].gguf_permutes:
         return None
     if name.endswith("q_proj.weight"):

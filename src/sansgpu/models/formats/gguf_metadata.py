@@ -1,4 +1,4 @@
-"""Converts the settings of a config.json to the metadata of a GGUF file and back."""
+"""Converts a config.json and a tokenizer to the metadata of a GGUF file and back."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _GPT4 = (
 )
 _QWEN2 = _GPT4.replace("{1,3}", "")
 _DIGIT = r"\p{N}"
-# llama.cpp's pre-tokenizer names, by (split patterns, ignore_merges). GPT-4's split has several names;
-# dbrx is the one without other effects.
+# llama.cpp's names of pre-tokenizers, by (split patterns, ignore_merges). GPT-4's pattern has several names; dbrx is
+# the one without side effects.
 _PRE_TOKENIZERS = {
     ((_GPT4,), False): "dbrx",
     ((_GPT4,), True): "llama-bpe",
@@ -36,11 +36,11 @@ _PRE_TOKENIZERS = {
 }
 _ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED)
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-_SPACE = "▁"  # represents a space in tokens of llama.cpp's `llama` tokenizer, as in SentencePiece
+_SPACE = "▁"  # stands for a space in tokens of llama.cpp's `llama` tokenizer, as in SentencePiece
 
 
 def write_tokenizer(writer: GGUFWriter, parts: TokenizerParts, rows: int) -> None:
-    """Writes a tokenizer for an embedding with `rows` rows. Raises ConfigError if llama.cpp does not support it."""
+    """Writes a tokenizer, padded to the embedding's `rows`. Raises ConfigError if llama.cpp does not support it."""
     raw = json.loads(parts.json)
     model, added = raw["model"], {token["id"]: token for token in raw["added_tokens"]}
     if _is_character_level(model, added, raw["normalizer"]):
@@ -78,7 +78,7 @@ def write_tokenizer(writer: GGUFWriter, parts: TokenizerParts, rows: int) -> Non
 
 
 def read_tokenizer(metadata: Mapping[str, Any]) -> TokenizerParts:
-    """Reads the tokenizer from metadata. Raises ConfigError if the file has none that is supported."""
+    """Reads the tokenizer from metadata. Raises ConfigError if there is none or it is not supported."""
     bos, eos, pad = (metadata.get(k) for k in (Keys.Tokenizer.BOS_ID, Keys.Tokenizer.EOS_ID, Keys.Tokenizer.PAD_ID))
     begins = bool(metadata.get(Keys.Tokenizer.ADD_BOS, metadata.get(Keys.Tokenizer.PRE) == "llama-bpe"))
     tokenizer_json = metadata.get(Keys.Tokenizer.HF_JSON) or _rebuild_json(metadata, bos if begins else None)
@@ -86,7 +86,7 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> TokenizerParts:
 
 
 def _rebuild_json(metadata: Mapping[str, Any], bos: int | None) -> str:
-    """Builds a tokenizer.json from tokens and merges, for files without one. Texts start with `bos` unless None."""
+    """Builds a tokenizer.json from tokens and merges. Unless `bos` is None, it adds that id to the start of a text."""
     pre = metadata.get(Keys.Tokenizer.PRE)
     split = next((key for key, name in _PRE_TOKENIZERS.items() if name == pre), None)
     if metadata.get(Keys.Tokenizer.MODEL) != "gpt2" or split is None:
@@ -109,7 +109,7 @@ def _rebuild_json(metadata: Mapping[str, Any], bos: int | None) -> str:
 
 
 def _is_character_level(model: Mapping[str, Any], added: Mapping[int, Any], normalizer: Any) -> bool:
-    """Returns True if tokens are characters, with byte fallback. SentencePiece without merges computes the same."""
+    """Returns True if all tokens are characters or bytes. llama.cpp's SentencePiece then gives the same ids."""
     regular = [name for name, index in model["vocab"].items() if index not in added]
     return (
         model["type"] == "BPE"
@@ -135,12 +135,12 @@ def _pre_tokenizer(raw: Mapping[str, Any]) -> str:
 
 
 def _is_nfc_or_none(normalizer: Any) -> bool:
-    """NFC is accepted although llama.cpp ignores it, as it does for Qwen: most text is in NFC already."""
+    """Accepts NFC although llama.cpp does not apply it, as for Qwen, because most text is in NFC already."""
     return normalizer is None or normalizer["type"] == "NFC"
 
 
 def _split(pre_tokenizer: Any) -> tuple[str, ...] | None:
-    """Returns the split patterns of a byte-level pre-tokenizer; None for any other pre-tokenizer."""
+    """Returns the split patterns of a byte-level pre-tokenizer; None for other pre-tokenizers."""
     if pre_tokenizer is None:
         return None
     steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
@@ -160,12 +160,13 @@ def _split(pre_tokenizer: Any) -> tuple[str, ...] | None:
 
 KNOWN = ", ".join(LAYOUTS)
 _OPTIONAL = ("num_key_value_heads", "head_dim")  # may be missing from GGUF files and config.json
-_ROPE_THETA = 10_000.0  # default
-# Llama 3's rope scaling: llama.cpp reads factors of the wavelengths, we read the parameters from which they follow.
+_ROPE_THETA = 10_000.0  # default if a file has none
+# Llama 3's RoPE scaling: llama.cpp reads the factors of the wavelengths from this tensor. sansgpu reads the parameters
+# from which they are computed, and stores them under its own key.
 ROPE_FACTORS = "rope_freqs.weight"
 _ROPE_KEY = "sansgpu.rope_parameters"
-# xIELU (arXiv 2411.13010) of each layer: Hugging Face's parameter, GGUF's key, and the value with which xIELU equals
-# ReLU squared, as softplus(alpha_p) is 1 and softplus(alpha_n) is 0.
+# Parameters of xIELU (arXiv 2411.13010): Hugging Face's name -> (GGUF's key, the value with which xIELU equals ReLU
+# squared). With these values softplus(alpha_p) is 1 and softplus(alpha_n) is 0.
 _XIELU = {
     "alpha_p": (Keys.xIELU.ALPHA_P, float(np.log(np.e - 1))),
     "alpha_n": (Keys.xIELU.ALPHA_N, -200.0),
@@ -175,7 +176,7 @@ _XIELU = {
 
 
 def require_expressible(settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError if llama.cpp cannot compute the model exactly."""
+    """Raises ConfigError if llama.cpp does not support a setting of the model."""
     architecture = settings["model_type"]
     if architecture not in LAYOUTS:
         raise ConfigError(f"--format gguf supports {KNOWN}, but this model has the architecture {architecture}.")
@@ -194,7 +195,7 @@ def require_expressible(settings: Mapping[str, Any]) -> None:
 
 
 def write_settings(writer: GGUFWriter, settings: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
-    """Writes the settings as metadata, and xIELU's parameters, which GGUF does not store as tensors."""
+    """Writes the settings as metadata, with the parameters of xIELU, which GGUF does not store as tensors."""
     architecture = settings["model_type"]
     layout = LAYOUTS[architecture]
     for hf_key, key in layout.gguf_keys.items():
@@ -218,7 +219,10 @@ def write_settings(writer: GGUFWriter, settings: Mapping[str, Any], weights: Map
 
 
 def read_settings(architecture: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a config.json, except those that tensors imply. Raises KeyError if one is missing."""
+    """Returns the settings for a config.json, except those that follow from the tensors.
+
+    Raises KeyError if one is missing, and ConfigError if the RoPE scaling is not supported.
+    """
     layout = LAYOUTS[architecture]
     keys = {hf_key: key.format(arch=architecture) for hf_key, key in layout.gguf_keys.items()}
     activation = layout.gguf_activations[0]
@@ -245,20 +249,20 @@ def read_settings(architecture: str, metadata: Mapping[str, Any]) -> dict[str, A
 
 
 def rope_factors(settings: Mapping[str, Any]) -> torch.Tensor | None:
-    """Returns the factors (d / 2,) by which Llama 3 scaling lengthens RoPE wavelengths; None without that scaling."""
+    """Returns the factors (d / 2,) by which Llama 3's scaling lengthens RoPE wavelengths; None without it."""
     rope = rope_of(settings)
     if rope.get("rope_type") != "llama3":
         return None
     d, low, high = settings["head_dim"], rope["low_freq_factor"], rope["high_freq_factor"]
     wavelengths = 2 * torch.pi * rope["rope_theta"] ** (torch.arange(0, d, 2, dtype=torch.float64) / d)
     turns = rope["original_max_position_embeddings"] / wavelengths
-    unscaled = ((turns - low) / (high - low)).clamp(0, 1)  # 1 for waves with many turns in the original context
+    unscaled = ((turns - low) / (high - low)).clamp(0, 1)  # 1 for waves that turn often in the original context
     factors: torch.Tensor = 1 / ((1 - unscaled) / rope["factor"] + unscaled)
     return factors.float()
 
 
 def xielu_weights(metadata: Mapping[str, Any]) -> Weights:
-    """Returns xIELU's parameters by Hugging Face's names."""
+    """Returns xIELU's parameters under Hugging Face's names."""
     return {
         _xielu_name(layer, parameter): torch.tensor([value] if parameter.startswith("alpha") else value)
         for parameter, (key, _) in _XIELU.items()
@@ -281,5 +285,5 @@ def _is_relu_squared(metadata: Mapping[str, Any]) -> bool:
 
 
 def _shortest(value: Any) -> Any:
-    """Returns the shortest decimal that rounds to the same fp32 value: 1e-06 for 9.999999974752427e-07."""
+    """Rounds a float to the shortest decimal with the same fp32 value: 9.999999974752427e-07 becomes 1e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value

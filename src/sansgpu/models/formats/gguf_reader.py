@@ -1,7 +1,7 @@
-"""Parses GGUF files (github.com/ggml-org/ggml/blob/master/docs/gguf.md), and converts tensors to their encodings.
+"""Parses GGUF files (github.com/ggml-org/ggml/blob/master/docs/gguf.md), and encodes tensors for them.
 
-Checks every count, length and offset against the size of the file before using it. The reader of the gguf package does
-not, so a damaged file can make it loop or allocate without bound.
+The parser checks every count, length and offset against the size of the file before using it. The reader of the gguf
+package does not, so a damaged file can make it loop or allocate without bound.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ TYPES: dict[GGUFType, tuple[Encoding, LlamaFileType]] = {  # encodings of matric
     "q4_0": (Encoding.Q4_0, LlamaFileType.MOSTLY_Q4_0),
 }
 EMBEDDING, HEAD, POSITIONS = "token_embd.weight", "output.weight", "position_embd.weight"
-_ENCODED_VALUES = 1 << 24  # converted to fp32 at a time, because a vocabulary may have a billion values
+_ENCODED_VALUES = 1 << 24  # values converted to fp32 at a time; an embedding may have a billion
 
 
 class EncodingChoice(NamedTuple):
-    """The encoding of a tensor, and the one that it would have if its rows were whole blocks of it."""
+    """The encoding of a tensor, and the one that was wanted, whose block size may not divide the tensor's rows."""
 
     used: Encoding
     wanted: Encoding
 
 
 def encoding_of(name: str, shape: Sequence[int], gguf_type: GGUFType, is_head: bool) -> EncodingChoice:
-    """Chooses the encoding of a tensor. A head is q6_k in files of 4 bits, as llama.cpp makes them."""
+    """Chooses the encoding of a tensor. In 4-bit files the output head is q6_k, as in those that llama.cpp writes."""
     if len(shape) < 2 or name == POSITIONS:  # llama.cpp adds these to activations in f32
         return EncodingChoice(Encoding.F32, Encoding.F32)
     wanted = Encoding.Q6_K if is_head and gguf_type.startswith("q4") else TYPES[gguf_type][0]
@@ -55,7 +55,7 @@ def encoding_of(name: str, shape: Sequence[int], gguf_type: GGUFType, is_head: b
 
 
 def describe_substitutes(choices: Mapping[str, EncodingChoice]) -> str | None:
-    """Returns a sentence about the matrices that do not have the wanted encoding, or None if all have it."""
+    """Returns a message about the matrices that do not have the wanted encoding, or None if all have it."""
     replaced = {name: choice for name, choice in choices.items() if choice.used != choice.wanted}
     if not replaced:
         return None
@@ -68,7 +68,7 @@ def describe_substitutes(choices: Mapping[str, EncodingChoice]) -> str | None:
 
 
 def encode(name: str, tensor: torch.Tensor, encoding: Encoding) -> np.ndarray:
-    """Returns the bytes of a tensor in a file. Raises ConfigError if the file cannot hold its values."""
+    """Returns the encoded bytes of a tensor. Raises ConfigError if the encoding cannot represent its values."""
     rows = tensor.reshape(-1, tensor.shape[-1])
     parts = rows.split(max(1, _ENCODED_VALUES // max(1, rows.shape[1])))
     encoded = np.concatenate([_encoded(name, part.float().cpu().contiguous(), encoding) for part in parts])
@@ -86,7 +86,7 @@ def _encoded(name: str, values: torch.Tensor, encoding: Encoding) -> np.ndarray:
     return np.asarray(gguf.quants.quantize(array, encoding))
 
 
-# Metadata values, array elements and tensors; a vocabulary of 262,144 tokens needs about 1.5 million.
+# Limit for metadata values, array elements and tensors; a vocabulary of 262,144 tokens needs about 1.5 million.
 MAX_VALUES = 1 << 23
 MAX_STRING_BYTES = 1 << 28  # a tokenizer.json has up to 35 MB
 MAX_DIMENSIONS = 8
@@ -117,9 +117,9 @@ _NUMPY_ENCODINGS = {
 
 
 class GGUFTensor(NamedTuple):
-    """A memory-mapped tensor of a file. `data` consists of bytes if numpy has no type for the encoding."""
+    """A memory-mapped tensor of a file. `data` are raw bytes if numpy has no dtype for the encoding."""
 
-    shape: tuple[int, ...]  # numbers of elements, slowest dimension first
+    shape: tuple[int, ...]  # elements, not bytes, in numpy's order: GGUF's order is the reverse
     tensor_type: Encoding
     data: np.ndarray
 
@@ -137,7 +137,7 @@ class _Reader:
 
     def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         version = int(self._number("u4"))
-        if version & 0xFFFF == 0:  # written with the other byte order
+        if version & 0xFFFF == 0:  # a big-endian file
             version, self._order = version >> 24, ">"
         if version not in VERSIONS:
             raise ValueError(f"version {version} is not supported")

@@ -1,4 +1,4 @@
-"""Recognizes and opens GGUF files. Only opening one imports gguf, which is optional."""
+"""Recognizes and opens GGUF files. Imports the optional package gguf only to open one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def is_gguf(target: str) -> bool:
-    """Returns True for a file, or a .gguf name that is not a folder. Raises ConfigError for a pipe or device."""
+    """Returns True for an existing file, and for a name ending in .gguf that is not a folder.
+
+    Raises ConfigError for a pipe or device.
+    """
     path = local_path(target)
     require_regular_file(path)
     return path.is_file() or (path.suffix == ".gguf" and not path.is_dir())
@@ -41,7 +44,7 @@ def open_gguf(path: Path) -> GGUFFile:
 
 @lru_cache(maxsize=1)
 def _open_cached(path: Path, mtime_ns: int, size: int) -> GGUFFile:
-    """Opens a file and caches it, because parsing a vocabulary of a hundred thousand tokens takes seconds."""
+    """Opens a file, cached because parsing a vocabulary of a hundred thousand tokens takes seconds."""
     from sansgpu.models.formats.gguf_file import GGUFFile
 
     return GGUFFile(path)

@@ -1,6 +1,6 @@
-"""How transformers and llama.cpp store decoders: the names of their weights, and keys of config.json and GGUF files.
+"""The names under which transformers and llama.cpp store the weights and settings of decoders.
 
-A new layout is one record here and, for a decoder that `TransformerLM` computes, one in config/architectures.py.
+To add an architecture, add a `Layout` here and, if `TransformerLM` computes it, a record in config/architectures.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sansgpu.config.architectures import ARCHITECTURES
 from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight
 from sansgpu.models.modules import INIT_STD
 
-_MASK = re.compile(r"\.attn\.(masked_)?bias$")  # GPT-2's causal mask, a buffer in old checkpoints
+_MASK = re.compile(r"\.attn\.(masked_)?bias$")  # GPT-2's causal mask, a buffer that old checkpoints contain
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _QKV = re.compile(r"(?<=\.attention\.)[qkv](?=\.)")
 
@@ -27,30 +27,30 @@ Settings = Mapping[str, Any]  # the contents of a config.json
 
 @dataclass(frozen=True)
 class Layout:
-    """How an architecture is stored."""
+    """How transformers and llama.cpp store an architecture."""
 
-    model_class: str  # class of transformers
-    prefix: str  # starts the names of all weights except the output head; files of a model without its head lack it
-    modules: Mapping[str, str]  # our modules with weights -> those of transformers; `{}` is the number of the block
-    sizes: Mapping[str, tuple[str, str]]  # our sizes -> keys of config.json and of GGUF
-    norm_eps: tuple[str, str]  # keys of config.json and of GGUF
+    model_class: str  # transformers' class
+    prefix: str  # of the names of all weights but the head's; checkpoints of a base model without head omit it
+    modules: Mapping[str, str]  # TransformerLM's module -> transformers' module; `{}` is the block's number
+    sizes: Mapping[str, tuple[str, str]]  # key of ModelConfig -> keys of config.json and GGUF
+    norm_eps: tuple[str, str]  # keys of config.json and GGUF
     activation_key: str
-    activations: Mapping[str, str]  # values in config.json -> ours; the first for each of ours is exported
-    defaults: Callable[[Settings], dict[str, Any]]  # values of keys that config.json may leave out
-    gguf_activations: tuple[str, ...]  # those that llama.cpp computes; a file without parameters has the first one
-    fixed: Mapping[str, Any]  # settings that our decoder and llama.cpp support with this value only
-    biases: Mapping[str, tuple[str, ...]]  # keys of config.json -> values of model.bias for which they are true
-    dropouts: Mapping[str, str]  # keys of config.json -> ours
-    transposed: tuple[str, ...] = ()  # modules whose weight transformers stores as (in, out)
-    rotary: bool = True  # has RoPE parameters
-    rope_theta: float | None = None  # used if config.json has none
-    gguf_rope_scaling: bool = False  # llama.cpp applies Llama 3's RoPE scaling
-    gguf_permutes: bool = False  # llama.cpp stores the two rows of a rotary pair of queries and keys next to each other
-    gguf_needs_head: bool = False  # llama.cpp requires the output head even if it is tied
+    activations: Mapping[str, str]  # value in config.json -> model.activation; exports use the first that matches
+    defaults: Callable[[Settings], dict[str, Any]]  # values of keys that may be missing in config.json
+    gguf_activations: tuple[str, ...]  # that llama.cpp computes; the first is assumed if a file does not say
+    fixed: Mapping[str, Any]  # keys of config.json with the only value that TransformerLM and llama.cpp support
+    biases: Mapping[str, tuple[str, ...]]  # key of config.json -> values of model.bias for which it is true
+    dropouts: Mapping[str, str]  # key of config.json -> key of ModelConfig
+    transposed: tuple[str, ...] = ()  # modules whose weight transformers stores as (in, out): Conv1D
+    rotary: bool = True  # whether the architecture uses RoPE
+    rope_theta: float | None = None  # default if config.json has none
+    gguf_rope_scaling: bool = False  # whether llama.cpp supports Llama 3's RoPE scaling
+    gguf_permutes: bool = False  # whether llama.cpp stores the two rows of a rotary pair next to each other
+    gguf_needs_head: bool = False  # whether llama.cpp requires the output head even if it is tied
 
     @property
     def gguf_keys(self) -> dict[str, str]:
-        """The keys of GGUF for keys of config.json."""
+        """Maps keys of config.json to keys of GGUF."""
         return dict([*self.sizes.values(), self.norm_eps])
 
     def is_transposed(self, name: str) -> bool:
@@ -145,7 +145,7 @@ _GPT2 = Layout(
     transposed=("c_attn", "c_proj", "c_fc"),
     rotary=False,
 )
-LAYOUTS = {  # by model_type of config.json, which is also llama.cpp's name of the architecture
+LAYOUTS = {  # by model_type in config.json, which is also llama.cpp's name of the architecture
     "gpt2": _GPT2,
     "llama": replace(
         _QWEN3,
@@ -155,7 +155,7 @@ LAYOUTS = {  # by model_type of config.json, which is also llama.cpp's name of t
         gguf_rope_scaling=True,
         gguf_permutes=True,
     ),
-    "qwen2": replace(_QWEN3, model_class="Qwen2ForCausalLM"),  # fine-tuned only
+    "qwen2": replace(_QWEN3, model_class="Qwen2ForCausalLM"),  # for fine-tuning; TransformerLM does not compute it
     "qwen3": _QWEN3,
     "apertus": replace(
         _QWEN3,
@@ -168,7 +168,7 @@ LAYOUTS = {  # by model_type of config.json, which is also llama.cpp's name of t
         activations={"relu2": "relu2"},
         defaults=lambda settings: {**_modern_defaults(settings), "hidden_act": "xielu"},
         gguf_activations=("relu2", "xielu"),
-        rope_theta=None,  # the default of transformers is scaled
+        rope_theta=None,  # no default, because transformers' default has RoPE scaling
         gguf_rope_scaling=True,
         gguf_needs_head=True,
     ),
@@ -176,7 +176,7 @@ LAYOUTS = {  # by model_type of config.json, which is also llama.cpp's name of t
 
 
 def to_hugging_face(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> Weights:
-    """Renames weights to Hugging Face's names. Leaves out tied heads, as transformers does."""
+    """Converts weights to transformers' names and layout. Omits a tied head, as transformers does."""
     layout = LAYOUTS[config.decoder.name]
     fused = "blocks.{}.attention.qkv" in layout.modules
     renamed: Weights = {}
@@ -193,7 +193,7 @@ def to_hugging_face(config: ModelConfig, weights: Mapping[str, torch.Tensor]) ->
 
 
 def from_hugging_face(config: ModelConfig, weights: Mapping[str, Matrix]) -> dict[str, Matrix]:
-    """Inverts `to_hugging_face`. Quantized matrices stay quantized; they are (outputs, inputs) in every layout."""
+    """Inverts `to_hugging_face`. Quantized matrices, which are always (outputs, inputs), stay quantized."""
     layout = LAYOUTS[config.decoder.name]
     modules = {hf_name: name for name, hf_name in layout.modules.items()}
     renamed: dict[str, Matrix] = {}
@@ -210,7 +210,7 @@ def from_hugging_face(config: ModelConfig, weights: Mapping[str, Matrix]) -> dic
 
 
 def _in_pieces(value: Matrix, count: int, is_transposed: bool) -> list[Matrix]:
-    """Splits the outputs of a weight. A quantized one is (outputs, inputs) even if the layout is transposed."""
+    """Splits a weight along its outputs. `is_transposed` does not apply to quantized weights."""
     if isinstance(value, QuantizedWeight):
         return [QuantizedWeight(piece.contiguous(), value.format) for piece in value.data.chunk(count)]
     return [piece.contiguous() for piece in (value.T if is_transposed else value).chunk(count)]
@@ -225,19 +225,19 @@ def _translate(name: str, modules: Mapping[str, str]) -> str:
 
 
 def module_names(layout: Layout, layers: int) -> Iterator[str]:
-    """Yields Hugging Face's names of the modules with weights."""
+    """Yields transformers' names of the modules with weights."""
     for pattern in layout.modules.values():
         yield from (pattern.format(layer) for layer in range(layers)) if "{}" in pattern else (pattern,)
 
 
 def rope_of(settings: Settings) -> Mapping[str, Any]:
-    """Returns the RoPE parameters of a config.json; rope_type is absent or "default" without RoPE scaling."""
+    """Returns the RoPE parameters of a config.json. Without scaling, rope_type is missing or "default"."""
     rope: Mapping[str, Any] = settings.get("rope_parameters") or settings
     return {**rope, "rope_type": "scaled"} if settings.get("rope_scaling") else rope
 
 
 def with_default_settings(settings: Settings) -> dict[str, Any]:
-    """Returns the settings with defaults for keys that config.json may leave out. Raises KeyError for other keys."""
+    """Returns the settings with defaults for optional keys that are missing. Raises KeyError if a required one is."""
     present = {key: value for key, value in settings.items() if value is not None}
     layout = LAYOUTS.get(present["model_type"])
     return present if layout is None else {**layout.defaults(present), **present}
@@ -258,7 +258,7 @@ def hugging_face_config(config: ModelConfig, end_id: int) -> dict[str, Any]:
         **{key: config.biased in values for key, values in layout.biases.items()},
         **{key: getattr(config, ours) for key, ours in layout.dropouts.items()},
         **layout.fixed,
-        "pad_token_id": None,  # Apertus defaults to 3, and the padding row gets no gradient
+        "pad_token_id": None,  # Apertus' default is 3, and transformers does not train the padding token's embedding
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": end_id,
@@ -269,7 +269,7 @@ def hugging_face_config(config: ModelConfig, end_id: int) -> dict[str, Any]:
 
 
 def model_config(settings: Settings) -> ModelConfig | None:
-    """Converts a config.json to ours; returns None for a model that `TransformerLM` does not compute."""
+    """Converts a config.json to a ModelConfig; returns None if `TransformerLM` does not compute the model."""
     name = settings.get("model_type")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         return None

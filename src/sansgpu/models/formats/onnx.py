@@ -1,4 +1,4 @@
-"""Writes encoders as ONNX files, and checks them by running them with onnxruntime."""
+"""Exports encoders as ONNX files, and checks the files by running them with onnxruntime."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from sansgpu.models.huggingface.sentence_embedding import (
     write_layout,
 )
 
-if TYPE_CHECKING:  # importing transformers takes seconds
+if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedModel
 
-FILES = {"f32": "model.onnx", "int8": "model_quantized.onnx"}  # by type of the weights; Optimum uses the same names
+FILES = {"f32": "model.onnx", "int8": "model_quantized.onnx"}  # by weight type; the names are those of Optimum
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-TOLERANCE = 1e-4  # largest difference of an f32 file from the torch model, relative to values above 1
-# Outputs of transformers' models by type of head.
+TOLERANCE = 1e-4  # maximum difference between an f32 file and the torch model, relative for outputs above 1
+# Names of a transformers model's outputs, by type of head.
 _OUTPUTS: dict[HeadType, tuple[str, ...]] = {
     "qa": ("start_logits", "end_logits"),
     "sequence": ("logits",),
@@ -49,30 +49,30 @@ _OUTPUTS: dict[HeadType, tuple[str, ...]] = {
     "none": ("last_hidden_state",),
 }
 _DECODERS = ("ForCausalLM", "LMHeadModel")
-_CHECKED_SHAPES = ((1, 7), (12, 160))  # texts and tokens; the second exceeds the usual window of local attention
+_CHECKED_SHAPES = ((1, 7), (12, 160))  # (batch, tokens); the second exceeds the usual window of local attention
 _TRACED_SHAPE = (2, 16)
 _RESERVED_POSITIONS = 2  # RoBERTa cannot use the first two positions of its context
-_LARGE_BYTES = 3 << 29  # models that need several files, because a file of ONNX is limited to 2 GB
+_LARGE_BYTES = 3 << 29  # larger models are stored in several files, because an ONNX file is limited to 2 GB
 
 Arrays = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class OnnxCheck:
-    """How close the outputs of an ONNX file are to the torch model's on random texts.
+    """How close the outputs of an ONNX file are to the torch model's on random inputs.
 
-    `equal_argmax` is the share of equal predictions, and `lowest_cosine` the lowest cosine similarity of vectors. Each
-    is None for models to which it does not apply.
+    `equal_argmax` is the share of equal predictions of a model with a head, `lowest_cosine` the lowest cosine
+    similarity of outputs of a model without one. The other one is None.
     """
 
     largest_difference: float
-    largest_value: float  # the largest absolute value in the outputs of the torch model
+    largest_value: float  # largest absolute value in the torch model's outputs
     equal_argmax: float | None
     lowest_cosine: float | None
 
     @property
     def is_exact(self) -> bool:
-        """Returns whether the outputs are equal up to rounding in fp32."""
+        """Returns whether the outputs are equal up to fp32 rounding."""
         return self.largest_difference <= TOLERANCE * max(1.0, self.largest_value)
 
     def __str__(self) -> str:
@@ -85,15 +85,15 @@ class OnnxCheck:
 
 
 def require_onnx() -> None:
-    """Raises ConfigError if a package for ONNX is not installed."""
+    """Raises ConfigError if a package that the export needs is not installed."""
     require("--format onnx", *PACKAGES)
 
 
 def write_onnx(source: Path, name: str, folder: Path, weight_type: str, remote_code: bool) -> OnnxCheck:
-    """Writes the encoder in the Hugging Face folder `source` to `folder`: an ONNX file, config.json and the tokenizer.
+    """Exports the encoder in the Hugging Face folder `source` to `folder`, with its config.json and tokenizer.
 
-    `weight_type` is f32 or int8. Messages call the model `name`. Raises ConfigError if the model is not an
-    encoder, and SansGPUError if the f32 file does not compute what torch does.
+    `weight_type` is f32 or int8; messages call the model `name`. Raises ConfigError if the model is not an encoder, and
+    SansGPUError if an f32 file does not compute the same as torch.
     """
     settings, head = ModelConfig(name_or_path=str(source), trust_remote_code=remote_code), _head_of(source, name)
     tokenizer = load_tokenizer_of(settings)
@@ -126,7 +126,7 @@ def write_onnx(source: Path, name: str, folder: Path, weight_type: str, remote_c
 
 
 def _head_of(source: Path, name: str) -> HeadType:
-    """Returns the type of head of a model folder. Raises ConfigError if its config.json names no encoder."""
+    """Returns the type of the model's head. Raises ConfigError if its config.json does not name an encoder."""
     validate_model_folder(source)
     architectures = read_object(source / "config.json").get("architectures")
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else "none"
@@ -144,12 +144,12 @@ def _head_of(source: Path, name: str) -> HeadType:
 
 
 def decoder_error(name: str) -> ConfigError:
-    """Returns the error for a model that generates text."""
+    """Returns the error for a model that is a decoder."""
     return ConfigError(f"{name} is a decoder, but --format onnx needs an encoder; export its run with --format gguf.")
 
 
 class _TracedModel(torch.nn.Module):
-    """A transformers model with tensors as inputs, named as the tokenizer names them, and a tuple of outputs."""
+    """Wraps a transformers model for tracing: takes tensors with the tokenizer's names, and returns a tuple."""
 
     def __init__(
         self,
@@ -179,21 +179,27 @@ class _TracedModel(torch.nn.Module):
         return (*tensors, vectors, F.linear(vectors, self.classifier.weight, self.classifier.bias))
 
     def random_inputs(self, texts: int, tokens: int) -> Arrays:
-        """Draws texts of `tokens` random tokens, or fewer if the model's context is shorter. All but one are padded."""
+        """Returns a random batch of `texts` rows and `tokens` columns, fewer if the model's context is shorter.
+
+        All rows but the first end with padding.
+        """
         config, draws = self.model.config, torch.Generator().manual_seed(tokens)
         tokens = min(tokens, getattr(config, "max_position_embeddings", tokens) - _RESERVED_POSITIONS)
         padding = int(getattr(config, "pad_token_id", None) or 0)
         ids = torch.randint(0, config.get_text_config().vocab_size - 1, (texts, tokens), generator=draws)
-        ids += ids >= padding  # never the padding token, whose position some models skip
+        ids += ids >= padding  # avoids the padding token, whose position some models skip
         lengths = torch.linspace(tokens, 1, texts).long()
         mask = torch.arange(tokens) < lengths[:, None]
         inputs = {"input_ids": ids.where(mask, padding), "attention_mask": mask.long()}
         return {name: inputs.get(name, torch.zeros_like(ids)) for name in self.inputs}
 
     def predictions(self, output: torch.Tensor, inputs: Arrays) -> list[torch.Tensor]:
-        """Returns the vectors of an output that each predict something: a label, a token, or the place of an answer."""
+        """Splits an output into vectors without padding, one per prediction.
+
+        These are the logits of a row or token, the start or end logits of a row, or the embedding of a row.
+        """
         mask = inputs["attention_mask"].bool()
-        if self.head == "qa":  # (B, T): the places in each text
+        if self.head == "qa":  # (B, T): start or end logits
             return [row[known] for row, known in zip(output, mask, strict=True)]
         if output.ndim == 2:  # (B, L) or (B, D)
             return list(output)
@@ -201,20 +207,20 @@ class _TracedModel(torch.nn.Module):
 
 
 def _pool(hidden: torch.Tensor, mask: torch.Tensor, layout: EmbeddingLayout) -> torch.Tensor:
-    """Returns the vector of each text, (B, D), from hidden states with padding at the end, (B, T, D)."""
+    """Pools hidden states (B, T, D) with padding at the end to one embedding per row, (B, D)."""
     mask = mask.to(hidden.dtype)[..., None]
     if layout.pooling == "mean":
         vectors = (hidden * mask).sum(1) / mask.sum(1)
     elif layout.pooling == "cls":
         vectors = hidden[:, 0]
-    else:  # the token whose mask differs from that of the next
+    else:  # the last token before the padding
         vectors = (hidden * (mask - F.pad(mask[:, 1:], (0, 0, 0, 1)))).sum(1)
     return F.normalize(vectors, dim=-1) if layout.normalize else vectors
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences warnings of the exporter and the quantizer, which concern their own code."""
+    """Silences warnings of the exporter and the quantizer about their own code."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -226,7 +232,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _trace(model: _TracedModel, path: Path, name: str) -> None:
-    """Writes an f32 file that takes any number of texts and tokens. Raises ConfigError if tracing fails."""
+    """Writes an f32 file with dynamic batch size and sequence length. Raises ConfigError if tracing fails."""
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
@@ -244,15 +250,15 @@ def _trace(model: _TracedModel, path: Path, name: str) -> None:
         except (torch.onnx.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(f"{name} cannot be exported as ONNX: {first_line(error)}.") from None
         assert program is not None
-        ClearMetadataAndDocStringPass()(program.model)  # stack traces, which name folders of this machine
+        ClearMetadataAndDocStringPass()(program.model)  # removes stack traces with paths of this machine
         program.save(path)
 
 
 def _quantize(path: Path) -> Path:
-    """Replaces a file by one with int8 matrices, whose inputs are quantized while it runs; returns its path.
+    """Replaces a file with a dynamically quantized int8 version, and returns its path.
 
-    Each column of a matrix has its own scale. Weights have 7 bits, because processors without VNNI instructions would
-    saturate sums of products of 8 bits.
+    Each column of a matrix has its own scale. Weights use only 7 bits, because CPUs without VNNI instructions would
+    saturate sums of 8-bit products.
     """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
@@ -274,7 +280,7 @@ def _quantize(path: Path) -> Path:
 
 
 def _compare(model: _TracedModel, path: Path) -> OnnxCheck:
-    """Runs a file and the torch model on random texts of two shapes, with padding."""
+    """Runs a file and the torch model on random inputs of two shapes, with padding."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

@@ -1,4 +1,4 @@
-"""Reads safetensors files, and writes them with direct I/O, hashed on the way; the bytes equal those of safetensors."""
+"""Reads safetensors files, and writes the same bytes as the safetensors library, but with direct I/O and a hash."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GatherTensor = Callable[
     [str, torch.Tensor], torch.Tensor
 ]  # (name, tensor with its shape and dtype) -> unsharded tensor
 
-# Dtype names of the format (github.com/huggingface/safetensors, "Format").
+# The format's names of dtypes (github.com/huggingface/safetensors, "Format").
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -37,7 +37,7 @@ _UNREADABLE = (SafetensorError, LookupError, ValueError, TypeError, AttributeErr
 
 @contextmanager
 def readable_weights(path: Path) -> Iterator[None]:
-    """Converts the errors of safetensors and torch for invalid headers, dtypes and shapes to ConfigError."""
+    """Context that turns the errors of safetensors and torch about an invalid file into ConfigError."""
     require_regular_file(path)
     try:
         yield
@@ -50,13 +50,13 @@ def readable_weights(path: Path) -> Iterator[None]:
 
 @contextmanager
 def open_weights(path: Path) -> Iterator[Any]:
-    """Opens a safetensors file to read its tensors one by one. Raises ConfigError as `readable_weights` does."""
+    """Opens a safetensors file for reading one tensor at a time. Raises ConfigError if the file is damaged."""
     with readable_weights(path), safe_open(path, "pt") as opened:
         yield opened
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Returns the memory-mapped tensors of a file by name. Raises ConfigError if the file is damaged."""
+    """Returns the tensors of a file by name, memory-mapped. Raises ConfigError if the file is damaged."""
     with readable_weights(path):
         weights = dict(load_file(path))
         if name := next((name for name, tensor in weights.items() if tensor.is_complex()), None):
@@ -65,7 +65,7 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def require_short_header(path: Path) -> None:
-    """Raises ConfigError if the header of a safetensors file is too long."""
+    """Raises ConfigError if the header of a safetensors file is longer than `MAX_HEADER_BYTES`."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
     if length > MAX_HEADER_BYTES:
@@ -83,9 +83,9 @@ def in_file_order(tensors: Tensors) -> list[str]:
 
 
 def save_tensors(tensors: Tensors, path: Path, gather: GatherTensor = unchanged) -> str:
-    """Writes tensors to a safetensors file, waits until it is on the disk and returns its SHA-256.
+    """Writes tensors to a safetensors file, waits until it is on disk and returns its SHA-256.
 
-    `gather` is called for each tensor in file order, so `tensors` may hold only shapes and dtypes.
+    Calls `gather` for the values of each tensor, in file order. So `tensors` may be on the meta device.
     """
     names = in_file_order(tensors)
     header, end = {}, 0
@@ -100,6 +100,6 @@ def save_tensors(tensors: Tensors, path: Path, gather: GatherTensor = unchanged)
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
-    """Returns the bytes of a tensor without a copy if it is contiguous and on the CPU."""
+    """Returns the bytes of a tensor, without copying if it is contiguous and on the CPU."""
     flat: np.ndarray[Any, np.dtype[np.uint8]] = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return flat

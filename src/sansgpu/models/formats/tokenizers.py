@@ -1,4 +1,4 @@
-"""Tokenizers as models use and export them."""
+"""The interfaces of tokenizers for generation and export."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sansgpu.config import ConfigError
 
 
 class TextCodec(Protocol):
-    """A tokenizer; implemented by `data.tokenizer.Tokenizer`."""
+    """The interface of a tokenizer, which `data.tokenizer.Tokenizer` implements."""
 
     end_id: int
-    prefix_ids: tuple[int, ...]  # ids to prepend to a text
+    prefix_ids: tuple[int, ...]  # ids to add at the start of a text
 
     def encode(self, text: str) -> list[int]:
         """Converts text to ids."""
@@ -31,7 +31,10 @@ class TextCodec(Protocol):
 
 @dataclass(frozen=True)
 class TokenizerParts:
-    """A tokenizer.json with its special tokens and chat template; if `begins`, every text starts with `bos_id`."""
+    """The content of a tokenizer.json, its special tokens and its chat template.
+
+    If `begins`, the tokenizer adds `bos_id` at the start of each text.
+    """
 
     json: str
     bos_id: int | None
@@ -42,7 +45,7 @@ class TokenizerParts:
 
     @cached_property
     def backend(self) -> Backend:
-        """The parsed tokenizer, which takes as much memory as a part of a small model, so it lives as long as this."""
+        """The parsed tokenizer, which takes noticeable memory until this object is freed."""
         return Backend.from_str(self.json)
 
     def token(self, index: int | None) -> str | None:

@@ -1,7 +1,7 @@
-"""Reads the weights of models: one tensor at a time, if wanted quantized.
+"""Reads the weights of models one tensor at a time, and can quantize them on the way.
 
-transformers first loads placeholders that take no memory, which checks names and shapes and initializes new heads. Then
-each placeholder is replaced by the stored tensor.
+transformers first loads placeholders without memory. It checks their names and shapes, and initializes new heads. Then
+`fill` replaces each placeholder with the stored tensor.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from sansgpu.models.formats.safetensors_file import open_weights
 from sansgpu.models.modules import INIT_STD
 from sansgpu.models.quantized_layers import QuantizableMatrix, is_transposed, quantizable_matrices
 
-BasePrecision = Literal["file", "bf16", "int8", "int4"]  # file: the quantization of a GGUF file
-REQUANTIZED: Literal["int8"] = "int8"  # replaces quantizations of GGUF files that we do not multiply with
-_RANDOM_ROWS = 16  # quantized rows that a random weight repeats
+BasePrecision = Literal["file", "bf16", "int8", "int4"]  # "file" keeps the quantization of a GGUF file
+REQUANTIZED: Literal["int8"] = "int8"  # replaces quantizations of GGUF files for which there is no kernel
+_RANDOM_ROWS = 16  # distinct quantized rows of a random weight, which repeats them
 
 
 def set_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: Path, assign: bool = False) -> None:
-    """Loads weights that were read from `source` into a model. Raises ConfigError if they do not fit."""
+    """Loads `weights` into a model. Raises ConfigError, naming their `source`, if they do not fit."""
     try:
         model.load_state_dict(weights, assign=assign)
     except (RuntimeError, TypeError) as error:
@@ -39,7 +39,7 @@ def set_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: Path
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """Returns a hash of all weights in memory, which takes less time than reading a model, on torch's threads."""
+    """Returns a hash of all weights in memory. It uses torch's threads, and is faster than reading a model."""
     tensors = dict(model.state_dict())
     for name, module in model.named_modules():
         quantized = {key: value for key, value in vars(module).items() if isinstance(value, QuantizedWeight)}
@@ -58,19 +58,20 @@ def _sha256(name: str, tensor: torch.Tensor) -> str:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a model's files, in the layout of transformers, which is read when it is needed.
+    """A tensor in a model's files that is read on demand, in transformers' layout.
 
-    `blocks` returns a matrix (outputs, inputs) in its own block format; None if it has none that we multiply with.
+    `blocks` returns a quantized matrix (outputs, inputs) as it is stored. It is None if the matrix is not quantized, or
+    if there is no kernel for its quantization.
     """
 
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
     blocks: Callable[[], QuantizedWeight] | None = None
-    quantized_as: str | None = None  # name of its quantization
+    quantized_as: str | None = None  # name of the quantization, such as q4_k; None: not quantized
 
 
 def as_stored(tensor: torch.Tensor | StoredTensor) -> StoredTensor:
-    """Returns a tensor in memory as one to read."""
+    """Wraps a tensor in memory as a StoredTensor."""
     return tensor if isinstance(tensor, StoredTensor) else StoredTensor(tuple(tensor.shape), lambda: tensor)
 
 
@@ -85,7 +86,7 @@ def safetensors_weights(files: list[Path]) -> dict[str, StoredTensor]:
 
 
 def _read(file: Path, name: str) -> torch.Tensor:
-    """Returns a view of a mapped file; the mapping ends with it, so that what was read does not stay in memory."""
+    """Returns a view of a mapping of its own, which ends with the tensor and so frees the pages that were read."""
     with open_weights(file) as opened:
         tensor: torch.Tensor = opened.get_tensor(name)
     return tensor
@@ -94,7 +95,10 @@ def _read(file: Path, name: str) -> torch.Tensor:
 def format_of(
     precision: BasePrecision, inputs: int, quantized_as: str | None, is_table: bool = False
 ) -> BlockFormat | None:
-    """Returns the format of a matrix with rows of `inputs` values, stored as `quantized_as`; None if it stays bf16."""
+    """Returns the quantized format in which to keep a matrix in memory; None if it is not quantized.
+
+    The matrix has rows of `inputs` values, and is stored as `quantized_as`.
+    """
     if precision == "bf16" or (precision == "file" and quantized_as is None):
         return None
     known = FORMATS.get(str(quantized_as)) if precision == "file" else None
@@ -103,7 +107,7 @@ def format_of(
 
 @dataclass(frozen=True)
 class MatrixFormat:
-    """The shape of a matrix (outputs, inputs) and the format in which it stays in memory."""
+    """The shape of a matrix, and the quantized format in which it is kept in memory."""
 
     outputs: int
     inputs: int
@@ -122,9 +126,9 @@ class MatrixFormat:
 def matrix_formats(
     model: nn.Module, precision: BasePrecision, stored: Mapping[str, StoredTensor]
 ) -> dict[str, MatrixFormat]:
-    """Returns the formats of the matrices of a model that are quantized, by name.
+    """Returns the format of each matrix of a model that is quantized in memory, by name.
 
-    `stored` are the tensors of a GGUF file; a model with more layers than the file has repeats the first format.
+    `stored` are the tensors of a GGUF file. Layers that the file does not have get its first quantization.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     usual = next((tensor.quantized_as for tensor in stored.values() if tensor.quantized_as), None)
@@ -141,7 +145,7 @@ def matrix_formats(
 def random_weights(
     model: nn.Module, precision: BasePrecision, stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """Returns random weights for the matrices of `matrix_formats`."""
+    """Returns random quantized weights for the matrices of `matrix_formats`."""
     found: dict[str, StoredTensor] = {}
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for name, matrix in matrix_formats(model, precision, stored).items():
@@ -158,7 +162,7 @@ def _random_blocks(matrix: MatrixFormat) -> QuantizedWeight:
 
 
 def placeholders(stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Returns a tensor for each stored one, of its shape and without its memory."""
+    """Returns a tensor of the same shape for each stored one, without allocating memory for its values."""
     return {name: torch.empty((), dtype=dtype).expand(tensor.shape) for name, tensor in stored.items()}
 
 
@@ -169,9 +173,10 @@ def fill(
     precision: BasePrecision,
     new: set[str],
 ) -> None:
-    """Replaces the placeholders `given` to transformers by the stored tensors.
+    """Replaces the placeholders `given` to transformers with the stored tensors.
 
-    `new` are the names of weights that were initialized. Raises ConfigError if transformers has changed a placeholder.
+    Skips `new`, the names of weights that transformers initialized. Raises ConfigError if transformers has replaced a
+    placeholder with a tensor computed from it.
     """
     by_place = {tensor.data_ptr(): stored[name] for name, tensor in given.items()}
     matrices = quantizable_matrices(model)
@@ -194,12 +199,12 @@ def fill(
         if matrix is not None and weight is not None:
             matrix.quantize(weight)
         else:
-            is_vector = isinstance(tensor, nn.Parameter) and tensor.ndim < 2  # it is added or multiplied in fp32
+            is_vector = isinstance(tensor, nn.Parameter) and tensor.ndim < 2  # biases and norms compute in fp32
             tensor.data = source.read().to(torch.float32 if is_vector else tensor.dtype, copy=True)
 
 
 def _quantized(source: StoredTensor, matrix: QuantizableMatrix, precision: BasePrecision) -> QuantizedWeight | None:
-    """Returns a matrix in blocks; None if it is not quantized."""
+    """Returns a matrix in the quantized format in which it is kept; None if it is not quantized."""
     wanted = format_of(precision, matrix.shape[1], source.quantized_as, matrix.is_table)
     return None if wanted is None else _in_blocks(source, wanted, is_transposed(matrix.layers[0]))
 
@@ -212,9 +217,9 @@ def _in_blocks(source: StoredTensor, wanted: BlockFormat, transposed: bool) -> Q
 
 
 def kept_blocks(source: StoredTensor, transposed: bool) -> Matrix:
-    """Returns a tensor of a GGUF file as it is stored, or requantized if we do not multiply with its quantization.
+    """Returns a quantized tensor of a GGUF file as stored, or requantized if there is no kernel for its quantization.
 
-    A tensor that is not quantized is fp32. `transposed` says that its layout in transformers is (inputs, outputs).
+    Returns other tensors in fp32. `transposed` says that transformers' layout of the tensor is (inputs, outputs).
     """
     if source.quantized_as is None:
         return source.read()

@@ -1,1 +1,1 @@
-"""Generates text: key-value cache, sampling and the loop over many sequences."""
+"""Text generation: the key-value cache, sampling, and the loop over many sequences."""

@@ -1,8 +1,8 @@
 """Generates continuations of prompts: many at once, or one as a stream.
 
-A finished sequence makes room for the next prompt, so that the batch stays full. The random draws of a row depend on
-the seed and the row's number only, and no row's arithmetic depends on the others, so neither the batch size nor an
-interruption changes a text.
+When a sequence ends, the next prompt takes its slot, so that the batch stays full (continuous batching). The random
+draws of a row depend only on the seed and the row's number, and its arithmetic does not depend on other rows. So
+neither the batch size nor an interruption changes the generated text.
 
 B sequences, V vocabulary.
 """
@@ -25,9 +25,9 @@ from sansgpu.models.generation.kv_cache import LayerSlots, SlotCache
 from sansgpu.models.generation.sampling import Sampling, reading, sample_tokens
 from sansgpu.models.quantized_layers import matrix_of
 
-PROMPT_TOKENS = 2048  # tokens of prompts in a forward pass: enough for full speed, with bounded memory
-REPLACEMENT = "\ufffd"  # an incomplete UTF-8 sequence decodes to this
-REFILL_RATIO = 8  # prompts are read when this fraction of the slots is free: short passes are slow
+PROMPT_TOKENS = 2048  # maximum prompt tokens per forward pass: enough for full speed, with bounded memory
+REPLACEMENT = "\ufffd"  # an incomplete UTF-8 sequence is decoded as this character
+REFILL_RATIO = 8  # prompts are added once 1/8 of the slots are free, because passes over few tokens are slow
 
 
 class Completion(NamedTuple):
@@ -35,11 +35,11 @@ class Completion(NamedTuple):
 
     row: int
     ids: list[int]
-    reason: str  # stop: the model ended the text; length: the limit of tokens or the context was reached
+    reason: str  # "stop": the model ended the text; "length": its limit of tokens was reached
 
 
 class BatchReader(Protocol):
-    """A language model that reads several sequences at once, in the order in which they were added."""
+    """A language model with a cache for several sequences, which are in the order in which they were added."""
 
     @property
     def slots(self) -> int:
@@ -47,26 +47,26 @@ class BatchReader(Protocol):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the keys and values of one token, known after the first pass."""
+        """Bytes of the cached keys and values per token; known after the first forward pass."""
 
     def add(self, prompts: Sequence[list[int]]) -> torch.Tensor:
-        """Adds sequences; returns the logits (B, V) of their next tokens."""
+        """Adds B sequences; returns the logits (B, V) of their next tokens."""
 
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
         """Appends a token to each sequence; returns the logits (B, V) of their next tokens."""
 
     def keep(self, kept: Sequence[int]) -> None:
-        """Removes all sequences but those with these indices, in ascending order."""
+        """Removes all sequences except those with the indices `kept`, which must be ascending."""
 
 
 @dataclass(frozen=True)
 class BatchModel:
-    """A language model and its tokenizer, to complete prompts."""
+    """A language model with its tokenizer, for generating text."""
 
-    open_reader: Callable[[int, int], BatchReader]  # of a number of slots and the tokens that each holds
-    open_single: Callable[[int], BatchReader]  # the fastest reader of one sequence of this many tokens
+    open_reader: Callable[[int, int], BatchReader]  # from the number of slots and the tokens per slot
+    open_single: Callable[[int], BatchReader]  # the fastest reader for one sequence, from its maximum tokens
     context: int
-    together: bool  # False: the model reads one sequence at a time
+    together: bool  # whether the model can process several sequences at once
     text_ids: Callable[[str], list[int]]
     chat_ids: Callable[[list[dict[str, Any]]], list[int]] | None  # None: it has no chat template
     decode: Callable[[list[int]], str]
@@ -76,12 +76,12 @@ class BatchModel:
 @dataclass
 class _Row:
     number: int
-    limit: int  # tokens to generate
+    limit: int  # maximum tokens to generate
     draws: torch.Generator
     ids: list[int] = field(default_factory=list)
 
     def ended(self, ends: Container[int]) -> str | None:
-        """Returns the reason why no more tokens follow, or None."""
+        """Returns why the sequence has ended, or None if it goes on. Removes an end token from `ids`."""
         if self.ids and self.ids[-1] in ends:
             self.ids.pop()
             return "stop"
@@ -96,9 +96,9 @@ def complete(
     sampling: Sampling,
     first: int = 0,
 ) -> Iterator[Completion]:
-    """Yields the completion of each prompt, as they end. A completion has up to its `limits` tokens, at least 1.
+    """Yields the completion of each prompt, in the order in which they end.
 
-    The first prompt is that of row number `first`.
+    `limits` are the maximum numbers of tokens to generate for each prompt, at least 1. Rows are numbered from `first`.
     """
     waiting, active = list(range(len(prompts)))[::-1], list[_Row]()
     while waiting or active:
@@ -125,9 +125,9 @@ def complete(
 
 
 def stream(model: BatchModel, ids: list[int], max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
-    """Yields pieces of text that continue `ids`, until the model ends the text or `max_new_tokens`.
+    """Yields pieces of a text that continues `ids`, until the model ends it or `max_new_tokens` are generated.
 
-    When the context is full, generation goes on from the newer half of it, so a text may be longer than the context.
+    When the context is full, its older half is dropped, so the text can be longer than the context.
     """
     yielded, new_ids = "", list[int]()
     for token in _tokens(model, ids[-model.context :], max_new_tokens, sampling):
@@ -135,7 +135,7 @@ def stream(model: BatchModel, ids: list[int], max_new_tokens: int, sampling: Sam
             break
         new_ids.append(token)
         text = model.decode(new_ids)
-        if not text.endswith(REPLACEMENT):  # otherwise the last character is incomplete
+        if not text.endswith(REPLACEMENT):  # if it does, the last character is still incomplete
             yield text[len(yielded) :]
             yielded = text
     rest = model.decode(new_ids)[len(yielded) :]
@@ -157,15 +157,16 @@ def _tokens(model: BatchModel, held: list[int], count: int, sampling: Sampling) 
 
 
 class SlotReader:
-    """The part of a BatchReader that its model does not change. A pass has at least MIN_ROWS tokens.
+    """Base of the BatchReaders that use a SlotCache.
 
-    Those of fewer are filled up, because torch multiplies fewer rows with sums in another order than our kernel.
+    It fills up each pass to at least MIN_ROWS tokens, because torch would compute matmuls with fewer rows, and sums in
+    a different order than our kernel.
     """
 
     def __init__(self, slots: int, length: int, fused: DecoderStep | None = None) -> None:
         self.slots, self._count, self._fused = slots, 0, fused
         rows = slots if fused is not None else max(slots, MIN_ROWS)
-        last = 1  # for what fills up a pass
+        last = 1  # an extra slot for the filler tokens
         self.cache = SlotCache(rows + last, max(length, MIN_ROWS), packed=fused is not None)
 
     @property
@@ -173,11 +174,11 @@ class SlotReader:
         return self.cache.token_bytes
 
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Runs the model on ids (B, T); returns logits (n, V) after the `chosen` ones of all tokens."""
+        """Runs the model on ids (B, T). Returns the logits (n, V) at `chosen` (n,), indices into all B * T tokens."""
         raise NotImplementedError
 
     def embedded(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the embeddings (B, D) of ids (B,), and cos and sin (B, d) of the rotary angles of their positions."""
+        """Returns the embeddings (B, D) of ids (B,), and the cos and sin (B, d) of the RoPE angles at `positions`."""
         raise NotImplementedError
 
     def add(self, prompts: Sequence[list[int]]) -> torch.Tensor:
@@ -191,7 +192,7 @@ class SlotReader:
         return torch.cat([*parts, self._read(together)])
 
     def _read(self, prompts: Sequence[list[int]]) -> torch.Tensor:
-        """Reads prompts in one pass, or one longer than PROMPT_TOKENS in pieces."""
+        """Processes several prompts in one pass, or a single prompt longer than PROMPT_TOKENS in several."""
         first, self._count = self._count, self._count + len(prompts)
         *pieces, last = [prompts[0][n : n + PROMPT_TOKENS] for n in range(0, len(prompts[0]), PROMPT_TOKENS)]
         if not pieces:
@@ -236,7 +237,7 @@ class SlotReader:
 
 
 class DecoderSlots(SlotReader):
-    """A BatchReader for a `TransformerLM`, for sequences of up to `length` tokens."""
+    """A BatchReader for a `TransformerLM` and sequences of up to `length` tokens."""
 
     def __init__(self, model: TransformerLM, slots: int, length: int, fused: DecoderStep | None) -> None:
         super().__init__(slots, length, fused)
@@ -255,12 +256,12 @@ class DecoderSlots(SlotReader):
 
 
 class SingleReader:
-    """A BatchReader of one sequence at a time, for models that cannot read several with one cache."""
+    """Base of BatchReaders with one sequence, for models that cannot keep several sequences in one cache."""
 
     slots, token_bytes = 1, 0
 
     def reset(self) -> None:
-        """Empties the cache."""
+        """Clears the cache."""
         raise NotImplementedError
 
     def forward_new(self, ids: list[int]) -> torch.Tensor:
@@ -276,7 +277,7 @@ class SingleReader:
             return self.forward_new(list(tokens))[None]
 
     def keep(self, kept: Sequence[int]) -> None:
-        """Does nothing: the next prompt empties the cache."""
+        """Does nothing, because the next prompt clears the cache."""
 
 
 class DecoderReader(SingleReader):
@@ -296,7 +297,7 @@ class DecoderReader(SingleReader):
 
 
 def decoder_step(model: TransformerLM) -> DecoderStep | None:
-    """Returns the steps of our decoder with RMSNorm, rotary embedding and SwiGLU; None for other architectures."""
+    """Returns the fused decoding step for a decoder with RMSNorm, RoPE and SwiGLU; None for other architectures."""
     blocks: list[Any] = list(model.blocks)
     if model.config.decoder.positions != "rope" or blocks[0].feed_forward.activation is not Activation.SWIGLU:
         return None
@@ -312,9 +313,9 @@ def decoder_step(model: TransformerLM) -> DecoderStep | None:
 
 
 def decoder_readers(model: TransformerLM, packs: bool = True) -> dict[str, Any]:
-    """Returns the fields of a BatchModel that do not depend on its tokenizer.
+    """Returns the fields of a BatchModel that do not depend on the tokenizer.
 
-    `packs` allows copies of the weights, which make steps several times as fast.
+    `packs` allows keeping a packed copy of the weights, which makes decoding steps several times as fast.
     """
     on_cpu = model.norm.weight.is_cpu
     fused = decoder_step(model) if packs and on_cpu else None
@@ -331,7 +332,7 @@ def decoder_readers(model: TransformerLM, packs: bool = True) -> dict[str, Any]:
 
 
 def decoder_batch(model: TransformerLM, tokenizer: TextCodec, packs: bool = True) -> BatchModel:
-    """Returns a `TransformerLM` and its tokenizer as a BatchModel. A text starts a document, as in training."""
+    """Returns a `TransformerLM` and its tokenizer as a BatchModel. Prompts start like documents in training."""
     return BatchModel(
         **decoder_readers(model, packs),
         text_ids=lambda text: [*tokenizer.prefix_ids, *tokenizer.encode(text)] or [tokenizer.end_id],
@@ -344,7 +345,7 @@ def decoder_batch(model: TransformerLM, tokenizer: TextCodec, packs: bool = True
 def generate(
     model: TransformerLM, tokenizer: TextCodec, prompt: str, max_new_tokens: int, sampling: Sampling
 ) -> Iterator[str]:
-    """Streams a continuation of `prompt`, as `stream` does, from a model that may be in training."""
+    """Generates text after `prompt` like `stream`. The model may be in training mode, and is put back into it."""
     batch = decoder_batch(model, tokenizer, packs=False)
     with reading(model):
         yield from stream(batch, batch.text_ids(prompt), max_new_tokens, sampling)

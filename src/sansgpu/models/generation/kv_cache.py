@@ -1,6 +1,6 @@
-"""A static key-value cache for many sequences at once, each of its own length.
+"""A preallocated key-value cache for many sequences of different lengths.
 
-B slots, N new tokens, S tokens that a slot holds, H query heads, K key-value heads, d head dim.
+B sequences, T queries of a row, N new tokens, H query heads, K key-value heads, d head dim.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from sansgpu.kernels.packed_cache import PackedCache, PlainCache
 
 
 class SlotCache:
-    """Keys and values of every layer, allocated in a layer's first forward pass. `packed` are those of a DecoderStep.
+    """The keys and values of all layers, which are allocated in a layer's first forward pass.
 
-    The sequences in use fill the first slots. Before each forward pass, `start_prompts`, `start_piece` or `start_step`
-    says where its tokens go. What a sequence sees does not depend on the others, so neither do its results.
+    `packed` selects the memory layout that a DecoderStep needs. The sequences occupy the first slots. Before each
+    forward pass, call `start_prompts`, `start_piece` or `start_step` to say where its tokens go. The results of a
+    sequence do not depend on the other sequences.
     """
 
     def __init__(self, slots: int, length: int, packed: bool) -> None:
@@ -28,11 +29,11 @@ class SlotCache:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the keys and values of one token."""
+        """Bytes of the cached keys and values per token."""
         return sum(layer.nbytes for layer in self._layers.values()) // (self.slots * self.length)
 
     def start_prompts(self, first: int, lengths: Sequence[int]) -> None:
-        """Prepares for a pass over whole prompts, concatenated in one row, for the slots from `first` on."""
+        """Prepares for a pass over complete prompts, concatenated in one row, that go to the slots from `first` on."""
         self._separate, counts = list(lengths), torch.tensor(lengths)
         slots = torch.arange(first, first + len(counts))
         self.lengths[slots] = counts
@@ -42,21 +43,21 @@ class SlotCache:
         self._visible: slice | None = None
 
     def start_piece(self, slot: int, start: int, count: int) -> None:
-        """Prepares for a pass over the next `count` tokens of a long prompt, of which `start` are cached."""
+        """Prepares for a pass over tokens [start, start + count) of a long prompt, after those before are cached."""
         self.lengths[slot] = start + count
         self._slots, self.positions = torch.full((count,), slot), torch.arange(start, start + count)
         self._visible, self._longest, self._separate = slice(slot, slot + 1), start + count, []
         self._ranges = _up_to(self.positions[None] + 1)
 
     def start_step(self, count: int) -> None:
-        """Prepares for a pass over one token of each of the first `count` slots, in rows of their own."""
+        """Prepares for a decoding step: a pass over one token for each of the first `count` slots, one per row."""
         self._slots, self.positions = torch.arange(count), self.lengths[:count].clone()
         self.lengths[:count] += 1
         self._visible, self._longest, self._separate = slice(0, count), int(self.lengths[:count].max()), []
         self._ranges = _up_to(self.lengths[:count, None])
 
     def packed_layers(self) -> list[PackedCache]:
-        """Returns the caches of the layers, after the first pass."""
+        """Returns the caches of all layers, which exist after the first pass."""
         layers = [self._layers[layer] for layer in sorted(self._layers)]
         return [layer for layer in layers if isinstance(layer, PackedCache)]
 
@@ -71,9 +72,9 @@ class SlotCache:
         self.lengths[len(slots) :] = 0
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores the keys and values of a pass; returns those that its queries see.
+        """Stores the keys and values of a pass; returns the keys and values to which its queries may attend.
 
-        Both are (1, K, N, d), or (B, K, 1, d) in a step.
+        The inputs are (1, K, N, d), or (B, K, 1, d) in a decoding step.
         """
         if layer not in self._layers:
             _, heads, _, dim = keys.shape
@@ -83,9 +84,10 @@ class SlotCache:
         return (keys, values) if self._visible is None else self._layers[layer].read(self._visible, self._longest)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: AttentionKernel) -> torch.Tensor:
-        """Computes the attention of a pass from q (1, H, N, d) or (B, H, 1, d), and what `append` returned.
+        """Computes attention from q, (1, H, N, d) or (B, H, 1, d), and the k and v that `append` returned.
 
-        Whole prompts are computed one by one: the order of a packed prompt's sums would depend on the prompts before.
+        Complete prompts are computed one by one, because the order of summation in a packed row would depend on the
+        preceding prompts.
         """
         if self._visible is not None:
             return kernel(q, k, v, self._ranges)
@@ -96,9 +98,9 @@ class SlotCache:
 
 
 class LayerSlots:
-    """One layer of a `SlotCache`, with the interface of `decoder.KeyValueCache`."""
+    """One layer of a `SlotCache`, with the interface `decoder.LayerCache`."""
 
-    length = 0  # the positions of tokens are given, so they need not continue a length
+    length = 0  # because positions are always passed to the model, and the cache has its own key ranges
 
     def __init__(self, cache: SlotCache, layer: int) -> None:
         self._cache, self._layer = cache, layer
@@ -108,5 +110,5 @@ class LayerSlots:
 
 
 def _up_to(ends: torch.Tensor) -> torch.Tensor:
-    """Returns ranges (B, T, 2) of the keys before `ends` (B, T)."""
+    """Returns key ranges (B, T, 2) from 0 to `ends` (B, T)."""
     return torch.stack((torch.zeros_like(ends), ends), dim=-1).int()

@@ -1,4 +1,4 @@
-"""Converts prompts and generated tokens with a tokenizer of transformers. Imports none of its models."""
+"""Encodes prompts and decodes generated tokens with a transformers tokenizer. Does not import transformers' models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sansgpu.models.generation.generate import BatchModel, decoder_readers
 
 @tokenizer_errors()
 def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    """Returns the prompt ids of a conversation; without a chat template, those of its last message.
+    """Returns the ids of a conversation up to the model's answer; without a chat template, those of the last message.
 
     Raises ConfigError if the chat template refuses the conversation.
     """
@@ -24,7 +24,7 @@ def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     try:
         template = tokenizer.get_chat_template()
         prompt = render_prefixes(template, tokenizer.special_tokens_map, messages, [(len(messages), True)])[0]
-    except (UnusableTemplateError, ValueError) as error:  # ValueError: several templates without a default
+    except (UnusableTemplateError, ValueError) as error:  # ValueError: several templates, but no default
         raise ConfigError(f"{first_line(error)}; give the model another chat template.") from None
     if prompt.refusal is not None:
         raise ConfigError(f"the chat template refuses this conversation: {prompt.refusal}.")
@@ -34,7 +34,7 @@ def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
 
 
 def text_prompt_ids(tokenizer: Any, text: str) -> list[int]:
-    """Returns the ids of a text with the tokenizer's leading special tokens, but without its trailing ones."""
+    """Returns the ids of a text, after the tokenizer's leading special tokens and without its trailing ones."""
     with tokenizer_errors():
         probe = tokenizer("a", return_special_tokens_mask=True)
         prefix = probe.input_ids[: (*probe.special_tokens_mask, 0).index(0)]
@@ -48,7 +48,7 @@ def decode(tokenizer: Any, ids: list[int]) -> str:
 
 
 def decoder_chat(model: TransformerLM, tokenizer: Any) -> BatchModel:
-    """Returns our decoder and a tokenizer of transformers as a BatchModel."""
+    """Returns a `TransformerLM` with a transformers tokenizer as a BatchModel."""
     return BatchModel(
         **decoder_readers(model),
         text_ids=partial(text_prompt_ids, tokenizer),

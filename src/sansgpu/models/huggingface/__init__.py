@@ -1,1 +1,1 @@
-"""Transformers' models: loading, faster layers, packing, LoRA and quantized weights."""
+"""Support for transformers models: loading, faster layers, packing, LoRA and quantized weights."""

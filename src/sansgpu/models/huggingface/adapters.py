@@ -41,8 +41,8 @@ if TYPE_CHECKING:  # functions import transformers when they need it, because th
     from transformers import PreTrainedModel
 
 ALL_LINEAR = "all-linear"
-# Kinds of models whose mixers read the weights of these layers directly, without calling the layers, so an adapter
-# beside them would have no effect. peft refuses the first, and adapters of the second get no gradient.
+# Model types whose mixers use the weights of the layers in `_READ_DIRECTLY` without calling the layers, so an adapter
+# would have no effect there. peft refuses an adapter on out_proj, and one on dt_proj would get no gradient.
 _STATE_SPACE_MODELS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 _READ_DIRECTLY = ("out_proj", "dt_proj")
 
@@ -50,7 +50,7 @@ _READ_DIRECTLY = ("out_proj", "dt_proj")
 def adapter_targets(loaded: PreTrainedModel, asked: list[str] | str) -> list[str] | str:
     """Returns peft's `target_modules` for `model.lora_targets`.
 
-    For `all-linear` these are the linear layers that can have an adapter, by name if some of the model's cannot.
+    For `all-linear`, the result lists the layers by name if some linear layers of the model cannot have an adapter.
     """
     if asked != ALL_LINEAR:
         return asked
@@ -59,12 +59,12 @@ def adapter_targets(loaded: PreTrainedModel, asked: list[str] | str) -> list[str
 
 
 def adaptable(loaded: PreTrainedModel) -> str:
-    """Returns the names of the layers that can have an adapter, without those of their blocks, for a message."""
+    """Lists the last part of the names of all layers that can have an adapter, for a message."""
     return f"[{','.join(sorted({_last(name) for name in _adaptable_layers(loaded)}))}]"
 
 
 def require_layers(loaded: PreTrainedModel, model: ModelConfig) -> None:
-    """Raises ConfigError if `model.lora_targets` is no regular expression, or names a layer that the model lacks."""
+    """Raises ConfigError if `model.lora_targets` is an invalid regular expression or names a missing layer."""
     asked = model.lora_targets
     if asked == ALL_LINEAR:
         return
@@ -83,7 +83,7 @@ def require_layers(loaded: PreTrainedModel, model: ModelConfig) -> None:
 
 
 def _starts(name: str) -> list[int]:
-    """Returns where the parts of a dotted name start."""
+    """Returns the index at which each part of a dotted name starts."""
     return [0, *(place + 1 for place, letter in enumerate(name) if letter == ".")]
 
 
@@ -92,7 +92,7 @@ def _last(name: str) -> str:
 
 
 def _linear_layers(loaded: PreTrainedModel) -> list[str]:
-    """Returns the names of the linear layers below the head."""
+    """Returns the names of all linear layers except the head."""
     from transformers.pytorch_utils import Conv1D
 
     inside = {id(module) for module in loaded.base_model.modules()}
@@ -115,11 +115,11 @@ def _is_state_space_model(loaded: PreTrainedModel) -> bool:
 
 
 def _without_experts(loaded: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Leaves out the layers in whose place peft would adapt the stacked experts or the router.
+    """Removes names for which peft would adapt the stacked experts instead, and routers.
 
-    For some mixtures of experts, peft takes the name of a layer such as `gate_proj`, also of one that is no expert,
-    for the name that the experts had in an earlier release of transformers. A router that is a linear layer returns
-    several tensors, to which the output of an adapter cannot be added.
+    For some mixtures of experts, peft interprets a name such as `gate_proj` as the experts' name in an earlier release
+    of transformers, even if it belongs to another layer. Routers cannot have an adapter: they may be linear layers that
+    return several tensors.
     """
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -129,13 +129,13 @@ def _without_experts(loaded: PreTrainedModel, names: Sequence[str]) -> list[str]
     return [name for name in names if name in converted.target_modules and _last(name) != "router"]
 
 
-# Ends of the names of models whose head is made for the task, so that it is trained even beside an adapter.
+# Endings of model classes whose head is new for the task, so that it is trained together with an adapter.
 HEADS_OF_TASKS = ("QuestionAnswering", "SequenceClassification", "TokenClassification")
 
 
 def add_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
-    """Wraps a model in a trainable LoRA or DoRA adapter (arXiv 2106.09685, 2402.09353). A new head is trained, too."""
-    from peft import LoraConfig, get_peft_model  # takes a second to import, and full fine-tuning does not need it
+    """Adds a trainable LoRA or DoRA adapter (arXiv 2106.09685, 2402.09353) to a model. A new head is trained, too."""
+    from peft import LoraConfig, get_peft_model  # imported here because it takes a second
 
     require_layers(loaded, model)
     targets, can_have_one = adapter_targets(loaded, model.lora_targets), adaptable(loaded)
@@ -143,7 +143,7 @@ def add_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
     trained_heads = list(heads) if type(loaded).__name__.endswith(HEADS_OF_TASKS) else None
     config = LoraConfig(
         r=model.lora_rank,
-        lora_alpha=cast(Any, model.lora_alpha),  # annotated int, but floats work
+        lora_alpha=cast(Any, model.lora_alpha),  # peft annotates it as int, but floats work
         lora_dropout=model.lora_dropout,
         target_modules=targets,
         use_dora=model.adapter == "dora",
@@ -151,9 +151,9 @@ def add_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
     )
     try:
         with seeded(seed, "adapter"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
+            warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name from transformers
             warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft warns that it corrects this setting
-            warnings.filterwarnings("ignore", message=".*tie_word_embeddings")  # `_require_mergeable` refuses it
+            warnings.filterwarnings("ignore", message=".*tie_word_embeddings")  # `_require_mergeable` raises for it
             adapted = get_peft_model(loaded, config)
     except ValueError as error:
         reason = re.sub(r"^\[PEFT:.*?\] ", "", " ".join(str(error).split())).split(". ")[0].rstrip(".")
@@ -165,9 +165,9 @@ def add_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
 
 
 def _require_mergeable(model: PreTrainedModel, can_have_one: str) -> None:
-    """Raises ConfigError if the adapter of a layer cannot be merged into its weight.
+    """Raises ConfigError if the adapter of a layer could not be merged into the layer's weight.
 
-    `can_have_one` are the names of layers for which that is possible.
+    The message lists `can_have_one`, the names of possible layers.
     """
     tables = [model.get_input_embeddings(), model.get_output_embeddings()]
     bases = [getattr(table, "base_layer", table) for table in tables if table is not None]
@@ -187,7 +187,7 @@ def _require_mergeable(model: PreTrainedModel, can_have_one: str) -> None:
 
 
 def merge_adapter(adapted: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """Merges the adapter into the weights in fp32, rounding once to `dtype`; returns the model without the adapter."""
+    """Merges the adapter into the weights in fp32, rounds once to `dtype` and returns the plain model."""
     for layer in _adapted_layers(adapted).values():  # one by one, because the model in fp32 may not fit into memory
         weight, base = _merged_weight(layer).to(dtype), layer.get_base_layer()
         if isinstance(base, QuantizedLayer):
@@ -203,7 +203,7 @@ def merge_adapter(adapted: Any, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def merged_tensors(adapted: Any) -> dict[str, StoredTensor]:
-    """Returns the tensors of a model with its adapter merged in; those of linear layers are computed when read."""
+    """Returns the tensors of a model with its adapter merged in. Weights with an adapter are merged when read."""
     model = adapted.get_base_model()
     found = {plain_name(name): as_stored(t) for name, t in model.state_dict().items() if "lora_" not in name}
     layers = _adapted_layers(model)
@@ -217,7 +217,7 @@ def merged_tensors(adapted: Any) -> dict[str, StoredTensor]:
 
 
 def _in_own_layout(base: Any, read: Callable[[], torch.Tensor]) -> StoredTensor:
-    """Returns the weight of a layer in the layout of transformers."""
+    """Returns the weight of a layer, which `read` gives as (outputs, inputs) if quantized, in transformers' layout."""
     if not isinstance(base, QuantizedLayer):
         return StoredTensor(tuple(base.weight.shape), read)
     outputs, inputs = base.blocks.outputs, base.blocks.inputs
@@ -227,7 +227,7 @@ def _in_own_layout(base: Any, read: Callable[[], torch.Tensor]) -> StoredTensor:
 
 
 def _adapted_layers(model: Any) -> dict[str, Any]:
-    """Returns the layers with an adapter by name."""
+    """Returns the layers that have an adapter, by name."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}
@@ -235,7 +235,7 @@ def _adapted_layers(model: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def _merged_weight(layer: Any) -> torch.Tensor:
-    """Returns the fp32 weight of a layer with its adapter merged in; the layer does not change."""
+    """Returns the fp32 weight of a layer with its adapter merged in, without changing the layer."""
     base = layer.get_base_layer()
     before: nn.Parameter | None = base.weight
     base.weight = nn.Parameter(base.dequantize() if before is None else before.float(), requires_grad=False)
@@ -247,7 +247,7 @@ def _merged_weight(layer: Any) -> torch.Tensor:
 
 
 def load_model(model: ModelConfig, head: Head, seed: int, frozen: bool = False) -> PreTrainedModel:
-    """Loads a model as `load_pretrained` does; of a folder with only an adapter, its base model with it merged in."""
+    """Loads a model like `load_pretrained`. If the folder has only an adapter, merges it into its base model."""
     base = base_of(model)
     return load_pretrained(model, head, seed, frozen) if base is None else _load_merged(model, base, head, seed)
 
@@ -255,7 +255,7 @@ def load_model(model: ModelConfig, head: Head, seed: int, frozen: bool = False) 
 def restore_frozen(loaded: PreTrainedModel, model: ModelConfig, head: Head, seed: int) -> None:
     """Reloads the frozen weights from the model's files, in their stored dtype.
 
-    Frees the current values first, so that memory never holds two models.
+    Frees the current values first, so that there are never two models in memory.
     """
     frozen = {n: p for n, p in loaded.named_parameters(remove_duplicate=False) if not p.requires_grad}
     for parameter in frozen.values():
@@ -287,14 +287,14 @@ def _load_merged(model: ModelConfig, base: ModelConfig, head: Head, seed: int) -
 
 
 def save_adapter(adapted: Any, tokenizer: Any, folder: Path, model: ModelConfig) -> None:
-    """Writes the adapter, without its base model, to a folder that peft loads, atomically.
+    """Writes the adapter without its base model to a folder that peft loads, atomically.
 
-    `model` is the configuration of the base.
+    `model` is the configuration of the base model.
     """
 
     def write(partial: Path) -> None:
         for config in adapted.peft_config.values():
-            if isinstance(config.target_modules, set):  # its order differs between processes
+            if isinstance(config.target_modules, set):  # the order of a set differs between processes
                 config.target_modules = sorted(config.target_modules)
         adapted.save_pretrained(partial, save_embedding_layers=False)
         settings = read_object(partial / ADAPTER_CONFIG)

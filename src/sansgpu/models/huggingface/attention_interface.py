@@ -12,20 +12,20 @@ import torch
 
 from sansgpu.kernels.attention import AttentionKernel, attention, visible_keys
 
-if TYPE_CHECKING:  # functions import transformers when they need it, because it is slow and optional
+if TYPE_CHECKING:  # transformers is optional and slow to import, so functions import it when they need it
     from transformers import PreTrainedModel
 
 
 class PackedMask(Protocol):
-    """Which tokens attend to each other in a forward pass."""
+    """The interface of an attention mask for packed sequences, which computes the attention itself."""
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: AttentionKernel) -> torch.Tensor:
-        """Computes attention with a kernel; q (B, H, T, d), k and v (B, K, S, d); returns (B, H, T, d)."""
+        """Computes attention of q (B, H, T, d) to k and v (B, K, S, d) with `kernel`; returns (B, H, T, d)."""
 
 
 @dataclass(frozen=True)
 class KeyRanges:
-    """A mask in which each query sees one contiguous range of keys, (B, T, 2)."""
+    """A mask in which each query attends to one contiguous range of keys; `ranges` (B, T, 2) are starts and ends."""
 
     ranges: torch.Tensor
 
@@ -34,13 +34,13 @@ class KeyRanges:
 
 
 NAME = "sansgpu"
-_PACKED = "_sansgpu_packed_mask"  # attribute of a mask: the PackedMask that computes the attention
+_PACKED = "_sansgpu_packed_mask"  # attribute of a mask tensor that holds its PackedMask
 
 
 def use_our_attention(model: PreTrainedModel) -> bool:
-    """Makes a model use our attention kernel if transformers would use SDPA; returns True if the model now uses it.
+    """Makes a model use our attention kernel if it would use SDPA; returns whether it now does.
 
-    Leaves other models unchanged: neither SDPA nor our kernel supports softcapping or attention sinks.
+    Other models stay unchanged. They may need softcapping or attention sinks, which our kernel does not support.
     """
     config = model.config.get_text_config()
     if model.config._attn_implementation != "sdpa" or getattr(config, "attn_logit_softcapping", None):
@@ -54,7 +54,7 @@ def use_our_attention(model: PreTrainedModel) -> bool:
 
 
 def ranges_of(mask: torch.Tensor) -> torch.Tensor | None:
-    """Converts a mask (B, 1, T, S) to key ranges (B, T, 2) int32; None if visible keys are not contiguous."""
+    """Converts a mask (B, 1, T, S) to key ranges (B, T, 2) int32; None if a query's visible keys have gaps."""
     if mask.dtype != torch.bool or mask.shape[1] != 1:
         return None
     visible = mask[:, 0].int()
@@ -67,9 +67,9 @@ def ranges_of(mask: torch.Tensor) -> torch.Tensor | None:
 
 
 def stand_in_mask(mask: PackedMask, device: torch.device) -> torch.Tensor:
-    """Returns a tensor that carries a mask to every layer, so that no (B, 1, T, T) mask is built.
+    """Returns a tiny tensor that carries a PackedMask to every layer, so that no (B, 1, T, T) mask is built.
 
-    transformers passes four-dimensional masks through unchanged.
+    It has four dimensions, because transformers passes such masks on unchanged.
     """
     stand_in = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
     setattr(stand_in, _PACKED, mask)
@@ -77,7 +77,7 @@ def stand_in_mask(mask: PackedMask, device: torch.device) -> torch.Tensor:
 
 
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Builds the mask of SDPA, even if SDPA could do without, and computes its key ranges once for all layers."""
+    """Builds SDPA's mask, even where SDPA needs none, and computes its key ranges once for all layers."""
     from transformers.masking_utils import sdpa_mask
 
     mask = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
@@ -98,10 +98,10 @@ def attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes attention; query (B, H, T, d), key and value (B, K, S, d); returns (B, T, H, d)."""
+    """Computes attention of query (B, H, T, d) to key and value (B, K, S, d); returns (B, T, H, d)."""
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor | None) -> torch.Tensor:
-        if q.dtype != v.dtype and torch.is_autocast_enabled(q.device.type):  # rotary embeddings give fp32
+        if q.dtype != v.dtype and torch.is_autocast_enabled(q.device.type):  # rotary embeddings return fp32
             q, k = q.to(v.dtype), k.to(v.dtype)
         uniform = q.dtype == k.dtype == v.dtype and q.shape[-1] == v.shape[-1]
         if ranges is None or not uniform or any(kwargs.get(name) is not None for name in ("position_bias", "cache")):
@@ -109,7 +109,7 @@ def attention_forward(
 
             mask = attention_mask
             if ranges is not None and mask is not None and mask.shape[-1] != k.shape[2]:
-                mask = visible_keys(ranges, k.shape[2])  # the mask is a stand-in
+                mask = visible_keys(ranges, k.shape[2])  # attention_mask is only a stand-in
             out = sdpa_attention_forward(module, q, k, v, mask, dropout, scaling, is_causal, **kwargs)[0]
             return out.transpose(1, 2)
         root = q.shape[-1] ** 0.5
@@ -127,7 +127,7 @@ def attention_forward(
 def _default_ranges(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, is_causal: bool | None
 ) -> torch.Tensor:
-    """Returns the key ranges that SDPA uses without a mask: all keys, or those up to the query if it is causal."""
+    """Returns the key ranges of SDPA without a mask: all keys or, if causal, the keys up to the query."""
     batch, queries, keys = query.shape[0], query.shape[2], key.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     end = torch.arange(1, queries + 1).clamp(max=keys) if causal and queries > 1 else torch.full((queries,), keys)

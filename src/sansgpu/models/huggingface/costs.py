@@ -1,4 +1,4 @@
-"""Costs of training a transformers model."""
+"""Estimates what training a transformers model costs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from sansgpu.models.huggingface.pretrained import Head, meta_model
 from sansgpu.models.huggingface.source import base_precision, stored_weights
 from sansgpu.models.module_costs import ModuleCosts, ModuleShape, QuantizedWeights, module_shape
 
-_PROCESS_BYTES = 510 << 20  # the process with torch, transformers and peft, and the buffers of its libraries
+_PROCESS_BYTES = 510 << 20  # a process that has imported torch, transformers and peft, with their buffers
 
 
 def pretrained_shape(model: ModelConfig, head: Head) -> ModuleShape:
-    """Returns the shape of a model with its adapter. Raises ConfigError if the model cannot be loaded."""
+    """Returns the shape of a model, including its adapter. Raises ConfigError if its config cannot be loaded."""
     return _shape(model.model_dump_json(), head)
 
 
 @lru_cache(maxsize=8)
 def _shape(model_json: str, head: Head) -> ModuleShape:
     from sansgpu.models.huggingface.packed_forward import can_pack
-    from sansgpu.models.huggingface.patches import patch_model  # imports transformers, which takes seconds
+    from sansgpu.models.huggingface.patches import patch_model  # imports transformers, which is slow
 
     settings = ModelConfig.model_validate_json(model_json)
     model = meta_model(settings, head)
@@ -42,13 +42,13 @@ def _shape(model_json: str, head: Head) -> ModuleShape:
     config: Any = model.config.get_text_config()
     vocabulary = int(config.vocab_size)
     outputs = _outputs(head, vocabulary)
-    heads = int(getattr(config, "num_attention_heads", 0))  # a state space model such as Mamba has none
+    heads = int(getattr(config, "num_attention_heads", 0))  # state space models such as Mamba have none
     shape = module_shape(model, int(config.hidden_size), heads, vocabulary, outputs)
     return replace(shape, packs=packs, quantized_blocks=quantized_blocks, quantized_tables=quantized_tables)
 
 
 def _quantized(settings: ModelConfig, model: nn.Module) -> list[QuantizedWeights]:
-    """Returns what stays quantized of the blocks of a model, and of its tables."""
+    """Returns the weights that stay quantized in the blocks of a model, and in its embedding and output head."""
     precision = base_precision(settings)
     if precision is None:
         return [QuantizedWeights(), QuantizedWeights()]
@@ -59,19 +59,19 @@ def _quantized(settings: ModelConfig, model: nn.Module) -> list[QuantizedWeights
 
 
 def _outputs(head: Head, vocabulary: int) -> int:
-    """Returns the logits per token."""
+    """Returns the number of logits per token."""
     if head.type in ("causal", "masked"):
         return vocabulary
     if head.type == "none":
-        return 1  # the loss compares vectors of texts, which is little work per token
-    return len(head.labels) or 2  # transformers' default, and the start and end of an answer
+        return 1  # the loss compares embeddings of texts, which is little work per token
+    return len(head.labels) or 2  # 2 for the start and end of an answer, and transformers' default for classifiers
 
 
 @dataclass(frozen=True)
 class PretrainedCosts(ModuleCosts):
-    """The costs of a transformers model, whose weights may be frozen next to an adapter."""
+    """Estimates the costs of a transformers model, whose weights may be frozen if it has an adapter."""
 
-    pack: bool = True  # packs texts if the model allows it; otherwise each text has a row as long as the longest
+    pack: bool = True  # pack examples if the model supports it; otherwise they are padded to the longest
 
     def micro_batch_tokens(self, execution: Execution) -> int:
         return execution.tokens(self.window, padded=not (self.pack and self.shape.packs))

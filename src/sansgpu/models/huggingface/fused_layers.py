@@ -1,7 +1,7 @@
 """Replaces element-wise operations of transformers models with our fused kernels.
 
-Modules are recognized by the names of their parts, and replaced only if a trial shows that they compute what ours do:
-RMSNorm of Gemma, for instance, has the same parts as that of Qwen, but multiplies by 1 + weight.
+Modules are recognized by the names of their submodules, and replaced only if a trial shows that ours compute the same.
+Gemma's RMSNorm, for instance, has the same parameters as Qwen's, but multiplies by 1 + weight.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import nn
 from sansgpu.kernels.norm import FusedNorm, RMSNorm, residual
 from sansgpu.kernels.pointwise import gelu, gelu_tanh, swiglu
 
-# What a layer saves: a tensor, or the shape of one and the function that computes it again.
+# What autograd saves: a tensor, or its shape and the function that recomputes it.
 _Saved = torch.Tensor | tuple[torch.Size, Callable[[], torch.Tensor]]
 
 
 class Part(nn.Module):
-    """Takes the place of a part of a module in a trial."""
+    """A cheap function that replaces a submodule in a trial."""
 
     def __init__(self, number: float) -> None:
         super().__init__()
@@ -34,14 +34,14 @@ class Part(nn.Module):
 
 
 class AttentionPart(Part):
-    """Takes the place of attention, which also returns its weights or None."""
+    """Replaces an attention layer in a trial. Returns its output and None for the attention weights."""
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> Any:
         return super().forward(hidden_states), None
 
 
 class LinearPart(nn.Module):
-    """Takes the place of a linear layer in a trial."""
+    """Replaces a linear layer in a trial."""
 
     def __init__(self, inputs: int, outputs: int, number: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def random_tensor(*shape: int) -> torch.Tensor:
 
 @torch.no_grad()
 def agree(found: Callable[[], object], expected: Callable[[], torch.Tensor]) -> bool:
-    """Returns True if a trial gives what is expected; False if it fails, as that of any other code may."""
+    """Returns True if `found` returns what is expected; False otherwise, or if it raises an error."""
     try:
         value = found()
     except Exception:
@@ -78,12 +78,10 @@ def agree(found: Callable[[], object], expected: Callable[[], torch.Tensor]) -> 
 
 @contextmanager
 def recomputed(value: torch.Tensor, compute: Callable[[], torch.Tensor]) -> Iterator[None]:
-    """Computes a tensor again in the backward pass instead of keeping it in memory until then.
+    """Context in which layers that would save `value` for the backward pass recompute it instead.
 
-    Makes layers called in this context save `compute`, which must return the same bits, instead of `value`.
-
-    It is worth it for what an element-wise operation computes, beside a matmul that reads it. Other tensors are saved
-    as usual. Under torch.compile, which decides itself what to save, nothing changes.
+    `compute` must return the same bits as `value`. This pays off if an element-wise operation computes `value` for a
+    matmul. Other tensors are saved as usual. Has no effect under torch.compile, which decides itself what to save.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         yield
@@ -107,7 +105,7 @@ def recomputed(value: torch.Tensor, compute: Callable[[], torch.Tensor]) -> Iter
 
 
 class PretrainedRMSNorm(RMSNorm):
-    """RMSNorm of a transformers model, whose own code runs where our kernel does not."""
+    """RMSNorm of a transformers model. Calls the original code where our kernel does not run."""
 
     original: type[nn.Module]
 
@@ -130,7 +128,7 @@ class FusedTanhGELU(nn.Module):
 
 
 class SwiGLU:
-    """The feed-forward network of Llama, Qwen and Mistral."""
+    """Mixin for the feed-forward network of Llama, Qwen and Mistral."""
 
     gate_proj: nn.Module
     up_proj: nn.Module
@@ -145,7 +143,7 @@ class SwiGLU:
 
 
 class PreNormLayer:
-    """The block of Llama, Qwen and Mistral."""
+    """Mixin for the block of Llama, Qwen and Mistral."""
 
     fused_as = "decoder"  # see module_costs
     input_layernorm: FusedNorm
@@ -156,7 +154,7 @@ class PreNormLayer:
     recomputes: bool  # see fuse_layers
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args:  # only the original knows their names
+        if args:  # positional arguments, whose names only the original code knows
             return cast(torch.Tensor, cast(Any, super()).forward(hidden_states, *args, **kwargs))
         x, inputs = self.input_layernorm.branch(hidden_states)
         with self._recomputed(self.input_layernorm, x, inputs):
@@ -166,15 +164,15 @@ class PreNormLayer:
             return residual(x, self.mlp(inputs), 0.0, self.training)
 
     def _recomputed(self, norm: FusedNorm, x: torch.Tensor, inputs: torch.Tensor) -> AbstractContextManager[None]:
-        """Keeps x, which the norm saves anyway, but not its norm `inputs`, which the layers in this context save."""
+        """Context in which layers recompute their `inputs` from x, which the norm saves anyway."""
         return recomputed(inputs, lambda: norm.branch(x)[1]) if self.recomputes else nullcontext()
 
 
 def fuse_layers(model: nn.Module) -> None:
     """Makes the norms, activations, feed-forward networks and blocks of a model use our kernels, in place.
 
-    Between them, what element-wise operations compute is not kept for the backward pass but computed again, unless
-    gradient checkpointing computes all of a block again.
+    The backward pass recomputes the results of element-wise operations, unless gradient checkpointing recomputes the
+    whole block anyway.
     """
     recomputes = not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     for module in list(model.modules()):
@@ -197,9 +195,10 @@ _subclasses: dict[tuple[type, type], type] = {}
 
 
 def with_forward(mixin: type, original: type) -> type:
-    """Returns a subclass with another forward pass, because transformers looks for layers of the original class.
+    """Returns a subclass of `original` with the forward pass of `mixin`.
 
-    All blocks of a model have the same subclass, so that torch.compile compiles one graph.
+    It must be a subclass, because transformers looks for layers by class. It is cached, so that all blocks of a model
+    have the same class and torch.compile compiles one graph.
     """
     if (mixin, original) not in _subclasses:
         _subclasses[mixin, original] = type(original.__name__, (mixin, original), {"__module__": original.__module__})
@@ -212,7 +211,7 @@ def _is_rms_norm(module: nn.Module) -> bool:
     if not named or not isinstance(weight, nn.Parameter) or weight.ndim != 1 or eps is None:
         return False
     x, random, trial = random_tensor(3, len(weight)), random_tensor(len(weight)), copy.deepcopy(module)
-    cast(Any, trial).weight = nn.Parameter(random)  # the model may be on the meta device
+    cast(Any, trial).weight = nn.Parameter(random)  # because the model may be on the meta device
     return agree(lambda: trial(x), lambda: F.rms_norm(x, weight.shape, random, float(eps)))
 
 

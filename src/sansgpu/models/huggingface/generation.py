@@ -1,4 +1,4 @@
-"""Chat and text generation with transformers models."""
+"""Text generation with transformers models."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from sansgpu.models.huggingface.rotary_attention import NORMS, PROJECTIONS, Rota
 from sansgpu.models.modules import blocks_of
 from sansgpu.models.quantized_layers import QuantizedLinear, matrix_of
 
-UNBOUNDED_CONTEXT = 4096  # tokens of context for models that declare no maximum
+UNBOUNDED_CONTEXT = 4096  # tokens of context for models without max_position_embeddings
 
 
 class PretrainedReader(SingleReader):
-    """A SingleReader for a transformers model."""
+    """A BatchReader with one sequence for any transformers model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -45,7 +45,7 @@ class PretrainedReader(SingleReader):
 
 
 class PretrainedSlots(SlotReader):
-    """A BatchReader for a transformers model that uses our attention; see `slots_work`."""
+    """A BatchReader with several sequences for transformers models that use our attention; see `slots_work`."""
 
     def __init__(self, unpadded: UnpaddedModel, slots: int, length: int, fused: DecoderStep | None = None) -> None:
         super().__init__(slots, length, fused)
@@ -64,7 +64,7 @@ class PretrainedSlots(SlotReader):
 
 
 class _TransformersCache(Cache):
-    """A SlotCache for the layers of transformers."""
+    """A SlotCache with the interface of transformers' caches."""
 
     def __init__(self, cache: SlotCache) -> None:
         super().__init__(layers=[])
@@ -80,9 +80,9 @@ class _TransformersCache(Cache):
 
 
 def slots_work(unpadded: UnpaddedModel, fused: DecoderStep | None = None) -> bool:
-    """Returns True if a model can read several sequences with one cache: if that gives the logits of separate passes.
+    """Returns True if a model gives the same logits with several sequences in a SlotCache as with separate passes.
 
-    Models with sliding windows, recurrent state or frequencies that depend on the length cannot.
+    Models with sliding windows, recurrent state or length-dependent RoPE do not.
     """
     if not unpadded.has_plain_rows or unpadded.model.device.type != "cpu":
         return False
@@ -101,12 +101,12 @@ def slots_work(unpadded: UnpaddedModel, fused: DecoderStep | None = None) -> boo
 
 
 def logits_after(model: PreTrainedModel, chosen: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """Returns the logits (n, V) after the `chosen` ones of all tokens; those after others are not computed."""
+    """Computes only the logits (n, V) at `chosen` (n,), indices into all tokens of the batch."""
     return logits_of(model, lambda states: states.flatten(0, 1)[chosen], **inputs)
 
 
 def pretrained_step(model: Any) -> DecoderStep | None:
-    """Returns the steps of a transformers model whose blocks use our kernels; None for other architectures."""
+    """Returns the fused decoding step of a model whose blocks are all fused; None for other models."""
     blocks: list[Any] = blocks_of(model)
     head, last_norm = _step_weight(model.get_output_embeddings()), getattr(model.base_model, "norm", None)
     if not blocks or head is None:
@@ -131,7 +131,7 @@ def pretrained_step(model: Any) -> DecoderStep | None:
 
 
 def _step_weight(layer: Any) -> StepWeight | None:
-    """Returns the parameters of a linear layer, or None if it computes something else."""
+    """Returns the weight, bias and adapter of a linear layer, or None if it computes something else."""
     if type(layer) in (Linear, nn.Linear, QuantizedLinear):
         return StepWeight(matrix_of(layer), layer.bias)
     if not hasattr(layer, "lora_A"):
@@ -150,15 +150,18 @@ def _end_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
 
 
 def pretrained_single(model: PreTrainedModel, tokenizer: Any) -> BatchModel:
-    """Returns a transformers model and its tokenizer as a BatchModel of one prompt at a time, layer by layer."""
+    """Returns a transformers model and its tokenizer as a BatchModel that processes one sequence at a time."""
     return _batch_model(model, tokenizer, lambda slots, length: PretrainedReader(model), together=False)
 
 
 def pretrained_batch(unpadded: UnpaddedModel, tokenizer: Any) -> BatchModel:
-    """Returns a transformers model and its tokenizer as a BatchModel that may hold copies of the weights."""
+    """Returns a transformers model and its tokenizer as the fastest BatchModel that works.
+
+    It may keep a packed copy of the weights.
+    """
     model, fused = unpadded.model, pretrained_step(unpadded.model) if unpadded.has_plain_rows else None
     together = slots_work(unpadded, fused)
-    if not together and fused is not None:  # its embeddings or its head are others
+    if not together and fused is not None:  # its embeddings or head may differ from those of the fused step
         together, fused = slots_work(unpadded), None
     if not together:
         return pretrained_single(model, tokenizer)

@@ -1,4 +1,4 @@
-"""Runs the LoRA adapters of peft with our kernel."""
+"""Computes peft's LoRA layers with our kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sansgpu.models.quantized_layers import QuantizedLinear
 
 
 class LoraLinear(PeftLinear):
-    """peft's linear layer with an adapter, fused with the frozen layer where our kernel runs."""
+    """peft's LoRA layer, computed by one kernel together with the frozen layer if possible."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         base: Any = self.base_layer
@@ -33,14 +33,14 @@ class LoraLinear(PeftLinear):
         return y.view(*x.shape[:-1], base.out_features)
 
     def single_adapter(self) -> tuple[torch.Tensor, torch.Tensor, float] | None:
-        """Returns A, B and the factor of their product; None if the layer adds something else to a frozen one."""
+        """Returns A, B and the scaling of their product; None unless the layer is a frozen one plus one plain LoRA."""
         if self._is_unusual():
             return None
         (name,) = self.active_adapters
         return cast(Any, self.lora_A[name]).weight, cast(Any, self.lora_B[name]).weight, self.scaling[name]
 
     def _is_unusual(self) -> bool:
-        """Returns True unless exactly one adapter, a plain one, is active and trained beside a frozen layer."""
+        """Returns True unless exactly one plain LoRA adapter is active and not merged, on a frozen linear layer."""
         base, names = self.base_layer, self.active_adapters
         if self.disable_adapters or self.merged or self.lora_variant or len(names) != 1:
             return True

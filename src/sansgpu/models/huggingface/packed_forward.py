@@ -1,6 +1,6 @@
-"""Runs transformers models on examples of unequal length, packed without padding if the model supports it.
+"""Runs transformers models on examples of different lengths, packed without padding if the model supports it.
 
-B examples, N tokens in total, T tokens of the longest, D width, V vocabulary.
+B examples, N tokens in total, T tokens in the longest example, D width, V vocabulary, L labels.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from sansgpu.models.huggingface.probes import PROBE_LONGEST, autocast_of, head_i
 from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
 from sansgpu.models.quantized_layers import matrix_of
 
-if TYPE_CHECKING:  # its import is slow, and it is optional
+if TYPE_CHECKING:  # transformers is optional and slow to import
     from transformers import PreTrainedModel
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' names of types of layers
+FULL, SLIDING = "full_attention", "sliding_attention"  # values of `layer_types` in transformers' configs
 
-Flat = Callable[[torch.Tensor], torch.Tensor]  # converts a model's output by row to (N, ...)
+Flat = Callable[[torch.Tensor], torch.Tensor]  # gathers the N tokens of an output (B, T, ...): (N, ...)
 
 
 class UnpaddedModel:
-    """A transformers model for batches of concatenated examples, each of at most `longest` tokens.
+    """Wraps a transformers model so that it takes concatenated examples, each of at most `longest` tokens.
 
-    If `packs`, the examples share one row and do not attend to each other; otherwise each has a padded row. Examples
-    whose rotary frequencies differ, because they depend on length, run in separate forward passes.
+    If `packs`, the examples share one row and do not attend to each other; otherwise each one has a padded row.
+    Examples whose RoPE frequencies differ, because they depend on the length, run in separate forward passes.
     """
 
     def __init__(self, model: PreTrainedModel, pack: bool, longest: int = PROBE_LONGEST) -> None:
@@ -51,14 +51,17 @@ class UnpaddedModel:
     def packed_inputs(
         self, ids: torch.Tensor, positions: torch.Tensor, mask: PackedMask | None = None
     ) -> dict[str, torch.Tensor]:
-        """Returns the model's inputs for packed tokens with their ids and positions, each (B, T)."""
+        """Returns the model's keyword arguments for packed tokens with `ids` and `positions`, both (B, T)."""
         inputs = {"input_ids": ids, "position_ids": positions + self.position_offset}
         return inputs if mask is None else {**inputs, "attention_mask": stand_in_mask(mask, ids.device)}
 
     def _inputs(
         self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None = None
     ) -> tuple[dict[str, torch.Tensor], Flat]:
-        """Returns the model's inputs, and a function that maps outputs to a row per token; tokens and types (N,)."""
+        """Returns the model's keyword arguments, and a function that gathers the N tokens of its outputs.
+
+        `tokens` and `types` are (N,).
+        """
         examples, positions = token_places(lengths)
         if self.packs:
             inputs = self.packed_inputs(tokens[None], positions[None])
@@ -70,7 +73,7 @@ class UnpaddedModel:
         return self._padded(tokens, lengths, types), lambda output: output[examples, positions]
 
     def _packed_mask(self, examples: torch.Tensor) -> Any:
-        """Returns the mask of packed tokens, or one for each type of layer; `examples` (1, N) are their examples."""
+        """Returns the mask of packed tokens, or one per layer type. `examples` (1, N) is the example of each token."""
         ranges = (causal_ranges if self.causal else bidirectional_ranges)(examples)
         if self._window is None:
             return stand_in_mask(KeyRanges(ranges), examples.device)
@@ -83,7 +86,7 @@ class UnpaddedModel:
     def _padded(
         self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """Returns inputs with a padded row per example."""
+        """Returns the model's keyword arguments for one padded row per example."""
         mask = _pad(torch.ones_like(tokens), lengths)
         inputs = {"input_ids": _pad(tokens, lengths, int(self._text.pad_token_id or 0)), "attention_mask": mask}
         if types is not None:
@@ -97,7 +100,7 @@ class UnpaddedModel:
         targets: torch.Tensor,
         options: LossOptions = DEFAULT_LOSS_OPTIONS,
     ) -> torch.Tensor:
-        """Returns the cross-entropy of a causal model summed over targets (N,), skipping -100: ()."""
+        """Returns the cross-entropy of a causal model, summed over targets (N,) other than -100: ()."""
         options = LossOptions(options.label_smoothing, options.z_loss, self.softcap)
         states, head = self.head_inputs(tokens, lengths), self.head
         if head is not None:
@@ -108,11 +111,11 @@ class UnpaddedModel:
         return loss + options.z_loss * torch.logsumexp(logits, dim=-1).square().sum() if options.z_loss else loss
 
     def head_inputs(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Returns the last hidden states of a causal model if it has a plain `head`, otherwise its logits: (N, ...)."""
+        """Returns the final hidden states of a causal model if it has a plain `head`, else its logits: (N, ...)."""
         return self._by_token(self.before_head, tokens, lengths)
 
     def before_head(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Returns what `head_inputs` returns, but by row and for the model's own inputs: (B, T, ...)."""
+        """Returns the same as `head_inputs`, but from the model's keyword arguments and as (B, T, ...)."""
         if self.head is not None:
             states: torch.Tensor = self.model.base_model(**inputs, use_cache=False).last_hidden_state
             return states
@@ -121,19 +124,19 @@ class UnpaddedModel:
 
     @property
     def has_plain_rows(self) -> bool:
-        """True if all examples of a causal model share a row, and key ranges alone say what each token sees."""
+        """True for a causal model that packs with key ranges as the only mask, and without length-dependent RoPE."""
         return self.packs and self.causal and self._by_ranges and not self._rotary
 
     @property
     def head(self) -> nn.Linear | None:
-        """The output projection of a causal model whose logits are its product with the last hidden states."""
+        """The output head of a causal model if its logits are the head's product with the final hidden states."""
         head: Any = self.model.get_output_embeddings()
         return head if self.fused and isinstance(head, nn.Linear) else None  # peft may have replaced the head
 
     def qa_logits(
         self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns start and end logits of each token from a question answering model: (N,) and (N,), fp32."""
+        """Returns the start and end logits of a question answering model: (N,) and (N,), fp32."""
 
         def start_and_end(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
             output = self.model(**inputs)
@@ -143,11 +146,11 @@ class UnpaddedModel:
         return starts, ends
 
     def token_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None) -> torch.Tensor:
-        """Returns the logits of each token from a model that classifies tokens: (N, labels), fp32."""
+        """Returns the logits of a token classifier: (N, L), fp32."""
         return self._by_token(lambda inputs: self.model(**inputs).logits, tokens, lengths, types).float()
 
     def sequence_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None) -> torch.Tensor:
-        """Returns the logits of a model that classifies sequences, for each of the B examples: (B, L), fp32."""
+        """Returns the logits of a sequence classifier: (B, L), fp32."""
         examples, _ = token_places(lengths)
         groups = []
         for indices, group in self._groups(lengths):
@@ -157,7 +160,7 @@ class UnpaddedModel:
         return _in_order(groups)
 
     def _sequence_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None) -> torch.Tensor:
-        """Runs the blocks on packed examples and the head on padded ones, so that the head may be any."""
+        """Runs the base model on packed examples and the head on padded ones, which every head supports."""
         padded = self._padded(tokens, lengths, types)
         if not self.packs:
             plain: torch.Tensor = self.model(**padded).logits
@@ -173,7 +176,7 @@ class UnpaddedModel:
             return output
 
         hooks = [base.register_forward_pre_hook(pack, with_kwargs=True), base.register_forward_hook(unpack)]
-        if (pooler := getattr(base, "pooler", None)) is not None:  # in BERT it is a part of the base model
+        if (pooler := getattr(base, "pooler", None)) is not None:  # e.g. BERT's, which is inside the base model
             hooks.append(pooler.register_forward_pre_hook(lambda _, args: (_pad(args[0][0], lengths), *args[1:])))
         try:
             logits: torch.Tensor = self.model(**padded).logits
@@ -183,11 +186,11 @@ class UnpaddedModel:
         return logits
 
     def hidden_states(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Returns the last hidden states of the model without its head: (N, D)."""
+        """Returns the final hidden states of the base model: (N, D)."""
         return self._by_token(lambda inputs: self.model.base_model(**inputs).last_hidden_state, tokens, lengths)
 
     def masked_lm_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
-        """Returns the logits of a masked LM at the M tokens where `masked` (N,) is true: (M, V)."""
+        """Returns the logits of a masked LM at the M tokens where `masked` (N,) is True: (M, V)."""
         parts = [(p[masked[p]], self._masked_logits(tokens[p], group, masked[p])) for p, group in self._groups(lengths)]
         return _in_order(parts)
 
@@ -196,7 +199,7 @@ class UnpaddedModel:
         return logits_of(self.model, lambda states: flat(states)[masked], **inputs)
 
     def _groups(self, lengths: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields groups of examples for one forward pass each: the indices of their tokens (n,), their lengths (b,)."""
+        """Yields the token indices (n,) and lengths (b,) of the examples for each forward pass."""
         all_tokens = torch.arange(int(lengths.sum()), device=lengths.device)
         groups = self._rotary.groups(lengths.tolist()) if self._rotary else []
         if not self._rotary:
@@ -214,7 +217,7 @@ class UnpaddedModel:
         lengths: torch.Tensor,
         types: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns a row per token, (N, ...), of what `run` computes by row from the model's inputs, (B, T, ...)."""
+        """Gathers, for each of the N tokens, what `run` computes from the model's keyword arguments: (N, ...)."""
         parts = []
         for indices, group in self._groups(lengths):
             inputs, flat = self._inputs(tokens[indices], group, None if types is None else types[indices])
@@ -223,7 +226,7 @@ class UnpaddedModel:
 
 
 def logits_of(model: PreTrainedModel, chosen: Flat, **inputs: Any) -> torch.Tensor:
-    """Returns the logits (n, V) of n tokens. `chosen` selects their last hidden states (n, D) from those by row."""
+    """Computes only the logits (n, V) of n tokens, whose final hidden states `chosen` gathers from (B, T, D)."""
     base: Any = model.base_model
 
     def select(module: nn.Module, args: Any, output: Any) -> Any:
@@ -239,7 +242,7 @@ def logits_of(model: PreTrainedModel, chosen: Flat, **inputs: Any) -> torch.Tens
 
 
 def _pad(values: torch.Tensor, lengths: torch.Tensor, fill_value: int = 0) -> torch.Tensor:
-    """Converts a row per token, (N, ...), to padded rows per example, (B, T, ...)."""
+    """Converts concatenated tokens (N, ...) to one padded row per example, (B, T, ...)."""
     longest = int(lengths.max()) if len(lengths) else 0
     out = values.new_full((len(lengths), longest, *values.shape[1:]), fill_value)
     out[token_places(lengths)] = values
@@ -247,7 +250,7 @@ def _pad(values: torch.Tensor, lengths: torch.Tensor, fill_value: int = 0) -> to
 
 
 def _in_order(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Concatenates the rows of (indices, rows) pairs, sorted by index."""
+    """Concatenates the rows of all (indices, rows) pairs in the order of their indices."""
     if len(parts) == 1:
         return parts[0][1]
     indices, values = (torch.cat(side) for side in zip(*parts, strict=True))
@@ -255,7 +258,7 @@ def _in_order(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """Returns False for encoders with unknown windows of attention, which can be known without running the model."""
+    """Returns False for encoders with attention windows that our masks do not support. Does not run the model."""
     config = model.config.get_text_config()
     return _is_causal(model) or not _has_windows(config) or _encoder_window(config) is not None
 
@@ -265,7 +268,7 @@ def _is_causal(model: PreTrainedModel) -> bool:
 
 
 def _has_windows(config: Any) -> bool:
-    """Returns True if some layer has windowed attention."""
+    """Returns True if any layer has windowed attention."""
     types = getattr(config, "layer_types", None)
     if types:
         return any(layer_type != FULL for layer_type in types)
@@ -273,15 +276,15 @@ def _has_windows(config: Any) -> bool:
 
 
 def _encoder_window(config: Any) -> int | None:
-    """Returns the tokens that a token of an encoder sees on each side in layers with a window, or None.
+    """Returns how many tokens to each side an encoder's windowed layers attend to; None if unknown or without windows.
 
-    They are those of transformers' `create_bidirectional_sliding_window_mask`, used by ModernBERT.
+    The window is that of transformers' `create_bidirectional_sliding_window_mask`, which ModernBERT uses.
     """
     types = set(getattr(config, "layer_types", None) or ())
     return getattr(config, "sliding_window", None) if types <= {FULL, SLIDING} and SLIDING in types else None
 
 
 def _position_offset(model: PreTrainedModel) -> int:
-    """Returns the first position id. In RoBERTa and its relatives it is the padding id plus one."""
+    """Returns the position id of the first token, which is the padding id plus one in RoBERTa and its relatives."""
     modules: Iterator[Any] = (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids"))
     return next((int(module.padding_idx) + 1 for module in modules), 0)

@@ -1,4 +1,4 @@
-"""Replaces layers of a transformers model with our kernels that compute the same."""
+"""Makes the layers of a transformers model use our kernels, which compute the same results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GELUS: dict[type[nn.Module], Activation] = {FusedGELU: Activation.GELU, FusedTan
 
 
 class _EncoderAttention:
-    """Self-attention that projects queries, keys and values in one call."""
+    """Mixin for self-attention that projects queries, keys and values in one call."""
 
     projections: tuple[str, str, str]
     dropout: nn.Dropout
@@ -43,9 +43,9 @@ class _EncoderAttention:
     training: bool
 
     def attend(self, x: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
-        """(B, T, D) -> (B, T, D), without the output projection."""
+        """Computes attention without the output projection: (B, T, D) -> (B, T, D)."""
         layers = [getattr(self, name) for name in self.projections]
-        plain = all(type(layer) is Linear for layer in layers)  # adapters replace some
+        plain = all(type(layer) is Linear for layer in layers)  # layers with an adapter have another class
         projected = linear_each(x, *layers) if plain else tuple(layer(x) for layer in layers)
         shape = (*x.shape[:-1], -1, self.attention_head_size)
         q, k, v = (y.view(shape).transpose(1, 2) for y in projected)
@@ -55,7 +55,7 @@ class _EncoderAttention:
 
 
 class BertSelfAttention(_EncoderAttention):
-    """The self-attention of BERT, whose output projection is another module."""
+    """Mixin for the self-attention of BERT, whose output projection is in a separate module."""
 
     projections = ("query", "key", "value")
 
@@ -66,7 +66,7 @@ class BertSelfAttention(_EncoderAttention):
         past_key_values: object = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        if past_key_values is not None:  # while it generates
+        if past_key_values is not None:  # a decoder generates with a cache
             original = cast(Any, super()).forward
             return cast(
                 tuple[torch.Tensor, None],
@@ -76,7 +76,7 @@ class BertSelfAttention(_EncoderAttention):
 
 
 class DistilBertSelfAttention(_EncoderAttention):
-    """The self-attention of DistilBERT."""
+    """Mixin for the self-attention of DistilBERT."""
 
     projections = ("q_lin", "k_lin", "v_lin")
     out_lin: nn.Module
@@ -88,7 +88,7 @@ class DistilBertSelfAttention(_EncoderAttention):
 
 
 class BertOutput:
-    """The end of a branch of BERT: a linear layer, dropout, the residual addition and LayerNorm."""
+    """Mixin for BertOutput and BertSelfOutput: a linear layer, dropout, residual addition and LayerNorm."""
 
     dense: nn.Module
     dropout: nn.Dropout
@@ -99,7 +99,7 @@ class BertOutput:
 
 
 class BertLayer:
-    """A block of BERT, whose feed-forward network is one function for autograd."""
+    """Mixin for a block of BERT that computes the feed-forward network as one autograd function."""
 
     fused_as = "encoder"  # see module_costs
     intermediate: Any
@@ -107,14 +107,14 @@ class BertLayer:
 
     def feed_forward_chunk(self, attention_output: torch.Tensor) -> torch.Tensor:
         up, down = self.intermediate.dense, self.output.dense
-        if type(up) is not Linear or type(down) is not Linear:  # adapters replace some
+        if type(up) is not Linear or type(down) is not Linear:  # layers with an adapter have another class
             return cast(torch.Tensor, cast(Any, super()).feed_forward_chunk(attention_output))
         y = feed_forward(attention_output, GELUS[type(self.intermediate.intermediate_act_fn)], up, down)
         return cast(torch.Tensor, self.output.LayerNorm.after(attention_output, y, self.output.dropout.p))
 
 
 class DistilBertFeedForward:
-    """The feed-forward network of DistilBERT, one function for autograd."""
+    """Mixin for the feed-forward network of DistilBERT that computes it as one autograd function."""
 
     lin1: nn.Module
     lin2: nn.Module
@@ -122,13 +122,13 @@ class DistilBertFeedForward:
     dropout: nn.Module
 
     def ff_chunk(self, input: torch.Tensor) -> torch.Tensor:
-        if type(self.lin1) is not Linear or type(self.lin2) is not Linear:  # adapters replace some
+        if type(self.lin1) is not Linear or type(self.lin2) is not Linear:  # layers with an adapter differ
             return cast(torch.Tensor, cast(Any, super()).ff_chunk(input))
         return cast(torch.Tensor, self.dropout(feed_forward(input, GELUS[type(self.activation)], self.lin1, self.lin2)))
 
 
 class DistilBertBlock:
-    """A block of DistilBERT, whose norms add the residuals."""
+    """Mixin for a block of DistilBERT that fuses the residual additions with the norms."""
 
     fused_as = "encoder"
     attention: nn.Module
@@ -145,7 +145,7 @@ class DistilBertBlock:
 
 
 def fuse_encoder_layers(model: nn.Module) -> None:
-    """Makes the encoder layers of a model, whose norms and activations are ours, use fused kernels, in place."""
+    """Makes the encoder layers of a model use fused kernels, in place; call `patch_layers` and `fuse_layers` first."""
     modules = list(model.modules())
     replaced: list[tuple[Callable[[Any], bool], type]] = [
         (lambda module: _is_self_attention(module, BertSelfAttention, ()), BertSelfAttention),
@@ -155,14 +155,14 @@ def fuse_encoder_layers(model: nn.Module) -> None:
         (_is_bert_layer, BertLayer),
         (_is_distilbert_block, DistilBertBlock),
     ]
-    for recognizes, mixin in replaced:  # blocks after their parts
+    for recognizes, mixin in replaced:  # submodules before the blocks that contain them
         for module in modules:
             if recognizes(module):
                 module.__class__ = with_forward(mixin, type(module))
 
 
 def _has_parts(module: nn.Module, **types: type | tuple[type, ...]) -> bool:
-    """Returns True if a module has parts of these names and classes, and nothing else."""
+    """Returns True if a module has exactly the submodules with these names and classes, and no parameters."""
     parts = module._modules
     return (
         not module._parameters and set(parts) == set(types) and all(isinstance(parts[n], t) for n, t in types.items())
@@ -184,7 +184,7 @@ def _is_self_attention(module: Any, mixin: type[_EncoderAttention], others: tupl
 
 
 def _seeded(attention: Callable[[], Any]) -> torch.Tensor:
-    """Returns the output of attention, whose dropout draws the same numbers in every call."""
+    """Returns the output of attention with a fixed seed for its dropout."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return cast(torch.Tensor, attention()[0])
@@ -233,28 +233,28 @@ def _is_distilbert_block(module: nn.Module) -> bool:
 
 
 class _OutputPart(nn.Module):
-    """Takes the place of the end of a branch in a trial."""
+    """Replaces BertOutput in a trial."""
 
     def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
         return torch.sin(0.5 * hidden_states + input_tensor)
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding with fp32 outputs and gradients summed in fp32, for any dtype of the table."""
+    """nn.Embedding with fp32 outputs and gradients that are summed in fp32, whatever the dtype of its weight."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return embed(input, self.weight, sparse=True)
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout in one pass over memory."""
+    """nn.Dropout as a kernel with a single pass over memory."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return dropout(input, self.p, self.training)
 
 
 def patch_layers(model: nn.Module) -> None:
-    """Makes the Linear, Dropout, LayerNorm and Embedding layers of a model use our kernels."""
+    """Makes the Linear, Dropout, LayerNorm and Embedding layers of a model use our kernels, in place."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear
@@ -267,7 +267,7 @@ def patch_layers(model: nn.Module) -> None:
 
 
 def patch_model(model: PreTrainedModel) -> list[str]:
-    """Patches a model in place; returns descriptions of the parts that do not use our kernels."""
+    """Makes a model use our kernels, in place; returns descriptions of the parts that do not."""
     unpatched = [] if use_our_attention(model) else ["attention"]
     patch_layers(model)
     fuse_layers(model)

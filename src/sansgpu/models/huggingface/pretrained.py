@@ -1,4 +1,4 @@
-"""Loads and saves models and adapters with transformers and peft."""
+"""Loads and saves models and tokenizers with transformers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sansgpu.models.huggingface.source import (
     stored_weights,
 )
 
-if TYPE_CHECKING:  # functions import transformers when they need it, because that takes seconds
+if TYPE_CHECKING:  # transformers takes seconds to import, so functions import it when they need it
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from sansgpu.models.formats.gguf_file import GGUFFile
@@ -57,32 +57,35 @@ _SIMPLE = Path(__file__).parent / "templates/simple.jinja"
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
-# The values of `problem_type` in a config of transformers.
+# Values of `problem_type` in a transformers config.
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 
 
 @dataclass(frozen=True)
 class Head:
-    """The head of a model: its type and, for a classifier, the labels in the order of the logits."""
+    """The head of a model: its type and, for a classifier, its labels in the order of the logits."""
 
     type: HeadType
     labels: tuple[str, ...] = ()
     problem_type: ProblemType | None = None
 
     def set_labels(self, config: PreTrainedConfig) -> None:
-        """Sets the labels in the config of a classifier."""
+        """Sets labels and problem type in the config of a classifier, and a padding token, which decoders need."""
         if self.labels:
             config.id2label = dict(enumerate(self.labels))  # also sets num_labels
             config.label2id = {label: number for number, label in enumerate(self.labels)}
             config.problem_type = self.problem_type
         text = config.get_text_config()
-        if self.type == "sequence" and text.pad_token_id is None:  # a decoder finds the end of each row by it
+        if self.type == "sequence" and text.pad_token_id is None:  # by which a decoder finds the end of each row
             ends = text.eos_token_id
             config.pad_token_id = text.pad_token_id = (ends[0] if isinstance(ends, list) else ends) or 0
 
 
 def load_tokenizer_of(model: ModelConfig, chat_template: str | None = None) -> Any:
-    """Loads the tokenizer of a model, with the chat template from a file if given. Raises ConfigError."""
+    """Loads the tokenizer of a model. `chat_template` is a file with a template that replaces its own, or "simple".
+
+    Raises ConfigError if the tokenizer or the template cannot be used.
+    """
     if (file := gguf_file_of(model)) is not None:
         tokenizer: Any = _tokenizer_of(file)
     else:
@@ -105,7 +108,7 @@ def load_tokenizer_of(model: ModelConfig, chat_template: str | None = None) -> A
 
 
 def tokenizer_parts(tokenizer: Any) -> TokenizerParts:
-    """Converts a transformers tokenizer for export."""
+    """Converts a transformers tokenizer for export as GGUF."""
     bos, template = tokenizer.bos_token_id, tokenizer.chat_template
     begins = bos is not None and tokenizer("a").input_ids[:1] == [bos]
     template = template.get("default") if isinstance(template, dict) else template
@@ -114,12 +117,13 @@ def tokenizer_parts(tokenizer: Any) -> TokenizerParts:
 
 
 def load_pretrained(model: ModelConfig, head: Head, seed: int, frozen: bool = False) -> PreTrainedModel:
-    """Loads a model with its weights: in fp32 for full fine-tuning, as `base_precision` says for training an adapter.
+    """Loads a model with its weights: in fp32 for full fine-tuning, or as `base_precision` says for an adapter.
 
-    `frozen` loads a model to use: the matrices of a GGUF file then stay quantized.
+    With `frozen`, for inference, `base_precision` applies to models without an adapter, too: the matrices of a
+    quantized GGUF file stay quantized.
 
-    A head or pooler that is missing, or was made for other labels, is initialized from `seed`. Raises ConfigError if
-    the model cannot be loaded or other weights are missing.
+    A head or pooler that is missing or has other labels is initialized from `seed`. Raises ConfigError if the model
+    cannot be loaded or any other weight is missing.
     """
     file = gguf_file_of(model)
     if file is not None and head.type != "causal":
@@ -149,15 +153,15 @@ def load_pretrained(model: ModelConfig, head: Head, seed: int, frozen: bool = Fa
 def _load(
     model: ModelConfig, head: Head, seed: int, name: str | None, options: dict[str, Any], dtype: torch.dtype | str
 ) -> tuple[PreTrainedModel, set[str]]:
-    """Loads a model from `name` or, without one, from the state_dict in `options`.
+    """Loads a model from `name` or, if that is None, from the state_dict in `options`.
 
-    Returns it with the names of the weights that were initialized, because they are missing or have another shape.
+    Also returns the names of the weights that were newly initialized, because they are missing or have another shape.
     """
     import transformers
 
     loader: Any = getattr(transformers, AUTO_CLASSES[head.type])
     if name is None:
-        loader = type(_from_config(model, head, options["config"], "meta"))  # the Auto classes accept no state_dict
+        loader = type(_from_config(model, head, options["config"], "meta"))  # Auto classes do not take a state_dict
     with library_errors(f"{model.name_or_path} cannot be loaded as {_DESCRIPTION[head.type]}"), seeded(seed, "head"):
         loaded, info = loader.from_pretrained(name, **options, dtype=dtype, output_loading_info=True)
     return loaded, {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
@@ -171,7 +175,7 @@ def _load_one_by_one(
     stored: Mapping[str, StoredTensor],
     precision: BasePrecision,
 ) -> tuple[PreTrainedModel, set[str]]:
-    """Loads a model in bf16, reading one tensor at a time, with the matrices of its blocks quantized."""
+    """Loads a model in bf16, one tensor at a time, and quantizes its matrices if `precision` says so."""
     head.set_labels(config)
     given = placeholders(stored, torch.bfloat16)
     options = {"config": config, "state_dict": given, "ignore_mismatched_sizes": True}
@@ -182,7 +186,7 @@ def _load_one_by_one(
 
 
 def random_model(model: ModelConfig, head: Head, layers: int | None = None) -> PreTrainedModel:
-    """Builds a model with random weights, optionally with another number of layers, to time its steps."""
+    """Builds a model with random weights, optionally with a different number of layers, to time its training steps."""
     config = pretrained_config(model)
     if layers is not None:
         config = with_layers(config, layers)
@@ -216,24 +220,24 @@ def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     """Sets the number of blocks of a config, in place; returns it."""
     text = config.get_text_config()
     if types := getattr(text, "layer_types", None):
-        text.layer_types = list(islice(cycle(types), layers))  # a timed model may have more blocks than the original
+        text.layer_types = list(islice(cycle(types), layers))  # `layers` may be more than the original has
     text.num_hidden_layers = layers
     return config
 
 
 def configure_for_training(loaded: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
-    """Enables gradient checkpointing if configured, disables the cache, and converts biases and norms to fp32."""
+    """Enables gradient checkpointing if configured, disables the KV cache, and converts biases and norms to fp32."""
     if model.gradient_checkpointing:
         if not loaded.supports_gradient_checkpointing:
             raise ConfigError(
                 f"{model.name_or_path} does not support gradient checkpointing; set model.gradient_checkpointing=false."
             )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # the new name of this method is missing in some releases
+            warnings.simplefilter("ignore", FutureWarning)  # some releases do not have the method's new name yet
             loaded.gradient_checkpointing_enable({"use_reentrant": False})
     loaded.config.use_cache = False
-    for parameter in loaded.parameters():  # autocast covers matmuls, but not sums and norms
-        if parameter.ndim < 2:  # a view of the mapped file would keep all of it in memory
+    for parameter in loaded.parameters():
+        if parameter.ndim < 2:  # autocast does not cover biases and norms; a copy also frees the mapped file
             parameter.data = parameter.data.to(torch.float32, copy=True)
     return loaded
 
@@ -243,12 +247,12 @@ def is_inside(loaded: PreTrainedModel, name: str) -> bool:
 
 
 def _may_be_new(loaded: PreTrainedModel, name: str) -> bool:
-    """Returns True for a weight of the head or of the pooler, which not every pretraining objective trains."""
+    """Returns True for weights of the head and the pooler, which a pretrained model may not have."""
     return "pooler." in name or not (loaded.base_model is loaded or is_inside(loaded, name))
 
 
 def weights_fingerprint(model: ModelConfig) -> str:
-    """Returns a fingerprint of the initial weights of a run, to detect on resume that they changed."""
+    """Returns a fingerprint of a run's initial weights, which reveals on resume that they have changed."""
     folder = local_path(str(model.name_or_path))
     if folder.is_file():
         return file_sha256(folder)[:16]
@@ -260,9 +264,9 @@ def weights_fingerprint(model: ModelConfig) -> str:
 
 
 def stored_dtype(model: ModelConfig) -> torch.dtype:
-    """Returns the dtype in the model's config.json, in which trained weights are exported; fp32 by default.
+    """Returns the dtype in which trained weights are exported.
 
-    That of a quantized GGUF file is bf16.
+    It is the dtype in the model's config.json, or fp32 if that has none, and bf16 for a quantized GGUF file.
     """
     if base_precision(base_of(model) or model) == "file":
         return torch.bfloat16
@@ -271,19 +275,19 @@ def stored_dtype(model: ModelConfig) -> torch.dtype:
 
 
 def merges_adapter(model: ModelConfig) -> bool:
-    """Returns whether the exported model has its adapter merged in: model.merge_adapter, or its default."""
+    """Returns whether to export the model with its adapter merged in; by default only if its base is not quantized."""
     return not is_base_quantized(model) if model.merge_adapter is None else model.merge_adapter
 
 
 def plain_name(name: str) -> str:
-    """Returns the name of a parameter in the model without an adapter; peft wraps layers and copies heads."""
+    """Returns a parameter's name without the parts that peft inserts for wrapped layers and copied heads."""
     return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def save_pretrained(
     model: PreTrainedModel, tokenizer: Any, folder: Path, write_more: Callable[[Path], None] = lambda folder: None
 ) -> None:
-    """Writes a model to a folder that transformers loads, atomically. `write_more` adds files to it."""
+    """Writes a model to a folder that transformers loads, atomically. `write_more` can add files to it."""
 
     def write(partial: Path) -> None:
         model.config.use_cache = True
@@ -295,7 +299,7 @@ def save_pretrained(
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Writes a tokenizer, after disabling truncation and padding, which an earlier call may have enabled."""
+    """Writes a tokenizer without the truncation and padding that an earlier call may have enabled."""
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     tokenizer.save_pretrained(folder)
@@ -307,7 +311,7 @@ def _require_sound_tokenizer(file: Path) -> None:
 
 
 def _require_finite_length(tokenizer: Any, name: str | None) -> None:
-    """Raises ConfigError if model_max_length is not a finite number, as transformers only notices when it tokenizes."""
+    """Raises ConfigError if model_max_length is not a finite number, which transformers notices only later."""
     length = tokenizer.model_max_length
     if not isinstance(length, (int, float)) or not -inf < length < inf:
         raise ConfigError(f"{name}: model_max_length in tokenizer_config.json is {shown(length)}; give a number.")
@@ -327,7 +331,7 @@ def _tokenizer_of(file: GGUFFile) -> Any:
 
 
 class seeded:  # noqa: N801
-    """Seeds torch's generator from `seed` and a purpose, and restores its state on exit."""
+    """Context that seeds torch's generator from a seed and a purpose, and restores its state on exit."""
 
     def __init__(self, seed: int, purpose: str) -> None:
         self._seed, self._fork = derive_seed(seed, purpose), torch.random.fork_rng(devices=[])

@@ -1,4 +1,4 @@
-"""Tries a transformers model on a few tokens, to find out how its outputs may be computed."""
+"""Runs a transformers model on a few tokens to find out which optimizations leave its outputs unchanged."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from sansgpu.kernels.linear import MIN_ROWS, Linear
 from sansgpu.models.modules import blocks_of
 from sansgpu.models.quantized_layers import QuantizedLinear
 
-if TYPE_CHECKING:  # importing transformers takes seconds
+if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedModel
 
-PROBE_SHORT = 5  # tokens of the first probe example, so that the second does not start at a block boundary
-PROBE_LONG = 65  # minimum tokens of the second one: longer than hard-coded blocks of 32 and 64
-PROBE_LONGEST = 1024  # maximum tokens of the second one if the length of the examples is unknown
-PROBE_FLOPS = 2e12  # a few seconds; larger models are probed with their first blocks only
-# Keys of a configuration whose values are not window sizes.
+PROBE_SHORT = 5  # tokens of the first example, so that the second one does not start at a block boundary
+PROBE_LONG = 65  # minimum tokens of the second example: longer than hard-coded blocks of 32 or 64 tokens
+PROBE_LONGEST = 1024  # maximum tokens of the second example, if the length of the data's examples is unknown
+PROBE_FLOPS = 2e12  # a few seconds; if a probe would take more, only the first blocks run
+# Keys of a config whose values cannot be window sizes.
 OTHER_SIZES = re.compile(r"_ids?$|vocab|hidden|intermediate|ffn|mlp|dim$|embd|d_model|^n_|^num_|max_position|head|rank")
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}  # relative to the largest output
-Output = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # from concatenated examples and their lengths
+Output = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (concatenated examples, their lengths) -> outputs
 
 
 class PackingModel(Protocol):
-    """A transformers model that can compute several examples in one row; implemented by `UnpaddedModel`."""
+    """The interface of `UnpaddedModel` that the probes use."""
 
     model: PreTrainedModel
     packs: bool
@@ -45,8 +45,8 @@ class PackingModel(Protocol):
 def packs_well(unpadded: PackingModel, longest: int) -> bool:
     """Returns True if two packed examples give the same outputs as separate forward passes. Changes `packs`.
 
-    Models with recurrent state, or with positions that do not start at 0, give other outputs. No example is longer than
-    `longest`.
+    They differ for models with recurrent state or with other position ids, for instance. The examples have up to
+    `longest` tokens.
     """
     model, text = unpadded.model, unpadded.model.config.get_text_config()
     lengths = _probe_lengths(unpadded, longest)
@@ -72,24 +72,24 @@ def _packs_equally(unpadded: PackingModel, output: Output, tokens: torch.Tensor,
 
 
 def _separate(output: Output, part: torch.Tensor) -> torch.Tensor:
-    """Returns the output of an example in a row of its own."""
+    """Returns the output of a single example."""
     copies = copies_for_kernels(len(part))
     return output(part.repeat(copies), torch.full((copies,), len(part))).chunk(copies)[0]
 
 
 def copies_for_kernels(rows: int) -> int:
-    """Returns how often to repeat `rows` tokens so that the kernels of large products multiply them.
+    """Returns how often to repeat `rows` tokens so that the same matmul kernel runs as for many tokens.
 
-    Fewer rows are multiplied by other code, which rounds in another way. Trials that compare passes of few and of many
-    rows would measure that: a real model of 4 bits amplifies it to 4 % of its outputs.
+    Different kernels compute matmuls with few rows and round differently. A comparison of passes with few and with many
+    rows would measure that: 4-bit models amplify it to 4 % of their outputs.
     """
     return -(-MIN_ROWS // rows)
 
 
 def _probe_lengths(unpadded: PackingModel, longest: int) -> list[int]:
-    """Returns the lengths of a short example and one longer than every window or block in the configuration.
+    """Returns the lengths of a short example and of one that is longer than every window or block in the config.
 
-    Neither exceeds `longest` or the model's positions.
+    Neither exceeds `longest` or the model's maximum position.
     """
     config: Any = unpadded.model.config
     max_positions = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 0)
@@ -99,7 +99,7 @@ def _probe_lengths(unpadded: PackingModel, longest: int) -> list[int]:
 
 
 def _possible_windows(settings: Any, name: str = "") -> Iterator[int]:
-    """Yields every integer of a configuration that may be a window, block, chunk or stride."""
+    """Yields every integer in a config that may be the size of a window, block, chunk or stride."""
     if isinstance(settings, dict):
         for key, value in settings.items():
             yield from _possible_windows(value, str(key))
@@ -112,7 +112,7 @@ def _possible_windows(settings: Any, name: str = "") -> Iterator[int]:
 
 @contextmanager
 def _first_blocks_of(model: PreTrainedModel, config: Any) -> Iterator[None]:
-    """Temporarily truncates a model to its first blocks, with at least one block of each layer type."""
+    """Context that truncates a model to its first blocks, with at least one block of each layer type."""
     blocks = blocks_of(model)
     types = (getattr(config, "layer_types", None) or [])[: len(blocks)]
     count = max([2, *(types.index(layer_type) + 1 for layer_type in dict.fromkeys(types))])
@@ -133,23 +133,26 @@ def _first_blocks_of(model: PreTrainedModel, config: Any) -> Iterator[None]:
 
 
 def close_outputs(model: PreTrainedModel, found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Returns True if two outputs of a model differ by no more than rounding in the dtype of its matrices."""
+    """Returns True if two outputs of a model are equal up to rounding in the dtype of its matrices."""
     error = (found - expected).abs().max() / found.abs().max()
     return bool(error <= PROBE_TOLERANCE.get(_matrix_dtype(model), min(PROBE_TOLERANCE.values())))
 
 
 def autocast_of(model: PreTrainedModel) -> torch.autocast:
-    """Returns bf16 autocast, enabled if the model's matrices are in bf16; for use outside training steps."""
+    """Returns an autocast context for inference, which is enabled if the model's matrices are in bf16."""
     return torch.autocast(model.device.type, torch.bfloat16, enabled=_matrix_dtype(model) == torch.bfloat16)
 
 
 def _matrix_dtype(model: PreTrainedModel) -> torch.dtype:
     embedding: Any = model.get_input_embeddings()
-    return torch.bfloat16 if embedding.weight is None else embedding.weight.dtype  # quantized models compute in bf16
+    return torch.bfloat16 if embedding.weight is None else embedding.weight.dtype  # None: quantized, runs in bf16
 
 
 def head_is_plain(model: PreTrainedModel, softcap: float) -> bool:
-    """Returns True if logits are last hidden states times output embedding, softcapped; some models scale or shift."""
+    """Returns True if the logits are the head's product with the final hidden states, apart from softcapping.
+
+    Some models also scale or shift them.
+    """
     head: Any = model.get_output_embeddings()
     if type(head) not in (nn.Linear, Linear, QuantizedLinear) or head.bias is not None:
         return False

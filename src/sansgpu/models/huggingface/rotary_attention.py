@@ -1,6 +1,6 @@
-"""Replaces the attention layers of Llama, Qwen and Mistral by ones with our rotary embedding.
+"""Replaces the attention layers of Llama, Qwen and Mistral with ones that use our rotary embedding.
 
-They are recognized by the names of their parts, and replaced only if a trial shows that they compute what ours do.
+Layers are recognized by the names of their submodules, and replaced only if a trial shows that ours compute the same.
 
 B batch, T time, H query heads, K key-value heads, d head dim.
 """
@@ -21,7 +21,7 @@ from sansgpu.models.huggingface.fused_layers import LinearPart, agree, random_te
 
 
 class LengthDependentRotary:
-    """The length-dependent rotary embeddings of a model. Evaluates to False if it has none, as most models."""
+    """The rotary embeddings of a model whose frequencies depend on the sequence length. False if there are none."""
 
     def __init__(self, model: nn.Module) -> None:
         modules: list[Any] = [
@@ -37,11 +37,11 @@ class LengthDependentRotary:
 
     @property
     def unscaled(self) -> int | None:
-        """The number of tokens up to which frequencies do not depend on length; None if they never do."""
+        """The number of tokens up to which the frequencies do not depend on the length; None if they never do."""
         return min(self._growing + self._switching, default=None)
 
     def groups(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Groups the indices of examples with equal frequencies, which may share a forward pass."""
+        """Groups the indices of examples with the same frequencies, which can share a forward pass."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for index, length in enumerate(lengths):
             grown, switched = (max(length, limit) for limit in self._growing), (length > n for n in self._switching)
@@ -49,7 +49,7 @@ class LengthDependentRotary:
         return list(groups.values())
 
     def reset(self) -> None:
-        """Resets dynamic scaling, which otherwise keeps the frequencies of the longest sequence so far."""
+        """Resets dynamic scaling, which would otherwise keep the frequencies of the longest sequence so far."""
         for module, name in self._dynamic:
             cached = f"{name}_max_seq_len_cached" if name else "max_seq_len_cached"
             setattr(module, cached, module.original_max_seq_len)
@@ -76,7 +76,7 @@ PROJECTIONS, NORMS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("q_norm", "k_nor
 
 
 class RotaryAttention:
-    """Attention with rotary embedding, after RMSNorm of each head in Qwen3."""
+    """Mixin for attention with rotary embedding and, as in Qwen3, an RMSNorm of each head before it."""
 
     head_dim: int
     scaling: float
@@ -97,14 +97,14 @@ class RotaryAttention:
         cos, sin = (angles.unsqueeze(1) for angles in position_embeddings)
         q, k = rotate_heads(q, k, cos, sin, *(getattr(module, name, None) for name in NORMS))
         v, dropout = v.transpose(1, 2), self.attention_dropout if self.training else 0.0
-        if past_key_values is not None:  # while it generates
+        if past_key_values is not None:  # during generation
             k, v = past_key_values.update(k, v, module.layer_idx)
         out, _ = attention_forward(module, q, k, v, attention_mask, dropout, self.scaling, **kwargs)
         return module.o_proj(out.flatten(2)), None
 
 
 def fuse_rotary_attention(model: nn.Module) -> None:
-    """Makes the attention layers of a model, which uses our attention kernel, embed positions with ours, in place."""
+    """Makes attention layers that use our attention kernel use our rotary embedding, too, in place."""
     for module in model.modules():
         if _is_rotary_attention(module):
             module.__class__ = with_forward(RotaryAttention, type(module))
@@ -127,7 +127,7 @@ def _is_rotary_attention(module: nn.Module) -> bool:
 
 
 def _stubs(module: Any, norms: list[Any]) -> dict[str, nn.Module]:
-    """Returns small parts for a trial of an attention layer with one key-value head."""
+    """Returns small submodules for a trial of an attention layer with one key-value head."""
     queries, dim = module.num_key_value_groups * module.head_dim, module.head_dim
     sizes = {"q_proj": (8, queries), "k_proj": (8, dim), "v_proj": (8, dim), "o_proj": (queries, 8)}
     parts: dict[str, nn.Module] = {name: LinearPart(*size, place) for place, (name, size) in enumerate(sizes.items())}

@@ -1,4 +1,6 @@
-"""Vectors of texts: pooling of a model's outputs, and Sentence Transformers folders, also with a classifier of vectors.
+"""Text embeddings: pools a model's outputs, and reads and writes Sentence Transformers folders.
+
+A folder may have a linear classifier of the embeddings.
 
 S texts, N tokens in total, D width, L labels.
 """
@@ -22,9 +24,9 @@ from sansgpu.models.huggingface.source import model_file
 Pooling = Literal["mean", "cls", "last"]
 MODULES, POOLING, NORMALIZE = "modules.json", "1_Pooling", "2_Normalize"
 VERSIONED = "config_sentence_transformers.json"
-SETTINGS = "sentence_bert_config.json"  # holds the settings of the transformer module
-LINEAR_HEAD = "head.safetensors"  # a classifier of the vectors
-# Names of the pooling modes in 1_Pooling/config.json, in the form that all versions read and in that of version 5.4 on.
+SETTINGS = "sentence_bert_config.json"  # settings of the Transformer module
+LINEAR_HEAD = "head.safetensors"  # a linear classifier of the embeddings
+# Pooling modes in 1_Pooling/config.json: as keys, which all versions read, and as values from version 5.4 on.
 _MODES: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last",
     "cls": "cls", "mean": "mean", "lasttoken": "last",
@@ -33,23 +35,23 @@ _MODES: dict[str, Pooling] = {
 
 @dataclass(frozen=True)
 class EmbeddingLayout:
-    """How a text becomes a vector."""
+    """How a text is embedded."""
 
     pooling: Pooling
     normalize: bool
-    max_length: int | None = None  # tokens, after which texts are cut
-    prompts: dict[str, str] = field(default_factory=dict)  # by name; a prompt is written before a text
-    default_prompt: str | None = None  # name of the prompt of texts for which no other is chosen
+    max_length: int | None = None  # tokens to which texts are truncated
+    prompts: dict[str, str] = field(default_factory=dict)  # by name; a prompt is prepended to a text
+    default_prompt: str | None = None  # name of the prompt for texts if none is selected
 
     def prompt(self, *names: str) -> str:
-        """Returns the first of these prompts that exists, by default the default prompt, which may be empty."""
+        """Returns the first existing prompt of `names`, or else the default prompt, or an empty one."""
         return next((self.prompts[name] for name in (*names, self.default_prompt) if name in self.prompts), "")
 
 
 def read_layout(model: ModelConfig) -> EmbeddingLayout | None:
-    """Reads the layout of a Sentence Transformers model; None if it is another model.
+    """Reads the layout of a Sentence Transformers model; None if the model is not one.
 
-    Raises ConfigError if it has parts that sansgpu does not support.
+    Raises ConfigError if it has modules or a pooling mode that sansgpu does not support.
     """
     if (file := model_file(model, MODULES)) is None:
         return None
@@ -75,7 +77,7 @@ def read_layout(model: ModelConfig) -> EmbeddingLayout | None:
 
 
 def _prompts_of(file: Path) -> tuple[dict[str, str], str | None]:
-    """Returns the prompts and the name of the default one. Raises ConfigError if there is no such prompt."""
+    """Returns the prompts and the name of the default one. Raises ConfigError if they are invalid."""
     found = read_object(file)
     prompts, default = found.get("prompts") or {}, found.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
@@ -101,7 +103,7 @@ def _pooling_of(file: Path, with_prompts: bool) -> Pooling:
 
 
 def pool(hidden: torch.Tensor, lengths: torch.Tensor, layout: EmbeddingLayout) -> torch.Tensor:
-    """Returns the vector of each text, (S, D) fp32, from the hidden states of its tokens (N, D)."""
+    """Pools the hidden states (N, D) of concatenated texts to one embedding per text, (S, D) fp32."""
     ends = lengths.cumsum(0)
     if layout.pooling == "mean":
         texts = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
@@ -114,7 +116,7 @@ def pool(hidden: torch.Tensor, lengths: torch.Tensor, layout: EmbeddingLayout) -
 
 
 def write_layout(layout: EmbeddingLayout, width: int, folder: Path) -> None:
-    """Adds to a folder with a transformer what Sentence Transformers needs to load it, of version 2 or later."""
+    """Adds the files with which Sentence Transformers 2 or later loads a folder with a transformers model."""
     names = [("Transformer", ""), ("Pooling", POOLING), *([("Normalize", NORMALIZE)] if layout.normalize else [])]
     modules = [
         {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{module_name}"}
@@ -138,7 +140,7 @@ def write_layout(layout: EmbeddingLayout, width: int, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class LinearHead:
-    """The weights of a classifier; its logits are `vector @ weight.T + bias`."""
+    """A linear classifier of embeddings. Its logits are `embedding @ weight.T + bias`."""
 
     weight: torch.Tensor  # (L, D) float32
     bias: torch.Tensor  # (L,) float32
@@ -148,7 +150,7 @@ class LinearHead:
 
 
 def read_linear_head(model: ModelConfig) -> LinearHead | None:
-    """Reads the classifier next to a model; None if there is none. Raises ConfigError if it is damaged."""
+    """Reads the linear classifier of a model; None if it has none. Raises ConfigError if it is damaged."""
     if (file := model_file(model, LINEAR_HEAD)) is None:
         return None
     found = load_weights(file)

@@ -23,14 +23,14 @@ from sansgpu.models.formats.weights import (
     safetensors_weights,
 )
 
-if TYPE_CHECKING:  # functions import transformers when they need it, because that takes seconds
+if TYPE_CHECKING:  # transformers takes seconds to import, so functions import it when they need it
     from transformers import PreTrainedConfig
 
     from sansgpu.models.formats.gguf_file import GGUFFile
 
 
 def pretrained_config(model: ModelConfig) -> PreTrainedConfig:
-    """Loads the config.json of a model, or of the base of an adapter. Raises ConfigError if it cannot be loaded."""
+    """Loads the config of a model, or of an adapter's base model. Raises ConfigError if it cannot be loaded."""
     model = base_of(model) or model
     if (file := gguf_file_of(model)) is not None:
         return _config_of(file)
@@ -48,7 +48,7 @@ def pretrained_config(model: ModelConfig) -> PreTrainedConfig:
 
 
 def model_file(model: ModelConfig, name: str) -> Path | None:
-    """Returns the path of a file that comes with a model, or None if the model has none of this name."""
+    """Returns the path of a file of a model, downloading it if needed, or None if the model does not have it."""
     if is_gguf(str(model.name_or_path)):
         return None
     from transformers.utils.hub import cached_file
@@ -61,9 +61,10 @@ def model_file(model: ModelConfig, name: str) -> Path | None:
 
 
 def base_precision(model: ModelConfig, frozen: bool = False) -> BasePrecision | None:
-    """Returns how the frozen base of an adapter is stored, if it is not as the files of the model are.
+    """Returns the precision in which the frozen base of an adapter is kept in memory; None: as transformers loads it.
 
-    With `frozen`, a model without an adapter is frozen, too.
+    With `frozen`, this applies to a model without an adapter, too. Otherwise, such a model is trained, and the result
+    is None.
     """
     is_trained = model.adapter == "none" and not frozen
     if is_trained or (model.base_precision == "auto" and not is_gguf(str(model.name_or_path))):
@@ -80,21 +81,21 @@ def is_base_quantized(model: ModelConfig) -> bool:
 
 
 def file_formats(model: ModelConfig) -> list[str]:
-    """Returns the formats in which the quantized matrices of a GGUF file are kept in memory."""
+    """Returns the names of the formats in which the quantized matrices of a GGUF file are kept in memory."""
     matrices = quantized_matrices(stored_weights(model))
     formats = (format_of("file", matrix.shape[-1], matrix.quantized_as) for matrix in matrices)
     return sorted({chosen.name for chosen in formats if chosen is not None})
 
 
 def requantized_formats(model: ModelConfig) -> list[str]:
-    """Returns the quantizations of a GGUF file that a frozen base cannot keep."""
+    """Returns the names of a GGUF file's quantizations for which there is no kernel, so that they are requantized."""
     if base_precision(model) != "file":
         return []
     return sorted({str(t.quantized_as) for t in quantized_matrices(stored_weights(model)) if t.blocks is None})
 
 
 def stored_weights(model: ModelConfig) -> dict[str, StoredTensor]:
-    """Returns the tensors of a model, to read one by one. Raises ConfigError if it has no safetensors files."""
+    """Returns the tensors of a model, which are read on demand. Raises ConfigError if it has no safetensors files."""
     if (file := gguf_file_of(model)) is not None:
         return file.stored_weights()
     if (index := model_file(model, "model.safetensors.index.json")) is not None:
@@ -129,13 +130,16 @@ def _silence_transformers() -> None:
     from transformers.utils import logging
 
     quiet_hub()
-    warnings.filterwarnings("ignore", module=r"torch\._weights_only_unpickler")  # a pickle that is refused anyway
+    warnings.filterwarnings("ignore", module=r"torch\._weights_only_unpickler")  # about pickles that it refuses
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
 
 def source_of(model: ModelConfig) -> tuple[str, dict[str, Any]]:
-    """Returns (name or path, keyword arguments) for from_pretrained. Raises ConfigError if a path does not exist."""
+    """Returns (name or path, keyword arguments) for from_pretrained. Validates a folder.
+
+    Raises ConfigError if the path does not exist or is not a model folder.
+    """
     name = str(model.name_or_path)
     path = local_path(name)
     _silence_transformers()
@@ -155,7 +159,7 @@ def source_of(model: ModelConfig) -> tuple[str, dict[str, Any]]:
 
 
 def _require_no_import(adapter: Path) -> None:
-    """Raises ConfigError if the settings of an adapter would make peft import a module."""
+    """Raises ConfigError if an adapter's settings would make peft import a module that they name."""
     if not adapter.is_file():
         return
     with library_errors(f"{adapter} cannot be read"):
@@ -165,7 +169,7 @@ def _require_no_import(adapter: Path) -> None:
 
 
 class library_errors:  # noqa: N801  used like a function
-    """Converts errors of libraries to ConfigError, with the given prefix and the first line of the message."""
+    """Context that converts errors of libraries to ConfigError with `prefix` and the first line of their message."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -182,7 +186,7 @@ class library_errors:  # noqa: N801  used like a function
                     f"{self._prefix}: it contains custom Python code; review that code, then allow it with "
                     "--trust-remote-code."
                 ) from None
-            if "weights_only" in str(error):  # torch's message advises to run the code in the file
+            if "weights_only" in str(error):  # torch's message suggests running the code in the file
                 raise ConfigError(
                     f"{self._prefix}: a file of its weights is a pickle that may run code; get the model as "
                     "safetensors."
