@@ -1,1 +1,1 @@
-"""Training tasks. Each is a folder with everything about its kind of run, and one line in `config.tasks`."""
+"""The training tasks. Each task is a folder here with all its code, and one line in `config.tasks`."""

@@ -1,4 +1,4 @@
-"""Defaults for everything that a task need not write itself."""
+"""Base classes with defaults for everything that a task does not have to implement itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sansgpu.models.module_costs import ModuleCosts, ModuleShape, module_shape
 from sansgpu.tasks.task import EvaluationRequest, Evaluator, ModelSource, Objective, Sums, TrainedModel, Verb
 
 EXPECTED_CHARACTERS = 512  # vocabulary of a character tokenizer, including the 256 bytes
-VOCABULARY_MULTIPLE = 64  # embedding rows are padded to a multiple of this for fast matmuls
+VOCABULARY_MULTIPLE = 64  # vocabulary sizes are rounded up to a multiple of this, for fast matmuls
 
 
 def with_vocabulary_of(config: Config, tokens: int) -> Config:
@@ -33,14 +33,14 @@ def with_vocabulary_of(config: Config, tokens: int) -> Config:
         return _sized(config, tokens)
     if size < tokens:
         remedy = f"set data.vocab_size to {size} as well, or leave model.vocab_size out"
-        if config.data.tokenizer != "bpe" or tokens > config.data.vocab_size:  # the tokenizer's size is not up to us
+        if config.data.tokenizer != "bpe" or tokens > config.data.vocab_size:  # its size is not data.vocab_size
             remedy = f"raise it to {tokens} or leave it out"
         raise ConfigError(f"model.vocab_size {size} is smaller than the tokenizer's {tokens}; {remedy}.")
     return config
 
 
 def with_expected_vocabulary(config: Config) -> Config:
-    """Sets model.vocab_size to an estimate that does not need the data."""
+    """Sets model.vocab_size to an estimate, without reading the data."""
     if config.model.vocab_size:
         return config
     return _sized(config, EXPECTED_CHARACTERS if config.data.tokenizer == "char" else config.data.vocab_size)
@@ -52,7 +52,7 @@ def _sized(config: Config, vocabulary: int) -> Config:
 
 
 class TaskDefaults:
-    """Defaults of all tasks, however they are made of parts."""
+    """Defaults for `TaskBase` and `ComposedTask`."""
 
     settings: ClassVar[TaskSettings]
     verbs_for_any_model: ClassVar[tuple[Verb, ...]] = ()
@@ -85,7 +85,7 @@ class TaskDefaults:
 
 
 class ObjectiveBase:
-    """A model and its loss, without other training metrics."""
+    """Base of objectives that have no training metrics other than the loss."""
 
     def step_sums(self) -> Sums:
         return {}
@@ -95,15 +95,14 @@ class ObjectiveBase:
 
 
 class TaskBase(TaskDefaults, ObjectiveBase):
-    """A task that is its own objective and evaluator.
+    """Base of custom tasks in a single class, which is also their objective and evaluator.
 
-    The corpus is a `TokenizedCorpus`; without one, the task is only a model and its loss.
-
-    A task of its own kind has `settings`, `model_class`, `prepare`, `loss`, `random_batch`, `evaluate` and `metrics`.
-    docs/examples/sentence_order.py is an example.
+    A subclass defines `settings`, `model_class`, `prepare`, `loss`, `random_batch`, `evaluate` and `metrics`; see
+    docs/examples/sentence_order.py. The corpus is a `TokenizedCorpus`. Without one, the task is only a model and its
+    loss.
     """
 
-    # Builds the model. Its weights depend on `training.seed`, not on torch's global random state.
+    # Builds the model. Initial weights must depend on `training.seed`, not on torch's global random state.
     model_class: ClassVar[Callable[[Config], nn.Module]]
 
     def __init__(self, config: Config, corpus: Any = None, effective_batch: int = 1) -> None:
@@ -132,7 +131,7 @@ class TaskBase(TaskDefaults, ObjectiveBase):
         return batch
 
     def between_blocks(self, callback: Callable[[], None]) -> None:
-        """Does nothing: `callback` then acts between micro-batches only."""
+        """Ignores `callback`, so that it is only called between micro-batches."""
 
     def validation_batches(self, size: int) -> Iterator[ExampleBatch]:
         part = self.corpus.validation
@@ -166,10 +165,13 @@ class TaskBase(TaskDefaults, ObjectiveBase):
 
 
 class ComposedTask(TaskDefaults):
-    """A task that has an objective, the model with its loss, and an evaluator, which also work without its data."""
+    """Base of tasks composed of an objective (the model with its loss) and an evaluator.
+
+    Both can be used without the task's training data.
+    """
 
     def __init__(self, config: Config, objective: Objective, corpus: Any, effective_batch: int) -> None:
-        """A subclass sets `evaluator`, `fingerprint` and `flops_per_token`."""
+        """Subclasses must set `evaluator`, `fingerprint` and `flops_per_token`."""
         self.config, self.objective, self.corpus = config, objective, corpus
         self._effective_batch = effective_batch
         self.model = objective.model
@@ -189,7 +191,7 @@ class ComposedTask(TaskDefaults):
 
 
 def with_layers(config: Config, layers: int | None) -> Config:
-    """Returns `config` with another number of layers, unless that is None."""
+    """Returns `config` with a different number of layers, or unchanged if `layers` is None."""
     if layers is None:
         return config
     return config.model_copy(update={"model": config.model.model_copy(update={"n_layers": layers})})

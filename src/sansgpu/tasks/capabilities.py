@@ -1,4 +1,4 @@
-"""The abilities of a task's models, each needed by a command: the class of a task derives from one class for each."""
+"""What the models of a task can do. The class of a task inherits from one class here per command that it supports."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ from sansgpu.models.formats.weights import StoredTensor
 from sansgpu.models.generation.generate import BatchModel
 from sansgpu.tasks.task import TrainedModel, Verb
 
-if TYPE_CHECKING:  # the latter imports transformers, which takes seconds
+if TYPE_CHECKING:  # the last one imports transformers, which takes seconds
     from sansgpu.models.teacher import Teacher
     from sansgpu.tasks.distillation import Lesson
 
-# config.json, the weights as transformers names them, and the tokenizer
+# (config.json, weights under transformers' names, tokenizer)
 GGUFParts = tuple[dict[str, Any], Mapping[str, torch.Tensor | StoredTensor], TokenizerParts]
 
 
 class Predicts:
-    """Answers rows, for `sansgpu predict`."""
+    """Makes a prediction for each row, for `sansgpu predict`."""
 
-    row_forms: ClassVar[tuple[tuple[str, ...], ...]] = ()  # columns of a single row that flags give, for each form
-    # A class method of a TrainedModel, rows and the task's own options that returns a prediction for each row. Raises
-    # ConfigError.
+    row_forms: ClassVar[tuple[tuple[str, ...], ...]] = ()  # sets of columns that flags can give for a single row
+    # Class method that takes a TrainedModel, rows and the task's own options, and returns a prediction for each row.
+    # Raises ConfigError.
     predict: ClassVar[Callable[..., Sequence[dict[str, Any]]]]
 
     @classmethod
     def rows_to_predict(cls, rows: Iterable[SourceRow]) -> Iterable[SourceRow]:
-        """Returns the rows of a dataset that get a prediction each."""
+        """Converts the rows of a dataset to the rows to predict, which may be more."""
         return rows
 
     @staticmethod
     def in_words(prediction: dict[str, Any]) -> str:
-        """Returns a prediction as text, by default its score."""
+        """Formats a prediction as text, by default its score."""
         return f"{prediction['score']:.4f}"
 
 
 class Generates(ABC):
-    """Completes prompts."""
+    """Generates text after a prompt."""
 
     @classmethod
     @abstractmethod
     def batch_model(cls, loaded: TrainedModel) -> BatchModel:
-        """Returns the model to complete prompts. It cannot be trained further."""
+        """Returns the model for generating text. It cannot be trained further."""
 
 
 class Chats(Generates):
-    """Answers conversations."""
+    """Generates the next answer in a conversation."""
 
 
 class Embeds:
-    """Turns texts into vectors."""
+    """Computes text embeddings."""
 
 
 class RanksEntities(ABC):
@@ -78,30 +78,30 @@ class RanksEntities(ABC):
 
 
 class ExtractsTriples:
-    """Finds triples in texts."""
+    """Extracts triples from texts."""
 
 
 class ExportsGGUF(ABC):
-    """Writes GGUF files."""
+    """Can be exported as a GGUF file."""
 
     @classmethod
     @abstractmethod
     def gguf_parts(cls, loaded: TrainedModel) -> GGUFParts:
-        """Returns the contents of a GGUF file."""
+        """Returns the content of the GGUF file."""
 
 
 class Teaches(ABC):
-    """Predicts texts for other models to learn from, for `sansgpu distill`."""
+    """Can be the teacher of other models, for `sansgpu distill`."""
 
     @classmethod
     @abstractmethod
     def lesson(cls, config: Config, tokenizer: Any, cache: Path, progress: ReportProgress) -> Lesson:
-        """Reads and tokenizes the data as `prepare` does, for a teacher to predict. Raises ConfigError."""
+        """Reads and tokenizes the data like `prepare`, for a teacher to predict. Raises ConfigError."""
 
     @classmethod
     @abstractmethod
     def teacher(cls, loaded: TrainedModel) -> Teacher:
-        """Returns a model whose predictions others learn."""
+        """Returns the model as a teacher."""
 
 
 CAPABILITIES: dict[Verb, type] = {
@@ -120,5 +120,5 @@ CAPABILITIES: dict[Verb, type] = {
 
 
 def can(task_class: Any, verb: Verb) -> bool:
-    """Returns whether a command can be used with the models of a task's class."""
+    """Returns whether a command supports the models of a task."""
     return issubclass(task_class, CAPABILITIES[verb])

@@ -1,6 +1,6 @@
-"""What tasks share that learn from a teacher: the texts it predicts, its folder, and the loss and metrics of a student.
+"""Knowledge distillation, shared by tasks: the teacher's corpus and folder, and the student's loss and metrics.
 
-A corpus is written by `sansgpu distill` and read in training as arrays, so that the tokens are the same.
+`sansgpu distill` writes the tokenized corpus as arrays, which training reads, so that both use the same tokens.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from sansgpu.data.teacher_folder import TeacherFolder, open_teacher_folder
 from sansgpu.kernels.mixed_loss import SoftTargets
 from sansgpu.tasks.task import StepSums, Sums
 
-CROSS_ENTROPY, KL, TARGETS = "cross_entropy", "kl", "targets"  # sums of a step
+CROSS_ENTROPY, KL, TARGETS = "cross_entropy", "kl", "targets"  # keys of the sums of a step
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """The texts whose tokens a teacher predicts.
+    """The corpus for a teacher to predict.
 
-    `arrays` are what training reads again. `counts` (E,) are the predicted tokens of each training example, and
-    `sequences` returns a range of examples, whose targets are the predicted tokens.
+    `arrays` are the tokens of the corpus, for training to read. `counts` (E,) are the numbers of predicted tokens in
+    each training example. `sequences` returns a range of examples, whose targets are the tokens to predict.
     """
 
     arrays: dict[str, np.ndarray]
@@ -42,7 +42,7 @@ class Lesson:
 
 
 def sequences_of(batch: Batch) -> PackedSequences:
-    """Returns the documents in the rows of a batch as sequences that do not see each other."""
+    """Returns the documents in the rows of a batch as sequences that do not attend to each other."""
     documents = torch.zeros_like(batch.inputs) if batch.document_ids is None else batch.document_ids
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -52,13 +52,13 @@ def sequences_of(batch: Batch) -> PackedSequences:
 
 
 def vocabulary_fingerprint(backend: Any) -> str:
-    """Identifies the tokens and their ids in a `tokenizers` model."""
+    """Returns a fingerprint of the tokens and ids of a tokenizer from the `tokenizers` library."""
     vocabulary = sorted(backend.get_vocab(with_added_tokens=True).items())
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
 
 def require_same_vocabulary(backend: Any, name: str, folder: TeacherFolder) -> None:
-    """Raises ConfigError if a model's tokenizer has other tokens than the teacher's."""
+    """Raises ConfigError if a model's vocabulary differs from the teacher's."""
     if vocabulary_fingerprint(backend) != folder.settings["vocabulary"]:
         raise ConfigError(
             f"the tokenizer of {name} differs from that of the teacher {folder.settings['teacher']} in {folder.root}; "
@@ -67,7 +67,7 @@ def require_same_vocabulary(backend: Any, name: str, folder: TeacherFolder) -> N
 
 
 def open_lesson(config: Config) -> TeacherFolder:
-    """Opens training.distillation.teacher. Raises ConfigError if it is made for another task or another length."""
+    """Opens training.distillation.teacher. Raises ConfigError if it is for a different task or example length."""
     folder = open_teacher_folder(local_path(str(config.training.distillation.teacher)))
     task, length = folder.settings["task"], folder.settings["max_length"]
     if task != config.task:
@@ -90,13 +90,13 @@ def with_length_of(config: Config, folder: TeacherFolder) -> Config:
 
 
 class StudentLoss:
-    """Turns the predictions in a batch into targets, and adds up the parts of the loss for the metrics of a step."""
+    """Converts a batch's teacher predictions to soft targets, and sums the parts of the loss for a step's metrics."""
 
     def __init__(self, config: Config) -> None:
         self._settings, self.sums = config.training.distillation, StepSums()
 
     def soft_targets(self, batch: Batch | PackedSequences) -> SoftTargets | None:
-        """Returns a row for each token of the batch, or None if it has no predictions."""
+        """Returns soft targets with a row for each token of the batch, or None if it has no predictions."""
         ids, log_probabilities = batch.teacher_ids, batch.teacher_log_probabilities
         if ids is None or log_probabilities is None:
             return None
@@ -110,7 +110,7 @@ class StudentLoss:
 
 
 def student_metrics(sums: Sums) -> dict[str, float]:
-    """Returns the usual loss, which is comparable with that of runs without a teacher, and the KL divergence."""
+    """Returns the plain cross-entropy, which is comparable to the loss without a teacher, and the KL divergence."""
     if not sums.get(TARGETS):
         return {}
     return {"loss": sums[CROSS_ENTROPY] / sums[TARGETS], "kl": sums[KL] / sums[TARGETS]}

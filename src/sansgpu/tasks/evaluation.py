@@ -1,4 +1,4 @@
-"""Corpora of examples with different lengths, and evaluation: datasets, batches, and metrics of causal models."""
+"""Corpora of examples with different lengths, and the evaluation of models on them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sansgpu.data.pack import Windows
 from sansgpu.data.sources import Source, open_single
 from sansgpu.tasks.task import EvaluationRequest, Sums
 
-BATCH_DEVIATIONS = 4  # standard deviations by which the largest of thousands of random batches exceeds the mean
+BATCH_DEVIATIONS = 4  # the largest of thousands of random batches is this many standard deviations above the mean
 
 
 class CorpusPart(Protocol):
@@ -41,7 +41,7 @@ class VariableLengthCorpus(Generic[Part]):
     validation: Part
     notes: Sequence[str]
     fingerprint: str
-    split: str | None = field(default=None, kw_only=True)  # a clause on how rows were held out; None: none had to be
+    split: str | None = field(default=None, kw_only=True)  # message on how rows were held out, if they were
 
     def preview(self) -> str | None:
         return None
@@ -56,7 +56,7 @@ class VariableLengthCorpus(Generic[Part]):
 
     @property
     def sequence_tokens(self) -> float:
-        """Returns the mean number of tokens that attend to each other."""
+        """Returns the mean length of a sequence, within which tokens attend to each other."""
         return self.example_tokens
 
     def most_tokens(self, examples: int, padded: bool) -> int:
@@ -74,14 +74,14 @@ class VariableLengthCorpus(Generic[Part]):
 
 
 def largest_batch(lengths: np.ndarray, examples: int) -> int:
-    """Returns the most tokens to expect in a batch of random examples; no batch has more than the longest ones."""
+    """Estimates the tokens in the largest batch of `examples` random examples in a run."""
     expected = examples * lengths.mean() + BATCH_DEVIATIONS * lengths.std() * examples**0.5
     return min(int(np.sort(lengths)[-examples:].sum()), int(expected))
 
 
 @dataclass(frozen=True)
 class TokenizedCorpus(VariableLengthCorpus[Part]):
-    """Examples with the tokenizer that made them."""
+    """Examples with the tokenizer that encoded them."""
 
     tokenizer: Any
 
@@ -100,7 +100,7 @@ class CausalModel(Protocol):
 
 
 class LanguageModeling:
-    """A causal model and its validation windows."""
+    """Evaluates a causal model on validation windows."""
 
     def __init__(self, model: nn.Module, windows: Windows) -> None:
         self.model = model
@@ -116,7 +116,7 @@ class LanguageModeling:
         return len(self._windows)
 
     def validation_batches(self, size: int) -> Iterator[Batch]:
-        """Yields the windows in order, `size` at a time; pads the last batch, as a compiled graph has one shape."""
+        """Yields the windows in order, `size` at a time. Pads the last batch, so that compiled graphs fit it, too."""
         windows = self._windows
         for start in range(0, len(windows), size):
             numbers = np.arange(start, min(start + size, len(windows)))
@@ -124,7 +124,7 @@ class LanguageModeling:
             yield replace(windows.batch(numbers), target_bytes=sizes).rows(0, size)
 
     def evaluate(self, batch: Batch) -> Sums:
-        """Returns the loss, the number of targets and the bytes of text that they cover."""
+        """Returns the summed loss, the number of targets and the bytes of text that they cover."""
         assert batch.target_bytes is not None
         size = float(batch.target_bytes.sum())
         return {"loss": float(self.loss(batch)), "tokens": float(batch.target_count()), "bytes": size}
@@ -134,7 +134,7 @@ class LanguageModeling:
 
 
 def text_metrics(sums: Sums) -> dict[str, float]:
-    """Computes loss in nats per token, perplexity, and bits per byte, which is comparable across vocabularies."""
+    """Computes loss (nats per token), perplexity, and bits per byte, which is comparable between vocabularies."""
     loss = sums["loss"] / sums["tokens"]
     bits = sums["loss"] / math.log(2) / max(1.0, sums["bytes"])
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits}
@@ -144,7 +144,7 @@ WILSON_Z = 1.96  # normal quantile of a two-sided 95 % interval
 
 
 def wilson(share: float, count: float) -> list[float]:
-    """Returns the interval [low, high] of a proportion `share` observed in `count` samples."""
+    """Returns the Wilson 95 % confidence interval [low, high] of a proportion `share` of `count` samples."""
     z2 = WILSON_Z**2 / count
     middle = (share + z2 / 2) / (1 + z2)
     half = WILSON_Z / (1 + z2) * math.sqrt(share * (1 - share) / count + z2 / (4 * count))
@@ -152,7 +152,7 @@ def wilson(share: float, count: float) -> list[float]:
 
 
 class OrderingObjective(Protocol):
-    """A model that runs examples in an order of its own; implemented by `FineTuning`."""
+    """The interface of an objective that can reorder examples to reduce padding; see `FineTuning`."""
 
     model: Any
 
@@ -193,9 +193,9 @@ class SplitEvaluator(Generic[M, P]):
 def whole_groups(
     groups: Sequence[Sequence[int]], lengths: np.ndarray, size: int, ordered: Callable[..., np.ndarray]
 ) -> Iterator[np.ndarray]:
-    """Yields batches of about `size` examples; all examples of a group are in one batch.
+    """Yields batches of about `size` examples without splitting groups.
 
-    `lengths` are those of the examples, and `ordered` is `FineTuning.ordered`.
+    `lengths` are the lengths of all examples, and `ordered` is `FineTuning.ordered`.
     """
     longest = np.array([lengths[list(numbers)].max() for numbers in groups])
     pending: list[int] = []
@@ -209,9 +209,9 @@ def whole_groups(
 
 
 def read_requested(request: EvaluationRequest, data: DataConfig, read: Callable[[Source, list[str]], P]) -> P:
-    """Reads the dataset of a request, in the subset that `data` names. `read` also adds notes, which become warnings.
+    """Reads the dataset of a request, with the Hub config (subset) that `data` names.
 
-    Raises ConfigError if there are no examples.
+    `read` may append notes to its second argument, which become warnings. Raises ConfigError if there are no examples.
     """
     assert request.data is not None
     notes: list[str] = []
@@ -224,6 +224,6 @@ def read_requested(request: EvaluationRequest, data: DataConfig, read: Callable[
 
 
 def require_rows(part: Sized, name: str) -> None:
-    """Raises ConfigError if there is nothing to evaluate."""
+    """Raises ConfigError if there are no rows to evaluate."""
     if not len(part):
         raise ConfigError(f"{name} has no examples to evaluate on.")

@@ -1,4 +1,4 @@
-"""Base of fine-tuning tasks: a transformers model with sansgpu's kernels, an optional adapter, and cost estimates."""
+"""Base classes of fine-tuning tasks: transformers models with sansgpu's kernels and optional adapters."""
 
 from __future__ import annotations
 
@@ -45,17 +45,18 @@ from sansgpu.models.modules import blocks_of
 from sansgpu.tasks.base import ComposedTask, ObjectiveBase
 from sansgpu.tasks.task import ModelSource, TrainedModel
 
-if TYPE_CHECKING:  # importing transformers takes seconds
+if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
-PASS_TOKENS = 4096  # tokens of a forward pass outside training: enough for full speed, few enough for the cache
+PASS_TOKENS = 4096  # tokens per forward pass outside training: enough for full speed, and they fit the CPU's cache
 
 
 class FineTuning(ObjectiveBase, ABC):
-    """A pretrained model and its loss. With `random`, the weights are random and `layers` may replace its depth.
+    """A pretrained model and its loss.
 
-    `frozen` is for a model that is used as it is in its files, whose quantized matrices then stay so.
+    With `random`, the weights are random, and `layers` can change the number of layers. With `frozen`, the model is
+    only for inference, and quantized matrices stay quantized.
     """
 
     head_type: ClassVar[HeadType]
@@ -85,7 +86,7 @@ class FineTuning(ObjectiveBase, ABC):
         self.notes: Sequence[str] = list(self._notes(unpatched))
         self._blocks = blocks_of(self.model)
         self._callback: Callable[[], None] = lambda: None
-        self._in_forward = False  # True in the forward pass of training, but not when backward recomputes a block
+        self._in_forward = False  # True in the forward pass of training, but not while backward recomputes a block
         for block in self._blocks:
             block.register_forward_pre_hook(lambda *_: self._callback() if self._in_forward else None)
 
@@ -104,11 +105,11 @@ class FineTuning(ObjectiveBase, ABC):
 
     @abstractmethod
     def summed_loss(self, batch: Any) -> torch.Tensor:
-        """Computes the task's loss, (), summed over targets."""
+        """Computes the task's loss summed over targets, ()."""
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """Calls the callback of `between_blocks` in the forward pass inside, if that computes gradients."""
+        """Context for a forward pass, in which the callback of `between_blocks` is called if gradients are enabled."""
         self._in_forward = torch.is_grad_enabled()
         try:
             yield
@@ -120,16 +121,16 @@ class FineTuning(ObjectiveBase, ABC):
             return self.summed_loss(batch)
 
     def ordered(self, indices: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Returns `indices`, sorted by length if examples are padded, which reduces padding."""
+        """Returns `indices`, sorted by length if the model needs padding, to reduce it."""
         return indices if self.unpadded.packs else indices[np.argsort(lengths[indices], kind="stable")]
 
     def between_blocks(self, callback: Callable[[], None]) -> None:
         self._callback = callback
 
     def merged_model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        """Returns the transformers model in `dtype` on the CPU, with the adapter merged. It cannot be trained further.
+        """Merges the adapter and returns the transformers model in `dtype` on the CPU. It cannot be trained further.
 
-        Training in bf16 rounds frozen weights, so they are reloaded from the model's files before the merge.
+        Training in bf16 has rounded the frozen weights, so they are reloaded from the model's files first.
         """
         self.model.cpu()
         if self._frozen_are_rounded():
@@ -140,7 +141,7 @@ class FineTuning(ObjectiveBase, ABC):
         return self.model
 
     def merged_weights(self) -> Mapping[str, torch.Tensor | StoredTensor]:
-        """Returns the tensors of `merged_model` in fp32; those of layers with an adapter are computed when read."""
+        """Returns the fp32 tensors of the model with the adapter merged in, which happens when they are read."""
         if self._adapted is None:
             return self.merged_model().state_dict()
         if self._frozen_are_rounded():
@@ -148,12 +149,12 @@ class FineTuning(ObjectiveBase, ABC):
         return merged_tensors(self._adapted)
 
     def _frozen_are_rounded(self) -> bool:
-        """Returns whether a frozen weight has a dtype that cannot represent the one it was loaded in."""
+        """Returns whether a frozen weight is now in a narrower dtype than the one in which it was loaded."""
         frozen = ((plain_name(n), p.dtype) for n, p in self.model.named_parameters() if not p.requires_grad)
         return any(torch.promote_types(self._loaded_as[name], dtype) != dtype for name, dtype in frozen)
 
     def export_to(self, tokenizer: Any, folder: Path, merge: bool | None = None) -> None:
-        """Writes a Hugging Face folder. An adapter is merged if `merge`, by default as model.merge_adapter says.
+        """Writes a Hugging Face folder. `merge` says whether to merge an adapter; default: model.merge_adapter.
 
         Merged and full models are written in the dtype of the base model's config.json.
         """
@@ -176,10 +177,10 @@ class FineTuning(ObjectiveBase, ABC):
 
     @classmethod
     def with_vocabulary(cls, config: Config) -> Config:
-        return config  # the vocabulary is the model's
+        return config  # a pretrained model has its own vocabulary
 
     def flops_of_token(self, example_tokens: float, target_ratio: float = 1.0) -> float:
-        """Returns the training FLOPs per token, for examples with `example_tokens` on average."""
+        """Returns the training FLOPs per token for examples of `example_tokens` tokens on average."""
         costs = replace(self.costs(self.config), example_tokens=example_tokens, target_ratio=target_ratio)
         return costs.work(1).needed
 
@@ -192,13 +193,13 @@ class FineTuning(ObjectiveBase, ABC):
 
 
 class FineTuningTask(ComposedTask):
-    """A task that fine-tunes a transformers model: its training batches, and how it is loaded and saved."""
+    """Base of tasks that fine-tune a transformers model: training batches, loading and saving."""
 
     objective_class: ClassVar[type[FineTuning]]
     objective: Any  # an instance of `objective_class`
 
     def __init__(self, config: Config, corpus: Any, effective_batch: int, target_ratio: float = 1.0) -> None:
-        """A share `target_ratio` of the tokens of `corpus` has a loss."""
+        """`target_ratio` is the number of targets per token of `corpus`."""
         super().__init__(config, self.objective_class(config), corpus, effective_batch)
         self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(config.model)}"
         self.flops_per_token = self.objective.flops_of_token(corpus.sequence_tokens, target_ratio)
@@ -230,7 +231,7 @@ class FineTuningTask(ComposedTask):
 
     @classmethod
     def load(cls, source: ModelSource) -> tuple[FineTuning, Any, Config]:
-        """Loads a transformers model and, for a run, the weights of its snapshot, which holds only the trained ones."""
+        """Loads a transformers model and, for a run, its trained weights from the snapshot (checkpoint)."""
         config = source.config or cls.config_of_model(source)
         model = config.model.model_copy(update={"trust_remote_code": source.remote_code})
         config = cls.with_vocabulary(config.model_copy(update={"model": model}))
@@ -244,7 +245,7 @@ class FineTuningTask(ComposedTask):
 
     @classmethod
     def config_of_model(cls, source: ModelSource) -> Config:
-        """Returns the configuration of a model that is not a run. Raises ConfigError."""
+        """Returns the configuration for a model that does not come from a run. Raises ConfigError."""
         settings = {"task": cls.settings.task, "model": {"name_or_path": source.target}, "data": {"dataset_name": "-"}}
         return Config.model_validate(settings)
 
@@ -254,7 +255,7 @@ class FineTuningTask(ComposedTask):
 
 
 class StepWideTask(FineTuningTask):
-    """A task that fine-tunes a model whose loss relates all examples of a step to each other."""
+    """Base of fine-tuning tasks whose loss depends on all examples of a step together, as with in-batch negatives."""
 
     def outputs(self, batch: Any) -> torch.Tensor:
         outputs: torch.Tensor = self.objective.outputs(batch)
@@ -266,15 +267,15 @@ class StepWideTask(FineTuningTask):
 
 
 def longest_example(config: Config, tokenizer: Any) -> int:
-    """Returns the maximum tokens of an example: data.max_length, limited by the tokenizer's maximum for its model."""
+    """Returns the maximum tokens of an example: data.max_length, or the tokenizer's model_max_length if smaller."""
     assert config.data.max_length is not None
     return min(config.data.max_length, int(tokenizer.model_max_length))
 
 
 def passes(lengths: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields the indices of the examples of each forward pass outside training.
+    """Yields the indices of the examples for each forward pass outside training.
 
-    They are of similar lengths, and have about `PASS_TOKENS` tokens even if they are padded.
+    The examples of a pass have similar lengths, and about `PASS_TOKENS` tokens in total even if they are padded.
     """
     order, start = np.argsort(-lengths, kind="stable"), 0
     while start < len(order):
@@ -284,16 +285,16 @@ def passes(lengths: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def split_rows(rows: Sequence[T], contents: Sequence[bytes], share: float) -> tuple[list[T], list[T]]:
-    """Holds `share` of the rows out for validation; rows with equal contents are in the same part."""
+    """Splits off `share` of the rows for validation. Rows with equal `contents` get into the same part."""
     train, held = split_examples(contents, np.ones(len(rows)), share)
     return [rows[number] for number in train], [rows[number] for number in held]
 
 
 def require_examples(sources: Sources, counts: Sequence[int], what: str, notes: Sequence[str]) -> None:
-    """Raises ConfigError if there is nothing to train or to validate on. `what` is the name of an example.
+    """Raises ConfigError if there are no training or validation examples.
 
-    `counts` are the numbers of training examples and, once they are known, of validation examples. `notes` say which
-    rows are left out.
+    `counts` are the numbers of training examples and, if known, of validation examples. The message calls an example
+    `what`, and includes `notes` about skipped rows.
     """
     reasons = "".join(f" ({note.removesuffix('.')})" for note in notes)
     parts = zip((sources.train, sources.validation), counts, strict=False)

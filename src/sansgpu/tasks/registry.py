@@ -1,4 +1,4 @@
-"""Finds the class of a task."""
+"""Finds the class of the configured task."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sansgpu.tasks.task import TaskClass
 
 
 class _Tasks(Mapping[str, TaskClass]):
-    """The package's task classes by `Config.kind`, imported on first use."""
+    """The built-in task classes by `Config.kind`, which are imported on first use."""
 
     def __getitem__(self, kind: str) -> TaskClass:
         found: TaskClass = task_class(kind)
@@ -29,10 +29,10 @@ TASKS = _Tasks()
 
 
 def task_of(config: Config) -> TaskClass:
-    """Returns the task's class, or the class named by `objective`.
+    """Returns the class of the task, or the class that `objective` names.
 
-    Raises ConfigError if that class cannot be imported or is not derived from the task's, or if the packages of models
-    from Hugging Face, which the task fine-tunes, are not installed.
+    Raises ConfigError if that class cannot be imported or is not a subclass of the task's class, or if the task
+    fine-tunes Hugging Face models and the packages for them are not installed.
     """
     if config.settings.fine_tunes:
         require(f"task {config.settings.shown}", *FINE_TUNING)

@@ -1,4 +1,4 @@
-"""Settings that several tasks share. Nothing here imports torch, because a configuration is validated without it."""
+"""Settings that several tasks share. Does not import torch, so that a configuration is validated quickly."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from sansgpu.config.tasks import BITS_PER_BYTE, PYTHON_STDLIB, Metric, Values
 
-LORA_LEARNING_RATE = 2e-4  # ten times that of full fine-tuning, because the low-rank matrices start at zero
+LORA_LEARNING_RATE = 2e-4  # ten times the rate of full fine-tuning, because LoRA's product starts at zero
 # Base models that `sansgpu init` suggests.
 SMALL_CHAT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMALL_ENCODER = "distilbert-base-uncased"
-# Fine-tuning: small steps, no weight decay, AdamW as in pretraining, examples at full length.
+# Defaults for fine-tuning: a low learning rate, no weight decay, AdamW as in pretraining, examples at full length.
 FINE_TUNED: Values = {
     "lr_scheduler": "linear",
     "warmup_steps": 10,
@@ -20,7 +20,7 @@ FINE_TUNED: Values = {
     "weight_decay": 0.0,
     "beta2": 0.999,
 }
-# Keys that choose texts and split them.
+# Keys that select the data and split it.
 TEXT_KEYS = "data.dataset_name", "data.dataset_config", "data.validation_name", "data.validation_split"
 EVALUATE_TEXTS = "sansgpu eval MODEL --data TEXTS"
 CHAT = 'sansgpu chat MODEL --prompt "Hello!"'
@@ -32,7 +32,7 @@ TEXT_METRICS = (
 
 
 def fine_tuning_problems(config: Any, data: str = "rows") -> Iterator[str]:
-    """Yields a clause if the pretrained model or the `data` are missing."""
+    """Yields a message if the pretrained model or the `data` is not configured."""
     if config.model.name_or_path is None:
         yield f"task {config.task} fine-tunes a pretrained model; set model.name_or_path"
     if config.data.dataset_name == config.settings.default("data", "dataset_name", PYTHON_STDLIB):
@@ -40,7 +40,7 @@ def fine_tuning_problems(config: Any, data: str = "rows") -> Iterator[str]:
 
 
 def distillation_problems(config: Any, keys: tuple[str, ...]) -> Iterator[str]:
-    """Yields a clause for each of `keys` that is set although a teacher's folder determines what they choose."""
+    """Yields a message for each of `keys` that is set although a teacher's folder determines it."""
     if config.training.distillation.teacher is not None:
         yield from config.without_effect(
             (*TEXT_KEYS, *keys), "the texts and their tokens are those of training.distillation.teacher"
@@ -49,7 +49,7 @@ def distillation_problems(config: Any, keys: tuple[str, ...]) -> Iterator[str]:
 
 
 def window_problems(config: Any) -> Iterator[str]:
-    """Yields a clause if examples are longer than the model's context."""
+    """Yields a message if windows are longer than the model's context."""
     if config.roots > config.model.max_seq_len:
         yield (
             f"data.max_length {config.roots} is longer than model.max_seq_len {config.model.max_seq_len}; "
@@ -58,7 +58,7 @@ def window_problems(config: Any) -> Iterator[str]:
 
 
 def repeated_labels(config: Any, what: str, least: int) -> Iterator[str]:
-    """Yields a clause if data.labels names a label twice, or fewer than `least`."""
+    """Yields a message if data.labels has a duplicate, or fewer than `least` labels."""
     labels = config.data.labels
     if labels is not None and len(set(labels)) < max(least, len(labels)):
         yield f"data.labels needs two {what} or more, each once; add the others, or leave it out"

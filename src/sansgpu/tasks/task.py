@@ -1,4 +1,4 @@
-"""The contract of tasks: protocols between them, the training loop and the commands that use trained models."""
+"""The interfaces between tasks, the training loop, and the commands that use trained models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Verb = Literal[
 
 
 class SavedState(Protocol):
-    """A snapshot; implemented by `train.snapshots.Snapshot`."""
+    """The interface of a snapshot (checkpoint), which `train.snapshots.Snapshot` implements."""
 
     @property
     def folder(self) -> Path: ...
@@ -39,11 +39,14 @@ class SavedState(Protocol):
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A run's snapshot, or else a model's folder, file or Hub name. `remote_code` allows the model's own code."""
+    """Where to load a model from: a run's snapshot, or a model's folder, file or Hub name.
+
+    `remote_code` allows running Python code from the model's repository.
+    """
 
     target: str
     remote_code: bool = False
-    config: Config | None = None  # this and the following fields are set for a run only
+    config: Config | None = None  # this and the following fields are only set for a run
     snapshot: SavedState | None = None
     tokenizer: Path | None = None
 
@@ -58,7 +61,7 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model in fp32 and evaluation mode, with everything needed to use it."""
+    """A model in evaluation mode, with everything that is needed to use it."""
 
     task_class: Any  # a TaskClass with the capability that its command needs
     source: ModelSource
@@ -66,25 +69,25 @@ class TrainedModel:
     tokenizer: Any
     config: Config
     device: torch.device
-    precision: str  # dtype of matrix products: fp32 or bf16
+    precision: str  # dtype of matmuls: fp32 or bf16
 
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """The data to evaluate a model on. `data` names a dataset; None is the run's own validation split."""
+    """What to evaluate a model on. `data` names a dataset; None means the run's own validation split."""
 
     data: str | None
     window: int | None
-    objective: str | None  # `package.module:Class` that the user allows to be imported to prepare the data
-    own_corpus: Callable[[], Corpus]  # prepares the run's own data
+    objective: str | None  # `package.module:Class`, which the user allows to import for preparing the data
+    own_corpus: Callable[[], Corpus]  # reads and tokenizes the run's own data
     cache: Path
     progress: ReportProgress
     warn: Callable[[str], None]
 
     def window_within(self, context: int, default: int) -> int:
-        """Returns the maximum tokens of an example: as requested, or `default` as far as the model's context allows.
+        """Returns the maximum tokens of an example: the requested number, or `default` but at most `context`.
 
-        Raises ConfigError if the requested number is larger than the context.
+        Raises ConfigError if the requested number exceeds the context.
         """
         if self.window is not None and self.window > context:
             raise ConfigError(
@@ -95,22 +98,22 @@ class EvaluationRequest:
 
 @runtime_checkable
 class DetailedEvaluator(Protocol):
-    """An evaluator that reports more for `sansgpu eval` than during training."""
+    """An evaluator that reports more details in `sansgpu eval` than during training."""
 
     def detailed(self, metrics: dict[str, float]) -> dict[str, Any]:
-        """Returns the metrics of an evaluation with details."""
+        """Returns the metrics of an evaluation, with details added."""
 
 
 @runtime_checkable
 class PredictionWriter(Protocol):
-    """An evaluator whose predictions are saved in the run's folder."""
+    """An evaluator that saves its predictions in the run's folder."""
 
     def save(self, folder: Path) -> list[Path]:
-        """Writes the predictions and returns their files."""
+        """Writes the predictions and returns the paths of the files."""
 
 
 Gather = Callable[[Any], list[Any]]
-Sums = dict[str, float]  # numerators and denominators of metrics, which are summed over batches
+Sums = dict[str, float]  # numerators and denominators of metrics, to be summed over batches and ranks
 
 
 def add_sums(total: Sums, more: Sums) -> None:
@@ -120,7 +123,7 @@ def add_sums(total: Sums, more: Sums) -> None:
 
 
 class StepSums:
-    """The sums of the training passes of a step."""
+    """Accumulates sums over the training passes of a step."""
 
     def __init__(self) -> None:
         self._sums = Sums()
@@ -135,24 +138,24 @@ class StepSums:
 
 
 class Evaluator(Protocol):
-    """A model and its validation data."""
+    """Computes metrics of a model on validation data."""
 
     @property
     def model(self) -> nn.Module: ...
 
     def validation_batches(self, size: int) -> Iterator[ExampleBatch]:
-        """Yields the validation data in order, `size` examples at a time."""
+        """Yields the validation examples in order, `size` at a time."""
 
     def evaluate(self, batch: Any) -> Sums:
-        """Returns the contributions of one validation batch to the sums."""
+        """Returns the sums over one validation batch."""
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """Computes metrics from sums over all batches. They include `loss`; lower is better."""
+        """Computes metrics from the sums over all batches. They must include `loss`, for which lower is better."""
 
 
 @runtime_checkable
 class Collecting(Protocol):
-    """A task whose evaluation produces more than sums, such as predictions."""
+    """An evaluator that produces more than sums, such as predictions."""
 
     def collect(self, gather: Gather) -> None:
         """Merges the results of all ranks; `gather` is an all_gather of JSON values."""
@@ -160,45 +163,45 @@ class Collecting(Protocol):
 
 @runtime_checkable
 class StepWideObjective(Protocol):
-    """An objective whose loss relates all examples of a step to each other, such as one with in-batch negatives."""
+    """An objective whose loss depends on all examples of a step together, for example one with in-batch negatives."""
 
     def outputs(self, batch: Any) -> torch.Tensor:
-        """Computes what the loss depends on: any number of rows for each example, (S, D)."""
+        """Computes the model outputs for `step_loss`: any number of rows per example, (S, D)."""
 
     def step_loss(self, outputs: torch.Tensor, batches: Sequence[Any]) -> torch.Tensor:
-        """Computes the differentiable loss, (), of the outputs of several batches, summed over their targets."""
+        """Computes the differentiable loss, (), from the outputs of several batches, summed over their targets."""
 
 
 @runtime_checkable
 class FittedHead(Protocol):
-    """A task whose model has a head that is not trained, but fitted to what the trained weights compute."""
+    """A task whose head is not trained by gradient descent, but fitted to the trained model's outputs."""
 
     def fit_head(self, micro_batch: int, device: torch.device) -> None:
-        """Fits the head to the training data, a pure function of the weights and the data, equal on every rank."""
+        """Fits the head on the training data. The result depends only on weights and data; all ranks get the same."""
 
 
 @runtime_checkable
 class ComparedWithReference(Protocol):
-    """A task whose loss depends on what the model computes before training."""
+    """A task whose loss needs the outputs of a reference model: the model before training."""
 
     def compute_reference(
         self, device: torch.device, precision: str, cache: Path, progress: ReportProgress, group: Group
     ) -> None:
-        """Computes what the loss needs on all data, or reads it from the cache. Raises ConfigError."""
+        """Computes the reference outputs for all data, or reads them from the cache. Raises ConfigError."""
 
 
 @runtime_checkable
 class ReferenceCorpus(Protocol):
-    """Data on which a model is evaluated before training, for a task that is `ComparedWithReference`."""
+    """The data of a task that is `ComparedWithReference`."""
 
     @property
     def reference_tokens(self) -> int:
-        """Returns the number of tokens, of all splits, to evaluate before training."""
+        """Returns the number of tokens in all splits for which reference outputs are computed."""
 
 
 @runtime_checkable
 class SizedEvaluator(Protocol):
-    """An evaluator whose batches all have the requested size, except for the last one."""
+    """An evaluator whose batches all have the requested size, except the last one."""
 
     @property
     def validation_examples(self) -> int:
@@ -207,7 +210,7 @@ class SizedEvaluator(Protocol):
 
 @runtime_checkable
 class GatheringEvaluator(Protocol):
-    """An evaluator whose metrics are no sums over examples, such as a rank correlation."""
+    """An evaluator with metrics that cannot be computed from sums, such as a rank correlation."""
 
     def gather(self, all_gather_rows: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
         """Adds the results of other ranks. `all_gather_rows` gathers tensors whose first dimensions may differ."""
@@ -218,7 +221,7 @@ class RankingEvaluator(Protocol):
     """An evaluator with metrics that are too expensive for all examples."""
 
     def rank_sample(self, device: torch.device, precision: str, progress: ReportProgress) -> dict[str, float]:
-        """Returns the metrics of a fixed sample. All ranks call it, and each computes all of it."""
+        """Returns the metrics of a fixed sample. Each rank calls it and computes the whole sample."""
 
 
 class Objective(Protocol):
@@ -231,13 +234,13 @@ class Objective(Protocol):
         """Computes the differentiable loss, (), summed over the batch's targets."""
 
     def step_sums(self) -> Sums:
-        """Returns and resets the sums that training passes have added up for metrics other than the loss."""
+        """Returns and resets the sums of the training passes so far, for metrics other than the loss."""
 
     def step_metrics(self, sums: Sums) -> dict[str, float]:
-        """Computes training metrics from summed `step_sums`; empty if the task has none."""
+        """Computes training metrics from `step_sums` summed over ranks; {} if the task has none."""
 
     def between_blocks(self, callback: Callable[[], None]) -> None:
-        """Registers a callback that runs several times per training pass and may raise to abort the pass."""
+        """Registers a callback to call several times per training pass, which may raise an error to abort it."""
 
 
 class Corpus(Protocol):
@@ -252,7 +255,7 @@ class Corpus(Protocol):
         """Returns the mean number of tokens per example."""
 
     def most_tokens(self, examples: int, padded: bool) -> int:
-        """Returns the tokens of the largest batch of `examples` random examples, with padding if `padded`."""
+        """Estimates the tokens of the largest batch of `examples` random examples, with padding if `padded`."""
 
     @property
     def train_tokens(self) -> int:
@@ -267,18 +270,18 @@ class Corpus(Protocol):
         """Returns messages for the user, such as counts of truncated or dropped rows."""
 
     def preview(self) -> str | None:
-        """Returns a training example with its loss mask as readable text, or None if every token has a loss."""
+        """Returns a training example as text with its loss mask marked, or None if every token is a target."""
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the data, to detect on resume that it changed."""
+        """Identifies the data, to detect on resume that it has changed."""
 
 
 class Task(Objective, Protocol):
-    """A model with its training data and the evaluator of its validation data. The loop refers to no task by name."""
+    """A model with its training data and its evaluator, as the training loop needs it."""
 
     fingerprint: str  # identifies the data
-    flops_per_token: float  # needed for training
+    flops_per_token: float  # FLOPs to train on one token
     notes: Sequence[str]  # messages for the user about the model
 
     @property
@@ -287,11 +290,11 @@ class Task(Objective, Protocol):
     def batch(self, step: int, total_steps: int | None = None) -> ExampleBatch:
         """Returns the global batch of a step, a pure function of the seed and the step.
 
-        Tasks that change batches over the run also use its length, `total_steps`.
+        Tasks whose batches change over the course of a run also use its length, `total_steps`.
         """
 
     def sample(self, prompt: str, tokens: int, seed: int) -> str:
-        """Generates a continuation of `prompt`; "" if the model does not generate text."""
+        """Generates a continuation of `prompt`, or "" if the model does not generate text."""
 
     def save_tokenizer(self, folder: Path) -> None: ...
 
@@ -300,12 +303,15 @@ class Task(Objective, Protocol):
 
 
 class TaskClass(Protocol):
-    """The class of a task: all that is known without its data. What only some commands need is in `capabilities`."""
+    """The class of a task: everything that works without its training data.
 
-    settings: TaskSettings  # the keys of the configuration, their defaults and problems
-    verbs_for_any_model: tuple[Verb, ...]  # those for which it takes every Hugging Face model
-    verbs_without_kernels: tuple[Verb, ...]  # those that are not worth loading our kernels for
-    has_windows: bool  # True if the length of the windows to evaluate can be chosen
+    `capabilities` has the interfaces that only some commands need.
+    """
+
+    settings: TaskSettings  # the task's configuration keys, defaults and validation
+    verbs_for_any_model: tuple[Verb, ...]  # commands for which the task handles any Hugging Face model
+    verbs_without_kernels: tuple[Verb, ...]  # commands for which loading our kernels does not pay off
+    has_windows: bool  # whether users can choose the window length for evaluation
 
     def __call__(self, config: Config, corpus: Any, effective_batch: int) -> Task: ...
 
@@ -316,28 +322,28 @@ class TaskClass(Protocol):
         """Estimates the settings that `prepare` fills in, without reading the data. Raises ConfigError."""
 
     def costs(self, config: Config) -> Costs:
-        """Returns what training costs, without building the model."""
+        """Returns the estimate of training costs, without building the model."""
 
     def new_objective(self, config: Config, layers: int | None = None) -> Objective:
-        """Builds a model with its loss but without data, with `layers` blocks if given."""
+        """Builds a model with its loss, without data; `layers` can change the number of blocks."""
 
     def random_batch(self, config: Config, size: int, tokens: int | None = None) -> ExampleBatch:
-        """Builds a random micro-batch of `size` examples; `tokens` is the length of each if lengths may vary."""
+        """Builds a random micro-batch of `size` examples, each of `tokens` tokens if lengths can vary."""
 
     def recorded_settings(self, config: Config, recorded: dict[str, Any]) -> list[str]:
-        """Returns `key=value` of the `recorded` settings that a resumed run keeps, as they depend on the data."""
+        """Returns `key=value` for the `recorded` settings that a resumed run must keep: they depend on the data."""
 
     def recognizes(self, target: str) -> bool:
-        """Returns whether a folder, file or Hub name that is not a run holds a model in the task's own layout."""
+        """Returns whether a folder, file or Hub name is a model of this task, though not a run."""
 
     def load(self, source: ModelSource) -> tuple[Any, Any, Config]:
-        """Loads the objective with trained weights, the tokenizer and the configuration. Raises ConfigError."""
+        """Returns the objective with trained weights, the tokenizer and the configuration. Raises ConfigError."""
 
     def evaluation_batch(self, config: Config) -> int:
-        """Returns the number of examples to evaluate at a time."""
+        """Returns the batch size for evaluation."""
 
     def evaluator_for(self, loaded: TrainedModel, request: EvaluationRequest) -> Evaluator:
         """Prepares the evaluation of a model. Raises ConfigError if the data cannot be used."""
 
     def export_model(self, loaded: TrainedModel, folder: Path, merge: bool | None) -> None:
-        """Writes a Hugging Face folder. `merge` chooses whether an adapter is merged; None: as configured."""
+        """Writes a Hugging Face folder. `merge` says whether to merge an adapter; None: as configured."""

@@ -1,1 +1,1 @@
-"""Classifies texts, or predicts a number for each."""
+"""Text classification and regression."""

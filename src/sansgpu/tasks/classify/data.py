@@ -1,4 +1,4 @@
-"""Tokenized texts with labels."""
+"""Reads, splits and tokenizes labeled texts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LabeledCorpus(TokenizedCorpus[LabeledSequences]):
     labels: Labels
 
     def preview(self) -> str | None:
-        """Returns the text of the first row and its labels in brackets."""
+        """Returns the text of the first row, with its labels in brackets."""
         target = self.train.targets[0]
         if self.labels.kind == "single":
             shown = self.labels.names[int(target[0])]
@@ -36,7 +36,7 @@ class LabeledCorpus(TokenizedCorpus[LabeledSequences]):
 
 
 def with_labels(config: Config, labels: Labels) -> Config:
-    """Returns a configuration that records the labels. Raises ConfigError if other settings do not fit them."""
+    """Returns a configuration with the labels. Raises ConfigError if other settings do not fit them."""
     data = config.data.model_copy(update={"labels": list(labels.names), "label_kind": labels.kind})
     config = config.model_copy(update={"data": data})
     if found := next(iter(config.settings.problems(config)), None):
@@ -52,7 +52,7 @@ def labels_of(objective: ClassifyObjective) -> Labels:
 def tokenize_labeled(
     texts: list[LabeledText], labels: Labels, config: Config, tokenizer: Any, bad_rows: BadRows, note: Any
 ) -> LabeledSequences:
-    """Tokenizes texts, passing the number of truncated ones to `note`. Rows with unknown labels are bad rows."""
+    """Tokenizes texts, and reports the number of truncated ones to `note`. Rows with unknown labels are bad rows."""
     kept, targets = with_targets(texts, labels, bad_rows)
     longest = longest_example(config, tokenizer)
     made = tokenize_texts(kept, tokenizer, longest)
@@ -62,6 +62,6 @@ def tokenize_labeled(
 
 
 def balanced_weights(targets: np.ndarray, labels: int) -> torch.Tensor:
-    """Returns the weight of each label, (L,), by which all labels have the same total weight and the mean is 1."""
+    """Returns class weights, (L,), that give all labels the same total weight and have a mean of 1 over examples."""
     counts = np.bincount(targets, minlength=labels)
     return torch.from_numpy(len(targets) / (np.count_nonzero(counts) * np.maximum(counts, 1))).float()

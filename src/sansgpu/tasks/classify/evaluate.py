@@ -1,6 +1,6 @@
-"""Metrics of predicted labels and scores, by torchmetrics.
+"""Computes metrics of predicted labels and scores with torchmetrics.
 
-Functions import torchmetrics when they need it, because that takes seconds and every command loads this module.
+torchmetrics takes seconds to import, and every command loads this module, so functions import it when they need it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from sansgpu.tasks.classify.objective import ClassifyObjective
 from sansgpu.tasks.evaluation import SplitEvaluator, wilson
 from sansgpu.tasks.task import Sums
 
-FEW_ROWS = 100  # below, an accuracy is shown with its interval, which spans a fifth of all values
-MAX_CONFUSION_LABELS = 30  # more cannot be read in a report
+FEW_ROWS = 100  # with fewer rows, accuracy is shown with its confidence interval, which can exceed a width of 0.2
+MAX_CONFUSION_LABELS = 30  # a larger confusion matrix cannot be read in a report
 
 
 def label_metrics(labels: Labels, predicted: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
-    """Returns the metrics of R rows; (R, 1) indices of labels or scores, or (R, L) zeros and ones for several labels.
+    """Returns the metrics of R rows.
 
+    Predictions and targets are (R, 1) label ids or scores, or (R, L) zeros and ones for multi-label classification.
     `confusion[i][j]` is the number of rows with label i for which label j was predicted.
     """
     if labels.kind == "regression":
@@ -48,7 +49,7 @@ def label_metrics(labels: Labels, predicted: torch.Tensor, targets: torch.Tensor
 
 
 def _matthews(given: torch.Tensor, right: torch.Tensor, count: int) -> float:
-    """Returns 0 if all predictions or all labels are equal, as in scikit-learn; torchmetrics approximates a limit."""
+    """Returns Matthews' correlation. It is 0 if all predictions or labels are equal, as in scikit-learn."""
     from torchmetrics.functional import classification
 
     if any(len(values.unique()) < 2 for values in (given, right)):
@@ -60,7 +61,7 @@ def _several(predicted: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
     from torchmetrics.functional import classification
 
     count = targets.shape[1]
-    if count == 1:  # torchmetrics refuses a single label
+    if count == 1:  # torchmetrics does not support a single label
         predicted, targets, count = predicted.repeat(1, 2), targets.repeat(1, 2), 2
     return {
         "accuracy": float(classification.multilabel_exact_match(predicted, targets, count)),
@@ -70,21 +71,21 @@ def _several(predicted: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
 
 
 def _correlations(predicted: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
-    """Returns the rank and the linear correlation; NaN if all predictions or all targets are equal."""
+    """Returns Spearman's and Pearson's correlation, which are NaN if all predictions or all targets are equal."""
     from torchmetrics.functional import regression
 
     constant = any(bool((values == values[0]).all()) for values in (predicted, targets))
     if constant or not bool(predicted.isfinite().all()):
         return {"spearman": math.nan, "pearson": math.nan}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torchmetrics warns of nearly constant values
+        warnings.simplefilter("ignore", UserWarning)  # torchmetrics warns about nearly constant values
         spearman = regression.spearman.spearman_corrcoef(predicted, targets)
         pearson = regression.pearson.pearson_corrcoef(predicted, targets)
     return {"spearman": float(spearman), "pearson": float(pearson)}
 
 
 def prediction(logits: torch.Tensor, labels: Labels) -> dict[str, Any]:
-    """Returns the prediction for one example from its logits, (L,)."""
+    """Converts the logits of an example, (L,), to a prediction."""
     if labels.kind == "regression":
         return {"score": float(logits[0])}
     single = labels.kind == "single"
@@ -95,16 +96,17 @@ def prediction(logits: torch.Tensor, labels: Labels) -> dict[str, Any]:
 
 
 class ClassifyEvaluator(SplitEvaluator[ClassifyObjective, LabeledSequences]):
-    """Predicts the labels of texts and computes metrics from all of them."""
+    """Predicts the labels of all texts, and computes metrics from the predictions."""
 
     def __init__(self, objective: ClassifyObjective, part: LabeledSequences, skipped: int) -> None:
         super().__init__(objective, part)
         self._skipped = skipped
 
     def evaluate(self, batch: PackedSequences) -> Sums:
-        """Returns the loss, without label smoothing and class weights, and each row's prediction under its number.
+        """Returns the plain loss (without label smoothing and class weights), and each row's prediction.
 
-        Several labels are one entry each, `ROW LABEL`. Sums over ranks therefore hold the predictions of all rows.
+        The keys of predictions are row numbers, or `ROW LABEL` for each label of a multi-label prediction. So summing
+        over batches and ranks collects the predictions of all rows.
         """
         assert batch.numbers is not None
         logits = self._objective.logits(batch)
@@ -119,7 +121,7 @@ class ClassifyEvaluator(SplitEvaluator[ClassifyObjective, LabeledSequences]):
         return sums
 
     def metrics(self, sums: Sums) -> dict[str, Any]:
-        """Computes the loss per row and the metrics of the kind of labels."""
+        """Computes the loss per row, and the metrics for the kind of labels."""
         numbers = sorted(int(name) for name in sums if name.isdigit())
         labels = labels_of(self._objective)
         targets = torch.from_numpy(self._part.targets[numbers])
@@ -132,5 +134,5 @@ class ClassifyEvaluator(SplitEvaluator[ClassifyObjective, LabeledSequences]):
         return {"loss": loss, **label_metrics(labels, predicted, targets), "rows": sums["rows"]}
 
     def detailed(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Adds the number of bad rows, which have no prediction."""
+        """Adds the number of bad rows, which were skipped."""
         return {**metrics, "skipped": float(self._skipped)}

@@ -1,9 +1,9 @@
-"""Learns labels from a few examples of each: trains an encoder on pairs of texts, then fits a classifier to vectors.
+"""Few-shot classification: trains an encoder on pairs of texts, then fits a linear classifier on the embeddings.
 
-The method is SetFit's (arXiv 2209.11055). In a step every text is encoded once and compared with all others of the
-step, where SetFit encodes each pair on its own.
+The method is SetFit's (arXiv 2209.11055). Unlike SetFit, which encodes each pair separately, a step encodes each of its
+texts once and compares it with all others.
 
-B texts, D features of a vector, L labels.
+B texts, D width of an embedding, L labels.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from sansgpu.tasks.embed.objective import embedding_layout
 from sansgpu.tasks.fine_tuning import FineTuning, StepWideTask
 from sansgpu.tasks.task import ModelSource
 
-INVERSE_REGULARIZATION = 1.0  # `C` of scikit-learn's LogisticRegression, its default
+INVERSE_REGULARIZATION = 1.0  # `C` of scikit-learn's LogisticRegression; 1 is the default there
 FIT_ITERATIONS = 500
-_WEIGHT, _BIAS = "head_weight", "head_bias"  # buffers of the model, so that snapshots have them
+_WEIGHT, _BIAS = "head_weight", "head_bias"  # buffers of the model, so that they are part of snapshots
 
 
 class FewShotObjective(ClassifyObjective):
-    """An encoder, the loss of all pairs of texts in a step, and a linear classifier of its vectors that is fitted."""
+    """An encoder with a loss over all pairs of texts in a step, and a fitted linear classifier of the embeddings."""
 
     head_type = "none"
 
@@ -55,7 +55,7 @@ class FewShotObjective(ClassifyObjective):
         self.model.register_buffer(_BIAS, head.bias)
 
     def outputs(self, batch: PackedSequences) -> torch.Tensor:
-        """Returns the normalized vectors of texts, (B, D) fp32."""
+        """Returns the normalized embeddings of the texts, (B, D) fp32."""
         with self.forward_pass():
             return pool(self.unpadded.hidden_states(batch.tokens, batch.lengths), batch.lengths, self.layout)
 
@@ -74,7 +74,7 @@ class FewShotObjective(ClassifyObjective):
         return logits
 
     def export_to(self, tokenizer: Any, folder: Path, merge: bool | None = None) -> None:
-        """Writes a Sentence Transformers folder, with the classifier in a file of its own."""
+        """Writes a Sentence Transformers folder, with the classifier in a separate file."""
         if merge is False:
             raise ConfigError("the classifier of a few-shot run fits the merged model only; leave out --no-merge.")
         head = LinearHead(*(self.model._buffers.pop(name).cpu() for name in (_WEIGHT, _BIAS)))  # type: ignore[union-attr]
@@ -144,7 +144,10 @@ class FewShot(StepWideTask, Classify):
 
 
 def with_even_steps(config: Config, rows: int) -> Config:
-    """Divides the rows of an epoch evenly among its steps, so that steps are as long as planned. Few rows fill one."""
+    """Sets the batch size so that all steps of an epoch have about the same number of rows.
+
+    Without this, the last step of an epoch could be almost empty.
+    """
     training = config.training
     if training.batch_size != "auto":
         return config
@@ -154,9 +157,9 @@ def with_even_steps(config: Config, rows: int) -> Config:
 
 
 def pair_loss(vectors: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Returns the squared error of the cosine similarity of all pairs of normalized vectors (B, D), (): fp32.
+    """Returns the squared error of the cosine similarity over all pairs of normalized embeddings (B, D): () fp32.
 
-    It should be 1 for equal labels (B,) and 0 for others. Both kinds of pairs have the same total weight.
+    The target is 1 for pairs with equal labels (B,) and 0 for others. Both kinds have the same total weight.
     """
     with torch.autocast(vectors.device.type, enabled=False):
         alike = labels[:, None] == labels
@@ -166,13 +169,13 @@ def pair_loss(vectors: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         for group in groups:
             weights += group / (group.sum() * len(groups))
         errors = (linear(vectors, vectors) - alike.float()).square()
-        return (weights * errors).sum(1).sum()  # row by row, so that the result does not depend on the threads
+        return (weights * errors).sum(1).sum()  # first by row, so that the result is the same for any thread count
 
 
 def logistic_regression(vectors: torch.Tensor, targets: torch.Tensor, labels: int) -> LinearHead:
-    """Fits a multinomial logistic regression with an L2 penalty on its weights, as scikit-learn does.
+    """Fits a multinomial logistic regression with an L2 penalty on the weights, like scikit-learn.
 
-    `vectors` are (B, D), `targets` (B,) int64. It is computed in float64 in one thread, so that it is reproducible.
+    `vectors` are (B, D), `targets` (B,) int64. Computes in float64 on one thread, so that the result is reproducible.
     """
     inputs = vectors.double()
     weight = torch.zeros(labels, inputs.shape[1], dtype=torch.float64, requires_grad=True)
@@ -199,7 +202,7 @@ def logistic_regression(vectors: torch.Tensor, targets: torch.Tensor, labels: in
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limits torch to one thread."""
+    """Context that limits torch to one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""Parses labeled texts: a text or a pair of texts, with one label, several labels or a number to predict."""
+"""Parses labeled texts: a text or a pair of texts, with one label, several labels or a score."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 LabelKind = Literal["single", "multiple", "regression"]
 
 PAIR_COLUMN = "text_pair"
-MAX_NUMBER_CLASSES = 30  # labels with more distinct integers are scores, unless data.label_kind says otherwise
-BATCH = 1000  # texts tokenized in one call, in parallel
+MAX_NUMBER_CLASSES = 30  # if there are more distinct integers, they are scores, unless data.label_kind is set
+BATCH = 1000  # texts per call of the tokenizer, which runs in parallel
 
 
 @dataclass(frozen=True)
 class LabeledText:
-    """A text or a pair of texts. The label is a string, a number, true or false, or a list of them; None: unknown."""
+    """A text or a pair of texts. The label is a string, number or boolean, or a list of them; None means unknown."""
 
     where: str
     text: str
@@ -54,11 +54,11 @@ class LabeledText:
 
 @dataclass(frozen=True)
 class Labels:
-    """The kind of a dataset's labels, and their names in the order of the model's outputs, empty for a regression."""
+    """The kind of a dataset's labels, and their names in the order of the logits; no names for regression."""
 
     kind: LabelKind
     names: tuple[str, ...]
-    note: str | None = None  # says why the kind was chosen
+    note: str | None = None  # message on why this kind was chosen
 
     @property
     def shown(self) -> str:
@@ -66,12 +66,12 @@ class Labels:
 
 
 def read_texts(rows: Iterable[SourceRow], data: DataConfig, bad_rows: BadRows) -> list[LabeledText]:
-    """Reads texts with a label in each row, in order."""
+    """Reads labeled texts in order."""
     return list(bad_rows.parsed(rows, lambda row: _labeled(row, data)))
 
 
 def unlabeled_text(row: SourceRow, data: DataConfig) -> LabeledText:
-    """Parses a row whose label is to be predicted. Raises BadRowError. A label in the row is ignored."""
+    """Parses a row for prediction, ignoring its label, if any. Raises BadRowError if it is invalid."""
     given = _columns(row)
     column = _column(given, data.text_column, ())
     pair = _column(given, data.text_pair_column, (PAIR_COLUMN,))
@@ -115,7 +115,7 @@ def _columns(row: SourceRow) -> dict[Any, Any]:
 
 
 def _column(given: dict[Any, Any], chosen: str | int | None, usual: tuple[str, ...]) -> Any:
-    """Returns the key of the `chosen` column, or else of the first of the `usual` ones that exists, or None."""
+    """Returns the key of the `chosen` column or, if that is None, of the first `usual` column that exists, or None."""
     keys = usual if chosen is None else (column_key(given, chosen), str(chosen))
     return next((key for key in keys if key in given), None)
 
@@ -142,7 +142,7 @@ def _require_label(row: SourceRow, value: Any) -> None:
 
 
 def label_name(value: Any) -> str:
-    """Returns the name of a label: 1, 1.0 and "1" are the same."""
+    """Returns the name of a label, which is the same for 1, 1.0 and "1"."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float) and value.is_integer():
@@ -151,7 +151,7 @@ def label_name(value: Any) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """Returns the finite number that a label or its text is, or None."""
+    """Converts a label that is a number, or a string with one, to float; None if it is not a finite number."""
     if isinstance(value, (bool, list)):
         return None
     try:
@@ -162,7 +162,7 @@ def _number(value: Any) -> float | None:
 
 
 def find_labels(texts: Sequence[LabeledText], data: DataConfig, name: str) -> Labels:
-    """Determines the kind and the names of the labels. `name` is the data's. Raises ConfigError if all are equal."""
+    """Determines the kind and the names of the labels of dataset `name`. Raises ConfigError if all are equal."""
     kind: LabelKind
     note = None
     if data.label_kind == "auto":
@@ -181,7 +181,7 @@ def find_labels(texts: Sequence[LabeledText], data: DataConfig, name: str) -> La
 
 
 def _kind(labels: Sequence[Any]) -> tuple[LabelKind, str]:
-    """Returns the kind of labels, and a clause that says why unless each row has one of a few labels."""
+    """Returns the kind of labels, and a message with the reason, which is empty in the usual case."""
     if any(isinstance(label, list) for label in labels):
         return "multiple", "labels are lists, so each row may have several labels"
     numbers = {_number(label) for label in labels}
@@ -197,7 +197,7 @@ def _kind(labels: Sequence[Any]) -> tuple[LabelKind, str]:
 
 
 def _ordered(names: list[str]) -> list[str]:
-    """Sorts labels: numbers by value, others by text."""
+    """Sorts labels: by value if they are numbers, otherwise alphabetically."""
     numbers = {name: _number(name) for name in names}
     if all(number is not None for number in numbers.values()):
         return sorted(names, key=lambda name: (numbers[name], name))
@@ -207,9 +207,10 @@ def _ordered(names: list[str]) -> list[str]:
 def with_targets(
     texts: Sequence[LabeledText], labels: Labels, bad_rows: BadRows
 ) -> tuple[list[LabeledText], np.ndarray]:
-    """Returns the texts whose labels are known, and their targets.
+    """Returns the texts whose labels are all in `labels`, and their targets.
 
-    Targets are (R, 1) int64 indices of labels, (R, L) int64 zeros and ones for several labels, or (R, 1) float32.
+    Targets are (R, 1) int64 label ids, (R, L) int64 zeros and ones for multi-label classification, or (R, 1) float32
+    scores.
     """
     index = {name: number for number, name in enumerate(labels.names)}
 
@@ -236,7 +237,7 @@ def with_targets(
 
 @dataclass(frozen=True)
 class EncodedTexts:
-    """The token ids and, if the tokenizer has them, the type ids of texts; `truncated` counts shortened texts."""
+    """Token ids of texts and, if the tokenizer returns them, token type ids; `truncated` counts truncated texts."""
 
     ids: list[np.ndarray]
     types: list[np.ndarray] | None
@@ -245,7 +246,7 @@ class EncodedTexts:
 
 @tokenizer_errors()
 def tokenize_texts(texts: Sequence[LabeledText], tokenizer: Any, max_length: int) -> EncodedTexts:
-    """Tokenizes texts and pairs with special tokens. Longer ones are truncated, the longest part of a pair first."""
+    """Tokenizes texts and pairs with special tokens, truncated to `max_length` (of a pair, the longer text first)."""
     ids: list[np.ndarray] = []
     types: list[np.ndarray] = []
     truncated = 0
@@ -261,10 +262,10 @@ def tokenize_texts(texts: Sequence[LabeledText], tokenizer: Any, max_length: int
 
 
 def number_label_columns(data: DataConfig) -> tuple[DataConfig, str | None]:
-    """Returns the settings with the numbers of the columns of the text and its label, and a clause on what they are.
+    """Sets data.text_column and data.label_column to column numbers if no table has a header.
 
-    Both are set only if no table has a header, and None is returned if there was nothing to set. Raises ConfigError if
-    a first line looks like data, but the columns are unclear, or if it names columns that are set by number.
+    Returns the settings and a message about the columns, or None if nothing was set. Raises ConfigError if a first line
+    looks like data but the columns are unclear, or if it is a header although columns are set by number.
     """
     files = local_files(data, text_rows=True)
     tables = [path for path in files if file_form(path) in TABLES]

@@ -1,4 +1,4 @@
-"""Trains a model to classify texts or pairs of texts, or to predict a number for each."""
+"""The objective of classifying texts or pairs of texts, or of predicting a score for each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sansgpu.models.huggingface.pretrained import Head, HeadType, ProblemType
 from sansgpu.tasks.classify.labels import LabelKind
 from sansgpu.tasks.fine_tuning import FineTuning
 
-SCORE = "score"  # name of the only output of a regression
+SCORE = "score"  # label name of the only output in regression
 _PROBLEM_TYPES: dict[LabelKind, ProblemType] = {
     "single": "single_label_classification",
     "multiple": "multi_label_classification",
@@ -23,14 +23,14 @@ LABEL_KINDS = {problem: kind for kind, problem in _PROBLEM_TYPES.items()}
 
 
 class ClassifyObjective(FineTuning):
-    """A model with a head for sequences, and its loss."""
+    """A sequence classification model and its loss."""
 
     head_type: ClassVar[HeadType] = "sequence"
-    class_weights: torch.Tensor | None = None  # (L,); only training has them
+    class_weights: torch.Tensor | None = None  # (L,); set in training only
 
     @classmethod
     def head_of(cls, config: Config) -> Head:
-        """Returns the head. Without data, which has not been read for an estimate, it has two labels."""
+        """Returns the head. It has two labels if the data has not been read, as in estimates."""
         if config.data.label_kind == "regression":
             return Head(cls.head_type, (SCORE,), "regression")
         problem = _PROBLEM_TYPES["single" if config.data.label_kind == "auto" else config.data.label_kind]
@@ -45,13 +45,16 @@ class ClassifyObjective(FineTuning):
         return self.losses(self.logits(batch), batch, smoothing, self.class_weights).sum()
 
     def logits(self, batch: PackedSequences) -> torch.Tensor:
-        """Returns the logits of each example, (B, L) in fp32."""
+        """Returns the logits, (B, L) fp32."""
         return self.unpadded.sequence_logits(batch.tokens, batch.lengths, batch.types)
 
     def losses(
         self, logits: torch.Tensor, batch: PackedSequences, smoothing: float = 0.0, weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Returns the loss of each example, (B,): cross-entropy, mean binary cross-entropy, or squared error."""
+        """Returns the loss of each example, (B,).
+
+        It is cross-entropy, the mean of binary cross-entropies for several labels, or the squared error for scores.
+        """
         known = batch.has_target()
         targets = batch.targets.masked_fill(~known[:, None], 0)
         if self.label_kind == "single":

@@ -1,4 +1,4 @@
-"""The settings of task classify: its keys, their defaults and problems, its metrics and model card."""
+"""The settings of task classify: configuration keys, defaults, validation, metrics and model card."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings, Values, Variant, interval, share
 from sansgpu.tasks.settings import FINE_TUNED, LORA_LEARNING_RATE, SMALL_ENCODER, fine_tuning_problems, repeated_labels
 
-# Few-shot classification: a run of seconds, evaluated at its end. Each epoch has few steps, because rows are few.
+# Defaults of few-shot classification: the run takes seconds, has few steps per epoch and is evaluated at its end.
 _FEW_SHOT_DEFAULTS: Values = {
     "learning_rate": 5e-5,
     "warmup_steps": 2,
@@ -44,7 +44,7 @@ CLASS_METRICS = (
 
 
 def _label_problems(config: Any) -> Iterator[str]:
-    """Yields a clause for each problem of task classify."""
+    """Yields a message for each invalid setting of task classify."""
     yield from fine_tuning_problems(config)
     if config.data.label_kind in ("multiple", "regression"):
         keys = ("data.class_weights", "training.label_smoothing")
@@ -54,7 +54,7 @@ def _label_problems(config: Any) -> Iterator[str]:
 
 
 def _few_shot_problems(config: Any) -> Iterator[str]:
-    """Yields a clause for each problem of task classify with training.few_shot."""
+    """Yields a message for each invalid setting of task classify with training.few_shot."""
     yield from fine_tuning_problems(config)
     if config.data.label_kind in ("multiple", "regression"):
         yield (

@@ -1,4 +1,4 @@
-"""`task: classify`: a model learns labels or scores of texts."""
+"""`task: classify` trains a model to predict labels or scores of texts."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ class Classify(Predicts, FineTuningTask):
 
     @classmethod
     def require_readable(cls, texts: Sequence[LabeledText]) -> None:
-        """Raises BadRowError if the task cannot read one of the texts."""
+        """Raises BadRowError if the task does not support one of the texts."""
 
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> PackedSequences:
-        """Builds `size` texts of random tokens with the first label."""
+        """Builds `size` texts of random tokens that all have the first label."""
         outputs = len(cls.objective_class.head_of(config).labels) if config.data.label_kind == "multiple" else 1
         dtype = np.float32 if config.data.label_kind == "regression" else np.int64
         return PackedSequences.of(
@@ -107,12 +107,12 @@ class Classify(Predicts, FineTuningTask):
 
     @classmethod
     def recognizes(cls, target: str) -> bool:
-        """Returns whether a folder holds a transformers model that classifies sequences."""
+        """Returns whether a folder holds a sequence classification model of transformers."""
         return has_architecture(local_path(target), "ForSequenceClassification")
 
     @classmethod
     def config_of_model(cls, source: ModelSource) -> Config:
-        """Returns a configuration with the labels in the model's config.json."""
+        """Returns a configuration with the labels from the model's config.json."""
         config = super().config_of_model(source)
         settings: Any = pretrained_config(config.model.model_copy(update={"trust_remote_code": source.remote_code}))
         names = tuple(str(name) for _, name in sorted(settings.id2label.items()))
@@ -139,7 +139,7 @@ class Classify(Predicts, FineTuningTask):
 
     @classmethod
     def predict(cls, loaded: TrainedModel, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns the label and the probability of each label for every row, or the number that is predicted for it."""
+        """Returns, for each row, the predicted label and the probability of every label, or the predicted score."""
         data, objective = loaded.config.data, cast(ClassifyObjective, loaded.objective)
         texts = [unlabeled_text(row, data) for row in located(rows)]
         cls.require_readable(texts)

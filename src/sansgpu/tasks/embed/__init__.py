@@ -1,1 +1,1 @@
-"""Turns texts into vectors, so that texts of similar meaning have similar vectors."""
+"""Text embeddings: vectors that are similar for texts of similar meaning."""

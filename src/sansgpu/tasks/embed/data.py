@@ -1,4 +1,4 @@
-"""Prepares the data of embedding models: reads, splits and tokenizes rows of texts."""
+"""Reads, splits and tokenizes the data of embedding models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sansgpu.tasks.embed.groups import TokenizedGroups
 from sansgpu.tasks.embed.rows import TextRow
 from sansgpu.tasks.evaluation import TokenizedCorpus
 
-BATCH = 1000  # texts tokenized in one call, in parallel
+BATCH = 1000  # texts per call of the tokenizer, which runs in parallel
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class EmbeddingCorpus(TokenizedCorpus[TokenizedGroups]):
 
 
 def score_scale(rows: Sequence[TextRow], data: DataConfig) -> float | None:
-    """Returns the score by which scores are divided; None for rows without scores."""
+    """Returns the upper limit of the scores, by which they are divided to get similarities; None without scores."""
     scores = [row.score for row in rows if row.score is not None]
     if not scores or data.score_scale is not None:
         return data.score_scale
@@ -52,7 +52,7 @@ def score_scale(rows: Sequence[TextRow], data: DataConfig) -> float | None:
 
 
 def with_scores_in_range(rows: Iterable[TextRow], scale: float | None, bad_rows: BadRows) -> list[TextRow]:
-    """Returns the rows whose scores are cosine similarities after division by `scale`."""
+    """Returns the rows whose scores, divided by `scale`, are valid cosine similarities. Others are bad rows."""
 
     def checked(row: TextRow) -> TextRow:
         if row.score is not None and scale is not None and not -scale <= row.score <= scale:
@@ -63,7 +63,7 @@ def with_scores_in_range(rows: Iterable[TextRow], scale: float | None, bad_rows:
 
 
 def _with_partners(rows: list[TextRow], name: str, notes: list[str]) -> list[TextRow]:
-    """Leaves out labeled texts without another text of the same label. Raises ConfigError if all labels are equal."""
+    """Removes texts whose label no other text has. Raises ConfigError if all labels are equal."""
     labels = Counter(row.label for row in rows)
     if len(labels) == 1 < len(rows):
         raise ConfigError(
@@ -77,7 +77,7 @@ def _with_partners(rows: list[TextRow], name: str, notes: list[str]) -> list[Tex
 
 
 def split_rows(rows: list[TextRow], share: float) -> tuple[list[TextRow], list[TextRow]]:
-    """Splits rows into training and validation rows. Rows with the same first text are in the same split."""
+    """Splits rows into training and validation rows. Rows with the same first text get into the same split."""
     parts = split_examples([row.texts[0].encode() for row in rows], np.ones(len(rows)), share)
     train, held = ([rows[number] for number in part] for part in parts)
     return train, held
@@ -85,11 +85,11 @@ def split_rows(rows: list[TextRow], share: float) -> tuple[list[TextRow], list[T
 
 @dataclass(frozen=True)
 class TextShape:
-    """How rows are tokenized. `seed` draws the positives of labeled texts."""
+    """How rows are tokenized. `seed` determines the random positives of labeled texts."""
 
     tokenizer: Any
     max_length: int
-    prompt: str  # written before each text
+    prompt: str  # prepended to each text
     seed: int
     score_scale: float | None  # None for rows without scores
 
@@ -99,7 +99,7 @@ def tokenize_groups(
 ) -> TokenizedGroups:
     """Tokenizes each distinct text once. Rows with a text without tokens are bad rows.
 
-    Adds to `notes` what was left out of the rows, which `name` names in messages.
+    Appends messages about skipped rows and labels to `notes`, which call the dataset `name`.
     """
     texts = list(dict.fromkeys(text for row in rows for text in row.texts))
     number_of = {text: number for number, text in enumerate(texts)}
@@ -118,7 +118,7 @@ def tokenize_groups(
     if labeled:
         rows = _with_partners(rows, name, notes)
         labels = {label: number for number, label in enumerate(dict.fromkeys(row.label for row in rows))}
-        tokens = [tokens[number_of[row.texts[0]]] for row in rows]  # equal texts may have different labels
+        tokens = [tokens[number_of[row.texts[0]]] for row in rows]  # one per row: equal texts can differ in label
         meanings = np.array([labels[row.label] for row in rows], np.int64)
         members = [(number,) for number in range(len(rows))]
     scale = shape.score_scale
@@ -128,7 +128,7 @@ def tokenize_groups(
 
 @tokenizer_errors()
 def tokenize(texts: Sequence[str], tokenizer: Any, max_length: int, prompt: str) -> list[np.ndarray]:
-    """Returns the tokens of `prompt` and each text, cut to `max_length`, with the special tokens of the model."""
+    """Tokenizes each text after `prompt`, truncated to `max_length`, with the model's special tokens."""
     found: list[np.ndarray] = []
     for first in range(0, len(texts), BATCH):
         encoded = tokenizer(
@@ -144,6 +144,6 @@ def tokenize(texts: Sequence[str], tokenizer: Any, max_length: int, prompt: str)
 
 
 def cut_note(part: TokenizedGroups, max_length: int) -> str | None:
-    """Returns a message about texts that fill the maximum length, or None if there are none."""
+    """Returns a message about texts that reach the maximum length, which may be truncated, or None."""
     cut = sum(len(text) >= max_length for text in part.texts)
     return f"texts cut to data.max_length {max_length}: {cut:,} of {len(part.texts):,}" if cut else None

@@ -1,6 +1,6 @@
 """Evaluates embedding models: correlation of similarities with scores, or retrieval of positives.
 
-D features of a vector, Q queries.
+D width of an embedding, Q queries.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from sansgpu.tasks.embed.losses import LossName, embedding_loss
 from sansgpu.tasks.evaluation import OrderingObjective, SplitEvaluator
 from sansgpu.tasks.task import Sums
 
-QUERIES = 1024  # ranked at a time, which bounds memory
+QUERIES = 1024  # anchors that are ranked at a time, to bound the memory
 NDCG_RANKS = 10
 
 
 class Embedder(OrderingObjective, Protocol):
-    """A model that computes vectors; implemented by `EmbeddingObjective`."""
+    """The interface of a model that computes embeddings; see `EmbeddingObjective`."""
 
     dims: Any
     width: int
@@ -32,9 +32,9 @@ class Embedder(OrderingObjective, Protocol):
 
 
 class EmbeddingEvaluator(SplitEvaluator[Embedder, TokenizedGroups]):
-    """Computes the vectors of a split, and metrics from all of them.
+    """Computes the embeddings of all texts in a split, and metrics from them.
 
-    The loss is that of batches of `batch_size` examples, as in training, in the order of the data.
+    The loss is computed in batches of `batch_size` examples, as in training, in the order of the data.
     """
 
     def __init__(self, embedder: Embedder, part: TokenizedGroups, loss: LossName, batch_size: int) -> None:
@@ -47,7 +47,7 @@ class EmbeddingEvaluator(SplitEvaluator[Embedder, TokenizedGroups]):
         return super().validation_batches(size)
 
     def evaluate(self, batch: TextGroups) -> Sums:
-        """Keeps the vectors of a batch, because the metrics are no sums over batches."""
+        """Stores the embeddings of a batch, because the metrics are not sums over batches."""
         vectors = self._objective.outputs(batch).cpu().split(batch.counts.tolist())
         self._vectors |= dict(zip(batch.numbers.tolist(), vectors, strict=True))
         return {}
@@ -62,7 +62,7 @@ class EmbeddingEvaluator(SplitEvaluator[Embedder, TokenizedGroups]):
             self._vectors |= dict(zip(sizes[:, 0].tolist(), vectors.split(sizes[:, 1].tolist()), strict=True))
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """Computes the loss, and the correlations with scores or the ranks of positives."""
+        """Computes the loss, and correlations with scores or retrieval metrics."""
         numbers = np.array(sorted(self._vectors))
         texts = self._part.batch(numbers)
         vectors = torch.cat([self._vectors[number] for number in numbers])
@@ -78,12 +78,12 @@ class EmbeddingEvaluator(SplitEvaluator[Embedder, TokenizedGroups]):
         return total / len(texts)
 
     def detailed(self, metrics: dict[str, float]) -> dict[str, Any]:
-        """Adds the number of bad rows, which have no score."""
+        """Adds the number of bad rows, which were skipped."""
         return {**metrics, "skipped": float(self._part.skipped)}
 
 
 def _correlations(vectors: torch.Tensor, texts: TextGroups) -> dict[str, float]:
-    """Compares the cosine similarities of pairs with their scores."""
+    """Computes the correlations between the cosine similarities of pairs and their scores."""
     from torchmetrics.functional import pearson_corrcoef, spearman_corrcoef  # takes a second to import
 
     similarity = F.cosine_similarity(vectors[texts.starts], vectors[texts.starts + 1]).double()
@@ -95,10 +95,10 @@ def _correlations(vectors: torch.Tensor, texts: TextGroups) -> dict[str, float]:
 
 
 def _retrieval(vectors: torch.Tensor, texts: TextGroups) -> dict[str, float]:
-    """Ranks the positives of all examples by similarity to each anchor.
+    """Ranks the positives of all examples by their similarity to each anchor.
 
-    Another positive with the meaning of the anchor or of its positive is no wrong answer, so it is not ranked. Equal
-    similarities share their mean rank.
+    Excludes other positives with the same meaning as the anchor or its positive, because they are not wrong. Positives
+    with equal similarities share their mean rank.
     """
     unit = F.normalize(vectors, dim=-1)
     anchors = texts.starts

@@ -1,4 +1,4 @@
-"""Batches of examples that consist of several texts each. B examples, S texts, N tokens in total."""
+"""Batches of examples with several texts each. B examples, S texts, N tokens in total."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sansgpu.data.order import generator
 
 @dataclass(frozen=True)
 class TextGroups(ExampleBatch):
-    """B examples of texts: an anchor, its positive and its negatives, or two texts with a score."""
+    """B examples: each is an anchor with its positive and negatives, or two texts with a score."""
 
     tokens: torch.Tensor  # (N,) int64
     lengths: torch.Tensor  # (S,) int64: tokens of each text
     meanings: torch.Tensor  # (S,) int64: texts with equal numbers are never negatives of each other
     counts: torch.Tensor  # (B,) int64: texts of each example
-    scores: torch.Tensor  # (B,) float32: similarities of the two texts; 0 if there are none
-    has_loss: torch.Tensor  # (B,) bool
+    scores: torch.Tensor  # (B,) float32: similarity of the two texts; 0 in data without scores
+    has_loss: torch.Tensor  # (B,) bool: False for padding examples
     numbers: torch.Tensor  # (B,) int64: indices of the examples in the dataset
 
     @classmethod
@@ -61,10 +61,10 @@ class TextGroups(ExampleBatch):
 
 @dataclass(frozen=True, eq=False)
 class TokenizedGroups:
-    """The examples of a split. Each text is stored once.
+    """The tokenized examples of a split, in which each text is stored once.
 
-    Without labels, `members` are the texts of each example. With labels, an example is one text, and its positive is
-    another text of the same label, which each epoch draws at random.
+    Without labels, `members` are the indices of the texts of each example. With labels, an example is one text. Its
+    positive is a random text with the same label, which changes in each epoch.
     """
 
     texts: list[np.ndarray]
@@ -73,30 +73,30 @@ class TokenizedGroups:
     scores: np.ndarray | None  # (examples,) float32
     labeled: bool
     seed: int
-    skipped: int = 0  # bad rows that were left out
+    skipped: int = 0  # number of bad rows
 
     def __len__(self) -> int:
         return len(self.members)
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """The tokens of each example in the first epoch."""
+        """The number of tokens of each example in the first epoch."""
         numbers = range(len(self))
         return np.array([sum(len(self.texts[t]) for t in self._texts_of(n, 0)) for n in numbers], np.int64)
 
     @cached_property
     def text_count(self) -> int:
-        """The number of texts of all examples."""
+        """The total number of texts in all examples."""
         return sum(len(self._texts_of(number, 0)) for number in range(len(self)))
 
     @property
     def most_texts(self) -> int:
-        """The number of texts of the example that has the most."""
+        """The largest number of texts in an example."""
         return max(len(texts) for texts in self.members) + self.labeled
 
     @cached_property
     def _alike(self) -> dict[int, list[int]]:
-        """The texts with each label."""
+        """Maps labels to the indices of their texts."""
         alike: dict[int, list[int]] = {}
         for number, meaning in enumerate(self.meanings.tolist()):
             alike.setdefault(meaning, []).append(number)
@@ -110,7 +110,7 @@ class TokenizedGroups:
         return *texts, others[generator(self.seed, "positive", epoch, number).integers(len(others))]
 
     def batch(self, numbers: np.ndarray, epoch: int = 0) -> TextGroups:
-        """Returns the examples with these indices."""
+        """Returns a batch of the examples with the indices `numbers`."""
         members = [self._texts_of(int(number), epoch) for number in numbers]
         scores = np.zeros(len(numbers), np.float32) if self.scores is None else self.scores[numbers]
         return text_groups(
@@ -124,7 +124,7 @@ class TokenizedGroups:
 def text_groups(
     examples: Sequence[Sequence[np.ndarray]], meanings: np.ndarray, scores: np.ndarray, numbers: np.ndarray
 ) -> TextGroups:
-    """Builds a batch from the tokens of each text of each example."""
+    """Builds a batch from examples, which are sequences of the token ids of their texts."""
     texts = [text for example in examples for text in example]
     return TextGroups(
         concatenated(texts),

@@ -1,7 +1,7 @@
-"""An index of the passages of files by the meaning of their text, stored in a folder of the cache.
+"""A search index of the passages of files by meaning, stored in a folder of the cache.
 
-Each file's passages (JSON lines) and their vectors (.npy) are named by its content, so that only changed files are
-embedded again. S passages, D width of vectors.
+The passages of each file (JSON lines) and their embeddings (.npy) are stored under a hash of the file's content, so
+that only changed files are embedded again. S passages, D width of an embedding.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from sansgpu.files.atomic import atomic_write
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.private_folder import make_private, require_own_file
 
-SHORT_WORDS = 12  # a paragraph with fewer words, such as a heading, is joined with the next one
-MAX_CHARS = 1 << 16  # longest paragraph; a file without empty lines would be a single one
-BATCH = 512  # paragraphs tokenized at a time
+SHORT_WORDS = 12  # a paragraph with fewer words, such as a heading, is joined to the next one
+MAX_CHARS = 1 << 16  # maximum length of a paragraph; a file without empty lines would be a single one
+BATCH = 512  # paragraphs per call of the tokenizer
 
-Spans = Sequence[tuple[int, int]]  # (begin, end) of each token in a text
+Spans = Sequence[tuple[int, int]]  # start and end character of each token of a text
 FindTokens = Callable[[list[str]], Sequence[Spans]]
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A part of a file. `number` counts its lines or rows, as `unit` says, from 1."""
+    """A passage of a file. `number` is its first line or row (see `unit`), counted from 1."""
 
     unit: str
     number: int
@@ -45,14 +45,14 @@ class Passage:
 
 @dataclass(frozen=True)
 class PassageRules:
-    """How files are cut: passages have at most `max_tokens` tokens. Rows have their text in `column`."""
+    """How files are split into passages of at most `max_tokens` tokens. `column` has the text of rows."""
 
     find_tokens: FindTokens
     max_tokens: int
     column: str | int | None = None
 
     def read(self, path: Path) -> list[Passage]:
-        """Returns the passages of a file: its paragraphs, or those of its rows. Raises ConfigError if it is invalid."""
+        """Returns the passages of a file: the paragraphs of its text or rows. Raises ConfigError if it is invalid."""
         is_text = file_form(path) in TEXT_SUFFIXES
         found = _paragraphs(_lines(read_documents(path, None))) if is_text else self._row_paragraphs(path)
         passages: list[Passage] = []
@@ -81,7 +81,7 @@ class PassageRules:
 
 
 def _lines(pieces: Iterable[Piece]) -> Iterator[Passage]:
-    """Yields the lines of a document without their ends; one that is longer than a piece is yielded in parts."""
+    """Yields the lines of a document without line ends. Lines that are longer than a piece are split."""
     number = 1
     for piece in pieces:
         *lines, last = piece.text.split("\n")
@@ -92,7 +92,7 @@ def _lines(pieces: Iterable[Piece]) -> Iterator[Passage]:
 
 
 def _paragraphs(lines: Iterable[Passage]) -> Iterator[Passage]:
-    """Joins lines up to an empty one."""
+    """Joins lines to paragraphs, which end at an empty line."""
     block: list[str] = []
     number = words = chars = 0
     for line in lines:
@@ -108,15 +108,15 @@ def _paragraphs(lines: Iterable[Passage]) -> Iterator[Passage]:
         yield Passage("line", number, "\n".join(block))
 
 
-ENCODED_PASSAGES = 1024  # embedded at a time
-EXPANSION = 256  # candidates that a search examines; more find the nearest passages more surely
+ENCODED_PASSAGES = 1024  # passages that are embedded at a time
+EXPANSION = 256  # candidates that a search examines; more give a better recall
 
-EncodeQueries = Callable[[Sequence[str]], np.ndarray]  # texts to (S, D) float32
-Encode = Callable[[Sequence[str], Callable[[int], None]], np.ndarray]  # the same; calls back with the number done
+EncodeQueries = Callable[[Sequence[str]], np.ndarray]  # texts -> embeddings (S, D) float32
+Encode = Callable[[Sequence[str], Callable[[int], None]], np.ndarray]  # the same, with a progress callback
 
 
 def require_usearch() -> None:
-    """Raises ConfigError if the package that searches vectors is not installed."""
+    """Raises ConfigError if the package usearch is not installed."""
     require("sansgpu search", "usearch")
 
 
@@ -139,22 +139,22 @@ class FoundPassage:
 
 
 class PassageIndex:
-    """The passages of files in a private folder, which `open` brings up to date.
+    """A search index in a private folder, which `open` updates.
 
-    Many models embed queries differently from passages, so there are two functions that embed texts.
+    It takes two functions that embed texts, because many models embed queries differently from passages.
     """
 
     def __init__(self, folder: Path, rules: PassageRules, encode: Encode, encode_query: EncodeQueries) -> None:
         make_private(folder)
         self._folder, self._rules, self._encode, self._encode_query = folder, rules, encode, encode_query
-        self._files: list[tuple[Path, str]] = []  # each file and the name of its entry
-        self._first: list[int] = []  # number of each file's first passage
+        self._files: list[tuple[Path, str]] = []  # (file, name of its entry in the folder)
+        self._first: list[int] = []  # index of each file's first passage
         self._index: Any = None
 
     def open(self, files: Sequence[Path], warn: Callable[[str], None], progress: ReportProgress) -> None:
-        """Embeds the files that are new or changed, and deletes what is stored of others.
+        """Embeds new and changed files, and deletes the entries of files that are not in `files`.
 
-        Files that cannot be read are left out with a warning. Raises ConfigError if no file has a passage.
+        Skips files that cannot be read, with a warning. Raises ConfigError if no file has a passage.
         """
         with FileLock(self._folder / ".lock"):
             self._files = self._embed_new(files, warn, progress)
@@ -167,7 +167,7 @@ class PassageIndex:
             self._index = self._load_index(progress)
 
     def search(self, query: str, count: int) -> list[FoundPassage]:
-        """Returns the passages nearest to a query, best first."""
+        """Returns the `count` passages that are nearest to a query, best first."""
         matches = self._index.search(_normalized(self._encode_query([query]))[0], count)
         return [
             self._passage(int(key), 1 - float(distance))
@@ -177,7 +177,7 @@ class PassageIndex:
     def _embed_new(
         self, files: Sequence[Path], warn: Callable[[str], None], progress: ReportProgress
     ) -> list[tuple[Path, str]]:
-        """Writes missing entries. Returns the files that could be read, with the names of their entries."""
+        """Writes the entries that are missing. Returns the readable files with the names of their entries."""
         entries = {path: self._entry_of(path) for path in files}
         new: dict[str, list[Passage]] = {}
         for path, entry in list(entries.items()):
@@ -200,7 +200,7 @@ class PassageIndex:
             content = file_sha256(path)
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
-        form = "".join(path.suffixes[-2:])  # the same content is read differently as .txt and as .jsonl
+        form = "".join(path.suffixes[-2:])  # because .txt and .jsonl files with the same content differ in passages
         return hashlib.sha256(repr((content, form, self._rules.max_tokens, self._rules.column)).encode()).hexdigest()
 
     def _write(self, entries: dict[str, list[Passage]], done: int, total: int, progress: ReportProgress) -> None:
@@ -227,7 +227,7 @@ class PassageIndex:
         return np.load(self._path(entry, ".npy"), mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
 
     def _load_index(self, progress: ReportProgress) -> Any:
-        """Loads the index of these files, or builds it and deletes everything that other files left in the folder."""
+        """Loads the index of these files, or builds it and deletes the entries and indexes of other files."""
         import usearch
         from usearch.index import Index
 
@@ -241,7 +241,7 @@ class PassageIndex:
             return index
         progress("building the index", 0, 0)
         vectors = np.concatenate(parts)
-        index.add(np.arange(len(vectors)), vectors, threads=1)  # several threads would build another index each time
+        index.add(np.arange(len(vectors)), vectors, threads=1)  # more threads would make the index nondeterministic
         with atomic_write(path) as partial:
             index.save(partial)
         kept = {path.name, ".lock", *(f"{entry}{suffix}" for entry in entries for suffix in (".npy", ".jsonl"))}
@@ -251,7 +251,7 @@ class PassageIndex:
         return index
 
     def _passage(self, number: int, score: float) -> FoundPassage:
-        """Returns the passage with this number among all."""
+        """Returns the passage with this index over all files."""
         place = int(np.searchsorted(self._first, number, side="right")) - 1
         file, entry = self._files[place]
         lines = self._path(entry, ".jsonl").read_text(encoding="utf-8").split("\n")
@@ -264,7 +264,7 @@ def _normalized(vectors: np.ndarray) -> np.ndarray:
 
 
 def _groups(entries: dict[str, list[Passage]]) -> Iterator[dict[str, list[Passage]]]:
-    """Yields files in groups, because many passages are embedded together in less time."""
+    """Yields files in groups, because it is faster to embed many passages together."""
     group: dict[str, list[Passage]] = {}
     for entry, passages in entries.items():
         group[entry] = passages

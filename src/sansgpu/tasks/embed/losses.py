@@ -1,6 +1,6 @@
 """Losses of embedding models, equal to those of Sentence Transformers on the same examples.
 
-S texts, D features of their vectors, A anchors, C candidates.
+S texts, D width of an embedding, A anchors, C candidates.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from sansgpu.tasks.embed.groups import TextGroups
 from sansgpu.tasks.embed.rows import FORMS, RowForm, TextRow
 
 LossName = Literal["ranking", "cosine", "triplet"]
-SCALE = 20.0  # factor of cosine similarities in the softmax, the default of MultipleNegativesRankingLoss
-MARGIN = 5.0  # how much farther than the positive a negative must be; the default of TripletLoss
+SCALE = 20.0  # factor of cosine similarities in the softmax, as in MultipleNegativesRankingLoss
+MARGIN = 5.0  # minimum difference between the distances of negative and positive, as in TripletLoss
 
 
 def loss_for(rows: Sequence[TextRow], asked: str) -> LossName:
-    """Returns the loss for rows of one form; `asked` is the configured one. Raises ConfigError if they do not fit."""
+    """Returns the name of the loss: `asked`, the configured one, or the default for the form of the rows.
+
+    Raises ConfigError if the configured loss does not fit the rows.
+    """
     form: RowForm = rows[0].form
     if asked == "auto":
         return "cosine" if form == "scores" else "ranking"
@@ -36,7 +39,10 @@ def loss_for(rows: Sequence[TextRow], asked: str) -> LossName:
 
 
 def embedding_loss(name: LossName, dims: Sequence[int], vectors: torch.Tensor, texts: TextGroups) -> torch.Tensor:
-    """Returns the loss of vectors (S, D), summed over examples and over vectors cut to each of `dims`, (): fp32."""
+    """Returns the loss of embeddings (S, D), summed over examples, () fp32.
+
+    With `dims` (Matryoshka), it is also summed over embeddings truncated to each of these widths.
+    """
     with torch.autocast(vectors.device.type, enabled=False):
         if not dims:
             return _LOSSES[name](vectors, texts)
@@ -45,9 +51,9 @@ def embedding_loss(name: LossName, dims: Sequence[int], vectors: torch.Tensor, t
 
 
 def _ranking(vectors: torch.Tensor, texts: TextGroups) -> torch.Tensor:
-    """Cross-entropy of each anchor's positive among the positives and negatives of all examples.
+    """Computes the cross-entropy of each anchor's positive among the positives and negatives of all examples.
 
-    Texts with the meaning of the anchor or of its positive are left out of the other candidates.
+    Other candidates with the same meaning as the anchor or its positive are excluded.
     """
     anchors = texts.starts[texts.has_loss]
     is_candidate = torch.repeat_interleave(texts.has_loss, texts.counts)
@@ -68,7 +74,7 @@ def _cosine(vectors: torch.Tensor, texts: TextGroups) -> torch.Tensor:
 
 
 def _triplet(vectors: torch.Tensor, texts: TextGroups) -> torch.Tensor:
-    """The mean over an example's negatives, summed over examples."""
+    """Computes the triplet loss: the mean over an example's negatives, summed over examples."""
     examples = torch.repeat_interleave(torch.arange(len(texts), device=vectors.device), texts.counts)
     places = torch.arange(len(examples), device=vectors.device) - texts.starts[examples]
     negatives = torch.nonzero((places > 1) & texts.has_loss[examples])[:, 0]

@@ -1,4 +1,4 @@
-"""Trains embedding models: texts of similar meaning get similar vectors."""
+"""The objective of embedding models: similar vectors for texts of similar meaning."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from sansgpu.tasks.embed.losses import LossName, embedding_loss
 from sansgpu.tasks.fine_tuning import FineTuning, passes
 from sansgpu.tasks.task import TrainedModel
 
-USUAL_TEXTS = 2  # texts of an example, assumed if the data has not been read
-DEFAULT_LENGTH = 256  # tokens of the longest text, where the model does not say
+USUAL_TEXTS = 2  # assumed texts per example if the data has not been read
+DEFAULT_LENGTH = 256  # maximum tokens of a text if the model does not define it
 
 
 class EmbeddingObjective(FineTuning):
-    """A model without a head, whose hidden states are pooled to a vector for each text, and its loss."""
+    """A base model whose hidden states are pooled to one embedding per text, and its loss."""
 
     head_type = "none"
 
@@ -47,7 +47,7 @@ class EmbeddingObjective(FineTuning):
         return "ranking" if name == "auto" else name
 
     def vectors(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Returns the vectors of concatenated texts, (S, D) fp32."""
+        """Returns the embeddings of concatenated texts, (S, D) fp32."""
         return pool(self.unpadded.hidden_states(tokens, lengths), lengths, self.layout)
 
     def outputs(self, batch: TextGroups) -> torch.Tensor:
@@ -69,7 +69,7 @@ class EmbeddingObjective(FineTuning):
 
     @classmethod
     def with_vocabulary(cls, config: Config) -> Config:
-        """Sets data.max_length, by default the model's."""
+        """Sets data.max_length, by default to the model's."""
         if config.data.max_length is not None:
             return config
         layout = read_layout(config.model)
@@ -78,7 +78,7 @@ class EmbeddingObjective(FineTuning):
 
 
 def _longest(config: Config) -> int:
-    """Returns the most tokens that the model can read; not every tokenizer knows them."""
+    """Returns the model's maximum tokens: the smaller limit of its tokenizer and its config."""
     places = getattr(pretrained_config(config.model).get_text_config(), "max_position_embeddings", None)
     length = int(load_tokenizer_of(config.model).model_max_length)
     return min(length, places) if places else length
@@ -89,7 +89,7 @@ def with_values(config: Config, section: str, **values: Any) -> Config:
 
 
 def embedding_layout(config: Config, causal: bool) -> EmbeddingLayout:
-    """Returns the configured layout, by default that of the model, or else the one usual for its attention."""
+    """Returns the configured layout. Defaults are the model's own layout or, without one, the usual pooling."""
     model, known = config.model, read_layout(config.model)
     usual: Pooling = "last" if causal else "mean"
     normalize = known.normalize if known else config.training.embedding_loss != "triplet"
@@ -101,10 +101,10 @@ def embedding_layout(config: Config, causal: bool) -> EmbeddingLayout:
 def encode_texts(
     loaded: TrainedModel, texts: Sequence[str], encoded: Callable[[int], None] = lambda done: None, prompt: str = ""
 ) -> np.ndarray:
-    """Returns the vectors of texts, (S, D) float32, from a model that `jobs.embed.open_encoder` loaded.
+    """Returns the embeddings of texts, (S, D) float32, from a model that `jobs.embed.open_encoder` has loaded.
 
-    Calls `encoded` with the number of texts done. `prompt` is written before each text. Raises ConfigError if the
-    tokenizer finds no tokens in a text.
+    Reports progress by calling `encoded` with the number of finished texts. Prepends `prompt` to each text. Raises
+    ConfigError if a text has no tokens.
     """
     tokens = tokenize(texts, loaded.tokenizer, loaded.config.window, prompt)
     if empty := next((number for number, ids in enumerate(tokens, 1) if not len(ids)), None):

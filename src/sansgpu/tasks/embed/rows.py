@@ -20,14 +20,14 @@ FORMS: dict[RowForm, str] = {
     "labels": "a text and a label",
 }
 PAIR_COLUMNS = ("anchor", "positive", "negative")
-# Columns of the two texts and of their score, looked up in this order if the configuration does not name them.
+# Pairs of text columns to try, in this order, if the configuration does not name them.
 TEXT_COLUMNS = (("text1", "text2"), ("sentence1", "sentence2"), ("text", "text_pair"))
 SCORE_COLUMNS = ("score", "similarity_score", "similarity", "label")
 
 
 @dataclass(frozen=True)
 class TextRow:
-    """The texts of a row: an anchor, its positive and negatives; or two texts with a score; or one with a label."""
+    """The texts of a row: an anchor with a positive and negatives, two texts with a score, or a text with a label."""
 
     where: str
     texts: tuple[str, ...]
@@ -45,7 +45,7 @@ class TextRow:
 def read_text_rows(
     rows: Iterable[SourceRow], data: DataConfig, bad_rows: BadRows, form: RowForm | None = None
 ) -> list[TextRow]:
-    """Reads rows, in order. All must have the same form, by default that of the first one."""
+    """Reads rows in order. All must have the form `form`, or by default the form of the first row."""
 
     def parse(row: SourceRow) -> TextRow:
         nonlocal form
@@ -74,12 +74,12 @@ def _parsed(row: SourceRow, data: DataConfig) -> TextRow:
     texts = _column_text(row, first), _column_text(row, second)
     score = _first_column(columns, SCORE_COLUMNS if data.label_column is None else (data.label_column,))
     if score is None and data.label_column is None and data.text_pair_column is not None:
-        return TextRow(row.where, texts)  # the configuration names two texts, so that they need no score
+        return TextRow(row.where, texts)  # the configuration names both columns, so the pair needs no score
     return TextRow(row.where, texts, score=_score(row, columns.get(score)))
 
 
 def _text_columns(row: SourceRow, data: DataConfig) -> tuple[Any, Any]:
-    """Returns the columns of one or two texts. The second one is None for a text with a label."""
+    """Returns the columns of the first and second text; None for the second if texts have labels instead."""
     columns = row.value
     for chosen in (data.text_column, data.text_pair_column):
         if chosen is not None and _first_column(columns, (chosen,)) is None:
@@ -102,7 +102,7 @@ def _text_columns(row: SourceRow, data: DataConfig) -> tuple[Any, Any]:
 
 
 def _first_column(columns: dict[Any, Any], names: Iterable[Any]) -> Any:
-    """Returns the first of the names that is a column, as it is written there, or None."""
+    """Returns the first column in `names` that exists, with its own spelling, or None."""
     spelled = (way for name in names if name is not None for way in (column_key(columns, name), str(name)))
     return next((name for name in spelled if name in columns), None)
 
@@ -149,7 +149,7 @@ def _score(row: SourceRow, value: Any) -> float:
 
 
 def require_embedding_columns(data: DataConfig) -> None:
-    """Raises ConfigError if the first line of a table looks like data, but the columns are looked up by name."""
+    """Raises ConfigError if the first line of a table looks like data, because columns are found by name."""
     chosen = (data.text_column, data.text_pair_column, data.label_column)
     named = [column for column in chosen if column is not None]
     names = named or [*PAIR_COLUMNS, *SCORE_COLUMNS, *(name for pair in TEXT_COLUMNS for name in pair)]

@@ -1,4 +1,4 @@
-"""The settings of task embed: its keys, their defaults and problems, its metrics and model card."""
+"""The settings of task embed: configuration keys, defaults, validation, metrics and model card."""
 
 from __future__ import annotations
 

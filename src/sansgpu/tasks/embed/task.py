@@ -1,4 +1,4 @@
-"""`task: embed`: a model learns to give texts of similar meaning similar vectors."""
+"""`task: embed` trains a model to give similar embeddings to texts of similar meaning."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class TextEmbedding(Embeds, StepWideTask):
 
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> TextGroups:
-        """Builds `size` pairs of random tokens; `tokens` is the length of a pair."""
+        """Builds `size` pairs of texts of random tokens; `tokens` is the length of a pair."""
         length = None if tokens is None else -(-tokens // USUAL_TEXTS)
         drawn = cls.objective_class.random_tokens(config, USUAL_TEXTS * size, length)
         pairs = [drawn[first : first + USUAL_TEXTS] for first in range(0, len(drawn), USUAL_TEXTS)]

@@ -1,4 +1,7 @@
-"""Batches of leafy chain graphs, concatenated without padding. B examples, N nodes, M triples."""
+"""Masking of leafy chain graphs (see leafy.py), and batches that concatenate them without padding.
+
+The nodes of a graph are roots, the tokens of a text, and leaves, the tokens of tails. B examples, N nodes, M triples.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from sansgpu.data.order import generator
 from sansgpu.tasks.graph.leafy import LeafyExample
 
 SPAN_END_PROBABILITY = 0.2  # geometric span lengths of SpanBERT (arXiv 1907.10529)
-MAX_DRAWS = 100  # draws of a span length per example
-MASKED, RANDOM = 0.8, 0.1  # shares of chosen tokens replaced by the mask or a random token; the rest stays (BERT)
+MAX_DRAWS = 100  # attempts to place a masked span, per example
+MASKED, RANDOM = 0.8, 0.1  # shares of the chosen tokens that become the mask or a random token; others stay (BERT)
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,12 @@ class MaskedExample(NamedTuple):
     """An example after masking: R roots, then L leaves."""
 
     tokens: np.ndarray  # (R + L,)
-    targets: np.ndarray  # (R + L,), IGNORE for nodes without a loss
-    bounds: np.ndarray  # (R + L, 2): the roots before and after the span of a masked root
+    targets: np.ndarray  # (R + L,), IGNORE for nodes that are not masked
+    bounds: np.ndarray  # (R + L, 2): for masked roots, the roots before and after their span
 
 
 def add_entity_queries(example: LeafyExample, rules: MaskRules, seed: int, epoch: int, number: int) -> LeafyExample:
-    """Turns some triples into entity queries for this epoch: one masked leaf replaces the tail."""
+    """Turns random triples into entity queries for this epoch, in which one masked leaf replaces the tail."""
     if not rules.query_ratio:
         return example
     draws = generator(seed, "entity queries", epoch, number)
@@ -54,7 +57,7 @@ def add_entity_queries(example: LeafyExample, rules: MaskRules, seed: int, epoch
 
 
 def mask_example(example: LeafyExample, rules: MaskRules, seed: int, epoch: int, number: int) -> MaskedExample:
-    """Masks example `number` for an epoch."""
+    """Draws the masks of example `number` for an epoch."""
     draws = generator(seed, "masking", epoch, number)
     spans = _root_spans(example, rules, draws)
     groups = _leaf_groups(len(example.placed), rules, draws)
@@ -79,9 +82,9 @@ def _root_spans(example: LeafyExample, rules: MaskRules, draws: np.random.Genera
     if rules.max_span == 1:
         return [(int(p), int(p) + 1) for p in np.sort(draws.permutation(roots - 2)[:budget] + 1)]
     starts = np.flatnonzero(example.word_starts)
-    taken = np.zeros(roots + 1, np.int64)  # number of masked tokens before each token
+    taken = np.zeros(roots + 1, np.int64)  # cumulative number of masked tokens before each token
     masked, spans = np.zeros(roots, np.int64), []
-    ends = np.append(starts[1:], roots - 1)  # the last position of each word
+    ends = np.append(starts[1:], roots - 1)  # the position after each word
     word_end = np.repeat(ends, np.diff(np.append(starts, roots - 1)))
     chances = (1 - SPAN_END_PROBABILITY) ** np.arange(rules.max_span)
     for _ in range(MAX_DRAWS):
@@ -101,7 +104,7 @@ def _root_spans(example: LeafyExample, rules: MaskRules, draws: np.random.Genera
 
 
 def _leaf_groups(groups: int, rules: MaskRules, draws: np.random.Generator) -> np.ndarray:
-    """Draws the triples to mask; a tail is masked completely or not at all."""
+    """Draws the triples whose tails are masked, which always means all tokens of a tail."""
     chosen = np.flatnonzero(draws.random(groups) < rules.leaf_ratio)
     if len(chosen) < rules.min_leaf_groups and groups:
         return draws.integers(groups, size=1)
@@ -115,25 +118,25 @@ def _replaced(original: np.ndarray, chosen: np.ndarray, rules: MaskRules, draws:
 
 
 FACT = 3  # columns of a fact: head, relation, tail
-# The columns of GraphBatch.triples.
+# Columns of GraphBatch.triples.
 RELATION, HEAD_START, HEAD_LENGTH, TAIL_START, TAIL_LENGTH, HEAD_ENTITY, QUERY_TAIL = range(7)
 POSITION_FIELDS = 5  # the first five columns give a triple's position in the graph
 
 
 @dataclass(frozen=True)
 class GraphBatch(ExampleBatch):
-    """B examples. Each has its roots first, then its leaves in the order of their roots."""
+    """B examples, each with its roots first and then its leaves in the order of their roots."""
 
     tokens: torch.Tensor  # (N,) int64, masked
-    targets: torch.Tensor  # (N,) int64, IGNORE for nodes without a loss
-    nodes: torch.Tensor  # (N, 2) int32: index of the root; 0 for the root itself, 1 + slot for its leaves
-    bounds: torch.Tensor  # (N, 2) int64: for a masked root the roots before and after its span, within the example
+    targets: torch.Tensor  # (N,) int64, IGNORE for nodes that are not masked
+    nodes: torch.Tensor  # (N, 2) int32: index of the node's root; 0 for a root, 1 + slot for a leaf
+    bounds: torch.Tensor  # (N, 2) int64: for masked roots, indices in the example of the roots around their span
     lengths: torch.Tensor  # (B,) int64: nodes per example
     triples: torch.Tensor  # (M, 7) int64: relation, head's first root and number of tokens, tail's first node and
     # number of leaves, head entity, tail entity if it is the target of a query, else 0
     triple_counts: torch.Tensor  # (B,) int64
-    facts: torch.Tensor  # (B, K, 3) int64: head, relation and tail of triples that are learned without text
-    # Weights in the summed loss for roots, leaves, span boundaries, entity queries and facts.
+    facts: torch.Tensor  # (B, K, 3) int64: head, relation and tail of triples to learn without text
+    # Weights of roots, leaves, span boundaries, entity queries and facts in the summed loss.
     weights: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
 
     @classmethod
@@ -157,7 +160,7 @@ class GraphBatch(ExampleBatch):
 
     @property
     def is_leaf(self) -> torch.Tensor:
-        """Returns (N,) bool."""
+        """Returns which nodes are leaves, (N,) bool."""
         return self.nodes[:, 1] > 0
 
     def first_nodes(self) -> torch.Tensor:
@@ -189,17 +192,17 @@ class GraphBatch(ExampleBatch):
         return self.facts.shape[0] * self.facts.shape[1]
 
     def target_count(self) -> int:
-        """Returns the number of predicted tokens and entities, at least 1: the loss is divided by it."""
+        """Returns the number of targets (tokens and entities), but at least 1, because the loss is divided by it."""
         return max(1, int((self.targets != IGNORE).sum()) + self.queries + self.fact_count)
 
     def token_count(self) -> int:
         return len(self.tokens)
 
     def weighed(self, mlm: float, mnm: float, pooled: bool, entity: float = 1.0) -> GraphBatch:
-        """Returns the batch with weights such that the summed loss / `target_count` is the weighted sum of mean losses.
+        """Sets weights with which the summed loss / `target_count` is a weighted sum of mean losses.
 
-        With `pooled` there is one mean over all masked tokens, else one over roots and one over leaves. The boundary
-        loss is a mean over roots; entity queries and facts each have their own mean.
+        With `pooled` there is one mean over all masked tokens, otherwise one over roots and one over leaves. The span
+        boundary loss is a mean over roots; entity queries and facts each have a mean of their own.
         """
         roots, leaves = self.counts()
         total = self.target_count()

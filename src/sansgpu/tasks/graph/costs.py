@@ -1,6 +1,6 @@
-"""Costs of training a graph encoder. Its tokens are the nodes of graphs: roots and leaves.
+"""Estimates what training a graph encoder costs. Its tokens are the nodes of graphs: roots and leaves.
 
-N nodes of a micro-batch, T nodes of a graph, D width, F feed-forward width, H heads, V vocabulary.
+L layers, T nodes of a graph, D width, F feed-forward width.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from sansgpu.models.costing import (
 from sansgpu.models.module_costs import count_parameters
 from sansgpu.tasks.graph.encoder import GraphEncoder
 
-# Bytes per node that a block saves for its backward pass, including its output, per unit of D and F, by precision.
+# Bytes that a block saves per node for its backward pass, including its output, per unit of D and F, by precision.
 # Counted from the code; a test compares them with real blocks.
 _SAVED_BYTES = {"bf16": (24, 2), "fp32": (32, 4)}
-_SAVED_BYTES_PER_HEAD = 10  # statistics of softmax
+_SAVED_BYTES_PER_HEAD = 10  # bytes per node for the statistics of softmax
 
-# The parts of a model in the order shown, with regular expressions of the names of their parameters.
+# The parts of a model in display order, with regular expressions for the names of their parameters.
 _PARTS = {
     "embedding": r"embedding\.", "positions": r"position\.", "slots": r"slot\.", "relations": r"fusion\.",
     "entities": r"entities\.", "attention": r"blocks\.0\.attention\.", "feed_forward": r"blocks\.0\.(up|down)\.",
@@ -41,10 +41,10 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class GraphEncoderCosts(Costs):
-    """The costs of a graph encoder; `target_ratio` is the share of masked nodes."""
+    """Estimates the costs of a graph encoder. `target_ratio` is the share of masked nodes."""
 
-    longest_span: int | None = None  # tokens, if the model has the head of the span-boundary loss
-    facts: int = 0  # triples per graph that are learned without text
+    longest_span: int | None = None  # tokens; None if the model has no head for the span boundary loss
+    facts: int = 0  # facts per graph that are learned without text
 
     def parameters(self) -> dict[str, int]:
         one_block = self.model.model_copy(update={"n_layers": 1}).model_dump_json()
@@ -57,7 +57,7 @@ class GraphEncoderCosts(Costs):
     def work(self, tokens: float) -> StepWork:
         """Counts 6 FLOPs per node and matmul parameter, and 12 L D T per node for attention within graphs.
 
-        The output head counts on masked nodes only. H-GAT fusion is left out, as it takes less than a thousandth.
+        The output head counts for masked nodes only. Relation fusion is less than a thousandth, so it does not count.
         """
         d, shapes = self.width, self.products()
         head = shapes.head[1] * d + d * d
@@ -86,7 +86,7 @@ class GraphEncoderCosts(Costs):
         width, inner = _SAVED_BYTES[execution.precision]
         per_node = width * model.d_model + inner * model.d_ff + _SAVED_BYTES_PER_HEAD * model.n_heads
         nodes, compute = execution.tokens(self.window), COMPUTE[execution.precision]
-        if execution.kernels == "torch":  # saves distances, scores and weights of all pairs of nodes of the micro-batch
+        if execution.kernels == "torch":  # saves distances, scores and weights of all pairs of nodes in the micro-batch
             copies = 3 if model.attention_dropout else 2
             per_node += nodes * (10 + model.n_heads * (2 * FULL + copies * compute))
             per_node += compute * (2 * model.d_model + model.d_ff)
@@ -96,15 +96,15 @@ class GraphEncoderCosts(Costs):
         model, compute, vocabulary = self.model, COMPUTE[execution.precision], vocabulary_of(self.model)
         rows = max(1, round(execution.tokens(self.window) * self.target_ratio))
         logits = min(rows, CHUNK_ROWS) * vocabulary * (compute + FULL) + 20 * rows * model.d_model
-        heads = 3 if self.longest_span else 2  # roots, leaves, spans: each holds a gradient of the embedding
+        heads = 3 if self.longest_span else 2  # roots, leaves, spans: each keeps a gradient of the embedding
         logits += vocabulary * model.d_model * (heads * FULL + compute + (FULL if execution.accumulation > 1 else 0))
-        if model.n_entities:  # entity vectors with gradients, and the logits of queries or facts
+        if model.n_entities:  # entity vectors with their gradients, and the logits of queries or facts
             logits += model.n_entities * model.d_model * (2 * compute + 3 * FULL)
             facts = execution.micro_batch * self.facts
             logits += min(max(rows, facts), CHUNK_ROWS) * model.n_entities * (compute + FULL)
-            if facts:  # another gradient of the entity vectors until backward
+            if facts:  # another gradient of the entity vectors, which is kept until the backward pass
                 logits += model.n_entities * model.d_model * (compute + FULL) + 20 * facts * model.d_model
-        # Looked-up rows with dropout, and their gradients; at worst for every relation.
+        # Relation matrices after lookup and after dropout, and their gradients, if all relations occur in a batch.
         return logits + 4 * compute * self.parameters().get("relations", 0)
 
 

@@ -1,4 +1,4 @@
-"""Tokenized texts and triples for the tasks with masked targets."""
+"""Reads, splits and tokenizes texts and triples for task graph."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from sansgpu.tasks.graph.sources import GraphSource, GraphSources, open_graphs
 from sansgpu.tasks.graph.tokenizer import GraphCodec, MaskTokenizer, build_mask_tokenizer
 from sansgpu.tasks.graph.triples import Entity, GraphDocument, KnownFacts, entities_of
 
-FITTING = 0.99  # share of tails whose tokens all get a slot
-MAX_ENTITIES = 100_000  # in the default table, because each query is compared with all entities
+FITTING = 0.99  # share of tails for which a root has enough leaf slots by default
+MAX_ENTITIES = 100_000  # limit for an entity table by default, because each query is compared with all entities
 
 Note = Callable[[str], None]
 
 
 def with_leaves(documents: Sequence[GraphDocument], tokenizer: MaskTokenizer, config: Config, note: Note) -> Config:
-    """Sets model.leaves to fit a share FITTING of the tails, unless it is configured.
+    """Sets model.leaves, unless it is configured, so that a share FITTING of the tails fit into the leaf slots.
 
     Raises ConfigError if a configured value fits fewer tails and data.long_tails is "refuse".
     """
@@ -65,7 +65,7 @@ def _share_within(tokens: Counter[int], max_length: int) -> float:
 
 
 def _cost_note(tokens: Counter[int], leaves: int, documents: Sequence[GraphDocument], tokenizer: MaskTokenizer) -> str:
-    """Describes how many tails fit and how many nodes they add, because nodes take memory and time."""
+    """Returns a message on how many tails fit, and how many nodes they add, because nodes take memory and time."""
     mean = sum(length * count for length, count in tokens.items()) / sum(tokens.values())
     return (
         f"model.leaves is {leaves}, enough for {_share_within(tokens, leaves):.1%} of the tails. Empty slots cost "
@@ -74,10 +74,10 @@ def _cost_note(tokens: Counter[int], leaves: int, documents: Sequence[GraphDocum
 
 
 def table_entities(documents: Sequence[GraphDocument], config: Config, note: Note) -> tuple[Entity, ...]:
-    """Returns the entities that get a row in the model's entity table.
+    """Returns the entities for the model's entity table, which may be none.
 
-    If model.n_entities is not set, these are all entities of a knowledge graph, that is, of data in which every triple
-    belongs to the document of an entity. Other data gets no table.
+    If model.n_entities is not set, only a knowledge graph gets a table, that is, data in which every triple belongs to
+    a document about an entity, and only if it has at most MAX_ENTITIES.
     """
     configured = config.model.n_entities
     if not config.leaf_slots or configured == 0:
@@ -96,7 +96,7 @@ def table_entities(documents: Sequence[GraphDocument], config: Config, note: Not
 
 @dataclass(frozen=True)
 class HeldOutTriples:
-    """The validation documents, with their triples that are not in the training data, and all true facts."""
+    """The validation documents with only those triples that are not in the training data, and all known facts."""
 
     documents: Sequence[GraphDocument]
     known: KnownFacts
@@ -109,8 +109,8 @@ class GraphCorpus(VariableLengthCorpus[LeafyDataset]):
     codec: GraphCodec
     train_targets: float  # expected number of masked tokens and entity queries per epoch
     leaves: int  # leaf slots per root
-    entity_names: Sequence[Sequence[int]]  # tokens of the name of each of the codec's entities
-    held: HeldOutTriples | None  # None: no triples are held out
+    entity_names: Sequence[Sequence[int]]  # token ids of the names of the codec's entities
+    held: HeldOutTriples | None  # None if no triples are held out
 
     def preview(self) -> str | None:
         """Returns the text of the first example with a triple, followed by its triples in brackets."""
@@ -121,7 +121,7 @@ class GraphCorpus(VariableLengthCorpus[LeafyDataset]):
 
 
 def graph_corpus(config: Config, cache: Path, progress: ReportProgress, codec: GraphCodec | None = None) -> GraphCorpus:
-    """Reads, splits and tokenizes the data, with a codec built from it if `codec` is None. Raises ConfigError."""
+    """Reads, splits and tokenizes the data. Builds a codec from it if `codec` is None. Raises ConfigError."""
     notes: list[str] = []
     data, given_codec = config.data, codec
     sources = open_graphs(data, notes.append, data.inverse_relations)
@@ -169,7 +169,7 @@ def graph_corpus(config: Config, cache: Path, progress: ReportProgress, codec: G
 
 
 def without_facts(documents: Iterable[GraphDocument], known: frozenset[tuple[str, str, str]]) -> list[GraphDocument]:
-    """Returns the documents without triples whose facts are `known`."""
+    """Removes triples whose facts are `known` from the documents."""
     return [
         document._replace(triples=tuple(triple for triple in document.triples if triple.fact not in known))
         for document in documents
@@ -177,7 +177,7 @@ def without_facts(documents: Iterable[GraphDocument], known: frozenset[tuple[str
 
 
 def names_of(codec: GraphCodec) -> list[list[int]]:
-    """Returns the tokens of each entity's name."""
+    """Returns the token ids of each entity's name."""
     return codec.tokenizer.encode_names(entity.name for entity in codec.entities)
 
 
@@ -209,7 +209,7 @@ def leafy_rules(config: Config) -> LeafyRules:
 
 
 def read_graphs(source: GraphSource, config: Config, progress: ReportProgress) -> list[GraphDocument]:
-    """Reads all documents of a source, without their triples if the model has no leaves."""
+    """Reads all documents of a source. Removes their triples if the model has no leaves."""
     documents, done = [], 0
     for document in source.documents():
         done += len(document.text)
@@ -219,7 +219,7 @@ def read_graphs(source: GraphSource, config: Config, progress: ReportProgress) -
 
 
 def _texts(documents: Sequence[GraphDocument]) -> Iterator[str]:
-    """Yields the texts to train a tokenizer on: documents, and tails with the space that precedes them on leaves."""
+    """Yields the texts on which to train a tokenizer: documents, and tails after a space, as they are on leaves."""
     for document in documents:
         yield document.text
         if document.triples:
@@ -227,7 +227,7 @@ def _texts(documents: Sequence[GraphDocument]) -> Iterator[str]:
 
 
 def split_by_group(documents: Sequence[GraphDocument], share: float) -> tuple[list[GraphDocument], list[GraphDocument]]:
-    """Splits documents into training and validation by the hash of their group's name, never cutting a group."""
+    """Splits documents into training and validation by the hash of their group's name. Does not split groups."""
     sizes: dict[str, int] = {}
     for document in documents:
         sizes[document.group] = sizes.get(document.group, 0) + len(document.text)

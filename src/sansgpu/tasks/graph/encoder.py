@@ -1,7 +1,7 @@
 """A transformer encoder for leafy chain graphs (GraphMERT, arXiv 2510.09580) and, like BERT, for plain text.
 
-The graphs of a batch are concatenated into one row and do not attend to each other. Empty leaf slots are left out, so
-there is no padding. N nodes in total, D width, H heads, d head dim, V vocabulary, M triples.
+The graphs of a batch are concatenated into one row and do not attend to each other. Empty leaf slots do not exist as
+nodes, so there is no padding. N nodes in total, D width, H heads, d head dim, V vocabulary, M triples.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RelationFusion(nn.Module):
 
         e_ij = LeakyReLU(a_r . [W_r t_i || W_r x_j]),   t_i += sum_j softmax_j(e_ij) W_r x_j
 
-    Row 0 of each table means no relation and remains zero.
+    Relations are numbered from 1. Row 0 of each table stands for "no relation" and stays zero.
     """
 
     def __init__(self, config: ModelConfig, relations: int) -> None:
@@ -58,7 +58,7 @@ class RelationFusion(nn.Module):
         by_relation = counts.tolist()
         projected, head_scores, tail_scores = [], [], []
         for head_tokens, tail_tokens, matrices, a_tail, a_head in zip(
-            embed(head_nodes, x).split(by_relation),  # `embed` sums gradients in a fixed order, for any thread count
+            embed(head_nodes, x).split(by_relation),  # `embed` sums gradients in the same order for any thread count
             embed(tail_nodes, x).split(by_relation),
             zip(*(table.unbind(0) for table in self._matrices(present)), strict=True),
             *(vectors.unbind(0) for vectors in self._lookup(self.attention, present).chunk(2, dim=1)),
@@ -83,7 +83,7 @@ class RelationFusion(nn.Module):
         return [self._lookup(table, present).view(-1, outs, ins) for table, outs, ins in tables]
 
     def _lookup(self, table: nn.Embedding, present: torch.Tensor) -> torch.Tensor:
-        """Looks up rows with dropout. All triples of a relation share one mask, as a matrix per triple takes memory."""
+        """Looks up rows and applies dropout, once per relation, because a matrix per triple would need much memory."""
         return dropout(table.weight[present], self.dropout, self.training)
 
 
@@ -94,7 +94,7 @@ def _project(rows: torch.Tensor, matrices: Sequence[torch.Tensor]) -> torch.Tens
 
 
 def _padded(first: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the nodes of each span, (M, longest), and a mask of those that are not padding."""
+    """Returns the nodes of each span, padded to (M, longest), and a mask that is False for padding."""
     steps = torch.arange(int(lengths.max()), device=first.device)
     mask = steps < lengths[:, None]
     return first[:, None] + torch.where(mask, steps, 0), mask
@@ -104,12 +104,12 @@ MAX_PERIOD = 10_000.0  # base of sinusoidal positions (arXiv 1706.03762)
 
 
 def activation_of(config: ModelConfig) -> Activation:
-    """Returns ReLU or exact GELU (not the tanh approximation)."""
+    """Returns the configured activation: ReLU, or GELU without the tanh approximation."""
     return Activation.RELU if config.activation == "relu" else Activation.GELU
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention within graphs, with biases."""
+    """Multi-head self-attention within graphs. Its linear layers have biases."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class SpanBoundary(nn.Module):
         self.first_norm, self.second_norm = (LayerNorm(width, eps=NORM_EPS) for _ in range(2))
 
     def forward(self, before: torch.Tensor, after: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Combines the states before and after each masked token's span (M, D) and its offset (M,) into (M, D)."""
+        """Combines the states before and after each masked token's span, both (M, D), and its offset (M,): (M, D)."""
         x = torch.cat((before, after, embed(offsets[None], self.offset.weight)[0]), dim=-1)
         x = self.first_norm(gelu(self.first(x)))
         out: torch.Tensor = self.second_norm(gelu(self.second(x)))
@@ -177,8 +177,8 @@ class SpanBoundary(nn.Module):
 class GraphEncoder(nn.Module):
     """The graph encoder: `hidden` returns node states, `logits` applies the output head, tied to the embedding.
 
-    `longest_span` adds the head of the span-boundary objective. With `seed` None the weights are on the meta device: to
-    count them, or to load them with `assign=True`.
+    `longest_span` adds the head of the span boundary objective. If `seed` is None, the weights are on the meta device,
+    to count them or to load them with `assign=True`.
     """
 
     def __init__(self, config: ModelConfig, seed: int | None = 0, longest_span: int | None = None) -> None:
@@ -221,7 +221,7 @@ class GraphEncoder(nn.Module):
             else:
                 parameter.normal_(0.0, INIT_STD, generator=generator)
             if name.startswith("fusion."):
-                parameter[0] = 0.0  # row 0 means no relation
+                parameter[0] = 0.0  # row 0 stands for "no relation"
         if self.entities is not None:
             self.entities.initialize(INIT_STD, generator)
 
@@ -261,7 +261,7 @@ class GraphEncoder(nn.Module):
         return states
 
     def predicted(self, states: torch.Tensor) -> torch.Tensor:
-        """Applies the output transform: (M, D) -> (M, D). The product with the embedding gives the logits."""
+        """Applies the output transform: (M, D) -> (M, D). Its product with the embedding gives the logits."""
         out: torch.Tensor = self.transform_norm(activate(self.activation, self.transform(states)))
         return out
 
@@ -270,9 +270,10 @@ class GraphEncoder(nn.Module):
         return F.linear(self.predicted(states), self.embedding.weight)
 
     def decay_table(self) -> torch.Tensor | None:
-        """Returns the decay of scores for each head and distance d, (H, distances) fp32; None if decay is off.
+        """Returns the decay of attention scores by head and distance d, (H, distances) fp32; None if it is off.
 
-        The decay is lambda ** GELU(sqrt(d + 1) - p), which multiplies scores, or its logarithm, which is added to them.
+        The decay is lambda ** GELU(sqrt(d + 1) - p), by which scores are multiplied. If model.decay is "additive_log",
+        its logarithm is added to them instead.
         """
         if self.decay_center is None:
             return None
@@ -297,5 +298,5 @@ class GraphEncoder(nn.Module):
 
     @property
     def parameter_count(self) -> int:
-        """Number of parameters; tied ones count once."""
+        """Returns the number of parameters; tied parameters count once."""
         return sum(p.numel() for p in self.parameters())

@@ -20,10 +20,10 @@ NORM_EPS = 1e-5
 
 
 class EntityTable(nn.Module):
-    """Entity embeddings: the mean of the token embeddings of the entity's name, plus a learned vector.
+    """Entity embeddings: the mean token embedding of the entity's name, plus a learned vector.
 
-    `own` (K values per entity) holds the learned vectors before projection to D; row 0 is for unknown entities.
-    `relation` (D values per relation 1, 2, ...) holds D / 2 complex numbers, by which `tails` multiplies a head.
+    `own` has the learned vectors with K values, which are projected to D; row 0 is for unknown entities. `relation` has
+    D / 2 complex numbers for each relation 1, 2, ..., by which `predict_tails` multiplies a head.
     """
 
     def __init__(self, entities: int, relations: int, rank: int, width: int) -> None:
@@ -42,8 +42,8 @@ class EntityTable(nn.Module):
     def predict_tails(self, heads: torch.Tensor, relations: torch.Tensor) -> torch.Tensor:
         """Predicts tail vectors (M, D) fp32 from head vectors (M, D) and relations (M,).
 
-        Its dot product with an entity vector is the score of ComplEx (arXiv 1606.06357), except for the LayerNorm. This
-        score can memorize single triples, and those of symmetric relations in both directions.
+        The dot product of a tail vector and an entity vector is the score of ComplEx (arXiv 1606.06357), apart from the
+        LayerNorm. It can memorize single triples, and triples of symmetric relations in both directions.
         """
         with torch.autocast(heads.device.type, enabled=False):
             real, imaginary = heads.float().chunk(2, dim=1)
@@ -59,13 +59,13 @@ class EntityTable(nn.Module):
         return vectors
 
     def forward(self, names: NameBags, embedding: torch.Tensor) -> torch.Tensor:
-        """Returns the vectors of entities 1 to E with these names, (E, D) fp32; embedding (V, D)."""
-        own: torch.Tensor = self.project(self.own.weight[1 : 1 + len(names)])  # the table may have unused rows
+        """Returns the vectors of entities 1 to E, (E, D) fp32, from their names and the token embedding (V, D)."""
+        own: torch.Tensor = self.project(self.own.weight[1 : 1 + len(names)])  # the table may have more rows
         return own.float() + names.means(embedding)
 
 
 class NameBags:
-    """A sparse matrix (E, V) whose product with the embedding is the mean token embedding of each of E names."""
+    """A sparse matrix (E, V) whose product with the token embedding gives the mean embedding of each of E names."""
 
     def __init__(self, names: Sequence[Sequence[int]], vocabulary: int, device: torch.device | None = None) -> None:
         rows = [row for row, tokens in enumerate(names) for _ in tokens]

@@ -11,11 +11,14 @@ from sansgpu.tasks.graph.sources import open_graph_part
 from sansgpu.tasks.graph.tokenizer import GraphCodec
 from sansgpu.tasks.task import EvaluationRequest, TrainedModel
 
-EVALUATION_EXAMPLES = 16  # examples in a micro-batch
+EVALUATION_EXAMPLES = 16  # examples per micro-batch
 
 
 def masked_evaluation(loaded: TrainedModel, codec: GraphCodec, request: EvaluationRequest) -> MaskedEvaluation:
-    """Evaluates on masked held-out examples. The baselines of a run come from its training data. Raises ConfigError."""
+    """Prepares the evaluation on masked held-out examples. Raises ConfigError.
+
+    The majority baselines come from the run's training data.
+    """
     config, source = loaded.config, loaded.source
     if request.objective:
         raise ConfigError(f"--objective has no effect on a run of task {config.task}; leave it out.")

@@ -1,7 +1,7 @@
 """Extracts triples from texts: an encoder predicts the tail of each (head, relation, ?) question.
 
-The GraphMERT paper has a language model join predicted tokens into tails. Here tails are found by beam search, or
-chosen from given names. The score of a tail is the mean log-probability of its tokens.
+In the GraphMERT paper, a language model combines predicted tokens into tails. Here, beam search finds the tails, or
+they are chosen from given names. The score of a tail is the mean log-probability of its tokens.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from sansgpu.tasks.graph.tail_prediction import (
 from sansgpu.tasks.graph.tokenizer import GraphCodec, MaskTokenizer
 from sansgpu.tasks.graph.triples import INVERSE, GraphDocument, Triple
 
-QUESTIONS = 4096  # minimum number of questions to collect from documents before running the model
-DECIMALS = 4  # decimal places of a printed score
+QUESTIONS = 4096  # questions to collect from documents before the model runs on them
+DECIMALS = 4  # decimal places of printed scores
 _NO_FLOOR = float("-inf")
 _LEADING_SIGN = re.compile(r"^\W")  # the first token of a word may include a sign
 
 
 @dataclass(frozen=True)
 class ExtractionRules:
-    """Settings of an extraction: the questions for each document and the selection of answers."""
+    """Settings of an extraction: which questions to ask about a document, and which answers to accept."""
 
     windows: LeafyRules
     relations: tuple[str, ...]  # the model's relations in training order: the first has id 1
@@ -73,7 +73,7 @@ class DocumentTriples(NamedTuple):
 
     document: GraphDocument
     triples: list[ExtractedTriple]
-    given: dict[tuple[str, str], str | None]  # None: head not in the text or unknown relation
+    given: dict[tuple[str, str], str | None]  # None if the head is not in the text or the relation is unknown
 
 
 class _Query(NamedTuple):
@@ -96,7 +96,7 @@ class _DocumentQueries:
     given: dict[tuple[str, str], _Query | None] = field(default_factory=dict)
 
     def ask(self, query: _Query, question: TailQuery, floor: float) -> None:
-        """Adds a question; a repeated question gets the lowest floor."""
+        """Adds a question. A repeated question keeps the lowest floor."""
         self.questions[query] = question
         self.floors[query] = min(floor, self.floors.get(query, floor))
 
@@ -128,7 +128,7 @@ class TripleExtractor:
                 progress("reading texts", number, len(documents), "text")
 
     def _document_queries(self, document: GraphDocument) -> _DocumentQueries:
-        """Builds the queries for all heads, windows and relations, and those for the document's own triples."""
+        """Builds queries for all heads, windows and relations, and for the document's own triples."""
         encoding = self._tokenizer.encode_batch([document.text])[0]
         text = _WindowedText(document.text, encoding, self._tokenizer, self._rules.windows)
         queries = _DocumentQueries(document)
@@ -200,7 +200,7 @@ class TripleExtractor:
 
 
 class _WindowedText:
-    """A text cut into windows, with a mapping from mentions to tokens in these windows."""
+    """A text split into windows, which maps mentions to token positions in the windows."""
 
     def __init__(self, text: str, encoding: Encoding, tokenizer: MaskTokenizer, rules: LeafyRules) -> None:
         self._text, self._tokenizer, self._rules = TokenText(text, encoding), tokenizer, rules
@@ -237,8 +237,8 @@ class Agreement:
     def __init__(self, tokenizer: MaskTokenizer, rules: ExtractionRules) -> None:
         self._tokenizer, self._rules = tokenizer, rules
         self._documents = self._triples = self._gold = 0
-        self._scored: list[tuple[float, bool]] = []  # for each triple: score, whether it is correct
-        self._given: list[bool | None] = []  # per head and relation: whether the best tail is correct; None: no query
+        self._scored: list[tuple[float, bool]] = []  # for each triple: (score, whether it is correct)
+        self._given: list[bool | None] = []  # per head and relation: is the best tail correct; None: no query
 
     def add(self, extracted: DocumentTriples) -> None:
         """Adds the result of one document."""
@@ -258,7 +258,7 @@ class Agreement:
             self._given.append(None if best is None else bool(right))
 
     def _spelled(self, tails: Iterable[str]) -> dict[str, str]:
-        """Normalizes tails by encoding and decoding them, so that those with equal tokens compare equal."""
+        """Normalizes tails by encoding and decoding them, so that tails with equal tokens compare equal."""
         names = list(dict.fromkeys(tails))
         ids = self._tokenizer.encode_names(names)
         return {name: normal(self._tokenizer.decode(tokens)) for name, tokens in zip(names, ids, strict=True)}
@@ -267,7 +267,7 @@ class Agreement:
         """Returns counts and, if the documents have triples, precision, recall and F1 of the extracted triples.
 
         `given` is the accuracy of the best tail for the documents' own (head, relation) pairs. Without `min_score`, the
-        result has the best F1 over all thresholds, which is optimistic: it is selected on the same documents.
+        result has the best F1 over all thresholds, which is optimistic because it is selected on the same documents.
         """
         counts: dict[str, Any] = {"documents": self._documents, "triples": self._triples}
         if not self._gold:

@@ -1,6 +1,6 @@
-"""Saves graph encoders as folders, in BERT's layout if possible, otherwise in our own, and loads the latter.
+"""Saves graph encoders in BERT's layout if possible, or else in sansgpu's own layout, and loads the latter.
 
-BERT's layout requires plain text, learned positions, normalized embeddings and no decay. transformers can load it.
+transformers loads BERT's layout, which requires plain text, learned positions, normalized embeddings and no decay.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sansgpu.tasks.graph.entities import NORM_EPS
 
 Weights = dict[str, torch.Tensor]
 
-# Our parameter names -> BERT's. `{}` is the layer.
+# GraphEncoder's parameter names -> BERT's names. `{}` is the layer's number.
 _BERT = {
     "embedding": "bert.embeddings.word_embeddings",
     "position": "bert.embeddings.position_embeddings",
@@ -45,7 +45,7 @@ _LAYER = re.compile(r"(?<=^blocks\.)\d+")
 
 
 class Codec(Protocol):
-    """A tokenizer that can be saved; implemented by `data.mask_tokenizer.GraphCodec`."""
+    """The interface of a tokenizer that can be saved, such as `GraphCodec`."""
 
     @property
     def pad_id(self) -> int:
@@ -58,9 +58,9 @@ class Codec(Protocol):
 def export_graph_model(
     model: GraphEncoder, codec: Codec, folder: Path, sections: Mapping[str, Any] | None = None
 ) -> None:
-    """Writes a model folder atomically, with the `sections` of the configuration that our own layout records.
+    """Writes a model folder atomically. sansgpu's own layout also records `sections` of the configuration.
 
-    Leaves out the head of the span-boundary objective, which only training needs.
+    Omits the head of the span boundary objective, which only training needs.
     """
     weights = {name: t.detach().cpu().float() for name, t in model.state_dict().items() if "boundary." not in name}
     config = model.config
@@ -79,7 +79,7 @@ def export_graph_model(
 
 
 def load_graph_folder(folder: Path) -> tuple[GraphEncoder, dict[str, Any]]:
-    """Loads a folder in our own layout; returns the encoder and the sections of the configuration saved with it.
+    """Loads a folder in sansgpu's own layout; returns the encoder and the recorded sections of the configuration.
 
     Raises ConfigError if a weight is missing or has the wrong shape.
     """

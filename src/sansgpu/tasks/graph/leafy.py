@@ -1,7 +1,7 @@
 """Builds leafy chain graphs (GraphMERT, arXiv 2510.09580) from texts with triples.
 
-The tokens of a text are the roots, in a chain. A triple is attached to the first token of its head: the tokens of its
-tail are leaves of that root. A root has room for one triple. Empty leaf slots are never materialized.
+The tokens of a text are the roots, which form a chain. A triple is attached to the first token of its head: the tokens
+of its tail become leaves of that root. A root has leaf slots for one triple. Empty leaf slots are never materialized.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sansgpu.config.wording import counted
 from sansgpu.tasks.graph.tokenizer import MaskTokenizer
 from sansgpu.tasks.graph.triples import Entity, GraphDocument, Triple
 
-ENCODE_BATCH = 4096  # documents
+ENCODE_BATCH = 4096  # documents per call of the tokenizer
 
 # Reasons for skipping a triple, as reported to the user.
 LONG_TAIL, NO_HEAD, TAKEN = "the tail is too long", "the head is not in the text", "the head already has a triple"
@@ -30,7 +30,7 @@ NO_RELATION, KNOWN = "the relation is not in the training data", "it is in the t
 
 @dataclass(frozen=True)
 class LeafyRules:
-    """Limits for cutting texts into windows and attaching triples."""
+    """Limits for splitting texts into windows and attaching triples."""
 
     roots: int  # tokens of a window, including its first and last special token
     leaves: int  # maximum tokens of a tail
@@ -131,7 +131,7 @@ def build_leafy(
     known: frozenset[tuple[str, str, str]] = frozenset(),
     entities: Sequence[Entity] = (),
 ) -> LeafyDataset:
-    """Cuts documents into windows and attaches their triples, except those whose facts are `known`."""
+    """Splits documents into windows and attaches their triples, except those whose facts are `known`."""
     graphs, numbers = LeafyDataset(), _Ids(relations, entities)
     stream = iter(documents)
     while batch := list(islice(stream, ENCODE_BATCH)):
@@ -173,7 +173,7 @@ def _add(
     tokenizer: MaskTokenizer,
     rules: LeafyRules,
 ) -> None:
-    """Adds the examples of one document: a window is repeated if a head has several triples."""
+    """Adds the examples of one document. Windows in which a head has several triples become several examples."""
     spans = list(window_spans(len(encoding.ids), rules))
     # For each window a list of examples, each a dict from position to head and triple.
     by_window: list[list[dict[int, tuple[str, PlacedTriple]]]] = [[] for _ in spans]
@@ -197,7 +197,7 @@ def _add(
     for (start, stop), examples in zip(spans, by_window, strict=True):
         tokens = tokenizer.enclosed(ids[start:stop]).astype(np.int32)
         word_starts = np.concatenate([[False], begins[start:stop], [False]])
-        word_starts[1] = True  # the rest of a cut word counts as a word
+        word_starts[1] = True  # the rest of a word that the window cuts counts as a word
         number = len(graphs.windows)
         graphs.windows.append((tokens, word_starts))
         for example in examples or [{}]:
@@ -205,7 +205,7 @@ def _add(
 
 
 def window_spans(tokens: int, rules: LeafyRules) -> Iterator[tuple[int, int]]:
-    """Yields [start, stop) of each window of a text with this number of tokens."""
+    """Yields the range [start, stop) of each window of a text with `tokens` tokens."""
     room = rules.roots - 2
     for start in range(0, max(1, tokens - room + rules.step), rules.step):
         yield start, min(tokens, start + room)
@@ -214,7 +214,7 @@ def window_spans(tokens: int, rules: LeafyRules) -> Iterator[tuple[int, int]]:
 def _put(
     examples: list[dict[int, tuple[str, PlacedTriple]]], head: str, placed: PlacedTriple, first_only: bool
 ) -> bool:
-    """Adds a triple to the first example in which its root and its head have none. Returns False if it is skipped."""
+    """Adds a triple to the first example in which its root and its head are free. Returns False if it is skipped."""
     for example in examples:
         if placed.root not in example and all(name != head for name, _ in example.values()):
             example[placed.root] = (head, placed)
@@ -228,7 +228,7 @@ def _put(
 def token_positions(
     mentions: Iterable[tuple[int, int]], spans: Sequence[tuple[int, int]], rules: LeafyRules
 ) -> Iterator[tuple[int, int, int]]:
-    """Yields (window, root, tokens) for each mention and each window that contains all of it."""
+    """Yields (window, root, number of tokens) for each mention and each window that contains all of it."""
     for first, last in mentions:
         first_window = max(0, -((rules.roots - 2 - last) // rules.step))
         for window in range(first_window, min(len(spans), first // rules.step + 1)):
@@ -244,7 +244,7 @@ class TokenText:
         self._ends = [end for _, end in encoding.offsets]
 
     def mentions(self, triple: Triple) -> Iterator[tuple[int, int]]:
-        """Yields the token ranges [first, last) of the head: its span, or all exact matches of whole tokens."""
+        """Yields the token ranges [first, last) of a triple's head: its span, or else all exact matches in the text."""
         if triple.head_span is not None:
             yield from self._tokens(*triple.head_span)
             return

@@ -1,7 +1,7 @@
 """Evaluates link prediction: given a head and a relation, ranks every entity as the tail.
 
-Ranks are filtered: other true tails are ignored (Bordes et al. 2013). Entities with equal scores share the mean of
-their best and worst possible rank (arXiv 1911.03903). N entities, Q queries, S columns of scores.
+Ranks are filtered, which means that other true tails are ignored (Bordes et al. 2013). Entities with equal scores get
+the mean of their best and worst possible rank (arXiv 1911.03903). N entities, Q queries, S columns of scores.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:  # it imports this module
 Documents = list[GraphDocument]
 
 HITS = (1, 3, 10)
-# Held-out triples per side that are ranked at each evaluation during training. Without an entity table, each takes a
-# forward pass for every number of tokens that a tail may have.
+# Held-out triples per side (heads, tails) to rank at each evaluation during training: with and without an entity table.
+# Without one, a triple needs a forward pass for every number of tokens that a tail may have.
 SAMPLED_TRIPLES, SAMPLED_SPELLED = 128, 32
-SHOWN = ("mrr", "hits_at_1", "queries", "relation_frequency_mrr")  # metrics of each side during training
-ANY_LENGTH = 1 << 30  # tokens of a tail
+SHOWN = ("mrr", "hits_at_1", "queries", "relation_frequency_mrr")  # metrics per side during training
+ANY_LENGTH = 1 << 30  # maximum tokens of a tail, if there is no limit
 EULER = 0.5772  # the harmonic number of N is about ln N + EULER
 
 
@@ -52,11 +52,11 @@ class LinkQuery(NamedTuple):
     """A triple whose tail is to be predicted."""
 
     triple: Triple
-    question: TailQuery | None  # None: head in no window, tail too long or unknown relation
+    question: TailQuery | None  # None if the head is in no window, the tail is too long or the relation is unknown
 
 
 class LinkPrediction:
-    """Ranks entities with an encoder."""
+    """Ranks entities with a trained encoder."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class LinkPrediction:
         known: KnownFacts,
     ) -> None:
         self._predictor, self._codec, self._known = predictor, codec, known
-        self._rules = replace(rules, triples="all")  # also evaluate triples that training would have dropped
+        self._rules = replace(rules, triples="all")  # includes triples that training would have dropped
         self._candidates: Candidates
-        if codec.entities:  # entity vectors allow tails of any length
+        if codec.entities:  # with entity vectors, tails can have any length
             self._rules = replace(self._rules, leaves=ANY_LENGTH)
             index = EntityTableIndex(codec.entities)
             self._candidates = EntityCandidates(predictor, codec.tokenizer, index, known.entities)
@@ -81,7 +81,7 @@ class LinkPrediction:
     def report(
         self, documents: Iterable[GraphDocument], inverse: bool, limit: int | None, progress: ReportProgress
     ) -> dict[str, Any]:
-        """Returns the metrics of the documents' triples: `tail`, and with `inverse` relations `head`.
+        """Returns the metrics of the documents' triples: `tail` and, with `inverse` relations, `head`.
 
         All triples must be known facts. With `limit`, uses a fixed random subset of that many triples per side.
         """
@@ -90,7 +90,7 @@ class LinkPrediction:
     def queries(
         self, documents: Iterable[GraphDocument], inverse: bool, limit: int | None
     ) -> dict[str, list[LinkQuery]]:
-        """Returns the queries of each side that has any. They do not depend on the model's weights."""
+        """Returns the queries by side (`tail`, `head`), which do not depend on the model's weights."""
         sides: dict[str, list[tuple[GraphDocument, Triple]]] = {"tail": [], "head": []}
         for document in documents:
             for triple in document.triples:
@@ -128,7 +128,7 @@ class LinkPrediction:
         return ranks
 
     def _ranked(self, scores: torch.Tensor, triples: list[Triple]) -> np.ndarray:
-        """Computes filtered ranks from scores (Q, S); a column counts as often as there are entities that share it."""
+        """Computes filtered ranks from scores (Q, S). A column counts once for each entity that shares it."""
         column = self._candidates.column
         gold = scores.gather(1, torch.from_numpy(column[[self._known.tail(t) for t in triples]])[:, None])
         zero = torch.zeros((), dtype=torch.int32)
@@ -168,7 +168,10 @@ class LinkPrediction:
         }
 
     def _frequency_ranks(self, queries: list[LinkQuery]) -> list[float]:
-        """Ranks by a baseline, the frequency of the tail in the relation's training facts; empty if there are none."""
+        """Computes the ranks of a baseline: how often an entity is the relation's tail in training.
+
+        Empty if there are no training facts.
+        """
         return [self._frequency_rank(query.triple) for query in queries] if self._known.trained else []
 
     def _frequency_rank(self, triple: Triple) -> float:
@@ -199,14 +202,14 @@ def _frequency_mrr(ranks: Sequence[float]) -> dict[str, float]:
 
 
 class SampledRanking:
-    """Ranks a fixed sample of held-out triples again and again while the model is trained."""
+    """Ranks a fixed sample of held-out triples repeatedly during training."""
 
     def __init__(self, objective: GraphObjective, codec: GraphCodec, held: HeldOutTriples) -> None:
         self._objective, self._codec, self._held = objective, codec, held
         self._chosen: dict[str, list[LinkQuery]] | None = None
 
     def metrics(self, device: torch.device, precision: str, progress: ReportProgress) -> dict[str, float]:
-        """Returns the metrics of tails and, with the prefix `head_`, those of heads."""
+        """Returns the metrics of tails and, with the prefix `head_`, of heads."""
         config = self._objective.config
         predictor = TailPredictor(self._objective, self._codec.tokenizer.mask_id, device, precision)
         ranking = LinkPrediction(predictor, self._codec, leafy_rules(config), self._held.known)
@@ -263,14 +266,14 @@ def tail_predictor(loaded: TrainedModel) -> TailPredictor:
 
 
 def run_parts(loaded: TrainedModel, progress: ReportProgress, warn: Callable[[str], None]) -> GraphParts | None:
-    """Returns a run's own data with its training split, or None for an exported folder."""
+    """Returns a run's own data, or None for an exported folder."""
     if loaded.source.snapshot is None:
         return None
     return open_all(loaded.config, loaded.config.data.dataset_name, progress, warn)
 
 
 def open_all(config: Config, name: str, progress: ReportProgress, warn: Callable[[str], None]) -> GraphParts:
-    """Returns the splits of a source. If the run's own data has no validation split, splits one off as in training."""
+    """Returns the splits of a source. Splits off validation data as in training if the run's own data has none."""
     own = same_input(name, config.data.dataset_name)
     data = config.data.model_copy(
         update={} if own else {"dataset_name": name, "dataset_config": None, "validation_name": None}
@@ -287,6 +290,6 @@ def open_all(config: Config, name: str, progress: ReportProgress, warn: Callable
 
 
 def _unseen(parts: GraphParts) -> Documents:
-    """Returns the test or validation documents; triples that also occur in training are removed."""
+    """Returns the test or validation documents without triples that also occur in training."""
     known = frozenset(triple.fact for document in parts.train for triple in document.triples)
     return without_facts(parts.test or parts.validation, known)

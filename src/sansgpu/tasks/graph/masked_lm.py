@@ -49,7 +49,7 @@ class MaskedObjective(FineTuning):
         return self.unpadded.masked_lm_logits(batch.tokens, batch.lengths, batch.targets != IGNORE)
 
     def query_sums(self, batch: GraphBatch) -> Sums:
-        return Sums()  # text alone has no entities
+        return Sums()  # plain text has no entity queries
 
     def summed_loss(self, batch: GraphBatch) -> torch.Tensor:
         """Computes the cross-entropy summed over masked tokens, ()."""

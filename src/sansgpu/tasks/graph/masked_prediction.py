@@ -1,4 +1,4 @@
-"""Masked language modeling: masked batches for training, and the evaluation of held-out ones."""
+"""Masked language modeling: masked batches for training, and the evaluation on held-out examples."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from sansgpu.tasks.graph.tokenizer import MaskTokenizer
 from sansgpu.tasks.task import StepSums, Sums
 
 NODE_TARGETS = ("mlm", "mnm")  # masked tokens of the text, masked leaves
-ENTITY = "entity"  # entity queries: the tail is predicted among all entities
-KGE = "kge"  # facts: the tail is predicted from the head's vector and the relation only
-SBO = "sbo"  # span boundary objective: masked tokens predicted from the tokens around their span
+ENTITY = "entity"  # entity queries: predict the tail among all entities
+KGE = "kge"  # facts: predict the tail among all entities from only the head's vector and the relation
+SBO = "sbo"  # span boundary objective: predict masked tokens from the tokens around their span
 Ordered = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (indices of a batch, all lengths) -> reordered indices
 
 
@@ -36,10 +36,10 @@ class MaskedModel(Protocol):
     def model(self) -> nn.Module: ...
 
     def masked_logits(self, batch: GraphBatch) -> torch.Tensor:
-        """Returns the logits (M, V) of the nodes that have a target, in order."""
+        """Returns the logits (M, V) of the nodes with a target, in order."""
 
     def query_sums(self, batch: GraphBatch) -> Sums:
-        """Returns loss, hits and count of the batch's entity queries; empty if there are none."""
+        """Returns loss, hits and count of the batch's entity queries; {} if there are none."""
 
 
 class Ranking(Protocol):
@@ -75,13 +75,13 @@ class Facts:
 
     @classmethod
     def of(cls, graphs: LeafyDataset, each: int) -> Facts | None:
-        """Collects the distinct triples with both ends in the entity table; None if there are none or K is 0."""
+        """Collects the distinct triples whose head and tail are in the entity table; None without any, or if K is 0."""
         placed = (p for _, placed in graphs.examples for p in placed)
         found = dict.fromkeys((p.entities[0], p.relation, p.entities[1]) for p in placed if all(p.entities))
         return cls(np.array(list(found), np.int64), each) if found and each else None
 
     def drawn(self, seed: int, epoch: int, numbers: np.ndarray) -> np.ndarray:
-        """Samples the facts for the examples with these indices, (B, K, 3)."""
+        """Samples K facts for each of the examples `numbers`, (B, K, 3)."""
         draws = (generator(seed, "facts", epoch, int(number)) for number in numbers)
         rows = np.array([draw.integers(len(self.triples), size=self.each) for draw in draws])
         drawn: np.ndarray = self.triples[rows]
@@ -96,10 +96,10 @@ class Masking:
     rules: MaskRules
     seed: int
     ordered: Ordered = _keep_order
-    facts: Facts | None = None  # None: no facts are learned without text
+    facts: Facts | None = None  # facts to learn without text
 
     def batch(self, numbers: np.ndarray, epoch: int) -> GraphBatch:
-        """Masks the examples with these indices."""
+        """Returns a masked batch of the examples with the indices `numbers`."""
         numbers = self.ordered(numbers, self.graphs.lengths)
         examples = [
             add_entity_queries(self.graphs.example(int(number)), self.rules, self.seed, epoch, int(number))
@@ -124,7 +124,7 @@ def validation_masking(graphs: LeafyDataset, rules: MaskRules, seed: int, ordere
 
 
 class MetricSums(StepSums):
-    """The sums for training metrics of several kinds of targets."""
+    """Accumulates sums for training metrics of several kinds of targets."""
 
     def add_target(self, name: str, **values: float) -> None:
         """Adds values for one type of target; `name` prefixes their keys."""
@@ -154,7 +154,7 @@ class Majority:
 
 
 def majority_of(graphs: LeafyDataset) -> Majority:
-    """Finds the most frequent tokens, a baseline for accuracy."""
+    """Finds the most frequent tokens. Predicting them is the baseline for accuracy."""
     roots: Counter[int] = Counter()
     for tokens, _ in graphs.windows:
         roots.update(tokens[1:-1].tolist())
@@ -174,7 +174,7 @@ class MaskedEvaluation:
         weights: tuple[float, float, float] = (1.0, 1.0, 1.0),
         ranking: Ranking | None = None,
     ) -> None:
-        """Uses `weights` for masked tokens, masked leaves and entity queries in `loss`."""
+        """`weights` are those of masked tokens, masked leaves and entity queries in `loss`."""
         self._model, self._masking, self._majority, self._weights = masked_model, masking, majority, weights
         self._ranking = ranking
 
@@ -183,13 +183,13 @@ class MaskedEvaluation:
         return self._model.model
 
     def validation_batches(self, size: int) -> Iterator[GraphBatch]:
-        """Yields all examples in order, `size` at a time, with the same masks every time."""
+        """Yields all examples in order, `size` at a time, with the same masks in every evaluation."""
         count = len(self._masking.graphs)
         for start in range(0, count, size):
             yield self._masking.batch(np.arange(start, min(start + size, count)), epoch=0)
 
     def evaluate(self, batch: GraphBatch) -> Sums:
-        """Sums losses, hits and counts of masked tokens and leaves, and counts tails with all tokens correct."""
+        """Returns losses, hits and counts of masked tokens and leaves, and the number of completely correct tails."""
         chosen = batch.targets != IGNORE
         targets, leaves = batch.targets[chosen], batch.is_leaf[chosen]
         sums = self._model.query_sums(batch)
@@ -207,7 +207,7 @@ class MaskedEvaluation:
         return sums | _complete_tails(batch, chosen, correct)
 
     def metrics(self, sums: Sums) -> dict[str, float]:
-        """Computes means. `loss` is their weighted sum as in training, but never pools tokens and leaves."""
+        """Computes mean losses and accuracies. `loss` is a weighted sum as in training, but never pooled."""
         metrics = masked_metrics(sums)
         weighted = zip((*NODE_TARGETS, ENTITY), self._weights, strict=True)
         losses = (weight * metrics.get(f"{name}_loss", 0.0) for name, weight in weighted)
@@ -233,7 +233,7 @@ class MaskedEvaluation:
 
 
 def _complete_tails(batch: GraphBatch, chosen: torch.Tensor, correct: torch.Tensor) -> Sums:
-    """Counts masked tails, and those with all tokens correct."""
+    """Counts masked tails, and those of which all tokens are correct."""
     hit = torch.zeros(len(chosen), dtype=torch.int64, device=chosen.device)
     hit[chosen] = correct.long()
     hits_before = torch.cat((hit.new_zeros(1), hit.cumsum(0)))

@@ -23,7 +23,7 @@ class GraphObjective:
     def __init__(
         self, config: Config, model: GraphEncoder | None = None, names: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """`names` are the tokens of each entity's name; None, without data, gives each entity one arbitrary token."""
+        """`names` are the token ids of the entities' names; if None (no data), each name is one arbitrary token."""
         self.config, self._sums = config, MetricSums()
         self.model = model or GraphEncoder(
             config.model, derive_seed(config.training.seed, "model"), longest_span(config)
@@ -87,9 +87,10 @@ class GraphObjective:
     def predicted_entities(
         self, states: torch.Tensor, heads: torch.Tensor, relations: torch.Tensor, vectors: torch.Tensor
     ) -> torch.Tensor:
-        """Returns the predicted entity vectors, (M, D), to be multiplied with those of candidates.
+        """Returns the predicted entity vectors, (M, D). Their products with candidates' vectors are the logits.
 
-        states (M, D) of masked leaves; heads (M,), rows in the entity table `vectors` (E, D), or 0; relations (M,).
+        `states` (M, D) are those of masked leaves, `heads` (M,) rows in the entity table or 0, and `vectors` (E, D) the
+        entity table; relations are (M,).
         """
         assert self.model.entities is not None
         known = embed((heads - 1).clamp(min=0)[None], vectors)[0]
@@ -97,7 +98,7 @@ class GraphObjective:
         return self.model.predicted(states) + torch.where(heads[:, None] > 0, tails, 0.0)
 
     def _fact_loss(self, batch: GraphBatch, vectors: torch.Tensor, sums: MetricSums) -> torch.Tensor:
-        """Computes the summed cross-entropy of the tails of the batch's facts, predicted without text."""
+        """Computes the summed cross-entropy of the tails of the batch's facts, which are predicted without text."""
         assert self.model.entities is not None
         head, relation, tail = batch.facts.flatten(0, 1).unbind(1)
         predicted = self.model.entities.predict_tails(embed(head[None] - 1, vectors)[0], relation)
@@ -112,7 +113,10 @@ class GraphObjective:
         return sums.take()
 
     def _boundary_loss(self, batch: GraphBatch, states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Computes the summed, weighted loss of masked roots predicted from the roots before and after their spans."""
+        """Computes the span boundary loss: masked roots are predicted from the roots around their span.
+
+        It is summed and weighted.
+        """
         assert self.model.boundary is not None
         if not bool(chosen.any()):
             return states.sum() * 0.0
@@ -139,5 +143,5 @@ class GraphObjective:
 
 
 def longest_span(config: Config) -> int | None:
-    """Returns the longest span of the boundary loss in tokens, or None if that loss is off."""
+    """Returns the maximum span of the span boundary loss in tokens, or None if that loss is off."""
     return config.max_span if config.training.sbo_weight else None

@@ -15,7 +15,7 @@ from sansgpu.data.sources import local_files
 from sansgpu.tasks.graph.triples import GraphDocument, Triple
 
 _Span: TypeAlias = tuple[int, int]  # characters [start, end) of the text
-_NUMBERED = re.compile(r"(.+):\d{1,4}", re.DOTALL)  # more digits are part of an entity id, as in GO:0008150
+_NUMBERED = re.compile(r"(.+):\d{1,4}", re.DOTALL)  # longer numbers are part of an entity id, as in GO:0008150
 FACT_KEYS = ("head", "relation", "tail")
 ROW_KEYS = (*FACT_KEYS, *TEXT_NAMES, "id", "name", "triples", "entities", "qualifiers", "title", "vertexSet")
 
@@ -30,14 +30,14 @@ class Fact(NamedTuple):
 
 
 class EntityText(NamedTuple):
-    """The description of an entity. In a source without facts it is an ordinary document."""
+    """The description of an entity, which is an ordinary document in a source without facts."""
 
     name: str
     document: GraphDocument
 
 
 def read_graph_row(row: SourceRow, column: str | int | None) -> GraphDocument | EntityText | Fact:
-    """Parses one row; its text, from `column`, may be empty. Raises BadRowError if the row is invalid.
+    """Parses a row, whose text is in `column` and may be empty. Raises BadRowError if the row is invalid.
 
     A DocRED document has `vertexSet`, `sents` and `labels`. A fact has `head`, `relation` and `tail` but no text. The
     description of an entity has an `id` but no triples. Any other row is a text with `triples` or with a single triple.
@@ -66,17 +66,17 @@ def read_graph_row(row: SourceRow, column: str | int | None) -> GraphDocument | 
 def text_document(
     name: str, text: str, triples: tuple[Triple, ...] = (), entities: tuple[str, ...] = ()
 ) -> GraphDocument:
-    """Builds a document with id `name`; ids that differ only in the number after the last colon share a group."""
+    """Builds a document with id `name`. Ids that differ only in a number after the last colon share a group."""
     numbered = _NUMBERED.fullmatch(name)
     return GraphDocument(name, numbered[1] if numbered else name, text, triples, entities)
 
 
 def _is_given(value: Any) -> bool:
-    return value is not None and value != ""  # in CSV and Parquet every row has all columns
+    return value is not None and value != ""  # rows of CSV and Parquet files have all columns, also if empty
 
 
 def _location(row: SourceRow) -> str:
-    return row.where.rpartition("/")[2]  # independent of the folder
+    return row.where.rpartition("/")[2]  # so that it does not depend on the folder
 
 
 def _string(row: SourceRow, value: dict[str, Any], key: str, where: str = "") -> str:
@@ -221,15 +221,15 @@ def _label_triple(row: SourceRow, title: str, label: Any, mentions: list[_Mentio
 
 
 def require_triples_or_columns(data: DataConfig) -> None:
-    """Raises ConfigError if a table's lines may be triples, but not clearly."""
+    """Raises ConfigError if it is unclear whether a table's lines are triples."""
     for path in local_files(data):
         has_bare_triples(path, data)
 
 
 def has_bare_triples(path: Path, data: DataConfig) -> bool:
-    """Returns whether each line of a table is a head, a relation and a tail, without a header.
+    """Returns whether a table has no header, and each line is a head, a relation and a tail.
 
-    Raises ConfigError if its first line looks like that, but not clearly.
+    Raises ConfigError if this is unclear.
     """
     if file_form(path) not in TABLES or not data.has_header:
         return False
@@ -245,7 +245,10 @@ def has_bare_triples(path: Path, data: DataConfig) -> bool:
 
 
 def _is_triple(path: Path, first: tuple[str, ...]) -> bool:
-    """Returns whether the relation of the first line occurs again, and so does its head or tail, or it is no name."""
+    """Returns whether the first line is a triple rather than a header.
+
+    It is if its relation recurs in a later line and, moreover, its head or tail recurs or cannot be a column name.
+    """
     head, relation, tail = first
     has_relation, has_end = False, any(_is_no_name(end) for end in (head, tail))
     for line in table_lines(path):
@@ -258,5 +261,5 @@ def _is_triple(path: Path, first: tuple[str, ...]) -> bool:
 
 
 def _is_no_name(value: str) -> bool:
-    """Returns whether a value cannot be the name of a column: it has several words, or begins with no letter."""
+    """Returns whether a value cannot be a column name: it has several words, or does not start with a letter or _."""
     return len(value.split()) > 1 or not (value[:1].isalpha() or value[:1] == "_")

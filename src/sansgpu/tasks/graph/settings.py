@@ -1,4 +1,4 @@
-"""The settings of task graph: its keys, their defaults and problems, its metrics and model card."""
+"""The settings of task graph: configuration keys, defaults, validation, metrics and model card."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sansgpu.tasks.settings import EVALUATE_TEXTS, FINE_TUNED, fine_tuning_probl
 
 _GRAPH_DATA: Values = {"dataset_name": PYTHON_STDLIB_GRAPH, "doc_stride": 0}
 
-# Keys that have an effect only with fusion, an entity embedding or leaves.
+# Keys that only have an effect with relation fusion, entity embeddings or leaves.
 _FUSION_KEYS = ("model.relation_rank", "model.relation_dropout")
 _ENTITY_KEYS = ("model.entity_rank", "training.entity_weight", "data.entity_query_ratio", "data.kge_triples")
 _LEAF_KEYS = (
@@ -43,7 +43,7 @@ GRAPH_KEYS = (
 def accuracy(
     stem: str, target: str, targets: str, short: str = "", remedies: tuple[str, ...] = ()
 ) -> tuple[Metric, ...]:
-    """Describes `stem`_acc, the share of correct targets, and the metrics that the terminal shows beside it."""
+    """Describes `stem`_acc, the share of correct targets, and the metrics that the terminal shows next to it."""
     name, right = f"{stem}_acc", f"{{value}} of {{{stem}_count:,.0f}} {targets} correct"
     return (
         Metric(f"{stem}_loss", f"{target} loss", text="loss {value}", within=name, unit="nats"),
@@ -67,7 +67,7 @@ def accuracy(
 
 
 def _ranking(side: str, prefix: str, label: str, short: str = "") -> tuple[Metric, ...]:
-    """Describes the mean reciprocal rank of the true tails or heads of sampled triples, other true ones left out."""
+    """Describes the filtered mean reciprocal rank of the true tails or heads of sampled triples."""
     mrr, frequency = f"{prefix}mrr", f"{prefix}relation_frequency_mrr"
     return (
         Metric(
@@ -106,7 +106,7 @@ MASKED_METRICS = (
 
 
 def _graph_problems(config: Any) -> Iterator[str]:
-    """Yields a clause for each problem of task graph without a pretrained model."""
+    """Yields a message for each invalid setting of task graph without a pretrained model."""
     model, data = config.model, config.data
     if model.activation not in ("gelu", "relu"):
         yield f"model.activation {model.activation} is only for decoders; set gelu or relu for a graph encoder"
@@ -128,7 +128,7 @@ def _graph_problems(config: Any) -> Iterator[str]:
 
 
 def _masking_problems(config: Any) -> Iterator[str]:
-    """Yields a clause if nothing would be masked."""
+    """Yields a message if the settings mask nothing."""
     data, training = config.data, config.training
     if config.roots <= 2:
         yield f"data.max_length {config.roots} leaves no room for text between [CLS] and [SEP]; raise it"

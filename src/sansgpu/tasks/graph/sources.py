@@ -1,4 +1,4 @@
-"""Opens datasets of texts with triples: files of rows, folders of .tsv files, plain text, or Python's own library."""
+"""Opens datasets of texts with triples: files of rows, folders of .tsv files, plain text, or Python's library."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ TEXT_FILES = (ENTITY_FILE, DESCRIPTION_FILE, RELATION_FILE)
 
 
 class NamedText(NamedTuple):
-    """An entity's name and a text that begins with it."""
+    """An entity's name and a text that starts with it."""
 
     name: str
     text: str
 
 
 def named_entity(name: str, text: str) -> NamedText:
-    """Prefixes `text` with the name unless it begins with it (ignoring case); an empty text becomes the name."""
+    """Prepends the name to `text`, unless it starts with it (ignoring case). An empty text becomes the name."""
     if re.match(rf"{re.escape(name)}(?!\w)", text, re.IGNORECASE):
         return NamedText(name, text)
     return NamedText(name, f"{name}: {text}" if text.strip() else name)
@@ -42,8 +42,8 @@ def named_entity(name: str, text: str) -> NamedText:
 def fact_documents(facts: Iterable[Fact], entities: Mapping[str, NamedText], inverse: bool) -> Iterator[GraphDocument]:
     """Yields a document for each head and for each fact with qualifiers, in order of first appearance.
 
-    An id that is not in `entities` is its own name and text. With `inverse`, each fact is added to its tail's document
-    as an inverse relation.
+    An id that is not in `entities` is used as name and text. With `inverse`, each fact is also added to its tail's
+    document as an inverse relation.
     """
     groups: dict[str | Fact, list[Fact]] = {}
     for fact in _with_inverses(facts) if inverse else facts:
@@ -64,7 +64,7 @@ def _with_inverses(facts: Iterable[Fact]) -> Iterator[Fact]:
 
 
 def _document(facts: list[Fact], entities: Mapping[str, NamedText], name: str) -> GraphDocument:
-    """Builds the document of facts that share the head and the qualifiers."""
+    """Builds the document for facts with the same head and qualifiers."""
 
     def entity(key: str) -> NamedText:
         return entities.get(key, NamedText(key, key))
@@ -77,7 +77,7 @@ def _document(facts: list[Fact], entities: Mapping[str, NamedText], name: str) -
 
 
 def knowledge_parts(folder: Path) -> dict[str, Mapping[str, Path]]:
-    """Returns the .tsv files of each split, by its name in GraphSources; empty if `folder` has no train.tsv."""
+    """Returns the .tsv files for each split of GraphSources, by name; {} if `folder` has no train.tsv."""
     parts = {
         "train": [TRAIN_FILE],
         "validation": [f"{name}.tsv" for name in VALIDATION_NAMES],
@@ -93,7 +93,7 @@ def knowledge_parts(folder: Path) -> dict[str, Mapping[str, Path]]:
 
 
 def knowledge_documents(files: Mapping[str, Path], bad_rows: BadRows, inverse: bool) -> Iterator[GraphDocument]:
-    """Yields the documents of one split from its triples, the texts of entities and the names of relations.
+    """Yields the documents of a split, from files with its triples, entity texts and relation names.
 
     Raises ConfigError if a file cannot be read.
     """
@@ -113,9 +113,9 @@ def knowledge_documents(files: Mapping[str, Path], bad_rows: BadRows, inverse: b
 
 
 def _entities(files: Mapping[str, Path], bad_rows: BadRows) -> dict[str, NamedText]:
-    """Reads KG-BERT's files of entities, as of FB15k-237 with names and descriptions, or of WN18RR with one text each.
+    """Reads entity files in KG-BERT's formats: names and descriptions (FB15k-237), or one text per entity (WN18RR).
 
-    Without a file of descriptions, the name is the text up to the first ", ".
+    Without a file of descriptions, the name of an entity is its text up to the first ", ".
     """
     texts = {key: text for key, text in _texts(files.get(ENTITY_FILE), bad_rows) if text}
     if DESCRIPTION_FILE not in files:
@@ -143,14 +143,15 @@ def _lines(path: Path) -> Iterator[SourceRow]:
         yield line
 
 
-READER = 1  # increment if the same files produce different documents
+READER = 1  # version of the parsing code; increment it if the same files give different documents
 
 
 @dataclass(frozen=True)
 class GraphSource:
-    """A corpus of documents with triples. `fingerprint` identifies its content and the way it is read.
+    """A corpus of documents with triples. `fingerprint` identifies its content and how it is read.
 
-    `documents` yields them in a fixed order. It raises ConfigError at an invalid row, unless `data.on_bad_row` is skip.
+    `documents` yields the documents in a fixed order, and raises ConfigError at an invalid row, unless data.on_bad_row
+    is skip.
     """
 
     name: str
@@ -160,7 +161,7 @@ class GraphSource:
 
 @dataclass(frozen=True)
 class GraphSources:
-    """The training split and, if the data has them, the validation and test splits."""
+    """The splits of a dataset; validation and test are optional."""
 
     train: GraphSource
     validation: GraphSource | None
@@ -181,7 +182,7 @@ def open_graphs(data: DataConfig, note: Callable[[str], None], inverse: bool = F
 
 
 def open_graph_part(name: str, data: DataConfig, note: Callable[[str], None], inverse: bool = False) -> GraphSource:
-    """Opens one source to evaluate on: its test split if it has one, else its validation split, else all of it."""
+    """Opens a dataset to evaluate on: its test split, or else its validation split, or else all of it."""
     graphs = _open(name, data, note, inverse)
     return graphs.test or graphs.validation or graphs.train
 
@@ -221,7 +222,7 @@ def _knowledge_documents(
 def _source_documents(
     source: Source, data: DataConfig, note: Callable[[str], None], inverse: bool
 ) -> Iterator[GraphDocument]:
-    """Yields the texts in order, then the documents of entities with facts, which need all rows to be read first."""
+    """Yields texts in order, and then the documents of entities with facts, which need all rows to be read first."""
     bad_rows = BadRows(data.on_bad_row)
     made = list(_source_items(source, data, bad_rows, note))
     bad_rows.report(lambda message: note(f"{source.name}: {message}"))

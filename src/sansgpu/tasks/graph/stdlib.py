@@ -1,7 +1,7 @@
 """Extracts a knowledge graph from the source of Python's standard library.
 
-A document is a module, a class or a function. Its triples describe its own code, without nested definitions, which have
-their own documents.
+A document is a module, a class or a function. Its triples describe its own code without nested definitions, which have
+documents of their own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def stdlib_documents(files: Mapping[str, Path]) -> Iterator[GraphDocument]:
 
 
 def _with_instantiations(triples: Iterable[Triple], classes: set[str]) -> Iterator[Triple]:
-    """Replaces `calls` by `instantiates` if the tail is a class, which is known only after reading all files."""
+    """Replaces `calls` with `instantiates` if the tail is a class, which is only known after reading all files."""
     for triple in triples:
         instantiates = triple.relation == "calls" and triple.tail in classes
         yield triple._replace(relation="instantiates") if instantiates else triple
@@ -75,7 +75,7 @@ class _Module:
                 yield from self._inner_documents(node, f"{name}.")
 
     def _document(self, name: str, node: _Definition) -> GraphDocument | None:
-        """Builds a definition's document; None if its name is not found: a line may be continued after `def`."""
+        """Builds a definition's document; None if its name is not on the same line as `def`."""
         if isinstance(node, ast.ClassDef):
             self.classes.append(node.name)
             facts, text = self._class_facts(node), _Excerpt(self._lines, _class_lines(node), node.col_offset)
@@ -155,7 +155,7 @@ class _Module:
                     yield "returns", _name(value)
                 case ast.Raise(
                     exc=ast.expr() as raised
-                ):  # the call that creates the exception comes next and is skipped
+                ):  # skips the next node, which is the call that creates the exception
                     yield "raises", _name(raised)
                 case ast.ExceptHandler(type=ast.Tuple(elts=exceptions)):
                     yield from (("catches", _name(exception)) for exception in exceptions)
@@ -167,7 +167,7 @@ class _Module:
                     yield "declares", name
 
     def _is_known(self, called: ast.expr) -> bool:
-        """Returns whether the source shows whose function is called; a method of a variable may belong to any class."""
+        """Returns whether the code shows which function is called. A variable's method could belong to any class."""
         match called:
             case ast.Name() | ast.Attribute(value=ast.Name(id="self" | "cls") | ast.Call(func=ast.Name(id="super"))):
                 return True
@@ -185,14 +185,14 @@ class _Excerpt:
         dedented, length = [], 0
         for number in numbers:
             line = lines[number - 1]
-            cut = min(indent, len(line) - len(line.lstrip()))  # a multi-line string may have less indent
+            cut = min(indent, len(line) - len(line.lstrip()))  # multi-line strings may be indented less
             self._starts[number] = length - cut
             dedented.append(line[cut:])
             length += len(line) - cut + 1
         self.text = "\n".join(dedented)
 
     def span(self, number: int, column: int, name: str) -> tuple[int, int] | None:
-        """Returns the span of `name` at this line and column in the excerpt; None if it is not there."""
+        """Returns the span in the excerpt of `name` at a line and column of the file; None if it is not there."""
         start = self._starts[number] + column
         return (start, start + len(name)) if self.text.startswith(name, start) else None
 

@@ -1,6 +1,6 @@
-"""Predicts the tails of (head, relation, ?) questions on masked leaves, and searches for them with beams.
+"""Predicts the tails of (head, relation, ?) questions on masked leaves, by beam search or among candidates.
 
-Q questions, L leaves of each, V vocabulary, S candidates, M beams, D width, E entities.
+Q questions, L leaves per question, V vocabulary, S candidates, M beams, D width, E entities.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:  # it imports this module
     from sansgpu.tasks.graph.objective import GraphObjective
 
 
-MAX_NODES = 8192  # nodes of a forward pass
-MAX_VALUES = 1 << 24  # fp32 values in memory for the questions of one forward pass: 64 MiB
-_NO_TRIPLE = Triple("", "", "")  # a question has no tail
+MAX_NODES = 8192  # maximum nodes per forward pass
+MAX_VALUES = 1 << 24  # maximum fp32 values in memory for the outputs of one forward pass: 64 MiB
+_NO_TRIPLE = Triple("", "", "")  # placeholder, because a question has no tail
 NONE = float("-inf")  # score of an impossible answer
 
 
@@ -51,7 +51,7 @@ class TailQuery(NamedTuple):
 
 @dataclass(frozen=True)
 class TailPredictor:
-    """A trained encoder in evaluation mode on `device`, with matrix products in `precision`."""
+    """A trained encoder in evaluation mode on `device`, with matmuls in `precision`."""
 
     objective: GraphObjective
     mask_id: int
@@ -64,7 +64,7 @@ class TailPredictor:
         return self.objective.model.embedding.num_embeddings
 
     def pieces(self, questions: Sequence[TailQuery], leaves: int, numbers: int) -> Iterator[tuple[int, int]]:
-        """Yields the ranges [start, stop) of questions for one pass, if each needs `numbers` fp32 values."""
+        """Yields the range [start, stop) of questions for each pass, if a question needs `numbers` fp32 values."""
         start = nodes = 0
         for stop, question in enumerate(questions):
             size = len(question.tokens) + leaves
@@ -79,10 +79,10 @@ class TailPredictor:
     def log_probabilities(
         self, questions: Sequence[TailQuery], leaves: np.ndarray, slots: slice = slice(None)
     ) -> torch.Tensor:
-        """Returns the log-probabilities of all tokens on the chosen slots from one forward pass, (Q, slots, V) fp32.
+        """Returns the log-probabilities of all tokens on the given slots from one forward pass, (Q, slots, V) fp32.
 
-        leaves (Q, L): known tokens, or the mask. The output projection is always in fp32: bf16 cannot distinguish the
-        logits of close candidates.
+        `leaves` (Q, L) are known tokens or masks. The output projection is always in fp32, because bf16 cannot
+        distinguish the logits of close candidates.
         """
         states = self._leaf_states(questions, leaves)[:, slots]
         model = self.objective.model
@@ -97,7 +97,7 @@ class TailPredictor:
     ) -> torch.Tensor:
         """Returns the log-probability of each candidate from one forward pass, (Q, S) fp32.
 
-        candidates (S, D) fp32; table (E, D) fp32, the vectors of entities 1, 2, ..., used for the heads.
+        `candidates` (S, D) and `table` (E, D) are fp32; the table has the vectors of entities 1, 2, ..., for the heads.
         """
         states = self._leaf_states(questions, self.empty(questions, 1))[:, 0]
         heads, relations = torch.tensor([(q.entity, q.relation) for q in questions], device=self.device).unbind(1)
@@ -107,7 +107,7 @@ class TailPredictor:
 
     @torch.no_grad()
     def candidate_vectors(self, names: Sequence[Sequence[int]], numbers: Sequence[int]) -> torch.Tensor:
-        """Returns the vectors of entities with these name tokens and these rows in the table, (S, D) fp32."""
+        """Returns the vectors of entities, (S, D) fp32, from the token ids of their names and their table rows."""
         model = self.objective.model
         assert model.entities is not None
         bags = NameBags(names, self.vocabulary, self.device)
@@ -117,7 +117,7 @@ class TailPredictor:
         return own.float() + bags.means(model.embedding.weight)
 
     def head_precision(self) -> torch.autocast:
-        """Returns a context for the output head: fp32, unless the model is being trained with bf16 weights."""
+        """Returns an autocast context for the output head: fp32, unless the model is in training with bf16 weights."""
         narrow = self.objective.model.transform.weight.dtype == torch.bfloat16
         return torch.autocast(self.device.type, torch.bfloat16, enabled=narrow)
 
@@ -130,7 +130,7 @@ class TailPredictor:
         return states[batch.is_leaf].float().view(*leaves.shape, -1)
 
     def empty(self, questions: Sequence[TailQuery], leaves: int) -> np.ndarray:
-        """Returns masked leaves for each question, (Q, L)."""
+        """Returns `leaves` masked leaves for each question, (Q, L)."""
         return np.full((len(questions), leaves), self.mask_id, np.int64)
 
 
@@ -149,8 +149,8 @@ def _without_targets(graph: LeafyExample) -> MaskedExample:
 class BeamSearch:
     """Beam search for tails of 1, 2, ... tokens, which are predicted from left to right.
 
-    A token is never repeated immediately: masked leaves of one head look alike to the model, which otherwise predicts
-    the same token on each of them.
+    A tail never has the same token twice in a row. Masked leaves of one head look alike to the model, so it would often
+    predict the same token on each of them.
     """
 
     def __init__(self, predictor: TailPredictor, tokenizer: MaskTokenizer, leaves: int, width: int, count: int) -> None:
@@ -179,15 +179,15 @@ class BeamSearch:
     ) -> tuple[list[int], list[list[int]], list[float]]:
         """Returns the beams of `length` tokens: question index, token ids and score of each.
 
-        A beam is dropped once its score cannot exceed its question's bound even if all remaining tokens were certain.
-        This does not change the result.
+        A beam is dropped when its score could not exceed its question's bound even if all remaining tokens were
+        certain, which does not change the result.
         """
         rows, totals = np.arange(len(questions)), np.zeros(len(questions))
         ids = self._predictor.empty(questions, length)
         for slot in range(length):
             values, tokens = self._top_tokens([questions[row] for row in rows.tolist()], ids, slot)
             sums, parents = (totals[:, None] + values).ravel(), np.repeat(np.arange(len(rows)), self._width)
-            order = np.lexsort((-sums, rows[parents]))  # by question, best first
+            order = np.lexsort((-sums, rows[parents]))  # sorts by question, best first
             question = rows[parents[order]]
             rank = np.arange(len(order)) - np.searchsorted(question, question)
             selected = order[(rank < self._width) & (sums[order] / length > bounds[question])]
@@ -209,12 +209,12 @@ class BeamSearch:
 
 
 def normal(text: str) -> str:
-    """Normalizes a name for comparison: case-folded, with single spaces."""
+    """Normalizes a name for comparison: folds case and collapses spaces."""
     return " ".join(text.split()).casefold()
 
 
 class Candidates(ABC):
-    """Candidate tails. Names that the model cannot distinguish share a column of scores.
+    """Base of candidate tails. Names that the model cannot distinguish share a column of scores.
 
     `column` is the column of each name, or -1 if it cannot be scored; `columns` is the number of columns.
     """
@@ -226,12 +226,12 @@ class Candidates(ABC):
             self._same[normal(name)].append(number)
         self.column = np.array([-1 if key is None else numbers[key] for key in keys], np.int64)
         self.columns = len(columns)
-        self._first = np.full(len(columns), len(names))  # the first name of each column
+        self._first = np.full(len(columns), len(names))  # index of each column's first name
         np.minimum.at(self._first, self.column[self.column >= 0], np.flatnonzero(self.column >= 0))
 
     @abstractmethod
     def pieces(self, predictor: TailPredictor, questions: Sequence[TailQuery]) -> Iterator[tuple[int, int]]:
-        """Yields the ranges [start, stop) of questions for which one call of `scores` fits into memory."""
+        """Yields ranges [start, stop) of questions for which a call of `scores` fits into memory."""
 
     @abstractmethod
     def scores(self, predictor: TailPredictor, questions: Sequence[TailQuery]) -> torch.Tensor:
@@ -270,7 +270,7 @@ class SpelledCandidates(Candidates):
 
     def scores(self, predictor: TailPredictor, questions: Sequence[TailQuery]) -> torch.Tensor:
         found = [torch.zeros(len(questions), 0)]
-        for rows in self._by_length:  # one forward pass for each number of tokens
+        for rows in self._by_length:  # one forward pass per number of tokens
             length = rows.shape[1]
             log_probs = predictor.log_probabilities(questions, predictor.empty(questions, length)).cpu()
             total = log_probs[:, 0].index_select(1, rows[:, 0])
@@ -334,7 +334,7 @@ class EntityTableIndex:
 def candidates_of(
     predictor: TailPredictor, codec: GraphCodec, table: EntityTableIndex, leaves: int, names: Sequence[str]
 ) -> Candidates:
-    """Builds candidates that use the model's entity table if it has one, else the tokens of the names."""
+    """Builds candidates from names, scored by the model's entity table if it has one, or else by their tokens."""
     if table:
         return EntityCandidates(predictor, codec.tokenizer, table, table.named(names))
     return SpelledCandidates(codec.tokenizer, names, leaves)

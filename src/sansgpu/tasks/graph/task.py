@@ -41,8 +41,8 @@ from sansgpu.tasks.graph.tokenizer import GraphCodec
 from sansgpu.tasks.graph.triples import Triple
 from sansgpu.tasks.task import EvaluationRequest, ModelSource, TrainedModel
 
-UNKNOWN = "-"  # dataset name of an exported model
-EXPECTED_RELATIONS = 32  # estimate without data; their number hardly affects memory or speed
+UNKNOWN = "-"  # data.dataset_name of an exported model, whose dataset is unknown
+EXPECTED_RELATIONS = 32  # assumed if the data has not been read; the number hardly affects memory or speed
 
 
 class Graph(RanksEntities, ExtractsTriples, ComposedTask):
@@ -85,7 +85,7 @@ class Graph(RanksEntities, ExtractsTriples, ComposedTask):
 
     @staticmethod
     def random_batch(config: Config, size: int, tokens: int | None = None) -> GraphBatch:
-        """Builds `size` random graphs of `tokens` nodes each, or with every leaf slot filled."""
+        """Builds `size` random graphs of `tokens` nodes each, or by default with all leaf slots filled."""
         model, nodes = config.model, min(tokens or config.window, config.window)
         draws = generator(config.training.seed, "trial")
         examples = [_random_example(config, nodes, draws) for _ in range(size)]
@@ -98,7 +98,7 @@ class Graph(RanksEntities, ExtractsTriples, ComposedTask):
 
     @classmethod
     def costs(cls, config: Config) -> GraphEncoderCosts:
-        """Returns the costs. Memory assumes that every leaf slot is filled, and FLOPs that most are empty."""
+        """Returns the costs. Assumes for memory that all leaf slots are filled, and for FLOPs that most are empty."""
         return GraphEncoderCosts(
             config.model,
             config.training,
@@ -127,7 +127,10 @@ class Graph(RanksEntities, ExtractsTriples, ComposedTask):
 
     @classmethod
     def recorded_settings(cls, config: Config, recorded: dict[str, Any]) -> list[str]:
-        """Returns overrides for keys that a run did not record because it is older than they are: they are disabled."""
+        """Returns the recorded settings that depend on the data, if they are not configured.
+
+        Runs that were recorded before such a setting existed get the value with the former behavior.
+        """
         model = {"leaves": None, "n_entities": 0, **(recorded.get("model") or {})}
         open_keys = [key for key in ("leaves", "n_entities") if getattr(config.model, key) is None]
         older = "long_tails" not in (recorded.get("data") or {})
@@ -186,7 +189,7 @@ def _config_of(model: GraphEncoder, learned: dict[str, Any], folder: Path) -> Co
 
 
 def exported_settings(config: Config) -> dict[str, dict[str, Any]]:
-    """Returns the settings that an exported model needs for extraction and evaluation."""
+    """Returns the settings that extraction and evaluation need from an exported model."""
     data = ["max_length", "doc_stride", "triples", "inverse_relations", "mask_ratio", "max_span"]
     data += ["leaf_mask_ratio", "min_leaf_groups", "entity_query_ratio", "kge_triples"]
     training = ["mlm_weight", "mnm_weight", "entity_weight", "seed"]
@@ -203,7 +206,7 @@ def _masked_share(config: Config) -> float:
 
 
 def _with_data_settings(config: Config, corpus: GraphCorpus) -> Config:
-    """Fills in the settings that depend on the data. Raises ConfigError if a configured number is too small."""
+    """Sets what depends on the data. Raises ConfigError if a configured number is too small for it."""
     model, codec = config.model, corpus.codec
     if model.leaves == 0:
         return config
@@ -225,7 +228,7 @@ def _random_facts(config: Config, size: int, draws: np.random.Generator) -> np.n
 
 
 def _random_example(config: Config, nodes: int, draws: np.random.Generator) -> LeafyExample:
-    """Draws roots and attaches tails to the first ones up to `nodes` nodes; the first tail is an entity query."""
+    """Draws random roots, and attaches tails to the first ones up to `nodes` nodes. The first is an entity query."""
     model, entities = config.model, config.model.n_entities or 0
     assert model.vocab_size is not None
     roots = min(config.roots, nodes - 1 if entities else nodes)

@@ -40,7 +40,7 @@ RELATIONS_FILE, ENTITIES_FILE = "relations.json", "entities.json"
 
 
 class MaskTokenizer:
-    """A `tokenizers` model with a mask token. The constructor raises ConfigError if it has none."""
+    """A tokenizer of the `tokenizers` library with a mask token. Raises ConfigError if it has none."""
 
     def __init__(self, backend: Backend, name: str, specials: Specials | None = None) -> None:
         given = [specials] if specials else [BERT, ROBERTA]
@@ -51,7 +51,7 @@ class MaskTokenizer:
             raise ConfigError(f"the tokenizer {name} has no mask token; use an encoder's tokenizer or bpe.")
         backend.no_padding()
         backend.no_truncation()
-        backend.encode_special_tokens = True  # `[MASK]` in a text is ordinary text
+        backend.encode_special_tokens = True  # "[MASK]" within a text is encoded as ordinary text
         self.backend, self.specials = backend, found
         self.begin_id, self.end_id, self.mask_id = (self._id(t) for t in (found.begin, found.end, found.mask))
 
@@ -70,18 +70,18 @@ class MaskTokenizer:
         return np.array(sorted(index for token, index in vocabulary.items() if token not in special), np.int64)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoding]:
-        """Encodes texts in parallel, without special tokens; encodings have offsets and word ids."""
+        """Encodes texts in parallel without special tokens. The encodings have offsets and word ids."""
         with tokenizer_errors():
             return list(self.backend.encode_batch(list(texts), add_special_tokens=False))
 
     def encode_names(self, names: Iterable[str]) -> list[list[int]]:
-        """Encodes names as they would be within a text, after a space."""
+        """Encodes names as within a text, after a space."""
         texts = [f" {name.strip()}" for name in names]
         with tokenizer_errors():
             return [e.ids for e in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def enclosed(self, ids: np.ndarray) -> np.ndarray:
-        """Adds the first and the last special token to a text's ids; returns int64."""
+        """Adds the first and last special token ([CLS] and [SEP] in BERT) to a text's ids; returns int64."""
         return np.concatenate([[self.begin_id], ids, [self.end_id]]).astype(np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -90,7 +90,7 @@ class MaskTokenizer:
         return text
 
     def save(self, folder: Path) -> None:
-        """Writes tokenizer.json and tokenizer_config.json for transformers' AutoTokenizer."""
+        """Writes tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer loads."""
         named = zip(_ROLES, self.specials, strict=True)
         known = {role: token for role, token in named if self.backend.token_to_id(token) is not None}
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **known}
@@ -100,7 +100,7 @@ class MaskTokenizer:
 def build_mask_tokenizer(
     data: DataConfig, fingerprint: str, texts: Callable[[], Iterator[str]], cache: Path, progress: ReportProgress
 ) -> MaskTokenizer:
-    """Loads the configured tokenizer, or trains bpe on `texts`; `fingerprint` identifies them in the cache."""
+    """Loads the configured tokenizer. "bpe" is trained on `texts`, which `fingerprint` identifies in the cache."""
     if data.tokenizer == "char":
         raise ConfigError(
             "data.tokenizer char has no mask token; use bpe, a tokenizer.json or the tokenizer of an encoder."
@@ -126,7 +126,7 @@ def build_mask_tokenizer(
 
 
 def from_pretrained(tokenizer: Any) -> MaskTokenizer:
-    """Converts a tokenizer of transformers. Raises ConfigError if it has no mask token."""
+    """Converts a transformers tokenizer. Raises ConfigError if it has no mask token."""
     named = [getattr(tokenizer, role, None) for role in _ROLES]
     if named[4] is None:
         raise ConfigError(
@@ -139,7 +139,7 @@ def from_pretrained(tokenizer: Any) -> MaskTokenizer:
 
 @dataclass(frozen=True)
 class GraphCodec:
-    """A tokenizer with the names of relations (ids 1, 2, ...) and entities."""
+    """A tokenizer, the names of relations (with ids 1, 2, ...) and the entities."""
 
     tokenizer: MaskTokenizer
     relations: tuple[str, ...]
@@ -160,14 +160,14 @@ class GraphCodec:
 
     @classmethod
     def load(cls, folder: Path) -> GraphCodec:
-        """Loads what `save` wrote. Raises ConfigError if it cannot be read."""
+        """Loads a codec that `save` wrote. Raises ConfigError if it cannot be read."""
         relations = _strings(folder / RELATIONS_FILE, 0)
         entities = tuple(Entity(*pair) for pair in _strings(folder / ENTITIES_FILE, len(Entity._fields)))
         return cls(MaskTokenizer(load_tokenizer(folder).backend, str(folder)), tuple(relations), entities)
 
 
 def _strings(file: Path, columns: int) -> list[Any]:
-    """Reads a list of strings, or of lists of `columns` strings if not 0; a missing file is empty.
+    """Reads a list of strings or, if `columns` is not 0, of lists of `columns` strings; [] for a missing file.
 
     Raises ConfigError for anything else.
     """

@@ -11,9 +11,10 @@ import numpy as np
 
 
 class KnownFacts:
-    """All true facts: the entities, distinguished by id and name, and the tails of each head and relation.
+    """All known facts: the entities, distinguished by id and name, and the true tails of each head and relation.
 
-    `trained` are the training documents, from which the relations' tail frequencies are counted; `others` are the rest.
+    The frequencies of a relation's tails are counted in `trained`, the training documents; `others` are the remaining
+    documents.
     """
 
     def __init__(self, trained: Iterable[GraphDocument], others: Iterable[GraphDocument]) -> None:
@@ -62,8 +63,8 @@ class Triple(NamedTuple):
     head: str
     relation: str
     tail: str
-    head_span: tuple[int, int] | None = None  # characters [start, end) of the text; None: search for the head
-    head_id: str | None = None  # distinguishes entities with the same name; None: the name itself
+    head_span: tuple[int, int] | None = None  # characters [start, end) of the text; None: search for the name
+    head_id: str | None = None  # distinguishes entities with the same name; None: the name is the id
     tail_id: str | None = None
 
     @property
@@ -83,7 +84,7 @@ class Triple(NamedTuple):
 
 
 class GraphDocument(NamedTuple):
-    """A text with its triples. Documents of one `group` go to the same split."""
+    """A text with its triples. Documents of the same `group` get into the same split."""
 
     id: str
     group: str

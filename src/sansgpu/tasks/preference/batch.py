@@ -1,4 +1,4 @@
-"""Tokenized preferences and their batches: prompts with two answers each, or with one rated answer.
+"""Tokenized preference data and its batches: prompts with two answers, or with one rated answer.
 
 B examples, N input tokens, K target tokens.
 """
@@ -20,13 +20,13 @@ from sansgpu.tasks.sft.chat import show_masked
 
 @dataclass(frozen=True)
 class AnswerPairs(ExampleBatch):
-    """B prompts with two answers each, whose last tokens are targets only."""
+    """B prompts with two answers each. The last token of an answer is only a target, not an input."""
 
     tokens: torch.Tensor  # (N,) int64: prompt, first answer, second answer
-    targets: torch.Tensor  # (K,) int64: first answer, second answer; IGNORE for tokens without a loss
-    sizes: torch.Tensor  # (B, 3) int64: tokens of the prompt and targets of the answers
-    labels: torch.Tensor  # (B,) int64: 1 if the first answer is good, 0 if it is bad, IGNORE for no loss
-    reference: torch.Tensor  # (B, 2) float64: log-probabilities of the answers before training
+    targets: torch.Tensor  # (K,) int64: first answer, second answer; IGNORE for tokens that are not learned
+    sizes: torch.Tensor  # (B, 3) int64: tokens of the prompt, the first and the second answer
+    labels: torch.Tensor  # (B,) int64: 1 if the first answer is good, 0 if bad, IGNORE for padding examples
+    reference: torch.Tensor  # (B, 2) float64: log-probabilities of the answers under the reference model
     numbers: torch.Tensor  # (B,) int64: indices of the examples in the dataset
 
     @classmethod
@@ -54,7 +54,7 @@ class AnswerPairs(ExampleBatch):
         return len(self.sizes)
 
     def has_target(self) -> torch.Tensor:
-        """Returns a bool for each example, (B,)."""
+        """Returns which examples contribute to the loss, (B,) bool."""
         return self.labels != IGNORE
 
     def target_count(self) -> int:
@@ -64,14 +64,14 @@ class AnswerPairs(ExampleBatch):
         return len(self.tokens)
 
     def target_tokens(self) -> torch.Tensor:
-        """Returns the number of tokens with a loss of each answer, (B, 2)."""
+        """Returns the number of target tokens of each answer, (B, 2)."""
         answers = torch.repeat_interleave(
             torch.arange(2 * len(self), device=self.sizes.device), self.sizes[:, 1:].flatten()
         )
         return torch.bincount(answers[self.targets != IGNORE], minlength=2 * len(self)).view(-1, 2)
 
     def content(self) -> bytes:
-        """Returns what determines the log-probabilities of the answers."""
+        """Returns the bytes of everything that determines the log-probabilities, for a cache key."""
         return b"".join(part.numpy().tobytes() for part in (self.tokens, self.targets, self.sizes))
 
     def rows(self, start: int, stop: int) -> AnswerPairs:
@@ -92,7 +92,7 @@ class AnswerPairs(ExampleBatch):
 
 
 class PreferenceExamples:
-    """The examples of one split, with the log-probabilities of their answers before training, (len, 2), once known."""
+    """The examples of one split and, once computed, the answers' reference log-probabilities, (len, 2)."""
 
     def __init__(self, examples: Sequence[Answers]) -> None:
         self.examples = examples
@@ -103,7 +103,7 @@ class PreferenceExamples:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """The number of input tokens of each example, with a shared prompt."""
+        """The number of input tokens of each example if both answers share the prompt."""
         return np.array([len(e.prompt) + sum(len(ids) - 1 for ids in e.ids) for e in self.examples], np.int64)
 
     @cached_property
@@ -113,16 +113,19 @@ class PreferenceExamples:
 
     @property
     def targets(self) -> int:
-        """The number of tokens with a loss."""
+        """The number of target tokens."""
         return sum(int(known.sum()) for e in self.examples for known in e.learned)
 
     def batch(self, numbers: np.ndarray) -> AnswerPairs:
-        """Returns the examples with these indices."""
+        """Returns a batch of the examples with the indices `numbers`."""
         return AnswerPairs.of([self.examples[number] for number in numbers], self.reference[numbers], numbers)
 
 
 def with_other_answers(examples: Sequence[Answers], max_length: int) -> list[Answers]:
-    """Adds to each rated answer that of the next example with the same rating, cut to fit, to estimate the KL."""
+    """Adds a second answer to each rated one, from which KTO estimates the KL divergence.
+
+    It is the answer of the next example with the same rating, truncated to `max_length`.
+    """
     ordered = sorted(range(len(examples)), key=lambda number: examples[number].label)
     following = dict(zip(ordered, ordered[1:] + ordered[:1], strict=True))
     found = []
@@ -133,7 +136,7 @@ def with_other_answers(examples: Sequence[Answers], max_length: int) -> list[Ans
     return found
 
 
-ANSWERS = 2  # answers in an example
+ANSWERS = 2  # answers per example
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,7 @@ class PreferenceCorpus(TokenizedCorpus[PreferenceExamples]):
         return self.train_tokens + self.validation_tokens if self.needs_reference else 0
 
     def preview(self) -> str | None:
-        """Returns the text of the first example; brackets enclose the chosen and the rejected answer."""
+        """Returns the text of the first example, with brackets around the chosen and the rejected answer."""
         first = self.train.examples[0]
         prompt = [(int(token), False) for token in first.prompt]
         shown = []

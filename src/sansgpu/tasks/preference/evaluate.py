@@ -1,4 +1,4 @@
-"""Evaluates preferences: accuracy, rewards and their margin."""
+"""Evaluates a model on preferences: accuracy, rewards and their margin."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PreferenceEvaluator(SplitEvaluator[PreferenceObjective, PreferenceExamples
     """Evaluates a model on held-out preferences."""
 
     def evaluate(self, batch: AnswerPairs) -> Sums:
-        """Returns the log-probabilities of each example under its number, because the KL is a mean over all of them."""
+        """Returns the log-probabilities by example number, because the KL divergence is a mean over all examples."""
         found = self._objective.log_probabilities(batch).tolist()
         rows = zip(batch.numbers.tolist(), found, strict=True)
         return {f"{number} {answer}": row[answer] for number, row in rows for answer in range(ANSWERS)}

@@ -1,6 +1,6 @@
-"""Losses of preferences, from the log-probabilities of the answers. B examples with two answers each.
+"""Losses of preference optimization from the log-probabilities of answers. B examples with two answers each.
 
-Of a pair, the answers are the chosen and the rejected one. For KTO they are the rated one and an answer to another
+The two answers are the chosen and the rejected one. For KTO, they are the rated answer and an answer to a different
 prompt, from which the KL divergence is estimated.
 """
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from sansgpu.config.losses import PreferenceConfig
 from sansgpu.tasks.task import Sums
 
-LARGEST_MEAN = -1e-6  # largest mean log-probability, because the odds of a certain answer are infinite
+LARGEST_MEAN = -1e-6  # upper limit of mean log-probabilities, because an answer of probability 1 has infinite odds
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Scores:
     """Log-probabilities of answers, each (B, 2)."""
 
     policy: torch.Tensor
-    reference: torch.Tensor  # log-probabilities from the model before training
-    tokens: torch.Tensor  # numbers of target tokens
+    reference: torch.Tensor  # log-probabilities under the reference model, which is the model before training
+    tokens: torch.Tensor  # number of target tokens
 
     @property
     def ratios(self) -> torch.Tensor:
@@ -31,7 +31,7 @@ class Scores:
 
 
 def pair_losses(settings: PreferenceConfig, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the loss (B,) and the rewards (B, 2) of pairs of a chosen and a rejected answer."""
+    """Returns the losses (B,) and the rewards (B, 2) of pairs of a chosen and a rejected answer."""
     beta, tokens = settings.scale, scores.tokens.clamp(min=1)
     if settings.loss == "dpo":  # arXiv 2305.18290; with label smoothing: conservative DPO
         rewards = beta * scores.ratios
@@ -48,14 +48,14 @@ def pair_losses(settings: PreferenceConfig, scores: Scores) -> tuple[torch.Tenso
         return -means[:, 0] - beta * F.logsigmoid(log_odds[:, 0] - log_odds[:, 1]), rewards
     if settings.loss == "simpo":
         margins = margins - settings.gamma
-    wrong = settings.label_smoothing  # assumed share of pairs that should be the other way round
+    wrong = settings.label_smoothing  # assumed share of pairs in which the rejected answer is the better one
     return -(1 - wrong) * F.logsigmoid(margins) - wrong * F.logsigmoid(-margins), rewards
 
 
 def kl_divergence(scores: Scores) -> torch.Tensor:
-    """Estimates the KL divergence from the model before training, (), from answers to other prompts (arXiv 2402.01306).
+    """Estimates the KL divergence from the reference model, (), without a gradient (arXiv 2402.01306).
 
-    It has no gradient.
+    The estimate comes from the second answers, which belong to other prompts.
     """
     return scores.ratios[:, 1].detach().mean().clamp(min=0)
 
@@ -63,7 +63,7 @@ def kl_divergence(scores: Scores) -> torch.Tensor:
 def kto_losses(
     settings: PreferenceConfig, scores: Scores, is_good: torch.Tensor, kl: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the loss and the reward, (B,) each, of rated answers; `is_good` (B,) are the ratings."""
+    """Returns the losses and the rewards, (B,) each, of rated answers; `is_good` (B,) are the ratings."""
     rewards = settings.scale * scores.ratios[:, 0]
     sign = torch.where(is_good, 1.0, -1.0)
     weights = torch.where(is_good, settings.desirable_weight, settings.undesirable_weight)
@@ -71,7 +71,7 @@ def kto_losses(
 
 
 def reward_metrics(sums: Sums) -> dict[str, float]:
-    """Computes means from the sums of `measured`."""
+    """Computes mean metrics from the sums of `PreferenceObjective.measured`."""
     count = sums["examples"]
     chosen = sums["chosen"] / max(1.0, sums["rated_good"])
     rejected = sums["rejected"] / max(1.0, sums["rated_bad"])

@@ -1,4 +1,4 @@
-"""Computes log-probabilities of answers. A prompt with two answers runs once, except in attention.
+"""Computes the log-probabilities of answers. Two answers share the computation of their prompt, except in attention.
 
 B examples, N input tokens, K target tokens.
 """
@@ -21,21 +21,25 @@ from sansgpu.models.quantized_layers import matrix_of
 
 @dataclass(frozen=True)
 class PairLayout:
-    """Where the tokens of B examples are, with a shared prompt and with a prompt for each answer."""
+    """Indices that map between two layouts of B examples.
 
-    positions: torch.Tensor  # (N,): of each token in its sequence
-    copies: torch.Tensor  # (M,): the token of which each one in the sequences of single answers is a copy
-    lengths: torch.Tensor  # (2B,): tokens of the sequence of each answer
-    originals: torch.Tensor  # (N,): a copy of each token
-    second_prompts: torch.Tensor  # (S,): copies that are the prompt of a second answer
-    predicting: torch.Tensor  # (K,): the copy after which each target follows
-    answers: torch.Tensor  # (K,): the answer of each target, from 0 to 2B - 1
-    ranges: torch.Tensor  # (1, M, 2): the keys that each token of the sequences of single answers sees
+    The shared layout has N tokens: prompt, first answer, second answer. The separate layout has M tokens: a sequence of
+    prompt and answer for each of the 2B answers.
+    """
+
+    positions: torch.Tensor  # (N,): position id of each shared token
+    copies: torch.Tensor  # (M,): index of the shared token that each separate token copies
+    lengths: torch.Tensor  # (2B,): length of each separate sequence
+    originals: torch.Tensor  # (N,): index of a separate token that copies each shared token
+    second_prompts: torch.Tensor  # (S,): indices of the separate tokens in the prompts of second answers
+    predicting: torch.Tensor  # (K,): index of the separate token that predicts each target
+    answers: torch.Tensor  # (K,): number of each target's answer, from 0 to 2B - 1
+    ranges: torch.Tensor  # (1, M, 2): key range of each separate token
 
     @classmethod
     def of(cls, sizes: torch.Tensor) -> PairLayout:
         prompt, first, second = sizes.unbind(1)
-        more = torch.stack((first, second), dim=1) - 1  # (B, 2): inputs of each answer, all but its last token
+        more = torch.stack((first, second), dim=1) - 1  # (B, 2): input tokens of each answer: all but the last
         shared, lengths = _starts(prompt + more.sum(1)), prompt[:, None] + more
         begins = _starts(lengths.flatten()).view(-1, 2)
         after = shared + prompt
@@ -61,7 +65,7 @@ class PairLayout:
         )
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: AttentionKernel) -> torch.Tensor:
-        """Computes attention with a prompt for each answer; q (1, H, N, d), k and v (1, K, N, d)."""
+        """Computes attention in the separate layout, from q (1, H, N, d), k and v (1, K, N, d) in the shared one."""
         q, k, v = (_Expand.apply(values, 2, self) for values in (q, k, v))
         contracted: torch.Tensor = _Contract.apply(kernel(q, k, v, self.ranges).transpose(1, 2), 1, self)
         return contracted.transpose(1, 2)
@@ -72,7 +76,7 @@ def _starts(counts: torch.Tensor) -> torch.Tensor:
 
 
 def _ranges(starts: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Concatenates the ranges [start, start + count) of equally shaped tensors, row by row."""
+    """Concatenates the integers of all ranges [start, start + count), row by row."""
     starts, counts = starts.flatten(), counts.flatten()
     return torch.repeat_interleave(starts - _starts(counts), counts) + torch.arange(
         int(counts.sum()), device=counts.device
@@ -80,7 +84,7 @@ def _ranges(starts: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 class _Expand(torch.autograd.Function):
-    """Copies tokens along a dimension. The gradient of each token is the sum over its copies, in a fixed order."""
+    """Copies tokens along a dimension. The backward pass sums the gradients of a token's copies in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, dim: int, layout: PairLayout) -> torch.Tensor:
@@ -97,7 +101,7 @@ class _Expand(torch.autograd.Function):
 
 
 class _Contract(torch.autograd.Function):
-    """Keeps one copy of each token along a dimension, which gets the token's gradient; the others get none."""
+    """Selects one copy of each token along a dimension. In the backward pass only this copy gets a gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, dim: int, layout: PairLayout) -> torch.Tensor:
@@ -111,16 +115,15 @@ class _Contract(torch.autograd.Function):
 
 
 class AnswerModel:
-    """A causal model of transformers that rates answers."""
+    """Computes log-probabilities of answers with a causal model of transformers."""
 
     def __init__(self, unpadded: UnpaddedModel) -> None:
         self._unpadded = unpadded
 
     def log_probabilities(self, tokens: torch.Tensor, sizes: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Returns the log-probability of each answer, (B, 2) fp64, summed over its targets but -100.
+        """Returns the log-probability of each answer, (B, 2) fp64, summed over its targets other than -100.
 
-        `tokens` (N,) are B prompts with two answers each, `sizes` (B, 3) their numbers of tokens, and `targets` (K,)
-        the tokens of the answers.
+        The arguments are those fields of `AnswerPairs`: `tokens` (N,), `sizes` (B, 3) and `targets` (K,).
         """
         layout = PairLayout.of(sizes)
         has_target = targets != -100
@@ -129,16 +132,16 @@ class AnswerModel:
             inputs = self._shared(tokens, layout)[layout.copies[places]]
         else:
             inputs = self._separate(tokens, layout)[places]
-        found = self._of_targets(inputs, targets[has_target]).double()  # a loss compares sums of many, which are close
+        found = self._of_targets(inputs, targets[has_target]).double()  # losses subtract large sums that are close
         return found.new_zeros(len(layout.lengths)).index_add(0, answers, found).view(-1, 2)
 
     def _shared(self, tokens: torch.Tensor, layout: PairLayout) -> torch.Tensor:
-        """Returns the head's input of each of the N tokens."""
+        """Returns the head's inputs in the shared layout: (N, ...)."""
         inputs = self._unpadded.packed_inputs(tokens[None], layout.positions[None], layout)
         return self._unpadded.before_head(inputs)[0]
 
     def _separate(self, tokens: torch.Tensor, layout: PairLayout) -> torch.Tensor:
-        """Returns the head's input of each token, with a prompt for each answer."""
+        """Returns the head's inputs in the separate layout: (M, ...)."""
         return self._unpadded.head_inputs(tokens[layout.copies], layout.lengths)
 
     def _of_targets(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -149,7 +152,7 @@ class AnswerModel:
 
     @cached_property
     def shares_prompts(self) -> bool:
-        """True if both answers can share their prompt, with the same results."""
+        """True if a trial shows that the model gives the same results with shared prompts."""
         if not self._unpadded.has_plain_rows:
             return False
         model = self._unpadded.model

@@ -1,4 +1,4 @@
-"""Trains causal models on preferences: pairs of a chosen and a rejected answer, or answers rated good or bad."""
+"""Objectives for causal models on preferences: pairs of a chosen and a rejected answer, or rated answers (KTO)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sansgpu.tasks.task import StepSums, Sums
 
 
 class PreferenceObjective(FineTuning):
-    """A causal model and its loss of pairs of answers."""
+    """A causal model and its loss on pairs of answers."""
 
     head_type = "causal"
 
@@ -39,7 +39,7 @@ class PreferenceObjective(FineTuning):
         return loss
 
     def measured(self, policy: torch.Tensor, batch: AnswerPairs) -> tuple[torch.Tensor, Sums]:
-        """Returns the summed loss of examples with the log-probabilities `policy` (B, 2), and sums for metrics."""
+        """Returns the summed loss, and sums for metrics, given the log-probabilities `policy` (B, 2)."""
         known = batch.has_target()
         scores = _scores(policy, batch, known)
         losses, rewards = pair_losses(self.preference, scores)
@@ -65,7 +65,7 @@ class PreferenceObjective(FineTuning):
 
 
 class KTOObjective(PreferenceObjective):
-    """A causal model and the loss of rated answers, whose KL divergence is estimated from all answers of a step."""
+    """A causal model and the KTO loss on rated answers. Estimates the KL divergence from all examples of a step."""
 
     def outputs(self, batch: AnswerPairs) -> torch.Tensor:
         with self.forward_pass():
@@ -73,7 +73,7 @@ class KTOObjective(PreferenceObjective):
 
     def step_loss(self, outputs: torch.Tensor, batches: Sequence[AnswerPairs]) -> torch.Tensor:
         loss, sums = self.measured(outputs, AnswerPairs.joined(batches))
-        self._step_sums.add(sums)  # every rank has the sums of all ranks, so that their ratios are right
+        self._step_sums.add(sums)  # on every rank: sums over all ranks, whose ratios stay correct
         return loss
 
     def measured(self, policy: torch.Tensor, batch: AnswerPairs) -> tuple[torch.Tensor, Sums]:

@@ -1,4 +1,4 @@
-"""Parses and tokenizes rows with preferences: prompts with a chosen and a rejected answer, or with one rated answer."""
+"""Parses and tokenizes preferences: prompts with a chosen and a rejected answer, or with one rated answer."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ ROW_FORMS = (
     "prompt, chosen and rejected; chosen and rejected; conversations, chosen and rejected; messages and label; or "
     "prompt, completion and label"
 )
-# ShareGPT's names of roles, and those of transformers.
+# ShareGPT's names of roles -> transformers' names.
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
 LABELS = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}  # 1 == True
 
 
 @dataclass(frozen=True)
 class PreferenceRow:
-    """One row: the chosen and the rejected conversation, which begin alike, or one conversation with its rating."""
+    """A row: the chosen and the rejected conversation, with the same prompt, or one conversation with its rating."""
 
     where: str
     conversations: tuple[Conversation, ...]
-    label: bool | None = None  # whether the only answer is good
+    label: bool | None = None  # rating of a single answer: True for good; None for pairs
 
     @property
     def rated(self) -> list[tuple[Conversation, bool]]:
@@ -42,7 +42,7 @@ class PreferenceRow:
 
 
 def read_preference(row: SourceRow) -> PreferenceRow:
-    """Parses a row. Raises BadRowError if it has no preference."""
+    """Parses a row. Raises BadRowError if it has no valid preference."""
     where = row.where
     if row.problem is not None:
         raise bad_row(where, row.problem.removeprefix(where).strip().removesuffix("."))
@@ -78,24 +78,24 @@ def _pair(where: str, values: dict[Any, Any]) -> tuple[Conversation, Conversatio
 
 
 def _is_whole(answer: Any) -> bool:
-    """Returns whether a list of turns begins with the prompt, as in ultrafeedback_binarized."""
+    """Returns whether a list of turns includes the prompt, as in ultrafeedback_binarized."""
     return isinstance(answer, list) and bool(answer) and _role(answer[0]) in ("system", "developer", "user")
 
 
 def _with_system(values: dict[Any, Any], turns: Any) -> Any:
-    """Adds the system message in a column of its own, as LLaMA-Factory writes it, to the turns."""
+    """Adds a system message from a separate column, as in LLaMA-Factory's format, to the turns."""
     system = values.get("system")
     return [{"role": "system", "content": system}, *turns] if system and isinstance(turns, list) else turns
 
 
 def _common_prompt(where: str, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """Splits two conversations or texts into what both begin with and their answers, as TRL does."""
+    """Splits two conversations or texts into their common prefix, which is the prompt, and the answers, like TRL."""
     if type(chosen) is not type(rejected) or not isinstance(chosen, (list, str)):
         raise bad_row(where, "has no prompt; without it, chosen and rejected must both be texts or lists of turns")
     pairs = zip(chosen, rejected, strict=False)
     same = next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(chosen), len(rejected)))
     if isinstance(chosen, str) and same and chosen[same - 1] == " ":
-        same -= 1  # the space belongs to the next word's token
+        same -= 1  # because a space belongs to the token of the next word
     if not same:
         raise bad_row(where, "has no prompt: chosen and rejected begin differently")
     return chosen[:same], chosen[same:], rejected[same:]
@@ -121,7 +121,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _conversation(where: str, prompt: Any, answer: Any, column: str) -> Conversation:
-    """Returns a prompt, a text or a list of turns, with an answer: a text, a turn or a list of turns."""
+    """Builds a conversation from a prompt (text or list of turns) and an answer (text, turn or list of turns)."""
     plain = (prompt, answer) if isinstance(prompt, str) and isinstance(answer, str) else None
     for name, text in (("prompt", prompt), (column, answer)):
         if isinstance(text, str) and not text.strip():
@@ -134,7 +134,7 @@ def _conversation(where: str, prompt: Any, answer: Any, column: str) -> Conversa
 
 
 def _as_turns(value: Any) -> Any:
-    """Returns turns with the keys of transformers; ShareGPT's are `from` and `value`. Other values are unchanged."""
+    """Converts turns from ShareGPT's keys, `from` and `value`, to transformers'. Returns other values unchanged."""
     if isinstance(value, dict):
         value = [value]
     return [_turn(turn) for turn in value] if isinstance(value, list) else value
@@ -154,24 +154,24 @@ def _role(turn: Any) -> Any:
 
 @dataclass(frozen=True)
 class Answers:
-    """The tokens of a prompt and of one or two answers to it."""
+    """The token ids of a prompt and of one or two answers to it."""
 
     prompt: np.ndarray  # (P,) int32
     ids: tuple[np.ndarray, ...]  # (L,) int32 each
-    learned: tuple[np.ndarray, ...]  # (L,) bool each: tokens that the model generates, among them the last one
+    learned: tuple[np.ndarray, ...]  # (L,) bool each: target tokens; the last token always is one
     label: bool = True  # whether the first answer is good
 
 
 @dataclass
 class ReadingNotes:
-    """Counts of the rows of a source that are shortened or left out."""
+    """Counts the rows of a source that were shortened or skipped."""
 
-    shortened: int = 0  # rows without their oldest turns
-    dropped: int = 0  # rows that are too long, or have an answer without tokens
+    shortened: int = 0  # rows whose oldest turns were removed
+    dropped: int = 0  # rows that are too long, or have an answer without tokens to learn
     bad_rows: BadRows = field(default_factory=lambda: BadRows("fail"))
 
     def texts(self, name: str, max_length: int) -> Iterator[str]:
-        """Yields the notes for the user about the source `name`."""
+        """Yields messages for the user about the source `name`."""
         if self.shortened:
             yield (
                 f"{name}: {self.shortened} rows are longer than {max_length} tokens, and the oldest turns of their "
@@ -193,9 +193,9 @@ def tokenize_preferences(
     rated: bool,
     notes: ReadingNotes,
 ) -> list[Answers]:
-    """Tokenizes rows, which must all have the same form, in order; if `rated`, each answer is an example of its own.
+    """Tokenizes rows in order, which must all have the same form. If `rated`, each answer becomes a separate example.
 
-    Raises BadRowError for an invalid row, and ConfigError if rows without pairs are to be used as pairs.
+    Raises BadRowError for an invalid row, and ConfigError if rows have single answers, but pairs are needed.
     """
     first: PreferenceRow | None = None
 
@@ -231,9 +231,9 @@ def tokenize_preferences(
 def _tokenized(
     conversations: Sequence[Conversation], tokenizer: Any, max_length: int, long_rows: Literal["truncate", "drop"]
 ) -> tuple[Answers | None, bool]:
-    """Tokenizes the same prompt with one or two answers; None if they are too long or there is nothing to learn.
+    """Tokenizes one or two conversations with the same prompt; None if they are too long or have nothing to learn.
 
-    With "truncate", the prompt loses as few of its oldest turns as possible. Also returns whether it lost any.
+    With "truncate", as few of the prompt's oldest turns as possible are removed. Also returns whether any were.
     """
 
     def masked_from(question: int | None) -> list[MaskedConversation]:
@@ -258,7 +258,7 @@ def _tokenized(
 
 
 def _split(masked: Sequence[MaskedConversation]) -> Answers | None:
-    """Splits conversations into the tokens before the answers, which are equal, and the answers."""
+    """Splits conversations into the common tokens before the answers, and the answers."""
     if not all(any(one.learned[1:]) for one in masked):
         return None
     starts = [max(1, one.learned.index(True)) for one in masked]

@@ -1,11 +1,11 @@
-"""The settings of task preference: its keys, their defaults and problems, its metrics and model card."""
+"""The settings of task preference: configuration keys, defaults, validation, metrics and model card."""
 
 from __future__ import annotations
 
 from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings, Values, Variant, share
 from sansgpu.tasks.settings import CHAT, FINE_TUNED, SMALL_CHAT_MODEL, fine_tuning_problems
 
-# Preferences: smaller steps than in supervised fine-tuning, which the model has behind it.
+# Defaults: a lower learning rate than in supervised fine-tuning, which usually comes before.
 _PREFERENCE: Values = {**FINE_TUNED, "learning_rate": 1e-6}
 PREFERENCE_LORA_LEARNING_RATE = 1e-5
 

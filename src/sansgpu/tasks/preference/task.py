@@ -1,4 +1,4 @@
-"""`task: preference`: a causal model learns which answers are better."""
+"""`task: preference` trains a causal model on preferences between answers."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from sansgpu.tasks.preference.settings import SETTINGS
 from sansgpu.tasks.sft.task import SFT
 from sansgpu.tasks.task import EvaluationRequest, TrainedModel
 
-PROMPT_SHARE = 0.5  # assumed share of the prompt in the tokens of an example of a random batch
+PROMPT_SHARE = 0.5  # share of the prompt in the tokens of a random example
 
 
 class Preference(SFT):
-    """`task: preference` with pairs of answers."""
+    """`task: preference` on pairs of answers."""
 
     settings = SETTINGS
     objective_class = PreferenceObjective
@@ -92,7 +92,7 @@ class Preference(SFT):
 
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> Any:
-        """Builds `size` examples of random tokens; `tokens` is the length of each, with a shared prompt."""
+        """Builds `size` examples of random tokens. Each has `tokens` tokens, counting the shared prompt once."""
         total = min(tokens or ANSWERS * config.window, ANSWERS * config.window)
         prompt = max(1, round(total * PROMPT_SHARE)) if tokens else 1
         answer = min(max(0, total - prompt) // ANSWERS, config.window - prompt) + 1
@@ -126,14 +126,14 @@ class Preference(SFT):
 
 
 class KTO(StepWideTask, Preference):
-    """`task: preference` with rated answers."""
+    """`task: preference` on rated answers."""
 
     settings = KTO_SETTINGS
     objective_class = KTOObjective
     rated = True
 
 
-CHUNK = 64  # examples whose results are one file of the cache, so that a killed run loses little work
+CHUNK = 64  # examples per file of the cache, so that a killed run loses little work
 
 
 _FILE = "log_probabilities.npy"
@@ -152,9 +152,10 @@ def compute_reference(
     progress: ReportProgress,
     group: Group = SINGLE_PROCESS,
 ) -> None:
-    """Sets the reference of `parts`, whose chunks the ranks divide. `model` returns the model before training.
+    """Sets `reference` of `parts`: reads it from the cache, or computes it in chunks that the ranks share.
 
-    It is called only if a chunk is not in the cache. Raises ConfigError if the cache cannot be used.
+    `model` returns the reference model, and is only called if a chunk is not in the cache. Raises ConfigError if the
+    cache cannot be used.
     """
     splits = [(part, np.split(np.arange(len(part)), range(CHUNK, len(part), CHUNK))) for part in parts]
     chunks = [(part, numbers) for part, pieces in splits for numbers in pieces]
@@ -191,12 +192,12 @@ def _read(folder: Path, count: int) -> np.ndarray:
 def _log_probabilities(
     objective: PreferenceObjective, batch: AnswerPairs, device: torch.device, precision: str
 ) -> np.ndarray:
-    """Returns the log-probabilities of the answers, (B, 2) float64, in passes of a few thousand tokens."""
+    """Computes the log-probabilities of the answers, (B, 2) float64, in passes of a few thousand tokens."""
     from sansgpu.models.generation.sampling import reading
 
     objective.model.to(device)  # type: ignore[arg-type]
     results = np.empty((len(batch), 2))
-    narrow = precision == "bf16"  # the first step must find no difference from its own rounded weights
+    narrow = precision == "bf16"  # rounds the weights as training does, so that the first step finds no difference
     rounded = narrowed_matrices(objective.model) if narrow else nullcontext()
     with reading(objective.model), torch.no_grad(), rounded, torch.autocast(device.type, torch.bfloat16, narrow):
         for numbers in passes(batch.sizes.sum(1).numpy()):

@@ -1,6 +1,6 @@
-"""Costs of training a decoder.
+"""Estimates what training a decoder costs.
 
-N tokens of a micro-batch, D width, K key-value width, F feed-forward width, H heads, T window, V vocabulary.
+D width, K key-value width, F feed-forward width.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sansgpu.models.costing import (
 )
 from sansgpu.models.module_costs import count_parameters
 
-# Bytes per token that a block saves for its backward pass, per unit of D, K and F, by activation, code and precision.
+# Bytes that a block saves per token for its backward pass, per unit of D, K and F, by (activation, kernels, precision).
 # Counted from the code; a test compares them with real blocks.
 _SAVED_BYTES = {
     ("swiglu", "native", "bf16"): (12, 4, 4),
@@ -36,22 +36,22 @@ _SAVED_BYTES = {
     ("relu2", "torch", "bf16"): (20, 4, 4),
     ("relu2", "native", "fp32"): (20, 8, 4),
     ("relu2", "torch", "fp32"): (28, 8, 8),
-    ("gelu", "native", "bf16"): (16, 0, 2),  # also relu; of K only what D counts already
+    ("gelu", "native", "bf16"): (16, 0, 2),  # also for relu; D includes K, which is equal to it
     ("gelu", "torch", "bf16"): (16, 0, 4),
     ("gelu", "native", "fp32"): (28, 0, 4),
     ("gelu", "torch", "fp32"): (28, 0, 8),
 }
-# The same for QK-norm, per unit of D and of K.
+# Additional bytes for QK-norm, per unit of D + K.
 _QK_NORM_BYTES = {
     ("native", "bf16"): 2,
     ("torch", "bf16"): 8,
     ("native", "fp32"): 4,
     ("torch", "fp32"): 8,
 }
-# Bytes per token and query head of the statistics of softmax and norms, without and with QK-norm.
+# Bytes per token and query head for the statistics of softmax and norms: (without QK-norm, with QK-norm).
 _STATISTICS_BYTES = {"native": (4, 4), "torch": (8, 14)}
 
-# The parts of a model in the order shown, with regular expressions of the names of their parameters.
+# The parts of a model in display order, with regular expressions for the names of their parameters.
 _PARTS = {
     "embedding": r"embedding\.", "positions": r"position\.", "attention": r"blocks\.0\.attention\.[qkvo]\.",
     "feed_forward": r"blocks\.0\.feed_forward\.", "norms": r".*norm\.", "head": r"head\.",
@@ -59,7 +59,7 @@ _PARTS = {
 
 
 class DecoderCosts(Costs):
-    """The costs of a decoder trained on full windows."""
+    """Estimates the costs of training a decoder on full windows."""
 
     def parameters(self) -> dict[str, int]:
         return _counted(self.model.model_copy(update={"n_layers": 1}).model_dump_json(), self.model.n_layers)
@@ -93,7 +93,7 @@ class DecoderCosts(Costs):
     def saved_bytes(self, execution: Execution) -> int:
         model = self.model
         activation = "gelu" if model.activation == "relu" else model.activation
-        code = "torch" if execution.kernels == "torch" else "native"  # compiled blocks keep at most as much
+        code = "torch" if execution.kernels == "torch" else "native"  # compiled blocks save no more than native ones
         width, kv, feed_forward = _SAVED_BYTES[activation, code, execution.precision]
         qk_norm = _QK_NORM_BYTES[code, execution.precision] if model.decoder.qk_norm else 0
         per_token = (width + qk_norm + FULL) * model.d_model + feed_forward * model.d_ff
@@ -107,10 +107,10 @@ class DecoderCosts(Costs):
         """Returns the bytes per token that torch's attention saves in addition to its inputs and output."""
         model = self.model
         if not model.attention_dropout:
-            return self.window * compute  # the mask
-        # Scores, weights and what dropout keeps of them in fp32, and keys and values of every query head.
+            return self.window * compute  # the attention mask
+        # The scores before softmax, after it and after dropout in fp32, and keys and values repeated per query head.
         copies = 2 * (model.n_heads - model.kv_heads) * model.head_dim * compute
-        copies += 6 * model.d_model if compute < FULL else 0  # and of queries, keys and values in fp32
+        copies += 6 * model.d_model if compute < FULL else 0  # and fp32 copies of queries, keys and values
         return 3 * model.n_heads * self.window * FULL + copies
 
     def head_bytes(self, execution: Execution) -> int:
@@ -121,7 +121,7 @@ class DecoderCosts(Costs):
         return FULL * (self.parameters()["norms"] if norms_alone else self.trained()) + self._narrow_bytes(execution)
 
     def _narrow_bytes(self, execution: Execution) -> int:
-        """Returns the bytes of the bf16 copies of weights that matmuls read; 0 in fp32."""
+        """Returns the bytes of the bf16 copies of weights for matmuls; 0 if the precision is fp32."""
         compute = COMPUTE[execution.precision]
         return compute * (self.trained() - self.parameters()["norms"]) if compute < FULL else 0
 

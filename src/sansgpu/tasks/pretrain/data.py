@@ -1,4 +1,4 @@
-"""Reads, tokenizes and packs the texts of pretraining."""
+"""Reads, tokenizes and packs documents for pretraining."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sansgpu.tasks.distillation import with_length_of
 
 @dataclass(frozen=True)
 class TextCorpus:
-    """Tokenized text, cut into windows."""
+    """Tokenized documents, cut into windows."""
 
     tokenizer: Tokenizer
     train: Windows
@@ -42,16 +42,16 @@ class TextCorpus:
 
     @property
     def notes(self) -> Sequence[str]:
-        return ()  # no text is dropped
+        return ()  # nothing is truncated or dropped
 
     def preview(self) -> str | None:
-        return None  # every token has a loss
+        return None  # every token is a target
 
 
 def read_parts(
     config: Config, sources: Sources, tokenizer: Tokenizer, cache: Path, progress: ReportProgress
 ) -> tuple[TokenRanges, TokenRanges, str]:
-    """Tokenizes the training and validation documents, and returns them and the fingerprint of how they are used.
+    """Tokenizes and splits the documents. Returns training documents, validation documents and a data fingerprint.
 
     Raises ConfigError if there are too few.
     """
@@ -89,7 +89,7 @@ def corpus_of(
 
 
 def taught_corpus(config: Config, folder: TeacherFolder, progress: ReportProgress) -> tuple[Config, TextCorpus]:
-    """Opens the texts and the predictions of a teacher's folder, with its tokenizer."""
+    """Opens a teacher's folder: its documents, tokenizer and predictions."""
     tokenizer = load_tokenizer(folder.root)
     config = with_vocabulary_of(with_length_of(config, folder), tokenizer.vocab_size)
     if config.roots > config.model.max_seq_len:
@@ -105,7 +105,7 @@ def taught_corpus(config: Config, folder: TeacherFolder, progress: ReportProgres
 
 
 def arrays_of(part: str, ranges: TokenRanges) -> dict[str, np.ndarray]:
-    """Returns the tokens of the documents, one after the other, and their lengths."""
+    """Returns the concatenated tokens of the documents, and their lengths."""
     pieces = [ranges.tokens[start:stop] for start, stop in zip(ranges.starts, ranges.stops, strict=True)]
     return {f"{part}_tokens": np.concatenate(pieces), f"{part}_lengths": ranges.stops - ranges.starts}
 

@@ -21,13 +21,13 @@ class PretrainObjective(ObjectiveBase):
     """A decoder and its loss."""
 
     def __init__(self, config: Config, model: Any = None) -> None:
-        """Uses `model`, or a new decoder."""
+        """Uses `model` or, by default, a new decoder."""
         self._loss_options = LossOptions(config.training.label_smoothing, config.training.z_loss)
         self._student = StudentLoss(config)
         self.model = model or TransformerLM(config.model, derive_seed(config.training.seed, "model"))
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        """Computes the summed cross-entropy with the configured label smoothing and z-loss, or a student's loss: ()."""
+        """Computes the summed loss, (): cross-entropy with label smoothing and z-loss, or the distillation loss."""
         if (soft := self._student.soft_targets(batch)) is not None:
             hidden = self.model.hidden(batch.inputs, batch.positions, batch.document_ids).flatten(0, 1)
             targets = batch.targets.flatten()

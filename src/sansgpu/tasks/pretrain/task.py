@@ -1,4 +1,4 @@
-"""`task: pretrain`: a decoder is trained from scratch by next-token prediction."""
+"""`task: pretrain` trains a decoder from scratch by next-token prediction."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ from sansgpu.tasks.task import EvaluationRequest, ModelSource, TrainedModel
 if TYPE_CHECKING:  # gguf is optional
     from sansgpu.models.formats.gguf_file import GGUFFile
 
-EVALUATION_TOKENS = 4096  # tokens in a micro-batch
+EVALUATION_TOKENS = 4096  # tokens per micro-batch of an evaluation
 
 
-UNBOUNDED_CONTEXT = 1024  # tokens of context for models that declare no maximum
+UNBOUNDED_CONTEXT = 1024  # tokens of context for models without max_position_embeddings
 
 
 class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
@@ -76,9 +76,9 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
 
     @staticmethod
     def prepare(config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, TextCorpus]:
-        """Tokenizes the data, or opens a teacher's, and sets model.vocab_size.
+        """Tokenizes the data, or opens a teacher's folder, and sets model.vocab_size.
 
-        Raises ConfigError if there is not enough data, or a configured vocabulary is smaller than the tokenizer's.
+        Raises ConfigError if there is not enough data, or if model.vocab_size is smaller than the tokenizer's.
         """
         if config.training.distillation.teacher is not None:
             return taught_corpus(config, open_lesson(config), progress)
@@ -117,7 +117,7 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
 
     @staticmethod
     def random_batch(config: Config, size: int, tokens: int | None = None) -> Batch:
-        """Builds `size` windows of random tokens, each a single document. Windows are full, so `tokens` is ignored."""
+        """Builds `size` full windows of random tokens, each a single document. Ignores `tokens`."""
         assert config.model.vocab_size is not None
         draws = torch.Generator().manual_seed(derive_seed(config.training.seed, "trial"))
         shape = (size, config.window + 1)
@@ -131,7 +131,7 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
         return DecoderCosts(config.model, config.training, config.window, config.window)
 
     def batch(self, step: int, total_steps: int | None = None) -> Batch:
-        """Returns the global batch of a step, cut into shorter pieces during the window warm-up."""
+        """Returns the global batch of a step, whose windows are cut into pieces during sequence length warm-up."""
         training, window = self.config.training, self.config.window
         indices = batch_indices(training.seed, step, len(self.corpus.train), self._effective_batch)
         batch: Batch = self.corpus.train.batch(indices)
@@ -144,12 +144,12 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
         return "".join(generate(self.model, self.corpus.tokenizer, prompt, tokens, Sampling(seed=seed)))
 
     def export(self, folder: Path) -> None:
-        """Writes weights, config, tokenizer and generation config."""
+        """Writes a Hugging Face folder with weights, config, tokenizer and generation config."""
         export_model(self.model, self.corpus.tokenizer, folder)
 
     @classmethod
     def recognizes(cls, target: str) -> bool:
-        """Returns True for folders and GGUF files with one of our decoders, and for paths that `load` will reject."""
+        """Returns True for folders and GGUF files that TransformerLM supports, and for paths that `load` rejects."""
         path = local_path(target)
         if is_gguf(target):
             return decoder_config(path) is not None
@@ -160,7 +160,7 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
 
     @classmethod
     def load(cls, source: ModelSource) -> tuple[PretrainObjective, Tokenizer, Config]:
-        """Loads our decoder, or else any causal model of transformers."""
+        """Loads a TransformerLM if it supports the model, otherwise any causal LM of transformers."""
         config, path = source.config or Config(), source.path
         if source.snapshot is not None:
             assert source.tokenizer is not None
@@ -219,7 +219,7 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
         weights = to_hugging_face(decoder.config, decoder.state_dict())
         parts = TokenizerParts(
             tokenizer.backend.to_str(), end, end, end, begins=True
-        )  # the end-of-text token also starts a document
+        )  # the end-of-text token is also the first token of a document
         return hugging_face_config(decoder.config, end), weights, parts
 
 
@@ -228,7 +228,7 @@ def _is_path(target: str) -> bool:
 
 
 def _context_of(model: TransformerLM | HuggingFaceLM) -> int:
-    """Returns the maximum context length in tokens."""
+    """Returns the context length in tokens."""
     if isinstance(model, TransformerLM):
         return model.config.max_seq_len
     return model.context or UNBOUNDED_CONTEXT

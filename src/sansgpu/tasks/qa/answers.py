@@ -1,4 +1,4 @@
-"""Turns start and end logits into answers and n-best lists, and computes exact match and F1.
+"""Selects answers and n-best lists from start and end logits, and computes exact match and F1.
 
 The selection follows postprocess_qa_predictions in transformers' examples/pytorch/question-answering/utils_qa.py.
 """
@@ -13,13 +13,13 @@ import numpy as np
 from sansgpu.config import ConfigError
 from sansgpu.tasks.qa.data import Question, QuestionWindow
 
-NO_SPAN = "empty"  # the answer of utils_qa if no span is valid and the null answer is not allowed
-SPAN = np.dtype([("begin", "i4"), ("stop", "i4"), ("start_logit", "f8"), ("end_logit", "f8")])  # characters, logits
+NO_SPAN = "empty"  # utils_qa's answer if no span is valid and the null answer is not allowed
+SPAN = np.dtype([("begin", "i4"), ("stop", "i4"), ("start_logit", "f8"), ("end_logit", "f8")])  # [begin, stop): chars
 
 
 @dataclass(frozen=True)
 class AnswerRules:
-    """Limits on answer spans. `max_answer_length` is in tokens, the threshold in logits."""
+    """Rules for selecting answers. `max_answer_length` is in tokens, the threshold in logits."""
 
     n_best_size: int = 20
     max_answer_length: int = 30
@@ -41,9 +41,9 @@ class AnswerCandidate(_Scored, total=False):
 
 @dataclass(frozen=True)
 class Answer:
-    """The selected candidate, all candidates from best to worst, and the null score minus the best span score (logits).
+    """The selected candidate, all candidates from best to worst, and the null score minus the best span's (logits).
 
-    The selected candidate need not be the first: a threshold decides between null and the best non-empty span.
+    The selected candidate may not be the first, because a threshold decides between null and the best non-empty span.
     """
 
     chosen: AnswerCandidate
@@ -52,7 +52,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """Returns the selected text, "" for no answer."""
+        """Returns the text of the selected candidate, which is "" for no answer."""
         return self.chosen["text"]
 
 
@@ -63,9 +63,9 @@ def best_answers(
     rules: AnswerRules,
     may_be_null: bool,
 ) -> Answer:
-    """Selects the answer to `question` from the start and end logits (T,) of its windows; right padding is ignored.
+    """Selects the answer to `question` from the start and end logits (T,) of its windows. Ignores right padding.
 
-    Ties are broken by the earlier window, then the larger start logit, then the earlier token; null comes last.
+    Ties go to the earlier window, then the larger start logit, then the earlier token; null comes last.
     """
     pairs = list(zip(windows, logits, strict=True))
     spans = np.concatenate([_spans(window, start, end, rules) for window, (start, end) in pairs])
@@ -88,7 +88,7 @@ def best_answers(
 
 
 def _spans(window: QuestionWindow, start: np.ndarray, end: np.ndarray, rules: AnswerRules) -> np.ndarray:
-    """Returns the valid context spans between the best start and end tokens, ordered by start logit."""
+    """Returns the valid spans from the best start tokens to the best end tokens, ordered by start logit."""
     start, end = (np.asarray(side[: len(window.ids)], np.float64) for side in (start, end))
     firsts, lasts = (np.argsort(-side, kind="stable")[: rules.n_best_size] for side in (start, end))
     first, last = np.repeat(firsts, len(lasts)), np.tile(lasts, len(firsts))
@@ -122,7 +122,7 @@ def _null_candidate(window: QuestionWindow, start: np.ndarray, end: np.ndarray) 
 
 
 def _answer(chosen: AnswerCandidate, nbest: list[AnswerCandidate], null_score_diff: float | None) -> Answer:
-    """Sets each probability, a softmax over scores that includes `chosen` even if null pushed it out of `nbest`."""
+    """Sets the probabilities by a softmax over the scores of `nbest` and `chosen`, which may not be in `nbest`."""
     candidates = nbest if any(candidate is chosen for candidate in nbest) else [*nbest, chosen]
     scores = np.array([_score(candidate) for candidate in candidates])
     weights = np.exp(scores - scores.max())
@@ -132,10 +132,11 @@ def _answer(chosen: AnswerCandidate, nbest: list[AnswerCandidate], null_score_di
 
 
 def exact_match_f1(questions: list[Question], predictions: dict[str, str]) -> dict[str, float]:
-    """Computes exact match and F1 in percent with SQuAD's normalization; a missing prediction counts as "".
+    """Computes exact match and F1 in percent with SQuAD's normalization. A missing prediction counts as "".
 
-    An impossible question is correct if its prediction is "". If there are any, the result also has separate scores for
-    both kinds. `answerable` and `unanswerable` are counts. Raises ConfigError if there are no questions.
+    For an unanswerable question, "" is the correct prediction. If there are any, the result has separate scores for
+    questions with and without answer; `answerable` and `unanswerable` are their counts. Raises ConfigError if there
+    are no questions.
     """
     if not questions:
         raise ConfigError("the dataset has no question to score; use a dataset that contains questions.")
@@ -156,7 +157,7 @@ def exact_match_f1(questions: list[Question], predictions: dict[str, str]) -> di
 
 def _squad_scores(questions: list[Question], predictions: dict[str, str]) -> tuple[float, float]:
     """Computes exact match and F1 in percent for questions that have answers."""
-    from torchmetrics.functional.text.squad import squad  # a slow import that training never needs
+    from torchmetrics.functional.text.squad import squad  # slow to import, and training does not need it
 
     targets: list[Any] = [
         {"id": q.id, "answers": {"text": [t for _, t in q.answers], "answer_start": [s for s, _ in q.answers]}}

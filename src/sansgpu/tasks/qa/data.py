@@ -1,7 +1,7 @@
-"""The data of extractive question answering: SQuAD's questions, tokenized into windows.
+"""The data of extractive question answering: questions in SQuAD's format, tokenized into windows.
 
-A window is the question with a part of its context; parts overlap. Windows and labels follow transformers'
-examples/pytorch/question-answering/run_qa.py.
+A window is the question and a part of its context, which overlaps with the next part. Windows and labels follow
+transformers' examples/pytorch/question-answering/run_qa.py.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.fine_tuning import longest_example
 
-BATCH = 1000  # questions tokenized in one call, in parallel
+BATCH = 1000  # questions per call of the tokenizer, which runs in parallel
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question about `context`. Answers are (first character, text) pairs; an `impossible` question has none."""
+    """A question about `context`. Answers are (start character, text) pairs; an `impossible` question has none."""
 
     id: str
     question: str
@@ -37,13 +37,14 @@ class Question:
 class QuestionWindow:
     """A window of T tokens with a question and part of its context.
 
-    `question` is the index of the question. `start` and `end` are the answer's first and last token, or both `cls` if
-    the window does not contain all of it. `offsets` are [start, stop) characters in the context.
+    `question` is the index of the question. `start` and `end` are the positions of the answer's first and last token,
+    or both `cls` if the window does not contain the complete answer. `offsets` are characters [start, stop) in the
+    context.
     """
 
     question: int
     ids: np.ndarray  # (T,) int32
-    type_ids: np.ndarray | None  # (T,) int8, if the tokenizer has them
+    type_ids: np.ndarray | None  # (T,) int8, if the tokenizer returns them
     start: int
     end: int
     cls: int
@@ -51,9 +52,9 @@ class QuestionWindow:
 
 
 def read_questions(rows: Iterable[SourceRow], bad_rows: BadRows) -> list[Question]:
-    """Reads SQuAD's nested articles (v1.1, v2) or Hugging Face's flat columns, in order.
+    """Reads questions in order from SQuAD's nested articles (v1.1, v2) or from Hugging Face's flat rows.
 
-    A question without answers is impossible; one without an id is identified by its location.
+    A question without answers is impossible. The location replaces a missing id.
     """
     seen: set[str] = set()
 
@@ -114,7 +115,7 @@ def _question(row: SourceRow) -> Question:
 
 
 def unanswered_question(row: SourceRow) -> Question:
-    """Parses a row whose question is to be answered. Raises BadRowError if it has no question or no context."""
+    """Parses a row for prediction. Raises BadRowError if it has no question or no context."""
     return Question(row.where, _text(row, "question"), _text(row, "context"), (), impossible=True)
 
 
@@ -135,7 +136,7 @@ def _id(row: SourceRow) -> str:
 
 
 def _given_answers(row: SourceRow) -> list[tuple[Any, Any]]:
-    """Returns (text, start) of each answer, with unchecked types."""
+    """Returns (text, start) of each answer, without checking their types."""
     answers = row.value.get("answers")
     if answers is None:
         return []
@@ -152,7 +153,7 @@ def _given_answers(row: SourceRow) -> list[tuple[Any, Any]]:
 
 
 def _answer(row: SourceRow, context: str, text: Any, start: Any) -> tuple[int, str]:
-    """Returns the answer's start and text after checking it, allowing for stripped white space."""
+    """Returns the answer's start and text, checked against the context but for surrounding white space."""
     if not isinstance(text, str) or not text.strip():
         raise row.error("an answer has no text")
     if not is_text(text):
@@ -172,11 +173,11 @@ def _answer(row: SourceRow, context: str, text: Any, start: Any) -> tuple[int, s
 def make_windows(
     questions: list[Question], tokenizer: Any, max_length: int, doc_stride: int, bad_rows: BadRows
 ) -> tuple[list[Question], list[QuestionWindow]]:
-    """Tokenizes questions, in order, into windows of at most `max_length` tokens that overlap by `doc_stride` tokens.
+    """Tokenizes questions in order into windows of at most `max_length` tokens that overlap by `doc_stride` tokens.
 
-    A question that leaves no room for its context is a bad row. Returns the other questions and their windows.
-    `tokenizer` is a fast tokenizer of transformers; if it pads on the left, the context comes before the question.
-    Raises ConfigError if the overlap leaves no room for any question.
+    `tokenizer` is a fast tokenizer of transformers; if it pads on the left, the context comes before the question. A
+    question that leaves no room for its context is a bad row. Returns the other questions and their windows. Raises
+    ConfigError if the overlap leaves no room for any question.
     """
     room = require_overlap_fits(tokenizer, max_length, doc_stride, pair=True)
     kept: list[Question] = []
@@ -196,13 +197,13 @@ def _lengths(texts: list[str], tokenizer: Any) -> list[int]:
 def _with_room(
     questions: list[Question], tokenizer: Any, room: int, max_length: int, doc_stride: int, bad_rows: BadRows
 ) -> list[Question]:
-    """Returns the questions that fit. For the others, `tokenizers` would not name the question, or would panic."""
+    """Returns the questions that fit. For others, `tokenizers` would panic or raise an error without their location."""
 
     def fitting(measured: tuple[Question, int]) -> Question:
         question, length = measured
         left = room - length
         if left > doc_stride or _lengths([question.context], tokenizer)[0] <= left:
-            return question  # the context fits or can be cut
+            return question  # the context fits, or can be split
         if left < 1:
             raise BadRowError(
                 f"question {question.id} has {length} tokens, which leaves no room for its context in a window of "
@@ -253,7 +254,7 @@ def _batch_windows(
 
 
 def _cls_index(ids: list[int], tokenizer: Any) -> int:
-    """Returns the token that is the target of windows without the answer."""
+    """Returns the position of the token that is the target in windows without the answer."""
     for token in (tokenizer.cls_token_id, tokenizer.bos_token_id):
         if token is not None and token in ids:
             return ids.index(token)
@@ -261,11 +262,11 @@ def _cls_index(ids: list[int], tokenizer: Any) -> int:
 
 
 def _label(question: Question, offsets: np.ndarray, cls: int) -> tuple[int, int]:
-    """Returns the first and last token of the first answer, or `cls` twice if the window does not contain all of it.
+    """Returns the positions of the first answer's first and last token, or `cls` twice if it is not all in the window.
 
-    An answer consists of all tokens that share a character with it. run_qa.py differs in two cases: if the answer is in
-    the last token, its start is outside of the context; if one character has several tokens, its end may precede its
-    start.
+    These are the first and last token that share a character with the answer. run_qa.py differs in two cases: if the
+    answer is in the last token, its start is outside the context; if a character has several tokens, the end may
+    precede the start.
     """
     places = np.flatnonzero(offsets[:, 0] >= 0)
     if question.impossible or not len(places):
@@ -282,7 +283,7 @@ def _label(question: Question, offsets: np.ndarray, cls: int) -> tuple[int, int]
 
 @dataclass(frozen=True)
 class TokenizedQuestions(WindowedTexts):
-    """Questions with their tokenized windows, and the bad rows that were left out."""
+    """Questions with their tokenized windows, and the bad rows that were skipped."""
 
     questions: list[Question]
     windows: list[QuestionWindow]
@@ -296,7 +297,7 @@ class TokenizedQuestions(WindowedTexts):
         return groups
 
     def batch(self, numbers: np.ndarray) -> PackedSequences:
-        """Returns the windows with these indices; targets are the start and end positions of the answer, (B, 2)."""
+        """Returns a batch of the windows `numbers`, with targets (B, 2): the start and end positions of the answer."""
         windows = [self.windows[number] for number in numbers]
         places = np.array([(window.start, window.end) for window in windows], np.int64).reshape(-1, 2)
         return self.packed(numbers, places)
@@ -317,7 +318,7 @@ class QuestionCorpus(TokenizedCorpus[TokenizedQuestions]):
 def tokenize_questions(
     questions: list[Question], config: Config, tokenizer: Any, bad_rows: BadRows
 ) -> TokenizedQuestions:
-    """Tokenizes questions into windows. Those that are too long are added to the `bad_rows`."""
+    """Tokenizes questions into windows. Adds those that are too long to `bad_rows`."""
     longest = longest_example(config, tokenizer)
     kept, windows = make_windows(questions, tokenizer, longest, config.data.doc_stride, bad_rows)
     return TokenizedQuestions(kept, windows, bad_rows)

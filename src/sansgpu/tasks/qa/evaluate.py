@@ -1,4 +1,4 @@
-"""Evaluates extractive question answering: exact match and F1, as SQuAD computes them."""
+"""Evaluates extractive question answering by SQuAD's exact match and F1."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class QAEvaluator:
         return self._objective.model
 
     def validation_batches(self, size: int) -> Iterator[PackedSequences]:
-        """Yields about `size` windows at a time; all windows of a question are in one batch."""
+        """Yields batches of about `size` windows, with all windows of a question in one batch."""
         self.answers = {}
         groups, lengths = self._tokenized.by_question(), self._tokenized.lengths
         yield from map(self._tokenized.batch, whole_groups(groups, lengths, size, self._objective.ordered))
@@ -65,9 +65,10 @@ class QAEvaluator:
         return {"loss": sums["loss"] / sums["windows"], **by_question, "questions": sums["questions"]}
 
     def predictions(self) -> list[dict[str, Any]]:
-        """Returns each question's answer, its characters in the context, its probability, and the n best candidates.
+        """Returns, for each question, the answer, its start and end character, its probability and the n-best list.
 
-        The start and end of no answer are None. The probability is the `score`; `probability` is its older name.
+        Start and end are None if there is no answer. The probability is in `score` and, for compatibility, in
+        `probability`.
         """
         found = []
         for answer in (self.answers[question.id] for question in self._tokenized.questions):
@@ -78,7 +79,7 @@ class QAEvaluator:
         return found
 
     def detailed(self, metrics: dict[str, float]) -> dict[str, Any]:
-        """Adds scores of questions with and without answer, and the number of bad rows, which have no score."""
+        """Adds separate scores for questions with and without answer, and the number of bad rows, which are skipped."""
         answered = [question for question in self._tokenized.questions if question.id in self.answers]
         scores = exact_match_f1(answered, {q.id: self.answers[q.id].text for q in answered})
         return {**metrics, **scores, "skipped": float(self._tokenized.bad_rows.count)}

@@ -1,4 +1,4 @@
-"""Trains extractive question answering: the model predicts the start and end of the answer in a context."""
+"""The objective of extractive question answering: predict start and end of the answer in the context."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class QAObjective(FineTuning):
     head_type = "qa"
 
     def summed_loss(self, batch: PackedSequences) -> torch.Tensor:
-        """Sums the mean cross-entropy of the start and end positions over windows, ()."""
+        """Computes the mean of start and end cross-entropy, summed over windows: ()."""
         losses = [(position_loss(s, t[0]) + position_loss(e, t[1])) / 2 for s, e, t in self.scores(batch)]
         return torch.stack(losses).sum()
 

@@ -1,4 +1,4 @@
-"""The settings of task qa: its keys, their defaults and problems, its metrics and model card."""
+"""The settings of task qa: configuration keys, defaults, validation, metrics and model card."""
 
 from __future__ import annotations
 

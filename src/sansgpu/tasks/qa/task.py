@@ -1,4 +1,4 @@
-"""`task: qa`: an encoder learns to answer questions by a part of their context."""
+"""`task: qa` trains an encoder to answer questions with a span of their context."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class QA(Predicts, FineTuningTask):
 
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> PackedSequences:
-        """Builds `size` windows of random tokens with the answer at the first token."""
+        """Builds `size` windows of random tokens, with the first token as the answer."""
         drawn = cls.objective_class.random_tokens(config, size, tokens)
         return PackedSequences.of(drawn, np.zeros((size, 2), np.int64))
 
@@ -114,7 +114,10 @@ class QA(Predicts, FineTuningTask):
     def predict(
         cls, loaded: TrainedModel, rows: Sequence[dict[str, Any]], null_answers: bool | None = None
     ) -> list[dict[str, Any]]:
-        """Answers each row's `question` from its `context`. `null_answers` None follows the run's configuration."""
+        """Answers each row's `question` from its `context`.
+
+        `null_answers` says whether the answer may be empty; None: as in the run's configuration.
+        """
         questions = [unanswered_question(row) for row in located(rows)]
         data = loaded.config.data
         if null_answers is not None:

@@ -1,7 +1,7 @@
-"""Tokenizes conversations and builds their loss masks: only assistant turns have a loss.
+"""Tokenizes conversations and builds their loss masks, in which only assistant turns are targets.
 
-The loss of an assistant turn covers what the model generates itself: everything after the header in the generation
-prompt, up to and including the token that ends the turn.
+The targets of an assistant turn are the tokens that the model has to generate: everything after the header, which the
+generation prompt contains, up to and including the token that ends the turn.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ Span = tuple[int, int]  # characters [start, stop) of a rendered conversation
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THOUGHT_END = "</think>"
-# Some templates write today's date, but a run resumed tomorrow must get the same tokens. This is the default date of
-# Llama 3's templates. transformers passes no functions to a template, so a macro replaces the codes of a format.
+# Some templates write today's date, but a run that is resumed tomorrow must get the same tokens. So the date is always
+# the default of Llama 3's templates. A macro formats it, because no functions can be passed to a template.
 _CODES = "".join(f" | replace('%{code}', '{date(2024, 7, 26).strftime('%' + code)}')" for code in "aAbBdHIjmMpSyY")
 FIXED_DATE = f"{{% macro strftime_now(format) %}}{{{{ format{_CODES} }}}}{{% endmacro %}}\n"
-MAX_PREFIX_CHARACTERS = 1 << 22  # limit on the prefixes that one call renders, in total
+MAX_PREFIX_CHARACTERS = 1 << 22  # maximum total length of the prefixes that are rendered in one call
 
 
 @dataclass(frozen=True)
 class MaskedConversation:
-    """Token ids, the loss mask (a token is a target, so the first never has a loss), and UTF-8 bytes per token."""
+    """Token ids, the loss mask `learned` (True for target tokens), and the UTF-8 bytes per token."""
 
     ids: list[int]
     learned: list[bool]
     sizes: list[int] = field(default_factory=list, compare=False)
-    lacks_system: bool = False  # the template left the system message out
+    lacks_system: bool = False  # the chat template omitted the system message
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class TokenizedConversations:
     tokens: np.ndarray  # (T,) int32
     learned: np.ndarray  # (T,) bool
     offsets: np.ndarray  # (N + 1,) int64
-    learned_bytes: np.ndarray  # (N,) int64: UTF-8 bytes of text with a loss, without special tokens
-    shortened: int  # conversations without their oldest turns, and texts without their beginning
-    dropped: int  # rows that are too long, or have no token with a loss
+    learned_bytes: np.ndarray  # (N,) int64: UTF-8 bytes of the target tokens, without special tokens
+    shortened: int  # conversations whose oldest turns, and texts whose beginning, were cut off
+    dropped: int  # rows that are too long, or have no target token
     skipped: int  # invalid rows
     first_skipped: str | None  # error message of the first invalid row
-    lacking_system: int = 0  # conversations whose system message the chat template left out
+    lacking_system: int = 0  # conversations whose system message the chat template omitted
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -116,10 +116,10 @@ def tokenize_conversations(
 def mask_within(
     conversation: Conversation, tokenizer: Any, max_length: int, long_rows: Literal["truncate", "drop"]
 ) -> tuple[MaskedConversation | None, bool]:
-    """Masks a conversation of at most `max_length` tokens; returns None if it is too long or has no token with a loss.
+    """Masks a conversation within `max_length` tokens; returns None if it is too long or has no target token.
 
-    With "truncate", a long conversation loses as few of its oldest turns as possible, so that no question or answer is
-    cut, and a long text loses its beginning. Also returns whether the conversation was shortened.
+    With "truncate", as few of the oldest turns as possible are removed from a long conversation, so that no question or
+    answer is cut. A long text loses its beginning. Also returns whether the conversation was shortened.
     """
     masked = mask_conversation(conversation, tokenizer)
     is_long = len(masked.ids) > max_length
@@ -142,7 +142,7 @@ def mask_within(
 
 
 def show_masked(ids: Sequence[int] | np.ndarray, learned: Sequence[bool] | np.ndarray, tokenizer: Any) -> str:
-    """Returns the text of an example with special tokens; ⟦ and ⟧ enclose the parts with a loss."""
+    """Returns the text of an example, including special tokens, with ⟦ and ⟧ around the target tokens."""
     parts = []
     for is_learned, run in groupby(zip(ids, learned, strict=True), key=lambda pair: bool(pair[1])):
         text = tokenizer.decode(
@@ -153,7 +153,7 @@ def show_masked(ids: Sequence[int] | np.ndarray, learned: Sequence[bool] | np.nd
 
 
 def mask_conversation(conversation: Conversation, tokenizer: Any) -> MaskedConversation:
-    """Tokenizes a conversation and builds its loss mask. `tokenizer` is a fast tokenizer of transformers.
+    """Tokenizes a conversation and builds its loss mask. `tokenizer` must be a fast tokenizer of transformers.
 
     Raises BadRowError if the chat template rejects the conversation or a required template is missing, and ConfigError
     if the tokenizer is unsuitable.
@@ -173,14 +173,14 @@ def mask_conversation(conversation: Conversation, tokenizer: Any) -> MaskedConve
 
 
 def _mask_plain(prompt: str, answer: str, tokenizer: Any) -> MaskedConversation:
-    """Returns [BOS] prompt, answer, EOS. The prompt is tokenized separately, as in generation."""
+    """Returns [BOS] prompt, answer, EOS. Tokenizes the prompt separately, as in generation."""
     end = tokenizer.eos_token_id
     if end is None:
         raise ConfigError("the model's tokenizer has no end token (eos_token); set one in its tokenizer_config.json.")
     before = _encode(prompt, tokenizer)[0] if prompt else []
     after, sizes = _encode_continuation(answer, tokenizer) if prompt else _encode(answer, tokenizer)
     begin = list(special_tokens_around(tokenizer.backend_tokenizer)[0])
-    if (before or after)[: len(begin)] != begin:  # the text itself may start with it
+    if (before or after)[: len(begin)] != begin:  # the text itself may already start with BOS
         before = begin + before
     if after[-1:] != [end]:
         after, sizes = [*after, end], [*sizes, 0]
@@ -196,7 +196,7 @@ def _encode(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def _encode_continuation(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Encodes a text that continues another one: without the space that SentencePiece adds before a first word."""
+    """Encodes a text that continues another one, without the space that SentencePiece adds before a first word."""
     (newline, _), (ids, sizes) = _encode("\n", tokenizer), _encode("\n" + text, tokenizer)
     if newline and ids[: len(newline)] == newline:
         return ids[len(newline) :], sizes[len(newline) :]
@@ -210,7 +210,7 @@ def _mask_chat(conversation: Conversation, tokenizer: Any) -> MaskedConversation
     starts, stops = offsets[:, 0], offsets[:, 1]
     learned = np.zeros(len(starts), np.bool_)
     for start, stop in rendered.spans(stops):
-        # A token may begin in the header: the space of `Answer: ` is part of the next token, which has a loss.
+        # A target token may start in the header: in `Answer: `, the space belongs to the token of the next word.
         visible = stop - len(rendered.full[start:stop].lstrip())
         learned |= (starts < stop) & ((starts >= start) & (stops > start) | (stops > visible))
     sizes = bytes_between(rendered.full, stops.tolist())
@@ -224,7 +224,7 @@ class _RenderedConversation:
         self._where, self._turns, self._first = conversation.where, conversation.turns, conversation.first
         try:
             template = str(tokenizer.get_chat_template())
-        except ValueError as error:  # several templates without a default
+        except ValueError as error:  # several templates, but no default
             raise ConfigError(f"{first_line(error)}; set data.chat_template to a Jinja file.") from None
         self._template = FIXED_DATE + template if "strftime_now" in template else template
         self._names = tokenizer.special_tokens_map
@@ -237,17 +237,20 @@ class _RenderedConversation:
         self._start_mark, self._end_mark = next(unused), next(unused)
 
     def spans(self, stops: np.ndarray) -> list[Span]:
-        """Returns the spans with a loss; `stops` are the ends of tokens. Raises BadRowError if they are ambiguous."""
+        """Returns the spans to learn. `stops` are the end characters of the tokens.
+
+        Raises BadRowError if the spans are ambiguous.
+        """
         if GENERATION.search(self._template):
             return self._generation_spans()
         return [self._span(number, stops) for number in self._learned_turns()]
 
     def lacks_system(self) -> bool:
-        """Returns whether the template leaves the system message out, as Mistral's does after the last question."""
+        """Returns whether the template omits the system message, as Mistral's does after the last question."""
         return any(turn["role"] == "system" and turn["content"].strip() not in self.full for turn in self._turns)
 
     def _require_calls(self) -> None:
-        """Raises BadRowError if the template ignores a call of a tool, where an empty answer would be learned."""
+        """Raises BadRowError if the template ignores a tool call, because the model would learn an empty answer."""
         for number in self._learned_turns():
             if any(name not in self.full for name in _called(self._turns[number])):
                 raise bad_row(self._where, f"calls a tool in turn {number + 1}, which the chat template does not write")
@@ -256,7 +259,7 @@ class _RenderedConversation:
         return [n for n, turn in enumerate(self._turns) if n >= self._first and turn["role"] == "assistant"]
 
     def _render_needed_prefixes(self) -> None:
-        """Renders everything that `_span` compares in one call: each call costs a tenth of a millisecond."""
+        """Renders all prefixes that `_span` compares in one call, because each call takes a tenth of a millisecond."""
         count = len(self._turns)
         characters = sum(len(turn["content"]) for turn in self._turns)
         prefixes = [(count, False)]
@@ -266,7 +269,7 @@ class _RenderedConversation:
         self._prefixes.update(zip(prefixes, self._render_all(self._turns, prefixes), strict=True))
 
     def _prefix(self, count: int, prompt: bool = False) -> str:
-        """Returns the text of the first `count` turns, with the header of the next answer if `prompt`."""
+        """Returns the text of the first `count` turns and, if `prompt`, the header of the next answer."""
         if (count, prompt) not in self._prefixes:
             return self._require_text(self._render_all(self._turns[:count], [(count, prompt)])[0])
         return self._require_text(self._prefixes[count, prompt])
@@ -291,8 +294,8 @@ class _RenderedConversation:
     def _generation_spans(self) -> list[Span]:
         """Returns the spans inside the template's {% generation %} blocks.
 
-        `return_assistant_tokens_mask` of transformers uses the same blocks, but if one ends in white space that has no
-        token of its own, it includes everything that follows.
+        transformers' `return_assistant_tokens_mask` uses the same blocks, but if one ends in white space without a
+        token of its own, it includes all text after it.
         """
         try:
             marked = render_spans(self._template, self._names, self._turns)
@@ -303,7 +306,7 @@ class _RenderedConversation:
         return [(start, stop) for start, stop in marked.spans if start >= prompt_length]
 
     def _span(self, number: int, stops: np.ndarray) -> Span:
-        """Returns the span of an assistant turn by comparing prefixes, or by its content if the prefixes differ."""
+        """Returns the span of an assistant turn by comparing prefixes of the text or, if that fails, by its content."""
         header = self._header(number)
         start = len(header) if header is not None and self.full.startswith(header) else None
         alone = self._prefix(number + 1).rstrip()
@@ -315,20 +318,21 @@ class _RenderedConversation:
         return found
 
     def _header(self, number: int) -> str | None:
-        """Returns the text before the generated part of this turn; None if it cannot be determined."""
+        """Returns the whole text up to the generated part of a turn; None if it cannot be determined."""
         header, plain = self._prefix(number, prompt=True), self._prefix(number)
         if header != plain:
             return header
-        # The template ignores add_generation_prompt; a marker in place of the content shows whether there is a header.
+        # The template ignores add_generation_prompt. A marker instead of the content shows where a header ends.
         probe = self._render([*self._turns[:number], {"role": "assistant", "content": self._start_mark}])
         written, mark, _ = probe.partition(self._start_mark)
-        return written.rstrip(" ") if mark else None  # a space belongs to the token of the next word
+        return written.rstrip(" ") if mark else None  # because a space belongs to the token of the next word
 
     def _find_content(self, number: int, start: int | None, stops: np.ndarray) -> Span | None:
-        """Returns the span of a turn by rendering its content between markers; None if they change anything else.
+        """Returns the span of a turn by rendering markers around its content; None if they change anything else.
 
-        Templates may render a turn differently if more turns follow: Qwen3's drops the thoughts. What follows the
-        content when the turn is the last one, such as the end token, is searched for in the whole text.
+        This works for templates that render a turn differently if more turns follow, as Qwen3's drops the thoughts. The
+        turn is also rendered as the last one, and the text after its content, such as an end token, is part of the span
+        if it is in the whole text, too.
         """
         start_mark = self._start_mark if start is None else ""
         marked = _marked(self._turns[number], start_mark, self._end_mark)
@@ -347,10 +351,10 @@ class _RenderedConversation:
         return start, self._suffix_end(stop, suffix, stops)
 
     def _suffix_end(self, stop: int, suffix: str, stops: np.ndarray) -> int:
-        """Returns the end, in the whole text, of the `suffix` of a content that ends at `stop`."""
+        """Returns the end of a turn in the whole text, given the end of its content and the expected `suffix`."""
         if self.full.startswith(suffix.rstrip(), stop):
             return stop + len(suffix.rstrip())
-        # Phi-3 ends the last turn with an extra token: use the common prefix, in whole tokens.
+        # Phi-3 ends only the last turn with an extra token, so keep the whole tokens of the common part.
         common = stop + _common_length(suffix, self.full[stop:])
         token_end = int(stops[stops <= common].max(initial=stop))
         return max(stop, len(self.full[:token_end].rstrip()))
@@ -362,7 +366,7 @@ def _common_length(one: str, other: str) -> int:
 
 
 def _called(turn: Message) -> Iterator[str]:
-    """Yields the names of the tools that a turn calls."""
+    """Yields the names of the tools that a turn calls, if any."""
     calls = turn.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         match call:
@@ -371,10 +375,10 @@ def _called(turn: Message) -> Iterator[str]:
 
 
 def _marked(turn: Message, start_mark: str, end_mark: str) -> Message | None:
-    """Returns the turn with markers around its content, inside surrounding white space, which templates strip.
+    """Returns a turn with markers around its content but inside surrounding white space, which templates may strip.
 
-    `start_mark` is repeated after the thoughts, for templates that drop them. Without content, `end_mark` goes to the
-    end of the name of the last tool call; returns None if there is no such name.
+    `start_mark` is repeated after the thoughts, because some templates drop these. Without content, `end_mark` is
+    appended to the name in the last tool call; returns None if there is no such name.
     """
     content = turn["content"]
     body = content.strip()

@@ -14,7 +14,7 @@ PROMPT_FORMS = "prompt, messages or text"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row: a conversation to answer, or else a text to continue."""
+    """The content of a row for generation: a conversation to answer or a text to continue."""
 
     where: str
     row: dict[str, Any]
@@ -22,7 +22,7 @@ class Prompt:
     text: str = ""
 
     def completed(self, completion: str, reason: str) -> dict[str, Any]:
-        """Returns the row with its completion; `text` and `messages` include it, a `prompt` does not."""
+        """Returns the row with its `completion`, which is also appended to a `text`; `messages` get a turn instead."""
         row = {**self.row, "completion": completion, "finish_reason": reason}
         if "messages" in row:
             row["messages"] = [*row["messages"], {"role": "assistant", "content": row.pop("completion")}]
@@ -32,7 +32,7 @@ class Prompt:
 
 
 def read_prompt(row: SourceRow) -> Prompt:
-    """Parses a row. Raises BadRowError if there is nothing to complete."""
+    """Parses a row. Raises BadRowError if it has no prompt, text or messages."""
     where, value = row.where, row.readable_value()
     if not isinstance(value, dict):
         raise bad_row(where, f"is a {type(value).__name__}, not an object with {PROMPT_FORMS}")
@@ -55,14 +55,14 @@ def read_prompt(row: SourceRow) -> Prompt:
 
 
 def _asked(where: str, row: dict[str, Any], prompt: str) -> Prompt:
-    """Makes a prompt a user turn if the model has a chat template, as in `task: sft`, and a text to continue if not."""
+    """Returns a prompt as a user turn for models with a chat template, and as a text to continue for others."""
     return Prompt(where, row, ({"role": "user", "content": prompt},), prompt)
 
 
-Message = dict[str, Any]  # role, content, and further keys for the chat template
+Message = dict[str, Any]  # role, content, and any other keys for the chat template
 
 FORMS = "messages, prompt and completion, instruction and output, or text"
-# Roles that may precede each role; None: the turn may be the first.
+# For each role, the roles of the turn that may precede it; None: it may be the first turn.
 FOLLOWS: dict[str, tuple[str | None, ...]] = {
     "system": (None,),
     "developer": (None,),
@@ -70,29 +70,29 @@ FOLLOWS: dict[str, tuple[str | None, ...]] = {
     "assistant": ("user", "tool"),
     "tool": ("assistant", "tool"),
 }
-# Stanford Alpaca's prompts, for models without a chat template.
+# Stanford Alpaca's prompts, which are used for models without a chat template.
 INSTRUCTION = "### Instruction:\n{instruction}\n\n### Response:\n"
 INSTRUCTION_WITH_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """The content of one row: `turns`, or a `text` in which every token has a loss."""
+    """The content of a row: `turns`, or a `text` in which every token is a target."""
 
     where: str
     turns: tuple[Message, ...] = ()
-    first: int = 0  # turns before this one have no loss
-    plain: tuple[str, str] | None = None  # prompt and answer, for a tokenizer without a chat template
+    first: int = 0  # index of the first turn with targets
+    plain: tuple[str, str] | None = None  # prompt and answer, for tokenizers without a chat template
     text: str | None = None
 
     def later_questions(self) -> list[int]:
-        """Returns the turns, apart from the first question, that ask a question with an answer after it."""
+        """Returns the indices of the user turns with an answer after them, except the first one."""
         turns = [(n, turn["role"]) for n, turn in enumerate(self.turns)]
         last_answer = max((n for n, role in turns if role == "assistant"), default=0)
         return [n for n, role in turns if role == "user" and n < last_answer][1:]
 
     def from_question(self, number: int) -> Conversation:
-        """Returns the conversation without the turns before this one, except for the system message."""
+        """Returns the conversation without the turns before this one, but with the system message."""
         system = self.turns[: next(n for n, turn in enumerate(self.turns) if turn["role"] == "user")]
         first = max(0, self.first - number + len(system))
         return replace(self, turns=system + self.turns[number:], first=first)
@@ -171,7 +171,7 @@ def _nonempty(where: str, row: dict[str, Any], column: str) -> str:
 
 
 def read_turns(where: str, values: Any, column: str, before: int = 0) -> Iterator[Message]:
-    """Yields the turns in a row's column; there are `before` turns before them."""
+    """Yields the turns in a row's column. Messages number them after `before` preceding turns."""
     if not isinstance(values, (list, tuple)):
         raise bad_row(where, f"has a {type(values).__name__} in {column}, not a list of objects with role and content")
     for number, value in enumerate(values, before + 1):
@@ -196,7 +196,7 @@ def _turn(where: str, number: int, value: Any) -> Message:
 
 
 def _joined(content: Any) -> Any:
-    """Joins a list of text parts into one text; returns any other content unchanged."""
+    """Joins content that is a list of text parts to one string; returns other content unchanged."""
     if isinstance(content, list) and all(
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
     ):
@@ -205,7 +205,7 @@ def _joined(content: Any) -> Any:
 
 
 def check_turns(where: str, turns: Sequence[Message], first: int) -> tuple[Message, ...]:
-    """Returns `turns` after checking their order and that an assistant turn comes at or after `first`."""
+    """Returns `turns` after checking their order, and that there is an assistant turn from index `first` on."""
     in_order = _in_order(where, turns)
     if not any(turn["role"] == "assistant" for turn in turns[first:]):
         raise bad_row(where, "has no assistant turn to learn from")

@@ -22,7 +22,7 @@ from sansgpu.tasks.sft.chat import TokenizedConversations, show_masked, tokenize
 
 @dataclass(frozen=True)
 class ConversationExamples:
-    """A subset of examples, by index."""
+    """A split: a subset of the tokenized examples, by index."""
 
     examples: TokenizedConversations
     numbers: np.ndarray
@@ -32,7 +32,7 @@ class ConversationExamples:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Returns the number of input tokens of each example: the last token is only a target."""
+        """Returns the number of input tokens of each example. The last token is not an input, but only a target."""
         lengths: np.ndarray = self.examples.lengths()[self.numbers] - 1
         return lengths
 
@@ -42,17 +42,17 @@ class ConversationExamples:
 
     @property
     def targets(self) -> int:
-        """Returns the number of tokens with a loss."""
+        """Returns the number of target tokens."""
         return sum(int(self.examples.example(number)[1][1:].sum()) for number in self.numbers)
 
     def batch(self, indices: np.ndarray) -> PackedSequences:
-        """Returns the examples with these indices, with targets shifted by one token."""
+        """Returns a batch of the examples with these indices, with targets shifted by one token."""
         pairs = [self.examples.example(self.numbers[index]) for index in indices]
         targets = [np.where(learned[1:], ids[1:], IGNORE) for ids, learned in pairs]
         return PackedSequences.of([ids[:-1] for ids, _ in pairs], targets, numbers=self.numbers[indices])
 
     def target_bytes(self, numbers: np.ndarray) -> int:
-        """Returns the UTF-8 bytes of text with a loss in the examples with these numbers."""
+        """Returns the UTF-8 bytes of the target tokens of the examples `numbers`."""
         return int(self.examples.learned_bytes[numbers].sum())
 
 
@@ -63,14 +63,14 @@ class ChatCorpus(TokenizedCorpus[ConversationExamples]):
     teacher: Predictions | None = None
 
     def preview(self) -> str | None:
-        """Returns the text of the first example; brackets enclose the parts with a loss."""
+        """Returns the text of the first example, with brackets around the target tokens."""
         return show_masked(*self.train.examples.example(self.train.numbers[0]), self.tokenizer)
 
 
 def taught_corpus(config: Config, folder: TeacherFolder, progress: ReportProgress) -> tuple[Config, ChatCorpus]:
-    """Opens the conversations and the predictions of a teacher's folder.
+    """Opens a teacher's folder: its conversations and predictions.
 
-    The student gets the teacher's chat template. Raises ConfigError if its tokenizer has another vocabulary.
+    The student gets the teacher's chat template. Raises ConfigError if its vocabulary differs from the teacher's.
     """
     template = folder.root / CHAT_TEMPLATE_FILE
     tokenizer = load_tokenizer_of(config.model, str(template) if template.is_file() else None)
@@ -82,7 +82,7 @@ def taught_corpus(config: Config, folder: TeacherFolder, progress: ReportProgres
 
 
 def arrays_of(part: str, rows: ConversationExamples) -> dict[str, np.ndarray]:
-    """Returns the tokens and loss masks of examples, one after the other, and the size of each."""
+    """Returns the concatenated tokens and loss masks of the examples, and the size of each example."""
     examples = [rows.example(number) for number in range(len(rows))]
     return {
         f"{part}_tokens": np.concatenate([ids for ids, _ in examples]),
@@ -136,4 +136,4 @@ def examples_in(
     return examples
 
 
-CHAT_TEMPLATE_FILE = "chat_template.jinja"  # the name that transformers gives to it
+CHAT_TEMPLATE_FILE = "chat_template.jinja"  # the file name that transformers uses

@@ -13,7 +13,7 @@ class SFTEvaluator(SplitEvaluator[SFTObjective | DecoderChat, ConversationExampl
     """Evaluates a model on the assistant turns of conversations."""
 
     def evaluate(self, batch: PackedSequences) -> Sums:
-        """Returns the loss, the number of targets and the bytes of text that they cover."""
+        """Returns the summed loss, the number of targets and the bytes of text that they cover."""
         assert batch.numbers is not None
         size = self._part.target_bytes(batch.numbers.cpu().numpy())
         loss = float(self._objective.plain_loss(batch))

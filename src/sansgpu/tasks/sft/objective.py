@@ -1,4 +1,4 @@
-"""Supervised fine-tuning (SFT) of causal models on conversations; only assistant turns have a loss."""
+"""The objective of supervised fine-tuning (SFT): next-token prediction in the assistant turns of conversations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SFTObjective(FineTuning):
         return student_metrics(sums)
 
     def summed_loss(self, batch: Any) -> torch.Tensor:
-        """Computes the summed cross-entropy with the configured label smoothing and z-loss, or a student's loss: ()."""
+        """Computes the summed loss, (): cross-entropy with label smoothing and z-loss, or the distillation loss."""
         training = self.config.training
         if (soft := self._student.soft_targets(batch)) is not None:
             loss, parts = student_loss(self.unpadded, batch.tokens, batch.lengths, batch.targets, soft, training.z_loss)
@@ -54,14 +54,14 @@ class SFTObjective(FineTuning):
 
 
 class DecoderChat(ObjectiveBase):
-    """Our decoder with the parts of an SFTObjective that use a model."""
+    """A TransformerLM with the interface of SFTObjective that evaluation and generation use."""
 
     def __init__(self, config: Config, model: TransformerLM) -> None:
         self.config, self.model = config, model
 
     @classmethod
     def load(cls, source: ModelSource, config: Config) -> DecoderChat | None:
-        """Loads a GGUF file. Returns None if `source` is another model, or one that our decoder does not compute."""
+        """Loads a GGUF file. Returns None if `source` is not one, or if TransformerLM does not support the model."""
         if source.config is not None or not is_gguf(source.target):
             return None
         model = load_gguf_decoder(open_gguf(source.path))

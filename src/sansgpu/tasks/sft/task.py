@@ -1,4 +1,4 @@
-"""`task: sft`: a causal model is fine-tuned on conversations."""
+"""`task: sft` fine-tunes a causal model on conversations."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
 
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, ChatCorpus]:
-        """Reads and tokenizes the rows, or opens a teacher's.
+        """Reads and tokenizes the rows, or opens a teacher's folder.
 
-        Raises ConfigError if there are too few, one is invalid, or the teacher has another vocabulary.
+        Raises ConfigError if there are too few rows, one is invalid, or the teacher has a different vocabulary.
         """
         if config.training.distillation.teacher is not None:
             return taught_corpus(config, open_lesson(config), progress)
@@ -119,7 +119,7 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
 
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> ExampleBatch:
-        """Builds `size` examples of random tokens, all with a loss."""
+        """Builds `size` examples of random tokens that are all targets."""
         drawn = cls.objective_class.random_tokens(config, size, tokens)
         return PackedSequences.of(drawn, drawn)
 
@@ -145,7 +145,7 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
 
     @classmethod
     def config_to_evaluate(cls, loaded: TrainedModel, request: EvaluationRequest) -> Config:
-        """Returns the configuration of a model, with the maximum length of the examples to evaluate."""
+        """Returns the model's configuration with data.max_length set for the evaluation."""
         data = loaded.config.data
         assert data.max_length is not None
         longest = max(data.max_length, request.window or 0)
@@ -169,7 +169,7 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
 
 
 def _context_of(objective: SFTObjective | DecoderChat) -> int | None:
-    """Returns the model's maximum number of tokens, or None if it declares none."""
+    """Returns the model's context length in tokens, or None if its config does not have it."""
     if isinstance(objective, DecoderChat):
         return objective.model.config.max_seq_len
     context: int | None = getattr(objective.model.config, "max_position_embeddings", None)
@@ -177,6 +177,6 @@ def _context_of(objective: SFTObjective | DecoderChat) -> int | None:
 
 
 def _narrow_where_faster(model: torch.nn.Module) -> None:
-    """Converts matrices to bf16 if this CPU computes it natively, because each generated token reads all of them."""
+    """Converts matrices to bf16 if the CPU has bf16 instructions, because each generated token reads all of them."""
     if has_native_bf16():
         narrow_matrices(model)

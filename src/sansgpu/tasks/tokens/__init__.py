@@ -1,1 +1,1 @@
-"""Tags words: entities, parts of speech."""
+"""Token classification: named entities, parts of speech."""

@@ -1,4 +1,4 @@
-"""Tokenized texts whose words have tags."""
+"""Tokenizes texts with tagged words into windows."""
 
 from __future__ import annotations
 
@@ -22,29 +22,28 @@ from sansgpu.tasks.fine_tuning import longest_example
 from sansgpu.tasks.tokens.spans import OUTSIDE
 from sansgpu.tasks.tokens.tagged import TaggedText, number_tag_column, with_targets
 
-BATCH = 1000  # texts tokenized in one call, in parallel
+BATCH = 1000  # texts per call of the tokenizer, which runs in parallel
 
 
 @dataclass(frozen=True, eq=False)
 class TagWindow:
-    """A window of T tokens of a text, and the first tokens of the P words that are scored in this window.
+    """A window of T tokens of a text, with the first tokens of the P words that are targets in this window.
 
-    A word is scored in one window only: the one in which it has most context.
+    A word is a target in only one window: the one in which it has the most context.
     """
 
     text: int  # index of the text
     ids: np.ndarray  # (T,) int32
-    type_ids: np.ndarray | None  # (T,) int8, if the tokenizer has them
-    places: np.ndarray  # (P,) int32: indices of tokens
-    words: np.ndarray  # (P,) int32: indices of words in the text
+    type_ids: np.ndarray | None  # (T,) int8, if the tokenizer returns them
+    places: np.ndarray  # (P,) int32: position of each word's first token in the window
+    words: np.ndarray  # (P,) int32: index of each word in the text
 
 
 @tokenizer_errors()
 def make_tag_windows(texts: Sequence[TaggedText], tokenizer: Any, max_length: int, overlap: int) -> list[TagWindow]:
-    """Tokenizes texts, in order, into windows of at most `max_length` tokens that overlap by `overlap` tokens.
+    """Tokenizes texts in order into windows of at most `max_length` tokens that overlap by `overlap` tokens.
 
-    A word without a token of its own is in no window; transformers ignores it, too. Raises ConfigError if the overlap
-    leaves no room.
+    Ignores words without a token of their own, as transformers does. Raises ConfigError if the overlap leaves no room.
     """
     require_overlap_fits(tokenizer, max_length, overlap, pair=False)
     windows: list[TagWindow] = []
@@ -86,11 +85,11 @@ def _batch_windows(
 def _first_tokens(
     text: TaggedText, offsets: np.ndarray, inside: np.ndarray, whole: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the first token of each word in a window, and the words.
+    """Returns the positions of the words' first tokens in a window, and the indices of these words.
 
-    A token belongs to the first word that it shares a character with; a token that is only the space before a word
-    belongs to that word. `offsets` (T, 2) are the characters of the tokens; `inside` (T,) is False for special tokens;
-    `whole` is True if the window contains all of the text.
+    A token belongs to the first word with which it shares a character; a token that is only the space before a word
+    belongs to that word. `offsets` (T, 2) are the start and end characters of the tokens; `inside` (T,) is False for
+    special tokens; `whole` is True if the window contains the entire text.
     """
     words = np.searchsorted(text.ends, offsets[:, 0], side="right")
     begins = text.starts[np.minimum(words, len(text.starts) - 1)]
@@ -100,15 +99,15 @@ def _first_tokens(
         shares[place] = text.text[start:end] in ("", " ")
     places = np.flatnonzero(inside & (words < len(text.ends)) & shares)
     is_first = np.diff(words[places], prepend=-1) != 0
-    if not whole and len(places):  # the window may begin in the middle of a word
+    if not whole and len(places):  # the window may start in the middle of a word
         is_first[0] &= offsets[places[0], 0] <= begins[places[0]]
     places = places[is_first]
     return places.astype(np.int32), words[places].astype(np.int32)
 
 
 def _scored_once(windows: list[TagWindow]) -> list[TagWindow]:
-    """Removes each word from all windows but the one in which the nearer end of the window is farthest away."""
-    best: dict[tuple[int, int], tuple[int, int]] = {}  # by (text, word): context in tokens, and the window
+    """Removes each word from all windows except the one in which it is farthest from the nearer end of the window."""
+    best: dict[tuple[int, int], tuple[int, int]] = {}  # (text, word) -> (context in tokens, window)
     for number, window in enumerate(windows):
         contexts = np.minimum(window.places, len(window.ids) - 1 - window.places)
         for word, context in zip(window.words.tolist(), contexts.tolist(), strict=True):
@@ -123,27 +122,27 @@ def _scored_once(windows: list[TagWindow]) -> list[TagWindow]:
 
 @dataclass(frozen=True)
 class TaggedWindows(WindowedTexts):
-    """Texts with their tokenized windows, and the bad rows that were left out."""
+    """Texts with their tokenized windows, and the bad rows that were skipped."""
 
     texts: list[TaggedText]
-    targets: list[np.ndarray]  # index of each word's label; all 0 if the texts have no tags
+    targets: list[np.ndarray]  # label id of each word; all 0 if the texts have no tags
     windows: list[TagWindow]
     bad_rows: BadRows
 
     def notes(self) -> Iterator[str]:
-        """Yields a note if texts were cut into several windows."""
+        """Yields a message if texts were split into several windows."""
         if cut := sum(len(numbers) > 1 for numbers in self.by_text()):
             yield f"{cut:,} of {len(self.texts):,} are longer than data.max_length and were cut into windows."
 
     def by_text(self) -> list[list[int]]:
-        """Returns the indices of the windows of each text that has any."""
+        """Returns the indices of the windows of each text, without texts that have none."""
         groups: dict[int, list[int]] = {}
         for number, window in enumerate(self.windows):
             groups.setdefault(window.text, []).append(number)
         return list(groups.values())
 
     def batch(self, numbers: np.ndarray) -> PackedSequences:
-        """Returns the windows with these indices; the target of a word is at its first token."""
+        """Returns a batch of the windows `numbers`. Only the first token of a word has a target."""
         windows = [self.windows[number] for number in numbers]
         targets = [np.full(len(window.ids), IGNORE, np.int64) for window in windows]
         for target, window in zip(targets, windows, strict=True):
@@ -159,9 +158,9 @@ def tokenize_texts(
     bad_rows: BadRows,
     in_training: bool,
 ) -> TaggedWindows:
-    """Tokenizes texts into windows, which overlap except `in_training`. Texts with unknown tags are bad rows.
+    """Tokenizes texts into windows, which overlap unless `in_training`. Texts with unknown tags are bad rows.
 
-    Without `labels`, tags are not used.
+    If `labels` is None, tags are ignored.
     """
     if labels is None:
         targets = [np.zeros(len(text.starts), np.int64) for text in texts]
@@ -177,14 +176,14 @@ class TagCorpus(TokenizedCorpus[TaggedWindows]):
     """Tagged texts and their windows for training and validation."""
 
     def preview(self) -> str | None:
-        """Returns the first training text, with the tags in brackets after the words that have one."""
+        """Returns the first training text, with tags in brackets after the words."""
         text = self.train.texts[0]
         words = (f"{text.word(n)} ⟦{tag}⟧" if tag != OUTSIDE else text.word(n) for n, tag in enumerate(text.tags))
         return " ".join(words)
 
 
 def open_tagged(name: str, data: DataConfig, notes: list[str]) -> Source:
-    """Opens data to evaluate on, of the same form as that of a run. A file with an unknown suffix has CoNLL columns."""
+    """Opens a dataset to evaluate on, in the same format as the run's. Reads files with unknown suffixes as CoNLL."""
     path, tag_column = local_path(name), data.tag_column
     if tag_column is None and path.is_file() and file_form(path) is None:
         tag_column = DEFAULT_TAG_COLUMN

@@ -1,4 +1,4 @@
-"""Tokenized texts whose words have tags, and the evaluation and prediction of tags."""
+"""Predicts and evaluates the tags of words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sansgpu.tasks.tokens.tagged import TaggedText
 
 
 class TagModel(Protocol):
-    """A model that tags words; implemented by `tasks.tokens.TokensObjective`."""
+    """The interface of a model that tags words; see `TokensObjective`."""
 
     model: Any
 
@@ -32,7 +32,7 @@ class TagModel(Protocol):
 
 
 class TaggedWords(NamedTuple):
-    """The P scored words of a text: their indices, and the predicted labels with their probabilities."""
+    """The P tagged words of a text: their indices, and the predicted labels with their probabilities."""
 
     words: np.ndarray
     labels: np.ndarray
@@ -40,7 +40,7 @@ class TaggedWords(NamedTuple):
 
 
 class TagEvaluator:
-    """Tags words with a model and computes scores of tags and entities."""
+    """Tags words with a model, and computes metrics of tags and entities."""
 
     def __init__(self, objective: TagModel, tokenized: TaggedWindows) -> None:
         self._objective, self._tokenized = objective, tokenized
@@ -53,12 +53,12 @@ class TagEvaluator:
         return model
 
     def validation_batches(self, size: int) -> Iterator[PackedSequences]:
-        """Yields about `size` windows at a time; all windows of a text are in one batch."""
+        """Yields batches of about `size` windows, with all windows of a text in one batch."""
         groups, lengths = self._tokenized.by_text(), self._tokenized.lengths
         yield from map(self._tokenized.batch, whole_groups(groups, lengths, size, self._objective.ordered))
 
     def evaluate(self, batch: PackedSequences) -> Sums:
-        """Returns the loss, the counts of words and of correct ones, and the counts of spans by label."""
+        """Returns the summed loss, the numbers of words and of correct words, and the counts of spans by label."""
         logits = self._word_logits(batch)
         targets = batch.targets[batch.targets != IGNORE]
         sums = {"loss": float(F.cross_entropy(logits, targets, reduction="sum")), "words": float(len(targets))}
@@ -87,11 +87,11 @@ class TagEvaluator:
         }
 
     def detailed(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Adds the number of bad rows, which have no score."""
+        """Adds the number of bad rows, which were skipped."""
         return {**metrics, "skipped": float(self._tokenized.bad_rows.count)}
 
     def predictions(self, size: int, device: torch.device, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns the spans of each text; those of rows with `tokens` have the indices of their tokens, too."""
+        """Returns the spans of each text. For rows with `tokens`, spans also have token indices."""
         found: list[dict[str, Any]] = [{"spans": []} for _ in self._tokenized.texts]
         for batch in (batch.to(device) for batch in self.validation_batches(size)):
             for number, tagged in self._tagged(batch, self._word_logits(batch)):
@@ -111,11 +111,11 @@ class TagEvaluator:
         return [self._labels[number] for number in labels.tolist()]
 
     def _word_logits(self, batch: PackedSequences) -> torch.Tensor:
-        """Returns the logits of the scored words of a batch, in the order of the windows: (P, labels)."""
+        """Returns the logits of all target words of a batch, in the order of the windows: (P, labels)."""
         return self._objective.logits(batch)[batch.targets != IGNORE].float()
 
     def _tagged(self, batch: PackedSequences, logits: torch.Tensor) -> Iterator[tuple[int, TaggedWords]]:
-        """Yields the index of each text of a batch and its words, in order, with the most probable labels."""
+        """Yields the index of each text in a batch, and its words in order with their most probable labels."""
         assert batch.numbers is not None
         windows = [self._tokenized.windows[number] for number in batch.numbers.tolist()]
         probabilities, labels = (values.cpu().numpy() for values in logits.softmax(dim=1).max(dim=1))

@@ -1,4 +1,4 @@
-"""Trains the tagging of words: entities such as persons and places, or other tags such as parts of speech."""
+"""The objective of token classification: tags for entities such as persons and places, or for parts of speech."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sansgpu.tasks.fine_tuning import FineTuning
 
 
 class TokensObjective(FineTuning):
-    """A model with a token classification head, and its loss."""
+    """A token classification model and its loss."""
 
     head_type = "tokens"
 
@@ -34,5 +34,5 @@ class TokensObjective(FineTuning):
         return self.unpadded.token_logits(batch.tokens, batch.lengths, batch.types)
 
     def summed_loss(self, batch: PackedSequences) -> torch.Tensor:
-        """Sums the cross-entropy over scored words, ()."""
+        """Computes the cross-entropy, summed over words: ()."""
         return F.cross_entropy(self.logits(batch), batch.targets, reduction="sum", ignore_index=IGNORE)

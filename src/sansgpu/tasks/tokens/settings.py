@@ -1,4 +1,4 @@
-"""The settings of task tokens: its keys, their defaults and problems, its metrics and model card."""
+"""The settings of task tokens: configuration keys, defaults, validation, metrics and model card."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TAG_METRICS = (
 
 
 def _tag_problems(config: Any) -> Iterator[str]:
-    """Yields a clause for each problem of task tokens."""
+    """Yields a message for each invalid setting of task tokens."""
     yield from fine_tuning_problems(config)
     yield from repeated_labels(config, "tags", 2)
 

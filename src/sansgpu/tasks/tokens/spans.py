@@ -1,6 +1,7 @@
 """Converts the tags of words to labeled spans and back, by the rules of conlleval and seqeval.
 
-Tags are either all of an entity scheme, `O` or a prefix and a label such as `B-person`, or all plain, such as `NOUN`.
+The tags of a dataset either all follow an entity scheme, with `O` or a prefix and a label such as `B-person`, or are
+all plain, such as `NOUN`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class WordSpan(NamedTuple):
 
 
 class SpanCounts(NamedTuple):
-    """Correct, predicted and gold spans."""
+    """Numbers of correct, predicted and gold spans."""
 
     right: int
     predicted: int
@@ -32,12 +33,12 @@ class SpanCounts(NamedTuple):
 
 
 def has_entities(tags: Iterable[str]) -> bool:
-    """Returns whether tags, or the labels of a model, are of an entity scheme."""
+    """Returns whether any of the tags, or of a model's labels, follows an entity scheme."""
     return any(_ENTITY_TAG.match(tag) for tag in tags)
 
 
 def tag_flaw(tag: str, entities: bool) -> str | None:
-    """Returns a clause about a tag that does not belong to the others, or None."""
+    """Returns a message if a tag does not fit the others, which follow an entity scheme if `entities`, or None."""
     if not tag:
         return "a tag is empty"
     if entities and tag != OUTSIDE and not has_entities((tag,)):
@@ -46,11 +47,11 @@ def tag_flaw(tag: str, entities: bool) -> str | None:
 
 
 def spans_of(tags: Sequence[str], entities: bool = True) -> list[WordSpan]:
-    """Returns the spans of a sentence; with plain tags, each word whose tag is not `O` is one."""
+    """Returns the spans of a sentence. With plain tags, each word with a tag other than `O` is a span."""
     if not entities:
         return [WordSpan(n, n + 1, tag) for n, tag in enumerate(tags) if tag != OUTSIDE]
     spans: list[WordSpan] = []
-    before = ""  # prefix of the word before
+    before = ""  # prefix of the previous word's tag
     for number, tag in enumerate(tags):
         prefix, _, label = tag.partition("-")
         continues = prefix in ("I", "E") and before in ("B", "I") and spans[-1].label == label
@@ -63,7 +64,7 @@ def spans_of(tags: Sequence[str], entities: bool = True) -> list[WordSpan]:
 
 
 def iob2_tags(spans: Iterable[WordSpan], words: int) -> tuple[str, ...]:
-    """Returns the tags of a sentence in which the first word of each span has `B-` and the others have `I-`."""
+    """Returns the IOB2 tags of a sentence: `B-` for the first word of each span and `I-` for its other words."""
     tags = [OUTSIDE] * words
     for span in spans:
         tags[span.start : span.stop] = [f"B-{span.label}", *[f"I-{span.label}"] * (span.stop - span.start - 1)]
@@ -90,7 +91,7 @@ def scheme_of(sentences: Iterable[Sequence[str]]) -> Scheme:
 
 
 def labels_of(tags: Iterable[str]) -> list[str]:
-    """Returns the labels of a model for these tags: `O` first, then B- and I- of each entity label, or sorted tags."""
+    """Returns a model's labels for these tags: `O`, then `B-` and `I-` for each entity label; or the sorted tags."""
     found = set(tags)
     if not has_entities(found):
         return sorted(found, key=lambda tag: (tag != OUTSIDE, tag))
@@ -99,7 +100,7 @@ def labels_of(tags: Iterable[str]) -> list[str]:
 
 
 def span_counts(gold: Sequence[WordSpan], predicted: Sequence[WordSpan]) -> dict[str, SpanCounts]:
-    """Returns the counts of a sentence by label. A span is correct if its words and its label are."""
+    """Returns the counts of a sentence by label. A span is correct if both its words and its label are."""
     right = set(gold) & set(predicted)
     by_part = [Counter(span.label for span in part) for part in (right, predicted, gold)]
     labels = sorted({label for counts in by_part for label in counts})
@@ -107,6 +108,6 @@ def span_counts(gold: Sequence[WordSpan], predicted: Sequence[WordSpan]) -> dict
 
 
 def scores(right: float, predicted: float, gold: float) -> dict[str, float]:
-    """Returns precision, recall and F1; a score without anything to count is 0."""
+    """Returns precision, recall and F1. They are 0 where the denominator is 0."""
     precision, recall = right / max(predicted, 1.0), right / max(gold, 1.0)
     return {"precision": precision, "recall": recall, "f1": 2 * right / max(predicted + gold, 1.0)}

@@ -1,4 +1,4 @@
-"""Reads texts whose words have tags: CoNLL sentences, rows with `tokens` and `tags`, rows with `text` and `spans`.
+"""Reads texts with tagged words: CoNLL sentences, rows with `tokens` and `tags`, or rows with `text` and `spans`.
 
 W words of a text.
 """
@@ -36,28 +36,28 @@ from sansgpu.tasks.tokens.spans import (
 
 TAG_COLUMNS = ("tags", "ner_tags")
 _SPAN_KEYS = ("start", "end", "label", "text")
-# Words of a text: BERT's, which white space and punctuation separate, and single characters of scripts without spaces.
+# How texts are split into words: as in BERT, by white space and punctuation, and by character in unspaced scripts.
 _UNSPACED = Regex(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]")
 _WORDS = Steps([BertPreTokenizer(), Split(_UNSPACED, "isolated")])
 
 
 @dataclass(frozen=True, eq=False)
 class TaggedText:
-    """A text with its words. `tags` has one tag per word, or is empty if the row has none."""
+    """A text with its words. `tags` has one tag per word, or is empty if the row has no tags."""
 
     where: str
     text: str
-    starts: np.ndarray  # (W,) int32: first character of each word
-    ends: np.ndarray  # (W,) int32: character after each word
+    starts: np.ndarray  # (W,) int32: start character of each word
+    ends: np.ndarray  # (W,) int32: end character of each word
     tags: tuple[str, ...] = ()
-    moved_spans: int = 0  # annotated spans that began or ended inside a word, or have no word of their own
+    moved_spans: int = 0  # annotated spans that do not start and end at word boundaries, or share all their words
 
     def word(self, number: int) -> str:
         return self.text[self.starts[number] : self.ends[number]]
 
 
 def read_tagged(rows: Iterable[SourceRow], bad_rows: BadRows) -> list[TaggedText]:
-    """Reads texts with tags. If some of the tags are of an entity scheme, all others must be, too."""
+    """Reads texts with tags. If any tag follows an entity scheme, all others must, too."""
     texts = list(bad_rows.parsed(rows, _tagged))
     entities = any(has_entities(text.tags) for text in texts)
 
@@ -70,12 +70,12 @@ def read_tagged(rows: Iterable[SourceRow], bad_rows: BadRows) -> list[TaggedText
 
 
 def read_untagged(row: SourceRow) -> TaggedText:
-    """Reads the `text` or the `tokens` of a row, without tags. Raises BadRowError."""
+    """Reads the `text` or the `tokens` of a row without its tags. Raises BadRowError if it is invalid."""
     return _words(row) if "tokens" in _columns(row) else _text(row)
 
 
 def in_iob2(texts: list[TaggedText], name: str, notes: list[str], always: bool = False) -> list[TaggedText]:
-    """Returns texts whose tags are IOB2 if they were IOB1 or BIOES, or `always`. Appends a note on what changed."""
+    """Converts IOB1 and BIOES tags, or any tags if `always`, to IOB2. Appends a message about changes to `notes`."""
     scheme = scheme_of(text.tags for text in texts)
     moved = sum(text.moved_spans for text in texts)
     if moved:
@@ -88,7 +88,7 @@ def in_iob2(texts: list[TaggedText], name: str, notes: list[str], always: bool =
 
 
 def require_labels(texts: Iterable[TaggedText], name: str) -> list[str]:
-    """Returns the labels that occur in the texts. Raises ConfigError if there is only one."""
+    """Returns the labels for the tags in the texts. Raises ConfigError if there is only one."""
     labels = labels_of(tag for text in texts for tag in text.tags)
     if len(labels) == 1:
         raise ConfigError(
@@ -100,7 +100,7 @@ def require_labels(texts: Iterable[TaggedText], name: str) -> list[str]:
 def with_targets(
     texts: list[TaggedText], labels: Sequence[str], bad_rows: BadRows
 ) -> tuple[list[TaggedText], list[np.ndarray]]:
-    """Returns the texts whose tags are all among the labels, and the indices of their words' labels, (W,) each."""
+    """Returns the texts whose tags are all in `labels`, and the label ids of their words, (W,) each."""
     numbers = {label: number for number, label in enumerate(labels)}
 
     def target(text: TaggedText) -> tuple[TaggedText, np.ndarray]:
@@ -143,7 +143,7 @@ def _tagged(row: SourceRow) -> TaggedText:
 
 
 def _words(row: SourceRow) -> TaggedText:
-    """Returns the tokens of a row as a text in which spaces separate them."""
+    """Joins the tokens of a row with spaces to a text, and returns it with these tokens as words."""
     tokens = row.value["tokens"]
     if not isinstance(tokens, list) or not tokens:
         raise row.error("its tokens are not a list with at least one token")
@@ -167,7 +167,7 @@ def _text(row: SourceRow) -> TaggedText:
 
 
 def _with_spans(row: SourceRow, text: TaggedText) -> TaggedText:
-    """Tags the words that share a character with a span."""
+    """Tags all words that share a character with a span."""
     given = row.value.get("spans")
     if not isinstance(given, list):
         raise row.error("no list of spans; a text without any needs an empty list")
@@ -188,7 +188,7 @@ def _with_spans(row: SourceRow, text: TaggedText) -> TaggedText:
 
 
 def _span(row: SourceRow, text: str, number: int, span: Any) -> tuple[int, int, str]:
-    """Returns (first character, character after the last, label) of a span, after checking it."""
+    """Returns a span as (start character, end character, label) after checking it."""
     name = f"span {number}"
     if not isinstance(span, dict):
         raise row.error(f"{name} is not an object with start, end and label")
@@ -208,15 +208,15 @@ def _span(row: SourceRow, text: str, number: int, span: Any) -> tuple[int, int, 
     return start, end, label
 
 
-TAGGED_FORMS = (*TABLES, ".txt")  # files that may contain CoNLL columns, in addition to .conll
+TAGGED_FORMS = (*TABLES, ".txt")  # file types that may contain CoNLL columns, in addition to .conll
 TAGGED_NAMES = frozenset(("text", "tokens", "spans", *TAG_COLUMNS))
 
 
 def number_tag_column(data: DataConfig) -> tuple[DataConfig, str | None]:
-    """Returns the settings with the number of the column of the tags, and a clause on what the columns are.
+    """Sets data.tag_column to a column number if all files are in CoNLL format.
 
-    It is set only if every file has CoNLL columns, and None is returned if there was nothing to set. Raises ConfigError
-    if a table has none, because only they can hold tags.
+    Returns the settings and a message about the columns, or None if nothing was set. Raises ConfigError if a .csv or
+    .tsv file is not in CoNLL format, because a table cannot hold tags otherwise.
     """
     files = local_files(data)
     others = [path for path in files if file_form(path) in TAGGED_FORMS]
@@ -237,7 +237,7 @@ def number_tag_column(data: DataConfig) -> tuple[DataConfig, str | None]:
 
 
 def _has_tagged_words(path: Path) -> bool:
-    """Returns whether a file has sentences of words with tags: the first tag and an empty line occur among others."""
+    """Returns whether a file looks like CoNLL: it has empty lines, and the first tag recurs with a different word."""
     first: list[str] = []
     has_ends = is_repeated = False
     for line in islice(read_lines(path, blank=True), MAX_LINES):

@@ -1,4 +1,4 @@
-"""`task: tokens`: a model learns tags of words: entities such as persons and places, or parts of speech."""
+"""`task: tokens` trains a model to tag words: entities such as persons and places, or parts of speech."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from sansgpu.tasks.tokens.objective import TokensObjective
 from sansgpu.tasks.tokens.settings import SETTINGS
 from sansgpu.tasks.tokens.tagged import in_iob2, number_tag_column, read_tagged, read_untagged, require_labels
 
-EVALUATION_WINDOWS = 64  # windows in a forward pass of `eval` and `predict`
+EVALUATION_WINDOWS = 64  # windows per forward pass in `eval` and `predict`
 
 
 class Tokens(Predicts, FineTuningTask):
@@ -94,7 +94,7 @@ class Tokens(Predicts, FineTuningTask):
 
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> PackedSequences:
-        """Builds `size` windows of random tokens that are all words with the first label."""
+        """Builds `size` windows of random tokens, each of which is a word with the first label."""
         drawn = cls.objective_class.random_tokens(config, size, tokens)
         return PackedSequences.of(drawn, [np.zeros(len(ids), np.int64) for ids in drawn])
 
@@ -120,7 +120,7 @@ class Tokens(Predicts, FineTuningTask):
 
     @classmethod
     def predict(cls, loaded: TrainedModel, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns `spans` of each row's `text` or `tokens`."""
+        """Returns the `spans` in each row's `text` or `tokens`."""
         texts = [read_untagged(row) for row in located(rows)]
         part = tokenize_texts(texts, None, loaded.config, loaded.tokenizer, BadRows("fail"), in_training=False)
         evaluator = TagEvaluator(loaded.objective, part)
@@ -129,6 +129,6 @@ class Tokens(Predicts, FineTuningTask):
 
     @staticmethod
     def in_words(prediction: dict[str, Any]) -> str:
-        """Returns a line for each span."""
+        """Formats each span as a line."""
         lines = (f"{s['start']}-{s['end']}  {s['label']}  {s['text']}  ({s['score']:.1%})" for s in prediction["spans"])
         return "\n".join(lines) or "(no spans)"
