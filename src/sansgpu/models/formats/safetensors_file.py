@@ -85,7 +85,7 @@ def in_file_order(tensors: Tensors) -> list[str]:
 def save_tensors(tensors: Tensors, path: Path, gather: GatherTensor = unchanged) -> str:
     """Writes tensors to a safetensors file, waits until it is on disk and returns its SHA-256.
 
-    Calls `gather` for the values of each tensor, in file order. So `tensors` may be on the meta device.
+    Calls `gather` for the values of each tensor, in file order. So `tensors` only need names, shapes and dtypes.
     """
     names = in_file_order(tensors)
     header, end = {}, 0
