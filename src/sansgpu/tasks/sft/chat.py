@@ -38,7 +38,10 @@ MAX_PREFIX_CHARACTERS = 1 << 22  # maximum total length of the prefixes that are
 
 @dataclass(frozen=True)
 class MaskedConversation:
-    """Token ids, the loss mask `learned` (True for target tokens), and the UTF-8 bytes per token."""
+    """Token ids, the loss mask `learned`, and the UTF-8 bytes per token.
+
+    `learned` is True for target tokens. The first token has nothing before it, so it is never a target, even if True.
+    """
 
     ids: list[int]
     learned: list[bool]
