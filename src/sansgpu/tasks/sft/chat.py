@@ -38,10 +38,7 @@ MAX_PREFIX_CHARACTERS = 1 << 22  # maximum total length of the prefixes that are
 
 @dataclass(frozen=True)
 class MaskedConversation:
-    """Token ids, the loss mask `learned`, and the UTF-8 bytes per token.
-
-    `learned` is True for target tokens. The first token has nothing before it, so it is never a target, even if True.
-    """
+    """Token ids, the loss mask `learned` (the first token is never a target, even if True), UTF-8 bytes per token."""
 
     ids: list[int]
     learned: list[bool]
@@ -240,10 +237,7 @@ class _RenderedConversation:
         self._start_mark, self._end_mark = next(unused), next(unused)
 
     def spans(self, stops: np.ndarray) -> list[Span]:
-        """Returns the spans to learn. `stops` are the end characters of the tokens.
-
-        Raises BadRowError if the spans are ambiguous.
-        """
+        """Returns the spans to learn, given the end characters of tokens. Raises BadRowError if they are ambiguous."""
         if GENERATION.search(self._template):
             return self._generation_spans()
         return [self._span(number, stops) for number in self._learned_turns()]
