@@ -32,7 +32,7 @@ _REPR_FACTS = ("state", "steps", "training loss, last", "validation loss, best")
 
 
 class Run:
-    """A run's folder: its events, and text generation with its model."""
+    """A training run on disk: reads its recorded events and generates text with its model."""
 
     def __init__(self, folder: str | Path) -> None:
         """Raises ConfigError if `folder` is not a run."""

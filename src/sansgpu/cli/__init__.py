@@ -20,7 +20,7 @@ def main() -> None:
         if "--debug" not in sys.argv:
             threading.excepthook = _warn_of_thread
         code = run(sys.argv[1:])
-    except KeyboardInterrupt:  # before `run` handles it
+    except KeyboardInterrupt:  # Ctrl-C before `run` installs its handler
         code = CODE
         sys.stderr.write("sansgpu: interrupted.\n")
     stop_handling_interrupts()

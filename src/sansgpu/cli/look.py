@@ -1,4 +1,4 @@
-"""The commands to look at results: `sansgpu runs`, `report` and `snapshots`."""
+"""The commands that show results: `sansgpu runs`, `report` and `snapshots`."""
 
 from __future__ import annotations
 

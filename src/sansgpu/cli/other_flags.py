@@ -39,9 +39,9 @@ _SWITCHES = {
     ("--use-cpu", "--no-cuda"): "training.force_cpu=true",
     ("--version-2-with-negative",): "data.null_answers=true",
 }
-# Flags that ask for what `sansgpu train` always does.
+# Flags for what `sansgpu train` always does, with their help text.
 _ALWAYS = {"--do-train": "Accepted: a run always trains.", "--do-eval": "Accepted: a run always evaluates."}
-# Flags without a counterpart, and a clause that says why.
+# Unsupported flags, with the hint that the error message gives.
 EXPLAINED = {
     "--do-predict": "`sansgpu predict RUN` writes predictions",
     "--fp16": "processors compute in bf16 or fp32; write --bf16",
@@ -53,7 +53,7 @@ EXPLAINED = {
 
 
 def with_other_flags(command: Callable[..., int]) -> Callable[..., int]:
-    """Adds the flags to a command, which gets them in its parameter `override`, as those given with --set."""
+    """Adds the flags to a command, which receives them in its parameter `override`, in the form of --set."""
     keys = {_parameter(names[0]): key for names, key in _VALUES.items()}
     settings = {_parameter(names[0]): setting for names, setting in _SWITCHES.items()}
     added: dict[str, Any] = {

@@ -32,7 +32,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
     },
     "Scale": {"k8s": k8s, "slurm": slurm},
 }  # fmt: skip
-MIN_LIKENESS = 0.7  # difflib's ratio, from which on a known option is suggested for an unknown one
+MIN_LIKENESS = 0.7  # suggest a known option for an unknown one if difflib's similarity ratio is at least this
 # Errors caused by the requested path (missing, wrong kind of file, too long) rather than by the disk.
 _PATH_ERRORS = (
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.ENXIO,
@@ -76,7 +76,7 @@ def _require_text(arguments: list[str]) -> None:
 def _explain(error: BaseException) -> tuple[str, int]:
     """Returns the sentence to print, or "" if the help was printed instead, and the exit code."""
     if interrupted() or isinstance(error, (KeyboardInterrupt, typer.Abort)):
-        # First of all, because the interrupt may have come during an import and left half of a module behind.
+        # Checked first, because an interrupt during an import may have left a partly initialized module.
         return INTERRUPTED, CODE
     from sansgpu.config import SansGPUError  # imported here because `--help` does not need the schema
     from sansgpu.config.errors import missing_package
@@ -91,7 +91,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
         return f"the name {truncate(error.object)} is not UTF-8 text; rename the file or the folder.", 2
     usage_error: type[Any] = typer.BadParameter.__bases__[0]  # typer does not export it
     if isinstance(error, SansGPUError):
-        return " ".join(str(error).split()), error.exit_code  # it may quote a library's message of several lines
+        return " ".join(str(error).split()), error.exit_code  # it may quote a multi-line message of a library
     if isinstance(error, usage_error):
         return _usage_problem(error), 2
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
@@ -104,7 +104,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
 
 
 def _usage_problem(error: Any) -> str:
-    """Returns a sentence about arguments that do not fit a command, with a near name if there is one."""
+    """Returns a sentence about invalid arguments of a command, with a suggestion if a known name is similar."""
     context = error.ctx.command_path if error.ctx else "sansgpu"
     name = getattr(error, "option_name", None)
     if name in EXPLAINED:

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 CODE = 128 + signal.SIGINT
 RETRY_SECONDS = 0.01
-BUSY_SECONDS = 0.7  # the main thread handles an interrupt sooner unless it computes outside of Python
+BUSY_SECONDS = 0.7  # a main thread that has not handled an interrupt after this time is busy in native code
 INTERRUPTED = "interrupted; everything saved before remains."
 
 _received = False
-_arrived: float | None = None  # when the thread of the watch noticed the interrupt
+_arrived: float | None = None  # when the thread of SignalWatch noticed the interrupt
 
 
 def interrupted() -> bool:
-    """Returns True after a SIGINT. Libraries may turn its KeyboardInterrupt into another exception."""
+    """Returns True after a SIGINT, even if a library turned its KeyboardInterrupt into a different exception."""
     return _received
 
 
@@ -57,7 +57,10 @@ def stop_handling_interrupts() -> None:
 
 
 def _notice(number: int) -> None:
-    """Does in a thread what `_interrupt` cannot do while the main thread computes outside of Python."""
+    """Runs in the thread of SignalWatch, and acknowledges an interrupt while the main thread is busy in native code.
+
+    A second interrupt then ends the process, because `_interrupt` cannot run until the native code returns.
+    """
     global _arrived
     if signal.getsignal(number) is not _interrupt:
         return

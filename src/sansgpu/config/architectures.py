@@ -1,4 +1,4 @@
-"""The architectures of decoders, and how configuration keys select one of them."""
+"""Decoder architectures, and how configuration keys select one."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 ArchitectureName = Literal["gpt2", "llama", "qwen3", "apertus"]
-SELECTING_KEYS = ("activation", "norm", "bias", "positions", "qk_norm")  # keys of the section `model`
+SELECTING_KEYS = ("activation", "norm", "bias", "positions", "qk_norm")  # keys of the `model` section
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Properties of a decoder, named as the configuration keys. Tuples list the possible values, the default first."""
+    """Properties of a decoder, named like the configuration keys. Tuples list the allowed values, the default first."""
 
     name: ArchitectureName  # model_type of config.json
     title: str
@@ -22,11 +22,11 @@ class Architecture:
     bias: tuple[str, ...]  # linear layers with a bias
     positions: str
     qk_norm: bool
-    grouped_queries: bool  # fewer key-value heads than query heads are possible
+    grouped_queries: bool  # supports fewer key-value heads than query heads (grouped-query attention)
     zero_init: bool  # the last matrix of each residual branch starts at zero; False: scaled by depth, as in GPT-2
 
     def conflicts(self, model: Mapping[str, Any]) -> list[str]:
-        """Returns the keys of a section `model` whose values this architecture does not have."""
+        """Returns the keys of a `model` section whose values this architecture does not support."""
         return [key for key in SELECTING_KEYS if model.get(key) is not None and model[key] not in self.values(key)]
 
     def values(self, key: str) -> tuple[Any, ...]:
@@ -60,18 +60,18 @@ _GPT2 = Architecture(
     grouped_queries=False,
     zero_init=False,
 )
-# In this order, the first architecture that fits a configuration is the default.
+# The default is the first architecture in this order that supports all values of a configuration.
 ARCHITECTURES: dict[str, Architecture] = {a.name: a for a in (_QWEN3, _LLAMA, _APERTUS, _GPT2)}
 
 
 def architecture_name(model: Mapping[str, Any]) -> str | None:
-    """Returns the architecture that a section `model` names or selects by its other keys; None if none fits."""
+    """Returns the architecture that a `model` section names, or that its other keys select; None if none matches."""
     names = (name for name in ARCHITECTURES if model.get("architecture") in (None, name))
     return next((name for name in names if not ARCHITECTURES[name].conflicts(model)), None)
 
 
 def architecture_problem(model: Mapping[str, Any]) -> str | None:
-    """Returns a clause about a key of a section `model` that its architecture does not support, or None."""
+    """Returns a clause about a key of a `model` section that its architecture does not support, or None."""
     if architecture_name(model) is not None:
         return None
     name = model.get("architecture") or architecture_name({"activation": model["activation"]})

@@ -21,7 +21,7 @@ class UnreachableError(ConfigError):
     """Data is neither on this machine nor reachable over the network."""
 
 
-# By the name that Python imports.
+# The extra of sansgpu that installs each optional package, by the package's import name.
 EXTRAS = {
     "transformers": "hf",
     "peft": "hf",
@@ -50,7 +50,7 @@ def is_installed(package: str) -> bool:
 def require(purpose: str, *packages: str) -> None:
     """Raises ConfigError with the line that installs `packages`, unless all of them are installed.
 
-    `purpose` is what the user asked for, e.g. `--format onnx`. The packages are of one extra.
+    `purpose` is what the user asked for, e.g. `--format onnx`. All packages must belong to the same extra.
     """
     missing = [package for package in packages if not is_installed(package)]
     if missing:
@@ -58,7 +58,7 @@ def require(purpose: str, *packages: str) -> None:
 
 
 def how_to_install(purpose: str, *missing: str) -> str:
-    """Returns the sentence about packages that are not installed."""
+    """Returns the error message for packages that are not installed."""
     *first, last = missing
     named, which = (f"{', '.join(first)} and {last}", "which are") if first else (last, "which is")
     return f'{purpose} needs {named}, {which} not installed; run `pip install "sansgpu[{EXTRAS[missing[0]]}]"`.'
@@ -67,6 +67,6 @@ def how_to_install(purpose: str, *missing: str) -> str:
 def missing_package(error: BaseException) -> ConfigError | None:
     """Returns the error to show for a failed import of an optional package, or None for any other error."""
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    if package not in EXTRAS or is_installed(package):  # an installed one has failed to import its own dependency
+    if package not in EXTRAS or is_installed(package):  # an installed one failed to import a dependency of its own
         return None
     return ConfigError(how_to_install("this command", package))

@@ -18,13 +18,13 @@ from sansgpu.config.tasks import BUILT_IN_NAMES
 from sansgpu.config.wording import truncate
 
 PRESETS = ("small", "medium", "large")
-# Takes minutes on two cores and writes samples.
+# The run without a configuration file takes minutes on two cores and shows generated samples.
 BUILT_IN: dict[str, dict[str, Any]] = {"training": {"max_steps": 500, "sample_tokens": 64}}
 LENGTH_KEYS = frozenset(f"training.{key}" for key in ("num_epochs", "max_steps", "max_tokens", "max_hours", "until"))
 
 
 def built_in(overridden: Collection[str]) -> dict[str, Any]:
-    """Returns the values of a run without a configuration file, except those that keys in `overridden` replace."""
+    """Returns the values of a run without a configuration file, without those that the `overridden` keys replace."""
     if "task" in overridden:
         return {}
     drops = {"max_steps"} if LENGTH_KEYS & set(overridden) else set()
@@ -63,7 +63,7 @@ def configuration_file(path: Path) -> Path:
 
 
 def _nearest(name: str, files: dict[str, Path]) -> list[str]:
-    """Returns the names like `name` in `files`, which are by name; only those of configurations, the nearest first."""
+    """Returns the names of configurations among `files` (by name) that are similar to `name`, most similar first."""
     return [near for near in difflib.get_close_matches(name, files, n=MAX_NAMES) if _is_configuration(files[near])]
 
 
@@ -99,9 +99,9 @@ def _is_configuration(file: Path) -> bool:
 
 
 def use_files_beside(values: Values, folder: Path, overridden: Collection[str]) -> list[str]:
-    """Replaces paths in `values` that do not exist in the working directory, but in the configuration's `folder`.
+    """Makes paths in `values` absolute that exist in the configuration's `folder` but not in the working directory.
 
-    Leaves keys alone that are `overridden` on the command line. Returns a note for each path that exists in both.
+    Keys that are `overridden` on the command line stay unchanged. Returns a note for each path that exists in both.
     """
     notes: list[str] = []
     for section, keys in INPUT_KEYS.items():
@@ -126,5 +126,5 @@ def use_files_beside(values: Values, folder: Path, overridden: Collection[str]) 
 
 
 def same_input(one: str, other: str) -> bool:
-    """Returns whether two values of an input key name the same file, folder or dataset of the Hub."""
+    """Returns whether two values of an input key name the same file, folder or Hub dataset."""
     return os.path.abspath(local_path(one)) == os.path.abspath(local_path(other))

@@ -1,7 +1,8 @@
 """Checks that a config.yaml is the one that its run was trained with.
 
 `identity` is recorded in every snapshot and in the mark of a run's folder. If config.yaml lacks a recorded key, it was
-truncated. If a key that determines the model or the data order has another value, the file belongs to another run.
+truncated. If a key that determines the model or the data order has a different value, the file belongs to a different
+run.
 """
 
 from __future__ import annotations

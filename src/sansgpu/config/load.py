@@ -30,10 +30,11 @@ Override = str | tuple[str, Any]  # `key.path=value` with the value in YAML, or 
 def load_config(
     path: Path | None = None, overrides: Sequence[Override] = (), own: bool = True, find_beside: bool = True
 ) -> tuple[Config, list[str]]:
-    """Loads a file, given by its path or name, or (None) the built-in default, and applies the overrides.
+    """Loads a configuration file, given by path or name, or the built-in default if `path` is None.
 
-    If the file is the user's `own`, a task that it names as `package.module:Class` is imported. With `find_beside`,
-    paths that it names are found in its folder, too, if they do not exist in the working directory.
+    Then applies the overrides. `own` means that the user wrote the file: a task that it names as `package.module:Class`
+    is imported and, with `find_beside`, paths that do not exist in the working directory are looked up in the file's
+    folder.
 
     Returns the configuration and notes for the user about ignored and renamed keys and ambiguous paths.
     Raises ConfigError naming the file and every problem in it.
@@ -85,18 +86,21 @@ def recorded_values(path: Path) -> Values:
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Writes every key that `config`'s kind of run uses, in the format that `load_config` reads."""
+    """Writes all `acting_values` in the format that `load_config` reads."""
     path.write_text(yaml.safe_dump(acting_values(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def acting_values(config: Config) -> Values:
-    """Returns all keys that `config`'s kind of run uses and whose values are known, as plain values."""
+    """Returns the values of all keys that have an effect in `config`'s kind of run, as plain values by section.
+
+    Omits the learning rate if it is a default that depends on an optimizer that is not chosen yet.
+    """
     values = config.model_dump(mode="json")
     for name, section in values.items():
         if isinstance(section, dict):
             values[name] = {k: v for k, v in section.items() if config.settings.acts(f"{name}.{k}")}
     if config.training.optimizer == "auto" and "learning_rate" not in config.training.model_fields_set:
-        del values["training"]["learning_rate"]  # it follows the optimizer that the run chooses
+        del values["training"]["learning_rate"]  # its default depends on the optimizer that the run will choose
     top = {"task": values.pop("task"), "device": values["training"].pop("device")}
     return {**top, **values}
 
@@ -116,7 +120,7 @@ def setting(config: Config, key: str) -> Any:
 
 
 def default_values(values: Values) -> Values:
-    """Returns the defaults of the kind of run that `values`, a result of `acting_values`, belong to.
+    """Returns the defaults for the kind of run in `values`, a result of `acting_values`.
 
     The keys are dotted, e.g. `training.seed`, or `task` and `device`.
     """
@@ -128,21 +132,21 @@ def default_values(values: Values) -> Values:
         section, _, name = key.partition(".")
         if name:
             default = (own.get(section) or {}).get(name, field.default)
-            found[key] = str(default) if default is AUTO else default  # the form that `acting_values` compares
+            found[key] = str(default) if default is AUTO else default  # as in the result of `acting_values`
     found["training.learning_rate"] = _default_learning_rate(values, own)
     found |= {f"model.{key}": field.default for key, field in ModelConfig.model_fields.items() if key in chosen}
     return {**found, "device": found["training.device"]}
 
 
 def _default_learning_rate(values: Values, own: Values) -> float:
-    """Returns the default rate for `values`, a result of `acting_values`; `own` are the defaults of their task."""
+    """Returns the default rate for `values`, a result of `acting_values`; `own` holds the defaults of their task."""
     model, training = values.get("model") or {}, values.get("training") or {}
     width = float(model.get("d_model", ModelConfig.model_fields["d_model"].default))  # a file may have it as a string
     return default_learning_rate(training.get("optimizer", ""), width, (own.get("training") or {}).get("learning_rate"))
 
 
 def _override(values: Values, overrides: Sequence[Override]) -> list[str]:
-    """Applies the overrides to `values`. Returns notes about keys that `values` has in another place."""
+    """Applies the overrides. Returns notes about keys of other trainers and about replaced top-level keys."""
     notes, replaced = [], []
     for override in overrides:
         given, (key, value) = overridden_key(override), _key_and_value(override)
@@ -158,7 +162,10 @@ def _override(values: Values, overrides: Sequence[Override]) -> list[str]:
 
 
 def _key_and_value(override: Override) -> tuple[str, Any]:
-    """Returns the key and the value of an override. Keys of other trainers and of the top level get their own names."""
+    """Returns the full key and the value of an override, e.g. `training.device` for the top-level key `device`.
+
+    Translates keys of other trainers.
+    """
     if isinstance(override, str):
         text, equals, value = override.partition("=")
         if not equals or not text.strip():
@@ -198,7 +205,7 @@ def describe() -> list[tuple[str, str, str]]:
 
 
 def task_meanings() -> str:
-    """Returns what the values of the key `task` mean."""
+    """Describes the values of the key `task`."""
     meanings = [f"{task}: {built_in_settings()[task].description}" for task in TASKS]
     return "; ".join([*meanings, "package.module:Class: your own task"])
 
@@ -207,9 +214,10 @@ MAX_WIDTH = 110  # characters per line of a comment
 
 
 def commented_yaml(config: Config, head: str, comments: Mapping[str, str] | None = None) -> str:
-    """Returns the values that are not defaults and those of the dotted keys in `comments`, under the text `head`.
+    """Returns YAML with all values that are not defaults and with the dotted keys of `comments`.
 
-    Above each key stands its comment, or else its meaning from the schema.
+    It starts with `head` as a comment. A comment above each key has its text in `comments`, or else its description in
+    the schema.
     """
     meanings = {key: field.description or "" for key, field in all_keys(Config)}
     meanings["task"] = f"kind of run: {config.settings.description or 'your own class'}"

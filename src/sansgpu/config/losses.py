@@ -11,7 +11,8 @@ from sansgpu.config.section import Section
 PreferenceLoss = Literal["dpo", "dpo_norm", "ipo", "simpo", "orpo", "kto"]
 
 
-_DEFAULT_BETA: dict[PreferenceLoss, float] = {"simpo": 2.0, "dpo_norm": 5.0}  # the lower end of SimPO's, and Tülu 3's
+# The lower end of the range in the SimPO paper, and the value of Tülu 3 (dpo_norm).
+_DEFAULT_BETA: dict[PreferenceLoss, float] = {"simpo": 2.0, "dpo_norm": 5.0}
 
 
 _KEYS_OF_LOSSES: dict[str, tuple[PreferenceLoss, ...]] = {
@@ -53,7 +54,7 @@ class PreferenceConfig(Section):
 
     @property
     def scale(self) -> float:
-        """`beta`, or the default of the loss."""
+        """`beta`, or the loss's default."""
         return _DEFAULT_BETA.get(self.loss, 0.1) if self.beta is None else self.beta
 
     @property

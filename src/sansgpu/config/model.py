@@ -144,7 +144,7 @@ class ModelConfig(Section):
     def decoder(self) -> Architecture:
         """The architecture of a decoder with this configuration."""
         name = architecture_name(self._selection)
-        assert name is not None  # validated
+        assert name is not None  # guaranteed by `_fits_together`
         return ARCHITECTURES[name]
 
     @property
@@ -153,7 +153,7 @@ class ModelConfig(Section):
 
     @property
     def biased(self) -> str:
-        """The linear layers of a decoder that have a bias: none, attention or all."""
+        """Which linear layers of a decoder have a bias: none, attention or all."""
         return self.bias or self.decoder.bias[0]
 
     @property
@@ -178,14 +178,14 @@ class ModelConfig(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _default_activation(cls, values: Any, validate: ModelWrapValidatorHandler[ModelConfig]) -> ModelConfig:
-        """Sets a missing activation to the first one of the architecture that the other keys select."""
+        """Sets a missing activation to the default of the architecture that the other keys select."""
         if not isinstance(values, dict) or "activation" in values:
             return validate(values)
         selecting = {key: values[key] for key in ("architecture", *SELECTING_KEYS) if values.get(key) is not None}
         name = architecture_name(selecting) or architecture_name({"architecture": values.get("architecture")})
         default = {"activation": ARCHITECTURES[name].activation[0]} if selecting and name else {}
         config = validate({**values, **default})
-        config.model_fields_set.discard("activation")  # it follows a later assignment to the other keys
+        config.model_fields_set.discard("activation")  # so that assigning another key chooses it again
         return config
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Keys of other trainers (transformers' Trainer and its examples, oxidizr) and the keys of sansgpu that they mean."""
+"""Translates the keys of other trainers (transformers' Trainer and its examples, oxidizr) to those of sansgpu."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sansgpu.config.wording import truncate
 
 MAX_NOTE_CHARACTERS = 1000
 _SECTIONS = {"trainer": "training"}
-# Keys by section. Keys that have the same name in sansgpu are not listed.
+# sansgpu's keys by section and by the other trainer's key, unless both are equal.
 _KEYS = {
     "model": {
         "hidden_size": "d_model",
@@ -48,12 +48,12 @@ _KEYS = {
         "validation_file": "validation_name",
     },
 }
-# Values that are written differently: (name of the other trainer's key, value) -> ours.
+# Values that are written differently: (other trainer's key, its value) -> sansgpu's value.
 _VALUES = {("bf16", True): "bf16", ("bf16", False): "fp32", ("target_device", "gpu"): "cuda"}
 
 
 def own_name(key: str, value: Any) -> tuple[str, Any]:
-    """Returns the dotted key and the value of sansgpu that a dotted key and its value mean."""
+    """Translates a dotted key and its value to those of sansgpu."""
     section, dot, name = key.partition(".")
     ours = _SECTIONS.get(section, section)
     if isinstance(value, (str, bool)):
@@ -64,9 +64,9 @@ def own_name(key: str, value: Any) -> tuple[str, Any]:
 
 
 def with_own_names(values: dict[str, Any], where: str = "the configuration") -> tuple[dict[str, Any], list[str]]:
-    """Returns `values` with the keys of sansgpu, and what was replaced, e.g. `training.lr as learning_rate`.
+    """Translates all keys of `values`. Also returns the replacements, e.g. `training.lr as learning_rate`.
 
-    Raises ConfigError naming `where` if a key is given by two names.
+    Raises ConfigError naming `where` if two names of the same key are given.
     """
     own: dict[str, Any] = {}
     replaced = []
@@ -83,7 +83,7 @@ def with_own_names(values: dict[str, Any], where: str = "the configuration") -> 
 
 
 def section_with_own_names(section: str, values: Mapping[str, Any], where: str = "the configuration") -> dict[str, Any]:
-    """Returns the values of one section with the keys of sansgpu. Raises ConfigError if a key is given by two names."""
+    """Translates the keys of one section. Raises ConfigError if two names of the same key are given."""
     pairs = {key: own_name(f"{section}.{key}", value) for key, value in values.items()}
     _require_one_name({key: name for key, (name, _) in pairs.items()}, _SECTIONS.get(section, section), where)
     return {name.partition(".")[2]: value for name, value in pairs.values()}
@@ -96,5 +96,5 @@ def _require_one_name(names: dict[str, str], section: str, where: str) -> None:
 
 
 def note_of(replaced: list[str]) -> list[str]:
-    """Returns the note about replaced names for the user, if there are any."""
+    """Returns a list with a note for the user about replaced names; it is empty if there are none."""
     return [f"read keys of other trainers: {truncate(', '.join(replaced), MAX_NOTE_CHARACTERS)}."] if replaced else []

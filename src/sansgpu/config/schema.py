@@ -32,7 +32,7 @@ from sansgpu.config.wording import truncate
 
 CLASS_NAME = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 MIN_VOCABULARY = 257  # 256 bytes and the end of text
-MAX_VOCABULARY = 1 << 20  # four times the largest known; training one allocates memory for all of its tokens
+MAX_VOCABULARY = 1 << 20  # four times the largest in use; training a tokenizer allocates memory for all tokens
 _SECTIONS = ("model", "training", "data")
 
 
@@ -156,7 +156,7 @@ class DataConfig(Section):
         "score is larger, otherwise the largest one, rounded up",
     )
     preprocessing_num_workers: int = Field(2, ge=1, description="tokenizer threads")
-    # The default is below that of training.timeout_seconds, so that the worker is named before the other processes end.
+    # Below the default of training.timeout_seconds, so that an error names the slow worker before ranks time out.
     timeout_seconds: TimeoutSeconds = Field(
         240.0, description="longest wait of a step for its batch; the run then ends"
     )
@@ -167,17 +167,20 @@ class DataConfig(Section):
 
     @property
     def has_header(self) -> bool:
-        """Returns whether .csv and .tsv files begin with the names of columns: no key is set to a column's number."""
+        """Returns whether .csv and .tsv files start with a header row, i.e. no column key is set to a number."""
         columns = {key: field for key, field in type(self).model_fields.items() if key.endswith("_column")}
         return not any(isinstance(getattr(self, key), int) for key, field in columns.items() if field.default is None)
 
     def for_dataset(self, name: str) -> DataConfig:
-        """Returns the settings with which all rows of another dataset are read, e.g. to evaluate on it."""
+        """Returns the settings to read all rows of a different dataset, e.g. to evaluate on it."""
         return self.model_copy(update={"dataset_name": name, "validation_name": None})
 
 
 def _without_sampling(values: dict[str, Any]) -> dict[str, Any]:
-    """Removes a section `sampling` of other trainers that asks for nothing. Raises ValueError if it asks for more."""
+    """Removes a `sampling` section, as in oxidizr's files, if it has no effect in training.
+
+    Raises ValueError if it sets any sampling option.
+    """
     sampling = values.get("sampling")
     if not isinstance(sampling, dict):
         return values
@@ -230,7 +233,7 @@ class Config(Section):
             rate = config.training.learning_rate if "learning_rate" in config.training.model_fields_set else None
             rate = default_learning_rate(config.training.optimizer, config.model.d_model, rate)
             config.training.__dict__["learning_rate"] = rate
-        for name in _SECTIONS:  # the defaults follow a later assignment to the task
+        for name in _SECTIONS:  # so that assigning the task changes the defaults, too
             getattr(config, name).model_fields_set.intersection_update(as_values(rest.get(name)))
         return config
 
@@ -241,7 +244,7 @@ class Config(Section):
             super().__setattr__(key, value)
 
     def _take(self, other: Section, before: Section) -> None:
-        super()._take(other, self)  # all values, because `other` has the defaults of its task
+        super()._take(other, self)  # copies the defaults as well, because `other` may have a different task
 
     @field_validator("task")
     @classmethod
@@ -263,7 +266,7 @@ class Config(Section):
         return self
 
     def _unused_keys(self) -> Iterator[str]:
-        """Yields a clause for every key that the kind of run does not use."""
+        """Yields a clause for every key that is set although it has no effect in this kind of run."""
         here = self.settings
         for key, default in self._defaults():
             if not here.acts(key) and attrgetter(key)(self) != default:
@@ -277,7 +280,7 @@ class Config(Section):
                 yield f"{key} has no effect because {reason}; leave it out"
 
     def _defaults(self) -> Iterator[tuple[str, Any]]:
-        """Yields (dotted key, default in this task) of every key of a section."""
+        """Yields (dotted key, default in this task) for every key of the sections."""
         for name in _SECTIONS:
             for key, field in all_keys(type(getattr(self, name))):
                 yield f"{name}.{key}", self.settings.default(name, key, field.default)
@@ -289,7 +292,7 @@ class Config(Section):
 
     @property
     def kind(self) -> str:
-        """The task, or the kind of run that replaces it with a pretrained model."""
+        """The task, or the name of its variant that the configuration selects, e.g. by naming a pretrained model."""
         return kind_of(self.task, self)
 
     @property

@@ -19,7 +19,7 @@ from sansgpu.config.tasks import BITS_PER_BYTE, LOSS
 Number = int | float
 Choice = int | float | str | bool | None
 
-WIDE, NARROW = 4.0, 5.0  # factor below and above the configured learning rate: from scratch, and fine-tuning
+WIDE, NARROW = 4.0, 5.0  # search learning rates within this factor of the configured one: from scratch; fine-tuning
 RANGES, EXTRAS = ("log", "float", "int"), ("step", "log")
 INTERIOR_POINT = 0.382  # relative position in a range; not an integer if the bounds are integers
 

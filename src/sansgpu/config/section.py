@@ -24,10 +24,10 @@ MAX_SUGGESTION_LENGTH = 40  # longer keys get no "did you mean"
 def problems(
     error: ValidationError, root: type[BaseModel], with_unknown: bool = True, section: tuple[str, ...] = ()
 ) -> list[str]:
-    """Returns a clause for each of the first wrong keys, and the number of the remaining ones.
+    """Returns clauses about the first wrong keys, and one with the number of the remaining ones.
 
-    `root` is the class of the whole configuration, and `section` the path of the section that was validated. pydantic
-    reports every member of a union that did not match; they are joined to one clause with alternatives.
+    `root` is the class of the full configuration, and `section` the path of the validated section. pydantic reports
+    an error for every member of a union; these become one clause with alternatives.
     """
     unknown: dict[str, list[str]] = {}  # paths by name
     wrong: dict[str, str] = {}  # clauses by key
@@ -98,14 +98,14 @@ Auto = Annotated[Literal["auto"], AfterValidator(lambda _: AUTO)]
 
 
 class Section(BaseModel):
-    """A section without unknown keys. Integers fit into 64 bits and strings can be encoded as UTF-8.
+    """A section that rejects unknown keys, integers of more than 64 bits and strings that are not valid Unicode.
 
-    Values can be assigned: `config.training.learning_rate = 1e-3`. A configuration copies the sections that it is
-    given, so an assignment changes one configuration only.
+    Values can be assigned: `config.training.learning_rate = 1e-3`. A configuration copies the sections passed to it, so
+    an assignment changes only one configuration.
     """
 
-    root: ClassVar[type[Section] | None] = None  # the class of the whole configuration, which a message names keys of
-    section_name: ClassVar[str] = ""  # key of the table of other trainers' names in other_names.py
+    root: ClassVar[type[Section] | None] = None  # class of the full configuration, for keys in error messages
+    section_name: ClassVar[str] = ""  # this section's name in the tables of other_names.py
 
     model_config = ConfigDict(
         extra="forbid", revalidate_instances="always", protected_namespaces=(), allow_inf_nan=False
@@ -135,9 +135,9 @@ class Section(BaseModel):
         return {**given, **{key: section.given_values() for key, section in inner.items()}}
 
     def _take(self, other: Section, before: Section) -> None:
-        """Copies the values of `other` that `before` does not have, so that the defaults of the task stay.
+        """Copies the values that are set in `other` or differ from those in `before`; the task's defaults stay.
 
-        Sections stay the same objects, because a caller may hold them.
+        Nested sections are updated in place, because a caller may hold references to them.
         """
         for key, value in other.__dict__.items():
             if isinstance(own := self.__dict__.get(key), Section):
@@ -179,7 +179,7 @@ def _sections(model: type[BaseModel]) -> dict[str, type[Section]]:
 
 
 def all_sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[Section]]]:
-    """Yields (dotted name, class) of every section inside `model`, those inside sections included."""
+    """Yields (dotted name, class) of every section inside `model`, including nested ones."""
     for name, section in _sections(model).items():
         yield prefix + name, section
         yield from all_sections(section, f"{prefix}{name}.")

@@ -1,4 +1,4 @@
-"""The table of tasks, and what each declares: the keys that act, their defaults, problems, metrics and model card.
+"""The table of tasks, and what each declares: the keys it uses, their defaults, problems, metrics and model card.
 
 Every task is a folder of `sansgpu.tasks` whose module `settings` declares it. These modules import no torch, because a
 configuration is validated without it.
@@ -31,9 +31,9 @@ class Metric:
     scale: float = 1.0  # factor from the value in events to the unit
     better: Literal["lower", "higher"] = "lower"
     short: str = ""  # label of the current value in step lines and the live view; "": not shown there
-    reported: bool = True  # whether reports, plots and model cards show it
+    reported: bool = True  # reports, plots and model cards show it
     plotted: bool = True  # False if its curve has the shape of the loss
-    baseline: str = ""  # name of the metric that a predictor without a model reaches
+    baseline: str = ""  # name of the metric with the score of a trivial predictor
     remedies: tuple[str, ...] = ()  # keys to double if the metric stays near its baseline
 
     def __post_init__(self) -> None:
@@ -87,16 +87,16 @@ TASKS: dict[str, tuple[str, ...]] = {
 }
 DEFAULT_TASK = "pretrain"
 
-# Built-in datasets, made from the standard library: texts, triples, conversations.
+# Built-in datasets, made from Python's standard library: documents, triples, conversations.
 PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT = (
     "python-stdlib", "python-stdlib-graph", "python-stdlib-chat",
 )  # fmt: skip
 SIMPLE_TEMPLATE = "simple"  # the built-in chat template
-# Values that name something built in, in keys that otherwise take a path.
+# Built-in names that are valid values of keys that otherwise take a path.
 BUILT_IN_NAMES = (PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT, SIMPLE_TEMPLATE, "bpe", "char")
 
-# Keys, or sections inside sections, that have an effect only in tasks that name their group. Keys of one task alone are
-# its `own_keys`. All other keys act in every task.
+# Keys and nested sections that have an effect only in tasks that list their group. Keys of a single task are in its
+# `own_keys`. All other keys have an effect in every task.
 KEY_GROUPS = {
     "from scratch": """
         model.vocab_size model.d_model model.n_heads model.n_layers model.d_ff model.max_seq_len
@@ -139,7 +139,7 @@ class CardText:
 
 
 class Variant(NamedTuple):
-    """A kind of run that replaces a task's usual one if a key has a value."""
+    """A variant of a task, selected by the value of a key."""
 
     key: str
     value: Any  # None: any value
@@ -148,12 +148,12 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class Purpose:
-    """A task in the words of someone who wants to train, for `sansgpu init`."""
+    """How `sansgpu init` describes a task to a user, and the settings that it suggests."""
 
     words: str  # completes "You get ..."
     rows: str  # the data it needs
-    model: str | None = None  # base model that the question suggests; None: trained from scratch
-    built_in: str | None = None  # data that every machine has
+    model: str | None = None  # suggested base model; None: trained from scratch
+    built_in: str | None = None  # name of a built-in dataset for the task
     batch: int = 16  # examples per step
     is_decoder: bool = False  # True: fine-tuned with an adapter
 
@@ -163,13 +163,13 @@ class TaskSettings:
     """Declares a task's configuration, metrics and model card."""
 
     task: str  # value of the key `task`
-    key_groups: tuple[str, ...]  # those of KEY_GROUPS that act
-    own_keys: tuple[str, ...] = ()  # further keys that act, which have no effect in tasks that do not name them
+    key_groups: tuple[str, ...]  # the KEY_GROUPS that have an effect
+    own_keys: tuple[str, ...] = ()  # further keys that have an effect, only in tasks that list them
     implementation: str = ""  # the class, as `package.module:Class`. Default: `task`
     kind: str = ""  # name of a variant. Default: `task`
     variants: tuple[Variant, ...] = ()
     defaults: Mapping[str, Values] = field(default_factory=dict)  # by section, where they differ from the schema's
-    adapter_defaults: Mapping[str, Values] = field(default_factory=dict)  # in addition, with model.adapter
+    adapter_defaults: Mapping[str, Values] = field(default_factory=dict)  # further defaults if model.adapter is set
     problems: Callable[[Any], Iterable[str]] = _no_problems  # yields a clause for each inconsistency of a Config
     check_columns: Callable[[Any], object] | None = None  # raises ConfigError if the columns of a table are unclear
     label: str = ""  # the configuration that selects the task, for messages. Default: `task`
@@ -177,7 +177,7 @@ class TaskSettings:
     purpose: Purpose | None = None  # offered by `sansgpu init`
     varying_length: bool = True  # False if all examples are windows of equal length
     has_leaves: bool = False  # True if the tokens of an example have leaf slots
-    metrics: tuple[Metric, ...] = ()  # all but the loss, in the order shown, with those of the variants
+    metrics: tuple[Metric, ...] = ()  # all except the loss, including those of variants, in display order
     card: Callable[[Values], CardText] | None = None  # makes the card text from the section `model`
 
     @cached_property
@@ -186,7 +186,7 @@ class TaskSettings:
 
     def acts(self, key: str) -> bool:
         """Returns whether a dotted key has an effect."""
-        key = ".".join(key.split(".")[:2])  # all keys of a section inside a section act together
+        key = ".".join(key.split(".")[:2])  # either all keys of a nested section have an effect, or none
         return key in self.keys or key not in _chosen_keys()
 
     def default(self, section: str, key: str, otherwise: Any) -> Any:
@@ -204,7 +204,7 @@ class TaskSettings:
 
 @cache
 def built_in_settings() -> dict[str, TaskSettings]:
-    """Returns the settings of the package's kinds of runs by name: every task, and its variants after it."""
+    """Returns the settings of the package's kinds of runs by name: each task, followed by its variants."""
     found: dict[str, TaskSettings] = {}
     for task in TASKS:
         settings: TaskSettings = import_module(f"sansgpu.tasks.{task}.settings").SETTINGS
@@ -215,7 +215,7 @@ def built_in_settings() -> dict[str, TaskSettings]:
 
 @cache
 def _chosen_keys() -> frozenset[str]:
-    """Returns the keys that act only in tasks that name them."""
+    """Returns the keys that have an effect only in some tasks."""
     shared = (key for keys in KEY_GROUPS.values() for key in keys.split())
     return frozenset((*shared, *(key for settings in built_in_settings().values() for key in settings.own_keys)))
 
@@ -249,8 +249,8 @@ def task_class(kind: str) -> Any:
 def settings_of(kind: str) -> TaskSettings:
     """Returns the settings of a kind of run.
 
-    A class outside the package is not imported here, because a run may come from anybody: until the user names it, all
-    keys of its runs act and it has no defaults.
+    A class outside the package is not imported here, because an untrusted run may name it. Until the user names it,
+    all keys count as having an effect, and the defaults are those of the schema.
     """
     if known := built_in_settings().get(kind):
         return known

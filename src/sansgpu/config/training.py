@@ -23,14 +23,14 @@ from sansgpu.config.section import AUTO, Auto, Section
 # Peak rates of the optimizers at this width. Measured at widths from 64 to 512, see docs/lab-notes.md; that of AdamW is
 # 6e-4 at GPT-3's smallest width, 768, as published (arXiv 2005.14165, table 2.1).
 WIDTH, MUON, ADAMW = 256, 0.004, 0.001
-SGD_RATIO = 100  # learning rate of SGD with momentum / that of AdamW; its clipped steps are that much smaller
+SGD_RATIO = 100  # learning rate of SGD with momentum / that of AdamW; its steps with clipped gradients are smaller
 
 
 def default_learning_rate(optimizer: str, width: float, own: float | None = None) -> float:
     """Returns the default peak learning rate for `training.optimizer` and `model.d_model`.
 
-    `own` is the rate of a task that fine-tunes, for AdamW. Muon's updates have the size of AdamW's, but below 256 it
-    does not gain from a higher rate. Until `auto` is resolved, its rate is that of Muon.
+    `own` is the default of a fine-tuning task, for AdamW. Muon's updates are as large as AdamW's, but below a width of
+    256 a higher rate does not help. Until the optimizer `auto` is resolved, it gets Muon's rate.
     """
     scale = (WIDTH / width) ** 0.5
     adamw = ADAMW * scale if own is None else own
@@ -66,7 +66,7 @@ def _whole_as_integer(value: float) -> float:
 
 
 MAX_EXACT_FLOAT = 2.0**53  # all smaller whole numbers are floats without rounding
-MAX_NUM_EPOCHS = 1e9  # the steps of so many passes over any data fit into 64 bits
+MAX_NUM_EPOCHS = 1e9  # keeps the number of steps within 64 bits for any dataset
 MAX_HOURS = 1e6  # 114 years; dates after the year 9999 cannot be written
 MAX_TIMEOUT_SECONDS = 1e6  # 11 days; the system's calls wait for at most 2^31 milliseconds
 
@@ -268,7 +268,7 @@ class TrainingConfig(Section):
         if not isinstance(values, dict) or "weight_decay" in values or values.get("optimizer") not in ("adam", "sgd"):
             return validate(values)
         config = validate({**values, "weight_decay": 0.0})
-        config.model_fields_set.discard("weight_decay")  # it follows a later assignment to the optimizer
+        config.model_fields_set.discard("weight_decay")  # so that assigning the optimizer chooses it again
         return config
 
     @model_validator(mode="after")
@@ -327,7 +327,7 @@ def unused_settings(values: dict[str, Any]) -> list[str]:
 
 
 def require_hours(hours: float) -> None:
-    """Raises ConfigError if --hours is not a time that a run or a search can take."""
+    """Raises ConfigError if --hours is not a valid time limit of a run or a search."""
     if not 0 < hours <= MAX_HOURS:
         raise ConfigError(
             f"--hours is {hours:g}, but must be positive and at most {MAX_HOURS:,.0f}; give a time budget, e.g. 0.5 "

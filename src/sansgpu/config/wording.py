@@ -6,7 +6,7 @@ import json
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """Formats a number of things, e.g. 1 thread, 2 threads or 3 batches. `plural` is that of an irregular noun."""
+    """Formats a number of things, e.g. 1 thread, 2 threads or 3 batches. `plural` is for irregular nouns."""
     return f"{number:,} {noun if number == 1 else plural or _plural(noun)}"
 
 
