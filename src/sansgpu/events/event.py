@@ -44,7 +44,7 @@ def metrics_in(event: Event, settings: TaskSettings) -> list[Metric]:
 
 
 def metric_texts(event: Event, settings: TaskSettings) -> list[str]:
-    """Describes the metrics in an eval event, each with those that belong to it in parentheses."""
+    """Formats the metrics in an eval event, each followed by its dependent metrics (`Metric.within`) in parentheses."""
     found = [metric for metric in metrics_in(event, settings) if metric.text]
     texts = []
     for metric in found:

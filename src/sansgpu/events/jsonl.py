@@ -28,9 +28,9 @@ def line(event: Event) -> str:
 class MetricsFile:
     """A sink that writes metrics.jsonl. A resumed run has the same record as an uninterrupted one.
 
-    A resumed run truncates the file to the events up to the snapshot's step. The file keeps only the first `start`, and
-    neither the `end` nor the final snapshot of an interrupted process. The training loop emits that snapshot again if
-    it belongs to the record.
+    A resumed run truncates the file to the events up to the snapshot's step. This drops the `end` event and the final
+    snapshot event of an interrupted process; the training loop emits that snapshot event again if an uninterrupted run
+    would have it. Later `start` events are not written.
     """
 
     def __init__(self, path: Path, resumed_step: int | None = None) -> None:
@@ -72,7 +72,7 @@ class JsonLines:
             self._early.append(event)
 
     def close(self) -> None:
-        """Writes the events of a run that did not start. The stream stays open."""
+        """Writes the events that are buffered because the run never started. The stream stays open."""
         self._write(*self._early)
         self._early = []
 

@@ -52,7 +52,7 @@ class RunRecord:
 
     @classmethod
     def open(cls, folder: Path) -> RunRecord:
-        """Reads the run in a folder, with configured snapshot and log folders. Raises ConfigError as `read` does."""
+        """Reads the run in a folder, with the snapshot and log folders that it configures. Raises ConfigError."""
         record = cls.read(RunPaths(folder))
         if (mark := read_mark(folder)) and mark.configuration:
             require_identity(record.paths.config, record.config, [mark.configuration])

@@ -1,4 +1,4 @@
-"""Atomic writes: after a kill or a power failure, a file or folder has its old or its new content, never a part."""
+"""Atomic writes: after a kill or a power failure, a file or folder has either its old or its new content, complete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from sansgpu.config.errors import SansGPUError
 from sansgpu.files.folders import delete_folder
 
-PRIVATE_MODE = 0o700  # caches have it under any umask, because their content is trusted
+PRIVATE_MODE = 0o700  # mode of caches, whatever the umask, because their content is trusted
 _SCRATCH = re.compile(r"\.sansgpu-[0-9a-f]{16}")
 
 
@@ -48,7 +48,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def write_failures_as(raised: type[SansGPUError], path: Path, option: str | None = None) -> Iterator[None]:
-    """Turns an OSError into `raised`, which names `path` and may advise to choose another `option`."""
+    """Converts an OSError to `raised`. The message names `path` and, if given, the `option` to change."""
     try:
         yield
     except OSError as error:
@@ -94,9 +94,9 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
 
 
 def cleanup_of(folder: Path, *unimportant: str) -> Callable[[], None]:
-    """Returns a function that removes what was created of `folder` since, if it has no files but `unimportant` ones.
+    """Returns a function that undoes the creation of `folder`, if the folder then has only `unimportant` files.
 
-    Removes these files, and the folder and its parents, unless they exist now.
+    The function deletes these files, the folder and its parents, except those that exist when `cleanup_of` is called.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     before = {name for name in unimportant if os.path.lexists(folder / name)}

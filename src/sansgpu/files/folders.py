@@ -1,4 +1,4 @@
-"""Walks, copies and deletes folders of any depth, where the standard library's functions recurse."""
+"""Walks, copies and deletes folders of any depth; the standard library's functions recurse and fail on deep ones."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def copy_folder(source: Path, target: Path, without: str = "") -> None:
 
 
 def delete_folder(folder: Path) -> None:
-    """Deletes a folder with its content, as far as that is possible."""
-    with contextlib.suppress(RecursionError):  # `rmtree` is safe from links put in place meanwhile, but recurses
+    """Deletes a folder with its content. Ignores errors."""
+    with contextlib.suppress(RecursionError):  # `rmtree` is safe from symlink races, but recurses
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,6 +1,6 @@
 """The mark of an output folder: `.sansgpu.json`, which lists the files that sansgpu wrote there.
 
-Each file has a fingerprint, which shows whether it was changed since.
+The mark has a fingerprint of each file, which shows whether the file was changed later.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ KINDS = {
     "cluster": "a cluster's manifests", "search": "a search", "snapshots": "a run's snapshots", "logs": "a run's logs",
 }  # fmt: skip
 _MAX_BYTES = 1 << 22  # maximum size of a mark; enough for 30,000 files
-_MAX_LINE = 1 << 16  # characters read of a run's first event
-_SAMPLE_BYTES = 1 << 20  # at each end of a file, included in its fingerprint
+_MAX_LINE = 1 << 16  # maximum characters to read of a run's first event
+_SAMPLE_BYTES = 1 << 20  # bytes at each end of a file that its fingerprint covers
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class FolderMark:
     kind: str
     files: dict[str, list[str]] = field(default_factory=dict)  # valid fingerprints by relative path
     run: str | None = None  # identity of the run that the folder belongs to
-    configuration: dict[str, Any] | None = None  # a run's config.identity
+    configuration: dict[str, Any] | None = None  # `config.identity.identity` of a run
 
 
 def read_mark(folder: Path) -> FolderMark | None:
@@ -52,7 +52,7 @@ def read_mark(folder: Path) -> FolderMark | None:
 
 
 def is_output(folder: Path, kind: str) -> bool:
-    """Returns True if a folder is marked as of this kind, or is a run or a search that was copied without its mark."""
+    """Returns True if a folder has a mark of this kind, or is a run or a search that was copied without its mark."""
     if (mark := read_mark(folder)) is not None:
         return mark.kind == kind
     try:

@@ -2,7 +2,7 @@
 
 A folder is written to only if it is new, empty, or marked as the same kind of output. Of its files, only unchanged ones
 that the mark lists are replaced or deleted. A single file is written only if it is new, empty, or recognized as an
-output of sansgpu. Symlinks are not followed. Everything else is a ConfigError.
+output of sansgpu. Symlinks are not followed. All other cases raise ConfigError.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from sansgpu.files.marks import (
 
 Files = dict[str, list[str]]  # valid fingerprints of sansgpu's files, by relative path
 
-REPLACED_KINDS = "model", "tokenizer"  # kinds of folders whose files are replaced together: old ones are deleted
-LOCK = ".lock"  # a command that is killed before it wrote anything leaves an empty one
+REPLACED_KINDS = "model", "tokenizer"  # kinds of folders that are replaced as a unit, deleting old files
+LOCK = ".lock"  # an empty lock file may be left by a command that was killed before it wrote anything
 README = "README.md"  # an edited model card is not replaced
 # Text near the start of files that sansgpu wrote.
 PAGE, GGUF = b'<meta name="generator" content="sansgpu">', b", trained with sansgpu."
-_HEAD_BYTES = 1 << 16  # bytes at the start of a file that are searched for these texts
+_HEAD_BYTES = 1 << 16  # these strings are searched for in this many bytes at the start of a file
 
 
 def require_folder(folder: Path, kind: str, option: str = "--output-dir") -> None:
@@ -86,8 +86,8 @@ def require_no_links(paths: Sequence[Path]) -> None:
 def replace_folder(folder: Path, kind: str, option: str = "--output") -> Iterator[Path]:
     """Yields a hidden temporary folder, whose files then replace those of `folder`.
 
-    Files of a model or a tokenizer that an earlier command wrote and this one does not are deleted. Files that sansgpu
-    did not write stay. An existing `folder` is never missing meanwhile, and is replaced atomically if it contains only
+    Files of a model or a tokenizer are deleted if an earlier command wrote them and this one does not. Files that
+    sansgpu did not write stay. An existing `folder` exists at all times, and is replaced atomically if it contains only
     files of sansgpu. File modes follow the umask. Raises ConfigError if `folder` may not be written, and OSError.
     """
     require_folder(folder, kind, option)
@@ -109,7 +109,10 @@ def replace_folder(folder: Path, kind: str, option: str = "--output") -> Iterato
 
 
 def write_into_folder(folder: Path, name: str, text: str) -> bool:
-    """Writes a file of a marked folder. Returns False if it exists and was changed by others. Raises OSError."""
+    """Writes a file of a marked folder. Returns False if it exists and is not an unchanged file of sansgpu.
+
+    Raises OSError.
+    """
     mark = read_mark(folder)
     assert mark is not None, f"{folder} has no mark"
     known = mark.files.get(name, [])
@@ -170,7 +173,7 @@ def _others(folder: Path, ours: Files) -> Iterator[str]:
 
 
 def _can_replace(folder: Path, kind: str, ours: Files) -> bool:
-    """Returns True if a folder can be replaced as a whole: it is new, or has only own files and is no mount point."""
+    """Returns True if a folder is new, or has only sansgpu's own files and is not a mount point."""
     if not os.access(folder.parent, os.W_OK):
         return False
     if not folder.exists():
@@ -194,7 +197,7 @@ def _complete(folder: Path, kind: str) -> Files:
 
 
 def _move_in(new: Path, folder: Path, mark: FolderMark, before: Files) -> None:
-    """Moves files one by one. Meanwhile the mark lists the old and the new fingerprints, in case of a kill."""
+    """Moves files one by one. Until all are moved, the mark has the old and the new fingerprints, in case of a kill."""
     taken = {name for name in mark.files if _is_taken(folder, name, before.get(name, []))}
     if other := next(iter(sorted(taken - {README})), None):
         raise ConfigError(

@@ -41,7 +41,7 @@ from sansgpu.views.bench import is_measurable, write_report
 PROJECTED_STEPS = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 MIN_SPEEDUP = 1.03  # smaller speedups are noise
 MAX_STEP_RATIO = 1.15  # slowest step / median step; above it, something disturbed the measurement
-MIN_BUSY_CORES = 0.15  # cores used by other programs before they are reported
+MIN_BUSY_CORES = 0.15  # report other programs if they use more cores than this
 GPU_MFU = 0.4  # assumed model FLOPs utilization of an efficient training program
 
 
@@ -56,7 +56,7 @@ class BenchRequest:
     from_step: int = 0
     targets: tuple[int, ...] = ()  # numbers of steps to project; empty: PROJECTED_STEPS
     start: datetime | None = None  # when the projections start; None: now
-    what_if: bool | None = None  # measure the usual variations; None: as many as do not take long
+    what_if: bool | None = None  # time the built-in variations; None: as many as WHAT_IF_SECONDS allows
     vary: tuple[str, ...] = ()  # `key=value,value`: more variations to time
     forward_only: bool = False
     gpu_flops_per_second: float | None = None
@@ -105,7 +105,7 @@ def bench(request: BenchRequest, progress: ReportProgress, warn: Warn) -> BenchR
 
 
 def _first_request(chosen: Config, run: TrainingRun, request: BenchRequest) -> MeasureRequest:
-    """Measures the run itself, or the same steps on random tokens if its data could not be read."""
+    """Returns the request to measure the run itself, or its steps on random tokens if its data could not be read."""
     if run.corpus is not None:
         return MeasureRequest(chosen, request.steps, with_data=True, profiled=True)
     return MeasureRequest(chosen, request.steps, run.usual_tokens, snapshots=True, profiled=True)

@@ -1,4 +1,4 @@
-"""Templates of files for a cluster, and estimates of a process's memory and of the time that it needs to save."""
+"""Templates of cluster files, and estimates of the memory of a process and of the time to save its snapshot."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from sansgpu.tasks.registry import task_of
 from sansgpu.train.optim import choose_optimizer
 from sansgpu.train.run_length import DISK_BYTES_PER_SECOND
 
-ESTIMATING = "estimating memory and the time to save"  # a display of progress shows it while `needs_of` runs
-STEPS = 2.0  # time to finish the current step; doubled because a CPU of a pod may be a hyper-thread, half a core
+ESTIMATING = "estimating memory and the time to save"  # progress message while `needs_of` runs
+STEPS = 2.0  # steps to allow for the current one; doubled because a CPU of a pod may be a hyper-thread, half a core
 SNAPSHOTS = 2.0  # the final snapshot waits for one that is still being written
 START_SECONDS = 30.0  # time that torchrun needs to signal its processes, and a reserve
 ROUND_SECONDS = 10

@@ -1,4 +1,4 @@
-"""Writes a teacher's predictions of a corpus, for `training.distillation`."""
+"""Writes a teacher's predictions for a corpus, to be used by `training.distillation`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from sansgpu.tasks.registry import TASKS
 from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import ModelRequest, open_model
 
-DEFAULT_LENGTH = {"pretrain": 512, "sft": 1024}  # tokens of an example at most, unless the teacher's context is shorter
-NAMES = ("teacher", "data")  # settings that may differ when the command is run again, as files can be moved
+DEFAULT_LENGTH = {"pretrain": 512, "sft": 1024}  # maximum tokens per example, unless the teacher's context is shorter
+NAMES = ("teacher", "data")  # settings that may differ when the command is repeated, because files may have moved
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class DistillRequest:
 
 
 def distill(request: DistillRequest, warn: Callable[[str], None], progress: ReportProgress) -> dict[str, Any]:
-    """Writes a folder, or completes it, and returns what it holds. Raises ConfigError."""
+    """Writes a folder of predictions, or completes an unfinished one; returns a summary. Raises ConfigError."""
     require_one_process("distill")
     if request.task not in DEFAULT_LENGTH:
         raise ConfigError(f"--task is {request.task}, but must be {' or '.join(DEFAULT_LENGTH)}.")
@@ -108,7 +108,7 @@ def _require_output(output: Path) -> None:
 
 
 def _config(request: DistillRequest, teacher: Teacher) -> Config:
-    """Returns the configuration with which the texts are read and tokenized."""
+    """Returns the configuration for reading and tokenizing the corpus."""
     room = None if teacher.context is None else teacher.context - len(teacher.before)
     length = request.max_length or min(DEFAULT_LENGTH[request.task], room or DEFAULT_LENGTH[request.task])
     if room is not None and length > room:
@@ -121,7 +121,7 @@ def _config(request: DistillRequest, teacher: Teacher) -> Config:
 
 
 def _tokenizer(request: DistillRequest, loaded: TrainedModel) -> Any:
-    """Returns the teacher's tokenizer; for plain text as in pretraining, so that documents begin with the end token."""
+    """Returns the teacher's tokenizer. For task pretrain, it starts documents with the end token, as in pretraining."""
     tokenizer = loaded.tokenizer
     if request.task == "sft":
         return tokenizer
@@ -136,7 +136,7 @@ def _precision(loaded: TrainedModel) -> str:
 
 
 def _folder(request: DistillRequest, settings: dict[str, Any], lesson: Lesson, tokenizer: Any) -> TeacherFolder:
-    """Creates the folder, or opens it if it was begun with the same settings. Raises ConfigError otherwise."""
+    """Creates the folder, or opens an existing one. Raises ConfigError if that was written with different settings."""
     root = request.output
     if not is_teacher_folder(root):
         _require_space(root, int(lesson.counts.sum()), settings)
@@ -167,7 +167,7 @@ def _require_space(root: Path, tokens: int, settings: dict[str, Any]) -> None:
 
 @contextmanager
 def _locked(root: Path) -> Iterator[None]:
-    """Locks a folder. Raises ConfigError if another process writes into it."""
+    """Locks a folder. Raises ConfigError if another process is writing to it."""
     try:
         with FileLock(root / LOCK, timeout=0):
             yield

@@ -19,8 +19,8 @@ from sansgpu.machine.private_folder import private_cache
 from sansgpu.machine.probe import available_cores, available_memory, cache_dir, has_native_bf16, resolve_threads
 from sansgpu.machine.roofline import bandwidth
 
-USAGE_SECONDS = 0.5  # how long other programs are observed
-MIN_BUSY_CORES = 0.25  # cores used by other programs before they are reported
+USAGE_SECONDS = 0.5  # how long the CPU use of other programs is measured
+MIN_BUSY_CORES = 0.25  # report other programs if they use more cores than this
 MIN_BF16_SPEEDUP = 1.2
 MIN_FREE_DISK, MIN_FREE_MEMORY = 5e9, 2e9  # bytes
 

@@ -1,4 +1,4 @@
-"""Vectors of texts, in a file, and search for passages by their meaning."""
+"""Embeds texts into a file of vectors, and searches for passages by meaning."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from sansgpu.tasks.embed.objective import encode_texts
 from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import ModelRequest, open_model
 
-CHUNK = 4096  # rows in memory
+CHUNK = 4096  # maximum rows in memory
 COLUMN = "embedding"  # the column of a .parquet file that holds the vectors
 
 WriteVectors = Callable[[Sequence[SourceRow], np.ndarray], None]  # writes a chunk of rows and their vectors (rows, D)
@@ -56,8 +56,8 @@ class EmbedRequest:
 def embed(request: EmbedRequest, warn: Callable[[str], None], progress: ReportProgress) -> int:
     """Writes the vector of each row's text to a .npy or .parquet file, in order, and returns the number of rows.
 
-    Raises ConfigError if there is no such prompt, the file has another suffix, the model has no vectors, or a row has
-    no text.
+    Raises ConfigError if there is no such prompt, the file has a different suffix, the model cannot embed text, or a
+    row has no text.
     """
     data, output, prompt = request.data, request.output, request.prompt
     require_vector_file(output)
@@ -86,7 +86,7 @@ def open_encoder(
 ) -> TrainedModel:
     """Loads a run of task embed, a Sentence Transformers folder or any Hugging Face encoder, for `encode_texts`.
 
-    Precision auto is bf16 if that is faster on this machine. Raises ConfigError if the model has no vectors.
+    Precision auto is bf16 if that is faster on this machine. Raises ConfigError if the model cannot embed text.
     """
     loaded = open_model(model, "embed", warn, progress)
     chosen = resolve_precision(TrainingConfig(precision=precision), loaded.device)
@@ -123,7 +123,10 @@ def open_vector_file(path: Path, suffix: str, width: int) -> AbstractContextMana
 
 @contextmanager
 def _npy(path: Path, width: int) -> Iterator[WriteVectors]:
-    """Writes an array (rows, D). numpy leaves room in the header for any number of rows, so it is written twice."""
+    """Writes an array (rows, D). The header is written again at the end, when the number of rows is known.
+
+    Its size stays the same, because numpy reserves space for larger numbers.
+    """
     count = 0
     with path.open("wb") as file:
 
@@ -144,7 +147,7 @@ def _npy(path: Path, width: int) -> Iterator[WriteVectors]:
 
 @contextmanager
 def _parquet(path: Path, width: int) -> Iterator[WriteVectors]:
-    """Writes the columns of the rows, with the types of the first chunk, and the column `embedding`."""
+    """Writes the column `embedding` after the columns of the input, whose types are those of the first chunk."""
     import pyarrow
     import pyarrow.parquet
 
@@ -236,7 +239,7 @@ def _token_spans(tokenizer: Any, texts: list[str]) -> list[Spans]:
 
 
 def _fingerprint(loaded: TrainedModel) -> str:
-    """Returns a hash of everything that the vectors of a model depend on."""
+    """Returns a hash of everything that a model's vectors depend on."""
     settings = loaded.objective.layout, loaded.precision, loaded.config.window
     parts = repr(settings), loaded.tokenizer.backend_tokenizer.to_str(), weights_sha256(loaded.objective.model)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

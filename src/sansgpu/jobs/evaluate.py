@@ -64,7 +64,7 @@ def evaluate_model(
 
 
 def _reads_conversations(target: str, data: str) -> bool:
-    """Returns whether a causal model that is not a run has no task but `data`, which are conversations."""
+    """Returns whether a causal language model that is not a run is to be evaluated on conversations."""
     is_run = (local_path(target) / "config.yaml").is_file()
     return not is_run and class_of_model(target, "evaluate") is TASKS["pretrain"] and has_conversations(data)
 

@@ -34,8 +34,8 @@ def export_run(
 ) -> Path:
     """Writes a run's snapshot as a Hugging Face folder (default: RUN/export) and returns its path.
 
-    `merge` chooses whether an adapter is merged into the model; None follows the run's configuration. Raises
-    ConfigError if this is not a run.
+    `merge` says whether to merge an adapter into the model; None follows the run's configuration. Raises ConfigError if
+    this is not a run.
     """
     run = Path(model.target)
     if is_adapter_folder(run):
@@ -64,7 +64,7 @@ def _export_merged(
     warn: Callable[[str], None],
     progress: ReportProgress,
 ) -> Path:
-    """Writes an adapter of a causal model merged into its base model. Raises ConfigError."""
+    """Merges the adapter of a causal language model into its base model and writes the result. Raises ConfigError."""
     adapter = Path(model.target)
     if merge is False:
         raise ConfigError(f"{adapter} holds only an adapter already; leave out --no-merge.")

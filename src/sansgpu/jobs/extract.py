@@ -1,4 +1,4 @@
-"""Extraction of triples from texts."""
+"""Extracts triples from documents."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Triples:
 
 
 def extract(request: ExtractRequest, warn: Callable[[str], None], progress: ReportProgress) -> Triples:
-    """Returns the triples of the texts. Raises ConfigError before any text is processed."""
+    """Returns the triples of the documents. Raises ConfigError before any document is processed."""
     target, text, data = request.model.target, request.text, request.data
     if (text is None) == (data is None):
         raise ConfigError("give either --text or --data to extract triples from.")

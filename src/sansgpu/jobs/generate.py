@@ -1,4 +1,4 @@
-"""Generation of text: of one prompt, of a conversation, and of many prompts in batches."""
+"""Generates text: for one prompt, in a conversation, and for many prompts in batches."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from sansgpu.tasks.sft.conversations import Prompt, read_prompt
 from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import ModelRequest, open_model
 
-AUTO_SLOTS = 128  # sequences at once: more rows make matmuls hardly faster
-CACHE_RATIO = 0.5  # the share of the available memory that keys and values may take
+AUTO_SLOTS = 128  # maximum batch size; larger batches make matmuls hardly more efficient
+CACHE_RATIO = 0.5  # maximum share of the available memory for the KV cache
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,10 @@ class ChatSession:
 
 
 def generate_rows(request: GenerateRequest, warn: Callable[[str], None], progress: ReportProgress) -> dict[str, Any]:
-    """Writes the rows of a dataset with their completions, and returns a summary. A killed run continues later.
+    """Writes the rows of a dataset with their completions, and returns a summary.
 
-    Raises ConfigError if no row can be completed, or if the output belongs to something else.
+    A command that was killed continues when it is repeated. Raises ConfigError if no row can be completed, or if the
+    output file belongs to a different request.
     """
     require_one_process("generate --data")
     require_valid_sampling(request.sampling)
@@ -189,7 +190,7 @@ def _encoded(
 
 
 def _slots(model: BatchModel, requested: int | None, rows: int, length: int) -> int:
-    """Returns the number of sequences to read at once: what is requested, or what fits into the available memory."""
+    """Returns the batch size: the requested one, or the largest useful one whose KV cache fits into memory."""
     most = min(requested or AUTO_SLOTS, rows)
     if requested is not None or not model.together:
         return most
@@ -209,7 +210,7 @@ def _in_order(completions: Iterable[Completion], first: int) -> Iterator[Complet
 
 
 def _fingerprint(request: GenerateRequest, loaded: TrainedModel, prompts: list[tuple[Prompt, list[int]]]) -> str:
-    """Returns a hash of everything that decides the output, except for the weights."""
+    """Returns a hash of everything that determines the output, except the weights."""
     digest = hashlib.sha256(
         repr((request.model.target, loaded.source.step, request.max_new_tokens, request.sampling)).encode()
     )
@@ -221,7 +222,7 @@ def _fingerprint(request: GenerateRequest, loaded: TrainedModel, prompts: list[t
 class PartialFile:
     """Writes lines to `path`.partial, which becomes `path` once all are written.
 
-    A command that was killed continues after the last whole line when it is repeated.
+    A command that was killed continues after the last complete line when it is repeated.
     """
 
     def __init__(self, path: Path, target: str, fingerprint: str, weights: str) -> None:
@@ -232,7 +233,7 @@ class PartialFile:
     def open(self) -> int:
         """Returns the number of lines that an earlier run has written.
 
-        Raises ConfigError if that run had another request.
+        Raises ConfigError if that run had a different request.
         """
         make_folder(self._path.parent)
         for path in (self._partial, self._request):
@@ -266,7 +267,7 @@ class PartialFile:
             )
 
     def _drop_torn_line(self) -> int:
-        """Cuts off a last line without an end; returns the number of the others."""
+        """Removes an incomplete last line; returns the number of complete lines."""
         if not self._partial.exists():
             return 0
         lines = size = 0

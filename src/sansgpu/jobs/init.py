@@ -1,4 +1,4 @@
-"""Writes a configuration from the answers to four questions: what text, what for, how long, which machine."""
+"""Writes a configuration from the answers to four questions: which data, which task, how long, which machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PURPOSES = {task: settings.purpose for task, settings in built_in_settings().ite
 class InitAnswers:
     """The user's answers: the data, the task, the time, the base model, and the machine that will train.
 
-    If `cores` and `memory` are None, that machine is the one on which `init` runs.
+    `cores` and `memory` are None if `init` runs on that machine.
     """
 
     text: str
@@ -46,7 +46,7 @@ class InitAnswers:
 
 
 def purposes_of(text: str) -> list[str]:
-    """Returns the tasks that can be trained on a text: with a built-in one, those that have any."""
+    """Returns the tasks that `init` offers for a dataset. For built-in data, these are the tasks that have any."""
     return [task for task, purpose in PURPOSES.items() if purpose.built_in or not _is_built_in(text)]
 
 
@@ -55,7 +55,7 @@ def _is_built_in(text: str) -> bool:
 
 
 def require_text(text: str) -> None:
-    """Raises ConfigError if a text is neither built in, nor a file or folder, nor a dataset on the Hub."""
+    """Raises ConfigError if `text` is neither a built-in dataset, nor a file or folder, nor a dataset on the Hub."""
     open_single(text, DataConfig(dataset_name=text))
 
 
@@ -120,7 +120,7 @@ def _origin(text: str) -> str:
 
 
 def _from_scratch(answers: InitAnswers, progress: ReportProgress) -> tuple[Config, str]:
-    """Chooses the model that is expected to learn most in the time, by the speed and the memory of the machine."""
+    """Chooses the model with the lowest expected loss after the given time on the machine; also returns a comment."""
     progress("timing matrix products", 0, 0)
     from sansgpu.planning.propose import propose_quickly  # torch takes seconds, and the questions do not need it
 
@@ -138,7 +138,7 @@ def _from_scratch(answers: InitAnswers, progress: ReportProgress) -> tuple[Confi
 def _fine_tuned(
     answers: InitAnswers, purpose: Purpose, progress: ReportProgress, warn: Callable[[str], None]
 ) -> tuple[Config, str]:
-    """Changes the run until it fits into memory, if the model can be read from here."""
+    """Returns a fine-tuning configuration that fits into memory, if that can be estimated here, and a comment."""
     model = answers.model or purpose.model
     config = as_config(
         {
@@ -186,7 +186,7 @@ def _fitting(config: Config, answers: InitAnswers, progress: ReportProgress, war
 
 
 def _machine(answers: InitAnswers) -> tuple[Processor, int]:
-    """Returns the processor and memory of the answers; another machine's cores are assumed as fast as this one's."""
+    """Returns processor and memory of the machine that will train; its cores are assumed to be as fast as these."""
     import torch
 
     from sansgpu.machine.probe import memory_for_run

@@ -35,9 +35,10 @@ COMMAND = "torchrun -m sansgpu train {config}/config.yaml --output-dir {run} --r
 USER = 1000  # user of the image, and group that owns the claim's files
 # Paths in the image, the same on every architecture.
 TCMALLOC, LIBIOMP = "/usr/local/lib/libtcmalloc.so", "/usr/local/lib/libiomp5.so"
-# Limit of a pod, or of all pods of a TrainJob; lost nodes count only if the operator cannot detect them.
+# Restart limit of each pod, or of all pods of a TrainJob together. A lost node counts only if the operator cannot
+# detect it.
 POD_RESTARTS = 10
-REAP_SECONDS = 10  # time before the pod ends in which torchrun kills processes that have not saved yet
+REAP_SECONDS = 10  # torchrun kills processes that have not saved yet this long before Kubernetes kills the pod
 SHARED_MEMORY_DIVISOR = 8  # /dev/shm may use an eighth of a pod's memory
 MIN_BYTES = 1 << 30  # a pod has at least this much memory, and a claim this much storage
 MAX_DOMAIN_LENGTH = 253
@@ -99,7 +100,7 @@ class ClusterJob:
     request: ClusterRequest
     name: str
     config: str  # YAML
-    threads: int  # number in each process
+    threads: int  # per process
     shared_memory: str
     node_selector: dict[str, str]
     grace_seconds: int
@@ -117,7 +118,7 @@ class ClusterJob:
 
 def kubernetes(request: ClusterRequest, progress: ReportProgress, warn: Callable[[str], None]) -> dict[str, Any]:
     """Writes the files and returns their summary and the next commands. Raises ConfigError."""
-    config, notes = load_config(request.config_file, request.overrides, find_beside=False)  # paths on the claim
+    config, notes = load_config(request.config_file, request.overrides, find_beside=False)  # its paths are on the claim
     for note in notes:
         warn(note)
     progress(ESTIMATING, 0, 0)

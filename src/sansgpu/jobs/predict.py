@@ -1,4 +1,4 @@
-"""Predictions for rows."""
+"""Predicts rows of a dataset, or one row."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ def predict(
 
 
 def _for_single_row(loaded: TrainedModel, row: Row) -> TrainedModel:
-    """Returns the model for a row whose columns flags name. Raises ConfigError if its task needs other columns."""
+    """Returns the model, set up for the columns of one row that were given as flags.
+
+    Raises ConfigError if its task needs different columns.
+    """
     data, target = loaded.config.data, loaded.source.target
     pairs = data.text_pair_column is not None
     forms = [form for form in loaded.task_class.row_forms if not pairs or len(form) > 1]
@@ -88,7 +91,7 @@ def rows_of(
     `each` turns the rows of the dataset into those that get a prediction each. Raises ConfigError if there are none, or
     one is not an object.
     """
-    form = {} if file_form(Path(name)) is None else {"tag_column": None}  # rows may have another form than in training
+    form = {} if file_form(Path(name)) is None else {"tag_column": None}  # formats may differ from training
     data = data.for_dataset(name).model_copy(update=form)
     require_no_header(data)
     source = open_single(name, data, text_rows=True)

@@ -89,14 +89,14 @@ def _script(request: SlurmRequest, name: str, folder: Path, grace: int) -> str:
         "partition": request.partition,
         "account": request.account,
         "output": f"{folder}/slurm-%j.log",
-        "open-mode": "append",  # a job that is queued again keeps its number
+        "open-mode": "append",  # a requeued job keeps its id, and so its log file
         "signal": f"TERM@{grace}",
     }
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
     given += ["requeue", *([] if cpus else ["exclusive"])]
     settings = [part for override in request.overrides for part in ("--set", override)]
     train = [sys.executable, "-m", "sansgpu", "train", str(request.config_file), *settings]
-    # Processes that fail end the others themselves; Slurm would send them SIGTERM, as if the job were preempted.
+    # A failing process ends the others itself. Slurm would send them SIGTERM, which looks like a preemption.
     steps = ["--kill-on-bad-exit=0", *([f"--cpus-per-task={cpus // processes}"] if cpus else [])]
     return template("job.sbatch").render(
         options=given,

@@ -91,7 +91,7 @@ class _RunTarget:
     folder: Path
     snapshot: Snapshot | None
     before: Environment | None  # the one recorded in the snapshot
-    open_settings: tuple[str, ...]  # recorded values of keys whose default may differ from that of the first start
+    open_settings: tuple[str, ...]  # recorded values of keys whose default may have changed since the first start
 
 
 class _Output:
@@ -129,7 +129,7 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
 
 
 def _launch_notes(config: Config, world: World, group: Group) -> Iterator[str]:
-    """Yields a note for each way in which the processes of the run are not what the configuration needs."""
+    """Yields notes about a launch that does not match the configuration, e.g. a different world size."""
     if world.note:
         yield world.note
     if (expected := config.training.world_size) not in (None, group.size):
@@ -137,7 +137,7 @@ def _launch_notes(config: Config, world: World, group: Group) -> Iterator[str]:
             f"training.world_size is {expected}, but the world size of this run is {group.size}; to change that, start "
             f"it with --processes {expected}, torchrun or mpirun."
         )
-    if config.outside_class and has_random_hashes():  # the command fixes the seed of hashes, a Python script cannot
+    if config.outside_class and has_random_hashes():  # `sansgpu train` fixes the hash seed, a Python script cannot
         yield (
             f"the order of a set of strings differs between Python processes, so results can differ if "
             f"{config.outside_class} depends on it; set PYTHONHASHSEED=0 before Python starts."
@@ -145,7 +145,7 @@ def _launch_notes(config: Config, world: World, group: Group) -> Iterator[str]:
 
 
 def _require_same(config: Config, group: Group) -> None:
-    """Raises ConfigError if the ranks' configurations differ, because each would train another model."""
+    """Raises ConfigError if the ranks' configurations differ, because they would train different models."""
     ours = flatten(config.model_dump(mode="json"))
     first = group.broadcast_object(lambda: ours)
     for key, value in ours.items():
@@ -200,7 +200,7 @@ def _find_target(
 
 
 def _open_settings(config: Config, recorded: dict[str, Any]) -> list[str]:
-    """Returns the recorded values of keys that follow the data, the optimizer or the width if they are not given."""
+    """Returns recorded values of keys that are not given and whose default depends on the data, optimizer or width."""
     found: list[str] = task_of(config).recorded_settings(config, recorded)
     rate = (recorded.get("training") or {}).get("learning_rate")
     if rate is not None and "learning_rate" not in config.training.model_fields_set:
@@ -232,7 +232,7 @@ def _train_in(
     if request.dry_run:
         return run
     gemm = sum(group.all_gather_object(run.peak_gemm_rate()))
-    run = replace(run, config=open_any(run.config), gemm_flops_per_second=gemm)  # to record what relative paths mean
+    run = replace(run, config=open_any(run.config), gemm_flops_per_second=gemm)  # so that absolute paths are recorded
     return _run(run, task, target.snapshot, request, output)
 
 
@@ -247,12 +247,12 @@ def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
         if own.is_file() and (file is None or (file.is_file() and file.samefile(own))):
             require_own_configuration(run_paths(folder, load_config(own, own=False)[0]))
         recorded = recorded_file(folder, request.resume)
-        # A run that was killed before it recorded its configuration may have its settings from the command line only.
+        # A run that was killed before it recorded its configuration may have got all settings from the command line.
         if file is None and recorded is None and not (request.overrides and folder.is_dir()):
             raise no_run_to_resume(folder)
         if file is None and recorded is not None:
             require_allowed(load_config(recorded, request.overrides, own=False)[0], recorded, request.overrides)
-            # Now with the defaults of a class outside the package.
+            # Loaded again, because a class outside the package is imported now and may declare defaults.
             return load_config(recorded, request.overrides, find_beside=False)
     return load_config(file, request.overrides)
 

@@ -49,7 +49,8 @@ from sansgpu.train.run_folders import open_any, require_writable
 from sansgpu.train.schedule import warmup_problem
 from sansgpu.views.tune import SearchBegin, SearchEstimate, SearchResult, TrialRow, write_tune_report
 
-# Evaluations per trial. A configuration with fewer than the minimum gets the default, because pruning needs several.
+# Evaluations per trial. If the configuration asks for fewer than the minimum, the search uses the default, because
+# pruning needs several.
 MIN_EVALUATIONS, DEFAULT_EVALUATIONS = 5, 8
 MIN_TRIALS_FOR_IMPORTANCE = 6
 
@@ -151,7 +152,7 @@ def _for_worker(config: Config, request: TuneRequest) -> Config:
 
 
 def _with_optimizer(config: Config) -> Config:
-    """Returns the configuration with the optimizer of its runs and, unless it is given, the learning rate of that."""
+    """Resolves the optimizer `auto`; an unset learning rate becomes the default of the resolved optimizer."""
     if config.training.optimizer != "auto":
         return config
     tokens = effective_batch(config.training) * config.window

@@ -42,12 +42,12 @@ from sansgpu.train.snapshots import delete_snapshots
 from sansgpu.views.tune import SearchEstimate, SearchEvent, TrialBegin, TrialEnd, TrialStep
 
 NAME = "tune"
-STARTUP_TRIALS = 5  # the unchanged configuration and points spread over the space, before the sampler has data
-PRUNER_STARTUP_TRIALS, PRUNER_WARMUP_PERCENT = 3, 30  # finished trials, and progress of a trial, before pruning it
+STARTUP_TRIALS = 5  # trials before the sampler has data: the unchanged configuration, and points spread over the space
+PRUNER_STARTUP_TRIALS, PRUNER_WARMUP_PERCENT = 3, 30  # finished trials and progress of a trial before it may be pruned
 LOCK_SECONDS = 600  # how long to wait while another worker plans
 SHUTDOWN_SECONDS = 10  # time that a run has to end after its search was killed
 STATES = {TrialState.COMPLETE: "done", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
-MAX_IDENTICAL_FAILURES = 3  # a search that starts with this many equal failures stops
+MAX_IDENTICAL_FAILURES = 3  # stop the search if its first trials, this many, all fail alike
 POLL_SECONDS = 0.2  # interval of checks for a signal
 
 Values = dict[str, Any]
@@ -190,7 +190,7 @@ class Study:
         for trial in trials:
             if trial.state.is_finished() and (best is None or trial.number != best.number):
                 run = RunPaths(self.run_folder(trial.number))
-                if not any(path.is_symlink() for path in (run.root, run.snapshots)):  # somebody else put it there
+                if not any(path.is_symlink() for path in (run.root, run.snapshots)):  # sansgpu creates no links
                     delete_snapshots(run.snapshots)
                     remove_folder(run.final)
 
@@ -210,7 +210,7 @@ def pruners() -> dict[str, optuna.pruners.BasePruner]:
 
 
 def require_same(folder: Path, recorded: Values, requested: Values) -> None:
-    """Raises ConfigError if the study in `folder` has another configuration or space than requested."""
+    """Raises ConfigError if the study in `folder` has a different configuration or space from the requested one."""
     for what in ("configuration", "space"):
         before, now = (flatten(values[what]) for values in (recorded, requested))
         # The thread count depends on --workers and may differ.

@@ -37,7 +37,7 @@ if os.getppid() == int(sys.argv[1]):
 
 @dataclass(frozen=True)
 class Length:
-    """Training length of every trial: the unchanged configuration's steps, or as many tokens at other batch sizes."""
+    """Training length of every trial: the unchanged configuration's steps, or its tokens if the batch size differs."""
 
     steps: int
     tokens: int | None  # tokens in those steps; None unless the configuration sets max_steps
