@@ -29,7 +29,7 @@ _WRONG = {  # by the result of attention_forward, a constant of native.h
 
 
 def token_places(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns each token's example and its position in it, (N,) and (N,)."""
+    """Returns the example (N,) of each token and its position (N,) in that example."""
     examples = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     starts = lengths.cumsum(0) - lengths
     return examples, torch.arange(len(examples), device=lengths.device) - starts[examples]
@@ -161,7 +161,7 @@ class _AttentionOptions(NamedTuple):
 
 
 class _AttentionFunction(torch.autograd.Function):
-    """Its tensors are (B, H, T, d), because transposing outside adds a step to the backward pass for each tensor."""
+    """Takes and returns (B, H, T, d) tensors, because a transpose outside adds an autograd node for each tensor."""
 
     @staticmethod
     def forward(
@@ -194,7 +194,7 @@ class _AttentionFunction(torch.autograd.Function):
         q, k, v, out, lse, table = ctx.saved_tensors
         ranges, dropout, seed, nodes, added = ctx.options
         grad_out = _aligned(grad_outputs[0].transpose(1, 2).to(q.dtype))
-        grads = [torch.empty_like(t) for t in (q, k, v)]  # with their strides, so that autograd need not copy
+        grads = [torch.empty_like(t) for t in (q, k, v)]  # strided like q, k and v, so that autograd need not copy
         table_grad, entries = (None, 0) if table is None else (torch.empty_like(table), table.shape[1])
         library.call(
             "attention_backward", q.dtype == torch.bfloat16, ctx.sizes, *_strided(grad_out), *_strided(q),

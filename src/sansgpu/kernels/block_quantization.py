@@ -1,6 +1,6 @@
 """Weights quantized in blocks of a row, byte for byte as in GGUF files (github.com/ggml-org/ggml, ggml-common.h).
 
-A matrix (outputs, inputs) is stored as uint8 (outputs, bytes of a row). Matmuls of `quantized_linear` read it as it is.
+A matrix (outputs, inputs) is stored as uint8 (outputs, bytes of a row). `quantized_linear` dequantizes it on the fly.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ if TYPE_CHECKING:  # gguf is optional, and only some conversions need it
     from gguf import GGMLQuantizationType as Encoding
 
 Precision = Literal["int8", "int4"]
-QUANTIZED_AT_ONCE = 1 << 24  # values of a matrix that are in memory as fp32 while it is quantized
+QUANTIZED_AT_ONCE = 1 << 24  # while a matrix is quantized, at most this many values are in memory as fp32
 NOT_QUANTIZED = constants()[
     "NOT_QUANTIZED"
-]  # kernels get this number instead of a format if the matrix has values of fp32 or bf16
+]  # the format number of matrices of fp32 or bf16
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class BlockFormat:
     """A format of GGUF that stores `block` consecutive values of a row in `bytes` bytes."""
 
     name: str
-    number: int  # by which kernels know it
+    number: int  # identifies the format in C++
     block: int
     bytes: int
 
@@ -54,7 +54,7 @@ class BlockFormat:
 FORMATS = {name: BlockFormat.declared(name) for name in ("q4_0", "q4_1", "q8_0", "q4_k", "q6_k")}
 
 
-# The formats that replace those with blocks of 256 values where rows are not whole blocks of them.
+# Replacements for formats with blocks of 256 values, used if the row length is not a multiple of 256.
 SMALLER_BLOCKS = {"q4_k": "q4_1", "q6_k": "q8_0"}
 
 
@@ -67,7 +67,7 @@ def by_number(number: int) -> BlockFormat:
 class QuantizedWeight:
     """A frozen matrix (outputs, inputs) in a block format; `data` is uint8 (outputs, bytes of a row).
 
-    `data` may be memory that cannot be written, such as a mapped file.
+    `data` may be read-only memory, such as a mapped file.
     """
 
     data: torch.Tensor
@@ -101,19 +101,19 @@ def stored(matrix: Matrix) -> tuple[torch.Tensor, int]:
 
 
 def row_length(inputs: int, format: int) -> int:
-    """Returns the elements of a row of `inputs` values in the tensor of a matrix whose format has this number."""
+    """Returns how many elements of the stored tensor hold a row of `inputs` values in the format with this number."""
     return inputs if format == NOT_QUANTIZED else by_number(format).row_bytes(inputs)
 
 
 def as_values(data: torch.Tensor, format: int, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the values (outputs, inputs) of a matrix whose tensor is `data`, in `dtype`."""
+    """Returns the matrix (outputs, inputs) that `data` stores, in `dtype`."""
     return data.to(dtype) if format == NOT_QUANTIZED else dequantize_rows(data, by_number(format), dtype)
 
 
 def format_for(precision: Precision, inputs: int, is_table: bool = False) -> BlockFormat | None:
-    """Returns the format of matrices with rows of `inputs` values, or None if their rows are not whole blocks.
+    """Returns the format for rows of `inputs` values, or None if `inputs` is not a multiple of any block size.
 
-    For int4, tables (token embeddings and output heads) get more bits, as llama.cpp gives them: their errors reach
+    For int4, tables (token embeddings and output heads) get more bits, as in llama.cpp, because their errors affect
     every logit.
     """
     wanted = "q8_0" if precision == "int8" else "q6_k" if is_table else "q4_k"
@@ -124,9 +124,9 @@ def format_for(precision: Precision, inputs: int, is_table: bool = False) -> Blo
 def quantize_rows(values: torch.Tensor, format: BlockFormat) -> torch.Tensor:
     """Rounds a matrix (outputs, inputs) to a format; returns uint8 (outputs, bytes of a row).
 
-    q4_0, q4_1 and q8_0 are equal to those of gguf-py. For q4_k and q6_k, the kernel searches the scales with the least
-    square error; without it, scales cover the range of each group. Raises RuntimeError if values are not finite or rows
-    are not whole blocks.
+    q4_0, q4_1 and q8_0 give the same bytes as gguf-py. For q4_k and q6_k, the kernel searches for the scales with the
+    least squared error; without the kernel, scales cover the range of each group. Raises RuntimeError if a value is not
+    finite or the row length is not a multiple of the block size.
     """
     outputs, inputs = values.shape
     data = torch.empty(outputs, format.row_bytes(inputs), dtype=torch.uint8)
@@ -174,7 +174,7 @@ def _inverse(x: torch.Tensor) -> torch.Tensor:
 
 
 def _quantize_q4_k(blocks: torch.Tensor) -> torch.Tensor:
-    """Returns blocks of 8 groups of 32 values; a value is d scale code - dmin min with 6-bit scale and min."""
+    """A block has 8 groups of 32 values. A value is d * scale * code - dmin * min, with 6-bit scale and min."""
     x = blocks.view(-1, 8, 32)
     mins = -x.amin(-1).clamp(max=0)
     scales = (x.amax(-1).clamp(min=0) + mins) / 15
@@ -195,7 +195,7 @@ def _quantize_q4_k(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _quantize_q6_k(blocks: torch.Tensor) -> torch.Tensor:
-    """Returns blocks of 16 groups of 16 values; a value is d scale code with 8-bit scale and code from -32 to 31."""
+    """A block has 16 groups of 16 values. A value is d * scale * code, with 8-bit scale and code from -32 to 31."""
     x = blocks.view(-1, 16, 16)
     scales = x.gather(-1, x.abs().argmax(-1, keepdim=True))[..., 0] / -32
     d = (scales.abs().amax(1) / 127).half().float()
@@ -204,9 +204,9 @@ def _quantize_q6_k(blocks: torch.Tensor) -> torch.Tensor:
     quarters = codes.view(-1, 2, 4, 32).to(torch.uint8)  # four quarters of each half of a block
     low = quarters[:, :, :2] & 15 | (quarters[:, :, 2:] & 15) << 4
     shifted = (quarters >> 4) << torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
-    high = shifted.sum(2, dtype=torch.uint8)  # no two share a bit
+    high = shifted.sum(2, dtype=torch.uint8)  # a bitwise or, because no two share a bit
     parts = [low.flatten(1), high.flatten(1), scale_codes.to(torch.int8).view(torch.uint8), _half_bytes(d)]
     return torch.cat(parts, 1)
 
 
-_PLAIN = {"q4_k": _quantize_q4_k, "q6_k": _quantize_q6_k}  # formats that gguf-py only reads
+_PLAIN = {"q4_k": _quantize_q4_k, "q6_k": _quantize_q6_k}  # formats that gguf-py can only dequantize

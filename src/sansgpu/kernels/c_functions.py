@@ -1,7 +1,7 @@
-"""The C functions of the compiled libraries, called with Python values.
+"""Calls the C functions of the compiled libraries with Python values.
 
-native.h declares them all, with the structs that they take and the constants that C++ and Python share. Arguments are
-checked and converted here only: C trusts whatever it gets.
+native.h declares all functions, their structs, and the constants that C++ and Python share. Argument types are checked
+and converted only here: the C code relies on them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ParameterType(NamedTuple):
     c_type: Any
     accepts: tuple[type, ...]
     description: str
-    element: Any = None  # the type of what a pointer points to; None if it may be any
+    element: Any = None  # type of the values that a pointer points to; None: any
 
 
 class Signature(NamedTuple):
@@ -56,7 +56,7 @@ def constants() -> dict[str, int]:
 
 @cache
 def structs() -> dict[str, Any]:
-    """Returns the structs of native.h by name, as classes of ctypes. Their pointers are addresses, None if null."""
+    """Returns the structs of native.h by name, as ctypes classes. Pointer fields hold addresses; None is null."""
     found: dict[str, Any] = {}
     for name, body in _STRUCT.findall(_header()):
         found[name] = type(name, (ctypes.Structure,), {"_fields_": [*_fields(body, found)]})
@@ -79,7 +79,7 @@ def _header() -> str:
 
 
 def _plain(declaration: str) -> str:
-    """Returns the declaration of fields or a parameter without what does not change how it is passed."""
+    """Removes `const` and `struct` from a declaration, because they do not change how a value is passed."""
     return re.sub(r"\b(const|struct)\b ?", "", declaration.strip()).replace("* *", "**")
 
 
@@ -106,7 +106,7 @@ def _types(parameters: str) -> Iterator[ParameterType]:
 
 @cache
 def _type(name: str, stars: str) -> ParameterType | None:
-    """Returns how a parameter of a type is passed, or None if it cannot be."""
+    """Returns how to pass a parameter of a C type, or None if the type is not supported."""
     if not stars:
         values = {"int64_t": ((int,), "an int"), "double": ((int, float), "a number")}
         return ParameterType(_C_TYPES[name], *values[name]) if name in values else None
@@ -122,11 +122,12 @@ def _type(name: str, stars: str) -> ParameterType | None:
 
 
 class Function:
-    """A C function that takes Python values and refuses, with TypeError, those that do not fit its declaration.
+    """A C function that takes Python values. Raises TypeError if their types do not match its declaration.
 
-    A tensor becomes a pointer to its data, a tuple a pointer to numbers or structs of the declared type, a struct or
-    an array of structs a pointer to it, None a null pointer, an int or bool an int64_t or a double, and a float a
-    double. Tensors must be on the CPU, and their dtypes and strides must be those that the function expects.
+    A tensor is passed as a pointer to its data, a tuple as a pointer to an array of numbers or structs of the declared
+    type, a struct or an array of structs as a pointer to it, and None as a null pointer. An int or bool becomes an
+    int64_t or a double, and a float a double. The caller must ensure that tensors are on the CPU and have the dtypes
+    and strides that the function expects.
     """
 
     def __init__(self, name: str, signature: Signature, function: Any) -> None:
@@ -135,7 +136,7 @@ class Function:
             place for place, parameter in enumerate(signature.parameters) if parameter.c_type is ctypes.c_void_p
         ]
         self._pointers = [(place, signature.parameters[place].element) for place in pointers]
-        self._fitting = set[tuple[type, ...]]()  # types of arguments that passed the check, which depends on them alone
+        self._fitting = set[tuple[type, ...]]()  # argument types that passed `_check`, which depends only on them
         function.argtypes = [parameter.c_type for parameter in signature.parameters]
         function.restype = ctypes.c_int64 if signature.returns else None
 
@@ -169,7 +170,7 @@ class Function:
 
 @cache
 def functions(library: Path) -> dict[str, Function]:
-    """Loads a library and returns its declared functions by name. Raises OSError if it does not fit this system."""
+    """Loads a library and returns its declared functions by name. Raises OSError if this system cannot load it."""
     loaded = ctypes.CDLL(str(library))
     return {
         name: Function(name, signature, getattr(loaded, name))

@@ -1,4 +1,4 @@
-"""Output projection and cross-entropy fused, so that the full (N, V) logits are never in memory.
+"""Fused output projection and cross-entropy, which never hold the full (N, V) logits in memory.
 
 N tokens, D width, V vocabulary.
 """
@@ -20,8 +20,8 @@ from sansgpu.kernels.linear import autocasted
 from sansgpu.kernels.matmul import is_native, matmul_into
 
 CHUNK_ROWS = 1024  # tokens per chunk; with fewer, accumulating the (V, D) gradient takes longer than the matmuls
-PLAIN_ROWS = 256  # the same for plain torch, which holds several tensors of the size of the logits
-SUMMED_ROWS = 4096  # rows of a quantized weight that are in memory as fp32 while they are summed
+PLAIN_ROWS = 256  # tokens per chunk in plain torch, which holds several tensors of the size of the logits
+SUMMED_ROWS = 4096  # rows of a quantized weight that are dequantized at a time to sum them
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def linear_cross_entropy(
     A quantized weight stays quantized and gets no gradient.
 
     Matmuls run in the dtype of `hidden`, or in autocast's if enabled; sums run in fp32 (fp64 for fp64). Unless
-    gradients are disabled, the forward pass computes them as well, as in Liger Kernel (arXiv 2410.10989).
+    gradients are disabled, the forward pass also computes the gradients, as in Liger Kernel (arXiv 2410.10989).
     """
     return linear_cross_entropy_and_hits(hidden, weight, targets, options, ignore_index, count_hits=False)[0]
 
@@ -88,7 +88,7 @@ def linear_cross_entropy_and_hits(
     ignore_index: int = -100,
     count_hits: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `linear_cross_entropy` and the number of targets that have the largest logit: () and () int64.
+    """Returns `linear_cross_entropy`, (), and the number of targets with the largest logit, () int64.
 
     The number is 0 without `count_hits`.
     """
@@ -117,7 +117,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         count: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         head = head_operands(hidden, weight, format, targets, *ctx.needs_input_grad[:2])
-        # With both options, the gradient of smoothing differs from logit to logit.
+        # The kernel does not support both options, because the gradient of smoothing then differs between logits.
         if head.is_native and not (options.softcap and options.label_smoothing):
             total, hits = _native_sums(head, options, count)
         else:
@@ -143,10 +143,10 @@ def _plain_loss(
 def target_log_probabilities(
     hidden: torch.Tensor, weight: Matrix, targets: torch.Tensor, softcap: float = 0.0
 ) -> torch.Tensor:
-    """Returns the log-probability of each target, (N,), of hidden (N, D), weight (V, D) and targets (N,).
+    """Returns the log-probability (N,) of each target, from hidden (N, D), weight (V, D) and targets (N,).
 
-    Runs chunk by chunk as `linear_cross_entropy`. The gradients depend on what the loss does with the results, so the
-    backward pass computes the logits again.
+    Runs chunk by chunk like `linear_cross_entropy`. The backward pass recomputes the logits, because the gradients
+    depend on how the loss uses the results.
     """
     device = hidden.device.type
     hidden = autocasted(hidden)
@@ -191,7 +191,7 @@ class _TargetLogProbabilities(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class HeadOperands:
-    """The operands of the head, and its gradients, which are None for what is frozen."""
+    """The operands of the output head, and memory for their gradients, which is None for frozen operands."""
 
     hidden: torch.Tensor
     weight: torch.Tensor  # in the dtype of `hidden`, or quantized
@@ -202,7 +202,7 @@ class HeadOperands:
 
     @property
     def is_native(self) -> bool:
-        """True if our kernels take these operands."""
+        """True if our kernels support these operands."""
         return is_native(self.hidden) and (self.format != NOT_QUANTIZED or is_native(self.weight))
 
     def column_sums(self) -> torch.Tensor:
@@ -214,7 +214,7 @@ class HeadOperands:
     def buffer(self) -> torch.Tensor | None:
         """Returns memory for a chunk's logits, or None without gradients.
 
-        Chunks share it: allocating and freeing large blocks would fragment the heap.
+        All chunks use the same memory, because allocating and freeing large blocks would fragment the heap.
         """
         if self.hidden_grad is None and self.weight_grad is None:
             return None
@@ -244,7 +244,7 @@ def wide(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _parts(head: HeadOperands, size: int) -> list[slice]:
-    """Returns the rows of each chunk, and a single empty chunk if there are no rows."""
+    """Returns the rows of each chunk, or a single empty chunk if there are no rows."""
     return [slice(start, start + size) for start in range(0, max(1, len(head.hidden)), size)]
 
 
@@ -254,8 +254,8 @@ def plain_sums(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums a loss over chunks and computes its gradients, with plain torch.
 
-    `loss_of` takes the hidden states and the weight of a chunk, and which rows it has. It returns its loss, (), and a
-    tensor without gradients. Returns the sums of both.
+    `loss_of(hidden, weight, rows)` computes a chunk, where `rows` is its slice of the tokens. It returns the chunk's
+    loss, (), and a second result that needs no gradient. Returns the sums of both over all chunks.
     """
     weight, results = as_values(head.weight, head.format, head.hidden.dtype), []
     for part in _parts(head, PLAIN_ROWS):
@@ -277,18 +277,21 @@ def plain_sums(
 
 
 class Chunk(NamedTuple):
-    """Results of the kernel for some of the rows, with the names of native/cross_entropy.cpp."""
+    """Results of the kernel for some of the rows, named as in native/cross_entropy.cpp.
+
+    The gradient of a logit is its exponential times the row's share. For the target, it is `at_target` instead.
+    """
 
     rows: slice
     losses: torch.Tensor  # (N,)
-    shares: torch.Tensor  # (N,): gradients of logits are the exponentials times this, but
-    at_target: torch.Tensor  # (N,): this at the target
-    above: torch.Tensor | None  # (N,) int64: the number of larger logits than the target's, if counted
-    exponentials: torch.Tensor | None  # (N, V), if there are gradients
+    shares: torch.Tensor  # (N,)
+    at_target: torch.Tensor  # (N,)
+    above: torch.Tensor | None  # (N,) int64: how many logits are larger than the target's; None if not counted
+    exponentials: torch.Tensor | None  # (N, V), 0 for the targets; None without gradients
 
 
 def _scaled(scale: torch.Tensor, chunk: Chunk) -> Chunk:
-    """Multiplies the gradients of a chunk with those of its losses; scale (N,) is that of all rows."""
+    """Multiplies a chunk's gradients by the incoming gradients of its losses; `scale` (N,) has those of all rows."""
     part = scale[chunk.rows]
     return chunk._replace(shares=chunk.shares.mul_(part), at_target=chunk.at_target.mul_(part))
 
@@ -301,7 +304,7 @@ def _native_sums(head: HeadOperands, options: LossOptions, count: bool) -> tuple
         total += chunk.losses.sum()
         if chunk.above is not None:
             hits += (chunk.above == 0).sum()
-    if uniform:  # the same for all tokens: the gradient of every logit is smaller by `uniform`
+    if uniform:  # label smoothing reduces the gradient of every logit by this constant
         hidden_sum, weight_sum = head.hidden.sum(0, dtype=torch.float32), head.column_sums()
         total -= uniform * (hidden_sum * weight_sum).sum()
         for grad, summed in ((head.hidden_grad, weight_sum), (head.weight_grad, hidden_sum)):
@@ -313,10 +316,10 @@ def _native_sums(head: HeadOperands, options: LossOptions, count: bool) -> tuple
 def native_chunks(
     head: HeadOperands, options: LossOptions, count: bool = False, revise: Callable[[Chunk], Chunk] | None = None
 ) -> Iterator[Chunk]:
-    """Yields each chunk and computes the gradients of the summed losses, from what `revise` makes of the chunk.
+    """Computes the losses chunk by chunk, stores the gradients of their sum in `head`, and yields the chunks.
 
-    Stores exponentials instead of logits, whose rounding to bf16 would be the largest error of the losses. `revise` may
-    change the tensors of its chunk.
+    `revise` may change a chunk, also in place, before the gradients are computed from it. Chunks store exponentials
+    instead of logits, because rounding logits to bf16 would be the largest error of the losses.
     """
     buffer, scaled = head.buffer(), torch.empty_like(head.hidden[:CHUNK_ROWS])
     for part in _parts(head, CHUNK_ROWS):
@@ -337,7 +340,7 @@ def native_chunks(
 
 
 def _losses(head: HeadOperands, part: slice, buffer: torch.Tensor | None, options: LossOptions, count: bool) -> Chunk:
-    """Calls the kernel for a part of the rows; the buffer is memory for the exponentials."""
+    """Calls the kernel for a part of the rows; `buffer` receives the exponentials."""
     hidden = head.hidden[part]
     losses, shares, at_target = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
     above = torch.zeros(len(hidden), dtype=torch.int64) if count else None

@@ -1,6 +1,6 @@
-"""A decoder's forward pass for one new token of each of several sequences, in one call of C++.
+"""A decoder's forward pass for one new token in each of several sequences, in a single call of C++.
 
-Between two kernels that are called from Python, a step of generation would wait longer than a small model computes.
+If Python called each kernel of a generation step, the calls would take longer than the computation of a small model.
 B sequences, D width, H query heads, K key-value heads, d head dim, F inner width, V vocabulary, S tokens of a cache.
 """
 
@@ -21,7 +21,7 @@ from sansgpu.kernels.packed_cache import PackedCache
 from sansgpu.machine.probe import available_memory
 
 TILE = constants()["STEP_TILE"]  # outputs of a packed tile
-PACKED_RATIO = 0.25  # the share of the available memory that copies of the weights may take
+PACKED_RATIO = 0.25  # maximum share of the available memory for packed copies of the weights
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class StepWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
+        """(outputs, inputs)."""
         if isinstance(self.matrix, QuantizedWeight):
             return self.matrix.outputs, self.matrix.inputs
         return self.matrix.shape[0], self.matrix.shape[1]
 
     def is_taken(self, dtype: torch.dtype) -> bool:
-        """Returns True if the C++ code multiplies values of `dtype` with this weight."""
+        """Returns True if the C++ code supports this weight with activations in `dtype`."""
         plain = [] if isinstance(self.matrix, QuantizedWeight) else [self.matrix]
         stored = self.matrix.data if isinstance(self.matrix, QuantizedWeight) else self.matrix
         return (
@@ -56,7 +56,7 @@ class StepWeight:
 
 @dataclass(frozen=True)
 class StepLayer:
-    """A block with RMSNorm before attention with rotary embedding and before SwiGLU, as in Llama, Qwen and Mistral."""
+    """A pre-norm block with RMSNorm, attention with rotary embedding, and SwiGLU, as in Llama, Qwen and Mistral."""
 
     norm: RMSNorm
     qkv: tuple[StepWeight, StepWeight, StepWeight]
@@ -75,10 +75,10 @@ class StepLayer:
 def step_layer(
     norm: Any, second_norm: Any, head_norms: Sequence[Any], weights: Sequence[StepWeight | None]
 ) -> StepLayer | None:
-    """Returns a layer, or None unless all of its parts are those that the C++ code computes.
+    """Returns a layer, or None if the C++ code does not support one of its parts.
 
-    `head_norms` are those of queries and keys, each None if there is none. `weights` are those of queries, keys,
-    values, the output of attention, the gate, and the projections up and down.
+    `head_norms` are the norms of queries and keys, or None. `weights` are the projections of queries, keys and values,
+    the output projection of attention, and the gate, up and down projections; unsupported ones are None.
     """
     known = [weight for weight in weights if weight is not None]
     normed = [one for one in head_norms if one is not None]
@@ -92,7 +92,7 @@ def step_layer(
 def _takes(
     layers: Sequence[StepLayer], last_norm: RMSNorm, head: StepWeight, head_dim: int, dtype: torch.dtype
 ) -> bool:
-    """Returns True if the C++ code computes these layers in `dtype`."""
+    """Returns True if the C++ code supports these layers in `dtype`."""
     weights = [head, *(weight for one in layers for weight in one.weights)]
     norms = [norm for one in layers for norm in (one.norm, one.second_norm, *(one.head_norms or ()))] + [last_norm]
     return (
@@ -104,7 +104,7 @@ def _takes(
 
 
 class DecoderStep:
-    """The layers of a decoder, with packed copies in `dtype` of the weights that are not quantized."""
+    """The layers of a decoder. Weights that are not quantized are copied to the packed layout of the C++ code."""
 
     def __init__(
         self, layers: Sequence[StepLayer], last_norm: RMSNorm, head: StepWeight, head_dim: int, dtype: torch.dtype
@@ -113,7 +113,7 @@ class DecoderStep:
         heads, kv_heads = (first.qkv[place].shape[0] // head_dim for place in (0, 1))
         self._sizes = {"D": head.shape[1], "H": heads, "K": kv_heads, "d": head_dim, "F": first.gate.shape[0]}
         self._last_norm, self._vocabulary, self._dtype = last_norm, head.shape[0], dtype
-        self._tensors: list[torch.Tensor] = []  # keeps what C++ has pointers to
+        self._tensors: list[torch.Tensor] = []  # keeps the tensors alive that C++ has pointers to
         self._head = self._weight(head)
         self._layers = tuple(self._layer(one) for one in layers)
 
@@ -127,8 +127,8 @@ class DecoderStep:
     ) -> torch.Tensor:
         """Adds a token to each sequence; returns the logits (B, V) of the next tokens.
 
-        x (B, D) are the tokens' embeddings, cos and sin (B, d) their rotary angles, `positions` (B,) int64 their places
-        in the caches of the layers.
+        x (B, D) are the tokens' embeddings, cos and sin (B, d) their rotary angles, and `positions` (B,) int64 their
+        positions in the caches.
         """
         count, capacity = len(positions), caches[0].length
         x, cos, sin = (values.float().contiguous().view(count, -1) for values in (x.clone(), cos, sin))
@@ -170,7 +170,7 @@ class DecoderStep:
         )
         if weight.adapter is not None:
             first, second, scale = weight.adapter
-            pad = len(first) % 2  # the C++ code multiplies pairs of bf16
+            pad = len(first) % 2  # to an even rank, because the C++ code multiplies pairs of bf16
             struct.rank = len(first) + pad
             matrices = F.pad(first.detach().float() * scale, (0, 0, 0, pad)), F.pad(second.detach(), (0, pad))
             tiles = (_packed(matrix.to(self._dtype).contiguous()) for matrix in matrices)
@@ -185,7 +185,7 @@ class DecoderStep:
 def step_of(
     layers: Sequence[StepLayer | None], last_norm: Any, head: StepWeight, head_dim: int, dtype: torch.dtype
 ) -> DecoderStep | None:
-    """Returns the steps of these layers; None if the C++ code does not compute them, or their copies are too large."""
+    """Returns a DecoderStep for the layers, or None if C++ does not support them or packed copies are too large."""
     found = [layer for layer in layers if layer is not None]
     if len(found) < len(layers) or not isinstance(last_norm, RMSNorm):
         return None

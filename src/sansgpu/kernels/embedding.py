@@ -23,7 +23,7 @@ def embed(indices: torch.Tensor, table: torch.Tensor, sparse: bool = False) -> t
 def add_rows(
     total: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor, factors: torch.Tensor | None = None
 ) -> None:
-    """Adds rows (N, D), each times its factor (N,), to the rows of `total` (V, D) at indices (N,), in their order."""
+    """Adds `rows` (N, D), each times its factor (N,), to the rows of `total` (V, D) at `indices` (N,), in order."""
     if library.takes(total, rows) and total.dtype == torch.float32 and total.is_contiguous():
         sizes = (*rows.shape, len(total))
         narrow = rows.dtype == torch.bfloat16

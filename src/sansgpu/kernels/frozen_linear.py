@@ -1,8 +1,8 @@
-"""Linear layers with a frozen weight, which may stay quantized and have a trained LoRA adapter.
+"""Linear layers with a frozen weight, which may be quantized, and an optional trained LoRA adapter.
 
-With an adapter, y = x W^T + b + s (x A^T) B^T (arXiv 2106.09685): the low-rank product is added while the other one is
-stored, forward and backward, so it takes no pass over memory. Each value of a quantized weight is dequantized once for
-all rows of a product, so there is no copy of it in memory. N rows, I inputs, O outputs, R rank.
+With an adapter, y = x W^T + b + s (x A^T) B^T (arXiv 2106.09685). Forward and backward, the kernel adds the low-rank
+product while it stores the main one, which saves a pass over memory. A quantized weight is dequantized on the fly, once
+per product, so no dequantized copy is in memory. N rows, I inputs, O outputs, R rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sansgpu.kernels.block_quantization import NOT_QUANTIZED, QuantizedWeight, b
 from sansgpu.kernels.c_functions import structs
 from sansgpu.kernels.matmul import is_native
 
-MAX_RANK = 64  # above, adding products in fp32 takes longer than separate matmuls
+MAX_RANK = 64  # above this, adding products in fp32 takes longer than separate matmuls
 
 
 class _FrozenLayer(NamedTuple):
@@ -117,9 +117,9 @@ def _sizes(x: torch.Tensor, frozen: _FrozenLayer, first: torch.Tensor, second: t
 
 
 def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Computes x W^T + bias for x (N, I), W (O, I) and bias (O,), which get no gradient; returns (N, O).
+    """Computes x W^T + bias for x (N, I), W (O, I) and bias (O,); returns (N, O). W and bias get no gradient.
 
-    The values of W are rounded to the dtype of x, unless the kernel multiplies only a few rows.
+    W is dequantized to the dtype of x, or to fp32 if the kernel multiplies only a few rows.
     """
     _require_fit(x, weight, bias)
     return cast(torch.Tensor, _FrozenLinearFunction.apply(x, weight.data, weight.format.number, bias))

@@ -19,7 +19,7 @@ from sansgpu.machine import allocator
 from sansgpu.machine.instruction_sets import InstructionSet, allowed
 from sansgpu.machine.kernel_files import share_openmp
 
-LIBRARIES = Path(__file__).parent / "libraries"  # each with the name of its instruction set
+LIBRARIES = Path(__file__).parent / "libraries"  # one per instruction set, named after it
 ALLOCATOR = LIBRARIES / "allocator.so"
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -40,12 +40,12 @@ def name() -> str:
 
 
 def call(name: str, *arguments: Argument) -> Any:
-    """Calls a kernel; `Function` says which arguments it takes. Returns the kernel's int64_t, or None without one."""
+    """Calls a kernel with arguments as described at `Function`. Returns its int64_t result, or None if it is void."""
     return _library[name](*arguments)
 
 
 def takes(*tensors: torch.Tensor) -> bool:
-    """Returns True if the kernels are loaded and take these tensors: fp32 or bf16, on the CPU."""
+    """Returns True if the kernels are loaded and support these tensors: fp32 or bf16, on the CPU."""
     return _loaded and all(tensor.is_cpu and tensor.dtype in _DTYPES for tensor in tensors)
 
 
@@ -60,8 +60,8 @@ def install_caching_allocator(varying: bool, warn: Callable[[str], None]) -> Non
     """Makes torch allocate large CPU tensors with memory.cpp, which reuses the memory of freed ones, in huge pages.
 
     Set `varying` if tensor sizes change from step to step, so that the cache does not grow without bound.
-    `machine.allocator.trim_memory` returns free memory to the operating system. Does nothing where it was not built
-    (see CMakeLists.txt) or is turned off, and calls `warn` if torch's own allocator cannot be replaced.
+    `machine.allocator.trim_memory` returns free memory to the operating system. Does nothing if the allocator was not
+    built (see CMakeLists.txt) or is turned off. Calls `warn` if torch's own allocator cannot be replaced.
     """
     if why_no_caching_allocator() is not None:
         return
@@ -109,9 +109,9 @@ def load_kernels(requested: str, device: torch.device, warn: Callable[[str], Non
 
 
 def load_library(instructions: InstructionSet) -> Mapping[str, Function]:
-    """Loads the kernels for an instruction set; their OpenMP functions are those that torch has loaded.
+    """Loads the kernels for an instruction set, which use the OpenMP runtime that torch has loaded.
 
-    Raises OSError if the library is missing or does not fit this system.
+    Raises OSError if the library is missing or this system cannot load it.
     """
     share_openmp()
     return functions(_path(instructions))

@@ -1,6 +1,6 @@
-"""Linear layers that multiply with our kernel, forward and backward.
+"""Linear layers that use our matmul kernel, forward and backward.
 
-The gradients of weights may be added in place to their fp32 sums over micro-batches.
+Weight gradients can be accumulated over micro-batches in fp32, in place.
 """
 
 from __future__ import annotations
@@ -14,33 +14,35 @@ from torch import nn
 
 from sansgpu.kernels.matmul import Matmul, is_native, multiply, sum_of_matmuls
 
-# For fewer rows, as in generation, torch is faster. For others it compiles a matmul for each new number of rows, which
-# packed examples have in each micro-batch: that takes milliseconds, and the compiled code stays in memory.
+# With fewer rows, as in generation, torch is faster. With more rows, torch compiles a matmul for each new number of
+# rows, and packed examples have a new one in every micro-batch. Compiling takes milliseconds, and the code stays in
+# memory.
 MIN_ROWS = 16
 
 
 class GradientSum(Protocol):
-    """The sum of a weight's gradients: the attribute `gradient_sum` of a parameter, which an optimizer sets.
+    """The accumulated gradient of a weight, which an optimizer attaches to the parameter as `gradient_sum`.
 
-    The backward function of a kernel may add to it and return no gradient of the weight. The weight's
-    post-accumulate-grad hooks run after the last such function all the same.
+    A kernel's backward function may add to it instead of returning the weight's gradient. Autograd still calls the
+    weight's post-accumulate-grad hooks, after the last such function.
     """
 
-    summed: bool  # False: return gradients to autograd
+    summed: bool  # False: kernels return gradients to autograd
     gradient: torch.Tensor | None  # fp32 and contiguous once there is a gradient
 
 
 def gradient_sum(weight: torch.Tensor) -> GradientSum | None:
-    """Returns the sum to which backward passes add gradients of this weight, or None if autograd gets them."""
+    """Returns the GradientSum of a weight, or None if its gradients are returned to autograd."""
     return getattr(weight, "gradient_sum", None)
 
 
 def weight_gradient(
     a: torch.Tensor, b: torch.Tensor, target: GradientSum | None, row_sums: torch.Tensor | None
 ) -> tuple[Matmul, torch.Tensor | None]:
-    """Returns a matmul that computes a gradient a (M, K) times b (K, N), and the sums of the rows of a.
+    """Returns the matmul for a weight gradient a (M, K) times b (K, N), and the tensor that it stores the gradient in.
 
-    Returns the gradient, too, or None if the matmul adds it to `target`.
+    The tensor is None if the matmul adds the gradient to `target`. The matmul also stores the sums of the rows of a in
+    `row_sums`, if given.
     """
     shape = a.shape[0], b.shape[1]
     if target is None or not target.summed:
@@ -82,9 +84,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def use_kernel(x: torch.Tensor, *layers: Linear) -> bool:
-    """Returns True if our kernel multiplies x, in the dtype of autocast, with the weights of these layers.
+    """Returns True if our kernel supports x, already in autocast's dtype, with the weights of these layers.
 
-    The weight of a layer that stores it quantized is None.
+    Returns False for layers with a quantized weight, whose `weight` is None.
     """
     weights: list[torch.Tensor | None] = [layer.weight for layer in layers]
     plain = [weight for weight in weights if weight is not None]
@@ -99,19 +101,19 @@ def linear_each(x: torch.Tensor, *layers: Linear) -> tuple[torch.Tensor, ...]:
 
 
 def parameters_of(layers: Sequence[Linear]) -> list[torch.Tensor | None]:
-    """Returns the weight and the bias of each layer, the arguments of our autograd functions."""
+    """Returns the weight and the bias of each layer, in the order that our autograd functions take."""
     return [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
 
 
 def gradient_sums(parameters: Sequence[torch.Tensor | None]) -> list[GradientSum | None]:
-    """Returns where backward passes add the gradients of the weights among `parameters_of` layers."""
+    """Returns the `gradient_sum` of each weight in `parameters`, a result of `parameters_of`."""
     return [gradient_sum(cast(torch.Tensor, weight)) for weight in parameters[::2]]
 
 
 def multiply_each(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> tuple[list[Matmul], list[torch.Tensor]]:
-    """Returns the results of layers with the input x (N, inputs), and the matmuls that compute them."""
+    """Returns the matmuls of layers with the input x (N, inputs), and the tensors that they store the results in."""
     results = [x.new_empty(x.shape[0], weight.shape[0]) for weight in weights]
     layers = zip(weights, results, biases, strict=True)
     return [Matmul(x, weight.T, result, bias) for weight, result, bias in layers], results
@@ -123,10 +125,10 @@ def parameter_gradients(
     needed: Sequence[bool],
     targets: Sequence[GradientSum | None],
 ) -> tuple[list[Matmul], list[torch.Tensor | None]]:
-    """Returns the gradients of `parameters_of` layers, those that are `needed`, and the matmuls that compute them.
+    """Returns the matmuls for the gradients of a result of `parameters_of`, and the tensors that they store them in.
 
-    `grads` (N, outputs) are the gradients of the layers' results. A gradient that is added to its target is None. The
-    inputs (N, inputs) of layers with frozen weights are not read.
+    `grads` (N, outputs) are the gradients of the layers' results. A tensor is None if its gradient is not `needed` or
+    is added to its target. The inputs (N, inputs) of layers with frozen weights are not read.
     """
     matmuls: list[Matmul] = []
     found: list[torch.Tensor | None] = []

@@ -1,6 +1,6 @@
-"""Matmuls of matrices, which sum in fp32 and give the same results with any number of threads.
+"""Matmuls that accumulate in fp32 and give the same results with any number of threads.
 
-M rows, N columns, K terms of each sum. As in torch, a matrix may be a transposed view of one in memory.
+a (M, K) times b (K, N). As in torch, a matrix may be a transposed view.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from sansgpu.kernels.c_functions import structs
 
 
 def is_native(*matrices: torch.Tensor) -> bool:
-    """Returns True if our kernel multiplies these matrices; otherwise torch does."""
+    """Returns True if our kernel supports these matrices; otherwise torch must multiply them."""
     dtype = matrices[0].dtype
     return library.takes(*matrices) and all(m.dtype == dtype and m.numel() > 0 for m in matrices)
 
 
 class Matmul:
-    """One of the matmuls that a kernel computes in a call: `to` becomes a (M, K) times b (K, N), plus bias (N,).
+    """A matmul to pass to `multiply`: stores a (M, K) times b (K, N), plus bias (N,), in `to`.
 
-    `to` has the dtype of a and b, or fp32. With `add`, the product is added to `to`, which must be fp32, and `rounded`
-    becomes the sum in the dtype of a and b. `row_sums` (M,) fp32 becomes the sums of the rows of a.
+    `to` has the dtype of a and b, or fp32. With `add`, the product is added to `to`, which must be fp32. `rounded`
+    receives an fp32 result in the dtype of a and b, and `row_sums` (M,) fp32 the sums of the rows of a.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class Matmul:
             raise RuntimeError(f"matrices of the shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied.")
         a, *left = _stored(a)
         b, *right = _stored(b)
-        if row_sums is not None and not left[1]:  # the kernel sums columns in memory
+        if row_sums is not None and not left[1]:  # the kernel sums columns of a row-major matrix
             a, left = a.T.contiguous(), [rows, True]
         if bias is not None:
             bias = bias.float().contiguous()
-        direct = to.dtype == torch.float32 and bias is None  # sums need no other place in memory
+        direct = to.dtype == torch.float32 and bias is None  # the kernel accumulates in `to` itself
         out, total = (rounded, to) if direct else (to, None)
         self.tensors = a, b, bias, out, total, row_sums
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in self.tensors]
@@ -55,12 +55,12 @@ class Matmul:
 
 
 def multiply(dtype: torch.dtype, *matmuls: Matmul) -> None:
-    """Computes matmuls of matrices of a dtype. None may read what another one stores."""
+    """Computes matmuls with operands in `dtype`. No matmul may read the output of another one."""
     library.call("matmuls", dtype == torch.bfloat16, tuple(matmul.struct for matmul in matmuls), len(matmuls))
 
 
 def sum_of_matmuls(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor) -> list[Matmul]:
-    """Returns matmuls that store the sum of products a (M, K) times b (K, N), rounded once, in `out`."""
+    """Returns matmuls that store the sum of the products of all pairs a (M, K), b (K, N) in `out`, rounded once."""
     if len(pairs) == 1:
         return [Matmul(*pairs[0], out)]
     wide = out.dtype == torch.float32
@@ -71,12 +71,12 @@ def sum_of_matmuls(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], out: torc
 
 
 def matmul_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = False) -> None:
-    """Stores a (M, K) times b (K, N) in out (M, N), or adds it, which needs an `out` in fp32; out is contiguous."""
+    """Stores a (M, K) times b (K, N) in the contiguous `out` (M, N); with `add`, adds it to `out`, which is fp32."""
     multiply(a.dtype, Matmul(a, b, out, add=add))
 
 
 def _stored(matrix: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
-    """Returns a matrix, copied unless its rows or columns are contiguous, its stride, and if the columns are."""
+    """Returns (matrix, stride, is_transposed); copies the matrix unless its rows or its columns are contiguous."""
     (rows, columns), (down, across) = matrix.shape, matrix.stride()
     if across == 1 and down >= columns:
         return matrix, down, False

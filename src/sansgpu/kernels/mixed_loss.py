@@ -1,4 +1,4 @@
-"""The output head with the loss of a student, which learns a teacher's most likely tokens beside the targets.
+"""Distillation loss, fused with the output head: the student learns targets and the teacher's most likely tokens.
 
 N tokens, D width, V vocabulary, K most likely tokens of the teacher.
 """
@@ -25,21 +25,21 @@ from sansgpu.kernels.cross_entropy import (
 )
 from sansgpu.kernels.linear import autocasted
 
-LEAST_REST = 1e-7  # lower bound of the student's probability of all other tokens, which is a difference in fp32
-LEAST_SHARE = 1e-6  # lower bound of the size of a factor by which gradients are divided and multiplied
+LEAST_REST = 1e-7  # lower bound of the student's probability of all other tokens, which is computed as a difference
+LEAST_SHARE = 1e-6  # minimum absolute value of a factor that gradients are divided by and later multiplied by
 
 
 @dataclass(frozen=True)
 class SoftTargets:
-    """A teacher's K most likely tokens for each target, and how much they count beside the targets themselves.
+    """A teacher's K most likely tokens for each target, and their weight in the loss.
 
     The loss of a token is (1 - weight) * cross-entropy + weight * temperature^2 * KL(teacher || student). The KL
-    divergence is that of K + 1 classes: the K tokens, and all others together. Without the last class, the student
-    would learn probabilities that are too large, because those of the K tokens sum to less than 1 (arXiv 2503.16870).
+    divergence has K + 1 classes: the K tokens, and one for all other tokens. Without the last class, the student would
+    learn probabilities that are too large, because those of the K tokens sum to less than 1 (arXiv 2503.16870).
     The temperature divides the log-probabilities of these classes.
     """
 
-    ids: torch.Tensor  # (N, K) int64, different in each row
+    ids: torch.Tensor  # (N, K) int64, distinct within a row
     log_probabilities: torch.Tensor  # (N, K + 1); the last is that of all other tokens
     weight: float
     temperature: float = 1.0
@@ -64,7 +64,7 @@ class SoftTargets:
         student = torch.log_softmax(torch.cat((known, rest.log()[:, None]), dim=1) / at_temperature, dim=1)
         teacher = torch.log_softmax(self.log_probabilities.float() / at_temperature, dim=1)
         kl = (teacher.exp() * (teacher - student)).sum(dim=1)
-        # The gradients of the classes' log-probabilities, and that of the z-loss divided by the probability.
+        # `grad`: gradients of the classes' log-probabilities. `pull`: gradient of the z-loss / the logit's probability.
         grad = self.weight * at_temperature * (student.exp() - teacher.exp())
         pull = 2 * z_loss * lse
         share = own + pull + grad[:, -1] / rest
@@ -83,26 +83,30 @@ class SoftTargets:
 
 @dataclass(frozen=True)
 class MixedLoss:
-    """The loss of each row, and the gradient of its logits."""
+    """The loss of each row, and the gradients of its logits.
+
+    The gradient of a logit is the student's probability times `share`. For the teacher's tokens it is `at_ids` instead,
+    and for the target `at_target`.
+    """
 
     losses: torch.Tensor  # (N,)
     kl: torch.Tensor  # (N,): the KL divergence
-    share: torch.Tensor  # (N,): the gradients are the student's probabilities times this, but
-    at_ids: torch.Tensor  # (N, K): these at the teacher's tokens, and
-    at_target: torch.Tensor  # (N,): this at the target
+    share: torch.Tensor  # (N,)
+    at_ids: torch.Tensor  # (N, K)
+    at_target: torch.Tensor  # (N,)
 
 
 def reference_mixed_loss(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, soft: SoftTargets, options: LossOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes what `linear_mixed_loss` returns from all logits at once; every row has a target."""
+    """Computes `linear_mixed_loss` from all logits at once; every row must have a target."""
     return mixed_loss_of_logits(reference_logits(hidden, weight, options.softcap), targets, soft, options.z_loss)
 
 
 def mixed_loss_of_logits(
     logits: torch.Tensor, targets: torch.Tensor, soft: SoftTargets, z_loss: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes what `linear_mixed_loss` returns from logits (N, V); every row has a target."""
+    """Computes `linear_mixed_loss` from logits (N, V); every row must have a target."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_probabilities = torch.log_softmax(logits, dim=1)
     rest = log_probabilities.scatter(1, soft.ids, -torch.inf).logsumexp(dim=1, keepdim=True)
@@ -126,9 +130,8 @@ def linear_mixed_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes the loss of `SoftTargets` from hidden (N, D), weight (V, D) and targets (N,), skipping `ignore_index`.
 
-    Like `linear_cross_entropy`, it needs one pass over the logits, which are never in memory as a whole. Returns the
-    sum, (), and the sums of its parts without their factors, (2,): the cross-entropy and the KL divergence. Label
-    smoothing is not supported.
+    Like `linear_cross_entropy`, it computes the logits chunk by chunk, once. Returns the summed loss, (), and the
+    unweighted sums (2,) of the cross-entropy and of the KL divergence. Label smoothing is not supported.
     """
     hidden = autocasted(hidden)
     data, format = stored(weight)
@@ -182,10 +185,10 @@ def _native_sums(head: HeadOperands, soft: SoftTargets, options: LossOptions) ->
 
 
 def _revise(head: HeadOperands, soft: SoftTargets, options: LossOptions, sums: torch.Tensor, chunk: Chunk) -> Chunk:
-    """Adds a chunk's mixed loss and its parts to `sums` (3,), and replaces what the gradients are computed from.
+    """Adds a chunk's loss, cross-entropy and KL divergence to `sums` (3,); returns it with the loss's gradients.
 
-    The exponentials of the teacher's tokens become their gradients, divided by the share of the row. Differences from
-    the gradients of other tokens would be lost in the rounding of large exponentials.
+    For the teacher's tokens, replaces the exponentials with the gradients divided by the row's share. A correction
+    added to a large exponential would be lost in rounding.
     """
     targets, soft, softcap = head.targets[chunk.rows, None], soft.rows(chunk.rows), options.softcap
     logits = _logits_at(head, chunk.rows, torch.cat((soft.ids, targets), dim=1), softcap)
@@ -200,7 +203,7 @@ def _revise(head: HeadOperands, soft: SoftTargets, options: LossOptions, sums: t
 
 
 def _logits_at(head: HeadOperands, part: slice, places: torch.Tensor, softcap: float) -> torch.Tensor:
-    """Returns the logits (N, K) of the tokens of the vocabulary at `places` (N, K), for a part of the rows."""
+    """Returns the logits (N, K) of the token ids `places` (N, K), for a part of the rows."""
     hidden = head.hidden[part]
     logits = hidden.new_empty(places.shape, dtype=torch.float32)
     sizes = (*hidden.shape, places.shape[1])

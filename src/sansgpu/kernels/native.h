@@ -24,8 +24,8 @@ namespace sansgpu {
 
 struct bf16;  // native/tiles.h
 
-// Block formats of matrices; the number of a matrix of fp32 or bf16 is NOT_QUANTIZED. A block of VALUES values takes
-// BYTES bytes.
+// Numbers and sizes of block formats: a block of VALUES values takes BYTES bytes. Matrices of fp32 or bf16 have the
+// number NOT_QUANTIZED.
 SANSGPU_CONSTANT(NOT_QUANTIZED, -1);
 SANSGPU_CONSTANT(Q4_0_NUMBER, 0); SANSGPU_CONSTANT(Q4_0_VALUES, 32); SANSGPU_CONSTANT(Q4_0_BYTES, 18);
 SANSGPU_CONSTANT(Q4_1_NUMBER, 1); SANSGPU_CONSTANT(Q4_1_VALUES, 32); SANSGPU_CONSTANT(Q4_1_BYTES, 20);
@@ -38,9 +38,9 @@ SANSGPU_KERNEL void product(int64_t narrow, int64_t repeats, int64_t M, int64_t 
     int64_t lda, const void* B, int64_t ldb, float* C, int64_t ldc, int64_t add);
 
 // native/matmul.cpp
-// Stores C (M, N) = A (M, K) B (K, N) + bias (N,) in `out`, in the dtype of A and B. If `total` is not null, C is stored
-// there in fp32, or added with `add`, without a bias, and then `out`, which may be null, gets its rounded values. `bias`
-// and `row_sums` may be null; see Product in native/matmul.h.
+// Stores C (M, N) = A (M, K) B (K, N) + bias (N,) in `out`, in the dtype of A and B. If `total` is not null, it
+// receives C in fp32 (added to it with `add`) without the bias, and `out`, which may be null, the rounded result.
+// `bias` and `row_sums` may be null; see Product in native/matmul.h.
 struct Matmul {
   int64_t M, N, K;
   const void* a;
@@ -160,7 +160,8 @@ SANSGPU_CONSTANT(STEP_TILE, 64);    // outputs of a packed tile of weights
 struct StepSizes {
   int64_t B, D, H, K, d, F, S, layers;
 };
-// A matrix (N, terms) of which the transpose is multiplied. Packed matrices consist of tiles of STEP_TILE outputs.
+// A linear layer: inputs are multiplied with the transpose of a matrix (N, terms). Packed matrices consist of tiles of
+// STEP_TILE outputs.
 struct StepWeight {
   const void* data;            // packed, or rows of a block format
   int64_t format, N;           // NOT_QUANTIZED if packed
@@ -172,7 +173,7 @@ struct StepWeight {
 struct StepLayer {
   const float* norm;
   struct StepWeight qkv[3];
-  const float* q_norm;  // (d,), null without norms of heads, as k_norm
+  const float* q_norm;  // (d,); q_norm and k_norm are null if heads have no norm
   const float* k_norm;
   struct StepWeight out;
   const float* second_norm;
@@ -194,7 +195,7 @@ SANSGPU_KERNEL void newton_schulz(int64_t narrow, int64_t by_gram, int64_t count
 // native/update.cpp
 SANSGPU_CONSTANT(MOMENT_GROUP, 256);  // values of an 8-bit moment that share a scale
 SANSGPU_CONSTANT(MOMENT_DECADES, 7);  // decades of magnitudes below the scale that its codes cover
-// A weight with what an update reads and changes. `working` may be null; `moments` are two or, in 8 bits, four tensors.
+// A weight and the tensors of its update. `working` may be null; `moments` are two tensors, or four if in 8 bits.
 struct WeightUpdate {
   void* weight;
   const void* grad;

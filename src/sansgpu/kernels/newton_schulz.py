@@ -17,7 +17,7 @@ def reference_newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def newton_schulz(matrices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Orthogonalizes a batch of matrices (N, rows, columns) by Newton-Schulz iteration in `dtype`, that of the result.
+    """Orthogonalizes matrices (N, rows, columns) by Newton-Schulz iteration in `dtype`, also the result's dtype.
 
     Keller Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024. In fp32 and fp64, long
     matrices are iterated through their smaller Gram matrix; in bf16 that would lose the small singular values.
@@ -44,7 +44,10 @@ def _iterate(x: torch.Tensor) -> torch.Tensor:
 
 
 def _gram_polynomial(x: torch.Tensor) -> torch.Tensor:
-    """Returns the product of all steps. Each step is a polynomial in x x^T, so they commute."""
+    """Returns the matrix by which the iteration multiplies x in total.
+
+    Each step multiplies by a polynomial in x x^T. These polynomials commute.
+    """
     a, b, c = COEFFICIENTS
     gram = torch.bmm(x, x.mT)
     total: torch.Tensor | None = None

@@ -25,7 +25,7 @@ def residual(x: torch.Tensor, y: torch.Tensor, p: float, training: bool) -> torc
 
 
 class FusedNorm(nn.Module):
-    """The methods that all norms share. `_plain` is the code for other devices and dtypes."""
+    """The methods that all norms share. `_plain` is used for devices and dtypes that the kernel does not support."""
 
     weight: Any
     bias: Any
@@ -42,9 +42,9 @@ class FusedNorm(nn.Module):
     def branch(
         self, x: torch.Tensor, y: torch.Tensor | None = None, p: float = 0.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns x + dropout(y), or x if y is None, and its norm, the input of a branch of a transformer block.
+        """Returns x + dropout(y), or x if y is None, and its norm, which is the input of attention or feed-forward.
 
-        The norm of the kernel has the dtype of the matmuls that read it.
+        Under autocast, the kernel returns the norm in autocast's dtype, as the matmuls need it.
         """
         return self._run(x, y, p, autocast_dtype(x))
 
@@ -124,7 +124,7 @@ class _NormOptions(NamedTuple):
     centered: bool  # LayerNorm, otherwise RMSNorm
     p: float  # probability of dropout
     seed: int
-    dtype: torch.dtype  # the norm's
+    dtype: torch.dtype  # of the result
 
 
 class _Norm(torch.autograd.Function):

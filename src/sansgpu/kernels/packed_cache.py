@@ -1,6 +1,6 @@
-"""Keys and values of sequences that generate text: plain, or as C++ multiplies them (native/packed_cache.h).
+"""KV caches for generation: a plain one, and one in the layout of the C++ matmuls (native/packed_cache.h).
 
-B slots, N tokens, S tokens that a slot holds, K key-value heads, d head dim.
+B slots, each for one sequence of at most S tokens, N tokens, K key-value heads, d head dim.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class PlainCache:
 class PackedCache:
     """Keys and values of one layer, with the interface of `PlainCache`.
 
-    Both are (B, K, S / BLOCK, BLOCK d), for S rounded up to a multiple of BLOCK, so that a sequence of a few tokens has
-    a few blocks.
+    Keys and values are each (B, K, S / BLOCK, BLOCK * d), with S rounded up to a multiple of BLOCK. A short sequence
+    uses only the first blocks.
     """
 
     def __init__(self, slots: int, length: int, heads: int, dim: int, dtype: torch.dtype) -> None:
@@ -53,7 +53,7 @@ class PackedCache:
 
     @property
     def length(self) -> int:
-        """Tokens that a slot holds, S."""
+        """S, the tokens that fit into a slot."""
         return self.keys.shape[2] * BLOCK
 
     @property
@@ -63,7 +63,7 @@ class PackedCache:
     def store(self, slots: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Stores keys and values (N, K, d), the tokens of each sequence in order, at `positions` (N,) of `slots` (N,).
 
-        Raises ValueError if a token has no place.
+        Raises ValueError if a slot or a position is outside the cache.
         """
         if int(slots.max()) >= len(self.keys) or int(positions.max()) >= self.length:
             raise ValueError(f"tokens do not fit a cache of {len(self.keys)} slots of {self.length} tokens.")

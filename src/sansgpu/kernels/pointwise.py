@@ -1,7 +1,7 @@
 """Element-wise functions: activations and dropout.
 
-The C++ kernels of activations compute in fp32, round once, and save only their inputs. The random mask of dropout is
-cheaper to compute than the input is to read.
+The C++ kernels of activations compute in fp32, round once, and save only their inputs. Dropout saves only its seed:
+computing the random mask again is cheaper than reading it from memory.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Activation(IntEnum):
 
 
 def activate(activation: Activation, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
-    """Computes an activation; with SwiGLU, x is the gate and y what it multiplies."""
+    """Computes an activation; with SwiGLU, x is the gate and y the values that it multiplies."""
     return _FUNCTIONS[activation](x) if y is None else swiglu(x, y)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Computes silu(gate) * up (arXiv 2002.05202); both have one shape."""
+    """Computes silu(gate) * up (arXiv 2002.05202); both have the same shape."""
     if library.takes(gate, up) and gate.dtype == up.dtype and gate.shape == up.shape:
         return cast(torch.Tensor, _ActivationFunction.apply(Activation.SWIGLU, gate, up))
     return F.silu(gate) * up
@@ -99,14 +99,14 @@ def draw_seed(p: float) -> torch.Tensor:
 
 
 def seed_number(p: float) -> int:
-    """Returns `draw_seed` as a number, without a tensor if nothing is dropped."""
+    """Returns the result of `draw_seed` as an int; allocates no tensor if nothing is dropped."""
     return int(draw_seed(p)) if p else 0
 
 
 def dropout(x: torch.Tensor, p: float, training: bool) -> torch.Tensor:
     """Computes F.dropout, seeded from torch's generator; x of any shape.
 
-    torch draws one number at a time, which takes longer than the norms and activations of a block.
+    torch's own dropout draws one random number at a time, which takes longer than a block's norms and activations.
     """
     if not training or p == 0:
         return x

@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864) of queries and keys, after RMSNorm of each head if there is one.
+"""Rotary position embedding (arXiv 2104.09864) of queries and keys, after an optional RMSNorm of each head.
 
 B batch, T time, H query heads, K key-value heads, d head dim.
 """
@@ -62,7 +62,7 @@ class _Rotary(torch.autograd.Function):
         if cos.shape != sin.shape or cos.shape[1:] != (1, time, dim) or cos.shape[0] not in (1, batch) or dim % 2:
             raise ValueError(f"rotary angles {tuple(cos.shape)} do not fit queries {tuple(q.shape)}.")
         ctx.sizes = (batch * time, max(1, cos.shape[0] * time), heads, k.shape[2], dim, eps)
-        # Gradients of the norms need what was normalized; rotation alone is linear.
+        # The gradients of the norms need q and k. Rotation alone is linear, so its gradient does not.
         ctx.save_for_backward(*(None, None) if q_weight is None else (q, k), cos, sin, q_weight, k_weight)
         q_out, k_out = torch.empty_like(q), torch.empty_like(k)
         narrow = q.dtype == torch.bfloat16

@@ -51,17 +51,17 @@ def global_norm(gradients: list[torch.Tensor]) -> float:
 
 
 def require_size(size: int, *tensors: torch.Tensor | None) -> None:
-    """Raises RuntimeError if a tensor has another size, because a kernel would read or write out of bounds."""
+    """Raises RuntimeError if a tensor has a different size, because a kernel would read or write out of bounds."""
     if any(tensor is not None and tensor.numel() != size for tensor in tensors):
         raise RuntimeError(f"a tensor of an update has another size than the {size} that the others require.")
 
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """A weight with what an update reads and changes; all tensors have its shape.
+    """A weight and the tensors that its update reads or changes.
 
-    `working`, a copy of the weight in the compute dtype, is updated too. A bf16 weight has no copy and is rounded
-    stochastically from `seed` (63 bits), which must change every step.
+    `working`, a copy of the weight in the compute dtype, is updated too. A bf16 weight has no such copy and is rounded
+    stochastically with `seed` (63 bits), which must change every step.
     """
 
     weight: torch.Tensor
@@ -96,7 +96,7 @@ class AdamWStep:
     scale: float = 1.0  # factor of all gradients, which clips them
 
     def run(self, kernel: str, updates: list[WeightUpdate], *maps: torch.Tensor) -> None:
-        """Calls the kernel `adamw` or `adamw8` once for all weights, so that small ones share the threads."""
+        """Calls the kernel `adamw` or `adamw8` once for all weights, so that small weights keep all threads busy."""
         settings = (self.lr, *self.betas, self.eps, self.number, self.scale)
         call_update(kernel, updates, decays_of(updates), *maps, *settings)
 
@@ -114,7 +114,7 @@ def decays_of(updates: Sequence[WeightUpdate]) -> torch.Tensor:
 def split(
     updates: Sequence[WeightUpdate], wide: Callable[[WeightUpdate], Sequence[torch.Tensor]]
 ) -> tuple[list[WeightUpdate], list[WeightUpdate]]:
-    """Returns the updates for a kernel, which takes the tensors `wide(update)` only in fp32, and those for torch."""
+    """Splits updates into those that a kernel supports, whose tensors `wide(update)` are fp32, and those for torch."""
     native_ones, others = [], []
     for update in updates:
         tensors = (update.weight, *update.moments, update.gradient, update.working)
@@ -165,10 +165,10 @@ def _stochastic_round(wide: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def nesterov(updates: Sequence[WeightUpdate], beta: float, scale: float) -> None:
-    """Updates the momentum of weights with their gradients times `scale`.
+    """Updates the momentum of weights with their gradients times `scale`, and computes the direction of the update.
 
-    The moments of a weight, fp32 or wider, are its momentum and a tensor that becomes the direction of its update:
-    Nesterov's momentum, one step ahead.
+    A weight has two moments, fp32 or wider: its momentum, and a tensor that receives the direction, which is Nesterov's
+    look-ahead momentum.
     """
     together, others = split(updates, lambda update: update.moments)
     call_update("nesterov", together, beta, scale)
@@ -180,7 +180,10 @@ def nesterov(updates: Sequence[WeightUpdate], beta: float, scale: float) -> None
 
 
 def descend(updates: Sequence[WeightUpdate], lr: float, scale: float) -> None:
-    """Moves weights, fp32 or wider, against their gradients times `scale`, with decoupled weight decay."""
+    """Applies a step of gradient descent, with gradients times `scale` and decoupled weight decay.
+
+    The weights are fp32 or wider.
+    """
     together, others = split(updates, lambda update: [update.weight])
     call_update("descend", together, decays_of(together), lr, scale)
     for update in others:
@@ -220,7 +223,7 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch
 
 
 def quantize(values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds fp32 `values` to the nearest codes; returns (codes, scales). A NaN or infinity makes its block invalid.
+    """Rounds `values` to the nearest codes; returns (codes, scales). A NaN or infinity invalidates its whole block.
 
     Unsigned values must be >= 0. A positive unsigned value never gets the code of 0: a second moment rounded to 0 would
     make the step many times the learning rate, while one that is too large only makes the step smaller.

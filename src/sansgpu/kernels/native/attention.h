@@ -21,7 +21,7 @@
 
 namespace sansgpu {
 
-constexpr int64_t QUERIES = 64;  // per block; the keys of a block are rounded to a multiple of it
+constexpr int64_t QUERIES = 64;  // per block; the number of its keys is rounded up to a multiple of this
 static_assert(QUERIES % LANES == 0, "scores have whole lanes, and packed keys whole pairs of bf16");
 
 enum Decay { NONE, TIMES, PLUS };
@@ -53,8 +53,8 @@ inline std::pair<int64_t, int64_t> seen(const int32_t* ranges, int64_t rows) {
   return {std::min<int64_t>(low, high), high};
 }
 
-// Computes the unnormalized softmax weights of a query that sees the keys [first, last) of `width`; returns the largest
-// score and the sum of the weights. Overwrites the scores. Works on whole lanes; scores out of range count as -inf.
+// Computes the unnormalized softmax weights of a query that sees the keys [first, last) of `width`, in place of the
+// scores. Returns the largest score and the sum of the weights. Works on full vectors; other scores count as -inf.
 template <typename T>
 inline std::pair<float, float> softmax(float* scores, T* weights, int64_t first, int64_t last, int64_t width, float factor) {
   if (first >= last) {

@@ -1,6 +1,6 @@
 // The block formats of GGUF, which store consecutive values of a row in few bits (ggml-common.h of llama.cpp).
 //
-// All are read in groups of 32 values. Each value is rounded at most once, so it is equal to that of other programs.
+// All are read in groups of 32 values. Each value is rounded at most once, so it equals the value in other programs.
 #pragma once
 
 #include "tiles.h"
@@ -12,7 +12,7 @@ namespace sansgpu {
 
 constexpr int64_t GROUP = 32;
 
-// Widens fp16, also its subnormal numbers if processors flush those of fp32 to zero.
+// Converts fp16 to fp32. Subnormal fp16 numbers stay exact even if the processor flushes subnormal fp32 numbers to 0.
 inline float load_half(const uint8_t* from) {
   uint16_t half;
   std::memcpy(&half, from, 2);
@@ -29,7 +29,7 @@ inline float load_half(const uint8_t* from) {
 #endif
 }
 
-// 16 codes of one byte, in a register.
+// 16 codes of one byte each, in a register.
 typedef uint8_t Codes __attribute__((vector_size(16)));
 
 inline Codes load_codes(const uint8_t* from) {
@@ -38,7 +38,7 @@ inline Codes load_codes(const uint8_t* from) {
   return codes;
 }
 
-// Returns the bits from `shift` on of each byte, below `mask`.
+// Returns (byte >> shift) & mask for each byte.
 inline Codes field(Codes bytes, int shift, uint8_t mask) {
   typedef uint64_t Words __attribute__((vector_size(16)));
   return (Codes)((Words)bytes >> shift) & mask;
@@ -62,7 +62,7 @@ inline void scale_codes(Codes codes, float scale, float offset, float* to) {
 #endif
 }
 
-// The values scale * code + offset of codes of 4 bits.
+// Computes scale * code + offset for 4-bit codes.
 class NibbleValues {
  public:
 #ifdef __AVX512F__
@@ -71,7 +71,7 @@ class NibbleValues {
     each_ = _mm512_fmadd_ps(codes, _mm512_set1_ps(scale), _mm512_set1_ps(offset));
   }
 
-  // Stores the values of the bits from `shift` on of 16 bytes.
+  // Stores the values of the 4-bit codes that start at bit `shift` of 16 bytes.
   void store(Codes bytes, int shift, float* to) const {
     const __m512i codes = _mm512_srli_epi32(_mm512_cvtepu8_epi32((__m128i)bytes), static_cast<unsigned>(shift));
     _mm512_storeu_ps(to, _mm512_permutexvar_ps(codes, each_));  // reads the lowest 4 bits
@@ -88,7 +88,7 @@ class NibbleValues {
 #endif
 };
 
-// Each format has VALUES values in a block of BYTES bytes. `decode` widens one group of a block.
+// Each format has VALUES values in a block of BYTES bytes. `decode` dequantizes one group of a block to fp32.
 struct Q4_0 {
   static constexpr int64_t VALUES = Q4_0_VALUES, BYTES = Q4_0_BYTES;
 

@@ -8,14 +8,14 @@ namespace sansgpu {
 
 constexpr int64_t GRAIN = Dropout::BLOCK;  // values per block
 
-// A block of one of several arrays.
+// A block of one of several arrays: number `unit` of all blocks, number `index` in its array, with values from `start`.
 struct Block {
-  int64_t unit, array, index, start, count;  // among the blocks of all arrays, its array, there; its values
+  int64_t unit, array, index, start, count;
 };
 
-// The blocks of arrays of the given sizes. They have a fixed size, because scalar remainders of vectorized loops round
-// differently and results must not depend on the threads. All arrays are divided together, so that many small ones
-// occupy all threads.
+// Divides arrays of the given sizes into blocks of a fixed size, because scalar remainders of vectorized loops round
+// differently and results must not depend on the number of threads. All arrays are divided together, so that many
+// small ones keep all threads busy.
 class Blocks {
  public:
   template <typename Size>

@@ -1,8 +1,8 @@
-// Products of matrices of any size by all threads, on top of the products of tiles that stay in cache.
+// Multi-threaded matmuls of matrices of any size, composed of matmuls of tiles that stay in cache (product.h).
 //
-// B is packed in panels first, and A, too, if its rows are not contiguous. Then threads draw tiles of C, which wait for
-// what they multiply. B may be another kind of matrix that `pack_columns` can pack; see quantized_rows.h. Each element
-// of C is summed in the same order whatever the size of its tile, so that size may depend on the number of threads.
+// B is packed into panels first, and so is A if its rows are not contiguous. Then threads draw tiles of C; a tile waits
+// until its operands are packed. B may be of any type that `pack_columns` supports; see quantized_rows.h. The summation
+// order of an element of C does not depend on the tile size, so the tile size may depend on the number of threads.
 #pragma once
 
 #include <type_traits>
@@ -13,7 +13,7 @@
 
 namespace sansgpu {
 
-// A row-major matrix, or the transpose of one: `at` is its first value, `ld` the distance between rows in memory.
+// A row-major matrix or its transpose: `at` is the first value, `ld` the distance between rows in memory.
 template <typename T>
 struct Operand {
   const T* at;
@@ -22,20 +22,20 @@ struct Operand {
 
   Operand turned() const { return {at, ld, !transposed}; }
 
-  // The matrix without its first rows and columns.
+  // The submatrix that starts at (row, column).
   Operand from(int64_t row, int64_t column) const {
     return {at + (transposed ? column * ld + row : row * ld + column), ld, transposed};
   }
 };
 
-constexpr int64_t COLUMNS = 64, MOST_ROWS = 128, LEAST_ROWS = 32;  // a tile of C has these columns and most, least rows
-constexpr int64_t LEAST_WORK = 4 << 20;  // multiplications of a tile above LEAST_ROWS, 20 microseconds or more
+constexpr int64_t COLUMNS = 64, MOST_ROWS = 128, LEAST_ROWS = 32;  // columns of a tile of C; maximum and minimum rows
+constexpr int64_t LEAST_WORK = 4 << 20;  // minimum multiplications of a larger tile: at least 20 microseconds
 constexpr int64_t TERMS = 8192;          // a sum of more terms is computed in several passes
-constexpr int64_t PACKED_A = 8 << 20, PACKED_B = 16 << 20;  // bytes packed at a time, for which shared caches have room
-constexpr int64_t GAP = 32;  // values between packed rows of A, so that they do not compete for lines of a cache
+constexpr int64_t PACKED_A = 8 << 20, PACKED_B = 16 << 20;  // bytes packed at a time, which fit into shared caches
+constexpr int64_t GAP = 32;  // padding between packed rows of A, in values, against conflicts of cache lines
 
-// Columns of B that are packed side by side. Those of wider panels would compete for the same lines of the L1 cache
-// when `product` multiplies the few columns of which the sums fit into 16 registers.
+// Columns per packed panel of B. With 16 vector registers, `product` multiplies few columns at a time, and the rows of
+// a wider panel would conflict in the L1 cache.
 #ifdef __AVX512F__
 template <typename T>
 constexpr int64_t PANEL = COLUMNS;
@@ -47,7 +47,7 @@ constexpr int64_t PANEL = sizeof(T) == 4 ? 16 : COLUMNS;  // widened bf16 is pac
 static_assert(COLUMNS % PANEL<float> == 0, "the panels of a tile are whole");
 static_assert(TERMS % 2 == 0, "a pair of bf16 is in one pass");
 
-// Rounds up a number of terms to whole pairs of bf16.
+// Rounds up a number of terms to an even number for bf16, which is multiplied in pairs.
 template <typename T>
 constexpr int64_t padded(int64_t terms) {
   return round_up(terms, 4 / sizeof(T));
@@ -83,7 +83,7 @@ void pack_columns(const Operand<T>& b, int64_t columns, int64_t terms, T* to) {
   }
 }
 
-// The rows of a tile of C: fewer with many threads, so that each draws several tiles.
+// The rows of a tile of C: fewer with many threads, so that each thread gets several tiles.
 inline int64_t tile_rows(int64_t M, int64_t N, int64_t K) {
   const int64_t tiles = 4 * omp_get_max_threads();
   int64_t rows = MOST_ROWS;
@@ -92,7 +92,7 @@ inline int64_t tile_rows(int64_t M, int64_t N, int64_t K) {
   return rows;
 }
 
-// Computes the sums of columns of a row-major matrix, added to `sums` with `add`.
+// Stores the column sums of a row-major matrix in `sums`, or adds them with `add`.
 template <typename T>
 void sum_columns(const T* from, int64_t ld, int64_t rows, int64_t columns, float* sums, bool add) {
   if (!add) std::fill_n(sums, columns, 0.0f);
@@ -107,12 +107,13 @@ struct Product {
   int64_t M, N, K;
   Operand<T> a;
   Right b;
-  float* total;     // (M, N): where C is stored in fp32; if null, C is in memory as a whole only if K is large
+  float* total;     // (M, N): receives C in fp32; if null, C is only passed to `finish`
   bool add;         // adds C to `total`
   float* row_sums;  // (M,), if not null: becomes the sums of the rows of A, which must be transposed
   bool symmetric = false;  // C is symmetric: computes the tiles of one triangle and mirrors them
 
-  // Transposing A while packing it may take longer than to pack B^T, which has fewer rows, and to transpose C.
+  // Returns true if computing the transpose of C is faster: packing the smaller B^T and transposing the tiles of C may
+  // take less time than transposing A while packing it.
   bool better_turned() const { return TURNS && a.transposed && !b.transposed && (M - N) * K > M * N; }
   Product turned() const {
     if constexpr (TURNS)
@@ -143,7 +144,7 @@ class Multiplication {
 
   void run() { run_together(this, 1); }
 
-  // Computes `count` products at the same time. Threads draw the units of one after those of another.
+  // Computes `count` products in the same parallel regions, so that no thread waits between them.
   static void run_together(Multiplication* all, int64_t count) {
     int64_t passes = 0, rows = 0;
     for (int64_t i = 0; i < count; ++i) {
@@ -171,13 +172,13 @@ class Multiplication {
   }
 
  private:
-  // A strip of rows and a group of columns, computed from the terms that begin with k in one parallel region. B stays
-  // packed between strips.
+  // The part of a product that one parallel region computes: a strip of rows, a group of columns, and the terms from k
+  // on. Successive strips reuse the packed B.
   struct Part {
     Multiplication& of;
-    int64_t m, n, k, down, across;  // its first row, column and term, and its numbers of tiles
-    int64_t packs_a, packs, turn;   // units that pack A, that pack, and the turn of the first
-    int64_t start, end;             // its units among those of the region
+    int64_t m, n, k, down, across;  // first row, column and term; number of tiles in each direction
+    int64_t packs_a, packs, turn;   // units that pack A; units that pack A or B; the turn of the first one
+    int64_t start, end;             // range of its units in the region
 
     Part(Multiplication& of, int64_t pass, int64_t turn, int64_t start)
         : of(of),
@@ -202,14 +203,14 @@ class Multiplication {
     return std::min(round_up(all, tile), std::max(tile, bytes / static_cast<int64_t>(sizeof(T)) / ld_ / tile * tile));
   }
 
-  // Packs or multiplies.
+  // Packs a strip of A or a panel of B, or multiplies a tile.
   void run_unit(const Part& part, int64_t unit, Turns& packed, float* sums) {
     const int64_t turn = part.turn;
     if (unit < part.packs) {
       unit < part.packs_a ? pack_strip(part.m, unit, part.n, part.k) : pack_panel(part.n, unit - part.packs_a, part.k);
       return packed.pass(turn + unit);
     }
-    // The smaller operand, which caches may hold, is read again for each part of the larger one.
+    // The smaller operand, which may stay in cache, is read again for each part of the larger one.
     const int64_t tile = unit - part.packs, down = part.down, across = part.across;
     const int64_t y = down < across ? tile % down : tile / across, x = down < across ? tile / down : tile % across;
     if (c_.symmetric && part.n + x * COLUMNS > part.m + y * COLUMNS) return;  // mirrored
@@ -262,7 +263,7 @@ class Multiplication {
       for (int64_t j = 0; j < columns; ++j) finish_(column + j, row, count, mirror + j * COLUMNS);
   }
 
-  // Finishes a tile whose columns are parts of rows of C.
+  // Finishes a tile of the transpose of C.
   void finish_turned(int64_t row, int64_t count, int64_t column, int64_t columns, float* sums, bool add, bool last) {
     float* rows = sums + rows_ * COLUMNS;
     transpose(sums, COLUMNS, count, columns, rows, rows_);
@@ -282,20 +283,20 @@ class Multiplication {
   const Finish finish_;
   const bool pack_a_;
   const int64_t rows_;   // rows of a tile of C
-  const int64_t ld_;     // between packed rows of A
+  const int64_t ld_;     // distance between packed rows of A
   const int64_t strip_;  // rows of A packed at once
   const int64_t group_;  // columns of B packed at once
   Buffer<T> packed_a_, packed_b_;
   Buffer<float> own_;
 };
 
-// Multiplies A (M, K), whose rows are in memory, with B (K, N).
+// Multiplies a contiguous A (M, K) with B (K, N).
 template <typename T, typename Finish>
 void multiply_rows(int64_t M, int64_t N, int64_t K, const T* a, const Operand<T>& b, const Finish& finish) {
   Multiplication<T, Finish>({M, N, K, {a, K, false}, b}, finish).run();
 }
 
-// Stores rows of C after adding a bias.
+// Adds a bias to rows of C and stores them.
 template <typename T>
 struct StoreWithBias {
   T* to;  // may be null

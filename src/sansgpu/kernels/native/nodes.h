@@ -11,8 +11,9 @@
 
 namespace sansgpu {
 
-// The nodes of an example, encoded so that a distance is min(|root - root'| + leaf + leaf', |place - place'|). The
-// places of leaves of one root differ by as much as their slots; all others differ by at least the first term.
+// The nodes of an example, encoded so that a distance is min(|root - root'| + leaf + leaf', |place - place'|), where
+// `leaf` is 1 for leaves. Places of leaves of the same root differ by the distance of their slots. All other places
+// differ by at least the first term.
 struct Nodes {
   static constexpr int32_t STEP = 4096;
   Buffer<int32_t> root, leaf, place;
@@ -43,14 +44,14 @@ struct Nodes {
   }
 };
 
-// A separate function, because compilers vectorize the loop only if its pointers are known not to alias.
+// A separate function, because compilers vectorize the loop only if `__restrict` excludes aliasing.
 inline void look_up(const float* __restrict table, const int32_t* __restrict distances, int64_t count,
                     float* __restrict to) {
   for (int64_t i = 0; i < count; ++i) to[i] = table[distances[i]];
 }
 
-// Sums rows of gradients by distance. Rows with equal distances, such as those of most leaves of a root, are added to
-// each other first: that vectorizes, while scattering values to their sums does not.
+// Sums rows of gradients by distance. Consecutive rows with equal distances, e.g. of the leaves of a root, are added
+// first, because that vectorizes and scattering values to their sums does not.
 template <int64_t COUNT>
 class SumsByDistance {
  public:
@@ -72,7 +73,7 @@ class SumsByDistance {
     }
   }
 
-  // Writes the sums and starts over.
+  // Writes the sums and resets them.
   void move_to(float* totals) {
     flush();
     std::copy_n(static_cast<float*>(sums_), size_, totals);

@@ -32,7 +32,7 @@ inline void normalize(const float* x, const float* weight, const float* bias, in
     for (int64_t i = 0; i < D; ++i) to[i] = (x[i] - s.mean) * s.scale * weight[i];
 }
 
-// Writes `base`, if not null, plus the gradient of x, given the gradient g of the normalized row. Adds to
+// Writes the gradient of x, plus `base` if it is not null, given the gradient g of the normalized row. Adds to
 // `weight_grad` and `bias_grad` if they are not null.
 inline void normalize_gradient(const float* g, const float* x, const float* weight, const float* base, int64_t D,
                                NormOptions options, float* __restrict to, float* __restrict weight_grad,
@@ -52,13 +52,13 @@ inline void normalize_gradient(const float* g, const float* x, const float* weig
     for (int64_t i = 0; i < D; ++i) bias_grad[i] += g[i];
 }
 
-// Sums of weight gradients, one row per unit of work, so that the total does not depend on the threads.
+// Sums of weight gradients, one row per unit of work, so that totals do not depend on the number of threads.
 class UnitSums {
  public:
   UnitSums(int64_t units, int64_t width, bool wanted)
       : units_(units), width_(width), sums_(wanted ? units * width : 0), wanted_(wanted) {}
 
-  // Returns the zeroed sums of a unit, or null if they are not wanted.
+  // Returns the zeroed sums of a unit, or null if no gradient is requested.
   float* of(int64_t unit) const {
     if (!wanted_) return nullptr;
     std::fill_n(sums_ + unit * width_, width_, 0.0f);

@@ -1,6 +1,6 @@
-// Keys and values of sequences that generate text, stored as `product` takes them, so that a step need not pack them.
+// KV cache for generation, stored in the packed layout of `product`, so that a step need not pack it.
 //
-// S tokens that a sequence may have, a multiple of CACHE_BLOCK; d head dim.
+// S maximum tokens of a sequence, a multiple of CACHE_BLOCK; d head dim.
 #pragma once
 
 #include <type_traits>
@@ -24,8 +24,8 @@ struct PackedCache {
 
   const T* key_block(int64_t block) const { return keys + block * CACHE_BLOCK * d; }
 
-  // Stores a token. Those before it must have been stored: what follows the last one, up to a multiple of LANES, must be
-  // zero in `values`, because it is multiplied with weights of zero.
+  // Stores a token; earlier tokens must be stored first. `values` after the last token, up to a multiple of LANES, must
+  // be 0, because they are multiplied with attention weights of 0.
   void store(int64_t position, const T* key, const T* value) const {
     T* to = keys + position / CACHE_BLOCK * CACHE_BLOCK * d + position % CACHE_BLOCK * PAIR;
     for (int64_t i = 0; i < d; i += PAIR) std::memcpy(to + i * CACHE_BLOCK, key + i, PAIR * sizeof(T));

@@ -1,4 +1,4 @@
-// Work that threads share. The threads are those of torch's OpenMP runtime.
+// Divides work among the threads of torch's OpenMP runtime.
 #pragma once
 
 #include <omp.h>
@@ -14,13 +14,13 @@
 
 namespace sansgpu {
 
-// Records the CPU seconds of each unit of work, for benchmarks that project the speed-up by many threads. A region of
-// `count` units takes count + 1 places: -count, then the seconds of its units in order.
+// Records the CPU seconds of each unit of work, for benchmarks that project the speed-up by many threads. A parallel
+// region of `count` units is recorded as count + 1 numbers: -count, then the seconds of its units in order.
 struct Recorder {
   double* places = nullptr;  // null while nothing is recorded
   int64_t capacity = 0, used = 0;
 
-  // Returns the places of a new region, or null if nothing is recorded or there is no place left.
+  // Returns where to record the units of a new region, or null if nothing is recorded or the memory is full.
   double* region(int64_t count) {
     if (places == nullptr || used + count + 1 > capacity) return nullptr;
     double* first = places + used;
@@ -42,13 +42,13 @@ struct Recorder {
 
 extern Recorder recorder;
 
-// Units of work, numbered from 0, that threads draw in order, one at a time. A thread on a slow or busy core draws
-// fewer of them, so that the others need not wait for it.
+// Units of work, numbered from 0, which threads take in order, one at a time (dynamic scheduling). A thread on a slow
+// or busy core takes fewer units, so that the others need not wait for it.
 class Units {
  public:
   explicit Units(int64_t count) : count_(count), seconds_(recorder.region(count)) {}
 
-  // Draws the next unit; returns false if none is left. Each thread calls it until then.
+  // Takes the next unit; returns false if none is left. Each thread must call it until it returns false.
   bool draw(int64_t& unit) {
     if (seconds_ != nullptr) record();
     unit = next_.fetch_add(1, std::memory_order_relaxed);
@@ -70,11 +70,12 @@ class Units {
   double* const seconds_;
 };
 
-// Calls work(units) on all threads; it draws units until none is left. A unit must compute the same on every thread.
+// Calls work(units) on all threads, which must draw units until none is left. The result of a unit must not depend on
+// the thread.
 template <typename F>
 void parallel_units(int64_t count, const F& work) {
   Units units(count);
-  // Always the whole team: libgomp ends the threads that a smaller team leaves out, and starting them takes longer.
+  // Always uses all threads: libgomp would end the threads that a smaller team omits, and restarting them takes longer.
 #pragma omp parallel if (count > 1)
   {
     work(units);
@@ -91,7 +92,7 @@ void parallel_each(int64_t count, const F& work) {
 }
 
 // Lets units add to shared sums in a fixed order, so that results do not depend on the threads. A unit may wait only
-// for units with a lower number, which were drawn before and so are running or done.
+// for units with a lower number: these were drawn before, so they are running or done.
 class Turns {
  public:
   explicit Turns(int64_t sums) : turns_(new std::atomic<int32_t>[sums]()) {}

@@ -11,7 +11,7 @@ template <typename T>
 void product(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T* B, int64_t ldb, float* C, int64_t ldc,
              bool add);
 
-// Frees what this thread holds for products. Call it after the last one of a parallel region.
+// Releases the state that this thread keeps between products (AMX tiles). Call it at the end of a parallel region.
 void end_products();
 
 }  // namespace sansgpu

@@ -35,7 +35,7 @@ inline bool may_use_tiles() {
 }
 
 // Gives tiles 0-3 the shape of C, 4-5 that of A and 6-7 that of B. A thread keeps its configuration for the next
-// matmul, because loading one takes about as long as several matmuls of tiles.
+// matmul, because loading a configuration takes about as long as multiplying several tiles.
 inline void configure_tiles(const TileShape& shape) {
   if (shape == configured) return;
   struct alignas(64) {
@@ -98,8 +98,8 @@ void multiply_tiles(int64_t steps, const bf16* A, int64_t lda, const uint32_t* B
   if constexpr (ROWS == 2 && COLUMNS == 2) _tile_stored(3, below + TILE, c);
 }
 
-// Multiplies with tiles of one shape, of which M, N and K are multiples. A tile with fewer rows or columns than TILE is
-// the only one in that direction.
+// Multiplies with tiles of a single shape; M, N and K must be multiples of its sizes. If a tile has fewer rows or
+// columns than TILE, it must be the only one in that direction.
 inline void multiply_region(const TileShape& shape, int64_t M, int64_t N, int64_t K, const bf16* A, int64_t lda,
                             const uint32_t* B, int64_t ldb, float* C, int64_t ldc, bool add) {
   configure_tiles(shape);
@@ -114,7 +114,7 @@ inline void multiply_region(const TileShape& shape, int64_t M, int64_t N, int64_
       }
 }
 
-// A range of an index and the size of the tiles that divide it: whole tiles, or the rest of an index of some size.
+// A range of an index and the size of the tiles in it: full tiles, or one smaller tile for the remainder.
 struct Part {
   int64_t start, count, tile;
   Part(int64_t size, bool rest) : start(rest ? size - size % TILE : 0), count(rest ? size % TILE : size - size % TILE) {
@@ -122,7 +122,7 @@ struct Part {
   }
 };
 
-// The matmul of product.h: first whole tiles, then what remains of M, N and K, with smaller tiles.
+// The matmul of product.h: first full tiles, then the remainders of M, N and K with smaller tiles.
 inline void multiply_by_tiles(int64_t M, int64_t N, int64_t K, const bf16* A, int64_t lda, const uint32_t* B,
                               int64_t ldb, float* C, int64_t ldc, bool add) {
   for (int64_t rest = 0; rest < 8; ++rest) {

@@ -29,7 +29,7 @@ constexpr int64_t WIDTH = VECTOR_BYTES / 4;  // words in a vector
 typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t Pairs __attribute__((vector_size(VECTOR_BYTES)));
 
-// Add the products of one word of A and a vector of words of B.
+// These functions add the products of one word of A with a vector of words of B to sums.
 inline Floats add_products(Floats sums, float a, Floats b) { return sums + a * b; }
 
 #if defined(__AVX512BF16__)
@@ -89,11 +89,11 @@ template <typename Word, typename T, int64_t ROWS, int64_t VECTORS>
   }
 }
 
-// The largest block of which sums and operands fit into the registers.
+// Limits of a block whose sums and operands fit into the registers.
 constexpr int64_t MOST_VECTORS = REGISTERS / 8, MOST_BLOCK_ROWS = 8;
 constexpr int64_t most_rows(int64_t vectors) { return std::min(MOST_BLOCK_ROWS, REGISTERS * 3 / 4 / vectors); }
 
-// multiply_blocks for every number of vectors and rows, from 1.
+// A table of multiply_blocks, instantiated for every number of vectors and rows.
 template <typename Word, typename T>
 class BlockFunctions {
  public:
@@ -109,7 +109,7 @@ class BlockFunctions {
   Function functions_[MOST_VECTORS][MOST_BLOCK_ROWS] = {};
 };
 
-// Multiplies A (M, depth) with a panel of B (depth, width) of whole vectors.
+// Multiplies A (M, depth) with a panel of B (depth, width); `width` is a multiple of WIDTH.
 template <typename Word, typename T>
 void multiply_panel(int64_t M, int64_t width, int64_t depth, const T* A, int64_t lda, const Word* B, int64_t ldb,
                     float* C, int64_t ldc, bool add) {
@@ -138,11 +138,11 @@ void multiply_columns(int64_t M, int64_t columns, int64_t width, int64_t depth, 
   }
 }
 
-// The words of K and the rows of A that are multiplied at once, so that both operands stay in cache.
+// The words of K and rows of A in one pass, so that both operands stay in cache.
 constexpr int64_t DEPTH = 256, WIDENED_ROWS = 64;
 static_assert(DEPTH % 2 == 0, "widened pairs of bf16 are multiplied at once");
 
-// Calls run(start, columns, width) for panels of N columns, where `width` is the columns rounded up to whole vectors.
+// Calls run(start, columns, width) for each panel of N columns, where `width` is `columns` rounded up to full vectors.
 template <typename F>
 void each_panel(int64_t N, const F& run) {
   const int64_t vectors = divide_up(N, WIDTH), panels = divide_up(vectors, MOST_VECTORS);
@@ -152,7 +152,7 @@ void each_panel(int64_t N, const F& run) {
   }
 }
 
-// The matmul of product.h by words, of which K has `depth`.
+// The matmul of product.h in units of words; K has `depth` words.
 template <typename Word, typename T>
 void multiply_words(int64_t M, int64_t N, int64_t depth, const T* A, int64_t lda, const Word* B, int64_t ldb, float* C,
                     int64_t ldc, bool add) {

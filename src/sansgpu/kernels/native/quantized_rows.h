@@ -1,4 +1,4 @@
-// Products with a matrix that stays quantized: a right operand of Multiplication, and a product for few rows.
+// Matmuls that dequantize a matrix on the fly: a right operand of Multiplication, and a product for few rows.
 #pragma once
 
 #include <iterator>
@@ -11,7 +11,7 @@ namespace sansgpu {
 
 static_assert(GROUP % WIDTH == 0, "a group has whole vectors");
 
-// Widens `count` values, from `start` on, of consecutive rows. Both are multiples of GROUP.
+// Dequantizes `count` values of consecutive rows, from value `start` on. Both must be multiples of GROUP.
 template <typename Format, typename T>
 void decode_rows(const uint8_t* from, int64_t ld, int64_t rows, int64_t start, int64_t count, T* to, int64_t ld_to) {
   for (int64_t row = 0; row < rows; ++row, from += ld, to += ld_to)
@@ -22,7 +22,7 @@ void decode_rows(const uint8_t* from, int64_t ld, int64_t rows, int64_t start, i
     }
 }
 
-// Computes the sums of the products of ROWS rows of A (., I) and a row of W, which it reads once.
+// Computes the dot products of ROWS rows of A (., I) with a row of W, which it dequantizes once.
 template <typename Format, int64_t ROWS>
 void multiply_row(const float* a, int64_t I, const uint8_t* w, float* sums, int64_t ld) {
   Floats lanes[ROWS][2] = {};
@@ -43,7 +43,7 @@ void multiply_row(const float* a, int64_t I, const uint8_t* w, float* sums, int6
 
 constexpr int64_t ROWS_AT_ONCE = 4;
 
-// A quantized matrix W (O, I), or its transpose, without its first rows and columns. `ld` is the bytes of a row.
+// A submatrix of a quantized matrix W (O, I) or of its transpose. `ld` is the bytes of a row.
 template <typename T>
 struct QuantizedRows {
   using Decode = void (*)(const uint8_t*, int64_t, int64_t, int64_t, int64_t, T*, int64_t);
@@ -83,7 +83,7 @@ struct QuantizedRows {
     return rest;
   }
 
-  // Starts to load the blocks of values of rows that will be widened next: processors do not look that far ahead.
+  // Prefetches the blocks of rows that will be dequantized next; hardware prefetching does not reach that far ahead.
   void prefetch(int64_t row, int64_t rows, int64_t first, int64_t count) const {
     const uint8_t* from = at + row * ld + (start + first) / values * bytes;
     for (int64_t i = 0; i < rows; ++i, from += ld)
@@ -91,7 +91,7 @@ struct QuantizedRows {
   }
 };
 
-// Packs columns of W^T, which are rows of W: widens a few rows at a time, which caches and prefetching keep up with.
+// Packs columns of W^T, i.e. rows of W. Dequantizes a few rows at a time, so that cache and prefetching keep up.
 template <typename T>
 void pack_rows_as_columns(const QuantizedRows<T>& b, int64_t columns, int64_t terms, T* to) {
   constexpr int64_t ROWS = 16, VALUES = 64, PAIR = 4 / sizeof(T);
@@ -111,7 +111,7 @@ void pack_rows_as_columns(const QuantizedRows<T>& b, int64_t columns, int64_t te
   }
 }
 
-// Packs columns of W: widens squares that stay in the L1 cache.
+// Packs columns of W. Dequantizes squares that stay in the L1 cache.
 template <typename T>
 void pack_columns_of_rows(const QuantizedRows<T>& b, int64_t columns, int64_t terms, T* to) {
   constexpr int64_t SQUARE = COLUMNS;
@@ -161,7 +161,7 @@ void multiply_rows(int64_t M, int64_t N, int64_t K, const T* a, const QuantizedR
     Multiplication<T, Finish, QuantizedRows<T>>({M, N, K, {a, K, false}, b}, finish).run();
 }
 
-// Calls compute(W) for a matrix W of rows of I values: quantized ones, or values of T if it is NOT_QUANTIZED.
+// Calls compute(W) for a matrix W with rows of I values, in a block format or, if NOT_QUANTIZED, of type T.
 template <typename T, typename F>
 void with_matrix(int64_t format, const void* matrix, int64_t I, const F& compute) {
   format == NOT_QUANTIZED ? compute(Operand<T>{static_cast<const T*>(matrix), I, false})

@@ -1,4 +1,4 @@
-// Code shared by the kernels: packing, reductions, dropout and a vectorizable exp. Includes no header of torch.
+// Code shared by the kernels: packing, reductions, dropout and a vectorizable exp.
 #pragma once
 
 #include <algorithm>
@@ -126,7 +126,7 @@ inline float exp2_nonpositive(float x) {
   return y * scale;
 }
 
-// Decides dropout by a hash of seed, row and place, so that the forward and backward passes drop the same values.
+// Decides dropout by a hash of seed, row and position, so that the forward and backward passes drop the same values.
 struct Dropout {
   static constexpr int64_t BLOCK = 1 << 15;  // values that share one call of `row` in element-wise dropout
   uint32_t seed, threshold;  // values whose hash is below the threshold are dropped
@@ -172,7 +172,7 @@ inline const uint16_t* bits(const bf16* x) { return reinterpret_cast<const uint1
 inline float* bits(float* x) { return x; }
 inline const float* bits(const float* x) { return x; }
 
-// Side of the squares that `transpose` transposes in registers. Without AVX-512, shuffles work on 16 bytes.
+// Side of the squares that `transpose` holds in registers. Without AVX-512, shuffles work on 16 bytes.
 template <typename Word>
 #ifdef __AVX512F__
 constexpr int64_t SIDE = 16;
@@ -181,7 +181,7 @@ constexpr int64_t SIDE = 16 / sizeof(Word);
 #endif
 
 #if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
-// Takes turns between the words of two rows, from START on.
+// Interleaves the words of two rows, from START on.
 template <int64_t START, typename Row, int64_t... I>
 inline Row interleaved(const Row& a, const Row& b, std::integer_sequence<int64_t, I...>) {
   return __builtin_shufflevector(a, b, (START + I / 2 + I % 2 * sizeof...(I))...);

@@ -11,7 +11,7 @@ struct Input {
   bool narrow;       // bf16
   Input(const void* data, int64_t narrow) : data(data), narrow(narrow != 0) {}
 
-  // Returns `count` values from `start` on: those of the tensor, or their fp32 values in `scratch`.
+  // Returns `count` fp32 values from `start` on: in the tensor if it is fp32, or else converted in `scratch`.
   const float* read(int64_t start, int64_t count, float* scratch) const {
     if (!narrow) return static_cast<const float*>(data) + start;
     const bf16* from = static_cast<const bf16*>(data) + start;
@@ -26,10 +26,10 @@ struct Output {
   bool narrow;
   Output(void* data, int64_t narrow) : data(data), narrow(narrow != 0) {}
 
-  // Returns the place of values from `start` on: in the tensor if it is fp32, or else `scratch`.
+  // Returns where to compute the values from `start` on: in the tensor if it is fp32, or else in `scratch`.
   float* place(int64_t start, float* scratch) const { return narrow ? scratch : static_cast<float*>(data) + start; }
 
-  // Rounds `count` values in `scratch` to the tensor if it is bf16.
+  // Stores `count` values of `scratch` in the tensor if it is bf16.
   void write(int64_t start, int64_t count, const float* scratch) const {
     if (narrow) store_row(static_cast<bf16*>(data) + start, scratch, count);
   }
