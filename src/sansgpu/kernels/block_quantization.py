@@ -18,9 +18,7 @@ if TYPE_CHECKING:  # gguf is optional, and only some conversions need it
 
 Precision = Literal["int8", "int4"]
 QUANTIZED_AT_ONCE = 1 << 24  # while a matrix is quantized, at most this many values are in memory as fp32
-NOT_QUANTIZED = constants()[
-    "NOT_QUANTIZED"
-]  # the format number of matrices of fp32 or bf16
+NOT_QUANTIZED = constants()["NOT_QUANTIZED"]  # the format number of matrices of fp32 or bf16
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ _MESSAGES = (
     "out of memory", "not enough memory", "allocate memory", "bad_alloc", "can't start new thread",
     "could not create a primitive", "could not create a memory", "failed to map segment",
 )  # fmt: skip
-_NEARLY_NONE_BYTES = 32 << 20  # with less address space left, other errors are consequences of failed allocations, too
+_NEARLY_NONE_BYTES = 32 << 20  # if less address space is left, any error counts as a failed allocation
 
 
 def address_space_limit() -> int | None:
@@ -31,7 +31,7 @@ def address_space_limit() -> int | None:
 
 
 def address_space_left() -> int | None:
-    """Returns the bytes left of the limit, or None without one."""
+    """Returns the bytes left before the limit is reached, or None without a limit."""
     limit, used = address_space_limit(), used_address_space()
     return None if limit is None or used is None else max(0, limit - used)
 
@@ -45,7 +45,7 @@ def used_address_space() -> int | None:
 
 
 def out_of_memory(error: BaseException, remedy: str) -> SansGPUError | None:
-    """Returns the error to raise instead of `error` if an allocation failed, or None. `remedy` completes a sentence."""
+    """Returns the error to raise instead of `error` if an allocation failed, or None. `remedy` ends its message."""
     if isinstance(error, SansGPUError) or not (_says_so(error) or _is_exhausted(error)):
         return None
     limit = address_space_limit()

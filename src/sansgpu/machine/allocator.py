@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from sansgpu.config import ConfigError
 
-VARIABLE = "SANSGPU_ALLOCATOR"  # sansgpu or system
+VARIABLE = "SANSGPU_ALLOCATOR"  # environment variable with the value sansgpu or system
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from glibc's malloc.h
 
 

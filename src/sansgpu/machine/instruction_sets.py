@@ -1,7 +1,7 @@
-"""The instruction sets for which CMakeLists.txt compiles our kernels, and the choice among them at the start.
+"""The instruction sets for which CMakeLists.txt compiles our kernels, and the choice of one at startup.
 
-The environment variable SANSGPU_ISA forces a lower one than the best that the processor supports, to compare or to test
-them.
+By default it is the best one that the processor supports. The environment variable SANSGPU_ISA selects a lower one, for
+comparisons and tests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VARIABLE = "SANSGPU_ISA"
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """An instruction set: its name, and what torch.cpu.get_capabilities() calls its parts."""
+    """An instruction set: its name, and the entries of torch.cpu.get_capabilities() that it needs."""
 
     name: str
     needs: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ X86 = (
     InstructionSet("amx", (*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"), bf16=True),
 )
 ARM = (
-    InstructionSet("portable"),  # NEON belongs to every 64-bit ARM processor; this set does not use it by name
+    InstructionSet("portable"),  # no NEON intrinsics, although every 64-bit ARM processor has NEON
     InstructionSet("neon", ("neon",)),
     InstructionSet("neon_bf16", ("neon", "bf16"), bf16=True),
 )
@@ -53,7 +53,7 @@ def supported() -> tuple[InstructionSet, ...]:
 def allowed() -> tuple[InstructionSet, ...]:
     """Returns the instruction sets of this processor, the best one last, or only the one that SANSGPU_ISA names.
 
-    Raises ConfigError if the processor does not have that one.
+    Raises ConfigError if the processor does not support that one.
     """
     sets = supported()
     wanted = os.environ.get(VARIABLE)

@@ -1,7 +1,7 @@
-"""Signals that end a command. A thread acknowledges them at once, also while the main thread cannot.
+"""Signals that end a command. A thread acknowledges them at once, even while the main thread cannot.
 
-Python runs signal handlers in the main thread between two bytecodes, so not while that thread computes in C or waits
-for a disk.
+Python runs signal handlers in the main thread between two bytecodes. They do not run while that thread computes in
+native code or waits for a disk.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Interrupt:
 
 
 def _in_thread(call: Callable[..., None], *arguments: object) -> threading.Thread:
-    """Runs a call that writes to a terminal, which may not take the text, and so must not delay anything else."""
+    """Runs a call that writes to a terminal in a thread, because a blocked terminal must not delay anything else."""
     thread = threading.Thread(target=call, args=arguments, daemon=True)
     thread.start()
     return thread

@@ -88,9 +88,9 @@ def peak_gemm_rate(
 ) -> float:
     """Returns the best rate of a square product in FLOP/s that was measured here, now or earlier.
 
-    A busy neighbor makes a measurement too low, never too high, so the cache `folder` keeps the best one. Each process
+    Other programs make a measurement too low, never too high, so the cache `folder` keeps the best one. Each process
     measures once, and once more with `again`. `threads` and `processes`, the run's number of processes on this machine,
-    only tell apart what is measured. Emulated bf16 counts as fp32, because its products are computed in fp32.
+    only distinguish cached results. Emulated bf16 counts as fp32, because its products are computed in fp32.
     """
     if is_emulated(precision, device):
         precision = "fp32"
@@ -101,7 +101,7 @@ def peak_gemm_rate(
 
 @cache
 def first_gemm_rate(precision: str, device: str, threads: int) -> float:
-    """Measures the rate in FLOP/s once per process; `threads` only tells measurements apart."""
+    """Measures the rate in FLOP/s once per process; `threads` only distinguishes cached results."""
     return gemm_rate(GEMM_SIZE, precision, device)
 
 

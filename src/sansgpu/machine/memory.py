@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 
 from sansgpu.config import TrainingConfig
 
-MARGIN = 1.05  # the estimate is within a few per cent of measurements, and other programs' memory changes
+MARGIN = 1.05  # required memory / estimate; estimates are a few per cent off, and other programs' memory changes
 MICRO_BATCH_TOKENS = 4096  # default limit: beyond it matmuls gain little, and activations no longer fit the cache
 MAX_MICRO_BATCH_TOKENS = 16384  # the largest micro-batch to calibrate
 
@@ -54,7 +54,7 @@ def micro_batches_per_rank(training: TrainingConfig, micro_batch: int, world_siz
 def micro_batch_choices(training: TrainingConfig, window: int, world_size: int = 1) -> list[int]:
     """Returns candidate micro-batch sizes in ascending order.
 
-    That is the configured size, or with `auto` all divisors of a rank's share up to MAX_MICRO_BATCH_TOKENS.
+    These are the configured size, or with `auto` all divisors of a rank's share up to MAX_MICRO_BATCH_TOKENS.
     """
     share = -(-effective_batch(training) // world_size)
     if training.batch_size != "auto":

@@ -26,9 +26,9 @@ class MemoryShortError(Exception):
 class MemoryGuard:
     """Limits the micro-batch size of `execution` and halves it before memory runs out.
 
-    `available` returns the free bytes, `used` the bytes of this process, and `warn` is called with a message at every
-    change. At micro-batch size 1, `free_memory` is called, which frees optional memory and returns a clause about what
-    changes, or None if there was none.
+    `available` returns the free bytes and `used` the bytes of this process. `warn` is called with a message at every
+    change. At micro-batch size 1, `free_memory` is called: it frees optional memory and returns a clause about the
+    consequence, or None if there was no such memory.
     """
 
     def __init__(
@@ -120,10 +120,10 @@ Result = TypeVar("Result")
 def split_to_fit(
     pieces: Iterable[Piece], forward: Callable[[Piece, Iterable[Piece], int], Result], guard: MemoryGuard | None
 ) -> Iterator[tuple[Result, bool]]:
-    """Yields the result of `forward` for each piece, and whether it is the last one. `guard` splits larger pieces.
+    """Yields the result of `forward` for each piece, and whether it is the last one. `guard` limits the size of pieces.
 
-    `forward` is called with a piece, those after it and its number. A piece for which it raises MemoryShortError is
-    tried again, in smaller parts.
+    `forward` is called with a piece, the later pieces and its index. If it raises MemoryShortError, the piece is split
+    and tried again.
     """
     pending, index = deque(pieces), 0
     while pending:

@@ -110,14 +110,14 @@ def resolve_threads(training: TrainingConfig) -> int:
 
 
 def threads_of_share(cpus: float, processes: int) -> int:
-    """Returns the compute threads of each of the processes that share a container's CPUs."""
+    """Returns the number of compute threads per process if `processes` processes share a container's CPUs."""
     return max(1, int(cpus / processes))
 
 
 def pin_cores(group: Group, training: TrainingConfig, warn: Callable[[str], None]) -> int:
     """Pins this process to its share of the machine's cores and returns its number of compute threads.
 
-    An affinity that the launcher set per process is left alone. Raises ConfigError if the run's processes here would
+    Keeps an affinity that the launcher set per process. Raises ConfigError if the run's processes on this machine would
     have more threads than there are processors.
     """
     own_cpus = group.peers[group.rank].cpus

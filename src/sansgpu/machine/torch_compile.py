@@ -1,4 +1,4 @@
-"""Decides when torch.compile runs: on a GPU and with `training.kernels: torch`, where our kernels do not compute."""
+"""Decides whether to use torch.compile: on a GPU or with `training.kernels: torch`, i.e. without our kernels."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ INDUCTOR_DIR = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def is_compiled(asked: str, kernels: str, device: str) -> bool:
-    """Returns True if a run compiles for `training.compile: on`; where our kernels compute, it changes nothing."""
+    """Returns True if `training.compile` is on and has an effect; it has none where our kernels are used."""
     return asked == "on" and (kernels == "torch" or device != "cpu")
 
 
 def resolve_compile(
     asked: str, recorded: str | None, seconds: float, kernels: str, device: str, warn: Callable[[str], None]
 ) -> str:
-    """Returns `on` or `off` for `training.compile`; auto repeats what was recorded when the run began.
+    """Returns `on` or `off` for `training.compile`; `auto` repeats the choice `recorded` when the run began.
 
-    A new run of auto compiles if it takes long enough: `seconds` is its assumed duration if nothing is compiled.
+    With `auto`, a new run compiles if that saves time. `seconds` is its assumed duration without compilation.
     Raises ConfigError if compilation is requested but impossible here.
     """
     if not is_compiled("on", kernels, device):
@@ -82,5 +82,5 @@ def keep_graphs(warn: Callable[[str], None]) -> None:
 
 
 def ignore_cached_graphs() -> None:
-    """Makes this process compile every graph, and keep none."""
+    """Disables the cache of compiled graphs in this process."""
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"

@@ -157,7 +157,7 @@ class _ClusterRun:
 
 
 def _work(run: TrainingRun, timing: Timing, progress: ReportProgress) -> NodeWork:
-    """Returns a step's work in seconds and bytes. Pass times are linear between batch size 1 and the timed one."""
+    """Returns a step's work in seconds and bytes. Assumes pass times to be linear in the size of the micro-batch."""
     training = run.config.training
     parts, layers = run.costs.parameters(), run.costs.layers
     whole, example = timing.pass_seconds(layers), 0.0

@@ -1,4 +1,4 @@
-"""Estimates what a run will come to: its duration, from its timed step and the work between steps, and its loss."""
+"""Estimates a run's duration, from a timed step and the work between steps, and its final loss."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FLOOR = 0.93
 _SIZE, _SIZE_POWER = 0.224, 0.65
 _DATA, _DATA_POWER = 0.65, 0.5
 _REPEATS = 15.4  # decay constant of the value of repeated epochs (Muennighoff et al., arXiv 2305.16264)
-MAX_EPOCHS = 16  # the most epochs of a proposed run
+MAX_EPOCHS = 16  # maximum epochs of a proposed run
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class Forecast:
 
 
 def forecast_of(run: TrainingRun, nodes: int = 1, step_seconds: float | None = None) -> Forecast:
-    """Estimates the run's parts in seconds from its timing. On several nodes, `step_seconds` is their joint step."""
+    """Estimates the durations of a run's parts. On several nodes, `step_seconds` is the duration of a step on all."""
     timing, training = run.timing, run.config.training
     assert timing is not None
     layers, accumulation = run.costs.layers, run.execution.accumulation
     passes = accumulation * timing.pass_seconds(layers)
     sampling = training.sample_tokens * layers * SAMPLED_LAYER_SECONDS
     snapshot, weights = run.memory.snapshot, run.memory.weights
-    before = 0.0  # passes over the data before training, as a number of steps
+    before = 0.0  # duration of passes over the data before training, in steps
     if isinstance(run.corpus, ReferenceCorpus):
         before = run.corpus.reference_tokens / run.tokens_per_step / EVALUATED_IN_A_STEP
     return Forecast(
@@ -247,7 +247,7 @@ def _add_time(plan: RunPlan, run: TrainingRun, progress: ReportProgress) -> None
 
 
 def effective_tokens(tokens: float, unique: float) -> float:
-    """Returns the number of fresh tokens with the same value as `tokens` drawn from a text of `unique` tokens."""
+    """Returns how many unique tokens would be worth as much as `tokens`, if a corpus of `unique` tokens is repeated."""
     if tokens <= unique:
         return tokens
     return unique * (1 + _REPEATS * (1 - math.exp(-(tokens / unique - 1) / _REPEATS)))

@@ -37,7 +37,7 @@ from sansgpu.train.state import TrainState
 from sansgpu.train.step import train_step
 from sansgpu.train.writer import SnapshotWriter
 
-MAX_TIMED_BATCHES = 40  # the time of an evaluation is extrapolated from these
+MAX_TIMED_BATCHES = 40  # the time of an evaluation is extrapolated from at most this many batches
 PROFILED_STEPS = 2
 WARMUP_STEPS = 1  # untimed steps after the first one, which compiles
 

@@ -63,7 +63,7 @@ def _sharded_memory(memory: Memory, parts: dict[str, int], sharding: str, execut
         sharded_ratio = blocks / max(1, sum(parts.values()))
         gradients -= int(sharded_ratio * gradients / 2 * (1 - 1 / ranks))
         weights -= int(sharded_ratio * weights * (1 - 1 / ranks))
-        weights += FULL * sum(parts.values())  # the model is built whole, and that memory is not returned; measured
+        weights += FULL * sum(parts.values())  # memory of the full model, built first, is not returned; measured
     elif execution.precision == "bf16":
         masters = FULL * parts.get("adapter", sum(parts.values()))
         weights -= int(masters * (1 - 1 / ranks))
@@ -116,7 +116,7 @@ def changes_that_fit(config: Config, execution: Execution, available: int) -> li
 
 
 def _combine(config: Config, execution: Execution, available: int) -> list[ConfigChange]:
-    """Combines several changes, each to its maximum, until the run fits, then drops those that are not needed."""
+    """Combines the strongest options of several changes until the run fits, then drops those that are not needed."""
     parts: list[Option] = []
     for options in CHANGES:
         furthest: Option | None = None

@@ -1,4 +1,4 @@
-"""Lists what can be trained of a pretrained model in a given memory (`sansgpu plan --memory`). Nothing is trained."""
+"""Lists the ways to train a pretrained model that fit into a given memory (`sansgpu plan --memory`)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _config_of(target: str) -> Config:
 
 
 def _option(config: Config, method: str, adapter: str, precision: str, context: int, available: int) -> MemoryOption:
-    """Estimates the memory at a context, with gradient checkpointing if it fits only with that."""
+    """Estimates the memory at a context length, with gradient checkpointing if it fits only with that."""
     defaults = {"base_precision": "auto", "merge_adapter": None} if adapter == "none" else {}
     model = config.model.model_copy(update={**defaults, "adapter": adapter, "base_precision": precision})
     training = config.training.model_copy(update={"batch_size": 1, "gradient_accumulation_steps": ACCUMULATION})

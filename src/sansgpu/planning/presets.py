@@ -1,4 +1,4 @@
-"""Compares the presets: their memory, and their training time on kinds of processors. Nothing is trained.
+"""Compares the presets: their estimated memory, and their training time on kinds of processors.
 
 A step takes the time of its FLOPs at the rate of matrix products, plus that of the other work on the same cores. With
 the constants below, this gives the measured speeds in docs/benchmarks.md within a third.

@@ -36,7 +36,7 @@ def configure_process(
 ) -> tuple[Execution, int]:
     """Configures threads and memory allocation of this process and loads the kernels.
 
-    Returns the execution, with micro-batches of one example as yet, and the available memory in bytes. On resume,
+    Returns the execution, with provisional micro-batches of one example, and the available memory in bytes. On resume,
     `before` is the recorded environment, and automatic choices repeat it.
     """
     training = config.training

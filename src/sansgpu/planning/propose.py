@@ -35,7 +35,7 @@ from sansgpu.train.run import TrainingRun
 WIDTHS = (128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
 HEAD_DIM, WIDTH_PER_LAYER, MIN_LAYERS, FEED_FORWARD_RATIO = 64, 48, 4, 3
 MEASURED_WIDTHS = (128, 384, 768)  # efficiency is measured at these widths and interpolated between them
-LONG_WINDOW, LONG_WINDOW_MIN_WIDTH = 512, 512  # tokens, and the width from which they are used
+LONG_WINDOW, LONG_WINDOW_MIN_WIDTH = 512, 512  # tokens, and the minimum width for this window
 WINDOW = 256
 # Tokens per step, tuned for runs of BATCH_REFERENCE_TOKENS; longer runs use larger batches.
 BATCH_TOKENS, BATCH_REFERENCE_TOKENS, MAX_BATCH_TOKENS = 4096, 10e6, 65536
@@ -160,7 +160,7 @@ def _shape(base: Config, width: int) -> Config:
 
 
 def _resolved(config: Config, hours: float, timed: bool, progress: ReportProgress) -> TrainingRun:
-    """Resolves a run of this many hours. Does not read the data again, and does not compile, which hardly matters."""
+    """Resolves a run of this many hours. Neither reads the data again nor compiles, which hardly matters."""
     changed = change_config(config, [f"training.max_hours={hours}", "training.compile='off'"])
     options = ResolveOptions("report", data="unread", timed="always" if timed else "never")
     return resolve_run(changed, progress, ignore_message, options)

@@ -43,7 +43,7 @@ class ClusterPoint(TypedDict):
 
 
 class GrownBatch(TypedDict):
-    """Speed with the same work for each node, so a batch that grows with the nodes."""
+    """Speed with a batch that grows with the number of nodes, i.e. with the same work per node (weak scaling)."""
 
     tokens_per_step: int
     tokens_per_second: float
@@ -51,7 +51,7 @@ class GrownBatch(TypedDict):
 
 
 class CriticalBatch(TypedDict):
-    """The batch size up to which larger batches save steps; None for other tasks than pretraining."""
+    """The batch size up to which larger batches save steps; None for tasks other than pretraining."""
 
     critical_batch_tokens: float | None
     critical_batch_loss: float | None
@@ -232,7 +232,7 @@ class ForwardResult(TypedDict):
 
 
 class MemoryOption(TypedDict):
-    """A way to train a model at a context, with micro-batches of one example."""
+    """A way to train a model at a context length, with micro-batches of one example."""
 
     method: str  # whole | lora
     base_precision: str | None

@@ -22,13 +22,13 @@ from sansgpu.train.run import TrainingRun
 
 WHAT_IF_STEPS = 4  # timed per variation
 WHAT_IF_SECONDS = 120.0  # time for the built-in variations together, unless all are requested
-COMPILE_COST, FEWER = "half a minute at the start", "parameters"  # the latter is replaced by their share
+COMPILE_COST, FEWER = "half a minute at the start", "parameters"  # the latter is replaced by a parameter ratio
 HARMLESS_COSTS = ("nothing", "memory", COMPILE_COST)  # costs that do not change what the model learns
 HARMLESS_KEYS = ("training.threads", "training.compile", "training.kernels")
-TIMED_DATA_KEY = "data.max_length"  # the only key of the data that acts on random tokens
+TIMED_DATA_KEY = "data.max_length"  # the only `data` key that affects random tokens
 
 NEAR_RATIO = 1.2  # a metric below this multiple of its baseline is near it
-MORE_STEPS = 10  # times as many steps are suggested to measure
+MORE_STEPS = 10  # suggest measuring this many times as many steps
 
 Change = tuple[str, tuple[str, ...], str]  # name, settings, cost
 
@@ -116,7 +116,7 @@ def affordable(changes: Sequence[Change], seconds: float) -> list[Change]:
 
 
 def _require_memory(config: Config, run: TrainingRun) -> None:
-    """Raises SansGPUError if the run does not fit into memory, where it would disturb other programs."""
+    """Raises SansGPUError if the run does not fit into memory, because it would disturb other programs."""
     size = config.training.batch_size
     assert size != "auto"
     memory = estimate_memory(config, replace(run.execution, micro_batch=size))

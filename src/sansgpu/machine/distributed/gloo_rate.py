@@ -21,7 +21,7 @@ from sansgpu.machine.distributed.rendezvous import interfaces
 from sansgpu.machine.distributed.world import LOOPBACK
 
 RANKS = 2
-REPEATS, HOP_REPEATS, WARM_UP = 8, 200, 2  # timed large and small all-reduces, each after some for warm-up
+REPEATS, HOP_REPEATS, WARM_UP = 8, 200, 2  # timed large all-reduces, timed small ones, and untimed ones before each
 TIMEOUT = timedelta(seconds=60)
 MAX_ERROR_CHARS = 200  # quoted from an error of gloo
 

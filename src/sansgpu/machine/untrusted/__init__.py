@@ -1,1 +1,1 @@
-"""Runs foreign code and parsers, such as templates and tokenizers, in processes without rights."""
+"""Runs parsers and library code on untrusted files, e.g. templates and tokenizers, in child processes with limits."""
