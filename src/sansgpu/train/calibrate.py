@@ -28,7 +28,7 @@ SHORT, LONG = 1, 3  # depths of the models that are timed
 MAX_FULL_DEPTH_SECONDS = 1.0  # time the model at full depth if a pass is estimated to take less
 REPEATS = 3  # timed repeats after one warm-up
 ENOUGH_SECONDS = 1.0  # stop repeating after this much timed work
-MARGIN = 0.97  # a time above this share of the best so far counts as equal; the smaller micro-batch is then preferred
+MARGIN = 0.97  # prefer the smaller micro-batch unless a larger one takes less than this share of its time
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Calibration:
         return median(passes), median(updates)
 
     def _later_pass(self, trial: Objective, batch: ExampleBatch) -> float:
-        """Returns the seconds of a pass after the first of its step, with its part in computing gradient caches."""
+        """Returns the seconds of a pass that is not the first of its step, with its share of a GradientCache."""
         seconds = self._forward_and_backward(trial, batch)
         if isinstance(trial, StepWideObjective):
             start = time.perf_counter()

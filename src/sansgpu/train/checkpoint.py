@@ -50,12 +50,12 @@ class Saver:
         self._writer = SnapshotWriter(paths.snapshots, training.keep_last, paths.metrics, sinks.warn)
 
     def restore(self, snapshot: Snapshot, metrics: Metrics | None) -> None:
-        """Takes over the snapshot from which the run was resumed; saving its step again only reports it."""
+        """Registers the snapshot that the run was resumed from, so that saving its step again only reports it."""
         self.newest = Snapshot.of(self._run.paths.snapshots, snapshot.step)
         self._saved, self._stage = (snapshot.step, metrics), _Stage.RESUMED
 
     def reserve_copies(self) -> None:
-        """Reserves memory for saving in the background, unless that was done or the run saves only at its end."""
+        """Reserves memory for saving in the background, unless it is reserved or the run saves only at its end."""
         training = self._run.config.training
         in_background = self._run.execution.group.is_main and self._run.sharding == "none"
         if in_background and not self._writer.reserved and (training.save_steps or training.eval_steps):

@@ -31,7 +31,10 @@ from sansgpu.train.state import TrainState
 
 
 class Validation:
-    """The validation of a run's steps. Each step is evaluated once, and a head is fitted to its weights once."""
+    """Evaluates a run on the validation split, at most once per step.
+
+    If the task has a head that is fitted instead of trained (`FittedHead`), it is fitted at most once per step.
+    """
 
     def __init__(self, task: Task, run: TrainingRun, state: TrainState, progress: ReportProgress) -> None:
         self._task, self._run, self._state, self._show = task, run, state, progress
@@ -40,7 +43,7 @@ class Validation:
         self._metrics: Metrics | None = None  # results of the evaluated step
 
     def restore(self, metrics: Metrics | None) -> None:
-        """Takes over the metrics of the step that the run was resumed from."""
+        """Sets the metrics of the step that the run was resumed from."""
         self._evaluated_step, self._metrics = self._state.progress.step, metrics
 
     @property
@@ -54,7 +57,7 @@ class Validation:
         return self.metrics is not None and self._state.progress.best_step == self._state.progress.step
 
     def fit_head(self) -> None:
-        """Fits a head that is not trained, so that evaluations and snapshots have that of the current weights."""
+        """Fits the task's FittedHead, if it has one, to the current weights, for evaluations and snapshots."""
         step = self._state.progress.step
         if self._fitted_step != step:
             if isinstance(self._task, FittedHead):

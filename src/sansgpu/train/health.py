@@ -12,10 +12,10 @@ from sansgpu.events.event import NEAR_LIMIT, Event
 # All thresholds are assumptions, chosen so that healthy runs get no warnings.
 MIN_EVENTS = 20  # step events before the loss is judged
 MIN_WINDOW = 5  # smallest number of step events in a mean loss
-RISE_RATIO = 0.03  # warn if the mean loss exceeds the lowest mean by this share of it,
+RISE_RATIO = 0.03  # warn if the mean loss exceeds the lowest mean by this share of that mean,
 RISE_STANDARD_ERRORS = 4.0  # and by this many standard errors
 FLAT_RATIO = 0.003  # relative change of the loss between two halves; under a power law of -0.1 it would be 1.7 %
-FLAT_WINDOW_RATIO = 0.3  # share of the steps so far, the last ones, that is tested for a flat loss
+FLAT_WINDOW_RATIO = 0.3  # test for a flat loss over this share of the steps so far, the latest ones
 FLAT_EXPECTED_RATIO = 0.8  # after this share of all steps a flat loss is normal
 SPIKE_FACTOR = 10.0  # gradient norm / median gradient norm
 SPIKE_WINDOW = 50  # step events in the median
@@ -28,7 +28,7 @@ _NOT_FINITE = (
     "the validation loss is infinite or not a number, so it is recorded as null and cannot be the best; resume from an "
     "earlier snapshot with a lower training.learning_rate or more warmup_steps."
 )
-CONSECUTIVE = 2  # events in a row before a warning, since a single one may be an accident
+CONSECUTIVE = 2  # events in a row before a warning, because a single one may be an outlier
 
 
 class _ObservedStep(NamedTuple):
@@ -82,7 +82,7 @@ class Health:
         count = len(self._steps)
         if count < MIN_EVENTS:
             return None
-        size = max(MIN_WINDOW, count // 20)  # in long runs, the lowest of many short means would be too low by chance
+        size = max(MIN_WINDOW, count // 20)  # grows, because the lowest of many short means is low by chance
         ends = range(size, count + 1)
         means = [(self._sums[end] - self._sums[end - size]) / size for end in ends]
         now, best = means[-1], min(means)

@@ -28,10 +28,10 @@ _REFUSALS: dict[Verb, str] = {
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """A run, a model's folder or file, or a Hub name, and what the user allows.
+    """A run, a model's folder or file, or a Hub name, and the Python code that the user allows to run.
 
-    `remote_code` allows the model's own Python code to run, and `objective` the class outside the package that is a
-    run's task. The class that a run of a task of the package names only prepares data, to evaluate on it.
+    `remote_code` allows the model's own code. `objective` allows a class outside the package: the one that implements
+    the run's task or, if the task is built in, one that only prepares the data of an evaluation.
     """
 
     target: str
@@ -50,7 +50,7 @@ def open_model(
         config, paths = open_run(folder)
         task = class_of_run(folder, config, verb, objective)
         if config.outside_class is not None:
-            config, paths = open_run(folder)  # with the defaults of the class, which is loaded now
+            config, paths = open_run(folder)  # again, because the class is imported now and may declare defaults
         snapshot = require_snapshot(folder, paths, request.snapshot, warn)
         source = ModelSource(target, request.remote_code, config, snapshot, paths.tokenizer)
     else:
@@ -91,7 +91,7 @@ def require_snapshot(folder: Path, paths: RunPaths, name: str, warn: Callable[[s
 
 
 def class_of_model(target: str, verb: Verb) -> TaskClass:
-    """Returns the task that recognizes a model, or else the one that takes any Hugging Face model for this verb."""
+    """Returns the task that recognizes a model, or else the one that accepts any Hugging Face model for this verb."""
     able = [task for task in TASKS.values() if can(task, verb)]
     found = next((task for task in able if task.recognizes(target)), None)
     found = found or next((task for task in able if verb in task.verbs_for_any_model), None)

@@ -35,7 +35,7 @@ from sansgpu.train.state import TrainState
 from sansgpu.train.step import train_step
 
 PAUSE_SECONDS = 0.1  # polling interval while paused
-FORWARD_SECONDS = 3.0  # within which a launcher may forward a signal that its processes already received
+FORWARD_SECONDS = 3.0  # a launcher may forward a signal that its processes already received within this time
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Trainer:
             self._log.emit_step(progress, result, lr)
 
     def _due(self) -> Due:
-        """Returns what the configuration demands after the current step."""
+        """Returns the actions that the configuration schedules after the current step."""
         training, step, is_last = self._training, self._progress.step, self._length.is_finished()
         return Due(is_last or _is_due(training.eval_steps, step), is_last or _is_due(training.save_steps, step))
 

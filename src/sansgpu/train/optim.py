@@ -128,7 +128,7 @@ class Optimizer:
         try:
             yield
         finally:
-            self._set_summed(False)  # other gradients, as of a custom loss, are no part of the sums
+            self._set_summed(False)  # gradients of other backward passes, as in a custom loss, stay apart
 
     def _set_summed(self, summed: bool) -> None:
         for weight in self.weights:

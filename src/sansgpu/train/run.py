@@ -20,13 +20,13 @@ from sansgpu.tasks.registry import task_of
 from sansgpu.train.calibrate import Timing
 from sansgpu.train.schedule import UNKNOWN_STEPS
 
-NOWHERE = RunPaths(Path(os.devnull))  # nothing can be written below it
+NOWHERE = RunPaths(Path(os.devnull))  # a path where nothing can be written
 _EXECUTION_FACTS = ("device", "isa", "precision", "threads", "compile", "kernels")
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A run that is ready to start: its resolved configuration, its execution, and what it is estimated to need."""
+    """A run that is ready to start: its resolved configuration, its execution, and its estimated needs."""
 
     config: Config
     execution: Execution
@@ -49,7 +49,7 @@ class TrainingRun:
 
     @property
     def cache(self) -> Path:
-        """The folder of measurements."""
+        """The folder of cached measurements."""
         return cache_dir(self.config.data.cache_dir)
 
     @property
@@ -125,6 +125,6 @@ class TrainingRun:
         }
 
     def execution_facts(self) -> dict[str, object]:
-        """Returns what start events show of the execution."""
+        """Returns the part of the execution that start events show."""
         environment: dict[str, object] = {**self.execution.environment()}
         return {key: environment[key] for key in _EXECUTION_FACTS}

@@ -1,4 +1,4 @@
-"""Run folders: choosing one for a new run, opening an existing one, and checking whose folders and records they are."""
+"""Run folders: choosing one for a new run, opening one, and checking that folders and records belong to the run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from sansgpu.files.marks import MARK, FolderMark, is_output, read_mark, write_ma
 from sansgpu.files.ownership import require_folder, require_no_links
 from sansgpu.train.snapshots import snapshots
 
-PROBE_SECONDS = 0.5  # how long to wait for the lock, because `is_locked` in another process takes it for a moment
+PROBE_SECONDS = 0.5  # how long to wait for the lock, because `is_locked` in another process holds it for a moment
 
 
 def run_paths(folder: Path, config: Config) -> RunPaths:
@@ -149,7 +149,7 @@ def with_objective(config: Config, folder: Path, requested: str | None) -> Confi
 
 
 def require_allowed(config: Config, file: Path, overrides: Sequence[Override]) -> None:
-    """Raises ConfigError if a run's own configuration `file` needs Python code that the command line does not name."""
+    """Raises ConfigError if a run's recorded configuration `file` needs code that the command line does not name."""
     requested = {overridden_key(override) for override in overrides}
     named = config.outside_class
     if named and not requested & {"objective", "task"}:
@@ -182,7 +182,7 @@ def recorded_file(folder: Path, resume: str) -> Path | None:
 
 
 def no_run_to_resume(folder: Path) -> ConfigError:
-    """Returns the error of a resume without a configuration in a folder that has none either."""
+    """Returns the error for `--resume` without a configuration file, in a folder that has none either."""
     runs = [path.parent.name for path in folder.parent.glob(f"*/{RunPaths(folder).config.name}")]
     near = get_close_matches(folder.name, sorted(runs), n=1)
     hint = f" (did you mean {folder.parent / near[0]}?)" if near else ""
@@ -209,7 +209,7 @@ def open_any(config: Config) -> Config:
 
 
 def _with_values(values: Any, section: Sequence[str], changes: dict[str, Any]) -> Any:
-    """Returns a copy of `values` with changes in a section inside it."""
+    """Returns a copy of `values` with changes in a nested section."""
     if not section:
         return values.model_copy(update=changes)
     first, *inner = section
@@ -263,10 +263,10 @@ def mark_run(paths: RunPaths, config: Config) -> None:
 
 
 def require_own_configuration(paths: RunPaths) -> None:
-    """Raises ConfigError if config.yaml is truncated, or altered so that it describes another model or data order.
+    """Raises ConfigError if config.yaml is truncated, or altered so that it describes a different model or data order.
 
-    It must match the folder's mark or the newest snapshot: a run resumed with other values records them only in its
-    mark until its next snapshot.
+    It must match the folder's mark or the newest snapshot: a run that is resumed with different values records them
+    only in the mark until its next snapshot.
     """
     require_identity(paths.config, read_values(paths.config), list(_recorded(paths)))
 
@@ -303,13 +303,13 @@ def _mark_of(root: Path) -> FolderMark:
 
 
 def _run_of(folder: Path) -> str | None:
-    """Returns the identity of the run whose mark the folder has."""
+    """Returns the identity of the run in a folder's mark, or None."""
     mark = read_mark(folder)
     return mark.run if mark else None
 
 
 def _owner_of(folder: Path) -> str | None:
-    """Returns the identity of the run that a folder belongs to, by its mark or else by the run around it, or None.
+    """Returns the identity of the run that a folder belongs to, by its mark or the run folder around it, or None.
 
     A run without an identity is identified by its path.
     """

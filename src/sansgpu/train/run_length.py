@@ -1,4 +1,4 @@
-"""The number of steps of a run, and its time budget, to which a time-limited run adapts it."""
+"""The number of steps of a run. A time-limited run adapts it to its time budget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sansgpu.train.state import TrainState
 FIRST_STEPS = 25  # re-plan after every step until this many were timed
 RECENT_STEPS = 100  # steps whose mean duration predicts that of future steps
 DISK_BYTES_PER_SECOND = 100e6  # assumed rate of hashing and writing the last snapshot and the export; slow for a disk
-MARGIN_RATIO, MARGIN_SECONDS = 0.01, 1.0  # reserve for the unforeseen: a share of the total budget, plus seconds
+MARGIN_RATIO, MARGIN_SECONDS = 0.01, 1.0  # safety margin: a share of the total budget, plus seconds
 # Extra time of the first evaluation, which compiles: seconds, and at most this share of the total budget.
 FIRST_EVALUATION_SECONDS, FIRST_EVALUATION_RATIO = 10.0, 0.03
 EVALUATED_IN_A_STEP = 3.0  # evaluation throughput / training throughput, in tokens

@@ -19,7 +19,7 @@ from sansgpu.train.schedule import UNKNOWN_STEPS
 from sansgpu.train.snapshots import Progress
 from sansgpu.train.step import PHASES, StepResult
 
-AGREEING_EVENTS = 2  # consecutive step events that must call for the same number of threads, as one may be an accident
+AGREEING_EVENTS = 2  # consecutive step events that must suggest the same number of threads; one may be an outlier
 MAX_REPEATS = 3  # each new measurement of the GEMM rate takes tenths of a second
 
 SystemStatistics = Callable[[], dict[str, Any] | None]  # returns machine statistics since its last call
@@ -77,7 +77,7 @@ class StepLog:
         self._steps: list[tuple[float, int, dict[str, float]]] = []  # seconds, tokens and seconds by phase
 
     def restore(self, recorded: Sequence[Event]) -> None:
-        """Takes over the best GEMM rate recorded earlier in the same environment, so that `mfu` stays comparable."""
+        """Restores the best GEMM rate recorded earlier in the same environment, so that `mfu` stays comparable."""
         alike, names = False, ("device", "isa", "precision", "threads", "world_size")
         environment: dict[str, object] = {**self._run.execution.environment()}
         for event in recorded:
@@ -133,7 +133,7 @@ class AdaptiveThreads:
     def __init__(self, run: TrainingRun) -> None:
         self._enabled, self._execution = run.config.training.adapt_threads, run.execution
         self._max_threads = max(run.execution.threads, resolve_threads(run.config.training))
-        self._suggested: list[int] = []  # numbers of threads that suit the last step events
+        self._suggested: list[int] = []  # numbers of threads that the last step events suggest
 
     def observe(self, event: Event) -> str | None:
         """Sets the number of threads that suits the last events; returns a message if it changed, otherwise None."""

@@ -23,7 +23,7 @@ from sansgpu.tasks.task import StepWideObjective, Sums, Task
 from sansgpu.train.state import TrainState
 
 PHASES = ("forward", "backward", "reduce", "update")  # parts of a step's time
-_LOSS = "summed loss"  # a key next to the task's own sums, whose names contain no space
+_LOSS = "summed loss"  # cannot clash with the names of the task's sums, which contain no space
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,10 @@ LossFunction = Callable[[ExampleBatch, Iterable[ExampleBatch], int], torch.Tenso
 
 
 def _loss_function(task: Task, batch: ExampleBatch, execution: Execution, seed: Callable[[int], None]) -> LossFunction:
-    """Returns the loss of a micro-batch, given those after it in the step and its number, for which `seed` is called.
+    """Returns a function (micro-batch, later micro-batches of the step, index) -> loss of the micro-batch.
 
-    The loss of a task that relates all examples of the step is computed by a gradient cache.
+    If the loss compares all examples of a step with each other, as in contrastive learning, a GradientCache computes it
+    and calls `seed` with the index of each micro-batch.
     """
     if not isinstance(task, StepWideObjective):
         return lambda piece, later, index: task.loss(piece)
@@ -115,19 +116,21 @@ def _loss_function(task: Task, batch: ExampleBatch, execution: Execution, seed: 
 def _seed_dropout(device: torch.device, seed: int, step: int, rank: int, index: int) -> None:
     """Seeds the dropout of a micro-batch.
 
-    torch.manual_seed formats a stack trace for each kind of GPU, so it is called only if the device is no CPU.
+    On a CPU, only its generator is seeded: torch.manual_seed is slow, because it formats a stack trace per kind of GPU.
     """
     generator: Any = torch.default_generator if device.type == "cpu" else torch
     generator.manual_seed(derive_seed(seed, "dropout", step, index, rank))
 
 
 class GradientCache:
-    """The loss of a step that relates all of its examples, in the memory of one micro-batch (arXiv 2101.06983).
+    """Computes a loss over all examples of a step, e.g. a contrastive one, in the memory of one micro-batch.
 
-    Each micro-batch has a loss, and the gradients of these losses add up to that of the step.
+    The method is GradCache (arXiv 2101.06983). Each micro-batch gets a loss of its own, and the gradients of these
+    losses add up to the gradient of the step's loss.
 
-    With the first micro-batch, the outputs of all later ones are computed without gradients. The loss of all outputs,
-    including those of other ranks, then gives the gradient of each output, from which every micro-batch continues.
+    For the first micro-batch, the outputs of all later ones are computed, too, without gradients. The loss of all
+    outputs, including those of other ranks, then gives the gradient of each output, which every micro-batch
+    backpropagates.
     """
 
     def __init__(
@@ -137,16 +140,16 @@ class GradientCache:
         batches: list[list[ExampleBatch]],
         seed: Callable[[int], None],
     ) -> None:
-        """`batches` are the micro-batches of each rank; `seed` seeds the dropout of this rank's, by number."""
+        """`batches` are the micro-batches of each rank; `seed(i)` seeds the dropout of this rank's micro-batch i."""
         self._task, self._group, self._batches, self._seed = task, group, batches, seed
         self._gradient: torch.Tensor | None = None  # (S, D)
         self._loss = torch.zeros(())
         self._used = 0  # rows of the gradient that earlier micro-batches have used
 
     def loss(self, piece: ExampleBatch, later: Iterable[ExampleBatch], index: int) -> torch.Tensor:
-        """Returns the loss of the micro-batch `piece`, number `index`, before those `later` in the step.
+        """Returns the loss of the micro-batch `piece`, the one at `index`; `later` are those after it in the step.
 
-        The value of the first one is the whole loss of the step; that of the others is 0.
+        Its value is the loss of the full step for the first micro-batch, and 0 for the others.
         """
         outputs = self._task.outputs(piece)
         if self._gradient is None:

@@ -29,7 +29,7 @@ from sansgpu.kernels.update import (
 from sansgpu.train.sharding import REPLICATED, Placement, RowSharded
 
 ADAM_EPS = 1e-8
-MIN_QUANTIZED_ELEMENTS = 4096  # the moments of smaller weights are not quantized, as it would save nothing
+MIN_QUANTIZED_ELEMENTS = 4096  # the moments of smaller weights are not quantized, because it would save little
 MUON_MOMENTUM = 0.95
 MUON_UPDATE_RMS = 0.2  # the typical update size of AdamW, so that both share one learning rate (arXiv 2502.16982)
 MUON_CHUNK_ELEMENTS = 1 << 22  # elements orthogonalized at once, which takes about five times their memory
@@ -146,7 +146,7 @@ def _adamw_with(
     def updated(weight: TrainedWeight, step: UpdateStep) -> WeightUpdate:
         gradient = _with_l2(weight, step) if l2 else weight.gradient
         assert gradient is not None
-        rounds = weight.master.dtype == torch.bfloat16  # other weights need no random bits
+        rounds = weight.master.dtype == torch.bfloat16  # only bf16 weights are rounded stochastically
         return WeightUpdate(
             weight.master,
             [weight.moments[moment] for moment in weight.rule.moments],
@@ -175,7 +175,7 @@ def _sgd(weights: Sequence[TrainedWeight], step: UpdateStep) -> None:
 
 
 def _muon(weights: Sequence[TrainedWeight], step: UpdateStep) -> None:
-    """Updates weights along their orthogonalized momentum (Jordan et al. 2024), several of one shape together.
+    """Updates weights along their orthogonalized momentum (Jordan et al. 2024), batching weights of equal shape.
 
     Each weight is a matrix or a stack of matrices. torch.optim.Muon is not used because it processes one matrix at a
     time and always computes in bf16, which is slow if the processor emulates it.

@@ -65,7 +65,7 @@ def is_measurable(row: Variation) -> bool:
 
 
 def speedup_text(row: Variation) -> str:
-    """Formats a speedup with the range in which the timed steps leave it, or says that they do not tell."""
+    """Formats a speedup with its range over the timed steps, or says that there is no measurable difference."""
     low, high = row["speedup_range"]
     if low == high:
         return f"{row['speedup']:.2f}x"

@@ -154,7 +154,7 @@ def _shown(name: str) -> str:
 
 
 def _results(model: _Model) -> list[EvalResult]:
-    """Returns the results as the Hub reads them; none if it does not know the task."""
+    """Returns the results in the Hub's format, or an empty list if the Hub does not know the task."""
     evaluation, own = model.evaluation, model.record.config["data"].get("validation_name")
     if evaluation is None or not model.text.pipeline_tag:
         return []

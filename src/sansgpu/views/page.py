@@ -25,7 +25,7 @@ REDRAW_SECONDS = 1.0  # minimum time between two updates of a notebook cell
 
 @dataclass(frozen=True)
 class PlotlyFigure:
-    """A plotly figure that another library made."""
+    """A plotly figure made by a different library."""
 
     name: str
     title: str

@@ -68,7 +68,7 @@ class Plot:
 
 
 def downsample(values: Sequence[float | None], max_count: int = MAX_POINTS) -> list[int]:
-    """Returns the indices of at most `most` values: all, or the minimum and maximum of equal buckets."""
+    """Returns the indices of at most `max_count` values: all, or the minimum and maximum of equal buckets."""
     if len(values) <= max_count:
         return list(range(len(values)))
     size = -(-len(values) * 2 // max_count)
@@ -83,7 +83,7 @@ def _extremes(values: Sequence[float | None], size: int) -> Iterator[int]:
 
 
 def evenly(count: int, max_count: int) -> list[int]:
-    """Returns at most `most` evenly spaced indices below `count`, including the first and the last."""
+    """Returns at most `max_count` evenly spaced indices below `count`, including the first and the last."""
     if count <= max_count:
         return list(range(count))
     return sorted({round(i * (count - 1) / (max_count - 1)) for i in range(max_count)})

@@ -268,7 +268,7 @@ class Confusion:
         return cls(last["step"], [str(label) for label in labels], counts)
 
     def scores(self) -> list[tuple[str, list[str]]]:
-        """Returns each label with its rows, precision, recall and F1 as text; "" where nothing can be divided."""
+        """Returns each label with its rows, precision, recall and F1 as text; "" if a score is undefined."""
         found = []
         for number, label in enumerate(self.labels):
             right, given = self.counts[number][number], sum(self.counts[number])

@@ -45,7 +45,7 @@ def grid() -> Table:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Prints a table of strings. Nothing is cut: a screen too narrow for the columns gets each row as a list."""
+    """Prints a table of strings, or each row as a list if the screen is too narrow for the columns."""
     heads = [str(column.header) for column in table.columns]
     columns = [[str(cell) for cell in column.cells] for column in table.columns]
     narrow = [max(map(len, (*head.split(), *cells)), default=0) for head, cells in zip(heads, columns, strict=True)]

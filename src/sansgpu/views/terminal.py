@@ -27,7 +27,7 @@ from sansgpu.views.tables import percent
 REDRAWS_PER_SECOND = 4
 MIN_SHOWN_BYTES = 50_000
 SHOWN_AFTER_SECONDS = 1.5  # a stage of unknown size is shown if it lasts longer
-# Lines about a stage that lasts follow each other after this share of the time it has lasted, within these limits.
+# A long stage prints another line after this share of its duration so far, within these limits.
 REPEATED_AFTER_RATIO, REPEATED_AFTER_SECONDS, REPEATED_WITHIN_SECONDS = 0.1, 10.0, 30.0
 DESCRIPTION = TextColumn("{task.description}", markup=False)  # columns of a progress bar
 FIGURES = TextColumn("{task.fields[figures]}", markup=False)
@@ -282,7 +282,7 @@ class _Activity:
 
     @property
     def figures(self) -> str:
-        """How much is done, and of bytes how fast."""
+        """The amount done, with the speed if it is in bytes."""
         if self.unit != "byte":
             return f"{self.done:,} of {counted(self.total, self.unit)}" if self.total else counted(self.done, self.unit)
         if not self.total:

@@ -44,7 +44,7 @@ class SearchBegin:
     folder: str
     finished: int  # trials
     evaluations: int  # number in each trial
-    evaluations_changed: bool  # True if the configuration asks for another number
+    evaluations_changed: bool  # True if the configuration asks for a different number
     estimate: SearchEstimate
 
 
