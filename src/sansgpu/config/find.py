@@ -44,7 +44,7 @@ _FOLDERS = (Path("configs"), *((_SOURCE.parent / "configs",) if _SOURCE.name == 
 
 
 def configuration_file(path: Path) -> Path:
-    """Returns the file that `path` is or names: a preset, a file in ./configs, or one in the repository's configs.
+    """Returns the file at `path`, or the one of this name among presets, ./configs and the repository's configs.
 
     Raises ConfigError if there is none.
     """

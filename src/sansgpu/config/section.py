@@ -129,7 +129,7 @@ class Section(BaseModel):
             raise ConfigError(f"the configuration: {'; '.join(problems(error, root, section=(*path,)))}.") from None
 
     def given_values(self) -> dict[str, Any]:
-        """Returns the values that are not defaults of the schema, those of sections as mappings."""
+        """Returns the values that were set explicitly, with nested sections as mappings."""
         inner = {key: value for key, value in self.__dict__.items() if isinstance(value, Section)}
         given = {key: self.__dict__[key] for key in self.model_fields_set}
         return {**given, **{key: section.given_values() for key, section in inner.items()}}

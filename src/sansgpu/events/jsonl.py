@@ -120,7 +120,7 @@ def read_record(path: Path) -> tuple[list[Event], str | None]:
 
 
 def _lines(path: Path) -> Iterator[_Line]:
-    """Yields the lines of a metrics.jsonl. Only "\n" ends a line, because texts may contain other line separators."""
+    """Yields the lines of a metrics.jsonl. Only "\n" ends a line, because strings may contain other line separators."""
     last = -1  # step of the last step event
     with open_regular(path) as file:
         while content := file.readline(MAX_LINE_BYTES):

@@ -1,1 +1,1 @@
-"""Atomic writes, bounded reads of foreign files, and who owns a folder."""
+"""Atomic writes, bounded reads of untrusted files, and ownership of output folders."""

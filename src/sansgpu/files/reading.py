@@ -1,4 +1,4 @@
-"""Reads foreign JSON files with limits on size, nesting and file type, so that none can hang or exhaust memory."""
+"""Reads untrusted JSON files with limits on size, nesting and file type, so that none can hang or exhaust memory."""
 
 from __future__ import annotations
 

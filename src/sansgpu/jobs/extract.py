@@ -56,7 +56,7 @@ class Triples:
                 yield {"doc": extracted.document.id, **triple._asdict()}
 
     def summary(self) -> dict[str, Any]:
-        """Returns counts and, if the texts have triples, precision, recall and F1. Call it after iterating."""
+        """Returns counts and, if the documents have triples, precision, recall and F1. Call it after iterating."""
         return {"event": "extraction", **self._agreement.summary()}
 
 

@@ -81,7 +81,7 @@ class PackedCache:
         return first, second
 
     def move(self, to: int, slot: int, count: int) -> None:
-        """Copies the `count` tokens of a slot to another one."""
+        """Copies the blocks with the first `count` tokens of `slot` to the slot `to`."""
         blocks = -(-count // BLOCK)
         for stored in (self.keys, self.values):
             stored[to, :, :blocks] = stored[slot, :, :blocks]

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 
 STOPPING = "stopping after this step; once more to stop now"
-REPORT_SECONDS = 2.0  # before the end of the grace period: time to say that the step is abandoned, and to exit
+REPORT_SECONDS = 2.0  # before the grace period ends: time to report that the step is abandoned, and to exit
 
 
 class SignalWatch:

@@ -165,7 +165,7 @@ def require_allowed(config: Config, file: Path, overrides: Sequence[Override]) -
 
 
 def recorded_config(folder: Path) -> Config:
-    """Returns a run's recorded configuration, which may name foreign Python code. Raises ConfigError if unreadable."""
+    """Returns a run's recorded configuration, which may name untrusted code. Raises ConfigError if it is unreadable."""
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder} is not a run: it has no config.yaml.")
     return load_config(folder / "config.yaml", own=False)[0]

@@ -146,7 +146,7 @@ class Budget:
 
 
 class RunLength:
-    """The run's `total_steps`, the time it has taken and the `budget` of the time left."""
+    """Tracks the run's `total_steps`, its elapsed time and the `budget` of its remaining time."""
 
     def __init__(self, run: TrainingRun, state: TrainState, warn: Callable[[str], None]) -> None:
         self.total_steps = run.total_steps

@@ -1,1 +1,1 @@
-"""Everything that a person looks at: terminal, live view, tables, HTML reports, plots and model cards."""
+"""Output for people: terminal, live view, tables, HTML reports, plots and model cards."""

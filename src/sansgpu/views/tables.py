@@ -131,7 +131,7 @@ def print_link_prediction(console: Console, result: Result) -> None:
 
 
 def print_extraction(console: Console, result: Result) -> None:
-    """Prints the number of extracted triples, and their precision and recall if the texts have triples."""
+    """Prints the number of extracted triples, and their precision and recall if the documents have triples."""
     console.print(
         f"{counted(result['triples'], 'triple')} from {counted(result['documents'], 'text')}", highlight=False
     )

@@ -168,7 +168,7 @@ class Warnings:
 
 
 class PreparationBar:
-    """Shows what a command does while it prints nothing else.
+    """Shows the progress of a command until it prints its next output.
 
     A stage with a known size gets a bar in a terminal, otherwise lines. All other stages are shown only if they last:
     with a spinner in a terminal, otherwise with lines at growing intervals.

@@ -33,7 +33,7 @@ class World:
 
     rank: int = 0
     size: int = 1
-    launcher: str = ""  # empty: started by hand
+    launcher: str = ""  # empty: started without a launcher
     address: str = LOOPBACK
     port: int = 0
     hosted: bool = False  # the launcher hosts the store, not rank 0
