@@ -164,7 +164,7 @@ class TaskSettings:
 
     task: str  # value of the key `task`
     key_groups: tuple[str, ...]  # the KEY_GROUPS that have an effect
-    own_keys: tuple[str, ...] = ()  # further keys that have an effect, only in tasks that list them
+    own_keys: tuple[str, ...] = ()  # further keys, which have an effect only in tasks that list them
     implementation: str = ""  # the class, as `package.module:Class`. Default: `task`
     kind: str = ""  # name of a variant. Default: `task`
     variants: tuple[Variant, ...] = ()

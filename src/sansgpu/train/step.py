@@ -103,8 +103,8 @@ LossFunction = Callable[[ExampleBatch, Iterable[ExampleBatch], int], torch.Tenso
 def _loss_function(task: Task, batch: ExampleBatch, execution: Execution, seed: Callable[[int], None]) -> LossFunction:
     """Returns a function (micro-batch, later micro-batches of the step, index) -> loss of the micro-batch.
 
-    If the loss compares all examples of a step with each other, as in contrastive learning, a GradientCache computes it
-    and calls `seed` with the index of each micro-batch.
+    If the loss compares all examples of a step with each other, as in contrastive learning, a GradientCache computes
+    it. The cache calls `seed` with the index of each later micro-batch whose outputs it computes ahead.
     """
     if not isinstance(task, StepWideObjective):
         return lambda piece, later, index: task.loss(piece)
