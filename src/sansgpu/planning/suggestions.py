@@ -22,7 +22,7 @@ from sansgpu.train.run import TrainingRun
 
 WHAT_IF_STEPS = 4  # timed per variation
 WHAT_IF_SECONDS = 120.0  # time for the built-in variations together, unless all are requested
-COMPILE_COST, FEWER = "half a minute at the start", "parameters"  # the latter is replaced by e.g. "50% fewer parameters"
+COMPILE_COST, FEWER = "half a minute at the start", "parameters"  # the latter becomes e.g. "50% fewer parameters"
 HARMLESS_COSTS = ("nothing", "memory", COMPILE_COST)  # costs that do not change what the model learns
 HARMLESS_KEYS = ("training.threads", "training.compile", "training.kernels")
 TIMED_DATA_KEY = "data.max_length"  # the only `data` key that affects random tokens
