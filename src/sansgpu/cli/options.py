@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import closing
@@ -242,3 +243,15 @@ def _cut(text: str, most: int, gap: str) -> str:
 
 def warn(message: str) -> None:
     complain(f"warning: {message}")
+
+
+def suggest(*command: object) -> None:
+    """Prints the command to use next, without the program's name, unless a program reads the output."""
+    if sys.stdout.isatty() and sys.stderr.isatty():
+        complain(f"next: sansgpu {shlex.join(map(str, command))}")
+
+
+def suggest_export(model: str) -> None:
+    """Suggests to export a run; other models are files already."""
+    if (Path(model) / "config.yaml").is_file():
+        suggest("export", model)

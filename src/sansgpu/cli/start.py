@@ -24,6 +24,7 @@ from sansgpu.cli.options import (
     print_json,
     print_result,
     show,
+    suggest,
     warn,
     with_fields,
 )
@@ -121,6 +122,9 @@ def plan(given: _PlanOptions) -> None:
                 cluster = cluster_of(given.nodes, given.network or "10gbps", given.latency or "50us", given.price)
             result = job(given.config, overrides, bar, warn, cluster)
     print_result(result, given.as_json, print_plan)
+    if given.hours is None and not given.as_json:
+        same = (part for text in given.override or [] for part in ("--set", text))
+        suggest("train", *([given.config] if given.config else []), *same)
 
 
 def _require_consistent(given: _PlanOptions) -> None:

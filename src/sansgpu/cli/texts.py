@@ -26,6 +26,8 @@ from sansgpu.cli.options import (
     print_json,
     print_result,
     show,
+    suggest,
+    suggest_export,
     warn,
     with_fields,
 )
@@ -106,6 +108,7 @@ def generate(given: _GenerateOptions) -> None:
             f"{given.run} ended the text right after the prompt; use `sansgpu chat` if it is a chat model, or give a "
             "longer prompt or a higher --temperature."
         )
+    suggest_export(given.run)
 
 
 def _batch_size(value: str) -> int | None:
@@ -219,6 +222,7 @@ def embed(given: _EmbedOptions) -> None:
         precision = cast("Precision", given.precision)
         count = job(EmbedRequest(model, given.data, given.output, column, given.prompt, precision), warn, bar)
     show(f"{given.output}: {count:,} vectors")
+    suggest("search", given.run, "FOLDER", "WORDS")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,6 +292,7 @@ def tokenizer_train(
         print_json(result)
     else:
         show(f"{result['vocab_size']:,} tokens, written to {output}")
+        suggest("train", "--set", f"data.tokenizer={output}", "--set", f"data.dataset_name={source}")
 
 
 @tokenizer.command("encode")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -29,6 +29,7 @@ from sansgpu.cli.options import (
     print_json,
     show,
     snapshot_names,
+    suggest,
     warn,
     with_fields,
 )
@@ -143,11 +144,14 @@ def _launch(number: int) -> int:
 
 def _train(request: TrainRequest, headless: bool, plain: bool, bar: PreparationBar) -> int:
     """Trains with the requested display and returns the exit code."""
+    from sansgpu.config import SansGPUError
     from sansgpu.events.event import Sink
     from sansgpu.events.jsonl import JsonLines
+    from sansgpu.events.record import RunRecord
     from sansgpu.jobs.train import train as job
     from sansgpu.machine.distributed.world import is_forwarded
     from sansgpu.train.loop import TrainingResult
+    from sansgpu.views.run_end import print_run_end
     from sansgpu.views.terminal import RunConsole, Terminal, Warnings
 
     forwarded = is_forwarded(sys.stdout)
@@ -165,6 +169,9 @@ def _train(request: TrainRequest, headless: bool, plain: bool, bar: PreparationB
     with closing(sink), closing(bar):
         outcome = job(request, [bar, sink], bar)
     if isinstance(outcome, TrainingResult):
+        if not (rank or headless or outcome.signal):
+            with suppress(SansGPUError):  # the model is written; a record that cannot be read has been warned about
+                print_run_end(console, RunRecord.open(outcome.folder))
         return 128 + outcome.signal if outcome.signal else 0
     if not rank:
         _print_dry_run(outcome)
@@ -316,3 +323,4 @@ def distill(given: _DistillOptions) -> None:
     else:
         size = f"{result['bytes'] / 1e6:,.1f} MB"
         show(f"{given.output}: the {given.top_k} most likely tokens at {result['tokens']:,} places ({size})")
+        suggest("train", "CONFIG", "--set", f"training.distillation.teacher={given.output}")

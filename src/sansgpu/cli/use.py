@@ -27,6 +27,7 @@ from sansgpu.cli.options import (
     print_json,
     print_result,
     show,
+    suggest_export,
     warn,
     with_fields,
     write_json_lines,
@@ -92,6 +93,8 @@ def evaluate(given: _EvaluateOptions) -> None:
         return
     name = given.data or "validation"
     print_result(finite(event), given.as_json, lambda console, event: Terminal(console, settings, name).emit(event))
+    if not given.as_json:
+        suggest_export(given.run)
 
 
 @dataclass(frozen=True, kw_only=True)

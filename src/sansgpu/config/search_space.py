@@ -28,7 +28,10 @@ _LENGTH_KEYS = ("training.max_steps", "training.max_tokens", "training.max_hours
 _FIXED_BY_SEARCH = {
     f"training.{key}": "the search sets it for every trial"
     for key in ("eval_steps", "save_steps", "keep_last", "report_to", "logging_dir", "checkpoint_dir")
-} | {f"training.{key}": "it does not change what is learned" for key in ("sample_tokens", "sample_prompt", "threads")}
+} | {
+    f"training.{key}": "it does not change what is learned"
+    for key in ("sample_tokens", "sample_prompt", "sample_temperature", "threads")
+}
 _MEASUREMENT_KEYS = ("training.mlm_weight", "training.mnm_weight", "training.eval_batches")  # change what is measured
 _TUNABLE_DATA = ("data.vocab_size", "data.tokenizer", "data.tokenizer_sample_mb", "data.max_length")
 # Keys that change how much text a token covers, so losses per token are not comparable between trials.

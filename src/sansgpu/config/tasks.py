@@ -105,7 +105,7 @@ KEY_GROUPS = {
     """,
     "texts": "data.text_column",
     "text generation": "training.label_smoothing training.z_loss",
-    "samples": "training.sample_tokens training.sample_prompt",
+    "samples": "training.sample_tokens training.sample_prompt training.sample_temperature",
     "masking": "data.mask_ratio data.max_span",
     "windows": "data.doc_stride",
     "packing": "data.pack_sequences",

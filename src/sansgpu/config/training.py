@@ -219,6 +219,7 @@ class TrainingConfig(Section):
     keep_last: int = Field(3, ge=1, description="number of latest snapshots to keep, in addition to the best")
     sample_tokens: int = Field(0, ge=0, description="tokens to generate at every evaluation; 0: no sample")
     sample_prompt: str = Field("", description="prompt of the generated samples")
+    sample_temperature: float = Field(0.8, ge=0, description="temperature of the samples; 0: most likely tokens")
     dataloader_num_workers: int = Field(
         1, ge=0, description="threads that prepare batches ahead; 0: prepare each batch when its step needs it"
     )

@@ -19,6 +19,7 @@ from sansgpu.data.tokenizer import load_tokenizer
 from sansgpu.models.costing import Costs
 from sansgpu.models.formats.folders import export_module
 from sansgpu.models.formats.weights import set_weights
+from sansgpu.models.generation.sampling import Sampling
 from sansgpu.models.module_costs import ModuleCosts, ModuleShape, module_shape
 from sansgpu.tasks.task import EvaluationRequest, Evaluator, ModelSource, Objective, Sums, TrainedModel, Verb
 
@@ -77,7 +78,7 @@ class TaskDefaults:
     def evaluation_batch(cls, config: Config) -> int:
         return 8
 
-    def sample(self, prompt: str, tokens: int, seed: int) -> str:
+    def sample(self, prompt: str, tokens: int, sampling: Sampling) -> str:
         return ""
 
     def save_tokenizer(self, folder: Path) -> None:

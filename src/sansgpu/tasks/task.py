@@ -17,6 +17,7 @@ from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.distributed.group import Group
 from sansgpu.models.costing import Costs
+from sansgpu.models.generation.sampling import Sampling
 
 Verb = Literal[
     "evaluate", "rank", "generate", "complete", "chat", "predict", "extract", "embed", "export", "gguf", "distill"
@@ -293,7 +294,7 @@ class Task(Objective, Protocol):
         Tasks whose batches change over the course of a run also use its length, `total_steps`.
         """
 
-    def sample(self, prompt: str, tokens: int, seed: int) -> str:
+    def sample(self, prompt: str, tokens: int, sampling: Sampling) -> str:
         """Generates a continuation of `prompt`, or "" if the model does not generate text."""
 
     def save_tokenizer(self, folder: Path) -> None: ...

@@ -14,7 +14,7 @@ from sansgpu.config import derive_seed
 from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.events.event import Event, finite
 from sansgpu.machine.execution import Execution
-from sansgpu.models.generation.sampling import reading
+from sansgpu.models.generation.sampling import Sampling, reading
 from sansgpu.tasks.task import (
     Evaluator,
     FittedHead,
@@ -85,8 +85,9 @@ class Validation:
         has_model = self._run.execution.group.is_main and self._run.sharding != "full"
         if training.sample_tokens and loss is not None and has_model:
             seed = derive_seed(training.seed, "sample", progress.step)
+            sampling = Sampling(training.sample_temperature, seed=seed)
             with self._run.execution.autocast():
-                event["sample"] = self._task.sample(training.sample_prompt, training.sample_tokens, seed)
+                event["sample"] = self._task.sample(training.sample_prompt, training.sample_tokens, sampling)
         return event
 
 

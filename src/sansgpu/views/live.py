@@ -24,7 +24,8 @@ from sansgpu.config.tasks import LOSS
 from sansgpu.events.controls import Controls
 from sansgpu.events.event import Event
 from sansgpu.events.jsonl import read_events
-from sansgpu.views.live_screen import Point, ScreenState, screen
+from sansgpu.views.live_screen import ScreenState, screen
+from sansgpu.views.loss_curve import loss_point
 from sansgpu.views.terminal import REDRAWS_PER_SECOND, Terminal
 
 CPU_SHARE = 0.0012  # share of one core spent on drawing; it slows training by two to three times this share
@@ -72,7 +73,7 @@ class LiveView:
                 signal.signal(signal.SIGTSTP, self._sigtstp_handler)
         plain = Terminal(self._console)
         for event in self._summary():
-            plain.emit(event)
+            plain.emit({key: value for key, value in event.items() if key != "sample"})  # printed after a finished run
 
     def _acknowledge(self, message: str) -> None:
         """Shows at once that a signal arrived."""
@@ -114,13 +115,13 @@ class LiveView:
             shown.news += [(event["split"], "")] if event.get("split") else []
             for earlier in _earlier_events(event):
                 points = shown.training if earlier["event"] == "step" else shown.validation
-                points += _point(earlier)
+                points += loss_point(earlier)
         elif name == "step":
             shown.step, shown.stepped = event, time.monotonic()
-            shown.training += _point(event)
+            shown.training += loss_point(event)
         elif name == "eval":
             shown.evaluation = event
-            shown.validation += _point(event)
+            shown.validation += loss_point(event)
             shown.news.append((f"step {event['step']:,}: validation {LOSS.words(event)}", ""))
         elif name == "snapshot" and event["path"] != shown.start.get("resumed_from"):
             shown.snapshot = event["path"], time.monotonic()
@@ -197,11 +198,6 @@ def _earlier_events(start: Event) -> list[Event]:
     events = read_events(RunPaths(Path(start["output_dir"])).metrics)
     points = [event for event in events if event["event"] in ("step", "eval") and event["loss"] is not None]
     return [event for event in points if event["step"] <= start["step"]]
-
-
-def _point(event: Event) -> list[Point]:
-    """Returns the event's point of the loss curve, or an empty list if its loss was not finite."""
-    return [] if event["loss"] is None else [(event["step"], event["loss"])]
 
 
 class _Keys:

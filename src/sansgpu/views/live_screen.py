@@ -10,8 +10,6 @@ from statistics import mean
 from textwrap import wrap
 from typing import Any
 
-import plotille
-from rich.ansi import AnsiDecoder
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -23,6 +21,7 @@ from sansgpu.config.tasks import settings_of
 from sansgpu.config.wording import duration
 from sansgpu.events.escape import printable, printable_line
 from sansgpu.events.event import NEAR_LIMIT, Event, current_metrics
+from sansgpu.views.loss_curve import TRAINING, VALIDATION, Point, loss_curve
 from sansgpu.views.tables import percent
 from sansgpu.views.terminal import clock
 
@@ -31,11 +30,9 @@ WIDE = 104  # terminal columns from which the table is placed next to the curve
 CURVE_SECONDS = 10.0  # minimum time between redraws of the curve
 MIN_CURVE_ROWS = 5
 SAMPLE_ROWS, NEWS_ROWS = 4, 3  # the sample includes its frame
-TRAINING, VALIDATION = "cyan", "magenta"
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _MAX_LISTED_CORES = 8  # with more, only the mean load is shown
 
-Point = tuple[int, float]
 Cell = tuple[str, RenderableType]  # a name and its value
 
 
@@ -256,44 +253,10 @@ def _curve(shown: ScreenState, width: int, rows: int) -> RenderableType:
     if len(shown.training) > 1:
         size, now = (width, rows, len(shown.validation)), time.monotonic()
         if shown.plot[0] != size or now - shown.plot[1] > CURVE_SECONDS:  # drawing it takes as long as everything else
-            shown.plot = size, now, _plot(shown, width - 4, rows - 2)
+            curve = loss_curve(shown.training, shown.validation, _total(shown), width - 4, rows - 2)
+            shown.plot = size, now, curve
         body = shown.plot[2]
     return Panel(body, title=title, title_align="left", height=rows, padding=(0, 1), border_style="dim")
-
-
-def _plot(shown: ScreenState, width: int, rows: int) -> RenderableType:
-    training, validation = _downsample(shown.training, 2 * width), _downsample(shown.validation, 2 * width)
-    high = max(loss for _, loss in training[len(training) // 10 :])  # the initial drop would flatten the rest
-    low = min(loss for _, loss in (*training, *validation))
-    margin = 0.03 * (high - low) or 0.01 * abs(high) or 1.0
-    labels = [f"{high:.2f}", f"{low:.2f}"]
-    first, last = training[0][0], _total(shown) or training[-1][0]
-    figure = plotille.Figure()
-    figure.width, figure.height = width - max(map(len, labels)) - 1, rows - 1
-    figure.color_mode, figure.with_colors, figure.origin = "names", True, False
-    figure.with_x_axis = figure.with_y_axis = False
-    figure.set_x_limits(first, max(last, first + 1))
-    figure.set_y_limits(low - margin, high + margin)
-    for points, color in ((training, TRAINING), (validation, VALIDATION)):
-        if shows := [point for point in points if point[1] <= high + margin]:
-            figure.plot(*zip(*shows, strict=True), lc=color)
-    lines, label_width = list(AnsiDecoder().decode(figure.show())), max(map(len, labels))
-    ends = f"step {first:,}", f"{last:,}"
-    axis = ends[0] + ends[1].rjust(max(1, figure.width - len(ends[0])))
-    drawn = Text(no_wrap=True, overflow="crop")
-    for number, line in enumerate(lines):
-        label = labels[0] if number == 0 else labels[1] if number == len(lines) - 1 else ""
-        drawn.append(f"{label:>{label_width}} ", "dim").append_text(line).append("\n")
-    return drawn.append(" " * (label_width + 1) + axis, "dim")
-
-
-def _downsample(points: Sequence[Point], most: int) -> Sequence[Point]:
-    """Averages neighboring points to at most `most` points."""
-    size = -(-len(points) // most)
-    if size <= 1:
-        return points
-    groups = (points[start : start + size] for start in range(0, len(points), size))
-    return [(group[-1][0], mean(loss for _, loss in group)) for group in groups]
 
 
 def _seconds(value: float) -> str:

@@ -140,8 +140,8 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
         piece = window if total_steps is None else piece_length(training, window, step, total_steps)
         return batch.in_pieces(piece) if piece < window else batch
 
-    def sample(self, prompt: str, tokens: int, seed: int) -> str:
-        return "".join(generate(self.model, self.corpus.tokenizer, prompt, tokens, Sampling(seed=seed)))
+    def sample(self, prompt: str, tokens: int, sampling: Sampling) -> str:
+        return "".join(generate(self.model, self.corpus.tokenizer, prompt, tokens, sampling))
 
     def export(self, folder: Path) -> None:
         """Writes a Hugging Face folder with weights, config, tokenizer and generation config."""

@@ -123,14 +123,14 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
         drawn = cls.objective_class.random_tokens(config, size, tokens)
         return PackedSequences.of(drawn, drawn)
 
-    def sample(self, prompt: str, tokens: int, seed: int) -> str:
+    def sample(self, prompt: str, tokens: int, sampling: Sampling) -> str:
         """Generates an answer to `prompt`."""
         from sansgpu.models.huggingface.generation import pretrained_single  # imports transformers
 
         tokenizer = self.corpus.tokenizer
         ids = prompt_ids(tokenizer, [{"role": "user", "content": prompt}])
         with reading(self.model):
-            return "".join(stream(pretrained_single(self.model, tokenizer), ids, tokens, Sampling(seed=seed)))
+            return "".join(stream(pretrained_single(self.model, tokenizer), ids, tokens, sampling))
 
     @classmethod
     def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> Evaluator:
