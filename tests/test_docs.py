@@ -65,6 +65,28 @@ def test_the_configuration_page_lists_every_key_with_its_default_and_meaning() -
     assert table == rows
 
 
+def test_the_page_of_commands_is_that_of_the_commands() -> None:
+    """`typer sansgpu.cli.running utils docs --name sansgpu --title Commands --output docs/reference/commands.md`."""
+    made = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "typer",
+            "sansgpu.cli.running",
+            "utils",
+            "docs",
+            "--name",
+            "sansgpu",
+            "--title",
+            "Commands",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (ROOT / "docs/reference/commands.md").read_text(encoding="utf-8").rstrip() == made.stdout.rstrip()
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     for page in [*PAGES, *(ROOT / "docs/reference").glob("*.md"), *ROOT.glob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
