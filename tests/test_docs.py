@@ -87,6 +87,23 @@ def test_the_page_of_commands_is_that_of_the_commands() -> None:
     assert (ROOT / "docs/reference/commands.md").read_text(encoding="utf-8").rstrip() == made.stdout.rstrip()
 
 
+def test_the_messages_on_the_page_of_troubles_are_those_of_the_program() -> None:
+    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "src").rglob("*.py")))
+    quoted = re.findall(
+        r'"([^"]+)"', "\n".join(re.findall(r"^\| [^|]+", (ROOT / "docs/troubleshooting.md").read_text(), re.M))
+    )
+    assert len(quoted) >= 7
+    for message in quoted:
+        assert all(part in source for part in message.split(" ... ")), message
+
+
+def test_the_page_for_users_of_trainers_names_every_flag() -> None:
+    page = (ROOT / "docs/trainer.md").read_text(encoding="utf-8")
+    flags = re.findall(r'^    \(?"(--[a-z0-9-]+)"', (ROOT / "src/sansgpu/cli/other_flags.py").read_text(), re.M)
+    assert len(flags) > 25
+    assert [flag for flag in flags if "--" + flag[2:].replace("-", "_") not in page] == []
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     for page in [*PAGES, *(ROOT / "docs/reference").glob("*.md"), *ROOT.glob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
