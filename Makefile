@@ -21,7 +21,7 @@ into = --output-dir $(1) $(if $(wildcard $(1)),--resume latest)
 
 # Minutes of training. Default: 2 where the processor multiplies bf16 faster than fp32, otherwise 4.
 MINUTES ?=
-sets = $(shell $(BIN)/python -m sansgpu.machine.instruction_sets)
+sets = $(shell $(BIN)/python -c 'import sansgpu.machine.instruction_sets as i; print(*(s.name for s in i.allowed()), sep=";")')
 minutes = $(or $(MINUTES),$(if $(findstring bf16,$(sets)),2,4))
 
 train: $(VENV)/training kernels
@@ -120,7 +120,7 @@ setup: $(VENV)/ready kernels
 kernels: $(VENV)/training
 	@$(BIN)/cmake -S . -B build/kernels -G Ninja --log-level=WARNING -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 		-DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(CURDIR)/src/sansgpu/kernels/libraries \
-		-DPROCESSOR_SETS="$(if $(ALL),,$$($(BIN)/python -m sansgpu.machine.instruction_sets))"
+		-DPROCESSOR_SETS="$(if $(ALL),,$(sets))"
 	@echo "Compiling the kernels $(if $(ALL),of every instruction set,of this processor) (what has changed) ..."
 	@$(BIN)/cmake --build build/kernels
 

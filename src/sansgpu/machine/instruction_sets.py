@@ -64,7 +64,3 @@ def allowed() -> tuple[InstructionSet, ...]:
             f"unset it or set it to one of {', '.join(s.name for s in sets)}."
         )
     return named or sets
-
-
-if __name__ == "__main__":  # for the Makefile, which compiles only the kernels of this processor
-    print(";".join(instructions.name for instructions in allowed()))
