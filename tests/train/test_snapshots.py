@@ -81,7 +81,7 @@ def test_the_snapshot_that_a_run_resumes_from_is_not_shown_as_saved(
     assert train(home, run, "--resume", training__max_steps=13) == 0
     shown = capsys.readouterr().out
     assert shown.count("resumed from step-000012") == 1
-    assert shown.rstrip().endswith(f"; the model is in {run}/final")
+    assert f"; the model is in {run}/final\n" in shown
     assert [line for line in shown.splitlines() if line.startswith("snapshot ")] == ["snapshot step-000013"]
     recorded = [event["path"] for event in record(run) if event["event"] == "snapshot"]
     assert recorded[-2:] == ["step-000012", "step-000013"]
