@@ -124,7 +124,7 @@ class _NormOptions(NamedTuple):
     centered: bool  # LayerNorm, otherwise RMSNorm
     p: float  # probability of dropout
     seed: int
-    dtype: torch.dtype  # of the result
+    dtype: torch.dtype  # output dtype
 
 
 class _Norm(torch.autograd.Function):

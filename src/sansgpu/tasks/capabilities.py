@@ -1,4 +1,4 @@
-"""What the models of a task can do. The class of a task inherits from one class here per command that it supports."""
+"""Capabilities of tasks. The class of a task inherits from one class here per command that it supports."""
 
 from __future__ import annotations
 

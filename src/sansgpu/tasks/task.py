@@ -40,7 +40,7 @@ class SavedState(Protocol):
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where to load a model from: a run's snapshot, or a model's folder, file or Hub name.
+    """The location of a model: a run's snapshot, or a model's folder, file or Hub name.
 
     `remote_code` allows running Python code from the model's repository.
     """
@@ -75,7 +75,7 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What to evaluate a model on. `data` names a dataset; None means the run's own validation split."""
+    """The data to evaluate a model on. `data` names a dataset; None means the run's own validation split."""
 
     data: str | None
     window: int | None

@@ -1,4 +1,4 @@
-"""What a terminal shows after a run: its loss curve, what the model wrote, and the commands to use it."""
+"""Prints the end of a run: its loss curve, samples of the model, and the commands to use it."""
 
 from __future__ import annotations
 

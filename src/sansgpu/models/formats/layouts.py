@@ -30,14 +30,14 @@ class Layout:
     """How transformers and llama.cpp store an architecture."""
 
     model_class: str  # transformers' class
-    prefix: str  # of the names of all weights but the head's; checkpoints of a base model without head omit it
+    prefix: str  # prefix of all weight names except the head's; checkpoints of a base model without head omit it
     modules: Mapping[str, str]  # TransformerLM's module -> transformers' module; `{}` is the block's number
     sizes: Mapping[str, tuple[str, str]]  # key of ModelConfig -> keys of config.json and GGUF
     norm_eps: tuple[str, str]  # keys of config.json and GGUF
     activation_key: str
     activations: Mapping[str, str]  # value in config.json -> model.activation; exports use the first that matches
     defaults: Callable[[Settings], dict[str, Any]]  # values of keys that may be missing in config.json
-    gguf_activations: tuple[str, ...]  # that llama.cpp computes; the first is assumed if a file does not say
+    gguf_activations: tuple[str, ...]  # activations of llama.cpp; the first is the default of a file that names none
     fixed: Mapping[str, Any]  # keys of config.json with the only value that TransformerLM and llama.cpp support
     biases: Mapping[str, tuple[str, ...]]  # key of config.json -> values of model.bias for which it is true
     dropouts: Mapping[str, str]  # key of config.json -> key of ModelConfig
