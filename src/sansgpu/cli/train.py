@@ -38,7 +38,7 @@ from sansgpu.cli.other_flags import with_other_flags
 if TYPE_CHECKING:
     from sansgpu.jobs.train import TrainRequest
     from sansgpu.machine.distributed.world import World
-    from sansgpu.views.terminal import PreparationBar
+    from sansgpu.views.terminal import PreparationBar, RunConsole
 
 
 class Pruner(str, Enum):
@@ -144,14 +144,11 @@ def _launch(number: int) -> int:
 
 def _train(request: TrainRequest, headless: bool, plain: bool, bar: PreparationBar) -> int:
     """Trains with the requested display and returns the exit code."""
-    from sansgpu.config import SansGPUError
     from sansgpu.events.event import Sink
     from sansgpu.events.jsonl import JsonLines
-    from sansgpu.events.record import RunRecord
     from sansgpu.jobs.train import train as job
     from sansgpu.machine.distributed.world import is_forwarded
     from sansgpu.train.loop import TrainingResult
-    from sansgpu.views.run_end import print_run_end
     from sansgpu.views.terminal import RunConsole, Terminal, Warnings
 
     forwarded = is_forwarded(sys.stdout)
@@ -170,12 +167,21 @@ def _train(request: TrainRequest, headless: bool, plain: bool, bar: PreparationB
         outcome = job(request, [bar, sink], bar)
     if isinstance(outcome, TrainingResult):
         if not (rank or headless or outcome.signal):
-            with suppress(SansGPUError):  # the model is written; a record that cannot be read has been warned about
-                print_run_end(console, RunRecord.open(outcome.folder))
+            _show_end(console, outcome.folder)
         return 128 + outcome.signal if outcome.signal else 0
     if not rank:
         _print_dry_run(outcome)
     return 0
+
+
+def _show_end(console: RunConsole, folder: Path) -> None:
+    """Prints what a finished run learned. Its modules are not needed before, so they do not delay the first step."""
+    from sansgpu.config import SansGPUError
+    from sansgpu.events.record import RunRecord
+    from sansgpu.views.run_end import print_run_end
+
+    with suppress(SansGPUError):  # the model is written; a record that cannot be read has been warned about
+        print_run_end(console, RunRecord.open(folder))
 
 
 def _without(arguments: list[str], option: str) -> list[str]:

@@ -132,7 +132,7 @@ def default_values(values: Values) -> Values:
         section, _, name = key.partition(".")
         if name:
             default = (own.get(section) or {}).get(name, field.default)
-            found[key] = str(default) if default is AUTO else default  # as in the result of `acting_values`
+            found[key] = str(default) if default is AUTO else default  # the same type as `acting_values` returns
     found["training.learning_rate"] = _default_learning_rate(values, own)
     found |= {f"model.{key}": field.default for key, field in ModelConfig.model_fields.items() if key in chosen}
     return {**found, "device": found["training.device"]}

@@ -24,8 +24,8 @@ MOMENTS = {
     ("sgd", "fp32"): (4.0, 4.0),
     ("muon", "fp32"): (4.0, 8.0),
 }
-# Measured on Linux: memory of a process that has imported torch, memory that torch.compile never frees, and memory
-# that the allocator wastes, relative to what is requested.
+# Measured on Linux: memory of a process that has imported torch, memory that torch.compile never frees, and the
+# overhead of the allocator as a share of the requested memory.
 _PROCESS_BYTES, _COMPILER_BYTES, _ALLOCATOR_OVERHEAD = 434 << 20, 96 << 20, 0.05
 # The backward pass frees activations while it allocates gradients, so the peak of both together is below the sum of
 # their sizes, by this share of the smaller one.

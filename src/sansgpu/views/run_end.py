@@ -8,8 +8,7 @@ import shlex
 from rich.console import Console
 from rich.text import Text
 
-from sansgpu.config import SansGPUError
-from sansgpu.config.tasks import settings_of, task_class
+from sansgpu.config import import_class
 from sansgpu.events.record import RunRecord
 from sansgpu.tasks.capabilities import can
 from sansgpu.views.loss_curve import TRAINING, VALIDATION, loss_curve, loss_point
@@ -54,11 +53,8 @@ def _with_prompt(command: str, record: RunRecord) -> str:
 
 def _exports_gguf(record: RunRecord) -> bool:
     """Returns whether the task writes GGUF files. A class outside the package is not imported to find out."""
-    kind = record.settings.kind or record.settings.task
-    try:
-        return settings_of(kind).implementation != "" and can(task_class(kind), "gguf")
-    except SansGPUError:
-        return False
+    implementation = record.settings.implementation
+    return implementation != "" and can(import_class(implementation), "gguf")
 
 
 def _print_curve(console: Console, record: RunRecord) -> None:
