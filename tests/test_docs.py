@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from sansgpu import __version__
-from sansgpu.config.load import describe
+from sansgpu.config.schema import Config
+from sansgpu.config.section import all_keys
 from tests.processes import environment, finish, fork_server, settings, write_corpus
 from tests.project import PROJECT, ROOT
 
@@ -59,10 +60,22 @@ def test_every_command_of_a_page_runs(page: Path, checkout: Path, tmp_path_facto
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_the_configuration_page_lists_every_key_with_its_default_and_meaning() -> None:
-    rows = [f"| `{key}` | `{default}` | {meaning} |" for key, default, meaning in describe()]
-    table = [line for line in (ROOT / "docs/configuration.md").read_text().splitlines() if line.startswith("| `")]
-    assert table == rows
+def test_the_configuration_page_lists_every_key_once_with_its_default_and_meaning(tmp_path: Path) -> None:
+    """`python -m benchmarks.configuration_page docs/configuration.md` writes its tables."""
+    page = ROOT / "docs/configuration.md"
+    shutil.copy2(page, tmp_path)
+    write = [sys.executable, "-m", "benchmarks.configuration_page", str(tmp_path / page.name)]
+    subprocess.run(write, cwd=ROOT, check=True)
+    text = page.read_text(encoding="utf-8")
+    assert text == (tmp_path / page.name).read_text(encoding="utf-8")
+    rows = re.findall(r'^\| <a id="(.+?)"></a>`(.+?)` \| (.+?) \| (.+) \|$', text, re.MULTILINE)
+    assert (
+        sorted(row[0] for row in rows) == sorted(row[1] for row in rows) == sorted(key for key, _ in all_keys(Config))
+    )
+    cells = {key: (default, meaning) for key, _, default, meaning in rows}
+    assert cells["training.warmup_steps"][0].startswith("`50`<br>fine-tuning: `10`")
+    assert "`cosine`" in cells["training.lr_scheduler"][1]
+    assert not [key for key, (default, _) in cells.items() if "null" in default]
 
 
 def test_the_page_of_commands_is_that_of_the_commands() -> None:

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import pytest
 
-from sansgpu.config.load import describe
+from sansgpu.config.schema import Config
+from sansgpu.config.section import all_keys
 from sansgpu.config.tasks import TASKS, built_in_settings
 from tests.processes import environment, options, settings, write_corpus
 
@@ -237,7 +238,7 @@ def test_every_key_of_the_schema_is_read_somewhere() -> None:
     read |= {variant.key.rpartition(".")[2] for found in built_in_settings().values() for variant in found.variants}
     gets = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "get"]
     read |= {argument.value for node in gets for argument in node.args if isinstance(argument, ast.Constant)}
-    assert [key for key, _, _ in describe() if key.rpartition(".")[2] not in read] == []
+    assert [key for key, _ in all_keys(Config) if key.rpartition(".")[2] not in read] == []
 
 
 def loaded(arguments: list[str], heavy: set[str], cache: Path) -> str:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config.load import describe
+from sansgpu.config.schema import Config
+from sansgpu.config.section import all_keys
 from tests.fuzz.bases import Bases, copy, tiny_config, yaml_text
 from tests.fuzz.files import completions, ggufs, lessons, model_folders, rows, run_folders, tokenizers, writes
 from tests.fuzz.harness import Case
@@ -19,7 +20,7 @@ from tests.processes import settings
 
 FAST = ["--set", "training.timeout_seconds=3", "--set", "training.kernels=torch"]
 # A cache elsewhere has the kernels compiled anew, which takes a minute and is not what is tested.
-KEYS = [key for key, _, _ in describe() if key not in ("data.cache_dir", "training.kernels")]
+KEYS = [key for key, _ in all_keys(Config) if key not in ("data.cache_dir", "training.kernels")]
 _MERGES = "a0: &a0 {k: 1}\n" + "".join(
     f"a{i}: &a{i} {{k{i}: 1, <<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 12)
 )

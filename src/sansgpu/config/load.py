@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -20,7 +19,7 @@ from sansgpu.config.parse import Values, parse_value, read_values
 from sansgpu.config.plain_data import MAX_DEPTH
 from sansgpu.config.schema import Config
 from sansgpu.config.section import AUTO, TOP_LEVEL_KEYS, all_keys, problems
-from sansgpu.config.tasks import DEFAULT_TASK, TASKS, built_in_settings, is_outside, task_class, with_defaults
+from sansgpu.config.tasks import DEFAULT_TASK, is_outside, task_class, with_defaults
 from sansgpu.config.training import default_learning_rate, unused_settings
 from sansgpu.config.wording import shown, truncate
 
@@ -187,27 +186,6 @@ def _set(values: Values, key: str, value: Any) -> None:
         if not isinstance(values, dict):
             raise ConfigError(f"--set {truncate(key)}: {section} is not a section.")
     values[name] = value
-
-
-def describe() -> list[tuple[str, str, str]]:
-    """Returns (key, default, description) for every key of the schema, for help and documentation."""
-    rows: list[tuple[str, str, str]] = []
-    settings = built_in_settings()
-    for name, field in all_keys(Config):
-        meaning = task_meanings() if name == "task" else field.description or ""
-        choices = list(TASKS) if name == "task" else [str(a) for a in get_args(field.annotation) if isinstance(a, str)]
-        if choices:
-            meaning += f" ({', '.join(choices)})"
-        if len(kinds := [kind for kind in settings if settings[kind].acts(name)]) < len(settings):
-            meaning += f" · {', '.join(kinds)}"
-        rows.append((name, json.dumps(field.default), meaning))
-    return rows
-
-
-def task_meanings() -> str:
-    """Describes the values of the key `task`."""
-    meanings = [f"{task}: {built_in_settings()[task].description}" for task in TASKS]
-    return "; ".join([*meanings, "package.module:Class: your own task"])
 
 
 MAX_WIDTH = 110  # characters per line of a comment

@@ -11,7 +11,7 @@ from sansgpu.config.wording import truncate
 MAX_NOTE_CHARACTERS = 1000
 _SECTIONS = {"trainer": "training"}
 # sansgpu's keys by section and by the other trainer's key, unless both are equal.
-_KEYS = {
+KEYS = {
     "model": {
         "hidden_size": "d_model",
         "num_layers": "n_layers",
@@ -60,7 +60,7 @@ def own_name(key: str, value: Any) -> tuple[str, Any]:
         value = _VALUES.get((name, value), value)
     if section == "trainer" and name == "max_steps" and value == 0:
         value = None  # oxidizr: unlimited
-    return f"{ours}{dot}{_KEYS.get(ours, {}).get(name, name)}", value
+    return f"{ours}{dot}{KEYS.get(ours, {}).get(name, name)}", value
 
 
 def with_own_names(values: dict[str, Any], where: str = "the configuration") -> tuple[dict[str, Any], list[str]]:

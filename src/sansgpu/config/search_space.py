@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config.errors import ConfigError
-from sansgpu.config.load import change_config, describe, setting
+from sansgpu.config.load import change_config, setting
 from sansgpu.config.parse import Values, read_values
 from sansgpu.config.schema import Config
+from sansgpu.config.section import all_keys
 from sansgpu.config.tasks import BITS_PER_BYTE, LOSS
 
 Number = int | float
@@ -156,7 +157,7 @@ def _around(value: Number) -> list[Number]:
 
 def _key(name: str, config: Config, where: str) -> str:
     """Resolves a full key, or the last part of a key if it is unambiguous."""
-    keys = [key for key, _, _ in describe()]
+    keys = [key for key, _ in all_keys(Config)]
     found = [name] if name in keys else [key for key in keys if key.rpartition(".")[2] == name]
     acting = [key for key in found if config.settings.acts(key)]
     if len(acting) > 1:
