@@ -157,8 +157,18 @@ def test_the_readme_is_short_and_shows_a_picture() -> None:
 
 
 def test_the_index_lists_every_page() -> None:
-    listed = re.findall(r"^\d+\. \[.+?\]\((.+?)\)", (ROOT / "docs/README.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(page.name for page in PAGES if page.name != "README.md")
+    docs = ROOT / "docs"
+    listed = re.findall(r"^- \[.+?\]\((?!\.\.)(.+?)\)", (docs / "README.md").read_text(), re.MULTILINE)
+    pages = [page.relative_to(docs).as_posix() for page in docs.rglob("*.md")]
+    assert sorted(listed) == sorted(page for page in pages if page != "README.md")
+
+
+def test_the_index_is_in_the_order_of_the_site() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
+    index = (ROOT / "docs/README.md").read_text()
+    assert re.findall(r"^## (.+)$", index, re.MULTILINE) == re.findall(r"^  - (.+):$", menu, re.MULTILINE)
+    pages = [page for page in re.findall(r"docs/(\S+\.md)$", menu, re.MULTILINE) if page != "README.md"]
+    assert re.findall(r"^- \[.+?\]\((?!\.\.)(.+?)\)", index, re.MULTILINE) == pages
 
 
 @pytest.mark.parametrize(
