@@ -13,6 +13,7 @@ import pytest
 from sansgpu import __version__
 from sansgpu.config.schema import Config
 from sansgpu.config.section import all_keys
+from sansgpu.config.tasks import built_in_settings
 from tests.processes import environment, finish, fork_server, settings, write_corpus
 from tests.project import PROJECT, ROOT
 
@@ -98,6 +99,24 @@ def test_the_page_of_commands_is_that_of_the_commands() -> None:
         check=True,
     )
     assert (ROOT / "docs/reference/commands.md").read_text(encoding="utf-8").rstrip() == made.stdout.rstrip()
+
+
+def test_the_page_for_python_names_the_class_of_every_task() -> None:
+    page = (ROOT / "docs/python.md").read_text(encoding="utf-8")
+    classes = re.findall(r"`(sansgpu\.tasks\.\w+\.\w+:\w+)`", page)
+    assert sorted(classes) == sorted(settings.implementation for settings in built_in_settings().values())
+
+
+def test_a_page_calls_a_snapshot_a_checkpoint_first() -> None:
+    """Readers search for the word of other trainers."""
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name != "commands.md"]  # made from the help
+    found = {}
+    for page in pages:
+        prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        if first := re.search(r"(?i)(checkpoints? \()?snapshot", prose):
+            found[page.name] = first[1]
+    assert len(found) > 15
+    assert [name for name, named in found.items() if not named] == []
 
 
 def test_the_messages_on_the_page_of_troubles_are_those_of_the_program() -> None:
