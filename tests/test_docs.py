@@ -199,6 +199,13 @@ def test_a_page_opens_with_a_command_and_its_output(page: Path) -> None:
     assert opening in (["bash"], ["console"], ["python", "bash"])
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_an_output_follows_the_commands_that_print_it(page: Path) -> None:
+    """Blocks of the language text are outputs."""
+    blocks = re.findall(r"^```(\w+)\n", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {before for before, language in itertools.pairwise(blocks) if language == "text"} <= {"bash", "console"}
+
+
 def test_a_picture_of_a_run_is_drawn(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus.jsonl")
     train = ["train", "--output-dir", str(tmp_path / "run"), "--max-steps", "8"]
