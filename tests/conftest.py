@@ -26,6 +26,8 @@ built = [path.stat().st_mtime for path in library.LIBRARIES.glob("*.so") if path
 if max(sources, default=0) > min(built):
     raise RuntimeError(f"the kernels are older than their sources; {REBUILD}")
 
+torch.set_num_threads(1)  # small models are slower with more, above all beside another worker
+
 # A busy machine must not fail an example by its time, and a test that passed must not fail by other examples.
 settings.register_profile("sansgpu", deadline=None, derandomize=True)
 settings.register_profile("random", deadline=None)  # `pytest --hypothesis-profile random` tries other examples

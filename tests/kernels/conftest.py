@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from sansgpu.kernels import library
 from sansgpu.machine.instruction_sets import supported
@@ -41,6 +42,12 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     else:
         use_set(request.param, monkeypatch)
     return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _several_threads() -> None:
+    """Makes kernels share their work, so that ThreadSanitizer sees it; the conftest of all tests resets the number."""
+    torch.set_num_threads(2)
 
 
 @pytest.fixture(scope="module", autouse=True)

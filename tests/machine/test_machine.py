@@ -53,6 +53,7 @@ def test_compiling_is_for_long_runs_that_our_kernels_do_not_compute() -> None:
     assert "changes nothing" in warning
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="needs AVX2")
 def test_torch_does_not_compile_programs_to_choose_vector_instructions(tmp_path: Path) -> None:
     """They take seconds each, and follow each other before the first graph is compiled."""

@@ -223,7 +223,8 @@ def test_the_built_in_model_is_a_decoder_of_seven_million() -> None:
     assert TransformerLM(shape, seed=None).parameter_count / 1e6 == pytest.approx(7.2, abs=0.1)
 
 
-@pytest.mark.parametrize("layout", ["modern", pytest.param("classic", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["modern", "classic"])
 def test_compiled_blocks_are_one_graph_and_compute_the_same(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_loaded", False)  # torch.compile is for models that our kernels do not compute
     torch._dynamo.reset()

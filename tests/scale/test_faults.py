@@ -56,14 +56,15 @@ def faulty(home: Path, run: str, place: str, rank: int, count: int) -> dict[str,
 LONG = pytest.mark.long
 
 
+@LONG
 @pytest.mark.parametrize(
     ("place", "rank", "count"),
     [
         ("backward", 1, 200),
-        pytest.param("backward", 0, 200, marks=LONG),
-        pytest.param("all-reduce", 1, 25, marks=LONG),
-        pytest.param("all-reduce", 0, 25, marks=LONG),
-        pytest.param("snapshot", 0, 9, marks=LONG),
+        ("backward", 0, 200),
+        ("all-reduce", 1, 25),
+        ("all-reduce", 0, 25),
+        ("snapshot", 0, 9),
     ],
 )
 def test_a_killed_process_is_replaced_and_the_run_is_the_same(

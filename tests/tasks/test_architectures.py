@@ -39,17 +39,13 @@ RESUMED = {(name, "none") for name in ("gpt2", "gemma3_text", "modernbert")}
 RESUMED |= {(name, "lora") for name in ("gpt2", "phi3", "mixtral", "mamba", "roberta")}
 # Runs in bf16: their frozen weights are rounded during training.
 NARROW = [(name, "lora") for name in ADAPTED] + [("qwen2", "none"), ("qwen2", "dora"), ("gpt2", "dora")]
+OFTEN_NARROW = (("qwen2", "none"), ("gemma2", "lora"), ("mixtral", "lora"), ("gpt2", "dora"))
 ROWS = 8
 
 
 def fill(home: Path) -> None:
     chat_rows(home / "chat.jsonl")
     squad(home / "squad.json")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(home: Path) -> None:
-    torch.set_num_threads(1)  # small models are slower with more; conftest restores it
 
 
 def head_of(architecture: str) -> Head:
@@ -119,7 +115,11 @@ def outputs(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "adapter", "precision"), [(*run, "fp32") for run in RUNS] + [(*run, "bf16") for run in NARROW]
+    ("architecture", "adapter", "precision"),
+    [
+        *(pytest.param(*run, "fp32", marks=[] if run in RESUMED else pytest.mark.long) for run in RUNS),
+        *(pytest.param(*run, "bf16", marks=[] if run in OFTEN_NARROW else pytest.mark.long) for run in NARROW),
+    ],
 )
 def test_what_was_trained_leaves_with_equal_logits(home: Path, architecture: str, adapter: str, precision: str) -> None:
     run, _ = trained(home, architecture, adapter, precision)

@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sansgpu.config import TrainingConfig
@@ -32,6 +32,7 @@ def causes(events: list[dict[str, Any]]) -> list[str]:
     return [warning["cause"] for event in events for warning in health.observe(event)]
 
 
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 1000),
     power=st.floats(0.07, 0.4),

@@ -7,7 +7,7 @@ import pytest
 
 from sansgpu.kernels import library
 from sansgpu.machine.instruction_sets import allowed
-from tests.processes import finish_apart, messages, settings
+from tests.processes import finish, messages, settings
 
 
 @pytest.mark.parametrize(("command", "name"), [("train", "avx3"), ("doctor", "AVX2")])
@@ -16,7 +16,7 @@ def test_an_unknown_set_is_refused_in_one_sentence(
 ) -> None:
     monkeypatch.setenv("SANSGPU_ISA", name)
     arguments = [*settings(data__dataset_name=home / "corpus.jsonl"), "--dry-run"] if command == "train" else []
-    code, out, error = finish_apart([command, *arguments], home / "cache")
+    code, out, error = finish([command, *arguments], home / "cache")
     (sentence,) = messages(error)
     assert sentence.startswith(
         f"sansgpu: SANSGPU_ISA is {name}, which this processor does not support; unset it or set"
@@ -32,7 +32,7 @@ def portable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_doctor_names_the_forced_set(portable: Path) -> None:
-    code, out, error = finish_apart(["doctor", "--json"], portable)
+    code, out, error = finish(["doctor", "--json"], portable)
     assert code == 0, error
     facts = json.loads(out)
     assert (facts["kernels"], facts["bf16_native"]) == ("native portable", False)
@@ -45,7 +45,7 @@ def test_a_run_names_its_set_and_resuming_with_another_one_is_not_exact(
     changes = {"training__precision": "auto", "training__use_amp": True, "training__max_steps": 4}
     train = ["train", *settings(data__dataset_name=home / "corpus.jsonl", **changes)]
     train += ["--output-dir", str(tmp_path / "run")]
-    code, out, error = finish_apart([*train, "--max-steps", "2"], portable)
+    code, out, error = finish([*train, "--max-steps", "2"], portable)
     assert code == 0, error
     assert "parameters, fp32, 1 thread, not compiled, native portable kernels" in out  # portable has no bf16 products
     amp = "training.use_amp is true, but this run computes in fp32, because"
@@ -53,9 +53,9 @@ def test_a_run_names_its_set_and_resuming_with_another_one_is_not_exact(
     monkeypatch.delenv("SANSGPU_ISA")
     assert allowed()[-1].name != "portable"
     difference = f"was made with kernels native portable, now {library.name()}"
-    code, _, error = finish_apart([*train, "--resume", "latest", "--strict"], portable)
+    code, _, error = finish([*train, "--resume", "latest", "--strict"], portable)
     assert (code, difference in messages(error)[0]) == (2, True)
-    code, out, error = finish_apart([*train, "--resume", "latest"], portable)
+    code, out, error = finish([*train, "--resume", "latest"], portable)
     assert code == 0, error
     assert difference in out
     assert f"{amp} it began so." in out + error
@@ -73,7 +73,7 @@ def test_emulated_bf16_is_announced_and_mfu_compares_with_fp32(
         "it to auto or fp32."
     )
     for command in (["plan"], ["train", "--dry-run"], ["train", "--output-dir", str(tmp_path / "run")]):
-        code, out, error = finish_apart([*command, *configured], portable)
+        code, out, error = finish([*command, *configured], portable)
         assert code == 0, error
         assert (out + error).count(sentence) == 1
     measured = [json.loads(file.read_text())["question"] for file in (portable / "measured").iterdir()]

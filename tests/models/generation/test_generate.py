@@ -50,6 +50,7 @@ ARCHITECTURES = {
     "gemma": True,
     "mistral": False,
 }
+OFTEN = ("llama", "gpt2", "mistral")
 
 
 def pretrained(architecture: str, **changes: Any) -> tuple[UnpaddedModel, Any]:
@@ -85,7 +86,9 @@ def test_a_batch_of_our_decoder_writes_what_each_prompt_gives_alone(layout: str)
         assert [TOKENIZER.decode(row.ids) for row in completions(batch, slots, GREEDY)] == alone
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(a, marks=[] if a in OFTEN else pytest.mark.long) for a in ARCHITECTURES]
+)
 def test_a_batch_of_a_transformers_model_writes_what_each_prompt_gives_alone(architecture: str) -> None:
     unpadded, tokenizer = pretrained(architecture)
     batch, single = pretrained_batch(unpadded, tokenizer), pretrained_single(unpadded.model, tokenizer)

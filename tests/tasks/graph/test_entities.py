@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from benchmarks.small_graph import CONFIG, facts, write_graph
 
@@ -23,11 +22,6 @@ Captured = pytest.CaptureFixture[str]
 
 def fill(home: Path) -> None:
     write_facts(home)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(home: Path) -> None:
-    torch.set_num_threads(1)  # small models are slower with more; conftest restores it
 
 
 def trained(home: Path, name: str, **changes: object) -> Path:
@@ -56,8 +50,7 @@ def config_of(run: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def learned(home: Path) -> Path:
-    torch.set_num_threads(1)
-    steps = {"training__max_steps": 300, "training__eval_steps": 150, "training__save_steps": 300}
+    steps = {"training__max_steps": 200, "training__eval_steps": 100, "training__save_steps": 200}
     return trained(home, "learned", model__d_model=64, model__d_ff=128, training__batch_size=32, **steps)
 
 

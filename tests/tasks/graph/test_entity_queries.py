@@ -24,11 +24,6 @@ def fill(home: Path) -> None:
     write_facts(home)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(home: Path) -> None:
-    torch.set_num_threads(1)  # small models are slower with more; conftest restores it
-
-
 def test_a_query_shows_one_masked_leaf_whatever_the_tail(home: Path) -> None:
     config, corpus = corpus_of(home, data__entity_query_ratio=1)
     rules = mask_rules(config, corpus.codec.tokenizer)

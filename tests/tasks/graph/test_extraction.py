@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from sansgpu.config import ConfigError
 from sansgpu.jobs.extract import ExtractRequest, Triples, extract
@@ -30,11 +29,6 @@ TOKENIZER = words_tokenizer(*WORDS, "saw the , .")
 RULES = LeafyRules(roots=10, leaves=LEAVES)
 RELATIONS = ("eats", "sees", "inverse of eats")
 EVERY = float("-inf")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)  # small models are slower with more; conftest restores it
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +241,7 @@ def rows(home: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def run(home: Path, rows: Path) -> Path:
-    return run_of(home / "run", rows, 300, model__leaves=2, data__vocab_size=360)
+    return run_of(home / "run", rows, 180, model__leaves=2, data__vocab_size=360)
 
 
 def extracted(run: Path, text: str | None = None, data: Path | None = None, **chosen: Any) -> Triples:

@@ -29,7 +29,7 @@ def memorised(tmp_path_factory: pytest.TempPathFactory) -> tuple[Graph, object, 
     config, corpus = prepared(
         folder, "training.learning_rate=0.003", "data.leaf_mask_ratio=0.5", "model.position=learned"
     )
-    return trained(config, corpus, 400), config, corpus
+    return trained(config, corpus, 280), config, corpus
 
 
 def test_eight_texts_are_learned_by_heart(memorised: tuple[Graph, object, object]) -> None:

@@ -30,6 +30,7 @@ def documents(library: GraphSource) -> list[GraphDocument]:
     return list(library.documents())
 
 
+@pytest.mark.long
 def test_the_library_has_many_triples_of_twelve_relations(documents: list[GraphDocument]) -> None:
     counts = Counter(triple.relation for document in documents for triple in document.triples)
     assert counts.keys() == RELATIONS
@@ -37,6 +38,7 @@ def test_the_library_has_many_triples_of_twelve_relations(documents: list[GraphD
     assert 60_000 < sum(counts.values()) < 150_000
 
 
+@pytest.mark.long
 def test_every_head_stands_at_its_span(documents: list[GraphDocument]) -> None:
     for document in documents:
         for triple in document.triples:
@@ -44,12 +46,14 @@ def test_every_head_stands_at_its_span(documents: list[GraphDocument]) -> None:
             assert document.text[slice(*triple.head_span)] == triple.head, document.id
 
 
+@pytest.mark.long
 def test_a_tail_is_one_name_and_no_triple_is_said_twice(documents: list[GraphDocument]) -> None:
     for document in documents:
         assert len(set(document.triples)) == len(document.triples)
         assert all(triple.tail.isidentifier() for triple in document.triples), document.id
 
 
+@pytest.mark.long
 def test_a_module_is_never_divided(documents: list[GraphDocument]) -> None:
     modules: dict[str, set[str]] = {}
     for document in documents:
