@@ -1,7 +1,7 @@
 """Measures LoRA on a frozen base in int4, int8 and bf16: peak memory and tokens/s, of a shape with random weights.
 
-    python -m benchmarks.quantized_base [--size 3b|0.5b|135m] [--bases int4 int8 bf16] [--tokens 512] [--steps 5]
-        [--checkpointing] [--threads N] [--json FILE]
+    python -m benchmarks.quantized_base [--size 7b|3b|1.5b|0.5b|135m] [--bases int4 int8 bf16] [--tokens 512]
+        [--steps 5] [--checkpointing] [--threads N] [--json FILE]
 
 The weights are written to a temporary folder (6 GB for 3b), which is deleted. The peak is that of the process with
 everything: loading, quantizing, training and the snapshot. Steps after the first are measured.
@@ -70,7 +70,7 @@ def measure(model: Path, base: str, arguments: argparse.Namespace) -> Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=("3b", "0.5b", "135m", "tiny"), default="3b")
+    parser.add_argument("--size", choices=("7b", "3b", "1.5b", "0.5b", "135m", "tiny"), default="3b")
     parser.add_argument("--bases", nargs="+", choices=BASES, default=list(BASES), help="default: all")
     parser.add_argument("--tokens", type=int, default=512, help="of a row, one row a step")
     parser.add_argument("--steps", type=int, default=5)

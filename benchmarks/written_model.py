@@ -18,8 +18,16 @@ from benchmarks.tiny_model import make_tokenizer
 
 _QWEN: dict[str, Any] = {"model_type": "qwen2", "vocab_size": 151936, "tie_word_embeddings": True}
 SIZES: dict[str, dict[str, Any]] = {
+    "7b": {  # Qwen2.5-7B
+        **_QWEN, "vocab_size": 152064, "tie_word_embeddings": False, "hidden_size": 3584, "intermediate_size": 18944,
+        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+    },
     "3b": {  # Qwen2.5-3B
         **_QWEN, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+    },
+    "1.5b": {  # Qwen2.5-1.5B
+        **_QWEN, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
         "num_key_value_heads": 2,
     },
     "0.5b": {  # Qwen2.5-0.5B
@@ -38,8 +46,8 @@ SIZES: dict[str, dict[str, Any]] = {
 ROWS, WORDS = 64, 2000
 
 
-def write_model(folder: Path, size: str) -> None:
-    """Writes a Hugging Face folder; each shard of its weights is one block or what is outside of the blocks."""
+def write_config(folder: Path, size: str) -> transformers.PretrainedConfig:
+    """Writes the configuration and a tokenizer, which is enough to plan a run."""
     sizes = dict(SIZES[size])
     tokenizer = make_tokenizer(False)
     ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, "pad_token_id": tokenizer.pad_token_id}
@@ -47,12 +55,18 @@ def write_model(folder: Path, size: str) -> None:
     config.architectures, config.dtype = [f"{config.model_type.title()}ForCausalLM"], torch.bfloat16
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return config
+
+
+def write_model(folder: Path, size: str) -> None:
+    """Writes a Hugging Face folder; each shard of its weights is one block or what is outside of the blocks."""
+    config = write_config(folder, size)
     with torch.device("meta"):
         shapes = transformers.AutoModelForCausalLM.from_config(config).state_dict()
     shards: dict[str, list[str]] = {}
     for name in shapes:
         number = next((part for part in name.split(".") if part.isdigit()), "rest")
-        if name != "lm_head.weight":
+        if name != "lm_head.weight" or not config.tie_word_embeddings:
             shards.setdefault(f"model-{number}.safetensors", []).append(name)
     generator = torch.Generator().manual_seed(0)
     for file, names in shards.items():
