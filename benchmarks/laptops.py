@@ -1,6 +1,6 @@
 """Lists what computers of a given memory can train in an hour and in a night: the tables of docs/laptops.md.
 
-    python -m benchmarks.laptops [--memory 8GB 16GB 32GB] [--json FILE]
+    python -m benchmarks.laptops [--memory 8GB 16GB 32GB] [--here] [--json FILE]
 
 Nothing is trained. Memory comes from `sansgpu plan --memory`, within what the operating system and a browser leave
 free. Speed comes from the model of `sansgpu plan --presets`: a processor's published peak rate times the measured share
@@ -40,7 +40,6 @@ FROM_SCRATCH = {
     "time": ("time", "s"),
     "parameters": ("parameters", "s"),
     "tokens": ("tokens", "s"),
-    "bits per byte": ("bits_per_byte", ".2f"),
 }
 
 
@@ -73,7 +72,6 @@ def from_scratch(processors: Sequence[Processor], memory: str) -> Iterator[Row]:
                 "time": time,
                 "parameters": count(run.parameters),
                 "tokens": count(int(run.tokens)),
-                "bits_per_byte": run.bits_per_byte,
             }
 
 
@@ -95,9 +93,10 @@ def conversations(processors: Sequence[Processor]) -> Iterator[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--memory", nargs="+", default=["8GB", "16GB", "32GB"], help="memory of the computers")
+    parser.add_argument("--here", action="store_true", help="add this machine to the kinds of processors")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    processors = (*PROCESSORS[:4], this_machine(Config()))
+    processors = (*PROCESSORS[:4], *([this_machine(Config())] if arguments.here else []))
     models = list(largest_models(arguments.memory))
     columns = {"memory": ("memory", "s"), **{method: (method, "s") for method in METHODS}}
     print_table(f"largest model to fine-tune, examples of {CONTEXT} tokens", columns, models)

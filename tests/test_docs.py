@@ -43,7 +43,8 @@ def checkout(tmp_path: Path) -> Path:
 # Pages whose commands take long.
 SLOW = (
     "assistant", "bench", "classify", "configuration", "data", "distill", "embed", "entities", "fine-tuning", "graph",
-    "kubernetes", "plan", "preference", "python", "questions", "report", "resume", "scaling", "search", "tune", "use",
+    "kubernetes", "laptops", "plan", "preference", "python", "questions", "report", "resume", "scaling", "search",
+    "tune", "use",
 )  # fmt: skip
 
 
