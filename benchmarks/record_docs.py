@@ -6,15 +6,17 @@ Run it on an idle machine. The commands of a page run in order, in a copy of the
 `bash` blocks, and those in `console` blocks that show an output, in the next `text` block or below a line that begins
 with `$`.
 
-A page shows parts of an output, separated by lines `...`. A new part begins at the line that is most similar to the
-first line of the old part, apart from numbers, and ends at the line that is most similar to the last one. A part that
-is not found, such as a generated text, follows the previous part or ends the output, with as many lines as before.
+A page shows parts of an output, separated by lines `...`, and of a JSON line the keys before `...`. A new part begins
+at the line that is most similar to the first line of the old part, apart from numbers, and ends at the line that is most
+similar to the last one. A part that is not found, such as a generated text, follows the previous part or ends the
+output, with as many lines as before.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 import re
 import shutil
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from benchmarks.contest import ROOT, say
@@ -29,6 +32,7 @@ from benchmarks.contest import ROOT, say
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FILE_NAME = re.compile(r"# (\w+\.py)\n")
 PROMPT, ELLIPSIS = "$ ", "..."
+SHORTENED = ", ...}"  # ends a line of JSON of which a page shows the first keys
 SIMILAR = 0.6  # ratio of difflib from which two lines say the same
 MOST_GROWTH = 2  # times as many lines as the old part has
 
@@ -78,7 +82,8 @@ def renewed(old: str, output: str) -> str:
             start = max(position, len(lines) - len(part)) if number == len(parts) - 1 and number else position
         last = _find(part[-1], lines[: start + MOST_GROWTH * len(part)], start) if len(part) > 1 else start
         position = start + len(part) if last is None or last == start else last + 1
-        result += lines[start:position]
+        shown = zip_longest(part, lines[start:position], fillvalue="")
+        result += [_shortened(line, old) for old, line in shown][: position - start]
     return "".join(f"{line}\n" for line in result)
 
 
@@ -99,11 +104,20 @@ def _find(old: str, lines: Sequence[str], start: int) -> int | None:
     """Returns the index of the line that is most similar, first apart from numbers, then with them."""
 
     def similarity(number: int) -> tuple[float, float]:
-        pairs = ((_without_numbers(old), _without_numbers(lines[number])), (old, lines[number]))
+        new = lines[number][: len(old)] if old.endswith(SHORTENED) else lines[number]
+        pairs = ((_without_numbers(old), _without_numbers(new)), (old, new))
         return tuple(difflib.SequenceMatcher(None, *pair, autojunk=False).ratio() for pair in pairs)  # type: ignore
 
     best = max(range(start, len(lines)), key=similarity, default=None)
     return best if best is not None and similarity(best)[0] >= SIMILAR else None
+
+
+def _shortened(line: str, old: str) -> str:
+    """Returns a JSON object with only those keys that an old line shows, if it shows less than all."""
+    if not old.endswith(SHORTENED) or not line.startswith("{"):
+        return line
+    values, keys = json.loads(line), re.findall(r'"([^"]+)": ', old)
+    return json.dumps({key: values[key] for key in keys if key in values})[:-1] + SHORTENED
 
 
 def _without_numbers(line: str) -> str:

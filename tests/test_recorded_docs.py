@@ -62,9 +62,11 @@ def test_each_command_runs_once_and_its_output_replaces_the_old_one() -> None:
     [
         ("memory 1 GB,\n  more 2 GB\ntime 3 s\n", "memory 7 GB,\n  new 1 GB,\n  more 2 GB\ntime 9 s\n"),
         ("...\ndone after step 4\n", "...\ndone after step 9\n"),
+        ('{"event": "eval", "loss": 3.5, ...}\n', '{"event": "eval", "loss": 2.5, ...}\n'),
         ("never seen\n", "memory 7 GB,\n"),
     ],
 )
 def test_parts_are_found_by_their_first_and_last_line(old: str, new: str) -> None:
     output = "memory 7 GB,\n  new 1 GB,\n  more 2 GB\ntime 9 s\nstep 8\ndone after step 9\n"
+    output += '{"event": "step", "loss": 9.5}\n{"event": "eval", "loss": 2.5, "seconds": 1, "more": {}}\n'
     assert renewed(old, output) == new
