@@ -7,8 +7,8 @@ Run it on an idle machine. The commands of a page run in order, in a copy of the
 with `$`.
 
 A page shows parts of an output, separated by lines `...`, and of a JSON line the keys before `...`. A new part begins
-at the line that is most similar to the first line of the old part, apart from numbers, and ends at the line that is most
-similar to the last one. A part that is not found, such as a generated text, follows the previous part or ends the
+at the line that is most similar to the first line of the old part, apart from numbers, and ends at the line that is
+most similar to the last one. A part that is not found, such as a generated text, follows the previous part or ends the
 output, with as many lines as before.
 """
 
