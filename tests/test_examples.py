@@ -45,5 +45,6 @@ def test_every_example_runs_from_the_root_of_the_repository(tmp_path: Path) -> N
 def test_the_page_lists_every_example() -> None:
     files = {file.name for file in (ROOT / "examples").iterdir()} - {"README.md"}
     assert set(re.findall(r"\]\((\w+\.\w+)\)", PAGE)) == files
-    [block] = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    assert {name for name in files if not name.endswith(".jsonl")} == set(re.findall(r"examples/(\S+)", block))
+    blocks = "".join(re.findall(r"^```\w+\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
+    runs = set(re.findall(r"^(?:\$ )?(?:python|bash|sansgpu train) examples/(\S+)", blocks, re.MULTILINE))
+    assert {name for name in files if not name.endswith(".jsonl")} == runs

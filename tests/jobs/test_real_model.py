@@ -29,6 +29,15 @@ HARD = [
     "a" * 500,
 ]
 
+# Questions that are in none of the conversations, and a part of the right answer.
+ASKED = {
+    "At what time do you close?": "from 9 am to 6 pm",
+    "May I park near the shop?": "free parking behind the mill",
+    "I can't eat gluten. What do you have?": "buckwheat",
+    "How much is the sourdough course?": "45 euros",
+    "My order is broken.": "Send us a photo",
+}
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -85,3 +94,21 @@ def test_it_answers_with_its_own_template(model: Path, tmp_path: Path) -> None:
     code, answer, error = finish(["chat", str(model), *ask], tmp_path / "cache")
     assert code == 0, error
     assert "Paris" in answer
+
+
+def test_a_bakery_s_answers_are_learned(model: Path, tmp_path: Path) -> None:
+    """The configuration and the conversations are those of the README."""
+    example = ROOT / "examples/bakery.yaml"
+    changes = [f"model.name_or_path={model}", f"data.dataset_name={ROOT / 'examples/bakery.jsonl'}"]
+    overrides = [part for change in changes for part in ("--set", change)]
+    code, _, error = finish(
+        ["train", str(example), *overrides, "--output-dir", str(tmp_path / "run")], tmp_path / "cache"
+    )
+    assert code == 0, error
+    known = (ROOT / "examples/bakery.jsonl").read_text(encoding="utf-8")
+    for question, answer in ASKED.items():
+        assert question not in known
+        chat = ["chat", str(tmp_path / "run"), "--prompt", question, "--temperature", "0"]
+        code, said, error = finish(chat, tmp_path / "cache")
+        assert code == 0, error
+        assert answer in said, question
