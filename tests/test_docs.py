@@ -172,7 +172,7 @@ def test_contributing_names_every_dependency() -> None:
 def test_the_readme_is_short_and_shows_a_picture() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len([word for word in text.split() if re.search(r"\w", word)]) <= 900  # lines of tables are no words
-    assert len(text.splitlines()) <= 150
+    assert len(text.splitlines()) <= 175
     assert re.search(r"^!\[.+\]\(docs/live\.svg\)$", text, re.MULTILINE)
 
 
