@@ -98,13 +98,14 @@ def test_muon_updates_matrices_whose_rows_do_not_divide_evenly(home: Path) -> No
 
 @pytest.mark.long
 def test_a_run_goes_on_with_any_number_of_processes_and_any_sharding(home: Path, one: Path) -> None:
-    more = ("--resume", "latest")
+    more: tuple[str, ...] = ()
     for stop, ranks, sharding in ((12, 1, ()), (20, 2, CUT), (30, 4, SHARDED), (36, 3, CUT), (44, 2, ())):
         # The schedule is the whole run's: it is interrupted by a snapshot's step, not by a shorter plan.
         code, out = finish(torchrun(ranks), arguments(home, "changing", *more, *sharding,
                            training__save_steps=stop, training__max_steps=stop,
                            training__lr_scheduler="constant"), home / "cache")  # fmt: skip
         assert code == 0, out
+        more = ("--resume", "latest")
     code, out = finish(torchrun(1), arguments(home, "changing", *more, training__lr_scheduler="constant"),
                        home / "cache")  # fmt: skip
     assert code == 0, out
