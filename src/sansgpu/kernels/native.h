@@ -1,9 +1,9 @@
 // Every C function of the compiled libraries, the structs that they take, and the constants that C++ and Python share.
-// The C++ compiler checks the definitions against these declarations, and kernels/c_functions.py reads them. Each
-// function is described where it is defined.
+// The C++ compiler checks the definitions against these declarations, and kernels/c_functions.py reads them. The
+// definition of each function has its description.
 //
-// A parameter is a pointer, an int64_t or a double; a result is an int64_t or void. A field is a pointer, an int64_t, a
-// struct declared before, or an array of one of these.
+// Parameters are pointers, int64_t or double; results are int64_t or void. Struct fields are pointers, int64_t, structs
+// declared before, or arrays of these.
 #pragma once
 
 #include <stdint.h>
@@ -24,8 +24,8 @@ namespace sansgpu {
 
 struct bf16;  // native/tiles.h
 
-// Numbers and sizes of block formats: a block of VALUES values takes BYTES bytes. Matrices of fp32 or bf16 have the
-// number NOT_QUANTIZED.
+// The number of each block format, and the values and bytes in a block. Matrices in fp32 or bf16 have the number
+// NOT_QUANTIZED.
 SANSGPU_CONSTANT(NOT_QUANTIZED, -1);
 SANSGPU_CONSTANT(Q4_0_NUMBER, 0); SANSGPU_CONSTANT(Q4_0_VALUES, 32); SANSGPU_CONSTANT(Q4_0_BYTES, 18);
 SANSGPU_CONSTANT(Q4_1_NUMBER, 1); SANSGPU_CONSTANT(Q4_1_VALUES, 32); SANSGPU_CONSTANT(Q4_1_BYTES, 20);
@@ -37,10 +37,9 @@ SANSGPU_CONSTANT(Q6_K_NUMBER, 4); SANSGPU_CONSTANT(Q6_K_VALUES, 256); SANSGPU_CO
 SANSGPU_KERNEL void product(int64_t narrow, int64_t repeats, int64_t M, int64_t N, int64_t K, const void* A,
     int64_t lda, const void* B, int64_t ldb, float* C, int64_t ldc, int64_t add);
 
-// native/matmul.cpp
-// Stores C (M, N) = A (M, K) B (K, N) + bias (N,) in `out`, in the dtype of A and B. If `total` is not null, it
-// receives C in fp32 (added to it with `add`) without the bias, and `out`, which may be null, the rounded result.
-// `bias` and `row_sums` may be null; see Product in native/matmul.h.
+// native/matmul.cpp Stores C (M, N) = A (M, K) B (K, N) + bias (N,) in `out`, in the dtype of A and B. If `total` is
+// not null, A B is also stored there in fp32 (or added to it, with `add`); `out` may then be null. `bias` and
+// `row_sums` may be null; see Product in native/matmul.h.
 struct Matmul {
   int64_t M, N, K;
   const void* a;
@@ -64,7 +63,7 @@ SANSGPU_KERNEL void feed_forward_gradient(int64_t narrow, const struct Matmul* b
     void* x_grad, void* y_grad, void* activated, int64_t N);
 
 // native/activation.cpp
-SANSGPU_CONSTANT(SWIGLU, 0);  // kinds
+SANSGPU_CONSTANT(SWIGLU, 0);  // kinds of activations
 SANSGPU_CONSTANT(GELU_TANH, 1);
 SANSGPU_CONSTANT(GELU, 2);
 SANSGPU_CONSTANT(RELU_SQUARED, 3);
@@ -103,7 +102,7 @@ SANSGPU_CONSTANT(ATTENTION_OK, 0);  // results of attention_forward
 SANSGPU_CONSTANT(WRONG_KEY, 1);
 SANSGPU_CONSTANT(WRONG_NODE, 2);
 SANSGPU_CONSTANT(WRONG_DISTANCE, 3);
-SANSGPU_CONSTANT(MAX_ROOT, 524287);  // the largest root of a node (root, slot); both are at least 0
+SANSGPU_CONSTANT(MAX_ROOT, 524287);  // largest root and slot of a node (root, slot); the smallest are 0
 SANSGPU_CONSTANT(MAX_SLOT, 4087);
 struct AttentionSizes {
   int64_t B, T, S, H, K, d;
@@ -155,30 +154,30 @@ SANSGPU_KERNEL void lora_backward(int64_t narrow, int64_t format, const struct L
     void* x_grad, void* source_grad, void* first_grad, void* second_grad);
 
 // native/decoder_step.cpp
-SANSGPU_CONSTANT(CACHE_BLOCK, 64);  // tokens of a block of a packed cache; a cache has whole blocks
-SANSGPU_CONSTANT(STEP_TILE, 64);    // outputs of a packed tile of weights
+SANSGPU_CONSTANT(CACHE_BLOCK, 64);  // tokens per block of a packed KV cache; its length is a multiple
+SANSGPU_CONSTANT(STEP_TILE, 64);    // outputs per tile of packed weights
 struct StepSizes {
   int64_t B, D, H, K, d, F, S, layers;
 };
-// A linear layer: inputs are multiplied with the transpose of a matrix (N, terms). Packed matrices consist of tiles of
-// STEP_TILE outputs.
+// A linear layer with a weight matrix (N, terms): y = x W^T + bias. Packed matrices consist of tiles of STEP_TILE
+// outputs.
 struct StepWeight {
-  const void* data;            // packed, or rows of a block format
+  const void* data;            // packed weights, or rows in a block format
   int64_t format, N;           // NOT_QUANTIZED if packed
   const float* bias;           // (N,), may be null
-  int64_t rank;                // the rank of the LoRA adapter, an even number; 0 if there is no adapter
-  const void* first;           // the adapter's packed matrix (rank, terms)
-  const void* second;          // and (N, rank)
+  int64_t rank;                // rank of the LoRA adapter, which must be even; 0 without an adapter
+  const void* first;           // the adapter's packed matrix A (rank, terms)
+  const void* second;          // the adapter's packed matrix B (N, rank)
 };
 struct StepLayer {
   const float* norm;
   struct StepWeight qkv[3];
-  const float* q_norm;  // (d,); q_norm and k_norm are null if heads have no norm
+  const float* q_norm;  // (d,); q_norm and k_norm are null without QK-norm
   const float* k_norm;
   struct StepWeight out;
   const float* second_norm;
   struct StepWeight gate_up[2], down;
-  void* keys;  // packed caches (slots, K)
+  void* keys;  // packed KV caches (slots, K)
   void* values;
 };
 SANSGPU_KERNEL void store_tokens(int64_t narrow, int64_t count, int64_t K, int64_t S, int64_t d, const int64_t* slots,
@@ -193,9 +192,10 @@ SANSGPU_KERNEL void newton_schulz(int64_t narrow, int64_t by_gram, int64_t count
     const float* matrices, void* out, double a, double b, double c, int64_t steps);
 
 // native/update.cpp
-SANSGPU_CONSTANT(MOMENT_GROUP, 256);  // values of an 8-bit moment that share a scale
-SANSGPU_CONSTANT(MOMENT_DECADES, 7);  // decades of magnitudes below the scale that its codes cover
-// A weight and the tensors of its update. `working` may be null; `moments` are two tensors, or four if in 8 bits.
+SANSGPU_CONSTANT(MOMENT_GROUP, 256);  // values of 8-bit moments that share a scale
+SANSGPU_CONSTANT(MOMENT_DECADES, 7);  // orders of magnitude below the scale that the codes can represent
+// A weight and the tensors that its update reads and writes. `working`, its bf16 copy, may be null. `moments` are two
+// tensors, or four with 8-bit moments: codes and scales.
 struct WeightUpdate {
   void* weight;
   const void* grad;

@@ -1,12 +1,12 @@
-// A caching allocator for large tensors: it maps blocks with mmap and reuses freed ones for tensors of similar size.
+// A caching allocator for large tensors. It maps blocks with mmap and reuses freed blocks for tensors of similar size.
 //
-// torch's CPU allocator, in libc10.so, calls posix_memalign and free of the C library through its table of imported
-// functions. `install` replaces these two entries, so the allocator fits every version of torch for x86-64 Linux.
+// torch's CPU allocator in libc10.so calls the C library's posix_memalign and free through its table of imported
+// functions. `install` replaces these two entries, so the allocator works with every version of torch for x86-64 Linux.
 //
 // glibc's aligned allocation cannot reuse a freed block for the same size, so an eager step touches twice its live
-// memory. With this allocator it touches only live memory, in huge pages if the operating system has them. If tensor
-// sizes change from step to step, blocks are cut from regions and merged again when freed; otherwise the cache would
-// fill with blocks of every size.
+// memory. With this allocator, it touches only its live memory, in huge pages if the operating system provides them. If
+// tensor sizes change from step to step, blocks are cut from larger regions and merged again when they are freed;
+// otherwise the cache would fill with blocks of every size.
 
 #include <elf.h>
 #include <link.h>
@@ -31,7 +31,7 @@
 namespace {
 
 constexpr size_t kLarge = size_t{1} << 20;  // smaller tensors use torch's default allocator
-constexpr size_t kHuge = size_t{2} << 20;   // a huge page; blocks of at least eight are rounded up to a multiple
+constexpr size_t kHuge = size_t{2} << 20;   // a huge page; blocks of at least eight are rounded up to whole huge pages
 constexpr size_t kStep = size_t{64} << 10;
 constexpr double kWaste = 1.5;  // largest ratio of a reused block's size to the requested size
 constexpr size_t kRegion = size_t{128} << 20;
@@ -53,12 +53,12 @@ void* map(size_t size) {
 class Memory {
  public:
   virtual ~Memory() = default;
-  virtual void* take(size_t bytes) = 0;  // returns nullptr if there is no memory
-  virtual bool put(void* block) = 0;  // returns false if the block is not from this allocator
+  virtual void* take(size_t bytes) = 0;  // returns nullptr if memory runs out
+  virtual bool put(void* block) = 0;  // returns false if this allocator did not allocate the block
   virtual int64_t give_back() = 0;
 };
 
-// Reuses a free block for a request of similar size.
+// Reuses whole free blocks for requests of similar size.
 class Blocks final : public Memory {
  public:
   void* take(size_t bytes) override {
@@ -67,7 +67,7 @@ class Blocks final : public Memory {
       std::lock_guard<std::mutex> lock(mutex_);
       auto found = free_.lower_bound(size);
       if (found != free_.end() && found->first <= size * kWaste) {
-        found = std::prev(free_.upper_bound(found->first));  // the block freed last may still be in cache
+        found = std::prev(free_.upper_bound(found->first));  // the most recently freed block may still be in cache
         void* block = found->second;
         used_[block] = found->first;
         free_.erase(found);
@@ -204,7 +204,8 @@ int allocate(void** pointer, size_t alignment, size_t bytes) {
 }
 
 void release(void* pointer) {
-  // Our blocks start at a page, so most pointers of the C library are recognized without a search.
+  // Blocks of this allocator start at a page boundary, so most pointers of the C library are recognized without a
+  // search.
   const bool starts_page = reinterpret_cast<uintptr_t>(pointer) % 4096 == 0;
   if (!starts_page || pointer == nullptr || !(kinds[0]->put(pointer) || kinds[1]->put(pointer))) free(pointer);
 }
@@ -223,7 +224,7 @@ Imports imports_of(const dl_phdr_info& library) {
     if (library.dlpi_phdr[i].p_type != PT_DYNAMIC) continue;
     auto* entry = reinterpret_cast<const ElfW(Dyn)*>(library.dlpi_addr + library.dlpi_phdr[i].p_vaddr);
     for (; entry->d_tag != DT_NULL; ++entry) {
-      const auto address = entry->d_un.d_ptr;  // glibc has added the library's address
+      const auto address = entry->d_un.d_ptr;  // glibc has already added the library's base address
       if (entry->d_tag == DT_SYMTAB) found.symbols = reinterpret_cast<const ElfW(Sym)*>(address);
       if (entry->d_tag == DT_STRTAB) found.names = reinterpret_cast<const char*>(address);
       if (entry->d_tag == DT_RELA) found.relocations[0] = reinterpret_cast<const ElfW(Rela)*>(address);
@@ -235,7 +236,8 @@ Imports imports_of(const dl_phdr_info& library) {
   return found;
 }
 
-// Writes `function` to a slot of a table of imports, which may be read-only. Returns false if that is forbidden.
+// Writes `function` to a slot of an import table, which may be read-only. Returns false if the system does not allow
+// it.
 bool replace(void** slot, void* function) {
   const uintptr_t page = sysconf(_SC_PAGESIZE), start = reinterpret_cast<uintptr_t>(slot) / page * page;
   if (mprotect(reinterpret_cast<void*>(start), page, PROT_READ | PROT_WRITE) != 0) return false;
@@ -259,7 +261,7 @@ void each_import(const dl_phdr_info& library, const F& visit) {
 }
 
 // Replaces the allocation functions that torch's library imports. `data` points to the number of replaced slots of
-// posix_memalign. `free` comes first: the C library must never be given a block from here.
+// posix_memalign. `free` is replaced first, because the C library must never free a block of this allocator.
 int replace_in_torch(dl_phdr_info* library, size_t, void* data) {
   const char* file = std::strrchr(library->dlpi_name, '/');
   if (file == nullptr || std::strcmp(file, "/libc10.so") != 0) return 0;
@@ -276,8 +278,8 @@ int replace_in_torch(dl_phdr_info* library, size_t, void* data) {
 
 }  // namespace
 
-// Makes torch allocate large CPU tensors here. Set `sizes_vary` if their sizes change from step to step. Returns
-// whether torch's library was found and its imports replaced.
+// Makes torch allocate large CPU tensors with this allocator. Set `sizes_vary` if their sizes change from step to step.
+// Returns whether torch's library was found and its imports were replaced.
 SANSGPU_KERNEL int64_t install(int64_t sizes_vary) {
   static int64_t allocating = 0;
   varying = sizes_vary != 0;
@@ -285,5 +287,5 @@ SANSGPU_KERNEL int64_t install(int64_t sizes_vary) {
   return allocating > 0;
 }
 
-// Returns the memory of freed tensors to the operating system; the result is its number of bytes.
+// Returns the memory of freed tensors to the operating system, and returns its size in bytes.
 SANSGPU_KERNEL int64_t give_back() { return kinds[0]->give_back() + kinds[1]->give_back(); }

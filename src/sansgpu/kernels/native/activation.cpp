@@ -1,5 +1,5 @@
-// Activations of feed-forward layers, and their gradients from the inputs, in one pass over memory.
-// kernels/pointwise.py has the reference.
+// Activations of feed-forward layers and their gradients, each in one pass over memory. The backward pass recomputes
+// them from the inputs. kernels/pointwise.py has the reference.
 
 #include "parallel.h"
 #include "values.h"
@@ -11,7 +11,7 @@ constexpr int64_t GRAIN = 1 << 15;  // values per unit of work
 constexpr int64_t CHUNK = 1 << 10;  // values that stay in L1 cache between conversion, computation and rounding
 static_assert(GRAIN % CHUNK == 0, "a chunk lies in one unit");
 
-// A function's value, and its derivatives with respect to x and y.
+// The value of an activation and its derivatives with respect to x and y.
 struct Slope {
   float value, x, y;
 };
@@ -76,7 +76,7 @@ void each_chunk(int64_t N, const F& work) {
 
 }  // namespace
 
-// Computes an activation of N values in the dtype of its inputs; y is null but for SwiGLU.
+// Computes an activation of N values, in the dtype of its inputs. y is null except for SwiGLU.
 SANSGPU_KERNEL void activation(int64_t kind, int64_t narrow, const void* x, const void* y, void* out, int64_t N) {
   constexpr Activate FUNCTIONS[] = {activate<SWIGLU>, activate<GELU_TANH>, activate<GELU>, activate<RELU_SQUARED>,
                                     activate<RELU>};
@@ -91,7 +91,7 @@ SANSGPU_KERNEL void activation(int64_t kind, int64_t narrow, const void* x, cons
   });
 }
 
-// Computes the gradients of its inputs and, unless `out` is null, the activation again.
+// Computes the gradients of the activation's inputs and, unless `out` is null, the activation itself.
 SANSGPU_KERNEL void activation_gradient(int64_t kind, int64_t narrow, const void* grad, const void* x, const void* y,
                                         void* x_grad, void* y_grad, void* out, int64_t N) {
   constexpr Differentiate FUNCTIONS[] = {differentiate<SWIGLU>, differentiate<GELU_TANH>, differentiate<GELU>,

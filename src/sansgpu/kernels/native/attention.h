@@ -1,13 +1,13 @@
 // Code shared by the forward and the backward pass of attention over ranges of keys; kernels/attention.py has the
 // reference.
 //
-// B batch, T time, S keys, H query heads, K key-value heads, d head dim. Each block of 64 queries is multiplied with
-// only the keys that some query of the block may see. Scores stay in cache and are recomputed in the backward pass
-// (FlashAttention, arXiv 2205.14135). Sums have a fixed order, so that results do not depend on the threads.
+// B batch, T time, S keys, H query heads, K key-value heads, d head dim. Each block of 64 queries is multiplied only
+// with the keys in the range of any query of the block. Scores stay in cache and are recomputed in the backward pass
+// (FlashAttention, arXiv 2205.14135). Sums have a fixed order, so that results do not depend on the number of threads.
 //
-// The tokens may be nodes of graphs (kernels/attention.py). Then each score, before scaling, is multiplied with an
-// entry of a table (H, M), or the entry is added to it. The head and the distance from query to key select the entry.
-// Distances are computed on the fly.
+// Tokens may be nodes of a graph (kernels/attention.py). Then attention decays with distance: each score, before
+// scaling, is multiplied by (or added to) the entry of the decay table (H, M) for its head and its distance from query
+// to key. Distances are computed on the fly.
 #pragma once
 
 #include <algorithm>
@@ -21,12 +21,12 @@
 
 namespace sansgpu {
 
-constexpr int64_t QUERIES = 64;  // per block; the number of its keys is rounded up to a multiple of this
+constexpr int64_t QUERIES = 64;  // queries per block; its number of keys is rounded up to a multiple of this
 static_assert(QUERIES % LANES == 0, "scores have whole lanes, and packed keys whole pairs of bf16");
 
 enum Decay { NONE, TIMES, PLUS };
 
-// A (B, T, heads, d) tensor with a contiguous last dimension and any other strides.
+// A (B, T, heads, d) tensor with a contiguous last dimension and arbitrary strides otherwise.
 template <typename T>
 struct View {
   T* data;
@@ -42,7 +42,7 @@ struct Shape : AttentionSizes {
       : AttentionSizes(sizes), scale(1.0f / std::sqrt(static_cast<float>(sizes.d))) {}
 };
 
-// The keys [low, high) that some query of a block may see.
+// Returns the smallest range [low, high) that contains the key ranges of all queries in a block.
 inline std::pair<int64_t, int64_t> seen(const int32_t* ranges, int64_t rows) {
   int32_t low = std::numeric_limits<int32_t>::max(), high = 0;
   for (int64_t i = 0; i < rows; ++i)
@@ -53,8 +53,9 @@ inline std::pair<int64_t, int64_t> seen(const int32_t* ranges, int64_t rows) {
   return {std::min<int64_t>(low, high), high};
 }
 
-// Computes the unnormalized softmax weights of a query that sees the keys [first, last) of `width`, in place of the
-// scores. Returns the largest score and the sum of the weights. Works on full vectors; other scores count as -inf.
+// Replaces the `width` scores of a query by its unnormalized softmax weights, which are 0 outside of its keys [first,
+// last). Returns the largest score and the sum of the weights. Works on full vectors, in which scores of other keys
+// count as -inf.
 template <typename T>
 inline std::pair<float, float> softmax(float* scores, T* weights, int64_t first, int64_t last, int64_t width, float factor) {
   if (first >= last) {
@@ -73,11 +74,11 @@ inline std::pair<float, float> softmax(float* scores, T* weights, int64_t first,
   return {most, sum};
 }
 
-// The nodes of all examples and the decay table.
+// The graph nodes of all examples, and the decay table.
 struct Graph {
   const int32_t* nodes;
   const float* table;
-  int64_t entries;  // table entries per head, 0 without a decay
+  int64_t entries;  // table entries per head; 0 without decay
 };
 
 template <Decay decay>
@@ -88,7 +89,7 @@ inline float decayed(float score, float entry) {
 template <typename T, Decay decay>
 struct Kind {};
 
-// Calls run(Kind) for the dtype of q and the kind of decay.
+// Calls run(Kind) with the dtype of q and the kind of decay as template parameters.
 template <typename F>
 void dispatch(bool narrow, bool decayed, bool added, const F& run) {
   const auto of = [&]<typename T>(T) {

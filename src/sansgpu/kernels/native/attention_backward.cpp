@@ -1,7 +1,7 @@
 // Backward pass of attention; see attention.h.
 //
-// A unit of work is a block of keys of one query head. It owns the gradients of its keys and values; gradients of
-// queries are sums over blocks of keys, to which the units add in order.
+// A unit of work is a block of keys of one query head. It alone computes the gradients of its keys and values.
+// Gradients of queries are sums over blocks of keys, to which the units add in a fixed order.
 
 #include "attention.h"
 
@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t KEYS = 256;  // per block of keys
 static_assert(KEYS % QUERIES == 0, "a block of keys has whole blocks of scores");
 
-int64_t key_blocks(const Shape& s) { return std::max<int64_t>(1, divide_up(s.S, KEYS)); }  // 1 without keys
+int64_t key_blocks(const Shape& s) { return std::max<int64_t>(1, divide_up(s.S, KEYS)); }  // 1 if there are no keys
 
 // The inputs and results of the pass.
 template <typename T>
@@ -26,7 +26,7 @@ struct Backward {
   float* table_grad;
 };
 
-// The inputs of a block of queries in the backward pass, packed for each of its four matmuls.
+// The inputs of the backward pass for a block of queries, packed for each of its four matmuls.
 template <typename T>
 struct QueryBlock {
   Buffer<T> q, q_transposed, grad, grad_transposed;
@@ -35,7 +35,7 @@ struct QueryBlock {
   uint32_t key[QUERIES];
   explicit QueryBlock(int64_t d) : q(QUERIES * d), q_transposed(d * QUERIES), grad(QUERIES * d), grad_transposed(d * QUERIES) {}
 
-  // Reads the queries [start, start + rows) of head h.
+  // Loads the queries [start, start + rows) of head h.
   void fill(const Backward<T>& p, int64_t b, int64_t h, int64_t start, int64_t rows) {
     const Shape& s = p.s;
     const int32_t* range = p.ranges + 2 * (b * s.T + start);
@@ -59,7 +59,7 @@ struct QueryBlock {
   }
 };
 
-// The decay of a block: its nodes and first query, the head's table entries and their gradients.
+// What the decay of a block needs: the nodes, the first query, the head's table entries and their gradients.
 struct DecayBlock {
   const Nodes& nodes;
   int64_t start, entries;
@@ -67,7 +67,7 @@ struct DecayBlock {
   SumsByDistance<QUERIES>& table_grad;
 };
 
-// Computes weights and score gradients of a (keys, QUERIES) block from its scores and weight gradients.
+// Computes attention weights and score gradients of a (keys, QUERIES) block from its scores and weight gradients.
 template <typename T, Decay decay>
 void weights_and_gradients(const QueryBlock<T>& block, const DecayBlock& with, const float* scores,
                            const float* weight_grads, int64_t low, int64_t count, int64_t padded, float scale,
@@ -107,7 +107,7 @@ void weights_and_gradients(const QueryBlock<T>& block, const DecayBlock& with, c
   std::fill(score_grads + count * QUERIES, score_grads + padded * QUERIES, T(0));
 }
 
-// Sums the gradients of a key-value head, parts (B, H, S, d), over its query heads.
+// Sums the gradients `parts` (B, H, S, d) of each key-value head over its query heads.
 template <typename T>
 void add_heads(const Shape& s, const float* parts, const View<T>& grad) {
   const int64_t group = s.H / s.K, blocks = divide_up(s.S, QUERIES), size = s.S * s.d;
@@ -126,18 +126,18 @@ void add_heads(const Shape& s, const float* parts, const View<T>& grad) {
   });
 }
 
-// Sums parts (count, size) to `total` (size,) in order.
+// Sums `parts` (count, size) to `total` (size,) in order.
 void sum_parts(const float* parts, int64_t count, int64_t size, float* total) {
   std::fill_n(total, size, 0.0f);
   for (int64_t part = 0; part < count; ++part)
     for (int64_t i = 0; i < size; ++i) total[i] += parts[part * size + i];
 }
 
-// Sums to which several units add.
+// Gradients to which several units add.
 struct Sums {
-  Buffer<float> dq;  // (B, H, query blocks, d, QUERIES), over blocks of keys
-  Turns turns;       // one turn for each block of queries
-  Buffer<float> dk, dv;        // (B, H, S, d), over the query heads of a key-value head
+  Buffer<float> dq;  // (B, H, query blocks, d, QUERIES), summed over blocks of keys
+  Turns turns;       // one sequence of turns for each block of queries
+  Buffer<float> dk, dv;        // (B, H, S, d), summed over the query heads of a key-value head
   Buffer<float> table_grads;   // (chunks, B, H, entries)
 
   explicit Sums(const Shape& s, int64_t entries)
@@ -148,7 +148,7 @@ struct Sums {
         table_grads(key_blocks(s) * s.B * s.H * entries) {}
 };
 
-// Computes units on one thread: blocks of keys of one query head each.
+// Computes units of work on one thread.
 template <typename T, Decay decay>
 class KeyBlocks {
  public:
@@ -172,7 +172,8 @@ class KeyBlocks {
         nodes_(decay == NONE ? 0 : round_up(p_.s.S, QUERIES)),
         queries_(p_.s.d) {}
 
-  // Computes the gradients of block `chunk` of the keys of a head, and what it adds to those of the queries.
+  // Computes the gradients of a head's block `chunk` of keys, and adds its contributions to the gradients of the
+  // queries.
   void compute(int64_t chunk, int64_t head) {
     const Shape& s = p_.s;
     begin(chunk, head);
@@ -201,7 +202,8 @@ class KeyBlocks {
     if constexpr (decay != NONE) nodes_.fill(p_.graph.nodes + 2 * b_ * s.T, s.T, round_up(s.T, QUERIES));
   }
 
-  // Adds the gradients that a block of queries gives the keys, and stores its own if this block of keys is its last.
+  // Adds the contribution of a block of queries to the gradients of the keys. If this block of keys is the last one of
+  // these queries, stores the gradients of the queries.
   void add_queries(int64_t block) {
     const Shape& s = p_.s;
     const int64_t start = block * QUERIES, rows = std::min(QUERIES, s.T - start);
@@ -213,15 +215,15 @@ class KeyBlocks {
     const int64_t whole = std::min(base_ + KEYS, round_up(high, QUERIES)) - low;
     if (whole > 0)
       multiply(start, low, whole);
-    else  // queries without keys
+    else  // queries without any keys
       std::fill_n(static_cast<float*>(dq_), tile_, 0.0f);
     if (first_chunk < last_chunk && !sum_up(block, first_chunk, last_chunk)) return;
     transpose<float>(dq_, QUERIES, s.d, QUERIES, dq_rows_, s.d);
     for (int64_t i = 0; i < rows; ++i) store_row(p_.q_grad.at(b_, start + i, h_), dq_rows_ + i * s.d, s.d);
   }
 
-  // Computes the gradients of the queries from `start` on, and of `whole` keys from `low` on, some of which may be
-  // past the last one.
+  // Computes the contributions to the gradients of the queries from `start` on, and of `whole` keys from `low` on, some
+  // of which may be past the last key.
   void multiply(int64_t start, int64_t low, int64_t whole) {
     const Shape& s = p_.s;
     const DecayBlock with{nodes_, start, p_.graph.entries, p_.graph.table + h_ * p_.graph.entries, table_grad_};
@@ -238,8 +240,8 @@ class KeyBlocks {
     product<T>(s.d, QUERIES, whole, keys_transposed_ + place, padded_, packed_, QUERIES, dq_, QUERIES, false);
   }
 
-  // Adds to `dq_` what the blocks of keys before this one give a block of queries. Passes the sum on and returns false
-  // unless this block of keys is the last one.
+  // Adds the contributions of all earlier blocks of keys to `dq_`, the gradients of a block of queries. If this is not
+  // the last block of keys, passes the sum on to the next one and returns false.
   bool sum_up(int64_t block, int64_t first_chunk, int64_t last_chunk) {
     const int64_t sum = head_ * query_blocks_ + block;
     float *total = sums_.dq + sum * tile_, *dq = dq_;
@@ -260,9 +262,9 @@ class KeyBlocks {
   SumsByDistance<QUERIES> table_grad_;
   Nodes nodes_;
   QueryBlock<T> queries_;
-  int64_t chunk_ = 0, head_ = 0, b_ = 0, h_ = 0, kv_ = 0;  // the unit
-  int64_t base_ = 0, known_ = 0, padded_ = 0;  // its first key, its keys, and these in whole blocks of scores
-  float *dk_ = nullptr, *dv_ = nullptr;  // sums of the gradients of its keys and values
+  int64_t chunk_ = 0, head_ = 0, b_ = 0, h_ = 0, kv_ = 0;  // the current unit
+  int64_t base_ = 0, known_ = 0, padded_ = 0;  // its first key, number of keys, and that rounded up to whole blocks
+  float *dk_ = nullptr, *dv_ = nullptr;  // gradients of its keys and values
 };
 
 template <typename T, Decay decay>
@@ -283,8 +285,8 @@ void backward(const Backward<T>& pass) {
 
 }  // namespace
 
-// Computes the gradients of q, k, v and the decay table from that of `out`; attention_forward describes the rest. The
-// table's gradient is (H, entries).
+// Computes the gradients of q, k, v and the decay table, (H, entries), from the gradient of `out`. See
+// attention_forward for the other parameters.
 SANSGPU_KERNEL void attention_backward(int64_t narrow, const AttentionSizes* sizes, void* grad_out,
                                        const int64_t* grad_out_strides, void* q, const int64_t* q_strides, void* k,
                                        const int64_t* k_strides, void* v, const int64_t* v_strides, void* out,

@@ -5,10 +5,10 @@
 namespace sansgpu {
 namespace {
 
-constexpr int64_t UNITS_PER_THREAD = 4;  // enough for threads of different speed to end at about the same time
-constexpr int64_t MIN_TASKS = 4;         // query blocks of a unit that share packed keys; with fewer, packing dominates
+constexpr int64_t UNITS_PER_THREAD = 4;  // enough for threads of different speeds to finish at about the same time
+constexpr int64_t MIN_TASKS = 4;         // minimum query blocks per unit, because they share packed keys
 
-// Returns the largest distance from a query to a key that it may see.
+// Returns the largest distance from a query to a key in its range.
 int32_t largest_distance(const Shape& s, const int32_t* ranges, const int32_t* nodes) {
   const int64_t blocks = divide_up(s.T, QUERIES);
   std::atomic<int32_t> largest{0};
@@ -32,8 +32,8 @@ int32_t largest_distance(const Shape& s, const int32_t* ranges, const int32_t* n
   return largest;
 }
 
-// Checks that every key is in bounds, that `Nodes` can represent every node, and that the table has an entry for every
-// distance, as the kernels index unchecked.
+// Checks that all keys are in bounds, that `Nodes` can represent all nodes, and that the table has an entry for every
+// distance, because the kernels do not check indices.
 int64_t check(const Shape& s, const int32_t* ranges, const Graph& graph) {
   for (int64_t i = 0; i < 2 * s.B * s.T; ++i)
     if (ranges[i] < 0 || ranges[i] > s.S) return WRONG_KEY;
@@ -44,7 +44,8 @@ int64_t check(const Shape& s, const int32_t* ranges, const Graph& graph) {
   return fits ? ATTENTION_OK : WRONG_DISTANCE;
 }
 
-// Into how many units the query blocks of one key-value head of an example are divided. Results do not depend on it.
+// Returns the number of units into which the query blocks of one key-value head of an example are divided. Results do
+// not depend on it.
 int64_t chunks_per_head(int64_t heads, int64_t tasks) {
   const int64_t wanted = divide_up(UNITS_PER_THREAD * omp_get_max_threads(), std::max<int64_t>(1, heads));
   return std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, tasks / MIN_TASKS));
@@ -62,7 +63,7 @@ struct Forward {
   float* lse;
 };
 
-// Computes blocks of queries on one thread. Those of one key-value head share its packed keys and values.
+// Computes blocks of queries on one thread. Blocks of the same key-value head share its packed keys and values.
 template <typename T, Decay decay>
 class QueryBlocks {
  public:
@@ -79,7 +80,7 @@ class QueryBlocks {
         distances_(padded_),
         nodes_(decay == NONE ? 0 : padded_) {}
 
-  // Packs the keys and values that the queries [top, bottom) may see.
+  // Packs the keys and values in the ranges of the queries [top, bottom).
   void pack_keys(int64_t b, int64_t kv, int64_t top, int64_t bottom) {
     const Shape& s = p_.s;
     const auto [lowest, highest] = seen(p_.ranges + 2 * (b * s.T + top), bottom - top);
@@ -91,7 +92,7 @@ class QueryBlocks {
     if constexpr (decay != NONE) nodes_.fill(p_.graph.nodes + 2 * b * s.T, s.T, padded_);
   }
 
-  // Computes the block that starts with a query of head h, one of those that share the packed keys.
+  // Computes the block of queries from `start` on of head h, whose keys are packed.
   void compute(int64_t b, int64_t h, int64_t start) {
     constexpr int64_t PAIR = std::is_same_v<T, bf16> ? 2 : 1;
     const Shape& s = p_.s;
@@ -116,8 +117,8 @@ class QueryBlocks {
   }
 
  private:
-  // Turns a query's scores of `width` keys from `low` on into weights; returns the inverse of the sum of all weights
-  // before dropout, or 0 without keys.
+  // Converts a query's scores for `width` keys from `low` on to attention weights. Returns the inverse of the sum of
+  // the weights before dropout, or 0 if the query has no keys.
   float weigh(int64_t b, int64_t h, int64_t query, int64_t low, int64_t width, float* row, T* weights) {
     const Dropout drop = p_.dropout;  // a local copy, because the compiler cannot rule out that writes alias it
     const int32_t* range = p_.ranges + 2 * (b * p_.s.T + query);
@@ -134,7 +135,7 @@ class QueryBlocks {
     return last > first ? 1.0f / sum : 0.0f;
   }
 
-  // Applies the decay to a query's scores of the keys [first, last) after `low`.
+  // Applies the decay to a query's scores for the keys low + [first, last).
   void apply_decay(int64_t h, int64_t query, int64_t low, int64_t first, int64_t last, float* row) {
     const Graph& graph = p_.graph;
     const int64_t from = first / LANES * LANES, count = round_up(last, LANES) - from;
@@ -150,7 +151,7 @@ class QueryBlocks {
   Buffer<float> scores_, sums_, inverse_, entries_;
   Buffer<int32_t> distances_;
   Nodes nodes_;
-  int64_t base_ = 0, span_ = 0;  // the packed keys
+  int64_t base_ = 0, span_ = 0;  // first packed key, number of packed keys
 };
 
 template <typename T, Decay decay>
@@ -161,7 +162,7 @@ void forward(const Forward<T>& pass) {
   parallel_units(heads * chunks, [&](Units& units) {
     QueryBlocks<T, decay> blocks(pass);
     for (int64_t unit; units.draw(unit);) {
-      const int64_t chunk = chunks - 1 - unit / heads;  // late queries see more keys: the longest units come first
+      const int64_t chunk = chunks - 1 - unit / heads;  // longest first: causal masks give late queries more keys
       const int64_t b = unit % heads / s.K, kv = unit % s.K;
       const int64_t first_task = chunk * tasks / chunks, last_task = (chunk + 1) * tasks / chunks;
       const int64_t top = first_task / group * QUERIES, bottom = std::min(s.T, divide_up(last_task, group) * QUERIES);
@@ -174,9 +175,9 @@ void forward(const Forward<T>& pass) {
 
 }  // namespace
 
-// Computes `out`, contiguous (B, T, H, d), and the logarithms of the softmax's sums, `lse` (B, H, T). `ranges` is
-// (B, T, 2). With a decay, `nodes` is (B, T, 2) and `table` (H, entries); else they are null. Returns ATTENTION_OK or
-// the number of the error.
+// Computes `out`, contiguous (B, T, H, d), and the log-sum-exp of the scores, `lse` (B, H, T). `ranges` is (B, T, 2).
+// With decay, `nodes` is (B, T, 2) and `table` is (H, entries); otherwise they are null. Returns ATTENTION_OK or an
+// error number.
 SANSGPU_KERNEL int64_t attention_forward(int64_t narrow, const AttentionSizes* sizes, void* q, const int64_t* q_strides,
                                          void* k, const int64_t* k_strides, void* v, const int64_t* v_strides,
                                          const int32_t* ranges, double dropout, const int64_t* seed,

@@ -1,6 +1,7 @@
-// The block formats of GGUF, which store consecutive values of a row in few bits (ggml-common.h of llama.cpp).
+// The block formats of GGUF, which store consecutive values of a row in few bits (see llama.cpp's ggml-common.h).
 //
-// All are read in groups of 32 values. Each value is rounded at most once, so it equals the value in other programs.
+// All are read in groups of 32 values. Each value is rounded at most once, so dequantized values equal those of
+// llama.cpp.
 #pragma once
 
 #include "tiles.h"
@@ -29,7 +30,7 @@ inline float load_half(const uint8_t* from) {
 #endif
 }
 
-// 16 codes of one byte each, in a register.
+// 16 codes of one byte each, in a vector register.
 typedef uint8_t Codes __attribute__((vector_size(16)));
 
 inline Codes load_codes(const uint8_t* from) {
@@ -62,7 +63,7 @@ inline void scale_codes(Codes codes, float scale, float offset, float* to) {
 #endif
 }
 
-// Computes scale * code + offset for 4-bit codes.
+// Dequantizes 4-bit codes to scale * code + offset.
 class NibbleValues {
  public:
 #ifdef __AVX512F__
@@ -71,10 +72,10 @@ class NibbleValues {
     each_ = _mm512_fmadd_ps(codes, _mm512_set1_ps(scale), _mm512_set1_ps(offset));
   }
 
-  // Stores the values of the 4-bit codes that start at bit `shift` of 16 bytes.
+  // Stores the values of 16 codes, those that start at bit `shift` of each byte.
   void store(Codes bytes, int shift, float* to) const {
     const __m512i codes = _mm512_srli_epi32(_mm512_cvtepu8_epi32((__m128i)bytes), static_cast<unsigned>(shift));
-    _mm512_storeu_ps(to, _mm512_permutexvar_ps(codes, each_));  // reads the lowest 4 bits
+    _mm512_storeu_ps(to, _mm512_permutexvar_ps(codes, each_));  // uses only the lowest 4 bits of each index
   }
 
  private:
@@ -122,13 +123,14 @@ struct Q8_0 {
   }
 };
 
-// Two fp16 factors, of the scales and of the offsets; 8 scales and 8 offsets of 6 bits in 12 bytes; codes.
+// A block has two fp16 factors (for the scales and the offsets), then 8 scales and 8 offsets of 6 bits in 12 bytes,
+// then the 4-bit codes.
 struct Q4_K {
   static constexpr int64_t VALUES = Q4_K_VALUES, BYTES = Q4_K_BYTES;
 
   static void decode(const uint8_t* block, int64_t group, float* to) {
     const uint8_t *packed = block + 4, *pairs = block + 16 + group / 2 * GROUP;
-    const bool last = group >= 4;  // their upper bits are in bytes of the first groups
+    const bool last = group >= 4;  // their upper bits are in the bytes of the first four groups
     const int first = last ? (packed[group + 4] & 15) | packed[group - 4] >> 6 << 4 : packed[group] & 63;
     const int second = last ? packed[group + 4] >> 4 | packed[group] >> 6 << 4 : packed[group + 4] & 63;
     const NibbleValues values(load_half(block) * static_cast<float>(first),
@@ -139,7 +141,8 @@ struct Q4_K {
   }
 };
 
-// The lower 4 bits of the codes, their upper 2 bits, 16 scales of 16 values each, and the fp16 factor of the scales.
+// A block has the lower 4 bits of the codes, then their upper 2 bits, then 16 scales for 16 values each, then the fp16
+// factor of the scales.
 struct Q6_K {
   static constexpr int64_t VALUES = Q6_K_VALUES, BYTES = Q6_K_BYTES;
 
@@ -162,7 +165,7 @@ static_assert(Q4_0::BYTES == 2 + GROUP / 2 && Q4_1::BYTES == 4 + GROUP / 2 && Q8
 static_assert(Q4_K::VALUES == 8 * GROUP && Q4_K::BYTES == 16 + Q4_K::VALUES / 2);
 static_assert(Q6_K::VALUES == 8 * GROUP && Q6_K::BYTES == 3 * Q6_K::VALUES / 4 + 16 + 2);
 
-// Calls run(format) with the format of that number.
+// Calls run(format) with the format that has this number.
 template <typename Run>
 auto with_format(int64_t number, const Run& run) {
   switch (number) {

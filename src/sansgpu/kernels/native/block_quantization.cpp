@@ -1,7 +1,8 @@
-// Rounds weights to the formats Q4_K and Q6_K of block_formats.h, for kernels/block_quantization.py.
+// Quantizes weights to the formats Q4_K and Q6_K of block_formats.h, for kernels/block_quantization.py.
 //
-// As in llama.cpp, several scales are tried for each group of values and improved by least squares. Unlike there, all
-// values have the same weight, and the integers that store scales are chosen by the error of the rounded values, too.
+// As in llama.cpp, several scales are tried for each group of values and improved by least squares. Unlike in
+// llama.cpp, all values have the same importance, and the integers that encode the scales also minimize the error of
+// the quantized values.
 
 #include "block_formats.h"
 #include "parallel.h"
@@ -9,10 +10,11 @@
 namespace sansgpu {
 namespace {
 
-constexpr int64_t TRIES = 21;    // scales that are tried for a group
-constexpr float TRY_STEP = 0.1f;  // between the numbers of codes that they give to the range of its values
+constexpr int64_t TRIES = 21;    // number of scales to try for each group
+constexpr float TRY_STEP = 0.1f;  // change of the number of codes, by which the range is divided, between tries
 
-// The nearest fp16 of a number >= 0, as bits; the smallest one above 0 rather than 0, which would lose all values.
+// Rounds a number >= 0 to fp16 and returns its bits. Returns the smallest positive fp16 instead of 0, because a factor
+// of 0 would lose all values.
 uint16_t round_half(float x) {
   if (x < 0x1p-14f) return static_cast<uint16_t>(x > 0 ? std::max(x * 0x1p24f + 0.5f, 1.0f) : 0.0f);
   uint32_t bits;
@@ -20,14 +22,14 @@ uint16_t round_half(float x) {
   return static_cast<uint16_t>(std::min<uint32_t>((bits + 0x1000) >> 13, 0x23BFF) - (112u << 10));  // at most 65504
 }
 
-// Stores an fp16 factor for `most` times the largest scale; returns its value.
+// Stores largest / most as an fp16 factor, and returns the rounded factor.
 float store_factor(float largest, float most, uint8_t* to) {
   const uint16_t half = round_half(largest / most);
   std::memcpy(to, &half, 2);
   return load_half(to);
 }
 
-// The values scale * code + offset of codes from LOWEST to HIGHEST, and the square error of rounding a group to them.
+// Quantization of a group to scale * code + offset with codes from LOWEST to HIGHEST, and its squared error.
 template <int64_t COUNT, int LOWEST, int HIGHEST>
 struct Line {
   float scale, offset, error = 0;
@@ -45,7 +47,8 @@ struct Line {
     error = sum;
   }
 
-  // Rounds, and returns the line of least squares for the codes, with an offset of at most 0 if the format has offsets.
+  // Quantizes, and returns the least-squares scale and offset for the resulting codes. The offset is at most 0, and is
+  // 0 if the format has none.
   Line improved(const float* x, bool has_offset) {
     float codes[COUNT], sum = 0, squares = 0, products = 0, total = 0;
     round(x, codes);
@@ -71,7 +74,7 @@ struct Line {
 using Line4 = Line<GROUP, 0, 15>;
 using Line6 = Line<GROUP / 2, -32, 31>;
 
-// Returns the best of lines that start with those in which `extent` is close to `codes` steps of the scale.
+// Returns the best of several lines, which are improved from starting points whose scale is close to extent / codes.
 template <typename L>
 L fit(const float* x, float extent, float codes, float offset, bool has_offset) {
   L best{0, offset};
@@ -87,7 +90,7 @@ L fit(const float* x, float extent, float codes, float offset, bool has_offset) 
   return best;
 }
 
-// Returns the best line whose scale and offset are small integers times the factors, and these integers.
+// Returns the best line whose scale and offset are small integer multiples of the factors, and these integers.
 template <typename L>
 L fit_integers(const float* x, const L& line, float factor, int most, float offset_factor, int* scale, int* offset) {
   L best{0, 0, std::numeric_limits<float>::infinity()};
@@ -177,7 +180,7 @@ void quantize_each(Format format, int64_t blocks, const float* values, uint8_t* 
 
 }  // namespace
 
-// Rounds blocks of 256 values to q4_k or q6_k.
+// Quantizes blocks of 256 values to q4_k or q6_k.
 SANSGPU_KERNEL void quantize_q4_k(int64_t blocks, const float* values, uint8_t* to) {
   quantize_each(Q4_K(), blocks, values, to);
 }

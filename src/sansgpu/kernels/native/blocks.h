@@ -1,4 +1,4 @@
-// Divides element-wise work on arrays among the threads.
+// Divides element-wise work on arrays among threads.
 #pragma once
 
 #include "parallel.h"
@@ -8,14 +8,15 @@ namespace sansgpu {
 
 constexpr int64_t GRAIN = Dropout::BLOCK;  // values per block
 
-// A block of one of several arrays: number `unit` of all blocks, number `index` in its array, with values from `start`.
+// A block of one of several arrays. `unit` is its number among all blocks, `index` its number in its array, and `start`
+// its first value.
 struct Block {
   int64_t unit, array, index, start, count;
 };
 
-// Divides arrays of the given sizes into blocks of a fixed size, because scalar remainders of vectorized loops round
-// differently and results must not depend on the number of threads. All arrays are divided together, so that many
-// small ones keep all threads busy.
+// Divides arrays of the given sizes into blocks of a fixed size: scalar remainders of vectorized loops round
+// differently, and results must not depend on the number of threads. All arrays are divided together, so that many
+// small arrays keep all threads busy.
 class Blocks {
  public:
   template <typename Size>
@@ -28,7 +29,7 @@ class Blocks {
 
   int64_t end(int64_t array) const { return array < 0 ? 0 : ends_[array]; }
 
-  // Calls work(block) for each block, on all threads.
+  // Calls work(block) for each block of all arrays, on all threads.
   template <typename F>
   void each(const F& work) const {
     parallel_each(end(arrays_ - 1), [&](int64_t unit) {
@@ -50,7 +51,7 @@ void for_each_block(int64_t size, const F& work) {
   Blocks(1, [=](int64_t) { return size; }).each(work);
 }
 
-// The sum of squares of `count` values.
+// Returns the sum of squares of `count` values.
 template <typename T>
 double squares(const T* x, int64_t count) {
   return sum_of(count, [&](int64_t i) { return load(x + i) * load(x + i); });

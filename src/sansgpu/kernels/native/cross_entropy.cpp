@@ -1,8 +1,9 @@
-// The output head with the loss; kernels/cross_entropy.py has the reference.
+// The output head fused with the cross-entropy loss; kernels/cross_entropy.py has the reference.
 //
-// N tokens, D width, V vocabulary. Only exp(logit - shift) is stored, with a shift for each token that is known before
-// the matmul, so that neither its maximum nor its sum takes another pass over memory. The target's place is 0, because
-// a small loss and its gradient would be lost in the rounding of an exponential near the sum of all.
+// N tokens, D width, V vocabulary. Only exp(logit - shift) is stored. The shift of each token is known before the
+// matmul, so that neither the maximum nor the sum of its logits takes another pass over memory. The target's
+// exponential is stored as 0 and handled separately: if it is close to the sum of all exponentials, the loss and its
+// gradient are small differences that would be lost in rounding.
 
 #include <atomic>
 #ifdef __AVX__
@@ -14,28 +15,28 @@
 namespace sansgpu {
 namespace {
 
-constexpr int64_t TOKENS = 64;  // a thread computes the losses of this many tokens at a time
+constexpr int64_t TOKENS = 64;  // tokens whose losses a thread computes at a time
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
-// Added to the target's logit, this is the shift. Exponentials overflow only if another logit is larger by far more, and
-// then all are computed again; those of logits that are smaller by far more become 0.
+// The shift is the target's logit plus this. If any logit exceeds its token's shift, all exponentials are recomputed
+// with larger shifts. Exponentials of logits far below the shift become 0.
 constexpr float MARGIN = 32.0f;
 
 struct Options {
-  float smoothing, z_loss, softcap;  // softcap 0 disables it
+  float smoothing, z_loss, softcap;  // softcap 0: no capping
 
-  // softcap * tanh(x / softcap), with tanh written in terms of exp so that the loop vectorizes.
+  // Returns softcap * tanh(x / softcap). Expresses tanh by exp, so that the loop is vectorized.
   float capped(float x) const {
     if (softcap == 0.0f) return x;
     const float e = exp2_nonpositive(-2.0f * LOG2E / softcap * std::fabs(x));
     return std::copysign(softcap * (1.0f - e) / (1.0f + e), x);
   }
 
-  // The derivative of `capped` where its value is y.
+  // Returns the derivative of `capped` at the point where its value is y.
   float slope(float y) const { return softcap == 0.0f ? 1.0f : 1.0f - (y / softcap) * (y / softcap); }
 };
 
-// The operands of the head's matmuls. The weight (V, D) is an Operand or QuantizedRows.
+// The operands of the output head's matmuls. The weight (V, D) is an Operand or QuantizedRows.
 template <typename T, typename Weight>
 struct Head {
   int64_t N, D, V;
@@ -44,7 +45,7 @@ struct Head {
   const int64_t* targets;  // (N,), in [0, V)
 };
 
-// Returns `count` values of a row of a weight, from `start` on. Those of quantized rows are widened into `scratch`.
+// Returns `count` values of a row of the weight, from `start` on. Dequantizes quantized rows into `scratch`.
 template <typename T>
 const T* values_of(const Operand<T>& weight, int64_t row, int64_t start, int64_t, T*) {
   return weight.at + row * weight.ld + start;
@@ -56,12 +57,12 @@ const T* values_of(const QuantizedRows<T>& weight, int64_t row, int64_t start, i
   return scratch;
 }
 
-// What is known of each token; all are (N,).
+// Values for each token; all are (N,).
 struct Tokens {
-  float* logits;           // the logit of the target
-  float* shifts;           // a token's logits are reduced by its shift before the exponential function
-  float* larger;           // the largest logit above the shift, or NONE
-  int64_t* above;          // logits above the target's, or equal and before it; may be null
+  float* logits;           // the target's logit
+  float* shifts;           // subtracted from the token's logits before the exponential function
+  float* larger;           // the largest logit, if it exceeds the shift, otherwise NONE
+  int64_t* above;          // rank of the target: number of larger logits, and of equal ones before it; may be null
 };
 
 // Calls work(first, end) for parts of N tokens, on all threads.
@@ -70,8 +71,8 @@ void each_tokens(int64_t N, const F& work) {
   parallel_each(divide_up(N, TOKENS), [&](int64_t unit) { work(unit * TOKENS, std::min(N, (unit + 1) * TOKENS)); });
 }
 
-// Stores COLUMNS values at an aligned address, past the caches that they would only displace. The barrier at the end of
-// a parallel region shows them to other threads.
+// Stores COLUMNS values at an aligned address with non-temporal stores, which bypass the caches. The barrier at the end
+// of a parallel region makes them visible to other threads.
 template <typename T>
 inline void stream(T* to, const float* from) {
   static_assert(COLUMNS * sizeof(T) % 64 == 0, "a row has whole vectors");
@@ -88,7 +89,8 @@ inline void stream(T* to, const float* from) {
 #endif
 }
 
-// Finishes rows of logits: stores their exponentials, times the slope of the cap, and the sums of each tile's rows.
+// Finishes rows of logits: stores their exponentials, multiplied by the derivative of the softcap, and the row sums of
+// each tile.
 template <typename T>
 struct Exponentials {
   int64_t N, V;
@@ -96,7 +98,7 @@ struct Exponentials {
   Tokens tokens;
   Options options;
   T* to;        // (N, V); may be null
-  float* sums;  // (tiles, N), without the target
+  float* sums;  // (tiles, N), without the targets
 
   void operator()(int64_t token, int64_t column, int64_t count, const float* logits) const {
     alignas(64) float copy[COLUMNS], e[COLUMNS];
@@ -139,7 +141,7 @@ struct Exponentials {
   }
 };
 
-// Finishes rows of the gradient of `hidden`.
+// Finishes rows of the gradient of `hidden`: scales them and adds the target's part.
 template <typename T, typename Weight>
 struct HiddenGradient {
   Head<T, Weight> head;
@@ -156,12 +158,12 @@ struct HiddenGradient {
 };
 
 struct Results {
-  float* losses;     // (N,), without the term of label smoothing that all tokens share
-  float* shares;     // (N,): the gradients of the logits are the exponentials times this, and
-  float* at_target;  // (N,): this is the target's
+  float* losses;     // (N,), without the label smoothing term that is equal for all tokens
+  float* shares;     // (N,): factor from exponentials to gradients of the logits
+  float* at_target;  // (N,): gradient of the target's logit
 };
 
-// Calls use(i, logit) for the logits of the tokens of the vocabulary at `places` (N, K), of which each token has K.
+// Calls use(i, logit) for the logits of the vocabulary entries `places` (N, K), K for each token.
 template <typename T, typename Weight, typename Use>
 void each_logit(int64_t N, int64_t D, int64_t K, const T* hidden, const Weight& weight, const int64_t* places,
                 const Options& options, const Use& use) {
@@ -174,7 +176,7 @@ void each_logit(int64_t N, int64_t D, int64_t K, const T* hidden, const Weight& 
   });
 }
 
-// Computes the logits of the targets and, from them, the shifts.
+// Computes the targets' logits and the shifts.
 template <typename T, typename Weight>
 void compute_shifts(const Head<T, Weight>& head, const Options& options, const Tokens& tokens) {
   each_logit(head.N, head.D, 1, head.hidden, head.weight, head.targets, options, [&](int64_t i, float logit) {
@@ -184,7 +186,7 @@ void compute_shifts(const Head<T, Weight>& head, const Options& options, const T
   });
 }
 
-// Raises shifts that were too small; returns false if none was.
+// Raises the shifts that were too small. Returns false if none was.
 bool raise_shifts(int64_t N, const Tokens& tokens) {
   bool raised = false;
   for (int64_t i = 0; i < N; ++i) {
@@ -239,8 +241,8 @@ void compute_hidden_gradient(const Head<T, Weight>& head, const T* exponentials,
   Multiplication<T, Finish, Weight>(product, Finish{head, shares, at_target, to}).run();
 }
 
-// Calls compute(weight, to): the weight (., D), which may be NOT_QUANTIZED, and `to` as a pointer to
-// values of the dtype of all tensors, which is bf16 if `narrow`, or else fp32.
+// Calls compute(weight, to) with typed arguments: the weight (., D) in a block format or NOT_QUANTIZED, and `to` as a
+// pointer to bf16 values if `narrow`, otherwise to fp32 values, the dtype of all other tensors.
 template <typename F>
 void with_weight(int64_t narrow, int64_t format, const void* weight, int64_t D, void* to, const F& compute) {
   const auto call_with = [&]<typename T>(T* typed) {
@@ -251,7 +253,8 @@ void with_weight(int64_t narrow, int64_t format, const void* weight, int64_t D, 
 
 }  // namespace
 
-// `exponentials` (N, V) and `above` (N,), which must be 0 before, may be null; see Tokens and Results.
+// Computes the losses. `exponentials` (N, V) and `above` (N,), which must be zeroed by the caller, may be null. See
+// Tokens and Results for the other outputs.
 SANSGPU_KERNEL void cross_entropy_losses(int64_t narrow, int64_t format, int64_t N, int64_t D, int64_t V,
                                          const void* hidden, const void* weight, const int64_t* targets,
                                          double smoothing, double z_loss, double softcap, void* exponentials,
@@ -263,7 +266,7 @@ SANSGPU_KERNEL void cross_entropy_losses(int64_t narrow, int64_t format, int64_t
   });
 }
 
-// Stores the logits of the tokens of the vocabulary at `places` (N, K), all in [0, V), in `logits` (N, K).
+// Stores the logits of the vocabulary entries `places` (N, K), all in [0, V), in `logits` (N, K).
 SANSGPU_KERNEL void head_logits_at(int64_t narrow, int64_t format, int64_t N, int64_t D, int64_t K, const void* hidden,
                                    const void* weight, const int64_t* places, double softcap, float* logits) {
   const Options options{0.0f, 0.0f, static_cast<float>(softcap)};
@@ -273,7 +276,7 @@ SANSGPU_KERNEL void head_logits_at(int64_t narrow, int64_t format, int64_t N, in
   });
 }
 
-// Stores the gradient of `hidden` in `to` (N, D).
+// Computes the gradient of `hidden` and stores it in `to` (N, D).
 SANSGPU_KERNEL void cross_entropy_hidden(int64_t narrow, int64_t format, int64_t N, int64_t D, int64_t V,
                                          const void* exponentials, const void* weight, const int64_t* targets,
                                          const float* shares, const float* at_target, void* to) {

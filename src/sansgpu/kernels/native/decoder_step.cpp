@@ -1,9 +1,10 @@
-// One new token of each of several sequences through all layers of a decoder; kernels/decoder_step.py has the layout.
+// One decoding step: computes a new token of each of several sequences through all layers of a decoder.
+// kernels/decoder_step.py describes the layout.
 //
-// B sequences, D width, H query heads, K key-value heads, d head dim, F inner width, V vocabulary, S tokens of a cache.
-// Plain weights are packed once, because packing them for the few rows of a step takes as long as a third of its
-// products. Quantized ones are widened in each step, so that memory holds them once.
-// Each value is computed in the same order for any number of rows and threads.
+// B sequences, D width, H query heads, K key-value heads, d head dim, F feed-forward width, V vocabulary, S tokens per
+// KV cache. Plain weights are packed once, because packing them in every step would take a third of the time of its
+// matmuls. Quantized weights are dequantized in every step, so that memory holds them only once. Each value is computed
+// in the same order for any number of rows and threads.
 
 #include "attention.h"
 #include "norm.h"
@@ -16,9 +17,9 @@ namespace sansgpu {
 namespace {
 
 constexpr int64_t TILE = STEP_TILE;
-constexpr int64_t WIDENED = 512;    // terms of a tile of a quantized weight that are widened at once
-constexpr int64_t LEAST_ROWS = 32;  // of a product of a tile, if there are too few tiles for all threads
-constexpr int64_t TOGETHER = std::extent_v<decltype(StepLayer::qkv)>;  // weights that are multiplied in one region
+constexpr int64_t WIDENED = 512;    // terms of a quantized tile that are dequantized at once
+constexpr int64_t LEAST_ROWS = 32;  // rows are split only above this number, if there are too few tiles
+constexpr int64_t TOGETHER = std::extent_v<decltype(StepLayer::qkv)>;  // maximum weights in one parallel region
 static_assert(TILE % PANEL<float> == 0 && TILE % PANEL<bf16> == 0, "the panels of a tile are whole");
 static_assert(WIDENED % GROUP == 0, "quantized values are widened in groups");
 static_assert(std::extent_v<decltype(StepLayer::gate_up)> <= TOGETHER, "no call multiplies more weights");
@@ -55,7 +56,7 @@ class Step {
   }
 
  private:
-  // Adds the branch to the residual stream, and normalizes the sum.
+  // Adds the branch to the residual stream if `add`, and normalizes the sum.
   void add_and_normalize(const float* weight, bool add) {
     parallel_units(s_.B, [&](Units& units) {
       Buffer<float> normed(s_.D);
@@ -70,14 +71,14 @@ class Step {
     });
   }
 
-  // What a thread needs to compute a tile: room for two parts of its sums, and for widened weights.
+  // Scratch memory of a thread for a tile: two buffers for sums, and one for dequantized weights.
   struct Space {
     Buffer<float> sums;
     Buffer<T> widened;
     explicit Space(int64_t rows) : sums(2 * rows * TILE), widened(WIDENED * TILE) {}
   };
 
-  // Calls work(tile, first row, rows, space) for parts of all rows and each of `tiles`.
+  // Calls work(tile, first row, rows, space) for each of `tiles` tiles and each part of the rows.
   template <typename F>
   void each_part(int64_t tiles, const F& work) {
     int64_t rows = s_.B;
@@ -92,7 +93,7 @@ class Step {
     });
   }
 
-  // The products of all rows with the first matrices of adapters, side by side.
+  // The products of all rows with the adapters' matrices A, side by side.
   struct LowRank {
     int64_t ld = 0;
     Buffer<T> values;
@@ -114,7 +115,8 @@ class Step {
     return low;
   }
 
-  // to (B, the outputs of all weights) = a (B, terms) times `count` weights, which become columns side by side.
+  // Multiplies a (B, terms) with `count` weights. Stores their outputs side by side in `to` (B, outputs of all
+  // weights).
   void multiply(const T* a, int64_t terms, const StepWeight* weights, int64_t count, T* to) {
     const LowRank low = LowRank::total(weights, count) > 0 ? low_rank(a, terms, weights, count) : LowRank(0, weights, 0);
     int64_t ld = 0, tiles = 0;
@@ -135,7 +137,7 @@ class Step {
     });
   }
 
-  // sums (rows, TILE) = a (rows, terms) times a tile of a weight, with its bias and its adapter.
+  // Computes sums (rows, TILE) = a (rows, terms) times a tile of a weight, plus the bias and the adapter's product.
   static void multiply_tile(const StepWeight& weight, int64_t tile, int64_t rows, const T* a, int64_t terms,
                             const T* low, int64_t ld_low, float* sums, T* widened) {
     const int64_t outputs = std::min(TILE, weight.N - tile * TILE);
@@ -163,7 +165,7 @@ class Step {
     }
   }
 
-  // Computes silu(gate) * up, from values that are rounded as those of a linear layer.
+  // Computes silu(gate) * up. Rounds gate and up as the output of a linear layer first.
   void activate(const StepWeight* gate_up) {
     const LowRank low = low_rank(normed_, s_.D, gate_up, 2);
     each_part(divide_up(s_.F, TILE), [&](int64_t tile, int64_t first, int64_t rows, Space& space) {
@@ -187,7 +189,7 @@ class Step {
     });
   }
 
-  // Stores the new keys and values, and computes the attention of each sequence to its own.
+  // Stores the new keys and values, and computes attention over the cache of each sequence.
   void attend(const StepLayer& layer) {
     const int64_t group = s_.H / s_.K, d = s_.d;
     const float scale = 1.0f / std::sqrt(static_cast<float>(d));
@@ -262,8 +264,8 @@ void store_tokens(int64_t count, int64_t K, int64_t S, int64_t d, const int64_t*
 
 }  // namespace
 
-// Stores `count` tokens of one layer, those of each sequence in order: keys and values (count, K, d) in the caches
-// (slots, K) of S tokens.
+// Stores the keys and values (count, K, d) of `count` tokens of one layer in the caches (slots, K), which hold S
+// tokens. Tokens of the same sequence must be in order.
 SANSGPU_KERNEL void store_tokens(int64_t narrow, int64_t count, int64_t K, int64_t S, int64_t d, const int64_t* slots,
                                  const int64_t* positions, const void* keys, const void* values, void* to_keys,
                                  void* to_values) {
@@ -274,14 +276,15 @@ SANSGPU_KERNEL void store_tokens(int64_t narrow, int64_t count, int64_t K, int64
   narrow ? run(bf16()) : run(float());
 }
 
-// Packs a weight (N, terms) in tiles of TILE outputs.
+// Packs a weight (N, terms) into tiles of TILE outputs.
 SANSGPU_KERNEL void pack_step_weight(int64_t narrow, const void* weight, int64_t N, int64_t terms, void* to) {
   narrow ? pack_tiles(static_cast<const bf16*>(weight), N, terms, static_cast<bf16*>(to))
          : pack_tiles(static_cast<const float*>(weight), N, terms, static_cast<float*>(to));
 }
 
-// Computes logits (B, V), in bf16 if `narrow`, as are packed weights and the caches. x (B, D) is the embeddings and is
-// overwritten; cos and sin are (B, d), and `positions` (B,) those of the new tokens in the caches.
+// Computes logits (B, V). Logits, packed weights and caches are bf16 if `narrow`, otherwise fp32. x (B, D) has the
+// embeddings and is overwritten; cos and sin are (B, d); `positions` (B,) are the positions of the new tokens in their
+// caches.
 SANSGPU_KERNEL void decoder_step(int64_t narrow, const StepSizes* sizes, double eps, const StepLayer* layers,
                                  const float* last_norm, const StepWeight* head, float* x, const float* cos,
                                  const float* sin, const int64_t* positions, void* logits) {

@@ -1,4 +1,4 @@
-// Sums of rows by index, for the gradients of embeddings; kernels/embedding.py has the reference.
+// Scatter-add of rows, for the gradients of embeddings; kernels/embedding.py has the reference.
 
 #include "parallel.h"
 
@@ -7,7 +7,7 @@ namespace {
 
 constexpr int64_t WIDTH_OF_UNIT = 64;  // columns per unit of work
 
-// Adds the rows whose indices lie in [first, end), in their order, to columns of `total`.
+// Adds the rows whose indices are in [first, end), in their order, to some columns of `total`.
 template <typename T>
 void add_rows(int64_t N, int64_t D, const int64_t* indices, const T* rows, const float* factors, float* total,
               int64_t first, int64_t end, int64_t column) {
@@ -23,8 +23,9 @@ void add_rows(int64_t N, int64_t D, const int64_t* indices, const T* rows, const
 
 }  // namespace
 
-// total[indices[i]] += factors[i] * rows[i] for all i: total (V, D), rows (N, D); factors (N,), or null for ones. Every
-// unit reads all indices and adds the rows of some, so that the order of sums does not depend on the number of units.
+// Computes total[indices[i]] += factors[i] * rows[i] for all i: total (V, D), rows (N, D), factors (N,) or null for 1.
+// Every unit reads all indices but adds only some of the rows, so that the order of sums does not depend on the number
+// of units.
 SANSGPU_KERNEL void add_rows(int64_t narrow, int64_t N, int64_t D, int64_t V, const int64_t* indices, const void* rows,
                              const float* factors, float* total) {
   const int64_t across = divide_up(D, WIDTH_OF_UNIT);

@@ -1,4 +1,5 @@
-// The kernels of kernels/feed_forward.py: matmuls, an activation, and matmuls of its results, each by all threads.
+// The kernels of kernels/feed_forward.py: matmuls, an activation of their results, and matmuls of the activation, each
+// on all threads.
 
 #include "../native.h"
 

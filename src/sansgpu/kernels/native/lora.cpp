@@ -5,10 +5,10 @@
 namespace sansgpu {
 namespace {
 
-// Adds a row of H (., R) times a panel of a table (R, COLUMNS) to a whole tile's part of a row of C.
+// Adds a row of H (., R) times a panel (R, COLUMNS) of a matrix to a row of a full tile of C.
 template <typename T>
 void add_low_rank(const T* h, int64_t R, const float* panel, float* sums) {
-  float own[COLUMNS];  // stay in registers
+  float own[COLUMNS];  // kept in registers
   std::memcpy(own, sums, sizeof(own));
   for (int64_t k = 0; k < R; ++k, panel += COLUMNS) {
     const float factor = load(h + k);
@@ -17,7 +17,7 @@ void add_low_rank(const T* h, int64_t R, const float* panel, float* sums) {
   std::memcpy(sums, own, sizeof(own));
 }
 
-// Stores rows of C after adding the bias and the low-rank product H (M, R) times a table (R, N).
+// Stores rows of C after adding the bias and the low-rank product of H (M, R) and a matrix (R, N).
 template <typename T>
 struct StoreWithAdapter {
   T* to;
@@ -44,7 +44,7 @@ struct StoreWithAdapter {
   }
 };
 
-// Stores rows of C times a factor.
+// Stores rows of C, multiplied by a factor.
 template <typename T>
 struct StoreScaled {
   T* to;
@@ -57,13 +57,13 @@ struct StoreScaled {
   }
 };
 
-// Stores A (M, K) B (K, N) times a factor in C.
+// Computes C = factor * A (M, K) B (K, N).
 template <typename T>
 void multiply(int64_t M, int64_t N, int64_t K, Operand<T> a, Operand<T> b, T* c, float factor = 1.0f) {
   Multiplication<T, StoreScaled<T>>({M, N, K, a, b}, {c, N, factor}).run();
 }
 
-// Widens a table (R, N) to fp32 and packs it in panels of COLUMNS columns.
+// Converts a matrix (R, N) to fp32 and packs it into panels of COLUMNS columns.
 template <typename T>
 void pack_table(const Operand<T>& table, int64_t R, int64_t N, float* to) {
   constexpr int64_t PANELS = 8;  // per unit of work
@@ -74,7 +74,7 @@ void pack_table(const Operand<T>& table, int64_t R, int64_t N, float* to) {
   });
 }
 
-// Stores A (M, K) B (K, N) + H (M, R) D (R, N) + bias (N,) in C; A, H and C are rows in memory.
+// Computes C = A (M, K) B (K, N) + H (M, R) D (R, N) + bias (N,), where A, H and C are row-major.
 template <typename T, typename Right>
 void multiply_with_adapter(int64_t M, int64_t N, int64_t K, int64_t R, const T* a, const Right& b, const T* h,
                            Operand<T> d, const float* bias, T* c) {
@@ -83,7 +83,8 @@ void multiply_with_adapter(int64_t M, int64_t N, int64_t K, int64_t R, const T* 
   multiply_rows(M, N, K, a, b, StoreWithAdapter<T>{c, N, bias, h, R, table});
 }
 
-// N rows, I inputs, O outputs, R rank; the weight W (O, I), which may be quantized, `first` A (R, I), `second` B (O, R).
+// N rows, I inputs, O outputs, R rank. W (O, I) is the weight, which may be quantized; `first` is LoRA's A (R, I), and
+// `second` is LoRA's B (O, R).
 template <typename T, typename Weight>
 struct Layer {
   int64_t N, I, O, R;
@@ -91,13 +92,14 @@ struct Layer {
   const T *first, *second;
   float scale;
 
-  // h = scale source A^T (N, R), y = x W^T + bias + h B^T (N, O)
+  // Computes h = scale source A^T (N, R) and y = x W^T + bias + h B^T (N, O). `source` is x after the adapter's
+  // dropout.
   void forward(const T* x, const T* source, const float* bias, T* h, T* y) const {
     multiply<T>(N, R, I, {source, I, false}, {first, I, true}, h, scale);
     multiply_with_adapter<T>(N, O, I, R, x, weight.turned(), h, {second, R, true}, bias, y);
   }
 
-  // Gradients that are null are not computed. If `source_grad` is null, `x_grad` is the gradient of x and the source.
+  // Gradients that are null are not computed. If `source_grad` is null, `x_grad` includes the gradient of the source.
   void backward(const T* grad, const T* source, const T* h, T* x_grad, T* source_grad, T* first_grad,
                 T* second_grad) const {
     Buffer<T> h_grad(N * R);
@@ -113,7 +115,7 @@ struct Layer {
   }
 };
 
-// Calls run(layer) for a layer in bf16 if `narrow`, or else in fp32. The weight may be NOT_QUANTIZED.
+// Calls run(layer) with a layer in bf16 if `narrow`, otherwise in fp32. The weight may be NOT_QUANTIZED.
 template <typename Run>
 void with_layer(int64_t narrow, int64_t format, const LoraSizes& s, const void* weight, const void* first,
                 const void* second, double scale, const Run& run) {
@@ -128,7 +130,7 @@ void with_layer(int64_t narrow, int64_t format, const LoraSizes& s, const void* 
 
 }  // namespace
 
-// All but the bias and a quantized weight have one dtype. See Layer.
+// All tensors have the same dtype, except the bias (fp32) and a quantized weight. See Layer.
 SANSGPU_KERNEL void lora_forward(int64_t narrow, int64_t format, const LoraSizes* sizes, const void* weight,
                                  const void* first, const void* second, double scale, const void* x,
                                  const void* source, const float* bias, void* h, void* y) {

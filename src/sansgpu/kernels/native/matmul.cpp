@@ -10,7 +10,7 @@ Operand<T> operand(const void* at, int64_t ld, int64_t transposed) {
   return {static_cast<const T*>(at), ld, transposed != 0};
 }
 
-// Computes matmuls in order; those that do not add to the same `total` at the same time.
+// Computes matmuls in parallel, but those that add to the same `total` one after another.
 template <typename T>
 void multiply(const Matmul* each, const Matmul* end) {
   while (each < end) {
@@ -29,8 +29,8 @@ void multiply(const Matmul* each, const Matmul* end) {
 
 }  // namespace
 
-// Computes matmuls of one dtype, of which none may read what another one stores. Those that have the same `total` are
-// computed one after another.
+// Computes independent matmuls of the same dtype: none may read what another one stores. Matmuls with the same `total`
+// are computed one after another.
 SANSGPU_KERNEL void matmuls(int64_t narrow, const Matmul* list, int64_t count) {
   narrow ? multiply<bf16>(list, list + count) : multiply<float>(list, list + count);
 }

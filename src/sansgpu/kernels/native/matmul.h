@@ -1,8 +1,9 @@
-// Multi-threaded matmuls of matrices of any size, composed of matmuls of tiles that stay in cache (product.h).
+// Multi-threaded matmuls of matrices of any size, composed of matmuls of tiles that fit in cache (product.h).
 //
-// B is packed into panels first, and so is A if its rows are not contiguous. Then threads draw tiles of C; a tile waits
-// until its operands are packed. B may be of any type that `pack_columns` supports; see quantized_rows.h. The summation
-// order of an element of C does not depend on the tile size, so the tile size may depend on the number of threads.
+// First, B is packed into panels, and also A if its rows are not contiguous. Then threads take tiles of C, which wait
+// until their operands are packed. B may be of any type that `pack_columns` supports; see quantized_rows.h. The
+// summation order of an element of C does not depend on the tile size, so the tile size may depend on the number of
+// threads.
 #pragma once
 
 #include <type_traits>
@@ -13,7 +14,8 @@
 
 namespace sansgpu {
 
-// A row-major matrix or its transpose: `at` is the first value, `ld` the distance between rows in memory.
+// A row-major matrix or its transpose. `at` points to the first value, and `ld` is the leading dimension (distance
+// between rows in memory).
 template <typename T>
 struct Operand {
   const T* at;
@@ -22,7 +24,7 @@ struct Operand {
 
   Operand turned() const { return {at, ld, !transposed}; }
 
-  // The submatrix that starts at (row, column).
+  // Returns the submatrix that starts at (row, column).
   Operand from(int64_t row, int64_t column) const {
     return {at + (transposed ? column * ld + row : row * ld + column), ld, transposed};
   }
@@ -31,23 +33,23 @@ struct Operand {
 constexpr int64_t COLUMNS = 64, MOST_ROWS = 128, LEAST_ROWS = 32;  // columns of a tile of C; maximum and minimum rows
 constexpr int64_t LEAST_WORK = 4 << 20;  // minimum multiplications of a larger tile: at least 20 microseconds
 constexpr int64_t TERMS = 8192;          // a sum of more terms is computed in several passes
-constexpr int64_t PACKED_A = 8 << 20, PACKED_B = 16 << 20;  // bytes packed at a time, which fit into shared caches
-constexpr int64_t GAP = 32;  // padding between packed rows of A, in values, against conflicts of cache lines
+constexpr int64_t PACKED_A = 8 << 20, PACKED_B = 16 << 20;  // bytes packed at once, which fit into shared caches
+constexpr int64_t GAP = 32;  // padding between packed rows of A, in values, which avoids cache conflicts
 
-// Columns per packed panel of B. With 16 vector registers, `product` multiplies few columns at a time, and the rows of
-// a wider panel would conflict in the L1 cache.
+// Columns per packed panel of B. With only 16 vector registers, `product` processes few columns at a time, and the rows
+// of wider panels would conflict in the L1 cache.
 #ifdef __AVX512F__
 template <typename T>
 constexpr int64_t PANEL = COLUMNS;
 #else
 template <typename T>
-constexpr int64_t PANEL = sizeof(T) == 4 ? 16 : COLUMNS;  // widened bf16 is packed again
+constexpr int64_t PANEL = sizeof(T) == 4 ? 16 : COLUMNS;  // bf16 that is converted to fp32 is packed again
 #endif
 
 static_assert(COLUMNS % PANEL<float> == 0, "the panels of a tile are whole");
 static_assert(TERMS % 2 == 0, "a pair of bf16 is in one pass");
 
-// Rounds up a number of terms to an even number for bf16, which is multiplied in pairs.
+// Rounds a number of terms up to an even number for bf16, which is multiplied in pairs.
 template <typename T>
 constexpr int64_t padded(int64_t terms) {
   return round_up(terms, 4 / sizeof(T));
@@ -83,7 +85,7 @@ void pack_columns(const Operand<T>& b, int64_t columns, int64_t terms, T* to) {
   }
 }
 
-// The rows of a tile of C: fewer with many threads, so that each thread gets several tiles.
+// Returns the rows per tile of C. With many threads they are fewer, so that each thread gets several tiles.
 inline int64_t tile_rows(int64_t M, int64_t N, int64_t K) {
   const int64_t tiles = 4 * omp_get_max_threads();
   int64_t rows = MOST_ROWS;
@@ -100,7 +102,7 @@ void sum_columns(const T* from, int64_t ld, int64_t rows, int64_t columns, float
     for (int64_t column = 0; column < columns; ++column) sums[column] += load(from + row * ld + column);
 }
 
-// C (M, N) = A (M, K) B (K, N).
+// A matmul C (M, N) = A (M, K) B (K, N) to compute.
 template <typename T, typename Right = Operand<T>>
 struct Product {
   static constexpr bool TURNS = std::is_same_v<Right, Operand<T>>;
@@ -109,11 +111,11 @@ struct Product {
   Right b;
   float* total;     // (M, N): receives C in fp32; if null, C is only passed to `finish`
   bool add;         // adds C to `total`
-  float* row_sums;  // (M,), if not null: becomes the sums of the rows of A, which must be transposed
+  float* row_sums;  // (M,): if not null, receives the row sums of A, which must be transposed
   bool symmetric = false;  // C is symmetric: computes the tiles of one triangle and mirrors them
 
-  // Returns true if computing the transpose of C is faster: packing the smaller B^T and transposing the tiles of C may
-  // take less time than transposing A while packing it.
+  // Returns true if it is faster to compute the transpose of C, i.e. to pack the smaller B^T and transpose the tiles of
+  // C, than to transpose A while packing it.
   bool better_turned() const { return TURNS && a.transposed && !b.transposed && (M - N) * K > M * N; }
   Product turned() const {
     if constexpr (TURNS)
@@ -123,7 +125,7 @@ struct Product {
   }
 };
 
-// Computes a product and calls finish(row, column, count, sums) for each part of a row of C.
+// Computes a matmul and calls finish(row, column, count, sums) for each part of a row of C.
 template <typename T, typename Finish, typename Right = Operand<T>>
 class Multiplication {
  public:
@@ -144,7 +146,7 @@ class Multiplication {
 
   void run() { run_together(this, 1); }
 
-  // Computes `count` products in the same parallel regions, so that no thread waits between them.
+  // Computes `count` matmuls in the same parallel regions, so that threads do not wait between them.
   static void run_together(Multiplication* all, int64_t count) {
     int64_t passes = 0, rows = 0;
     for (int64_t i = 0; i < count; ++i) {
@@ -172,12 +174,12 @@ class Multiplication {
   }
 
  private:
-  // The part of a product that one parallel region computes: a strip of rows, a group of columns, and the terms from k
-  // on. Successive strips reuse the packed B.
+  // The part of a matmul that one parallel region computes: a strip of rows and a group of columns, with the terms from
+  // k on. Successive strips reuse the packed B.
   struct Part {
     Multiplication& of;
     int64_t m, n, k, down, across;  // first row, column and term; number of tiles in each direction
-    int64_t packs_a, packs, turn;   // units that pack A; units that pack A or B; the turn of the first one
+    int64_t packs_a, packs, turn;   // units that pack A; units that pack A or B; the turn of the first unit
     int64_t start, end;             // range of its units in the region
 
     Part(Multiplication& of, int64_t pass, int64_t turn, int64_t start)
@@ -198,22 +200,22 @@ class Multiplication {
   int64_t groups() const { return divide_up(c_.N, group_); }
   int64_t passes() const { return strips() * groups() * divide_up(c_.K, TERMS); }
 
-  // Returns the rows or columns, in whole tiles, that are packed at once.
+  // Returns the number of rows or columns to pack at once, in whole tiles.
   int64_t at_once(int64_t bytes, int64_t tile, int64_t all) const {
     return std::min(round_up(all, tile), std::max(tile, bytes / static_cast<int64_t>(sizeof(T)) / ld_ / tile * tile));
   }
 
-  // Packs a strip of A or a panel of B, or multiplies a tile.
+  // Packs a strip of A or a panel of B, or computes a tile of C.
   void run_unit(const Part& part, int64_t unit, Turns& packed, float* sums) {
     const int64_t turn = part.turn;
     if (unit < part.packs) {
       unit < part.packs_a ? pack_strip(part.m, unit, part.n, part.k) : pack_panel(part.n, unit - part.packs_a, part.k);
       return packed.pass(turn + unit);
     }
-    // The smaller operand, which may stay in cache, is read again for each part of the larger one.
+    // The order of tiles rereads the smaller operand, which may stay in cache, for each part of the larger one.
     const int64_t tile = unit - part.packs, down = part.down, across = part.across;
     const int64_t y = down < across ? tile % down : tile / across, x = down < across ? tile / down : tile % across;
-    if (c_.symmetric && part.n + x * COLUMNS > part.m + y * COLUMNS) return;  // mirrored
+    if (c_.symmetric && part.n + x * COLUMNS > part.m + y * COLUMNS) return;  // computed by mirroring its counterpart
     if (pack_a_) packed.wait(turn + y, 1);
     if (part.m == 0) packed.wait(turn + part.packs_a + x, 1);
     multiply_tile(part.m, y, part.n, x, part.k, sums);

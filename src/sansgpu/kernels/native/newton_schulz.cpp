@@ -8,8 +8,8 @@
 namespace sansgpu {
 namespace {
 
-// Stores a product of two matrices, or alpha times the product plus beta times a third matrix, plus multiples of the
-// identity.
+// Stores the product of two matrices, or alpha times the product plus beta times a third matrix, in each case plus a
+// multiple of the identity.
 template <typename T>
 struct Blend {
   T* to;
@@ -27,7 +27,7 @@ struct Blend {
   }
 };
 
-// A batch of matrices that lie one after another in memory, or the transposes of such matrices.
+// A batch of matrices that are consecutive in memory, or of their transposes.
 template <typename T>
 struct Batch {
   T* at;
@@ -39,12 +39,13 @@ struct Batch {
   Operand<T> operand(int64_t i) const { return {matrix(i), transposed ? rows : columns, transposed}; }
 };
 
-// Matrix operations on batches of `count` matrices, each by all threads for all matrices at the same time.
+// Operations on batches of `count` matrices. Each uses all threads and processes all matrices at the same time.
 template <typename T>
 struct Batches {
   int64_t count;
 
-  // out = A B + diagonal I, or alpha A B + beta third + diagonal I. A result known to be symmetric takes half the work.
+  // Computes out = A B + diagonal I, or alpha A B + beta third + diagonal I. `symmetric`, for results that are known to
+  // be symmetric, halves the work.
   void multiply(const Batch<T>& a, const Batch<T>& b, const Batch<T>& out, bool symmetric, const T* third = nullptr,
                 float alpha = 1.0f, float beta = 0.0f, float diagonal = 0.0f) const {
     std::vector<Multiplication<T, Blend<T>>> all;
@@ -58,7 +59,8 @@ struct Batches {
     all[0].run_together(all.data(), count);
   }
 
-  // Divides matrices by their norms. Blocks are added in order, so that the result does not depend on the threads.
+  // Divides matrices by their Frobenius norms. Sums of blocks are added in order, so that results do not depend on the
+  // number of threads.
   void normalize(const float* from, const Batch<T>& to) const {
     const int64_t size = to.rows * to.columns;
     const Blocks blocks(count, [=](int64_t) { return size; });
@@ -78,7 +80,7 @@ struct Batches {
   }
 };
 
-// The polynomial a x + b x^3 + c x^5 is applied to all singular values in each of the steps.
+// Each step applies the polynomial a x + b x^3 + c x^5 to all singular values.
 struct Polynomial {
   float a, b, c;
   int64_t steps;
@@ -106,7 +108,7 @@ void orthogonalize(int64_t count, const Polynomial& p, bool by_gram, const float
     }
     return;
   }
-  // The steps are polynomials in the Gram matrix, so they commute and their products are symmetric.
+  // All steps are polynomials in the Gram matrix, so they commute and their products are symmetric.
   Buffer<T> memory_3(size), memory_4(size);
   Batch<T> total{memory_3, side, side}, next{memory_4, side, side};
   batches.normalize(from, x);
@@ -125,8 +127,8 @@ void orthogonalize(int64_t count, const Polynomial& p, bool by_gram, const float
 
 }  // namespace
 
-// Orthogonalizes `count` fp32 matrices (rows, columns) by Newton-Schulz iteration in the dtype of `out`; with `by_gram`,
-// through their smaller Gram matrix.
+// Orthogonalizes `count` fp32 matrices (rows, columns) by Newton-Schulz iteration in the dtype of `out`. With
+// `by_gram`, iterates on the smaller Gram matrix.
 SANSGPU_KERNEL void newton_schulz(int64_t narrow, int64_t by_gram, int64_t count, int64_t rows, int64_t columns,
                                   const float* matrices, void* out, double a, double b, double c, int64_t steps) {
   const Polynomial p{static_cast<float>(a), static_cast<float>(b), static_cast<float>(c), steps};

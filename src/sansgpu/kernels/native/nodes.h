@@ -1,4 +1,4 @@
-// Distances between nodes of leafy chain graphs (kernels/attention.py), and table lookups by distance.
+// Distances between the nodes of leafy chain graphs (kernels/attention.py), and lookups of the decay by distance.
 #pragma once
 
 #include <algorithm>
@@ -11,9 +11,9 @@
 
 namespace sansgpu {
 
-// The nodes of an example, encoded so that a distance is min(|root - root'| + leaf + leaf', |place - place'|), where
-// `leaf` is 1 for leaves. Places of leaves of the same root differ by the distance of their slots. All other places
-// differ by at least the first term.
+// The nodes of an example, encoded so that the distance between two of them is min(|root - root'| + leaf + leaf',
+// |place - place'|), where `leaf` is 1 for leaves and 0 for roots. The places of two leaves of the same root differ by
+// the distance between their slots. All other places differ by at least the first term of the minimum.
 struct Nodes {
   static constexpr int32_t STEP = 4096;
   Buffer<int32_t> root, leaf, place;
@@ -35,7 +35,7 @@ struct Nodes {
     }
   }
 
-  // Writes the distances from node `one` to the `count` nodes from `start`, clamped to `most`.
+  // Writes the distances from node `one` to the `count` nodes from `start` on, clamped to `most`.
   void distances(int64_t one, int64_t start, int64_t count, int32_t most, int32_t* __restrict to) const {
     const int32_t *roots = root + start, *leaves = leaf + start, *places = place + start;
     const int32_t r = root[one], l = leaf[one], p = place[one];
@@ -44,14 +44,14 @@ struct Nodes {
   }
 };
 
-// A separate function, because compilers vectorize the loop only if `__restrict` excludes aliasing.
+// A separate function, because compilers vectorize the loop only if `__restrict` rules out aliasing.
 inline void look_up(const float* __restrict table, const int32_t* __restrict distances, int64_t count,
                     float* __restrict to) {
   for (int64_t i = 0; i < count; ++i) to[i] = table[distances[i]];
 }
 
-// Sums rows of gradients by distance. Consecutive rows with equal distances, e.g. of the leaves of a root, are added
-// first, because that vectorizes and scattering values to their sums does not.
+// Sums gradients by distance. Consecutive rows with equal distances, e.g. those of the leaves of a root, are added up
+// first, because that is vectorized and scattering values to sums is not.
 template <int64_t COUNT>
 class SumsByDistance {
  public:
@@ -73,7 +73,7 @@ class SumsByDistance {
     }
   }
 
-  // Writes the sums and resets them.
+  // Writes the sums to `totals` and resets them.
   void move_to(float* totals) {
     flush();
     std::copy_n(static_cast<float*>(sums_), size_, totals);

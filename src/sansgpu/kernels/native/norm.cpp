@@ -1,6 +1,6 @@
-// Residual additions with dropout, LayerNorm and RMSNorm, fused; kernels/norm.py has the reference.
+// Residual additions with dropout, fused with LayerNorm or RMSNorm; kernels/norm.py has the reference.
 //
-// N rows, D width. Every kernel reads and writes memory once.
+// N rows, D width. Every kernel is one pass over memory.
 
 #include "norm.h"
 #include "parallel.h"
@@ -9,10 +9,10 @@
 namespace sansgpu {
 namespace {
 
-constexpr int64_t GRAIN = 1 << 14, MIN_ROWS = 8;  // values and rows per unit of work; sums of a unit take a row
+constexpr int64_t GRAIN = 1 << 14, MIN_ROWS = 8;  // minimum values and rows per unit of work
 
-// Writes base, if not null, plus y after dropout, which drops the same values as `dropout` in update.cpp. `start` is
-// the place of y in its tensor.
+// Writes y after dropout, plus `base` if it is not null. Drops the same values as `dropout` in update.cpp; `start` is
+// the index of y's first value in its tensor.
 inline void add_dropped(const float* base, const float* y, int64_t start, int64_t count, Dropout drop,
                         float* __restrict to) {
   const auto term = [=](int64_t i) { return base == nullptr ? 0.0f : base[i]; };
@@ -33,8 +33,8 @@ struct RowUnits {
   int64_t rows() const { return std::max(MIN_ROWS, GRAIN / std::max<int64_t>(D, 1)); }
   int64_t count() const { return divide_up(N, rows()); }
 
-  // Calls work(unit, first, end, scratch, room) for the rows [first, end) of each unit, on all threads. Each of the
-  // `buffers` in scratch has `room` values.
+  // Calls work(unit, first, end, scratch, room) for the rows [first, end) of each unit, on all threads. `scratch` has
+  // `buffers` buffers of `room` values each.
   template <typename F>
   void each(int64_t buffers, const F& work) const {
     parallel_units(count(), [&](Units& units) {
@@ -47,7 +47,7 @@ struct RowUnits {
 
 }  // namespace
 
-// sum = x + dropout(y).
+// Computes sum = x + dropout(y).
 SANSGPU_KERNEL void residual(const float* x, const void* y, int64_t y_narrow, float* sum, int64_t N, int64_t D, double p,
                              int64_t seed) {
   const Dropout drop(p, seed);
@@ -74,7 +74,7 @@ SANSGPU_KERNEL void residual_gradient(const float* grad, void* y_grad, int64_t y
   });
 }
 
-// Normalizes x, or sum = x + dropout(y) unless y is null; x is then fp32.
+// Normalizes x or, unless y is null, sum = x + dropout(y) with x in fp32.
 SANSGPU_KERNEL void norm(const void* x, int64_t x_narrow, const void* y, int64_t y_narrow, float* sum,
                          const float* weight, const float* bias, void* out, int64_t out_narrow, int64_t N, int64_t D,
                          double eps, int64_t centered, double p, int64_t seed) {
@@ -97,8 +97,8 @@ SANSGPU_KERNEL void norm(const void* x, int64_t x_narrow, const void* y, int64_t
   });
 }
 
-// Computes the gradients of `norm`'s inputs. x is what was normalized; sum_grad is the gradient of the sum, or null.
-// Where y_grad, weight_grad or bias_grad are null, nothing is computed.
+// Computes the gradients of `norm`'s inputs. x is the normalized input (the sum, if there is a y), and sum_grad is the
+// gradient of the sum or null. Gradients whose pointer is null are not computed.
 SANSGPU_KERNEL void norm_gradient(const void* grad, int64_t grad_narrow, const float* sum_grad, const void* x,
                                   int64_t x_narrow, const float* weight, void* x_grad, void* y_grad, int64_t y_narrow,
                                   float* weight_grad, float* bias_grad, int64_t N, int64_t D, double eps,

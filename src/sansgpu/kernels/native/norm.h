@@ -1,4 +1,4 @@
-// Normalization of a row: LayerNorm, or RMSNorm if it is not centered. D width of the row.
+// Normalizes a row of width D: LayerNorm if `centered`, otherwise RMSNorm.
 #pragma once
 
 #include "parallel.h"
@@ -8,7 +8,7 @@ namespace sansgpu {
 
 struct NormOptions {
   float eps;
-  bool centered;  // subtracts the mean, as in LayerNorm
+  bool centered;  // subtract the mean, as LayerNorm does
   NormOptions(double eps, int64_t centered) : eps(static_cast<float>(eps)), centered(centered != 0) {}
 };
 
@@ -52,7 +52,7 @@ inline void normalize_gradient(const float* g, const float* x, const float* weig
     for (int64_t i = 0; i < D; ++i) bias_grad[i] += g[i];
 }
 
-// Sums of weight gradients, one row per unit of work, so that totals do not depend on the number of threads.
+// Partial sums of weight gradients, one row per unit of work, so that totals do not depend on the number of threads.
 class UnitSums {
  public:
   UnitSums(int64_t units, int64_t width, bool wanted)

@@ -1,6 +1,6 @@
-// KV cache for generation, stored in the packed layout of `product`, so that a step need not pack it.
+// KV cache for generation, stored in the packed layout of `product`, so that decoding steps do not have to pack it.
 //
-// S maximum tokens of a sequence, a multiple of CACHE_BLOCK; d head dim.
+// S is the maximum number of tokens of a sequence, a multiple of CACHE_BLOCK; d is the head dim.
 #pragma once
 
 #include <type_traits>
@@ -12,7 +12,7 @@ namespace sansgpu {
 // The cache of one key-value head of a sequence.
 template <typename T>
 struct PackedCache {
-  static constexpr int64_t PAIR = std::is_same_v<T, bf16> ? 2 : 1;  // values in a word of a packed matrix
+  static constexpr int64_t PAIR = std::is_same_v<T, bf16> ? 2 : 1;  // values per word of a packed matrix
 
   static_assert(CACHE_BLOCK % LANES == 0 && LANES % PAIR == 0, "tokens are stored in whole lanes and words");
 
@@ -24,8 +24,8 @@ struct PackedCache {
 
   const T* key_block(int64_t block) const { return keys + block * CACHE_BLOCK * d; }
 
-  // Stores a token; earlier tokens must be stored first. `values` after the last token, up to a multiple of LANES, must
-  // be 0, because they are multiplied with attention weights of 0.
+  // Stores the key and value of a token. Earlier tokens must be stored first. `values` after the last token, up to a
+  // multiple of LANES, must be 0, because they are multiplied by attention weights of 0.
   void store(int64_t position, const T* key, const T* value) const {
     T* to = keys + position / CACHE_BLOCK * CACHE_BLOCK * d + position % CACHE_BLOCK * PAIR;
     for (int64_t i = 0; i < d; i += PAIR) std::memcpy(to + i * CACHE_BLOCK, key + i, PAIR * sizeof(T));

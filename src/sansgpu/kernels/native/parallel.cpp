@@ -8,10 +8,10 @@ namespace sansgpu {
 
 Recorder recorder;
 
-// Starts to record into `places`, or stops with null.
+// Starts recording into `places`, or stops recording if it is null.
 SANSGPU_KERNEL void record(double* places, int64_t capacity) { recorder = Recorder{places, capacity, 0}; }
 
-// Returns the number of places that were used.
+// Returns the number of recorded values.
 SANSGPU_KERNEL int64_t recorded() { return recorder.used; }
 
 }  // namespace sansgpu

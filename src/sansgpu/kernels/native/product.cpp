@@ -1,4 +1,4 @@
-// The matmuls of product.h, by the fastest instructions for each dtype.
+// The matmuls of product.h, with the fastest instructions for each dtype.
 
 #include "product.h"
 
@@ -35,7 +35,7 @@ void end_products() {
 #endif
 }
 
-// Computes the same product `repeats` times; for tests and benchmarks.
+// Computes the same matmul `repeats` times, for tests and benchmarks.
 SANSGPU_KERNEL void product(int64_t narrow, int64_t repeats, int64_t M, int64_t N, int64_t K, const void* A,
                             int64_t lda, const void* B, int64_t ldb, float* C, int64_t ldc, int64_t add) {
   for (int64_t repeat = 0; repeat < repeats; ++repeat)

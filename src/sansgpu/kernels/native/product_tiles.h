@@ -1,4 +1,4 @@
-// Matmuls by AMX: tiles of 16 rows of 64 bytes, of which the processor has eight.
+// Matmuls with AMX, which has eight tile registers of 16 rows of 64 bytes.
 #pragma once
 
 #include <sys/syscall.h>
@@ -13,17 +13,17 @@
 
 namespace sansgpu {
 
-constexpr int64_t TILE = 16;   // rows, columns of C and pairs of K in a tile
-constexpr int64_t STEPS = 16;  // tiles of K that are multiplied at once, so that the panel of B stays in L1 cache
+constexpr int64_t TILE = 16;   // rows, columns of C, and pairs of K in a tile
+constexpr int64_t STEPS = 16;  // tiles of K per pass, so that the panel of B stays in the L1 cache
 
-// The rows and columns of C and the pairs of K in the tiles of this thread, or 0 if they are not configured.
+// The tile configuration of this thread: rows and columns of C, and pairs of K. All 0 if it is not configured.
 struct TileShape {
   int64_t rows = 0, columns = 0, pairs = 0;
   bool operator==(const TileShape&) const = default;
 };
 inline thread_local TileShape configured;
 
-// Asks Linux for permission to use AMX, which processes need; returns false if it refuses.
+// Asks Linux for the permission to use AMX, which every process needs. Returns false if it is denied.
 inline bool may_use_tiles() {
 #ifdef SANSGPU_EMULATE_AMX
   return true;
@@ -34,13 +34,13 @@ inline bool may_use_tiles() {
 #endif
 }
 
-// Gives tiles 0-3 the shape of C, 4-5 that of A and 6-7 that of B. A thread keeps its configuration for the next
-// matmul, because loading a configuration takes about as long as multiplying several tiles.
+// Configures tiles 0-3 for C, 4-5 for A and 6-7 for B. A thread keeps its configuration for the next matmul, because
+// loading one takes about as long as several tile multiplications.
 inline void configure_tiles(const TileShape& shape) {
   if (shape == configured) return;
   struct alignas(64) {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes[16] = {};  // bytes in a row of each tile
+    uint16_t bytes[16] = {};  // bytes per row of each tile
     uint8_t rows[16] = {};
   } layout;
   for (int64_t tile = 0; tile < 8; ++tile) {
@@ -48,25 +48,26 @@ inline void configure_tiles(const TileShape& shape) {
     layout.bytes[tile] = static_cast<uint16_t>(4 * (of_a ? shape.pairs : shape.columns));
     layout.rows[tile] = static_cast<uint8_t>(of_b ? shape.pairs : shape.rows);
   }
-  __asm__ volatile("" : : "r"(&layout) : "memory");  // GCC's intrinsics do not say that they read all of the operand
+  __asm__ volatile("" : : "r"(&layout) : "memory");  // GCC's intrinsics do not declare that they read the whole operand
   _tile_loadconfig(&layout);
   configured = shape;
 }
 
-// Frees the tiles of this thread, because other code may configure them next, and context switches save them.
+// Releases the tiles of this thread, because other code may need a different configuration, and tiles in use slow down
+// context switches.
 inline void release_tiles() {
   if (configured == TileShape()) return;
   _tile_release();
   configured = TileShape();
 }
 
-// C (ROWS, COLUMNS) tiles = A B over `steps` tiles of K, or += with `add`. ldb is in pairs.
+// Computes (ROWS, COLUMNS) tiles of C = A B over `steps` tiles of K, or adds to C with `add`. ldb is in pairs.
 template <int64_t ROWS, int64_t COLUMNS>
 void multiply_tiles(int64_t steps, const bf16* A, int64_t lda, const uint32_t* B, int64_t ldb, float* C, int64_t ldc,
                     bool add) {
   const int64_t c = 4 * ldc, a = 2 * lda, b = 4 * ldb;  // bytes
   float* below = C + TILE * ldc;
-  __asm__ volatile("" : : : "memory");  // the intrinsics do not say which memory they read
+  __asm__ volatile("" : : : "memory");  // the intrinsics do not declare which memory they read
   if (add) {
     _tile_loadd(0, C, c);
     if constexpr (COLUMNS == 2) _tile_loadd(1, C + TILE, c);
@@ -98,8 +99,8 @@ void multiply_tiles(int64_t steps, const bf16* A, int64_t lda, const uint32_t* B
   if constexpr (ROWS == 2 && COLUMNS == 2) _tile_stored(3, below + TILE, c);
 }
 
-// Multiplies with tiles of a single shape; M, N and K must be multiples of its sizes. If a tile has fewer rows or
-// columns than TILE, it must be the only one in that direction.
+// Multiplies with tiles of the same shape, whose sizes must divide M, N and K. If a tile has fewer rows or columns than
+// TILE, it must be the only one in that direction.
 inline void multiply_region(const TileShape& shape, int64_t M, int64_t N, int64_t K, const bf16* A, int64_t lda,
                             const uint32_t* B, int64_t ldb, float* C, int64_t ldc, bool add) {
   configure_tiles(shape);
@@ -114,7 +115,7 @@ inline void multiply_region(const TileShape& shape, int64_t M, int64_t N, int64_
       }
 }
 
-// A range of an index and the size of the tiles in it: full tiles, or one smaller tile for the remainder.
+// A range of an index, covered by full tiles or by one smaller tile for the remainder.
 struct Part {
   int64_t start, count, tile;
   Part(int64_t size, bool rest) : start(rest ? size - size % TILE : 0), count(rest ? size % TILE : size - size % TILE) {
@@ -122,7 +123,7 @@ struct Part {
   }
 };
 
-// The matmul of product.h: first full tiles, then the remainders of M, N and K with smaller tiles.
+// The matmul of product.h: first with full tiles, then the remainders of M, N and K with smaller tiles.
 inline void multiply_by_tiles(int64_t M, int64_t N, int64_t K, const bf16* A, int64_t lda, const uint32_t* B,
                               int64_t ldb, float* C, int64_t ldc, bool add) {
   for (int64_t rest = 0; rest < 8; ++rest) {

@@ -1,6 +1,7 @@
-// Matmuls whose sums stay in vector registers. GCC and Clang translate the vectors to those of the instruction set.
+// Matmuls whose sums stay in vector registers, written with GCC's and Clang's vector extensions for all instruction
+// sets.
 //
-// Operands are read in words: fp32 values or, if the processor multiplies them, pairs of bf16.
+// Operands are read in words of 32 bits: fp32 values or, if the processor supports bf16 products, pairs of bf16 values.
 #pragma once
 
 #include <utility>
@@ -24,12 +25,12 @@ constexpr int64_t VECTOR_BYTES = 16, REGISTERS = 32;
 #else
 constexpr int64_t VECTOR_BYTES = 16, REGISTERS = 16;
 #endif
-constexpr int64_t WIDTH = VECTOR_BYTES / 4;  // words in a vector
+constexpr int64_t WIDTH = VECTOR_BYTES / 4;  // words per vector
 
 typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t Pairs __attribute__((vector_size(VECTOR_BYTES)));
 
-// These functions add the products of one word of A with a vector of words of B to sums.
+// These functions add the products of one word of A and a vector of words of B to `sums`.
 inline Floats add_products(Floats sums, float a, Floats b) { return sums + a * b; }
 
 #if defined(__AVX512BF16__)
@@ -53,7 +54,8 @@ inline V load_as(const void* from) {
   return value;
 }
 
-// Calls run with the constants 0 ... COUNT - 1. Compilers keep arrays in registers only if every index is a constant.
+// Calls run with the constants 0 to COUNT - 1, because compilers keep arrays in registers only if all indices are
+// constants.
 template <int64_t COUNT, typename F>
 constexpr void unrolled(const F& run) {
   [&]<int64_t... I>(std::integer_sequence<int64_t, I...>) {
@@ -61,8 +63,8 @@ constexpr void unrolled(const F& run) {
   }(std::make_integer_sequence<int64_t, COUNT>());
 }
 
-// Multiplies `blocks` blocks of A, of ROWS rows each, with VECTORS vectors of B over `depth` words of K. The result is
-// written to C or, with `add`, added to it. lda is in units of T, ldb in words.
+// Multiplies `blocks` blocks of ROWS rows of A with VECTORS vectors of B, over `depth` words of K. Stores the result in
+// C or, with `add`, adds it. lda is in units of T, ldb in words.
 template <typename Word, typename T, int64_t ROWS, int64_t VECTORS>
 [[gnu::flatten]] void multiply_blocks(int64_t blocks, int64_t depth, const T* A, int64_t lda, const Word* B,
                                       int64_t ldb, float* C, int64_t ldc, bool add) {
@@ -89,11 +91,11 @@ template <typename Word, typename T, int64_t ROWS, int64_t VECTORS>
   }
 }
 
-// Limits of a block whose sums and operands fit into the registers.
+// Maximum sizes of a block whose sums and operands fit into the registers.
 constexpr int64_t MOST_VECTORS = REGISTERS / 8, MOST_BLOCK_ROWS = 8;
 constexpr int64_t most_rows(int64_t vectors) { return std::min(MOST_BLOCK_ROWS, REGISTERS * 3 / 4 / vectors); }
 
-// A table of multiply_blocks, instantiated for every number of vectors and rows.
+// A table of the instances of multiply_blocks for every number of vectors and rows.
 template <typename Word, typename T>
 class BlockFunctions {
  public:
@@ -121,7 +123,7 @@ void multiply_panel(int64_t M, int64_t width, int64_t depth, const T* A, int64_t
   FUNCTIONS.of(vectors, rows)(blocks - larger, depth, A + row * lda, lda, B, ldb, C + row * ldc, ldc, add);
 }
 
-// Multiplies A (M, depth) with a panel of B (depth, width), but writes only some columns of C.
+// Multiplies A (M, depth) with a panel of B (depth, width), but writes only the first columns of C.
 template <typename Word, typename T>
 void multiply_columns(int64_t M, int64_t columns, int64_t width, int64_t depth, const T* A, int64_t lda, const Word* B,
                       int64_t ldb, float* C, int64_t ldc, bool add) {
@@ -138,11 +140,12 @@ void multiply_columns(int64_t M, int64_t columns, int64_t width, int64_t depth, 
   }
 }
 
-// The words of K and rows of A in one pass, so that both operands stay in cache.
+// Words of K and rows of A per pass, so that both operands stay in cache.
 constexpr int64_t DEPTH = 256, WIDENED_ROWS = 64;
 static_assert(DEPTH % 2 == 0, "widened pairs of bf16 are multiplied at once");
 
-// Calls run(start, columns, width) for each panel of N columns, where `width` is `columns` rounded up to full vectors.
+// Calls run(start, columns, width) for each panel of the N columns, where `width` is `columns` rounded up to full
+// vectors.
 template <typename F>
 void each_panel(int64_t N, const F& run) {
   const int64_t vectors = divide_up(N, WIDTH), panels = divide_up(vectors, MOST_VECTORS);
@@ -174,7 +177,7 @@ void multiply_words(int64_t M, int64_t N, int64_t depth, const T* A, int64_t lda
   }
 }
 
-// The matmul of product.h for bf16 on processors that multiply only fp32. B holds pairs.
+// The matmul of product.h for bf16 on processors that multiply only fp32. B consists of pairs.
 inline void multiply_widened(int64_t M, int64_t N, int64_t K, const bf16* A, int64_t lda, const uint32_t* B,
                              int64_t ldb, float* C, int64_t ldc, bool add) {
   alignas(64) float wide_a[WIDENED_ROWS * DEPTH], wide_b[DEPTH * MOST_VECTORS * WIDTH];

@@ -1,4 +1,5 @@
-// Linear layers with a quantized weight for kernels/frozen_linear.py, and its values for block_quantization.py.
+// Linear layers with a quantized weight for kernels/frozen_linear.py, and dequantization for
+// kernels/block_quantization.py.
 
 #include "quantized_rows.h"
 
@@ -13,7 +14,7 @@ void with_rows(int64_t narrow, int64_t format, const void* weight, int64_t I, co
 
 }  // namespace
 
-// y (N, O) = x (N, I) W^T + bias (O,), which may be null.
+// Computes y (N, O) = x (N, I) W^T + bias (O,). `bias` may be null.
 SANSGPU_KERNEL void quantized_forward(int64_t narrow, int64_t format, int64_t N, int64_t I, int64_t O,
                                       const void* weight, const void* x, const float* bias, void* y) {
   with_rows(narrow, format, weight, I, [&]<typename T>(const QuantizedRows<T>& w) {
@@ -21,7 +22,7 @@ SANSGPU_KERNEL void quantized_forward(int64_t narrow, int64_t format, int64_t N,
   });
 }
 
-// x_grad (N, I) = grad (N, O) W
+// Computes x_grad (N, I) = grad (N, O) W.
 SANSGPU_KERNEL void quantized_backward(int64_t narrow, int64_t format, int64_t N, int64_t I, int64_t O,
                                        const void* weight, const void* grad, void* x_grad) {
   with_rows(narrow, format, weight, I, [&]<typename T>(const QuantizedRows<T>& w) {

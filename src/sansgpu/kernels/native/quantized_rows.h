@@ -1,4 +1,4 @@
-// Matmuls that dequantize a matrix on the fly: a right operand of Multiplication, and a product for few rows.
+// Matmuls that dequantize a matrix on the fly: a right operand for Multiplication, and a separate matmul for few rows.
 #pragma once
 
 #include <iterator>
@@ -22,7 +22,7 @@ void decode_rows(const uint8_t* from, int64_t ld, int64_t rows, int64_t start, i
     }
 }
 
-// Computes the dot products of ROWS rows of A (., I) with a row of W, which it dequantizes once.
+// Computes the dot products of ROWS rows of A (., I) with a row of W, which is dequantized once.
 template <typename Format, int64_t ROWS>
 void multiply_row(const float* a, int64_t I, const uint8_t* w, float* sums, int64_t ld) {
   Floats lanes[ROWS][2] = {};
@@ -51,10 +51,10 @@ struct QuantizedRows {
   const uint8_t* at;
   int64_t ld;
   Decode decode;
-  const Multiply* multiply;  // multiply_row for 1 ... ROWS_AT_ONCE rows
+  const Multiply* multiply;  // multiply_row for 1 to ROWS_AT_ONCE rows
   bool transposed;
-  int64_t values, bytes;  // of a block
-  int64_t start = 0;      // the first value of a row
+  int64_t values, bytes;  // per block
+  int64_t start = 0;      // index of the first value in each row
 
   QuantizedRows(int64_t format, const void* data, int64_t I)
       : at(static_cast<const uint8_t*>(data)), transposed(false) {
@@ -83,7 +83,8 @@ struct QuantizedRows {
     return rest;
   }
 
-  // Prefetches the blocks of rows that will be dequantized next; hardware prefetching does not reach that far ahead.
+  // Prefetches the blocks of rows that will be dequantized next, because hardware prefetching does not look that far
+  // ahead.
   void prefetch(int64_t row, int64_t rows, int64_t first, int64_t count) const {
     const uint8_t* from = at + row * ld + (start + first) / values * bytes;
     for (int64_t i = 0; i < rows; ++i, from += ld)
@@ -91,7 +92,8 @@ struct QuantizedRows {
   }
 };
 
-// Packs columns of W^T, i.e. rows of W. Dequantizes a few rows at a time, so that cache and prefetching keep up.
+// Packs columns of W^T, i.e. rows of W. Dequantizes a few rows at a time, so that they stay in cache and prefetching
+// keeps up.
 template <typename T>
 void pack_rows_as_columns(const QuantizedRows<T>& b, int64_t columns, int64_t terms, T* to) {
   constexpr int64_t ROWS = 16, VALUES = 64, PAIR = 4 / sizeof(T);
@@ -133,7 +135,7 @@ void pack_columns(const QuantizedRows<T>& b, int64_t columns, int64_t terms, T* 
   b.transposed ? pack_rows_as_columns(b, columns, terms, to) : pack_columns_of_rows(b, columns, terms, to);
 }
 
-constexpr int64_t FEW_ROWS = 16;  // products of fewer rows read W once instead of packing it
+constexpr int64_t FEW_ROWS = 16;  // matmuls with fewer rows read W once instead of packing it
 
 // Computes parts of rows of C = A W^T for M < FEW_ROWS rows of A.
 template <typename T, typename Finish>
@@ -161,7 +163,7 @@ void multiply_rows(int64_t M, int64_t N, int64_t K, const T* a, const QuantizedR
     Multiplication<T, Finish, QuantizedRows<T>>({M, N, K, {a, K, false}, b}, finish).run();
 }
 
-// Calls compute(W) for a matrix W with rows of I values, in a block format or, if NOT_QUANTIZED, of type T.
+// Calls compute(W) with a matrix W whose rows have I values, in a block format or, if NOT_QUANTIZED, of type T.
 template <typename T, typename F>
 void with_matrix(int64_t format, const void* matrix, int64_t I, const F& compute) {
   format == NOT_QUANTIZED ? compute(Operand<T>{static_cast<const T*>(matrix), I, false})

@@ -1,8 +1,8 @@
-// Rotary position embedding of queries and keys, after RMSNorm of each head if it has weights; kernels/rotary.py has
+// Rotary position embedding of queries and keys, optionally after RMSNorm of each head (QK-norm); kernels/rotary.py has
 // the reference.
 //
-// N tokens, H heads, d head dim (even). Tensors are (N, H, d); cos and sin are (periods, d), where token i has row
-// i % periods: all rows of a batch may share their positions.
+// N tokens, H heads, d head dim (even). Tensors are (N, H, d). cos and sin are (periods, d), and token i uses row i %
+// periods, so that all rows of a batch can share their positions.
 
 #include "norm.h"
 #include "parallel.h"
@@ -14,12 +14,12 @@ namespace {
 
 constexpr int64_t GRAIN = 1 << 14;  // values per unit of work
 
-// The queries or the keys.
+// Either the queries or the keys.
 struct Heads {
   const void* x;
   void* to;  // the result, or the gradient of x
   const void* grad;
-  const float* weight;  // the weight of RMSNorm, or null without a norm
+  const float* weight;  // weight of RMSNorm; null without QK-norm
   int64_t H;
 };
 
@@ -73,7 +73,7 @@ struct Rotation {
 
 }  // namespace
 
-// Rotates queries and keys; q_weight and k_weight are null without a norm.
+// Rotates queries and keys. q_weight and k_weight are null without QK-norm.
 SANSGPU_KERNEL void rotary(int64_t narrow, const void* q, const void* k, const float* q_weight, const float* k_weight,
                            const float* cos, const float* sin, void* q_out, void* k_out, int64_t N, int64_t periods,
                            int64_t q_heads, int64_t k_heads, int64_t d, double eps) {
@@ -87,7 +87,7 @@ SANSGPU_KERNEL void rotary(int64_t narrow, const void* q, const void* k, const f
   });
 }
 
-// Computes the gradients of q, k and, if not null, the weights.
+// Computes the gradients of q, k and, unless null, the weights.
 SANSGPU_KERNEL void rotary_gradient(int64_t narrow, const void* q_grad, const void* k_grad, const void* q, const void* k,
                                     const float* q_weight, const float* k_weight, const float* cos, const float* sin,
                                     void* to_q, void* to_k, float* q_weight_grad, float* k_weight_grad, int64_t N,

@@ -17,7 +17,7 @@
 
 namespace sansgpu {
 
-// The upper half of an fp32 value.
+// A bf16 value, i.e. the upper half of an fp32 value.
 struct bf16 {
   uint16_t bits;
   bf16() = default;
@@ -27,7 +27,7 @@ struct bf16 {
 inline int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
 inline int64_t divide_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit; }
 
-// Uninitialized memory aligned to a cache line. A std::vector would zero it, which costs as much as using it.
+// Uninitialized memory, aligned to a cache line. A std::vector would zero it, which takes as long as using it.
 template <typename T>
 class Buffer {
  public:
@@ -42,7 +42,7 @@ class Buffer {
   std::unique_ptr<T, Free> data_;
 };
 
-// Rounds to nearest, ties to even, in integer arithmetic that compilers vectorize. Does not support NaN.
+// Rounds to bf16 (to nearest, ties to even) with integer arithmetic, which compilers vectorize. Does not support NaN.
 inline uint16_t round_bf16(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
@@ -73,8 +73,8 @@ inline void store_row(bf16* to, const float* from, int64_t count) {
 }
 inline void store_row(float* to, const float* from, int64_t count) { std::memcpy(to, from, count * sizeof(float)); }
 
-// Sum and maximum of term(0) ... term(count - 1). The lanes are explicit, because compilers keep the accumulator of a
-// vectorized reduction in memory.
+// These return the sum and the maximum of term(0) to term(count - 1). Lanes are explicit, because compilers would keep
+// the accumulators of a vectorized reduction in memory.
 constexpr int64_t LANES = 32;
 
 template <typename F>
@@ -107,11 +107,11 @@ inline float max_of(int64_t count, F term) {
 
 constexpr float LOG2E = 1.4426950408889634f;  // exp(x) is 2^(x * LOG2E)
 
-// Computes 2^x for x <= 0 (or slightly above, from rounding) with relative error 2e-7; below -126.5 the result is 0.
-// Uses the polynomial of Cephes for the fraction and puts the integer part into the exponent bits.
+// Computes 2^x for x <= 0 (or slightly above 0, because of rounding) with a relative error of 2e-7. The result is 0
+// below -126.5. Uses Cephes' polynomial for the fraction and adds the integer part to the exponent bits.
 inline float exp2_nonpositive(float x) {
   x = x < -127.0f ? -127.0f : x;
-  const int32_t whole = static_cast<int32_t>(x - 0.5f);  // rounds to nearest, as the conversion truncates
+  const int32_t whole = static_cast<int32_t>(x - 0.5f);  // rounds to nearest, because the conversion truncates
   const float f = x - static_cast<float>(whole);
   float y = 1.535336188319500e-4f;
   y = y * f + 1.339887440266574e-3f;
@@ -126,11 +126,12 @@ inline float exp2_nonpositive(float x) {
   return y * scale;
 }
 
-// Decides dropout by a hash of seed, row and position, so that the forward and backward passes drop the same values.
+// Decides which values to drop by a hash of seed, row and position, so that the forward and the backward pass drop the
+// same ones.
 struct Dropout {
-  static constexpr int64_t BLOCK = 1 << 15;  // values that share one call of `row` in element-wise dropout
+  static constexpr int64_t BLOCK = 1 << 15;  // values per row in element-wise dropout
   uint32_t seed, threshold;  // values whose hash is below the threshold are dropped
-  float scale;               // multiplies the other values
+  float scale;               // factor of the values that are kept
   Dropout(double p, int64_t seed)
       : seed(static_cast<uint32_t>(seed)),
         threshold(p < 1.0 ? static_cast<uint32_t>(p * 4294967296.0) : 0xFFFFFFFFu),
@@ -172,7 +173,7 @@ inline const uint16_t* bits(const bf16* x) { return reinterpret_cast<const uint1
 inline float* bits(float* x) { return x; }
 inline const float* bits(const float* x) { return x; }
 
-// Side of the squares that `transpose` holds in registers. Without AVX-512, shuffles work on 16 bytes.
+// Side of the square blocks that `transpose` holds in registers. Without AVX-512, shuffles work on 16 bytes.
 template <typename Word>
 #ifdef __AVX512F__
 constexpr int64_t SIDE = 16;
@@ -181,7 +182,7 @@ constexpr int64_t SIDE = 16 / sizeof(Word);
 #endif
 
 #if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
-// Interleaves the words of two rows, from START on.
+// Interleaves the words of two rows, from word START on.
 template <int64_t START, typename Row, int64_t... I>
 inline Row interleaved(const Row& a, const Row& b, std::integer_sequence<int64_t, I...>) {
   return __builtin_shufflevector(a, b, (START + I / 2 + I % 2 * sizeof...(I))...);
@@ -192,7 +193,7 @@ template <typename Word>
 inline void transpose_square(const Word* from, int64_t ld_from, Word* to, int64_t ld_to) {
   constexpr int64_t N = SIDE<Word>;
 #if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
-  // Perfect shuffles of all words: each rotates the bits of their index (row, column) left by one.
+  // Each pass is a perfect shuffle of all words, which rotates the bits of their index (row, column) left by one.
   typedef Word Row __attribute__((vector_size(N * sizeof(Word))));
   constexpr std::make_integer_sequence<int64_t, N> PLACES;
   Row a[N], b[N];
@@ -226,7 +227,7 @@ inline void transpose(const Word* from, int64_t ld_from, int64_t rows, int64_t c
     }
 }
 
-// Packs B = the transpose of a row-major (rows, columns) matrix: B is (columns, padded), and `columns` must be even.
+// Packs B (columns, padded), the transpose of a row-major (rows, columns) matrix. `columns` must be even.
 inline void pack_transposed(const bf16* from, int64_t ld, int64_t rows, int64_t padded, int64_t columns, bf16* to) {
   auto out = reinterpret_cast<uint32_t*>(to);
   transpose(reinterpret_cast<const uint32_t*>(from), ld / 2, rows, columns / 2, out, padded);

@@ -16,7 +16,7 @@ void drop(const T* from, T* to, int64_t size, const Dropout& dropout) {
   });
 }
 
-// Gives 32 random bits for each element of a tensor, which depend only on the seed and the index of the element.
+// Returns 32 random bits for each element of a tensor, which depend only on the seed and the element's index.
 struct Random {
   uint32_t key;
   explicit Random(int64_t seed)
@@ -27,8 +27,8 @@ struct Random {
   }
 };
 
-// Stochastic rounding: unbiased, while rounding to nearest would lose every update below half a unit in the last place.
-// NaN is handled apart, because a carry could turn it into zero.
+// Rounds stochastically, which is unbiased, while rounding to nearest would lose all updates below half a unit in the
+// last place. NaN is handled separately, because a carry could turn it into zero.
 inline void round_randomly(bf16* to, float x, uint32_t random) {
   uint32_t word;
   std::memcpy(&word, &x, 4);
@@ -44,7 +44,7 @@ struct AdamW {
         beta1(static_cast<float>(beta1)),
         beta2(static_cast<float>(beta2)),
         eps(static_cast<float>(eps)),
-        decay(0.0f),  // differs between weights
+        decay(0.0f),  // set for each weight
         scale(static_cast<float>(scale)),
         correction1(static_cast<float>(1.0 / (1.0 - std::pow(beta1, step)))),
         correction2(static_cast<float>(1.0 / (1.0 - std::pow(beta2, step)))) {}
@@ -57,8 +57,9 @@ struct AdamW {
   }
 };
 
-// Updates `count` weights, and `working` if given. `place` is the index of the first weight in its row of random bits.
-// Takes `a` by value: behind a reference, every write to a float might change it, and the loop would not be vectorized.
+// Updates `count` weights, and their copies `working` unless null. `place` is the index of the first weight in its row
+// of random bits. `a` is passed by value, because writes to floats might change it through a reference, and the loop
+// would not be vectorized.
 template <typename W, typename G>
 void update(const AdamW a, W* weight, float* first, float* second, const G* grad, bf16* working, int64_t count,
             uint32_t row, int64_t place) {
@@ -69,7 +70,7 @@ void update(const AdamW a, W* weight, float* first, float* second, const G* grad
   }
 }
 
-constexpr int64_t PIECE = 256;  // weights that are tested together for whether an update changes them
+constexpr int64_t PIECE = 256;  // weights for which `is_unchanged` is called at once
 
 template <typename T>
 bool is_zero(const T* x, int64_t count) {
@@ -81,20 +82,20 @@ bool is_zero(const T* x, int64_t count) {
   return !all;
 }
 
-// Returns true if an update leaves the weights and their moments as they are, as it does most of an embedding, whose
-// tokens have not occurred yet. Reading the zeros takes less time than writing them again.
+// Returns true if an update would not change the weights and their moments, as in most rows of an embedding, whose
+// tokens have not occurred yet. Testing for zeros takes less time than writing them again.
 template <typename G>
 bool is_unchanged(const AdamW& a, const float* first, const float* second, const G* grad, int64_t count) {
   return a.decay == 0.0f && is_zero(first, count) && is_zero(grad, count) && is_zero(second, count);
 }
 
-// Calls run(grad) with a pointer of the gradient's dtype.
+// Calls run(grad) with a pointer that has the gradient's dtype.
 template <typename F>
 void with_grad(const WeightUpdate& w, const F& run) {
   w.narrow_grad ? run(static_cast<const bf16*>(w.grad)) : run(static_cast<const float*>(w.grad));
 }
 
-// Calls run(weight, grad) with pointers of the tensors' dtypes.
+// Calls run(weight, grad) with pointers that have the tensors' dtypes.
 template <typename F>
 void with_types(const WeightUpdate& w, const F& run) {
   const auto typed = [&](auto* weight) { with_grad(w, [&](const auto* grad) { run(weight, grad); }); };
@@ -120,7 +121,7 @@ void for_each_weight(int64_t count, const WeightUpdate* weights, const double* d
   });
 }
 
-// Moves `momentum` toward the clipped gradients and writes Nesterov's look-ahead, which `direction` becomes.
+// Updates `momentum` with the clipped gradients and writes Nesterov's look-ahead to `direction`.
 template <typename G>
 void look_ahead(float beta, float scale, const G* grad, float* momentum, float* direction, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
@@ -145,11 +146,11 @@ constexpr int64_t GROUP = MOMENT_GROUP;
 constexpr int DECADES = MOMENT_DECADES;
 static_assert(GRAIN % GROUP == 0, "a group lies in one block");
 
-// Finds the nearest code without a search. Within a decade the map is linear: x belongs to value number `place` if
-// x * slope + offset lies in [place, place + 1). The lowest decade has `lowest` values;
-// each higher one has twice as many.
+// Finds the nearest code without a search. Within a decade (a factor of 10) the codes are linear: x belongs to code
+// number `place` if x * slope + offset is in [place, place + 1). The lowest decade has `lowest` codes; each higher
+// decade has twice as many.
 struct Places {
-  float edge[DECADES], slope[DECADES], offset[DECADES], one;  // edges and `one` are midpoints between neighbors
+  float edge[DECADES], slope[DECADES], offset[DECADES], one;  // edges and `one` are midpoints between neighboring codes
   constexpr explicit Places(int lowest) : edge(), slope(), offset(), one() {
     double unit = 1e-6, count = lowest;
     for (int d = 0; d < DECADES; ++d, unit *= 10, count *= 2) {
@@ -159,7 +160,7 @@ struct Places {
       one = static_cast<float>(1 - 0.225 / count);
     }
   }
-  int32_t operator()(float x) const {  // for 0 <= x <= 1; returns at least lowest - 1 even if 0 is nearer
+  int32_t operator()(float x) const {  // for 0 <= x <= 1; returns at least lowest - 1, even if 0 is nearer
     float a = slope[0], b = offset[0];
     for (int d = 1; d < DECADES; ++d) {
       a = x >= edge[d] ? slope[d] : a;
@@ -176,13 +177,15 @@ inline uint8_t signed_code(float x) {
   return static_cast<uint8_t>(x < 0 ? std::max(-place, -127) : place);
 }
 
-// Never returns 0 for a positive value: dividing the first moment by a second moment of 0 would make a huge step.
+// Never returns 0 for a positive value, because dividing the first moment by a second moment of 0 would cause a huge
+// step.
 inline uint8_t unsigned_code(float x) {
   constexpr Places places(2);
   return static_cast<uint8_t>(x > 0 ? std::max(places(x) - 1, 1) : 0);
 }
 
-// Returns the largest absolute value, or NaN if there is one: as integers, NaNs compare above all other values.
+// Returns the largest absolute value, or NaN if there is one. Compares integers, among which NaN is larger than all
+// other values.
 inline float largest(const float* x, int64_t count) {
   uint32_t most = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -195,7 +198,8 @@ inline float largest(const float* x, int64_t count) {
   return y;
 }
 
-// Writes the codes of one block and returns their scale, 0 if its inverse overflows. NaN or infinity spoils the block.
+// Writes the codes of one block and returns their scale, or 0 if its inverse overflows. NaN and infinity make the whole
+// block NaN.
 template <uint8_t (*code)(float)>
 float quantize(const float* from, uint8_t* codes, int64_t count) {
   const float scale = largest(from, count);
@@ -232,7 +236,7 @@ SANSGPU_KERNEL void dropout(int64_t narrow, const void* x, void* out, int64_t si
          : drop(static_cast<const float*>(x), static_cast<float*>(out), size, how);
 }
 
-// sum (fp32) += addend (bf16).
+// Computes sum (fp32) += addend (bf16).
 SANSGPU_KERNEL void accumulate(float* sum, const void* addend, int64_t size) {
   const auto terms = static_cast<const bf16*>(addend);
   for_each_block(size, [&](const Block& block) {
@@ -240,8 +244,8 @@ SANSGPU_KERNEL void accumulate(float* sum, const void* addend, int64_t size) {
   });
 }
 
-// Writes the sum of squares of each of `count` arrays. Blocks are added in order, so that the result does not depend on
-// the number of threads.
+// Writes the sum of squares of each of `count` arrays. Sums of blocks are added in order, so that results do not depend
+// on the number of threads.
 SANSGPU_KERNEL void squared_norms(int64_t count, const void* const* arrays, const int64_t* sizes, const int64_t* narrow,
                                   double* totals) {
   const Blocks blocks(count, [=](int64_t i) { return sizes[i]; });
@@ -257,7 +261,7 @@ SANSGPU_KERNEL void squared_norms(int64_t count, const void* const* arrays, cons
   }
 }
 
-// Updates the weights, their moments and working copies.
+// AdamW: updates the weights, their moments and their working copies.
 SANSGPU_KERNEL void adamw(int64_t count, const WeightUpdate* weights, const double* decays, double lr, double beta1,
                           double beta2, double eps, int64_t step, double scale) {
   const AdamW settings(lr, beta1, beta2, eps, step, scale);
@@ -275,8 +279,8 @@ SANSGPU_KERNEL void adamw(int64_t count, const WeightUpdate* weights, const doub
   });
 }
 
-// Updates the first moments, the momentum of fp32 weights, with gradients times `scale`. The second ones become the
-// directions of the update.
+// Updates the first moments, i.e. the momentum of fp32 weights, with gradients times `scale`. Writes the update
+// directions to the second moments.
 SANSGPU_KERNEL void nesterov(int64_t count, const WeightUpdate* weights, double beta, double scale) {
   for_each_weight(count, weights, [=](const Block& block, const WeightUpdate& w) {
     const int64_t at = block.start;
@@ -287,7 +291,7 @@ SANSGPU_KERNEL void nesterov(int64_t count, const WeightUpdate* weights, double 
   });
 }
 
-// Moves fp32 weights, and their working copies, against `grad` times `scale`, with decoupled weight decay.
+// Gradient descent: updates fp32 weights and their working copies with `grad` times `scale` and decoupled weight decay.
 SANSGPU_KERNEL void descend(int64_t count, const WeightUpdate* weights, const double* decays, double lr, double scale) {
   for_each_weight(count, weights, [=](const Block& block, const WeightUpdate& w) {
     const float keep = static_cast<float>(1.0 - lr * decays[block.array]), rate = static_cast<float>(lr * scale);
@@ -299,7 +303,7 @@ SANSGPU_KERNEL void descend(int64_t count, const WeightUpdate* weights, const do
   });
 }
 
-// Like adamw, with moments in 8 bits; the maps (256,) give the value of each code.
+// Like adamw, with 8-bit moments. The maps (256,) hold the value of each code.
 SANSGPU_KERNEL void adamw8(int64_t count, const WeightUpdate* weights, const double* decays, const float* first_map,
                            const float* second_map, double lr, double beta1, double beta2, double eps, int64_t step,
                            double scale) {

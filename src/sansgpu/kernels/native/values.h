@@ -1,4 +1,4 @@
-// Tensors of fp32 or bf16 values, which element-wise kernels read and write as fp32.
+// Access to fp32 or bf16 tensors for element-wise kernels, which compute in fp32.
 #pragma once
 
 #include "tiles.h"
@@ -7,11 +7,12 @@ namespace sansgpu {
 
 // An input tensor.
 struct Input {
-  const void* data;  // null if the input is missing
+  const void* data;  // null if there is no such input
   bool narrow;       // bf16
   Input(const void* data, int64_t narrow) : data(data), narrow(narrow != 0) {}
 
-  // Returns `count` fp32 values from `start` on: in the tensor if it is fp32, or else converted in `scratch`.
+  // Returns `count` fp32 values from `start` on: a pointer into the tensor if it is fp32, otherwise converted values in
+  // `scratch`.
   const float* read(int64_t start, int64_t count, float* scratch) const {
     if (!narrow) return static_cast<const float*>(data) + start;
     const bf16* from = static_cast<const bf16*>(data) + start;
@@ -20,16 +21,16 @@ struct Input {
   }
 };
 
-// An output tensor. A kernel computes values in `place` and then calls `write` for them.
+// An output tensor. A kernel computes values in the memory that `place` returns, and then calls `write` for them.
 struct Output {
   void* data;
   bool narrow;
   Output(void* data, int64_t narrow) : data(data), narrow(narrow != 0) {}
 
-  // Returns where to compute the values from `start` on: in the tensor if it is fp32, or else in `scratch`.
+  // Returns where to compute the values from `start` on: in the tensor if it is fp32, otherwise in `scratch`.
   float* place(int64_t start, float* scratch) const { return narrow ? scratch : static_cast<float*>(data) + start; }
 
-  // Stores `count` values of `scratch` in the tensor if it is bf16.
+  // If the tensor is bf16, converts `count` values in `scratch` and stores them in it.
   void write(int64_t start, int64_t count, const float* scratch) const {
     if (narrow) store_row(static_cast<bf16*>(data) + start, scratch, count);
   }
