@@ -1,1 +1,1 @@
-"""Reproducible benchmarks for the claims in the documentation: sansgpu and its peers on one machine."""
+"""Reproducible benchmarks for the claims in the documentation, which compare sansgpu with its peers on one machine."""

@@ -3,11 +3,11 @@
     python -m benchmarks.chaos --kills 300 --json chaos.json
     python -m benchmarks.chaos --disk --kills 24
 
-Every kind of run is made once as a reference. Then runs of it are disturbed one to four times each: one of its
-processes gets SIGKILL, at a random moment or during the start, a snapshot, tokenization, an evaluation or the end. With
-`--disk` the run's disk is full from that moment until the run ends, which must print a single error. The run is then
-resumed until it is done, and its snapshots, `final/` and events must equal those of the reference. The exit code is 1
-if any differ.
+Every kind of run is first made once without disturbances, as a reference. Then runs of it are disturbed one to four
+times each: one of the processes gets SIGKILL at a random moment, or during the start, a snapshot, tokenization, an
+evaluation or the end. With `--disk`, the run's disk is full from that moment until the run fails, which must print a
+single error. The run is then resumed until it is done. Its snapshots, `final/` and events must equal those of the
+reference; otherwise the exit code is 1.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from benchmarks.outcome import file_digests, record
 
 AIMS = ("any moment", "start", "snapshot", "tokenizing", "evaluation", "end")
 MAX_DISTURBANCES = 4  # per run
-END_SECONDS = 120  # after which a run that should have ended counts as hanging
+END_SECONDS = 120  # a run that should have ended by then counts as hanging
 POLL_SECONDS = 0.003
-SPREAD_SECONDS = 0.08  # maximum random delay after the aim was observed
-DISK_ROOM = 3 << 20  # bytes of the small disk beyond the size of three reference runs
-# Files of final/ that may differ: the model card contains times and names, the other its fingerprint.
+SPREAD_SECONDS = 0.08  # maximum random delay after the intended moment
+DISK_ROOM = 3 << 20  # size of the small disk in bytes, in addition to three reference runs
+# Files of final/ that may differ: the model card contains times and names, and the mark contains the card's
+# fingerprint.
 UNEQUAL_FILES = ("README.md", ".sansgpu.json")
 
 
@@ -135,7 +136,7 @@ class _Process:
         return self._process.poll() is None
 
     def kill_one(self, draw: random.Random) -> None:
-        """Sends SIGKILL to a random one of the processes."""
+        """Sends SIGKILL to a randomly chosen process of the run."""
         with suppress(psutil.NoSuchProcess):
             everyone = [psutil.Process(self._process.pid)]
             everyone += everyone[0].children(recursive=True)
@@ -174,7 +175,7 @@ class _Moment:
         self._snapshot = draw.randrange(1, 6)
 
     def come(self) -> bool:
-        """Returns True once the moment has come."""
+        """Returns True when the moment has come."""
         if self._at is None and self._seen():
             self._at = time.monotonic() + self.draw.uniform(0.0, SPREAD_SECONDS)
         return self._at is not None and time.monotonic() >= self._at

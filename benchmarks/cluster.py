@@ -1,8 +1,8 @@
-"""Step times of two connected hosts, compared with the estimates of `plan --nodes`: `python -m benchmarks.cluster`.
+"""Compares step times of two connected hosts with the estimates of `plan --nodes`: `python -m benchmarks.cluster`.
 
 The hosts are network namespaces on this machine (needs root and iproute2), each with one process of one thread; tc
-limits the bandwidth between them. The compute time of a host is measured while its neighbor computes, too, without
-communication.
+limits the bandwidth between them. The compute time of a host is measured without communication, while the other host
+computes as well.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sansgpu.train.gradient_reduction import BUCKET_BYTES
 Settings = dict[str, object]
 NODES = 2
 MICRO_BATCH, PIECES = 4, 4  # windows per micro-batch, micro-batches per step of both nodes
-CHOSEN: Settings = {  # fixed, as `auto` depends on the batch or on measurements
+CHOSEN: Settings = {  # fixed, because `auto` depends on the batch or on measurements
     "training.optimizer": "adamw",
     "training.precision": "fp32",
     "training.compile": "off",
@@ -37,10 +37,10 @@ CHOSEN: Settings = {  # fixed, as `auto` depends on the batch or on measurements
 TOY: Settings = {"model.d_model": 32, "model.n_heads": 2, "model.n_layers": 2, "model.d_ff": 64}
 SIZES = {"7M": {}, "toy": TOY, **parameters()}
 RATES = {"unshaped": None, "5gbit": 5e9, "1gbit": 1e9, "100mbit": 1e8}
-UNSHAPED = 1e12  # bits per second: so fast that gloo is the bottleneck
+UNSHAPED = 1e12  # bits per second; gloo is then the bottleneck
 GRADIENT_BYTES = 4  # per element
 PORT = 29400
-SECONDS = 1800  # after which a run counts as hanging
+SECONDS = 1800  # a run that takes longer counts as hanging
 HOSTS = {
     "cable": ("name", "s"),
     "step s": ("step_seconds", ".3f"),

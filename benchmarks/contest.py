@@ -1,4 +1,4 @@
-"""Runs contestants in separate processes, taking turns, and reports medians, ratios, tables and JSON.
+"""Runs contestants alternately in separate processes, and reports medians, ratios, tables and JSON.
 
 This process must not import torch: on Linux a child's reported peak memory includes its parent's.
 """
@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parent.parent
-WARM_UP = 2  # unmeasured first steps, which compile and touch memory for the first time
+WARM_UP = 2  # unmeasured first steps, which include compilation and first memory accesses
 ISA_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "bf16", "sve")
 PACKAGES = ("sansgpu", "torch", "transformers", "accelerate", "lightning", "numpy")
 
@@ -52,7 +52,7 @@ class Outcome:
         return [(seconds, line) for seconds, line in self.events if line.get("event") == event]
 
     def no_result(self) -> NoResultError:
-        """Returns the error for a process that ended too early."""
+        """Returns the error for a process that exited too early."""
         return NoResultError(f"exit code {self.code}: {' '.join(self.errors.split())[-300:]}")
 
 
@@ -69,7 +69,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A way to train. Only the fastest of several variants of a name continues after the first round."""
+    """A way to train. Of several variants with the same name, only the fastest continues after the first round."""
 
     name: str
     command: list[str]
@@ -94,7 +94,7 @@ def row_of(name: str, measure: Callable[[], Row]) -> Row:
 
 
 def say(message: str) -> None:
-    """Prints progress to stderr, as stdout is for results."""
+    """Prints progress to stderr, because stdout is for results."""
     print(message, file=sys.stderr, flush=True)
 
 
@@ -160,7 +160,8 @@ def run(contestant: Contestant) -> Sample:
 
 
 def take_turns(contestants: Sequence[Contestant], rounds: int) -> list[Row]:
-    """Runs every contestant once per round, so that load on the machine affects all alike; returns a row per name."""
+    """Runs every contestant once per round, so that other load on the machine affects all equally. Returns a row per
+    name."""
     field = list(contestants)
     samples: dict[tuple[str, str], list[Sample]] = {}
     failures: dict[str, str] = {}
@@ -243,7 +244,7 @@ def write_json(path: Path | None, benchmark: str, settings: Row, rows: Sequence[
 
 def describe_machine() -> Row:
     """Returns processor, instruction set of our kernels, memory, load and versions."""
-    from sansgpu.machine.instruction_sets import allowed  # imports torch, which this process needs for nothing else
+    from sansgpu.machine.instruction_sets import allowed  # imports torch, which this process does not need otherwise
 
     return {
         "processor": _cpu_line("model name") or platform.processor() or platform.machine(),

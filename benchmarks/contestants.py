@@ -1,4 +1,4 @@
-"""The peers of `benchmarks.peers`: `python -m benchmarks.contestants JOB.json` runs one and prints a JSON line.
+"""The peers of `benchmarks.peers`. `python -m benchmarks.contestants JOB.json` runs one of them and prints a JSON line.
 
 Each trains transformers' GPT-2 of the job's size on the same windows, with as many threads as sansgpu would use.
 """

@@ -1,6 +1,6 @@
 """Token ids for the peers: the data that sansgpu trains on, as one array, from sansgpu's tokenizer and cache.
 
-`python -m benchmarks.corpus` runs in a separate process, because the one that measures must stay small.
+`python -m benchmarks.corpus` runs in a separate process, because the measuring process must need little memory.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Reader:
 
     @property
     def targets(self) -> int:
-        """The number of predicted tokens: all but the first."""
+        """The number of predicted tokens, i.e. all except the first."""
         return len(self._tokens) - 1
 
     def _window_at(self, index: int) -> np.ndarray:
@@ -90,7 +90,7 @@ def main() -> None:
     facts: Event = {"tokens": len(tokens), "vocab_size": tokenizer.vocab_size}
     if args.valid:
         held_out = build_store(open_single(args.valid, data), tokenizer, cache, lambda *_: None).tokens
-        ended = np.append(held_out, np.array([tokenizer.end_id], held_out.dtype))  # the end of text is predicted, too
+        ended = np.append(held_out, np.array([tokenizer.end_id], held_out.dtype))  # the end of text is predicted too
         np.save(args.output / "valid.npy", ended)
         facts["valid_tokens"] = len(held_out)
         facts["valid_bytes"] = int(tokenizer.token_bytes()[held_out].sum())

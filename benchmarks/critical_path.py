@@ -1,18 +1,19 @@
-"""Projects the speed of a training step on many cores from measurements on few.
+"""Projects the speed of a training step on many cores from measurements on a few cores.
 
     python -m benchmarks.critical_path --size cpu_small --threads 2,16,64
     python -m benchmarks.critical_path --threads 2 --check
 
-A step takes at least its longest path: what runs in the main thread alone, plus, of every parallel region, the thread
-that takes longest. The projected speed-up is the CPU time of a step with one thread, divided by the longest path.
+A step takes at least as long as its critical path: the code that runs only in the main thread, plus the slowest thread
+of every parallel region. The projected speedup is the CPU time of a step with one thread, divided by the length of the
+critical path.
 
-torch's operations divide their work among the threads beforehand, so the step runs with that many threads, and the CPU
-time of each of them counts, whatever the number of cores. The threads of sansgpu's kernels each draw the next unit of
-work when they are free: the units run one after another here, and a simulation assigns them to threads.
+torch's operations divide their work among threads in advance, so the step runs with that number of threads, and the CPU
+time of each thread is measured, whatever the number of cores. In sansgpu's kernels, threads take units of work
+dynamically: here the units run one after another, and a simulation assigns them to threads.
 
-Not seen: the bandwidth that cores share, clocks that fall when many cores are busy, the distance between two
-sockets, the time to start and join the threads of a region (the table has the number of regions), and units that wait
-for others. Needs Linux and a C compiler.
+The projection ignores shared memory bandwidth, lower clock rates with many busy cores, the distance between sockets,
+the time to start and join the threads of a region (the table has the number of regions), and units that wait for
+others. Needs Linux and a C compiler.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from sansgpu.machine.launch import SPINS
 ADAPTERS = {"qwen_lora": "lora", "qwen_whole": "none"}  # one packed row of 2,048 tokens, Qwen2.5-0.5B's shape
 PACKED_TOKENS = 2048
 CHECKED_THREADS = 2
-SHOWN = 20  # operations in a table
+SHOWN = 20  # maximum operations in a table
 SUMMARY = {
     "threads": ("name", "s"),
     "work s": ("work_seconds", ".3f"),
@@ -62,7 +63,7 @@ class PathJob:
 
     config: str | None  # file
     overrides: list[str]
-    threads: list[int]  # measured in turns
+    threads: list[int]  # measured alternately
     steps: int  # per number of threads
     recorder: str | None = None  # preloaded library of openmp_regions.c; None: only the wall time is measured
 
@@ -102,10 +103,10 @@ def compile_recorder(folder: Path) -> str:
 
 
 def run_job(job: PathJob, folder: Path) -> dict[int, Row]:
-    """Makes the steps of a job in a new process; returns results by threads. Raises NoResultError if it fails."""
+    """Runs the steps of a job in a new process; returns results by thread count. Raises NoResultError if it fails."""
     say(f"{'recording' if job.recorder else 'timing'} {job.steps} steps each with threads: {job.threads}")
     environment = {"GOMP_SPINCOUNT": str(SPINS)}
-    if job.recorder:  # a thread that waits sleeps, and so uses no CPU time
+    if job.recorder:  # waiting threads sleep, so that they use no CPU time
         environment = {"LD_PRELOAD": job.recorder, "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
     line = [sys.executable, "-m", "benchmarks.critical_path_worker", str(job.write(folder / "job.json"))]
     outcome = spawn(line, environment={**environment, "OMP_DYNAMIC": "FALSE"})
@@ -117,7 +118,7 @@ def run_job(job: PathJob, folder: Path) -> dict[int, Row]:
 def project(one: Row, many: Row) -> Row:
     """Returns the projection from the results with one thread and with many."""
     work = {name: seconds["serial"] + seconds["longest"] for name, seconds in one["operations"].items()}
-    # A main thread that slept during a region finds cold caches, which makes its own work seem to take longer.
+    # A main thread that slept during a region finds cold caches, which makes its work appear slower.
     serial = {n: min(seconds["serial"], work.get(n, 0.0)) for n, seconds in many["operations"].items()}
     path = {name: serial[name] + seconds["longest"] for name, seconds in many["operations"].items()}
     total = sum(path.values())
@@ -171,7 +172,7 @@ def arguments() -> argparse.Namespace:
     if args.check and CHECKED_THREADS not in args.threads:
         args.threads.insert(0, CHECKED_THREADS)
     if args.steps is None:
-        args.steps = 2 if args.size in ADAPTERS else 5  # theirs take 20 seconds each
+        args.steps = 2 if args.size in ADAPTERS else 5  # their steps take 20 seconds each
     if args.steps < 1 or min(args.threads) < 1:
         parser.error("--steps and --threads must be at least 1")
     if sys.platform != "linux":

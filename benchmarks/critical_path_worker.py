@@ -1,4 +1,4 @@
-"""Makes the steps for `benchmarks.critical_path` in a process: `python -m benchmarks.critical_path_worker JOB`.
+"""Runs the steps for `benchmarks.critical_path` in a separate process: `python -m benchmarks.critical_path_worker JOB`.
 
 Prints a JSON line per number of threads.
 """
@@ -33,15 +33,15 @@ from sansgpu.train.step import train_step
 
 MAX_REGIONS, MAX_UNITS = 200_000, 4_000_000  # parallel regions and units of work that can be recorded in a step
 REGION = np.dtype([(name, np.int64) for name in ("start_ns", "end_ns", "caller_ns", "longest_ns", "work_ns", "alone")])
-BETWEEN = "Python between operations"  # the name of the time of a step in which no operation runs
-AUTOGRAD = "autograd::engine::evaluate_function: "  # begins the names of the engine's own events
+BETWEEN = "Python between operations"  # name for the time of a step in which no operation runs
+AUTOGRAD = "autograd::engine::evaluate_function: "  # prefix of the names of the engine's events
 
 
 @dataclass
 class Seconds:
     """The time of one operation in a step."""
 
-    serial: float = 0.0  # in the main thread alone
+    serial: float = 0.0  # only in the main thread
     longest: float = 0.0  # sum over parallel regions of the CPU seconds of the slowest thread
     regions: int = 0
 
@@ -56,7 +56,8 @@ class RegionRecorder:
         self._units = torch.zeros(MAX_UNITS, dtype=torch.float64)
 
     def record(self, step: Callable[[], None]) -> tuple[np.ndarray, float]:
-        """Calls `step` and returns its regions, with `longest_ns` as on enough cores, and its serial seconds."""
+        """Calls `step` and returns its regions, with `longest_ns` as if there were enough cores, and its serial
+        seconds."""
         if library.available():
             library.call("record", self._units, len(self._units))
         places = ctypes.c_void_p(self._regions.ctypes.data)
@@ -89,7 +90,7 @@ class RegionRecorder:
 
 
 def makespan(units: Sequence[float], threads: int) -> float:
-    """Returns the seconds until all units are done, if each thread takes the next one as soon as it is free."""
+    """Returns the seconds until all units are done if each thread takes the next unit as soon as it is free."""
     free_at = [0.0] * threads
     for seconds in units:
         heapq.heapreplace(free_at, free_at[0] + seconds)
@@ -176,9 +177,9 @@ def recorded(step: Callable[[], None], job: PathJob, recorder: RegionRecorder) -
 
 
 def least(steps: Sequence[Mapping[str, Seconds]], serial_seconds: float) -> dict[str, Row]:
-    """Returns the least seconds of each operation, as other programs can only add to them.
+    """Returns the minimum seconds of each operation, because other programs can only increase them.
 
-    The serial ones are scaled to `serial_seconds`, the time without the profiler.
+    Scales the serial ones to `serial_seconds`, which were measured without the profiler.
     """
     common = [name for name in steps[0] if all(name in step for step in steps)]
     found = {

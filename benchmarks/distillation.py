@@ -1,12 +1,12 @@
-"""Tokens that a student of a teacher needs to the loss that it reaches alone.
+"""Measures how many tokens a student needs with a teacher to reach the loss that it reaches without one.
 
     python -m benchmarks.distillation --teacher MODEL --data TEXTS [--tokens 4000000] [--ratios 0.5 0.33]
         [--weight 0.5] [--temperature 1] [--lessons DIR] [--set KEY=VALUE ...] [--json FILE]
 
-The student is a decoder in Llama's layout, by default of 30M parameters with a vocabulary of 49,152. It trains alone on
-`--tokens`, and then from the teacher's predictions on each share `--ratios` of them. Every run has its own complete
-learning rate schedule, so the losses at the ends are those of finished runs. `first below` is the number of tokens
-after which a run was first below the loss of the student alone. The predictions are written to `--lessons` once.
+The student is a decoder in Llama's layout, by default of 30M parameters with a vocabulary of 49,152. It trains without
+a teacher on `--tokens` tokens, and then with the teacher's predictions on each fraction `--ratios` of them. Every run
+has a complete learning rate schedule, so its final loss is that of a finished run. `first below` is the number of
+tokens after which a run was first below the loss without a teacher. The predictions are written to `--lessons` once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STUDENT: Row = {
     "training.window_warmup_ratio": 0, "training.save_steps": 0, "training.keep_last": 1,
     "training.report_to": "none", "device": "cpu",
 }  # fmt: skip
-EVALUATIONS = 20  # of each run
+EVALUATIONS = 20  # per run
 COLUMNS = {
     "student": ("name", "s"),
     "tokens": ("tokens", ",d"),
@@ -54,12 +54,12 @@ def students(options: argparse.Namespace, settings: Row, lessons: Path) -> Itera
     section = "training.distillation"
     taught = {"teacher": lessons, "weight": options.weight, "temperature": options.temperature}
     for share in options.ratios:
-        name = f"taught on {share:.0%} of the tokens"
+        name = f"with the teacher, on {share:.0%} of the tokens"
         yield name, share, {**settings, **{f"{section}.{key}": value for key, value in taught.items()}}
 
 
 def trained(tokens: int, folder: Path, settings: Row, goal: float | None) -> Row:
-    """Trains a student on `tokens`, and returns its last loss and the tokens after which it was below `goal`."""
+    """Trains a student on `tokens`. Returns its last loss and the tokens after which its loss was below `goal`."""
     per_step = int(settings["model.max_seq_len"]) * int(settings["training.gradient_accumulation_steps"])
     every = max(1, tokens // per_step // EVALUATIONS)
     paced = {**settings, "training.max_tokens": tokens, "training.eval_steps": every, "training.logging_steps": every}

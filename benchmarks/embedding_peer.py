@@ -27,7 +27,7 @@ LOSSES = {"cosine": CosineSimilarityLoss, "ranking": MultipleNegativesRankingLos
 
 
 def columns(config: Config) -> Dataset:
-    """Reads the training rows: a column for each text, and perhaps one for the score."""
+    """Reads the training rows: a column for each text, and one for the score if there is any."""
     rows = read_text_rows(open_sources(config.data).train.rows(), config.data, BadRows("fail"))
     texts = zip(*(row.texts for row in rows), strict=True)
     found: dict[str, list[Any]] = {f"text{number}": list(column) for number, column in enumerate(texts)}
@@ -39,7 +39,7 @@ def columns(config: Config) -> Dataset:
 def train(config: Config, given: list[TextGroups], save: str | None) -> Watch:
     """Trains on the rows of the batches `given`, writes the model to the folder `save`, and returns each step's time.
 
-    Texts are tokenized and padded as the batches are drawn, as Sentence Transformers does.
+    Sentence Transformers tokenizes and pads texts when a batch is drawn.
     """
 
     class InOrder(DefaultBatchSampler):

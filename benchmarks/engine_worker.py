@@ -1,4 +1,5 @@
-"""One rank of an engine of `benchmarks.engines`. Reads commands as JSON lines on stdin and answers each with one line.
+"""One rank of an engine of `benchmarks.engines`. Reads commands as JSON lines from stdin and answers each with one
+line.
 
 A batch is a pure function of the step. Every engine divides the summed loss by the targets of the global batch, clips
 the gradient and applies AdamW, so that all of them compute the same step up to rounding.
@@ -49,7 +50,8 @@ ROWS, MICRO_BATCH = 8, 2
 
 
 class Engine(Protocol):
-    """A way to train over processes. A state holds whole weights and moments, named as in a snapshot of sansgpu."""
+    """A way to train with several processes. A state holds unsharded weights and moments, named as in a snapshot of
+    sansgpu."""
 
     def accumulate(self, batch: Batch, targets: int, last: bool) -> torch.Tensor:
         """Runs forward and backward on a micro-batch and returns its summed loss."""
@@ -65,7 +67,7 @@ class Engine(Protocol):
 
 
 class Ours:
-    """Our own engine with a value of `training.sharding`."""
+    """sansgpu's engine with a value of `training.sharding`."""
 
     def __init__(self, model: TransformerLM, sharding: str, dtype: torch.dtype, group: Group) -> None:
         self._training = TrainingConfig.model_validate({**TRAINING, "sharding": sharding})

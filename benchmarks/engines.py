@@ -1,8 +1,8 @@
-"""Compares our data-parallel engine with those of torch: `python -m benchmarks.engines --processes 2`.
+"""Compares sansgpu's data-parallel engine with torch's: `python -m benchmarks.engines --processes 2`.
 
-Every engine trains one small decoder in real gloo processes of one thread each. The engines of a comparison are all
-alive and train in turn, a block of steps each, in the order A B C C B A; "ours again" is a second fleet of our engine
-and shows the noise of the machine. Then each engine is held to the contracts of a run.
+Every engine trains the same small decoder in real gloo processes with one thread each. All engines of a comparison are
+started at once and train alternately, a block of steps each, in the order A B C C B A. "ours again" is a second fleet
+of sansgpu's engine, which shows the noise of the machine. Then each engine is checked against the contracts of a run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from safetensors.numpy import load_file
 
 from benchmarks.contest import ROOT, WARM_UP, NoResultError, Row, print_table, row_of, say, write_json
 
-COMPARISONS = {  # ours first
+COMPARISONS = {  # sansgpu's engine first
     "replicated": (
         "ours",
         "DDP",
@@ -41,10 +41,10 @@ COMPARISONS = {  # ours first
     "optimizer": ("ours, ZeRO-1", "DDP, ZeroRedundancyOptimizer"),
     "full": ("ours, full", "fully_shard"),
 }
-REFERENCE = "ours"  # in one process
+REFERENCE = "ours"  # a single process
 AGAIN = "ours again"
 TIMEOUT_SECONDS = 20.0  # for a collective
-ANSWER_SECONDS = 240.0  # after which a worker counts as hanging
+ANSWER_SECONDS = 240.0  # a worker that takes longer to answer counts as hanging
 BEFORE_KILL_SECONDS = 1.5
 TIMES = {
     "engine": ("name", "s"),
@@ -113,7 +113,7 @@ class Fleet:
             worker.stdin.flush()
 
     def ask(self, **command: Any) -> list[Row]:
-        """Returns the answers of all ranks. Raises NoResultError if a rank ends or does not answer."""
+        """Returns the answers of all ranks. Raises NoResultError if a rank exits or does not answer."""
         try:
             self.send(**command)
         except BrokenPipeError:
@@ -138,7 +138,7 @@ class Fleet:
         return str(self.ask(do="save", file=str(file))[0]["sha256"])
 
     def last_error(self, rank: int) -> str:
-        """Returns the last line with an error that a rank, once it has ended, wrote to stderr, or its last line."""
+        """Returns the last line with an error that a rank wrote to stderr before it exited, or else its last line."""
         self._workers[rank].wait(timeout=ANSWER_SECONDS)
         self._errors[rank].seek(0)
         lines = [line for line in self._errors[rank].read().splitlines() if line.strip()]
@@ -205,7 +205,7 @@ def time_engines(names: Sequence[str], processes: int, rounds: int, steps: int, 
 
 
 def _ratios(key: str, blocks: Sequence[float], base: Sequence[float]) -> Row:
-    """Returns the median and the quartiles over rounds of two blocks each of the time divided by that of `base`."""
+    """Returns the median and the quartiles of the time relative to `base`, over rounds of two blocks each."""
     rounds = [sum(blocks[i : i + 2]) / sum(base[i : i + 2]) for i in range(0, len(base), 2)]
     low, middle, high = np.percentile(rounds, [25, 50, 75])
     return {key: float(middle), f"{key}_low": float(low), f"{key}_high": float(high)}
@@ -220,7 +220,7 @@ def reference(folder: Path, options: Sequence[str]) -> tuple[list[float], Path]:
 
 
 def check_contracts(name: str, processes: int, expected: list[float], state: Path, options: Sequence[str]) -> Row:
-    """Holds an engine to one process, to itself on repeat and resume, to uneven work and to a lost rank."""
+    """Checks an engine: equality with one process, repeats and resumes, uneven micro-batches, and a lost rank."""
     say(f"{processes} processes, contracts: {name}")
     row: Row = {"name": name}
     files = [state.with_name(f"{number}.safetensors") for number in range(4)]
@@ -262,7 +262,7 @@ def gradient_error(file: Path, expected: Path) -> float:
 
 
 def _error(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """Returns the largest relative error of losses, of which there may be fewer than expected."""
+    """Returns the largest relative error of the losses; `losses` may be fewer than expected."""
     return max(abs(found / right - 1) for found, right in zip(losses, expected, strict=False))
 
 

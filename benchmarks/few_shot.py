@@ -1,12 +1,12 @@
-"""Learns labels from 8 examples of each, compared with SetFit in accuracy and processor time.
+"""Learns labels from 8 examples per label, compared with SetFit in accuracy and CPU time.
 
     python -m benchmarks.few_shot --model FOLDER --data FOLDER [--peer-python PYTHON] [--draws 5] [--sets sst2 genres]
         [--threads N] [--json FILE]
 
 The data folder has `sst2` (train.tsv and test.tsv with sentence and label), `stsb` (sts-train.csv, whose genres are the
-labels of first sentences) and `wn18rr` (definitions, labeled with four of WordNet's topics). Both learn from the same
-rows of each draw with their default settings and are tested on the same 500 others. Seconds are those of the whole
-process, with imports and tests; processor seconds do not depend on other programs' load.
+labels of first sentences) and `wn18rr` (definitions, labeled with four of WordNet's topics). In each draw, both learn
+from the same rows with their default settings and are tested on the same 500 other rows. Seconds are those of the whole
+process, including imports and tests. CPU seconds do not depend on the load by other programs.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def topics(folder: Path) -> list[Labeled]:
     return [(text, TOPICS[name]) for text, name in alone if name in TOPICS]
 
 
-# The rows to draw from, and those to test on if they are others.
+# The rows to draw training examples from, and the rows to test on if they are separate.
 SETS: dict[str, Callable[[Path], tuple[list[Labeled], list[Labeled] | None]]] = {
     "sst2": lambda data: (sentiments(data / "sst2/train.tsv"), sentiments(data / "sst2/test.tsv")),
     "genres": lambda data: (genres(data / "stsb"), None),
@@ -126,7 +126,7 @@ def peer(python: str, job: Row, folder: Path) -> Row:
 
 
 def timed(arguments: list[str]) -> tuple[Outcome, float]:
-    """Runs a process; returns its outcome and its processor seconds."""
+    """Runs a process. Returns its outcome and its CPU seconds."""
     before = _processor_seconds()
     outcome = spawn(arguments)
     return outcome, _processor_seconds() - before
@@ -145,7 +145,7 @@ def row(data: str, name: str, found: list[Row]) -> Row:
 
 
 def measure(name: str, arguments: argparse.Namespace) -> list[Row]:
-    """Returns a row of results for each contestant; they take turns."""
+    """Returns a row of results for each contestant, which run alternately."""
     rows, tests = SETS[name](arguments.data)
     found: dict[str, list[Row]] = {}
     for seed in range(arguments.draws):

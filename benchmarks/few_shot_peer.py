@@ -1,4 +1,4 @@
-"""Trains and tests SetFit with its default settings, in the Python environment that has it.
+"""Trains and tests SetFit with its default settings, in the Python environment that contains it.
 
     python -m benchmarks.few_shot_peer JOB.json
 

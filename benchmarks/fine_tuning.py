@@ -2,8 +2,9 @@
 
     python -m benchmarks.fine_tuning --data ROWS.jsonl [--model FOLDER] [--adapters lora] [--steps 5] [--json FILE]
 
-Without --model the weights are random, and the tokenizer is trained on Python's own source. Padding does not count as
-tokens. Both use 4 rows per step and bf16; runs on a quantized base, which save memory, take the rows one at a time.
+Without --model, the weights are random, and the tokenizer is trained on the source of Python's standard library.
+Padding does not count as tokens. Both use 4 rows per step and bf16; runs with a quantized base, which save memory,
+process one row at a time.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SHAPE = {
     "num_key_value_heads": 2, "max_position_embeddings": 32768, "vocab_size": 151936, "tie_word_embeddings": True,
 }  # fmt: skip
 OURS, HF = "sansgpu", "Hugging Face Trainer"
-ADAPTERS = {"none": "whole", "lora": "LoRA"}  # model.adapter, with its name in the table
+ADAPTERS = {"none": "whole", "lora": "LoRA"}  # values of model.adapter, with their names in the table
 ROWS = 4
 COLUMNS = {
     "": ("name", "s"),
@@ -152,7 +153,7 @@ def main() -> None:
 
 
 def made_model(folder: Path) -> Path:
-    """Makes a random model of SHAPE in a separate process, because this one must stay small."""
+    """Writes a random model of SHAPE in a separate process, because this process must need little memory."""
     say("initializing weights")
     shape = ["--vocabulary", "16384", "--bf16", "--shape", json.dumps(SHAPE)]
     outcome = spawn([sys.executable, "-m", "benchmarks.tiny_model", str(folder), *shape])

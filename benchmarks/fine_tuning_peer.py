@@ -1,8 +1,8 @@
 """Trains with Hugging Face's Trainer on the same rows in the same order: `python -m benchmarks.fine_tuning_peer JOB`.
 
-JOB is a JSON file with settings of sansgpu as `overrides`, `threads`, a folder `cache`, and perhaps `steps` and a
-`folder` for the trained model. Prints a JSON line. Rows are tokenized and masked by sansgpu, so that only the training
-is compared.
+JOB is a JSON file with `overrides` (settings of sansgpu), `threads`, `cache` (a folder) and optionally `steps` and
+`folder` (for the trained model). Prints a JSON line. sansgpu tokenizes and masks the rows, so that only the training is
+compared.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Row = dict[str, Any]  # lists of integers; a label may be a number
 
 
 def batches(overrides: list[str], steps: int | None, cache: Path) -> tuple[Config, Any, list[Any]]:
-    """Returns the configuration, its tokenizer and the batches that a sansgpu run of it trains on.
+    """Returns the configuration, the tokenizer, and the batches that sansgpu would train on.
 
-    These are its first `steps` batches, by default all.
+    Returns the first `steps` batches, by default all.
     """
     config, _ = load_config(None, overrides)
     config, corpus = task_of(config).prepare(config, cache, lambda *_: None)
@@ -60,7 +60,7 @@ def rows_of(batch: PackedSequences, task: str = "qa") -> Iterator[Row]:
             row["start_positions"], row["end_positions"] = batch.targets[number].tolist()
         else:
             targets = batch.targets[start : start + length].tolist()
-            last = targets[-1] if targets[-1] != IGNORE else 0  # sansgpu omits the last token, which is only a target
+            last = targets[-1] if targets[-1] != IGNORE else 0  # inputs lack the last token, which is only a target
             row = {"input_ids": [*tokens, last], "attention_mask": [1] * (length + 1), "labels": [IGNORE, *targets]}
         if batch.types is not None:
             row["token_type_ids"] = batch.types[start : start + length].tolist()

@@ -1,4 +1,4 @@
-"""Compares the duration that `plan` predicts with that of the run: `python -m benchmarks.forecast --minutes 5`."""
+"""Compares the duration that `plan` predicts with the actual one: `python -m benchmarks.forecast --minutes 5`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plan(config: str, settings: Settings) -> Row:
 
 def measure(name: str, config: str, settings: Settings, minutes: float) -> Row:
     """Plans and runs a run of about `minutes`. Raises NoResultError if one fails."""
-    # The plan of a long run gives the number of steps.
+    # The plan of a long run gives the number of steps for `minutes`.
     first = plan(config, {**settings, "training.max_steps": 10_000})
     settings = {**settings, "training.max_steps": max(3, round(minutes * 60 / first["step_seconds"]))}
     planned = plan(config, settings)

@@ -1,11 +1,12 @@
-"""Completes many prompts greedily, compared with transformers' generate and with llama.cpp, one prompt after another.
+"""Completes many prompts greedily, compared with transformers' generate, and with llama.cpp, which completes one at a
+time.
 
     python -m benchmarks.generation --model FOLDER --data DOCUMENTS.jsonl [--prompts 64] [--tokens 128] [--rounds 2]
         [--batches 64 1] [--gguf FILE --llama-python PYTHON] [--threads N] [--json FILE]
 
 sansgpu and transformers compute in bf16. llama.cpp reads FILE, e.g. in Q8_0, with the llama-cpp-python of another
-virtual environment. All get the same token ids, of 16 to 128 tokens a prompt, and write as many tokens, past the end of
-a text if need be. Seconds do not include loading. Of transformers with batch 1 only an eighth of the prompts run.
+virtual environment. All get the same prompts of 16 to 128 tokens and generate the same number of tokens, even past the
+end of a text. Seconds do not include loading. With batch size 1, transformers completes only an eighth of the prompts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.contest import Event, NoResultError, Row, add_ratios, print_table, say, spawn, write_json
 
-LENGTHS = (16, 24, 32, 48, 64, 96, 128)  # tokens of the prompts, in turn
+LENGTHS = (16, 24, 32, 48, 64, 96, 128)  # lengths of the prompts in tokens, used cyclically
 COLUMNS = {
     "": ("name", "s"),
     "tokens/s": ("tokens_per_second", ",.0f"),

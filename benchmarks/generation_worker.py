@@ -1,6 +1,6 @@
 """Measures one contestant of `benchmarks.generation`: `python -m benchmarks.generation_worker JOB`.
 
-Prints a JSON line. Runs in the environment of its contestant, so it imports nothing of the others.
+Prints a JSON line. Runs in its contestant's environment, so it must not import packages of the others.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m benchmarks.graph [--config configs/graph_80m.yaml] [--data SOURCE] [--steps 20] [--json FILE]
 
-Measures two kinds of data: windows in which every root but the first and the last has a triple whose tail fills all its
-leaf slots, and triples of Python's standard library, where most slots are empty. Real nodes are those with a token.
-Plain PyTorch computes the logits of all nodes, sansgpu those of masked nodes only; the table shows which.
+Measures two kinds of data: windows in which every root except the first and the last has a triple whose tail fills all
+of its leaf slots, and triples of Python's standard library, where most slots are empty. Real nodes are nodes with a
+token. Plain PyTorch computes logits for all nodes and sansgpu only for masked nodes, as the table shows.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def measured(args: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
     """Returns the result rows by kind of data."""
-    from sansgpu.config import load_config  # does not import torch, as this process must stay small
+    from sansgpu.config import load_config  # does not import torch, because this process must need little memory
 
     config, _ = load_config(args.config, args.changes)
     model = config.model

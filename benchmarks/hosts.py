@@ -26,7 +26,7 @@ def refused() -> str | None:
 
 @dataclass(frozen=True)
 class Host:
-    """A network namespace. Inside it, its own name resolves to its loopback address, as on Debian."""
+    """A network namespace. Inside it, the host's name resolves to its loopback address, as on Debian."""
 
     name: str
     address: str

@@ -4,9 +4,10 @@
         [--texts 400] [--batches 32 8 128] [--rounds 2] [--threads N] [--json FILE]
 
 Task encode compares the engine of `sansgpu embed` with SentenceTransformer.encode; task predict that of `sansgpu
-predict` with the pipeline for text classification. All compute in bf16. One half of the texts are sentences, the other
-pieces of documents that are as long as the model reads. Seconds include tokenizing but not loading, after one pass that
-is not measured; CPU seconds are those of the measured passes. Peers try each batch size; sansgpu forms its own batches.
+predict` with the pipeline for text classification. All compute in bf16. Half of the texts are sentences, and half are
+pieces of documents that fill the model's context. Seconds include tokenization but not loading, and are measured after
+a warm-up pass; CPU seconds are those of the measured passes. Peers try each batch size; sansgpu chooses its batches
+itself.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from benchmarks.contest import Event, NoResultError, Row, add_ratios, print_tabl
 
 OURS = "sansgpu"
 PEERS = {"encode": "Sentence Transformers", "predict": "pipeline"}
-PASSES = 2  # measured ones of a process
-PIECE = 2000  # characters of a document, more than a model of 256 tokens reads
+PASSES = 2  # measured passes per process
+PIECE = 2000  # characters of a piece of a document, more than fit in a context of 256 tokens
 COLUMNS = {
     "": ("name", "s"),
     "texts/s": ("texts_per_second", ",.0f"),

@@ -74,7 +74,7 @@ THEIRS: dict[str, Callable[..., Any]] = {"encode": their_encoder, "predict": the
 
 
 def agreement(found: Results, expected: Results) -> float:
-    """Returns the smallest cosine similarity of two vectors of a text, or the share of equal labels."""
+    """Returns the smallest cosine similarity between the two vectors of a text, or the share of equal labels."""
     if found.ndim == 1:
         return float((found == expected).mean())
     norms = np.linalg.norm(found, axis=1) * np.linalg.norm(expected, axis=1)

@@ -114,7 +114,7 @@ def attention_case(shape: AttentionShape, dtype: torch.dtype) -> Case:
         for heads in (shape.heads, kv_heads, kv_heads)
     )
     ids = torch.arange(shape.time).mul(shape.documents).div(shape.time, rounding_mode="floor")
-    ranges = causal_ranges(ids.expand(shape.batch, -1))  # like the mask computed once per batch, and so not timed
+    ranges = causal_ranges(ids.expand(shape.batch, -1))  # computed once per batch, like the mask, so not timed
     mask = visible_keys(ranges, shape.time) if shape.documents > 1 else None
     contenders: dict[str, Call] = {
         "ours": partial(attention, q, k, v, ranges, shape.dropout),
@@ -159,7 +159,7 @@ def seconds(call: Call, leaves: tuple[torch.Tensor, ...]) -> float:
 
 
 def measure(case: Case, repeats: int) -> list[Row]:
-    """Measures the contenders in turn and returns one row per peer."""
+    """Measures the contenders alternately and returns one row per peer."""
     taken: dict[str, list[float]] = {name: [] for name in case.contenders}
     for repeat in range(repeats + 1):
         for name, call in case.contenders.items():
@@ -196,7 +196,7 @@ def main() -> None:
     torch.set_num_threads(available_cores())
     keep_freed_memory()  # as in a run
     if reason := library.load():
-        say(f"the native kernels are not available, plain torch is measured instead: {reason}")
+        say(f"the C++ kernels are not available, so PyTorch operators are measured: {reason}")
     torch.manual_seed(0)
     rows: list[Row] = []
     attentions, losses = (QUICK_ATTENTION, QUICK_LOSS) if args.quick else (ATTENTION, LOSS)

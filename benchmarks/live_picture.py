@@ -24,7 +24,7 @@ from sansgpu.views.live import LiveView
 from sansgpu.views.live_screen import screen
 
 ROWS_PER_COLUMN = 0.27
-# Colors that read well on white and on black pages: background, text, eight colors, eight bright colors.
+# Colors that are legible on white and on black pages: background, text, eight colors, eight bright colors.
 _COLORS = [(22, 27, 34), (248, 81, 73), (63, 185, 80), (210, 153, 34), (88, 166, 255), (219, 97, 219), (57, 197, 207)]
 THEME = TerminalTheme((22, 27, 34), (230, 237, 243), [*_COLORS, (230, 237, 243)], [*_COLORS, (255, 255, 255)])
 

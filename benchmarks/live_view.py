@@ -2,9 +2,9 @@
 
     python -m benchmarks.live_view [--pictures 60] [--columns 160]
 
-All steps are from one run in one process. Separate runs, or blocks of a run with the view on and off, would differ by
-several per cent for other reasons, while the view costs about 0.5 %; steps within seconds meet the same conditions. The
-view draws to a pseudo-terminal that a thread reads.
+All steps are from one run in one process. Separate runs, or blocks of a run with and without the view, would differ by
+several per cent for other reasons, while the view costs about 0.5 %. Steps within seconds of each other run under the
+same conditions. The view draws to a pseudo-terminal that a thread reads.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Counted(LiveView):
 
 
 class Clock(Callback):
-    """Records the duration of every step and the number of drawings at its end; stops the run after enough."""
+    """Records the duration of every step and the number of drawings at its end. Stops the run after enough drawings."""
 
     def __init__(self, view: Counted, pictures: int) -> None:
         self._view, self._pictures = view, pictures

@@ -1,10 +1,10 @@
-"""Measures how much of its speed a run keeps while another program uses one of the cores.
+"""Measures the fraction of its speed that a run keeps while another program uses one of the cores.
 
     python -m benchmarks.neighbour --size cpu_small
     python -m benchmarks.neighbour --peers hf-bf16 --json OUT
 
-Every contestant trains alone, beside a process that keeps one core busy, and beside one that uses that core for 5 of
-every 10 milliseconds. Two programs share a core in halves, so the fair speed on n cores is (n - 0.5) / n of the speed
+Every contestant trains alone, next to a process that keeps one core busy, and next to one that uses that core for 5 of
+every 10 milliseconds. Two programs share a core equally, so the fair speed on n cores is (n - 0.5) / n of the speed
 alone. Needs Linux, where a process can be pinned to a core.
 """
 
@@ -27,7 +27,7 @@ from benchmarks.peers import add_arguments, parse, peer_contestants, settings_of
 from benchmarks.sizes import SIZES, Size
 
 ALONE = "nothing"
-NEIGHBORS = {"a busy process": 0.0, "a half busy process": 0.005}  # seconds that it sleeps after every 5 ms of work
+NEIGHBORS = {"a busy process": 0.0, "a half busy process": 0.005}  # seconds of sleep after every 5 ms of work
 PROGRAM = """
 import os, sys, time
 core, idle_seconds, parent = int(sys.argv[1]), float(sys.argv[2]), os.getppid()
@@ -61,7 +61,7 @@ def neighbor(core: int, idle_seconds: float) -> Iterator[None]:
 
 
 def with_neighbors(contestant: Contestant, core: int) -> list[Contestant]:
-    """Returns the contestant alone and beside each of NEIGHBORS on `core`."""
+    """Returns the contestant alone and next to each of NEIGHBORS on `core`."""
     beside = [
         replace(contestant, name=f"{contestant.name} beside {name}", beside=partial(neighbor, core, idle))
         for name, idle in NEIGHBORS.items()

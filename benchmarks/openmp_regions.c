@@ -1,7 +1,7 @@
 // Records the CPU time of the threads in every OpenMP parallel region of a process.
 //
 // Preloaded with LD_PRELOAD, it replaces GOMP_parallel, through which torch, oneDNN, compiled graphs and sansgpu's
-// kernels start parallel regions. It records only regions of the thread that called `start`, and none inside of others.
+// kernels start parallel regions. It records only regions of the thread that called `start`, and no nested regions.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -27,7 +27,7 @@ typedef struct {
   atomic_llong longest_ns, work_ns;
 } Call;
 
-static Region* regions;  // null while nothing is recorded
+static Region* regions;  // null if recording is off
 static int64_t capacity, used;
 static const char* folder_of_units;
 static pthread_t recorded_thread;
@@ -72,8 +72,8 @@ void GOMP_parallel(Body body, void* data, unsigned threads, unsigned flags) {
   region->work_ns = call.work_ns;
 }
 
-// Starts to record the regions of this thread. Regions of libraries in `folder` run on one thread: their threads draw
-// units of work, so that on too few cores the time of each thread would be a matter of chance.
+// Starts to record the regions of this thread. Regions of libraries in `folder` run on one thread, because their threads
+// take units of work dynamically: with too few cores, the time of each thread would be random.
 void start(Region* places, int64_t count, const char* folder) {
   regions = places;
   capacity = count;

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.contest import WARM_UP, Contestant, Event, NoResultError, Outcome, Sample
 
-# Settings of a short measured run: an event per step, and nothing but steps.
+# Settings of a short measured run: an event per step, and no evaluations or snapshots.
 MEASURED = {
     "training.logging_steps": 1,
     "training.save_steps": 0,

@@ -1,4 +1,4 @@
-"""Reads the results of runs without parts that differ between equal runs, for tests and benchmarks."""
+"""Reads the results of runs, without the parts that differ between identical runs, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def record(run: Path) -> list[dict[str, object]]:
-    """Returns the events of a run without measured times, rates and the name of its folder."""
+    """Returns the events of a run without measured times and rates and without the name of its folder."""
     lines = [line for line in json_lines(run / "metrics.jsonl") if line.get("cause") not in MEASURED_CAUSES]
     measured = {*MEASURED_KEYS, "output_dir", "available_bytes"}
     return [{key: value for key, value in line.items() if key not in measured} for line in lines]

@@ -1,4 +1,4 @@
-"""The settings and the watch of Hugging Face's Trainer in comparisons of fine-tuning."""
+"""The settings of Hugging Face's Trainer, and a callback that times it, for comparisons of fine-tuning."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Watch(TrainerCallback):
 
 
 def trainer_arguments(config: Config, steps: int) -> dict[str, Any]:
-    """Returns the arguments common to all Trainers here, but for `output_dir`."""
+    """Returns the arguments that all Trainers of the benchmarks have in common, except `output_dir`."""
     training = config.training
     return {
         "max_steps": steps,

@@ -1,4 +1,4 @@
-"""Compares sansgpu with its peers: the same model, data and tokens per step, measured in turns.
+"""Compares sansgpu with its peers: the same model, data and tokens per step, measured alternately.
 
 `python -m benchmarks.peers --size cpu_small`
 """
@@ -28,7 +28,7 @@ from benchmarks.contest import (
 )
 from benchmarks.sizes import LEARNING_RATE, SIZES, WEIGHT_DECAY, Job, Size
 
-# Attention in packed windows: "apart" masks out other documents, "seen across" attends to them.
+# Attention in packed windows: "apart" masks other documents, and "seen across" attends to them.
 APART, ACROSS = "apart", "seen across"
 NEEDS = {  # packages that are not dependencies of sansgpu
     "hf-fp32": ("accelerate",),
@@ -51,7 +51,7 @@ COLUMNS = {
 
 
 def settings_of(size: Size, data: str) -> dict[str, object]:
-    """Returns sansgpu's settings for what the peers train."""
+    """Returns sansgpu's settings for the model that the peers train."""
     return {
         "data.dataset_name": data,
         "training.optimizer": "adamw",

@@ -75,7 +75,7 @@ class PlainLoop:
 
     @torch.no_grad()
     def validate(self, reader: Reader, size_bytes: int) -> dict[str, float]:
-        """Returns loss and bits per byte of a text; tokens after the last full window count with the mean loss."""
+        """Returns the loss and bits per byte of a text. Assumes the mean loss for tokens after the last full window."""
         self.model.eval()
         total, tokens = 0.0, 0
         for start in range(0, len(reader), EVALUATION_WINDOWS):
@@ -105,7 +105,8 @@ def run_steps(job: Job) -> dict[str, Any]:
 
 
 def run_minutes(job: Job, say: Callable[[dict[str, Any]], None]) -> None:
-    """Trains for the job's minutes after the first step, which compiles, with a cosine schedule over that time."""
+    """Trains for the job's minutes, with a cosine schedule over that time. They start after the first step, which
+    compiles."""
     loop = PlainLoop(job)
     loop.step(LEARNING_RATE / WARM_UP_STEPS)
     start, steps = time.perf_counter(), 1

@@ -1,13 +1,14 @@
-"""Trains on pairs of preferred answers, compared with TRL's DPOTrainer.
+"""Trains on pairs of chosen and rejected answers, compared with TRL's DPOTrainer.
 
     python -m benchmarks.preference --peer-python VENV/bin/python --model FOLDER --train FILE
         [--steps 20] [--batch 4] [--precision bf16|fp32] [--max-length 1024] [--threads N] [--set KEY=VALUE]
         [--json FILE]
 
-Both train on the same pairs in the same order, without dropout, with AdamW and the same learning rates. TRL is in a
-virtual environment of its own, which needs trl and what sansgpu needs. Its reference is a second copy of the model, its
-default; sansgpu's is computed once before the first step, which its seconds include. Speed is that of all steps but the
-first; memory is that of the whole process. In fp32 the largest difference of the losses should be below 1e-4.
+Both train on the same pairs in the same order, without dropout, with AdamW and the same learning rates. TRL runs in a
+separate virtual environment with trl and sansgpu's dependencies. By default, TRL's reference is a second copy of the
+model. sansgpu computes the reference log-probabilities once before the first step, which counts in its seconds. Speed
+is that of all steps except the first; memory is that of the whole process. In fp32, the largest difference of the
+losses should be below 1e-4.
 """
 
 from __future__ import annotations

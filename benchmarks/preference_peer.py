@@ -1,6 +1,6 @@
 """Trains with TRL's DPOTrainer on the same pairs in the same order: `python -m benchmarks.preference_peer JOB`.
 
-JOB is as in fine_tuning_peer.py. Pairs are tokenized by sansgpu, so that only the training is compared.
+JOB is the same as in fine_tuning_peer.py. sansgpu tokenizes the pairs, so that only the training is compared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Compares the matmuls of our kernels with torch.mm for each instruction set: `python -m benchmarks.products`.
+"""Compares the matmuls of sansgpu's kernels with torch.mm for each instruction set: `python -m benchmarks.products`.
 
-Each instruction set is measured in a process of one thread in which torch is limited to it as well, except that MKL
-ignores limits below AVX2. All operands stay in cache. torch.mm packs its operands in each call, our kernels do it once.
+Each instruction set is measured in a process with one thread, in which torch is also limited to that set, except that
+MKL ignores limits below AVX2. All operands fit in cache. torch.mm packs its operands in each call, sansgpu's kernels
+only once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from sansgpu.config import ConfigError
 from sansgpu.kernels import library
 from sansgpu.machine import instruction_sets
 
-# What keeps oneDNN, torch and MKL from using more than an instruction set.
+# Environment variables that limit oneDNN, torch and MKL to an instruction set.
 LIMITS = {
     "portable": ("SSE41", "default", "SSE4_2"),
     "avx2": ("AVX2", "avx2", "AVX2"),
@@ -38,7 +39,7 @@ SHAPES = (
     (128, 64, 256), (128, 64, 896), (128, 64, 4864), (32, 64, 896), (1, 64, 896), (61, 83, 78),
 )  # fmt: skip
 QUICK_SHAPES = ((16, 32, 16),)
-FLOP = 2e7  # one measurement repeats a product until it has computed this many
+FLOP = 2e7  # a measurement repeats a matmul until it has computed this many
 COLUMNS = {
     "instructions": ("instructions", "s"),
     "M x N x K": ("shape", "s"),
@@ -50,7 +51,7 @@ COLUMNS = {
 
 
 def packed(b: torch.Tensor) -> torch.Tensor:
-    """Returns the right operand as our kernels take it: bf16 in pairs of rows."""
+    """Returns the right operand in the layout of sansgpu's kernels: bf16 in pairs of rows."""
     return b if b.dtype == torch.float32 else b.unflatten(0, (-1, 2)).transpose(1, 2).contiguous()
 
 
@@ -62,7 +63,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def measure(shape: tuple[int, int, int], dtype: torch.dtype, repeats: int) -> Row:
-    """Returns the GFLOP/s of both, from medians of measurements that take turns."""
+    """Returns the GFLOP/s of both, from medians of alternating measurements."""
     rows, columns, length = shape
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(rows, length, generator=generator).to(dtype)

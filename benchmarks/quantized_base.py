@@ -1,10 +1,10 @@
-"""Measures LoRA on a frozen base in int4, int8 and bf16: peak memory and tokens/s, of a shape with random weights.
+"""Measures LoRA on a frozen base in int4, int8 and bf16: peak memory and tokens/s, with random weights.
 
     python -m benchmarks.quantized_base [--size 7b|3b|1.5b|0.5b|135m] [--bases int4 int8 bf16] [--tokens 512]
         [--steps 5] [--checkpointing] [--threads N] [--json FILE]
 
-The weights are written to a temporary folder (6 GB for 3b), which is deleted. The peak is that of the process with
-everything: loading, quantizing, training and the snapshot. Steps after the first are measured.
+The weights are written to a temporary folder (6 GB for 3b), which is deleted. Peak memory is that of the whole process,
+including loading, quantization, training and the snapshot. The first steps are not timed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Time to quality: how long sansgpu takes to the bits per byte that a plain training loop reaches in some minutes.
+"""Time to quality: how long sansgpu takes to reach the bits per byte that a plain training loop reaches in some
+minutes.
 
-`python -m benchmarks.recipe --data TEXT --valid TEXT --minutes 20`. The baseline is a GPT-2 of cpu_small's size
-without dropout, with 32,000 tokens, bf16, torch.compile and AdamW. Both start from the text with empty caches.
+`python -m benchmarks.recipe --data TEXT --valid TEXT --minutes 20`. The baseline is a GPT-2 of cpu_small's size without
+dropout, with 32,000 tokens, bf16, torch.compile and AdamW. Both start from the raw text with empty caches.
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ from benchmarks.chaos_kinds import Kind, make_kinds
 from benchmarks.contest import say
 from benchmarks.outcome import file_digests, record
 
-RENAMED_KEYS: dict[str, str] = {}  # old key of a JSON result -> its present name
+RENAMED_KEYS: dict[str, str] = {}  # old key of a JSON result -> its current name
 SAVE_STEPS = 8
-# Values of `plan --json` that do not depend on the machine's state; memory needs no measured overhead.
+# Values of `plan --json` that do not depend on the machine's state; for memory, those without measured overhead.
 PLANNED = (
     "parameters", "parameters_by_part", "batch_size", "gradient_accumulation_steps", "window", "precision", "optimizer",
     "tokens_per_step", "train_tokens", "total_steps", "total_tokens", "epochs",
@@ -63,7 +63,7 @@ def results_of(kind: Kind, run: Path) -> Results:
 
 
 def _digests(run: Path) -> dict[str, str]:
-    events = [{k: v for k, v in event.items() if k != "message"} for event in record(run)]  # texts may be reworded
+    events = [{k: v for k, v in event.items() if k != "message"} for event in record(run)]  # messages may be reworded
     canonical = json.dumps(events, sort_keys=True).encode()
     found = {
         f"{part}/{name}": digest for part in ("snapshots", "final") for name, digest in _weights(run / part).items()
@@ -86,7 +86,7 @@ def _json(*arguments: str) -> Results:
 
 
 def _sansgpu(*arguments: str) -> str:
-    """Standard output of the command. Ends the benchmark with the command's message if it fails."""
+    """Returns the standard output of the command. If it fails, exits with its message."""
     command = [sys.executable, "-m", "sansgpu", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
@@ -95,7 +95,7 @@ def _sansgpu(*arguments: str) -> str:
 
 
 def record_all(kinds: Sequence[str]) -> dict[str, Results]:
-    """The results of every kind whose name contains one of `kinds`, or of all."""
+    """Returns the results of every kind whose name contains one of `kinds`, or of all kinds."""
     found: dict[str, Results] = {}
     with tempfile.TemporaryDirectory(prefix="sansgpu-reference-") as folder:
         for number, kind in enumerate(make_kinds(Path(folder))):

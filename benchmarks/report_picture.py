@@ -1,4 +1,4 @@
-"""Takes a picture of a report in Chromium, such as those in docs/pictures (extra `browser`, and an installed Chromium).
+"""Takes a screenshot of a report in Chromium, for docs/pictures (needs the extra `browser` and an installed Chromium).
 
 python -m benchmarks.report_picture report.html docs/pictures/curves.png [--section curves] [--dark]
 """

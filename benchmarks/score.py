@@ -1,4 +1,4 @@
-"""Evaluates a trained model on the held-out data of a configuration, by sansgpu's rules and in its precision.
+"""Evaluates a trained model on the held-out data of a configuration, with sansgpu's metrics and in its precision.
 
     python -m benchmarks.score FOLDER KEY=VALUE ...
 

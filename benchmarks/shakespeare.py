@@ -1,4 +1,4 @@
-"""Compares nanoGPT's CPU example with configs/shakespeare_char.yaml: seconds from process start to a loss.
+"""Compares nanoGPT's CPU example with configs/shakespeare_char.yaml: seconds from process start to a target loss.
 
 `python -m benchmarks.shakespeare --data input.txt [--nanogpt FOLDER]`
 """
@@ -41,7 +41,7 @@ def text_of(nanogpt: Path) -> Path:
 
 
 def compare(text: Path, nanogpt: Path | None, target: float = TARGET, rounds: int = 1) -> list[Row]:
-    """Runs both in turns, or sansgpu alone without a checkout of nanoGPT; returns one row per run."""
+    """Runs both alternately, or only sansgpu without a checkout of nanoGPT. Returns one row per run."""
     rows: list[Row] = []
     race: dict[str, Callable[[Path], Row]] = {"sansgpu": partial(run_ours, text, target)}
     if nanogpt is not None:

@@ -1,4 +1,4 @@
-"""The compared models, with their settings for transformers and for sansgpu."""
+"""The models that the benchmarks compare, with their settings for transformers and for sansgpu."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Size:
     windows_a_step: int
     dropout: float
     micro_batches: tuple[int, ...]  # tried by the peers; sansgpu chooses its own
-    compile: bool = True  # off for toys, where compilation would take most of the time
+    compile: bool = True  # off for toy models, where compilation would take most of the time
     modern_d_ff: int | None = None  # d_ff of a SwiGLU model with as many parameters
 
     @property

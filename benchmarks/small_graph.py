@@ -2,10 +2,10 @@
 
     python -m benchmarks.small_graph [--steps 600] [--set KEY=VALUE] [--json FILE]
 
-The graph resembles a small ontology. Its entities form two trees of types, and a relation holds between every type of
-one branch and every type of another, except for a few branches and pairs. Names have one to four words joined by `_`.
-Trains on 5,242 facts, ranks all 135 entities as tails of each of 655 held-out facts, and prints the filtered MRR and
-Hits@10, with a baseline that ranks entities by how often they are the relation's tail.
+The graph resembles a small ontology. Its entities form two trees of types. A relation holds between every type of one
+branch and every type of another branch, with a few exceptions. Names have one to four words joined by `_`. Trains on
+5,242 facts, ranks all 135 entities as tails of each of 655 held-out facts, and prints the filtered MRR and Hits@10,
+with a baseline that ranks entities by how often they are the relation's tail.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sansgpu.train.loading import ModelRequest
 ENTITIES, RELATIONS = 135, 46
 BLOCK = 70  # typical number of facts between two related branches
 SPLIT = {"train.tsv": 0.8, "dev.tsv": 0.1, "test.tsv": 0.1}
-DROPPED_RATIO = 0.01  # random share of the facts between related branches that is left out
+DROPPED_RATIO = 0.01  # fraction of the facts between related branches that are randomly dropped
 MAX_BRANCH_PAIRS = 3  # pairs of related branches per relation
 CONFIG = Path(__file__).parent.parent / "configs" / "knowledge_graph.yaml"
 COLUMNS = {
@@ -74,7 +74,7 @@ def names(count: int, draws: random.Random) -> list[str]:
 
 
 def branches(count: int, draws: random.Random) -> list[list[int]]:
-    """Grows two random trees with `count` types in all and returns the subtree of each type, itself included."""
+    """Grows two random trees with `count` types in total. Returns the subtree of each type, including itself."""
     parents = [-1, -1]
     for number in range(2, count):
         parents.append(draws.randrange(max(0, number - 40), number))

@@ -1,4 +1,4 @@
-"""Smoke test: fine-tunes, saves, resumes and chats within a minute: `python -m benchmarks.smoke [--keep FOLDER]`.
+"""A smoke test that fine-tunes, saves, resumes and chats within a minute: `python -m benchmarks.smoke [--keep FOLDER]`.
 
 Uses a random model of Qwen2's architecture, or the model in SANSGPU_LIVE_MODEL, e.g. Qwen/Qwen2.5-0.5B-Instruct.
 """

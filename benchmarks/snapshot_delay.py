@@ -1,9 +1,9 @@
-"""Measures how long training waits for a snapshot, and how long the snapshot takes to be complete on the disk.
+"""Measures how long training waits for a snapshot, and how long it takes until the snapshot is complete on disk.
 
     python -m benchmarks.snapshot_delay --parameters 100e6 --json delay.json
 
-`blocked` is the time the training loop waits, `written` the time from then until the snapshot is complete, `work` the
-slowdown of matrix products while it is being written (1.0: none).
+`blocked` is the time that the training loop waits, `written` is the time from then until the snapshot is complete, and
+`work` is the slowdown of matrix products while it is written (1.0: none).
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def matmuls() -> None:
 
 
 def measure(weights: Tensors, moments: Tensors, folder: Path, room: int | None) -> list[Row]:
-    """Returns a row per save. `room` is the available memory in bytes; with 0 no copy is made."""
+    """Returns a row per save. `room` is the available memory in bytes; if it is 0, no copy is made."""
     more: dict[str, Callable[[], int]] = {} if room is None else {"room": lambda: room}
     writer = SnapshotWriter(folder / "snapshots", 1, folder / "metrics.jsonl", lambda message: None, **more)
-    way = "from a copy, behind training" if room is None else "before training goes on"
+    way = "from a copy, in the background" if room is None else "while training waits"
     prepare = seconds_of(lambda: writer.reserve_copies(weights, moments))
-    writer.wait()  # for the memory of the copy, which in a run is touched in the background before the first save
+    writer.wait()  # until the copy's memory is allocated, as a run does in the background before its first save
     alone = [seconds_of(matmuls) for _ in range(9)][1:]
     rows: list[Row] = []
     for save in range(1, SAVES + 1):

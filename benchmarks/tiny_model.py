@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 VOCABULARY, CONTEXT = 1024, 512
-TOKENS_PER_PIECE = 25  # a tokenizer is trained on vocabulary size / this pieces of Python's standard library
+TOKENS_PER_PIECE = 25  # a tokenizer is trained on (vocabulary size / this) pieces of Python's standard library
 _LAYERED = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": CONTEXT,
@@ -60,7 +60,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
 
 
 def make_tokenizer(encoder: bool, vocabulary: int = VOCABULARY) -> Any:
-    """Trains a byte-level tokenizer on a part of Python's own source; for an encoder it adds [CLS] and [SEP]."""
+    """Trains a byte-level tokenizer on part of Python's standard library. For an encoder, it adds [CLS] and [SEP]."""
     pieces = open_sources(DataConfig()).train.read()
     texts = [piece.text for piece in islice(pieces, vocabulary // TOKENS_PER_PIECE)]
     backend = BPETokenizer.train(texts, vocabulary - len(SPECIAL) + 1).backend

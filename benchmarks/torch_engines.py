@@ -1,6 +1,6 @@
-"""The data-parallel engines of torch that `benchmarks.engines` compares with ours.
+"""torch's data-parallel engines, which `benchmarks.engines` compares with sansgpu's.
 
-Imports that only one engine needs are inside its functions, because they count towards its memory.
+Imports that only one engine needs are inside its functions, because they count toward its memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SummedLoss(nn.Module):
 
 
 class Torchs:
-    """An engine of torch with its fused AdamW. fp32 weights are cast by autocast at every use."""
+    """An engine of torch with torch's fused AdamW. Autocast casts the fp32 weights at every use."""
 
     averages = True  # divides the gradient by the number of ranks
     keeps_gradients = True  # gradients are views of the buckets, which saves a copy
@@ -140,7 +140,7 @@ class FixedBuckets(Summing):
 
 
 class SummingOurUpdate(Summing):
-    """Summing with our AdamW kernel, so that only the reduction differs from our engine."""
+    """Summing with sansgpu's AdamW kernel, so that only the reduction differs from sansgpu's engine."""
 
     def apply(self, step: int) -> float:
         parameters, limit = [p for _, p in self._named], self._training.max_grad_norm
@@ -198,7 +198,7 @@ class Zero(Summing):
 
 
 class FullyShard(Torchs):
-    """fully_shard on every block and on the rest."""
+    """fully_shard, applied to every block and to the whole model."""
 
     averages = keeps_gradients = False
 
@@ -216,7 +216,7 @@ class FullyShard(Torchs):
         return module
 
     def accumulating(self) -> AbstractContextManager[Any]:
-        return nullcontext()  # unsharded sums would need the memory that sharding saves
+        return nullcontext()  # summing unsharded gradients would need the memory that sharding saves
 
 
 def autocast(dtype: torch.dtype) -> torch.autocast:
@@ -235,7 +235,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _like(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a whole tensor, split as `parameter`."""
+    """Returns this rank's part of an unsharded tensor, sharded like `parameter`."""
     if not hasattr(parameter, "placements"):
         return whole
     from torch.distributed.tensor import distribute_tensor

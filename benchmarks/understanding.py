@@ -5,10 +5,11 @@
         [--json FILE]
 
 Both train in bf16 on the same rows in the same order with the same learning rates; the initialization of the head and
-dropout differ. The peer is Hugging Face's Trainer, and for task embed SentenceTransformerTrainer; it pads each batch.
-The trained models are scored on the held-out rows by sansgpu's rules. Tokens are real ones, without padding. Speed and
-memory are those of training: the first step and the making of batches, which overlaps with sansgpu's steps, do not
-count. CPU seconds are those of the whole process, including imports and reading. Several seeds are reported as medians.
+dropout differ. The peer is Hugging Face's Trainer, or SentenceTransformerTrainer for task embed; it pads each batch.
+Both models are evaluated on the held-out rows with sansgpu's metrics. Padding does not count as tokens. Speed and
+memory are those of training, without the first step and without the preparation of batches, which overlaps with
+sansgpu's steps. CPU seconds are those of the whole process, including imports and reading. With several seeds, medians
+are reported.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from benchmarks.contest import NoResultError, Outcome, Row, add_ratios, print_ta
 from benchmarks.ours import command, overrides
 
 OURS, HF, ST = "sansgpu", "Hugging Face Trainer", "Sentence Transformers"
-# The measure of quality is the first of these that the evaluation has.
+# The measure of quality is the first of these metrics that the evaluation has.
 MEASURES = {"entity_f1": "entity F1", "f1": "F1", "accuracy": "accuracy", "spearman": "Spearman", "mrr": "MRR"}
 COLUMNS = {
     "": ("name", "s"),
@@ -95,7 +96,7 @@ def setting(text: str) -> tuple[str, str]:
 
 
 def learn_theirs(given: dict[str, object], folder: Path) -> Learned:
-    """Trains with the peer and scores its model. Raises NoResultError if it fails."""
+    """Trains with the peer and evaluates its model. Raises NoResultError if it fails."""
     job, load, changes = folder / "job.json", os.getloadavg()[0], overrides(given)[1::2]
     trained = folder / "theirs"
     facts = {"threads": given["training.threads"], "cache": str(folder / "cache"), "folder": str(trained)}
@@ -108,7 +109,7 @@ def learn_theirs(given: dict[str, object], folder: Path) -> Learned:
 
 
 def learn_ours(given: dict[str, object], output: Path) -> Learned:
-    """Trains with sansgpu, which scores its model at the end. Raises NoResultError if it fails."""
+    """Trains with sansgpu, which evaluates its model at the end. Raises NoResultError if it fails."""
     watched: dict[str, object] = {
         "training.eval_steps": 0,
         "training.logging_steps": 1,

@@ -1,4 +1,4 @@
-"""Writes a model of a published shape with random bf16 weights, one block at a time, and rows to train it on.
+"""Writes a model of a published architecture and size with random bf16 weights, and rows to train it on.
 
 python -m benchmarks.written_model FOLDER [--size 3b]
 """
@@ -83,7 +83,7 @@ def _random(name: str, shape: torch.Size, generator: torch.Generator) -> torch.T
 
 
 def write_rows(path: Path) -> None:
-    """Writes rows of text that are longer than any context that is measured."""
+    """Writes rows of text that are longer than any measured context."""
     draw = torch.Generator().manual_seed(0)
     lines = (torch.randint(0, 1000, (WORDS,), generator=draw).tolist() for _ in range(ROWS))
     path.write_text("".join(json.dumps({"text": " ".join(map(str, line))}) + "\n" for line in lines))

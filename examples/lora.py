@@ -4,7 +4,7 @@ import sys
 
 import sansgpu
 
-base = sys.argv[1] if len(sys.argv) > 1 else "runs/pretrain/final"  # made by pretrain.py
+base = sys.argv[1] if len(sys.argv) > 1 else "runs/pretrain/final"  # written by pretrain.py
 run = sansgpu.fit(
     {
         "task": "sft",
@@ -18,7 +18,7 @@ run = sansgpu.fit(
         },
         "data": {
             "dataset_name": "examples/conversations.jsonl",
-            "chat_template": "simple",  # a model with a chat template of its own does not need it
+            "chat_template": "simple",  # only for models without a chat template
             "max_length": 64,
             "validation_split": 0.1,
         },

@@ -1,4 +1,4 @@
-"""Pretrains a small BERT on texts and fine-tunes it to find the answers to questions in them."""
+"""Pretrains a small BERT on texts and fine-tunes it for extractive question answering on them."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ short = {
     "learning_rate": 0.002,
     "report_to": "none",
 }
-bert = {"leaves": 0, "decay": "none", "position": "learned", "embedding_norm": True}  # the layout of BERT
+bert = {"leaves": 0, "decay": "none", "position": "learned", "embedding_norm": True}  # BERT's architecture
 pretrained = sansgpu.fit(
     {
         "task": "graph",

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains with two processes on this machine. The loss curve is that of one process.
+# Trains with two processes on this machine. The loss curve is the same as with one process.
 set -e
 sansgpu train configs/tiny.yaml --processes 2 --max-steps 10 --output-dir runs/two-processes
 # torchrun starts the same run on several machines (docs/scaling.md):

@@ -48,7 +48,10 @@ def sentence(capsys: pytest.CaptureFixture[str]) -> str:
         ({"corpus": "empty.txt"}, "contains no text"),
         ({"corpus": "binary.txt"}, "not UTF-8"),
         ({"corpus": "short.txt"}, "less than one window"),
-        ({"model__vocab_size": 50}, "smaller than the tokenizer's 300; set data.vocab_size to 50 as well, or leave"),
+        (
+            {"model__vocab_size": 50},
+            "smaller than the tokenizer's vocabulary of 300 tokens; set data.vocab_size to 50 too, or remove",
+        ),
         ({"data__tokenizer": "none.json"}, "none.json does not exist"),
         ({"training__distributed_backend": "ccl"}, "set it to gloo"),
         ({"training__report_to": "wandb"}, 'pip install "sansgpu[wandb]"'),
@@ -113,7 +116,7 @@ def test_a_message_with_a_very_long_name_keeps_its_beginning_and_end(capsys: pyt
     said = sentence(capsys)
     assert said.startswith("sansgpu: /missing/a/a")
     assert "a..." in said
-    assert said.endswith(" does not exist; give a run's folder or a Hugging Face model.")
+    assert said.endswith(" does not exist; pass a run folder or a Hugging Face model.")
     assert len(said) < 600
 
 
@@ -122,7 +125,7 @@ def test_a_gpu_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str], mon
     assert train("--target-device", "gpu") == 2
     said = sentence(capsys)
     assert "device is cuda, but" in said
-    assert said.endswith("; set device to auto.")
+    assert said.endswith("; set device to auto or cpu.")
     with pytest.raises(ConfigError) as error:
         TrainingConfig(device="cuda").get_effective_device()
     assert said == f"sansgpu: {error.value}"
@@ -132,7 +135,7 @@ def test_settings_for_several_gpus_are_explained_on_one_cpu() -> None:
     assert train("--max-steps", "1", training__distributed_backend="nccl", training__sharding="full") == 0
     said = [event["message"] for event in record(Path("out")) if event["event"] == "warning"]
     assert [message for message in said if "nccl" in message or "sharding" in message] == [
-        "training.distributed_backend nccl works on GPUs only, so this run on the CPU uses gloo.",
+        "training.distributed_backend nccl works only on GPUs, so this run uses gloo; set it to gloo.",
         "training.sharding full has no effect in a single process; start several, e.g. with --processes 2.",
     ]
 
@@ -181,7 +184,7 @@ def test_an_old_run_is_not_written_over(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_resume_needs_a_run_or_the_configuration_of_a_new_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("--resume") == 2
-    assert sentence(capsys).startswith("sansgpu: out contains no run to resume; give a run's folder")
+    assert sentence(capsys).startswith("sansgpu: out contains no run to resume; set --output-dir to a run folder")
     assert not Path("out").exists()
     Path("mine.yaml").write_text("task: pretrain\n")
     assert train("mine.yaml", "--resume") == 0
@@ -219,7 +222,7 @@ def test_the_exit_code_is_the_processs(tmp_path: Path) -> None:
     code, out, error = finish_apart(["train", "missing.yaml"], tmp_path / "cache")
     assert (code, out) == (2, "")
     (message,) = messages(error)
-    assert message.startswith("sansgpu: missing.yaml does not exist; give a file, or one of small, ")
+    assert message.startswith("sansgpu: missing.yaml does not exist; pass a file, or one of small, ")
     assert finish_apart(["--version"], tmp_path / "cache")[0] == 0
 
 

@@ -95,7 +95,7 @@ def test_ctrl_c_during_an_import_is_one_sentence(home: Path) -> None:
     variables = {**environment(home / "cache"), "PYTHONPATH": str(modules)}
     process = started(home, training(home, "import"), preexec_fn=hold_interrupts, env=variables)
     _, error = process.communicate(timeout=60)
-    assert (process.returncode, error) == (130, "sansgpu: interrupted; everything saved before remains.\n")
+    assert (process.returncode, error) == (130, "sansgpu: interrupted; everything saved so far is kept.\n")
 
 
 def test_ctrl_c_is_acknowledged_while_a_library_computes(home: Path) -> None:
@@ -110,10 +110,10 @@ def test_ctrl_c_is_acknowledged_while_a_library_computes(home: Path) -> None:
     assert process.stdout.readline() == "hangs\n"
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    until(process.stderr, "stopping after the current computation; Ctrl-C once more to stop now")
+    until(process.stderr, "stopping after the current computation; press Ctrl-C again to stop now")
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
-    assert (process.returncode, error) == (130, "sansgpu: interrupted; everything saved before remains.\n")
+    assert (process.returncode, error) == (130, "sansgpu: interrupted; everything saved so far is kept.\n")
 
 
 def test_a_second_ctrl_c_ends_the_command_at_once(home: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_step_that_outlasts_the_grace_period_is_abandoned(home: Path, processe
     assert process.returncode == 143, error
     assert error.count(f"{ACKNOWLEDGED}\n") == 1
     assert error.splitlines()[-1] == (
-        "sansgpu: the step did not end within the grace period of 3 s and is abandoned; continue from the newest "
+        "sansgpu: the step did not end within the grace period of 3 s, so it was not saved; continue from the newest "
         "snapshot with --resume latest."
     )
     (home / "stuck").unlink()

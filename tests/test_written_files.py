@@ -214,7 +214,7 @@ def test_notes_in_a_run_survive_everything(home: Path, tmp_path: Path, capsys: p
         path.write_text(f"mine: {path}")
     weights = (run / "final/model.safetensors").read_bytes()
     assert cli(resume(run, "--max-steps", "8")) == 0
-    assert "final/README.md was edited, so it is not overwritten" in capsys.readouterr().out
+    assert "final/README.md was edited, so it is kept" in capsys.readouterr().out
     for command in (["export", str(run)], ["report", str(run)], ["snapshots", "prune", str(run)], ["eval", str(run)]):
         assert cli(command) == 0
     assert (run / "final/model.safetensors").read_bytes() != weights

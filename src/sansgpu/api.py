@@ -95,14 +95,14 @@ def fit(
     Raises ConfigError before any work is done, and SansGPUError if training fails.
     """
     if output_dir is not None and not str(output_dir):
-        raise ConfigError("output_dir is empty; give a folder.")
+        raise ConfigError("output_dir is empty; set it to a folder.")
     values, notes = config, []
     if isinstance(config, dict):
         own, replaced = with_own_names(config)
         values, notes = as_config(own), note_of(replaced)
     if not make_cublas_deterministic():
         notes.append(
-            "CUDA was used before training started, so results on a GPU can differ between runs; set "
+            "CUDA was used before training started, so results may differ between runs on a GPU; set "
             "CUBLAS_WORKSPACE_CONFIG=:4096:8 before Python starts."
         )
     request = TrainRequest(

@@ -101,7 +101,7 @@ def test_an_automatic_value_refuses_arithmetic(key: str, tmp_path: Path) -> None
         value = getattr(config.training, key)
         assert value == "auto"
         for compute in (lambda v: v * 8, lambda v: 8 * v, lambda v: v / 2, lambda v: 64 // v, range):
-            with pytest.raises(TypeError, match="auto and becomes a number only when the run starts; assign a number"):
+            with pytest.raises(TypeError, match="auto, which is resolved when the run starts; assign a number"):
                 compute(value)
     for values in (default_values(acting_values(Config())), TrainingConfig().model_dump(), Config().given_values()):
         assert yaml.safe_load(yaml.safe_dump(values)) == values  # reports of runs write them

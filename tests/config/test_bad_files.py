@@ -54,8 +54,8 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("a.yaml", "training: {until: 2025-02-30}", '"2025-02-30" is not a valid timestamp in line 1'),
         ("a.toml", "training.until = 2025-02-30", "Invalid date"),
         ("a.yaml", "model: !!set {a, b}", "model is a set"),
-        ("a.yaml", "model: &a {d_model: *a}", "the alias *a is inside its own value"),
-        ("a.yaml", "model: &a\n  <<: *a", "the alias *a is inside its own value"),
+        ("a.yaml", "model: &a {d_model: *a}", "the alias *a refers to a value that contains it"),
+        ("a.yaml", "model: &a\n  <<: *a", "the alias *a refers to a value that contains it"),
         ("a.yaml", MULTIPLYING_MERGES, "more than 10,000 values"),
         ("a.yaml", MULTIPLYING_ALIASES, "more than 10,000 values"),
         ("a.yaml", "model: {d_model: " + "9" * 5000 + "}", "is not a valid int"),
@@ -63,9 +63,9 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("a.toml", "model.d_model = " + "9" * 5000, "an integer of more than 64 bits"),
         ("a.json", '{"model": {"d_model": ' + "9" * 5000 + "}}", "an integer of more than 64 bits"),
         ("a.json", '{"training": {"learning_rate": 1e400}}', "not a finite number"),
-        ("a.json", '{"data": {"dataset_name": "\\ud800"}}', "half a surrogate pair"),
+        ("a.json", '{"data": {"dataset_name": "\\ud800"}}', "an unpaired surrogate"),
         ("a.yaml", 'data: {dataset_name: "a\\0b"}', "the character NUL"),
-        ("a.yaml", "on: 1", "keys should be strings, but true in line 1 is not"),
+        ("a.yaml", "on: 1", "the key true in line 1 is not a string"),
         ("a.yaml", "# " + "x" * 70_000, "larger than 65,536 bytes"),
         ("a.yaml", "task: graph\nmodel: 5", "model is 5, but a section must contain keys and values"),
         ("a.yaml", "task: graph\nmodel: [1]", "model is [1], but a section must contain keys and values"),
@@ -84,7 +84,7 @@ def test_pipes_and_devices_are_refused(capsys: pytest.CaptureFixture[str]) -> No
     os.mkfifo("pipe.yaml")
     os.symlink("/dev/zero", "zero.toml")
     for name in ("pipe.yaml", "zero.toml"):
-        assert "give a regular file" in refusal([name], capsys)
+        assert "pass a regular file" in refusal([name], capsys)
 
 
 def test_a_name_that_no_file_can_have_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

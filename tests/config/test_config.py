@@ -111,14 +111,14 @@ def test_all_problems_are_said_at_once() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.yaml", "model:\n  d_model: 64\n  d_model: 32\n", "given twice"),
+        ("a.yaml", "model:\n  d_model: 64\n  d_model: 32\n", "is duplicated"),
         ("a.yaml", "model: [", "cannot be parsed"),
-        ("a.yaml", "- a\n- b\n", "contains a list"),
-        ("a.yaml", "1: 2\n", "keys should be strings"),
+        ("a.yaml", "- a\n- b\n", "contains a value of type list"),
+        ("a.yaml", "1: 2\n", "is not a string"),
         ("a.toml", "x = ", "cannot be parsed"),
         ("a.toml", "[model]\nd_model = 64\nd_model = 32\n", "cannot be parsed"),
         ("a.json", "{", "cannot be parsed"),
-        ("a.json", '{"model": {"d_model": 64, "d_model": 32}}', "given twice"),
+        ("a.json", '{"model": {"d_model": 64, "d_model": 32}}', "is duplicated"),
         ("a.txt", "", "an unknown file type"),
         (
             "a.yaml",
@@ -312,17 +312,27 @@ def test_the_architecture_follows_from_any_of_its_keys(
     [
         (
             {"architecture": "llama", "activation": "gelu"},
-            "architecture llama has activation swiglu, not gelu; change activation, or set architecture to gpt2",
+            "architecture llama requires activation swiglu, but it is gelu; change activation, or set architecture to "
+            "gpt2",
         ),
         (
             {"architecture": "llama", "qk_norm": True},
-            "architecture llama has qk_norm false, not true; change qk_norm, or set architecture to qwen3",
+            "architecture llama requires qk_norm false, but it is true; change qk_norm, or set architecture to qwen3",
         ),
-        ({"architecture": "qwen3", "bias": "all"}, "qwen3 has bias none or attention, not all; change bias, or set"),
-        ({"activation": "gelu", "bias": "none"}, "architecture gpt2 has bias all, not none; change bias."),
-        ({"activation": "swiglu", "norm": "layernorm"}, "qwen3 has norm rmsnorm, not layernorm; change norm."),
-        ({"architecture": "apertus", "positions": "learned"}, "apertus has positions rope, not learned; change"),
-        ({"architecture": "gpt2", "n_kv_heads": 2}, "because GPT-2 has no grouped queries"),
+        (
+            {"architecture": "qwen3", "bias": "all"},
+            "qwen3 requires bias none or attention, but it is all; change bias, or set",
+        ),
+        ({"activation": "gelu", "bias": "none"}, "architecture gpt2 requires bias all, but it is none; change bias."),
+        (
+            {"activation": "swiglu", "norm": "layernorm"},
+            "qwen3 requires norm rmsnorm, but it is layernorm; change norm.",
+        ),
+        (
+            {"architecture": "apertus", "positions": "learned"},
+            "apertus requires positions rope, but it is learned; change",
+        ),
+        ({"architecture": "gpt2", "n_kv_heads": 2}, "because GPT-2 has no grouped-query attention"),
         ({"architecture": "mamba"}, 'model.architecture is "mamba", but input should be '),
     ],
 )
@@ -364,5 +374,5 @@ def test_a_section_inside_a_section_is_read_saved_and_reported_by_its_dotted_key
         require_identity(file, values, recorded)
     with pytest.raises(ConfigError, match=r"unknown key training.preference.lose \(did you mean .*preference.loss"):
         load_config(file, ["training.preference.lose=ipo"], own=False)
-    with pytest.raises(ConfigError, match="gamma is for simpo, and has no effect in ipo"):
+    with pytest.raises(ConfigError, match="gamma has no effect with loss ipo, only with simpo"):
         load_config(file, ["training.preference.gamma=2"], own=False)

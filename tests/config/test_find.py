@@ -16,7 +16,7 @@ def test_a_missing_file_names_the_nearest_configuration(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"sho\.yaml does not exist \(did you mean [^)]*/short\.yaml\?\)"):
         load_config(tmp_path / "sho.yaml")
     (tmp_path / "short.yaml").unlink()
-    with pytest.raises(ConfigError, match=r"sho\.yaml does not exist; give a file, or one of small, medium, large, "):
+    with pytest.raises(ConfigError, match=r"sho\.yaml does not exist; pass a file, or one of small, medium, large, "):
         load_config(tmp_path / "sho.yaml")
 
 
@@ -67,6 +67,6 @@ def test_paths_are_found_beside_the_configuration_too(tmp_path: Path, monkeypatc
     assert found == [str(beside / "base"), "texts", f"{texts}/held.txt", "simple"]
     (note,) = notes
     assert loaded("data.dataset_name=texts")[1] == []
-    assert note.startswith("data.dataset_name texts exists both in the working directory, which is used, and as ")
+    assert note.startswith("data.dataset_name: texts exists in the working directory and as ")
     monkeypatch.chdir(beside)
     assert load_config(Path("a.yaml"))[1] == []

@@ -72,8 +72,11 @@ def test_an_override_by_another_name_replaces_the_value_of_the_file(tmp_path: Pa
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"training": {"lr": 1, "learning_rate": 1}}, "training.lr and training.learning_rate are names of one key"),
-        ({"training": {"seed": 1}, "trainer": {"lr": 1}}, "trainer and training are names of one section"),
+        (
+            {"training": {"lr": 1, "learning_rate": 1}},
+            "training.lr and training.learning_rate are names of the same key",
+        ),
+        ({"training": {"seed": 1}, "trainer": {"lr": 1}}, "trainer and training are two names of the same section"),
         ({"model": {"hidden_size": "wide"}}, "model.d_model is"),
         ({"trainer": {"mamba": 1}}, "unknown key training.mamba"),
         ({"trainer": 3}, "training is 3"),
@@ -100,7 +103,7 @@ def test_sections_made_in_python_take_other_names() -> None:
     assert DataConfig(validation_file="v").validation_name == "v"
     config.training.bf16 = False
     assert config.training.precision == "fp32"
-    with pytest.raises(ConfigError, match=r"training\.bf16 and training\.precision are names of one key"):
+    with pytest.raises(ConfigError, match=r"training\.bf16 and training\.precision are names of the same key"):
         TrainingConfig(bf16=True, precision="fp32")
     with pytest.raises(ValidationError, match="bf17"):
         TrainingConfig(bf17=True)
@@ -134,7 +137,7 @@ def test_train_takes_flags_of_other_trainers_and_warns_of_another_world_size(tmp
         key, _, value = setting.partition(": ")
         section, name = key.split(".")
         assert shown[section][name] == yaml.safe_load(value), setting
-    assert "training.world_size is 2, but the world size of this run is 1" in error
+    assert "training.world_size is 2, but the world size is 1" in error
 
 
 @pytest.mark.parametrize(
@@ -142,7 +145,7 @@ def test_train_takes_flags_of_other_trainers_and_warns_of_another_world_size(tmp
     [
         ("--do_eval", "--do_eval without --do_train trains nothing; use `sansgpu eval RUN`"),
         ("--do_predict", "there is no option --do-predict: `sansgpu predict RUN` writes predictions; see"),
-        ("--overwrite_output_dir", "a run never overwrites another one"),
+        ("--overwrite_output_dir", "a run never overwrites an existing one"),
     ],
 )
 def test_a_flag_without_a_counterpart_is_explained(flag: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

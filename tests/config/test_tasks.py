@@ -48,7 +48,7 @@ def test_keys_that_do_nothing_in_a_task_are_refused(tmp_path: Path) -> None:
     )
     assert "set model.name_or_path" in refusal(tmp_path, model={})
     assert "set data.dataset_name" in refusal(tmp_path, data={})
-    assert "lora_rank configures an adapter" in refusal(tmp_path, model={"name_or_path": "m", "lora_rank": 4})
+    assert "lora_rank has no effect with adapter none" in refusal(tmp_path, model={"name_or_path": "m", "lora_rank": 4})
     assert "set optimizer to adamw" in refusal(tmp_path, training={"optimizer_state": "8bit", "optimizer": "muon"})
     assert "precision is fp32" in refusal(tmp_path, training={"master_weights": "bf16", "precision": "fp32"})
 
@@ -78,10 +78,10 @@ def test_graphs_have_defaults_and_limits_of_their_own(tmp_path: Path) -> None:
     assert (masked.kind, masked.window, masked.max_span) == ("masked", 128, 1)
     graph = {"task": "graph", "data": {}}
     assert "swiglu is only for decoders" in refusal(tmp_path, **graph, model={"activation": "swiglu"})
-    assert "has no triples; use python-stdlib-graph" in refusal(
+    assert "has no triples; set it to python-stdlib-graph" in refusal(
         tmp_path, task="graph", model={}, data={"dataset_name": "python-stdlib"}
     )
-    assert "the loss has no terms" in refusal(
+    assert "there is nothing to predict" in refusal(
         tmp_path, task="graph", model={}, data={"mask_ratio": 0, "leaf_mask_ratio": 0}
     )
     assert "has no effect because model.decay is none" in refusal(
@@ -108,5 +108,5 @@ def test_a_saved_configuration_holds_what_acts_and_loads_as_it_was(tmp_path: Pat
 
 
 def test_a_task_outside_the_package_has_no_second_class() -> None:
-    with pytest.raises(ValidationError, match="objective replaces a class of the package"):
+    with pytest.raises(ValidationError, match="objective has no effect, because task"):
         Config.model_validate({"task": "mine:Task", "objective": "other:Task"})

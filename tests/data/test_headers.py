@@ -63,7 +63,7 @@ UNCLEAR = {
 
 @pytest.mark.parametrize(("content", "said"), UNCLEAR.items())
 def test_what_is_unclear_is_refused_with_the_settings(tmp_path: Path, content: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"a\.tsv: its first line looks like data .*{said}"):
+    with pytest.raises(ConfigError, match=rf"a\.tsv: its first line looks like data, .*{said}"):
         columns(tmp_path, "a.tsv", content)
 
 
@@ -96,13 +96,13 @@ def test_words_with_tags_are_recognized(tmp_path: Path, name: str) -> None:
         found, clause = number_tag_column(data)
         assert found.tag_column == -1
         assert clause is not None
-        assert clause.startswith(f"{path}: its lines are words with their tags")
+        assert clause.startswith(f"{path}: its lines look like words with tags")
     for content in ("word\ttag\n" + WORDS, WORDS.replace("\n\n", "\n"), "only words\nin texts\n"):
         path.write_text(content)
         if name == "a.txt":
             assert number_tag_column(data) == (data, None)
         else:
-            with pytest.raises(ConfigError, match=r"set data\.tag_column to the number of the column of the tags"):
+            with pytest.raises(ConfigError, match=r"set data\.tag_column to the number of the tags' column"):
                 number_tag_column(data)
 
 
@@ -120,15 +120,13 @@ def test_triples_without_a_header_are_those_with_one(tmp_path: Path, content: st
     bare = open_graphs(DataConfig(dataset_name=str(path)), notes.append).train.documents()
     assert [facts(document) for document in bare] == [facts(document) for document in read(headed)]
     assumed = "head = column 0, relation = column 1, tail = column 2"
-    assert notes == [f"{path}: its first line is a triple, so it has no header: {assumed}."]
+    assert notes == [f"{path}: its first line is a triple, so the file is read without a header: {assumed}."]
 
 
 @pytest.mark.parametrize("content", ["node1\tlabel\tnode2\n01\tlabel\t02\n", "1\t2\t3\n4\t5\t6\n"])
 def test_unclear_triples_are_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.tsv").write_text(content)
-    with pytest.raises(
-        ConfigError, match="if its lines are triples, add a first line with the names head, relation, tail"
-    ):
+    with pytest.raises(ConfigError, match="add a first line with the column names, which are head, relation, tail"):
         read(tmp_path / "a.tsv")
 
 

@@ -175,7 +175,7 @@ def test_what_a_killed_builder_left_is_not_trusted(tmp_path: Path) -> None:
         ("", {}, {}, "contains no text"),
         ("too short", {}, {}, "less than one window"),
         ("word " * 500, {"vocab_size": 100}, {}, "smaller than the tokenizer's"),
-        ("word " * 500, {}, {"validation_split": 1e-9}, "validation part .* is empty"),
+        ("word " * 500, {}, {"validation_split": 1e-9}, "validation split .* is empty"),
     ],
 )
 def test_data_that_cannot_be_trained_on_is_refused(

@@ -41,7 +41,7 @@ def test_a_table_separated_by_tabs_has_no_quotes(tmp_path: Path, name: str) -> N
 def test_a_line_with_fewer_columns_than_the_header_is_a_bad_row(tmp_path: Path) -> None:
     path = written(tmp_path / "a.tsv", b"text\tlabel\nfirst\nsecond\t1\n")
     first, second = opened(path).rows()
-    assert first.problem == f"{path}, line 2 has 1 columns, but the header has 2; fix or remove it."
+    assert first.problem == f"{path}, line 2 has 1 columns, but the header has 2; fix or remove the line."
     assert second == SourceRow(f"{path}, line 3", {"text": "second", "label": "1"})
     with pytest.raises(ConfigError, match="line 2 has 1 columns"):
         list(opened(path).read())
@@ -113,7 +113,12 @@ def test_every_key_for_a_column_may_be_a_number(tmp_path: Path, key: str) -> Non
         ("a.tsv", b"text\nb\n\xff\n", "text", "a.tsv, line 3 is not UTF-8 text (byte 0xff)."),
         ("a.tsv", b"\xff\nb\n", "text", "a.tsv, line 1 is not UTF-8 text (byte 0xff)."),
         ("a.tsv", "text\nb\n".encode("utf-16-le"), "text", "a.tsv, line 1 is not text (it contains a NUL byte)."),
-        ("a.tsv", b"\t" * (33 << 20) + b"a\n", 0, "a.tsv, line 1 has more than 1,000,000 columns; remove those"),
+        (
+            "a.tsv",
+            b"\t" * (33 << 20) + b"a\n",
+            0,
+            "a.tsv, line 1 has more than 1,000,000 columns; remove unneeded ones",
+        ),
         ("a.jsonl", b'{"messages": []}', None, "a.jsonl, line 1 has the columns messages; these are conversations"),
         ("a.jsonl", b'{"one": "a"}', 0, "a.jsonl, line 1 has no column 0, only one; set data.text_column."),
     ],

@@ -59,10 +59,10 @@ def line_of(run: Path, kind: str) -> int:
 @pytest.mark.parametrize(
     ("kind", "field", "value", "words"),
     [
-        ("step", "loss", "low", 'loss is "low", but should be a valid number'),
+        ("step", "loss", "low", 'loss is "low", but must be a valid number'),
         ("step", "loss", float("nan"), "invalid JSON"),
         ("step", "loss", 10**400, "loss is 1000"),
-        ("step", "tokens", [1], "tokens is [1], but should be a valid integer"),
+        ("step", "tokens", [1], "tokens is [1], but must be a valid integer"),
         ("step", "step", -1, "step is -1"),
         ("step", "system", {"core_percent": ["busy"]}, "system.core_percent.0 is"),
         ("step", "phase_seconds", {"data": {}}, "phase_seconds.data is {}"),

@@ -71,12 +71,12 @@ def test_a_killed_command_continues(tmp_path: Path, capsys: Captured) -> None:
     done = partial.read_bytes()
     partial.write_bytes(done + b'{"prompt": "tor')  # a line that was being written
     assert cli([*arguments, "--seed", "6"]) == 2
-    assert "begun with another model, other rows or other options" in messages(capsys.readouterr().err)[0]
+    assert "started with a different model, data or options" in messages(capsys.readouterr().err)[0]
     weights = (target / "model.safetensors").read_bytes()
     middle = len(weights) // 2
     (target / "model.safetensors").write_bytes(weights[:middle] + b"\x01\x02\x03\x3d" + weights[middle + 4 :])
     assert cli(arguments) == 2
-    assert f"the weights of {target} have changed since {partial} was begun" in messages(capsys.readouterr().err)[0]
+    assert f"the weights of {target} have changed since {partial} was started" in messages(capsys.readouterr().err)[0]
     (target / "model.safetensors").write_bytes(weights)
     assert generated(capsys, target, data, output)["resumed"] == done.count(b"\n")
     generated(capsys, target, data, whole)

@@ -118,9 +118,9 @@ def test_a_chat_model_is_measured_on_the_answers_of_conversations(home: Path, ca
             assert found[name] == pytest.approx(of_run[name], rel=1e-4)
     for arguments, sentence in [
         ((file, "--data", rows, "--window", 513), "--window 513 is longer than the model's context of 512 tokens"),
-        ((home / "qwen", "--window", 96), "--window has an effect with --data only"),
+        ((home / "qwen", "--window", 96), "--window requires --data"),
         ((home / "plain/final", "--data", rows), "line 1: the model's tokenizer has no chat template"),
-        ((home / "plain", "--data", rows), "these are conversations, not texts"),
+        ((home / "plain", "--data", rows), "these are conversations, not documents"),
         ((model_folder("bert"), "--data", rows), "bert"),
     ]:
         assert sentence in refused(capsys, "eval", *arguments)
@@ -138,7 +138,7 @@ def test_rows_that_are_not_whole_blocks_take_no_more_than_the_next_type(home: Pa
         types = Counter(tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors)
         assert types.keys() == {"F32", "Q8_0", *({"Q4_1"} if kind.startswith("q4") else ())}
         assert ("1 as q8_0 instead of q6_k and 14 as q4_1 instead of q4_k" in note) == (kind == "q4_k")
-        assert ("1 matrix is stored in another type" in note) == (kind == "q4_1")
+        assert ("1 matrix is stored in a different type" in note) == (kind == "q4_1")
         assert ("15 as q8_0 instead of q6_k" in note) == (kind == "q6_k")
     assert sizes["q4_k"] == sizes["q4_1"] < sizes["q6_k"] == sizes["q8_0"]
 
@@ -152,7 +152,10 @@ def test_a_text_that_ends_right_after_the_prompt_is_explained(tmp_path: Path, ca
     assert cli(["generate", str(tmp_path / "silent.gguf"), "--prompt", "red", "--temperature", "0"]) == 0
     captured = capsys.readouterr()
     assert captured.out == "red\n"
-    assert "ended the text right after the prompt; use `sansgpu chat` if it is a chat model" in captured.err
+    assert (
+        "generated no text, because its first token ends the text; use `sansgpu chat` if it is a chat model"
+        in captured.err
+    )
 
 
 def test_a_chat_model_in_a_file_runs_without_the_models_of_transformers(tmp_path: Path) -> None:
@@ -200,7 +203,7 @@ def test_what_does_nothing_or_cannot_work_is_refused(home: Path, capsys: Capture
         ((plain, *as_gguf, "--output", tmp_path), "is a folder"),
         ((plain, *as_gguf, "--snapshot", "9999"), "9999"),
         ((plain / "final", *as_gguf), "is not a run"),
-        ((home / "relu", *as_gguf), "this model has relu; use --format hf"),
+        ((home / "relu", *as_gguf), "this model uses relu; use --format hf"),
         ((home / "gemma", *as_gguf), "this model has the architecture gemma"),
         ((tmp_path / "qa", *as_gguf), "is a run of task qa, but --format gguf needs one of task pretrain or sft"),
         ((tmp_path / "graph", *as_gguf), "is a run of task graph, but --format gguf needs one of task pretrain or sft"),
@@ -223,6 +226,6 @@ def test_a_file_that_is_no_model_is_refused_by_every_command(home: Path, capsys:
         assert sentence in refused(capsys, "chat", target, "--prompt", "a")
         assert sentence in refused(capsys, "eval", target, "--data", home / "corpus.jsonl")
     assert "no chat template" in refused(capsys, "chat", file, "--prompt", "a")
-    assert "is not a run, so it has no validation split; name a dataset with --data" in refused(capsys, "eval", file)
+    assert "is not a run, so it has no validation split; pass a dataset with --data" in refused(capsys, "eval", file)
     for target in (file, home / "plain/final"):
         assert "has no snapshots" in refused(capsys, "generate", target, "--snapshot", "best")

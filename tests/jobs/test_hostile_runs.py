@@ -245,19 +245,19 @@ def test_a_cache_that_others_can_write_is_not_loaded_from(tmp_path: Path) -> Non
     mine = tmp_path / "mine"
     assert private_in(mine).stat().st_mode & 0o777 == 0o700
     private_in(mine).chmod(0o770)
-    with pytest.raises(NotPrivateError, match="lets other users in"):
+    with pytest.raises(NotPrivateError, match="is accessible to other users"):
         private_in(mine)
     (linked := tmp_path / "linked").mkdir()
     (linked / private_in(tmp_path / "other").name).symlink_to(private_in(tmp_path / "other"))
-    with pytest.raises(NotPrivateError, match="is a link"):
+    with pytest.raises(NotPrivateError, match="is a symlink"):
         private_in(linked)
     shared = tmp_path / "shared"
     (shared / "cache").mkdir(parents=True)
     shared.chmod(0o777)
-    with pytest.raises(NotPrivateError, match=f"{shared} can be written by other users"):
+    with pytest.raises(NotPrivateError, match=f"{shared} is writable by other users"):
         private_in(shared / "cache")
     (tmp_path / "way").symlink_to(shared / "cache")  # of whose target others may make another
-    with pytest.raises(NotPrivateError, match="can be written by other users"):
+    with pytest.raises(NotPrivateError, match="is writable by other users"):
         private_in(tmp_path / "way")
     shared.chmod(0o1777)  # as /tmp: nobody renames what is another's
     assert private_in(tmp_path / "way").parent.samefile(shared / "cache")
@@ -291,7 +291,7 @@ def test_a_run_goes_on_where_no_folder_at_all_is_private(home: Path, tmp_path: P
     own = {name: str(place) for name, place in places.items()}
     done = subprocess.run(command, env={**inherited, **own}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("can be written by other users") == 2
+    assert done.stderr.count("is writable by other users") == 2
     assert list(places["TMPDIR"].glob("sansgpu-compiled-*")) == []  # it is deleted at the end
 
 
@@ -308,5 +308,5 @@ def test_a_shared_cache_costs_one_warning_and_no_run(home: Path, tmp_path: Path)
     done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "compile: 'on'" in done.stdout
-    refused = [line for line in done.stderr.splitlines() if "can be written by other users" in line]
+    refused = [line for line in done.stderr.splitlines() if "is writable by other users" in line]
     assert ["TORCHINDUCTOR_CACHE_DIR" in line for line in refused] == [True, False]

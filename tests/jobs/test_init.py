@@ -76,9 +76,9 @@ def test_every_key_has_a_comment(tmp_path: Path) -> None:
 def test_only_plan_says_how_much_of_the_text_is_read(capsys: Captured) -> None:
     assert cli(["init", "a.yaml", "--text", "python-stdlib", "--hours", "10m", "--yes"]) == 0
     head = [line for line in Path("a.yaml").read_text().splitlines() if line.startswith("# ")]
-    assert "`sansgpu plan` measures how much of the text" in " ".join(line.removeprefix("# ") for line in head)
+    assert "`sansgpu plan` measures how much of the data" in " ".join(line.removeprefix("# ") for line in head)
     assert " tokens" not in capsys.readouterr().out
-    assert "  # passes over the training split, at most\n  num_epochs: 16" in Path("a.yaml").read_text()
+    assert "  # maximum passes over the training split\n  num_epochs: 16" in Path("a.yaml").read_text()
 
 
 def test_more_time_and_cores_give_a_larger_model(tmp_path: Path) -> None:
@@ -105,15 +105,15 @@ def test_a_file_is_replaced_only_on_request(capsys: Captured) -> None:
     ("arguments", "words"),
     [
         (["--text", "missing.txt"], "missing.txt does not exist"),
-        (["--task", "classify"], "task classify has no built-in text"),
+        (["--task", "classify"], "task classify has no built-in data"),
         (["--task", "poetry"], "must be one of pretrain"),
-        (["--hours", "soon"], "give hours or minutes"),
-        (["--hours", "0"], "give hours or minutes"),
-        (["--model", "folder"], "leave out --model"),
-        (["--memory", "much"], "give a size such as 8GB"),
+        (["--hours", "soon"], "write hours or minutes"),
+        (["--hours", "0"], "write hours or minutes"),
+        (["--model", "folder"], "remove --model"),
+        (["--memory", "much"], "write a size such as 8GB"),
         (["--memory", "100MB"], "not even the smallest model fits"),
         (["--cores", "0"], "--cores"),
-        (["notes.txt"], "has no suffix of YAML"),
+        (["notes.txt"], "does not end in .yaml or .yml"),
         (["a.yaml/b.yaml"], "cannot be written"),
     ],
 )
@@ -136,7 +136,7 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path: Path, capsys: Captured) 
 def test_without_a_terminal_every_answer_is_needed(home: Path) -> None:
     code, _, error = finish(["init", "--text", "python-stdlib", "--task", "pretrain"], home / "cache")
     assert code == 2
-    assert "give --hours, or --yes" in error
+    assert "pass --hours, or --yes" in error
 
 
 def test_answers_as_flags_need_no_terminal() -> None:

@@ -55,8 +55,8 @@ def _answer(line: str) -> tuple[str, float]:
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ({"question": "Who?"}, "rows.jsonl, line 3: no context; fix or remove the row."),
-        ({"question": 5, "context": "a"}, "rows.jsonl, line 3: no question; fix or remove the row."),
+        ({"question": "Who?"}, "rows.jsonl, line 3: it has no context; fix or remove the row."),
+        ({"question": 5, "context": "a"}, "rows.jsonl, line 3: it has no question; fix or remove the row."),
         ([1], "rows.jsonl, line 3 is not an object with columns."),
         ({"question": "fox " * 600, "context": "a"}, "rows.jsonl, line 3 has "),
     ],
@@ -78,7 +78,7 @@ def test_lines_that_cannot_be_read_are_named(tmp_path: Path, capsys: Captured) -
     (tmp_path / "rows.jsonl").write_bytes(b"\n")
     assert refused(capsys, tmp_path / "rows.jsonl").endswith("rows.jsonl has no rows.")
     (tmp_path / "lines.txt").write_bytes(b"Who?\n")
-    assert "lines.txt, line 1: no question" in refused(capsys, tmp_path / "lines.txt")
+    assert "lines.txt, line 1: it has no question" in refused(capsys, tmp_path / "lines.txt")
 
 
 def test_a_table_is_answered(tmp_path: Path, capsys: Captured) -> None:

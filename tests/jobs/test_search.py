@@ -162,10 +162,10 @@ def test_the_command_prints_passages_or_one_json_object(folder: Path, capsys: Ca
 @pytest.mark.parametrize(
     ("inside", "query", "expected"),
     [
-        ("nothing", "words", "does not exist; give a folder of texts, or a file."),
+        ("nothing", "words", "does not exist; pass a folder of documents, or a file."),
         ("empty", "words", "has no file with a supported suffix"),
-        ("blank.txt", "words", "has no text to search."),
-        ("inner", "  ", "the words to search for must not be empty."),
+        ("blank.txt", "words", "contains no text to search;"),
+        ("inner", "  ", "the query is empty; pass a question or a phrase."),
         ("picture.png", "words", "has an unknown suffix"),
     ],
 )

@@ -142,12 +142,12 @@ def test_a_search_goes_on_only_with_its_own_configuration_and_space(capsys: pyte
     before = Path("search/study.db").read_bytes()
     assert cli(arguments("--trials", "3", training__weight_decay=0.3)) == 2
     assert (
-        "a search with another configuration: training.weight_decay is 0.1 there and 0.3 here"
+        "a search with a different configuration: training.weight_decay was 0.1 and is now 0.3"
         in capsys.readouterr().err
     )
     written({**SPACE, "weight_decay": [0.0, 0.1]})
     assert cli(arguments("--trials", "3")) == 2
-    assert "a search with another space: training.weight_decay" in capsys.readouterr().err
+    assert "a search with a different space: training.weight_decay" in capsys.readouterr().err
     assert Path("search/study.db").read_bytes() == before
 
 
@@ -174,7 +174,7 @@ def test_a_dry_run_shows_the_space_and_how_long_it_takes(capsys: pytest.CaptureF
         ((), {}, "--trials N, --hours H or both"),
         (("--hours", "-1"), {}, "--hours is -1"),
         (("--trials", "2"), {"training__until": "07:00"}, "set training.max_hours instead"),
-        (("--trials", "2"), {"training__eval_batches": 3}, "evaluated on different texts"),
+        (("--trials", "2"), {"training__eval_batches": 3}, "evaluated on different examples"),
         (("--trials", "2", "--workers", "4096"), {"training__threads": 2}, "only 2 threads can run"),
     ],
 )
@@ -212,7 +212,7 @@ def test_what_is_no_search_is_refused(
         ({"d_ff": {"float": [10, 20]}}, "{int: [low, high]}"),
         ({"d_ff": {"int": [10, 20.5]}}, "use integers, or write float"),
         ({"activation": ["swiglu", "gelo"]}, "model.activation"),
-        ({"learning_rate": [1, 2], "training.learning_rate": [1, 2]}, "given twice"),
+        ({"learning_rate": [1, 2], "training.learning_rate": [1, 2]}, "is duplicated"),
     ],
 )
 def test_a_space_that_cannot_be_searched_is_refused_in_one_sentence(space: object, words: str) -> None:
@@ -351,5 +351,5 @@ def test_hours_end_a_search_whose_trial_goes_on_later() -> None:
 def test_trials_that_would_end_within_their_warm_up_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(arguments("--trials", "2", training__warmup_steps=500)) == 2
     (sentence,) = messages(capsys.readouterr().err)
-    assert sentence.startswith("sansgpu: all trials would end within their warm-up")
+    assert sentence.startswith("sansgpu: all trials would end during the warmup")
     assert not Path("search/trials").exists()

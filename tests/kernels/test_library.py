@@ -52,7 +52,9 @@ def test_the_best_installed_kernels_are_used(libraries: Path, monkeypatch: pytes
 def test_without_kernels_torch_runs_and_a_warning_says_why(tmp_path: Path) -> None:
     warning, kernels = loaded(tmp_path)
     best = supported()[-1].name
-    assert warning.startswith(f"the native kernels cannot be loaded (this installation has none for {best} on ")
+    assert warning.startswith(
+        f"sansgpu's C++ kernels cannot be loaded (this installation does not include kernels for {best} on "
+    )
     assert kernels == "torch"
 
 
@@ -147,7 +149,7 @@ def test_arguments_that_do_not_fit_are_refused_before_c_runs() -> None:
         with pytest.raises(TypeError, match=sentence):
             library.call("dropout", *arguments)
     for count in (5, 7):
-        with pytest.raises(TypeError, match=f"dropout takes 6 arguments, but was called with {count}"):
+        with pytest.raises(TypeError, match=f"dropout expects 6 arguments, got {count}"):
             library.call("dropout", *(*fitting, seed)[:count])
     for wrong, why in ((((0.5,), (0,)), "pointer"), (((0,), (0.5,)), "float")):
         with pytest.raises(TypeError, match=why):

@@ -45,6 +45,6 @@ def test_a_failed_allocation_ends_the_run_with_advice(tmp_path: Path, imported_b
     code, error = train(tmp_path, limit, "--force")
     assert (code, error) == (
         1,
-        f"sansgpu: memory ran out, because `ulimit -v` allows {limit / 1e9:.1f} GB; raise that limit, lower "
+        f"sansgpu: out of memory, because `ulimit -v` allows {limit / 1e9:.1f} GB; raise that limit, lower "
         "training.batch_size or set model.gradient_checkpointing.",
     )

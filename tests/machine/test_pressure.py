@@ -47,8 +47,8 @@ def test_short_memory_cuts_the_micro_batch_then_sheds_then_says_so_once() -> Non
     guard = machine.guard(3, shed="copies are gone")
     machine.free = MIN_FREE_BYTES - 1
     assert [guard.allowed(3) for _ in range(5)] == [1, 1, 1, 1, 1]
-    assert ["cut from 3 to 1" in machine.said[0], "copies are gone" in machine.said[1]] == [True, True]
-    assert "nothing left to free" in machine.said[2]
+    assert ["lowered from 3 to 1" in machine.said[0], "copies are gone" in machine.said[1]] == [True, True]
+    assert "cannot free more memory" in machine.said[2]
     assert len(machine.said) == 3
 
 

@@ -71,11 +71,11 @@ def test_padding_stays_apart_from_packed_documents() -> None:
 
 def test_a_mask_that_is_not_of_padding_is_refused() -> None:
     model, inputs = model_of("modern"), tokens(1, 4)
-    with pytest.raises(ValueError, match="zeros between tokens of a row"):
+    with pytest.raises(ValueError, match="zeros between the tokens of a row"):
         model(inputs, attention_mask=torch.tensor([[1, 0, 1, 1]]))
-    with pytest.raises(ValueError, match=r"shape \(1, 1, 4, 4\), but input_ids \(1, 4\)"):
+    with pytest.raises(ValueError, match=r"shape \(1, 1, 4, 4\), but input_ids has \(1, 4\)"):
         model(inputs, attention_mask=torch.ones(1, 1, 4, 4))
-    with pytest.raises(ValueError, match="does not work with caches"):
+    with pytest.raises(ValueError, match="is not supported with key-value caches"):
         model(inputs, caches=model.new_caches(1), attention_mask=torch.ones(1, 4))
 
 

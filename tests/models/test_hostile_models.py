@@ -43,7 +43,7 @@ def tensor(dtype: str, shape: list[int], *offsets: int) -> dict[str, object]:
     return {"dtype": dtype, "shape": shape, "data_offsets": list(offsets)}
 
 
-NO_WEIGHTS = "holds no weights that can be read"
+NO_WEIGHTS = "is a damaged safetensors file"
 WEIGHTS: dict[str, tuple[bytes, str]] = {
     "empty": (b"", NO_WEIGHTS),
     "length of the header": (struct.pack("<Q", 2**64 - 1) + b"{}", NO_WEIGHTS),
@@ -109,14 +109,14 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a long vocabulary": (change("config.json", vocab_size=1 << 50), "vocab_size is larger than 16,777,216"),
     "a list for a number": (change("config.json", hidden_size=[64]), "config.json has a value of an unexpected type"),
     "nested settings": (instead("config.json", "[" * 100_000), "config.json cannot be read"),
-    "a list of settings": (instead("config.json", "[]"), "config.json holds a list"),
+    "a list of settings": (instead("config.json", "[]"), "config.json contains a value of type list"),
     "architectures": (change("config.json", architectures=5, model_type="none"), "model"),
     "an index that leaves the folder": (
         instead("model.safetensors.index.json", json.dumps({"weight_map": {"a": "../model.safetensors"}})),
-        "'../model.safetensors', which is not a file in its folder",
+        "'../model.safetensors', which is not in its folder",
     ),
-    "an index of a list": (instead("model.safetensors.index.json", "[1]"), "holds a list"),
-    "a tokenizer's settings in a list": (instead("tokenizer_config.json", "[1]"), "holds a list"),
+    "an index of a list": (instead("model.safetensors.index.json", "[1]"), "contains a value of type list"),
+    "a tokenizer's settings in a list": (instead("tokenizer_config.json", "[1]"), "contains a value of type list"),
     "an end of text that is a number": (change("tokenizer_config.json", eos_token=5), "eos_token"),
     "an end of text that is half a character": (change("tokenizer_config.json", eos_token="\ud800"), "eos_token"),
     "an end of text without end": (change("tokenizer_config.json", eos_token="x" * 5000), "no end-of-text token"),
@@ -174,7 +174,7 @@ LONGER = {"type": "Sequence", "normalizers": STEPS}
 NOWHERE = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "type_id": 0}}], "special_tokens": {},
            "pair": [{"Sequence": {"id": "A", "type_id": 0}}]}  # fmt: skip
 TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
-    "normalizer that aborts": ({"normalizer": charsmap(b"\xff" * 64)}, "fails in its library (signal 6)"),
+    "normalizer that aborts": ({"normalizer": charsmap(b"\xff" * 64)}, "crashes its library (signal 6)"),
     "normalizer that panics": ({"normalizer": charsmap(b"\0" * 64)}, "index out of bounds"),
     "empty pattern": ({"normalizer": replace({"String": ""}, "x")}, "index out of bounds"),
     "replacements": ({"normalizer": LONGER}, "lengthen a text without limit"),
@@ -223,8 +223,8 @@ def test_a_text_that_makes_a_tokenizer_panic_is_an_error_of_the_input(tmp_path: 
 
 
 TEMPLATES: dict[str, tuple[str, str]] = {
-    "loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "does not end within"),
-    "power": ("{{ 10 ** (10 ** 9) }}", "does not end within"),
+    "loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "takes more than"),
+    "power": ("{{ 10 ** (10 ** 9) }}", "takes more than"),
     "product": ("{{ messages[0].content * 10 ** 10 }}", "memory"),
     "doubling": (
         "{% set n = namespace(x='aaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
@@ -250,11 +250,11 @@ def test_a_chat_template_is_rendered_within_bounds(tmp_path: Path, fault: str) -
 def test_a_chat_with_a_template_that_does_not_end_is_refused(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(model_folder("qwen2"), tmp_path / "model"))
     (folder / "chat_template.jinja").write_text(TEMPLATES["loops"][0])
-    assert_refused("does not end within 2 seconds", "chat", folder, "--prompt", "hello")
+    assert_refused("takes more than 2 seconds", "chat", folder, "--prompt", "hello")
 
 
 def test_after_a_template_that_did_not_end_the_next_one_is_rendered() -> None:
-    with pytest.raises(UnusableTemplateError, match="does not end"):
+    with pytest.raises(UnusableTemplateError, match="takes more than"):
         render_prefixes(TEMPLATES["loops"][0], {}, TURNS, [(2, False)])
     found = render_prefixes("{% for m in messages %}{{ m.content }}{{ s }}{% endfor %}", {"s": "|"}, TURNS,
                             [(2, False), (1, True), (0, False)])  # fmt: skip
@@ -272,7 +272,7 @@ def test_a_contained_function_answers_again_after_idling_and_after_failing(monke
         b"answer": lambda: str(os.getpid()).encode(),
     }
     child = Sandbox(lambda request: work[request](), 5)
-    for request, reason in ((b"abort", "signal 6"), (b"fill", "more than 1 GB of memory"), (b"raise", "fails")):
+    for request, reason in ((b"abort", "signal 6"), (b"fill", "more than 1 GB of memory"), (b"raise", "crashes")):
         assert child.call(b"answer") != str(os.getpid()).encode()
         with pytest.raises(SandboxError, match=reason):
             child.call(request)
@@ -335,4 +335,4 @@ def test_metadata_of_a_whole_gguf_file_are_no_danger(tmp_path: Path, key: str, v
 def test_a_weight_that_torch_cannot_convert_is_named(exported: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(exported, tmp_path / "model"))
     save_file({"model.norm.weight": torch.zeros(2, dtype=torch.complex64)}, folder / "model.safetensors")
-    assert_refused("model.norm.weight has complex numbers", "generate", folder)
+    assert_refused("model.norm.weight contains complex numbers", "generate", folder)

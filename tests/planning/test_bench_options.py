@@ -18,17 +18,17 @@ NEAR = {"mlm_acc": 0.05, "mlm_majority_acc": 0.05, "mrr": 0.033, "relation_frequ
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--targets", "0"], "give numbers of steps"),
-        (["--targets", "500,many"], "give numbers of steps"),
+        (["--targets", "0"], "write numbers of steps"),
+        (["--targets", "500,many"], "write numbers of steps"),
         (["--start", "25:00"], "--start 25:00 is not a time"),
         (["--start", "2020-01-31T18:00"], "which is in the past"),
         (["--vary", "model.n_layers"], "--vary model.n_layers has no values"),
         (["--vary", "model.n_layers=4,,8"], "has no values"),
         (["--vary", "model.n_layrs=4"], "n_layers"),
         (["--vary", "model.n_layers=0"], "--vary model.n_layers=0: model.n_layers"),
-        (["--vary", "data.vocab_size=500"], "random tokens are timed"),
-        (["--vary", "training.batch_size=4,auto"], "needs numbers"),
-        (["--vary", "model.n_layers=2", "--forward-only"], "leave out --forward-only"),
+        (["--vary", "data.vocab_size=500"], "measurements use random tokens"),
+        (["--vary", "training.batch_size=4,auto"], "requires numbers"),
+        (["--vary", "model.n_layers=2", "--forward-only"], "remove --forward-only"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_measured(
@@ -50,7 +50,7 @@ def test_every_value_asked_for_is_a_variation_with_its_cost() -> None:
     ]  # fmt: skip
     tokens = 2 * config.training.gradient_accumulation_steps * config.window
     assert [cost for _, _, cost in changes] == [
-        "parameters", "parameters", "nothing", f"{tokens:,} tokens per step", "another training",
+        "parameters", "parameters", "nothing", f"{tokens:,} tokens per step", "changes the training",
     ]  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def test_metrics_near_their_baseline_give_advice_that_acts() -> None:
     assert "--steps 200" in first
     assert "masked token accuracy 5.0% is no better" in tokens
     assert "training.mlm_weight=2" in tokens
-    assert "MRR 0.033 is little better than without a model (ranked by frequency: 0.030)" in ranks
+    assert "MRR 0.033 is little better than the baseline without a model (ranked by frequency: 0.030)" in ranks
     assert f"data.kge_triples={2 * config.data.kge_triples}" in ranks
     config = Config.model_validate({**graph, "model": {"n_entities": 0}})
     assert "data.kge_triples" not in learning_advice(config, NEAR, 20)[1]

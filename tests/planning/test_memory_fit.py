@@ -67,7 +67,7 @@ def test_a_fixed_micro_batch_that_does_not_fit_is_refused_or_begun_in_parts() ->
     with pytest.raises(ConfigError, match=r"training\.batch_size=4 training\.gradient_accumulation_steps=8.*--force"):
         fitting_micro_batches(config, EXECUTION, available, "refuse", said.append)
     assert fitting_micro_batches(config, EXECUTION, available, "begin", said.append) == [4]
-    assert "micro-batches of 4 and the same effective batch size" in said[0]
+    assert "a micro-batch size of 4 and the same effective batch size" in said[0]
     assert fitting_micro_batches(config, EXECUTION, 1, "begin", said.append) == [1]
     assert fitting_micro_batches(config, EXECUTION, 1, "report", said.append) == [16]
 

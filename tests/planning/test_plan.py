@@ -146,11 +146,11 @@ def test_without_its_data_a_plan_goes_by_the_steps_alone(tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["small", "--hours", "1"], "leave out small"),
+        (["small", "--hours", "1"], "replace small with --data"),
         (["--data", "notes"], "--data and --output require --hours"),
         (["--output", "x.yaml"], "--data and --output require --hours"),
-        (["--presets", "--hours", "1"], "leave out the configuration and --hours"),
-        (["--hours", "1", "--set", "model.d_model=64"], "leave out --set model.d_model=64"),
+        (["--presets", "--hours", "1"], "remove the configuration and --hours"),
+        (["--hours", "1", "--set", "model.d_model=64"], "remove --set model.d_model=64"),
         (["--hours", "0"], "--hours is 0"),
     ],
 )
@@ -231,7 +231,7 @@ def test_a_measurement_that_fails_is_one_sentence_and_no_traceback() -> None:
     beyond_any_machine = {"model__d_model": 1 << 24, "model__n_heads": 1 << 18, "model__d_ff": 1 << 24}
     other = {"training__optimizer": "adamw", "model__vocab_size": 1000}
     config, _ = load_config(None, overrides(TINY, other, beyond_any_machine))
-    with pytest.raises(SansGPUError, match=r"^measuring failed: .*\.$"):
+    with pytest.raises(SansGPUError, match=r"^the measurement failed: .*\.$"):
         measure_in_subprocess(MeasureRequest(config, 1))
 
 

@@ -109,7 +109,7 @@ def test_a_run_goes_on_with_any_number_of_processes_and_any_sharding(home: Path,
     code, out = finish(torchrun(1), arguments(home, "changing", *more, training__lr_scheduler="constant"),
                        home / "cache")  # fmt: skip
     assert code == 0, out
-    assert "was made with world_size 2, now 1" in out
+    assert "was written with world_size 2, now 1" in out
     straight = completed(home, "constant", torchrun(1), training__lr_scheduler="constant")
     by_step = [
         {e["step"]: e["loss"] for e in record(run) if e["event"] == "step"} for run in (home / "changing", straight)

@@ -101,7 +101,7 @@ def test_a_killed_distillation_continues_and_a_damaged_shard_is_written_again(
     command = distillation(home, teacher, folder)
     assert kill_when(start(command, cache), (folder / "shard-00000.bin").exists) == -9
     assert cli(student(folder)) == 2
-    assert "is not complete: it has no shard-" in sentence(capsys)
+    assert "is incomplete: shard-" in sentence(capsys)
     assert cli(command) == 0
     assert hashes(folder) == hashes(lessons)
     shard = folder / "shard-00001.bin"
@@ -176,7 +176,7 @@ def test_conversations(home: Path, tmp_path: Path, capsys: Captured) -> None:
     capsys.readouterr()
     assert cli([*command(model__name_or_path=other), "--output-dir", str(tmp_path / "other")]) == 2
     assert (tmp_path / "run/final/chat_template.jinja").read_bytes() == (folder / "chat_template.jinja").read_bytes()
-    assert "a student and its teacher need the same tokenizer" in sentence(capsys)
+    assert "a model with the teacher's tokenizer" in sentence(capsys)
     assert cli(["train", *student(folder)[1:], "--output-dir", str(tmp_path / "text")]) == 2
     assert "was written for task sft; set task to sft" in sentence(capsys)
 
@@ -184,10 +184,13 @@ def test_conversations(home: Path, tmp_path: Path, capsys: Captured) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"data__dataset_name": "notes"}, "data.dataset_name has no effect because the texts and their tokens are"),
+        (
+            {"data__dataset_name": "notes"},
+            "data.dataset_name has no effect because training.distillation.teacher provides",
+        ),
         ({"data__tokenizer": "char"}, "data.tokenizer has no effect"),
         ({"training__label_smoothing": 0.1}, "training.label_smoothing has no effect"),
-        ({"data__max_length": 16}, "has examples of at most 32 tokens; leave data.max_length out"),
+        ({"data__max_length": 16}, "has examples of at most 32 tokens; remove data.max_length"),
         ({"model__max_seq_len": 16}, "model.max_seq_len is 16"),
         ({"training__distillation__teacher": "nowhere"}, "nowhere is not a folder written by `sansgpu distill`"),
         ({"training__distillation__teacher": "null", "training__distillation__weight": 0.3}, "without a teacher"),
@@ -203,8 +206,8 @@ def test_settings_of_a_student_act_or_are_refused(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--top-k", "4"], "was written with another top k (8, now 4)"),
-        (["--top-k", "5000"], "must be less than the vocabulary"),
+        (["--top-k", "4"], "was written with a different top k (8, now 4)"),
+        (["--top-k", "5000"], "must be less than the size of the vocabulary"),
         (["--max-length", "64"], "longer than the teacher's context of 32 tokens"),
         (["--task", "chat"], "must be pretrain or sft"),
         (["--task", "sft"], "was not trained on conversations"),
@@ -254,7 +257,9 @@ def test_other_folders_and_several_processes_are_refused(
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert cli(distillation(home, teacher, tmp_path / "new")) == 2
-    assert "runs in one process, but 2 were started; start it without torchrun" in sentence(capsys)
+    assert "runs in one process, which uses all cores, but 2 were started; start it without torchrun" in sentence(
+        capsys
+    )
     rows = ["--data", str(home / "corpus.jsonl"), "--output", str(tmp_path / "rows.jsonl")]
     assert cli(["generate", str(teacher), *rows]) == 2
     assert "sansgpu generate --data runs in one process" in sentence(capsys)

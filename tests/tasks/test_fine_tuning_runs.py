@@ -265,13 +265,13 @@ def test_rows_that_are_shortened_or_too_long_are_counted(home: Path, tmp_path: P
     chosen = settings(home, data__dataset_name=path, data__max_length=64, training__max_steps=1)
     assert cli(["train", *chosen, "--headless", "--output-dir", str(tmp_path / "run")]) == 0
     said = " ".join(e["message"] for e in events_of(tmp_path / "run", "warning"))
-    assert "2 rows are longer than 64 tokens and were shortened" in said
-    assert "2 rows are dropped" in said
+    assert "2 rows are longer than 64 tokens, so their beginnings were removed" in said
+    assert "2 rows were skipped" in said
     capsys.readouterr()
     assert cli(["train", *chosen, "--set", "data.max_length=8", "--output-dir", str(tmp_path / "none")]) == 2
     refused = sentence(capsys)
     assert "no usable rows" in refused
-    assert "5 rows are dropped" in refused
+    assert "5 rows were skipped" in refused
     assert "raise data.max_length" in refused
 
 
@@ -285,7 +285,7 @@ def test_an_evaluation_skips_questions_that_cannot_be_used(home: Path, capsys: C
     assert "12 questions" in captured.out
     assert "3 skipped" in captured.out
     assert "bad rows skipped: 3; the first: " in captured.err
-    assert "some-bad.jsonl, line 7: no context" in captured.err
+    assert "some-bad.jsonl, line 7: it has no context" in captured.err
 
 
 def test_an_evaluation_without_any_usable_question_is_refused(home: Path, capsys: Captured) -> None:
@@ -304,14 +304,14 @@ def test_validation_skips_questions_that_cannot_be_used(home: Path, tmp_path: Pa
     assert cli(["eval", str(tmp_path / "run")]) == 0
     captured = capsys.readouterr()
     assert "3 skipped" in captured.out
-    assert "some-bad.jsonl, line 7: no context" in captured.err
+    assert "some-bad.jsonl, line 7: it has no context" in captured.err
 
 
 @pytest.mark.parametrize(
     ("key", "name", "said"),
     [
         ("data__validation_name", TOO_LONG, "long.jsonl has no usable questions (validation "),
-        ("data__dataset_name", SOME_BAD, "some-bad.jsonl, line 7: no context"),
+        ("data__dataset_name", SOME_BAD, "some-bad.jsonl, line 7: it has no context"),
     ],
 )
 def test_training_refuses_questions_that_cannot_be_used(
@@ -337,13 +337,13 @@ def test_a_model_that_changed_before_a_resume_is_noticed(home: Path, tmp_path: P
     assert cli(["train", *chosen, *folder]) == 0
     again = ["train", "--resume", *folder, "--headless"]
     assert cli([*again, "--strict"]) == 0
-    assert "was made with" not in capsys.readouterr().out
+    assert "was written with" not in capsys.readouterr().out
     make_folder(base, seed=1)
     capsys.readouterr()
     assert cli([*again, "--strict"]) == 2
-    assert "Without --strict" in sentence(capsys)
+    assert "remove --strict" in sentence(capsys)
     assert cli(again) == 0
-    assert "was made with" in capsys.readouterr().out
+    assert "was written with" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -374,8 +374,8 @@ def test_settings_without_effect_are_refused_before_any_work(
     [
         ("mamba", "[in_proj,out_proj]", "Module 'out_proj' is incompatible with Mamba-based models"),
         ("mamba", "[q_proj]", 'has no layer "q_proj"'),
-        ("mamba", "[]", "names no layer"),
-        ("mixtral", ".*(q_proj|w1|w3)", "model.layers.0.mlp.experts holds the experts of a layer"),
+        ("mamba", "[]", "no layers are named"),
+        ("mixtral", ".*(q_proj|w1|w3)", "model.layers.0.mlp.experts contains the experts of a layer"),
         ("mixtral", "q_proj", 'has no layer "q_proj"'),
         ("mixtral", "(", "is not a regular expression"),
     ],

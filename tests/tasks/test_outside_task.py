@@ -140,7 +140,7 @@ def test_its_runs_are_shown_without_its_code(home: Path, run: Path, monkeypatch:
     assert ran(home, "snapshots", "verify", str(run)).count("ok") == 3
     ran(home, "report", str(run))
     assert "accuracy" in (run / "report.html").read_text(encoding="utf-8")
-    assert "cannot be loaded" in refused(home, "eval", str(run), *NAMED)
+    assert "cannot be imported" in refused(home, "eval", str(run), *NAMED)
 
 
 def test_it_is_exported_with_its_tokenizer(home: Path, run: Path) -> None:
@@ -168,10 +168,10 @@ def test_its_code_runs_only_if_it_is_named(home: Path, run: Path, capsys: pytest
         assert cli([command[0], str(run), *command[1:]]) == 2
         assert f"add --objective {TASK} to import it.\n" in capsys.readouterr().err
     assert cli(["predict", "nowhere", *NAMED, "--data", rows]) == 2
-    assert "nowhere is not a run; leave out --objective" in capsys.readouterr().err
+    assert "nowhere is not a run; remove --objective" in capsys.readouterr().err
     assert "sentence_order" not in sys.modules
 
 
 def test_what_it_cannot_do_is_refused(home: Path, run: Path) -> None:
     assert "cannot generate text" in refused(home, "generate", str(run), *NAMED)
-    assert "leave out --data" in refused(home, "eval", str(run), *NAMED, "--data", str(home / "stories.jsonl"))
+    assert "remove --data" in refused(home, "eval", str(run), *NAMED, "--data", str(home / "stories.jsonl"))

@@ -115,10 +115,13 @@ def test_an_adapter_alone_is_used_with_the_base_that_it_names(home: Path, tmp_pa
     on_top = made(tmp_path, "on-top", data__dataset_name=rows, model__name_or_path=final, model__adapter="lora")
     assert events_of(on_top, "eval")[0]["loss"] < events_of(run, "eval")[0]["loss"], "it starts where the run ended"
     for arguments, said in [
-        (["export", str(final)], "is not a run; name the output with --output"),
-        (["export", str(final), "--output", str(final)], "is the adapter itself; choose another --output"),
-        (["export", str(final), "--no-merge", "--output", str(tmp_path / "x")], "holds only an adapter already"),
-        (["embed", str(final), "--data", str(rows), "--output", "v.npy"], 'an adapter of a "Qwen2ForCausalLM"'),
+        (["export", str(final)], "is not a run; set --output"),
+        (
+            ["export", str(final), "--output", str(final)],
+            "is the folder of the adapter to export; choose another --output",
+        ),
+        (["export", str(final), "--no-merge", "--output", str(tmp_path / "x")], "already contains only an adapter"),
+        (["embed", str(final), "--data", str(rows), "--output", "v.npy"], 'an adapter for a "Qwen2ForCausalLM"'),
     ]:
         capsys.readouterr()
         assert cli(arguments) == 2
@@ -127,8 +130,8 @@ def test_an_adapter_alone_is_used_with_the_base_that_it_names(home: Path, tmp_pa
     for changes, said in [
         ({"base_model_name_or_path": str(base / "gone")}, "gone does not exist; set base_model_name_or_path in"),
         ({"base_model_name_or_path": None}, "base_model_name_or_path is null"),
-        ({"base_model_name_or_path": str(final)}, "is an adapter, too"),
-        ({"auto_mapping": ["int4"], "r": 3}, "does not fit its base model"),
+        ({"base_model_name_or_path": str(final)}, "is also an adapter"),
+        ({"auto_mapping": ["int4"], "r": 3}, "does not match its base model"),
     ]:
         settings_file.write_text(json.dumps({**known, **changes}))
         assert cli(["chat", str(final), "--prompt", "red"]) == 2
@@ -140,7 +143,7 @@ def test_experts_are_not_quantized(home: Path, tmp_path: Path, capsys: Captured)
         home, model__name_or_path=model_folder("mixtral"), model__adapter="lora", model__base_precision="int4"
     )
     assert cli(["train", *chosen, "--output-dir", str(tmp_path / "run")]) == 2
-    assert "one by one; set model.base_precision=auto" in capsys.readouterr().err
+    assert "weight by weight; set model.base_precision=auto" in capsys.readouterr().err
 
 
 def test_a_killed_run_resumes_byte_for_byte(home: Path, tmp_path: Path) -> None:
@@ -212,7 +215,7 @@ def test_other_tasks_and_settings(home: Path, tmp_path: Path, capsys: Captured) 
     )
     assert cli(["predict", str(run), "--text", "red fox", "--json"]) == 0
     for changes, expected in [
-        ({"model__base_precision": "int8"}, "base_precision configures an adapter, but adapter is none"),
+        ({"model__base_precision": "int8"}, "base_precision has no effect with adapter none"),
         (
             {**adapted, "model__lora_targets": "[q_proj,embed_tokens]"},
             "model.embed_tokens shares its weight with another",
@@ -257,7 +260,7 @@ def test_what_can_be_trained_in_a_memory(home: Path, wide_run: Path, capsys: Cap
     assert needed[None] > needed["bf16"] > needed["int8"] > needed["int4"]
     assert all(option["fits"] for option in result["options"])
     assert cli(["plan", "--memory", "100MB", str(home / "wide-base")]) == 0
-    assert "too much" in capsys.readouterr().out
+    assert "does not fit" in capsys.readouterr().out
     for memory in ("8XB", "0GB", ""):
         assert cli(["plan", "--memory", memory, str(home / "wide-base")]) == 2
-        assert "give a size such as 8GB" in sentence(capsys)
+        assert "write a size such as 8GB" in sentence(capsys)

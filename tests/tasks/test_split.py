@@ -29,7 +29,7 @@ def test_every_task_with_rows_counts_those_it_holds_out(name: str, tmp_path: Pat
     config, _ = load_config(None, overrides({"task": name}, TUNED, own))
     corpus = task_of(config).prepare(config, tmp_path / "cache", lambda *_: None)[1]
     said = re.fullmatch(
-        r"(\d+) \w+ to train on, (\d+) held out for validation \(data\.validation_split (.*)\), too few .*",
+        r"(\d+) \w+ for training, (\d+) held out for validation \(data\.validation_split (.*)\), too few .*",
         corpus.split,
     )
     assert said
@@ -48,8 +48,8 @@ def test_few_rows_that_measure_little_are_shown_as_such(tmp_path: Path, capsys: 
     assert cli(chosen(data, run, **few)) == 0
     said, (last, *_) = capsys.readouterr().out, reversed(events_of(run, "eval"))
     held = int(last["rows"])
-    assert f"{32 - held} rows to train on, {held} held out for validation (data.validation_split 0.1), too few" in said
-    assert "or set data.validation_name to other rows" in said
+    assert f"{32 - held} rows for training, {held} held out for validation (data.validation_split 0.1), too few" in said
+    assert "or set data.validation_name to a validation dataset" in said
     low, high = last["accuracy_interval"]
     assert 0 <= low <= last["accuracy"] <= high <= 1
     assert high - low > 0.3
@@ -62,7 +62,7 @@ def test_enough_rows_have_no_interval_and_data_with_a_validation_part_is_not_spl
     data, run = labeled_rows(tmp_path / "rows.jsonl", count=400), tmp_path / "run"
     steps = {"training.max_steps": 1, "data.validation_split": 0.3}
     assert cli(chosen(data, run, **steps)) == 0
-    assert re.search(r"^\d+ rows to train on, 1\d\d held out for validation \(data\.validation_split 0\.3\)$",
+    assert re.search(r"^\d+ rows for training, 1\d\d held out for validation \(data\.validation_split 0\.3\)$",
                      capsys.readouterr().out, re.MULTILINE)  # fmt: skip
     assert "accuracy_interval" not in events_of(run, "eval")[-1]
     (tmp_path / "held.jsonl").write_text(json.dumps({"text": "a red house", "label": "warm"}) + "\n")

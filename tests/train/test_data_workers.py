@@ -26,7 +26,7 @@ def test_a_batch_that_hangs_ends_the_run(
         training__dataloader_num_workers=workers, task=f"{TASK}Hanging",
     )  # fmt: skip
     code, out, error = finish(["train", *chosen, "--output-dir", str(tmp_path / "run")], tmp_path / "cache")
-    advice = "check that the disk with the data responds, or raise data.timeout_seconds"
+    advice = "check that the data's disk responds, or raise data.timeout_seconds"
     assert (code, error.splitlines()[-1]) == (1, f"sansgpu: {problem}; {advice}, {RESUME}"), out + error
 
 
@@ -40,5 +40,7 @@ def test_a_worker_that_fails_is_named(
     write_corpus(tmp_path / "corpus.jsonl")
     more = {"task": f"{TASK}{task}", "training__dataloader_num_workers": 1}
     assert train(tmp_path, tmp_path / "run", training__max_steps=8, **more) == 1
-    said = f"sansgpu: data worker 1 of 1 failed at the batch of step 4 ({reason}); check the data and its disk, "
+    said = (
+        f"sansgpu: data worker 1 of 1 failed to prepare the batch of step 4 ({reason}); check the data and its disk, "
+    )
     assert capsys.readouterr().err.splitlines()[-1] == said + RESUME

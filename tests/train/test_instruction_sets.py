@@ -49,16 +49,16 @@ def test_a_run_names_its_set_and_resuming_with_another_one_is_not_exact(
     assert code == 0, error
     assert "parameters, fp32, 1 thread, not compiled, native portable kernels" in out  # portable has no bf16 products
     amp = "training.use_amp is true, but this run computes in fp32, because"
-    assert f"{amp} this processor has no bf16 products." in out + error
+    assert f"{amp} this processor does not support bf16." in out + error
     monkeypatch.delenv("SANSGPU_ISA")
     assert allowed()[-1].name != "portable"
-    difference = f"was made with kernels native portable, now {library.name()}"
+    difference = f"was written with kernels native portable, now {library.name()}"
     code, _, error = finish([*train, "--resume", "latest", "--strict"], portable)
     assert (code, difference in messages(error)[0]) == (2, True)
     code, out, error = finish([*train, "--resume", "latest"], portable)
     assert code == 0, error
     assert difference in out
-    assert f"{amp} it began so." in out + error
+    assert f"{amp} it started in fp32." in out + error
     assert f"parameters, fp32, 1 thread, not compiled, {library.name()} kernels, resumed from step-000002" in out
 
 

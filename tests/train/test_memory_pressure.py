@@ -53,7 +53,7 @@ def test_a_micro_batch_is_cut_on_its_way_and_the_batch_stays(
     monkeypatch.setattr(loop, "available_memory", lambda device: 1 << 20 if next(looks) in (9, 30, 60) else 1 << 40)
     assert cli(["train", *chosen, "--output-dir", str(tmp_path / "short")]) == 0
     said = [event["message"] for event in events_of(tmp_path / "short", "warning")]
-    assert "the micro-batch is cut from 8 to" in " ".join(said)
+    assert "the micro-batch size is lowered from 8 to" in " ".join(said)
     assert_same_up_to_rounding(tmp_path / "plenty", tmp_path / "short")
     tokens = [[e["tokens"] for e in events_of(tmp_path / run, "step")] for run in ("plenty", "short")]
     assert tokens[0] == tokens[1]
@@ -132,4 +132,4 @@ def test_a_run_beside_a_process_that_eats_memory_finishes(tmp_path: Path) -> Non
             eater.kill()
             eater.wait()
     assert done.returncode == 0, done.stderr
-    assert any("the micro-batch is cut" in e["message"] for e in events_of(tmp_path / "r", "warning"))
+    assert any("the micro-batch size is lowered" in e["message"] for e in events_of(tmp_path / "r", "warning"))

@@ -70,7 +70,7 @@ def test_another_model_or_data_order_is_refused_unless_it_is_asked_for(
         assert cli(arguments) == 2
         said = sentence(capsys)
         assert f"{key.split('.')[1]}" in said
-        assert "is not the configuration of its run" in said
+        assert "is not the configuration that its run" in said
 
 
 def test_what_changes_neither_may_be_altered(run: Path) -> None:
@@ -110,7 +110,7 @@ def test_reports_and_lists_refuse_it_too(home: Path, tmp_path: Path, capsys: pyt
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:40]))
     page = (tmp_path / "run/report.html").read_bytes()
     assert cli(["report", str(tmp_path / "run")]) == 2
-    assert "config.yaml is not the configuration of its run" in sentence(capsys)
+    assert "config.yaml is not the configuration that its run" in sentence(capsys)
     assert (tmp_path / "run/report.html").read_bytes() == page
     assert cli(["runs", str(tmp_path)]) == 0
     assert "broken" in capsys.readouterr().out
@@ -160,16 +160,16 @@ def test_a_run_means_the_same_files_in_every_working_directory(
         return str(yaml.safe_load((run / "config.yaml").read_text())["data"]["dataset_name"])
 
     command = ["train", str(written / "own.yaml"), "--output-dir", "run"]
-    assert "exists both in the working directory, which is used, and as" in works(first, *command)
+    assert "exists in the working directory and as" in works(first, *command)
     assert recorded(first / "run") == str(first / "texts")
     own = works(first, "eval", "run", "--json")
     assert works(second, "eval", str(first / "run"), "--json") == own
     resumed = works(second, "train", "--resume", "4", "--output-dir", str(first / "run"))
-    assert "was made with" not in resumed
+    assert "was written with" not in resumed
     assert works(second, "snapshots", "verify", str(first / "run"))
     third = tmp_path / "third"
     third.mkdir()
-    assert "exists both" not in works(third, *command)
+    assert "exists in the working directory" not in works(third, *command)
     assert recorded(third / "run") == str(written / "texts")
-    assert "was made with" not in works(tmp_path, *command[:2], "--resume", "--output-dir", str(third / "run"))
+    assert "was written with" not in works(tmp_path, *command[:2], "--resume", "--output-dir", str(third / "run"))
     assert recorded(third / "run") == str(written / "texts")

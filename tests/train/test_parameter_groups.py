@@ -85,5 +85,5 @@ def test_muon_trains_them(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_muon_without_a_matrix_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no matrix of the model is trained; set it to adamw"):
+    with pytest.raises(ConfigError, match="the model has no trainable matrices; set it to adamw"):
         Optimizer(nn.Embedding(5, 3), TrainingConfig(optimizer="muon"), torch.float32)

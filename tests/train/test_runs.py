@@ -65,7 +65,7 @@ def test_a_warm_up_longer_than_the_run_is_reported(home: Path, tmp_path: Path) -
     changes = {"training__warmup_steps": 500, "training__max_steps": 4, "training__logging_steps": 1}
     events = train(home, tmp_path / "r", **changes)
     message = (
-        "training.warmup_steps is 500, but the run ends after 4 steps, when the learning rate is 1% of "
+        "training.warmup_steps is 500, but the run ends after 4 steps, when the learning rate has reached only 1% of "
         "training.learning_rate; set warmup_steps to 0."
     )
     assert [e["message"] for e in of(events, "warning") if "warmup" in e["message"]] == [message]
@@ -120,13 +120,13 @@ def test_max_hours_ends_the_run_in_time_with_its_decay_behind_it(home: Path, tmp
 def test_a_limit_that_ends_the_run_long_before_its_time_is_said(home: Path, tmp_path: Path) -> None:
     events = train(home, tmp_path / "r", training__max_hours=100, training__max_steps=40)
     assert of(events, "end")[0]["reason"] == "done"
-    assert [e["message"] for e in of(events, "warning") if "long before its time is up" in e["message"]]
+    assert [e["message"] for e in of(events, "warning") if "long before its time limit" in e["message"]]
 
 
 def test_no_time_is_left(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = settings(data__dataset_name=home / "corpus.jsonl")
     assert cli(["train", *chosen, "--until", "2020-01-01T07:00", "--output-dir", str(tmp_path / "r")]) == 2
-    assert "is in the past; give a later time" in capsys.readouterr().err
+    assert "is in the past; set a later time" in capsys.readouterr().err
     assert cli(["train", *chosen, "--until", "tomorrow", "--output-dir", str(tmp_path / "r")]) == 2
     assert "write 18:00, 6PM or 2030-01-31T18:00" in capsys.readouterr().err
 
@@ -314,7 +314,7 @@ def test_a_missing_compiler_is_named_where_compiling_would_pay(home: Path, tmp_p
     ours = ["--set", "training.compile=on", "--set", "training.kernels=native"]
     code, out, error = finish([*command, *ours], home / "cache", PATH=str(tmp_path))
     assert code == 0, error
-    assert error.count("changes nothing") == 1
+    assert error.count("has no effect") == 1
     assert "compile: 'off'" in out
 
 

@@ -73,5 +73,5 @@ def test_a_run_gives_way_to_its_neighbors(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_threads_that_were_asked_for_do_not_change(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="needs threads auto, but threads is 2"):
+    with pytest.raises(Exception, match="requires threads auto, but threads is 2"):
         load_config(None, ["training.threads=2", "training.adapt_threads=true"])

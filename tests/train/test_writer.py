@@ -74,7 +74,7 @@ def test_without_room_for_a_copy_training_waits_and_is_told_once(tmp_path: Path)
         assert not made.busy
         assert snapshots(tmp_path / "snapshots")[-1].problem() is None
     assert len(said) == 2
-    assert "training waits" in said[1]
+    assert "training pauses" in said[1]
 
 
 def test_a_disk_that_refuses_is_heard_of_once_and_the_rest_stays(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_disk_that_refuses_is_heard_of_once_and_the_rest_stays(tmp_path: Path)
     made.wait()
     (tmp_path / "snapshots" / ".step-000002.partial").write_text("in the way")
     made.submit(2, tensors(1), tensors(2), {}, None)
-    with pytest.raises(SansGPUError, match=r"step 2 cannot be written.*earlier snapshots are untouched"):
+    with pytest.raises(SansGPUError, match=r"step 2 cannot be written.*earlier snapshots are intact"):
         made.wait()
     made.wait()
     assert [s.problem() for s in snapshots(tmp_path / "snapshots")] == [None]

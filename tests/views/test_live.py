@@ -210,7 +210,7 @@ def test_a_second_signal_leaves_the_terminal_as_it_was(long_run: tuple[list[str]
     terminal.until(lambda: b"Waiting for the first steps" in terminal.text)
     time.sleep(1.0)
     terminal.press("\x03")
-    terminal.until(lambda: b"stopping after this step; once more to stop now" in terminal.text)
+    terminal.until(lambda: b"stopping after this step; press Ctrl-C again to stop now" in terminal.text)
     terminal.press("\x03")
     assert terminal.ended() == 130
     assert not events(run, "step")

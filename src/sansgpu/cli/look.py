@@ -56,7 +56,7 @@ def report(
         path_option("Output file (html) or folder (png, svg). Default: RUN/report.html or RUN/plots.", "PATH"),
     ] = None,
     form: Annotated[
-        str, option("html: one page. png, svg: one image per plot.", OUTPUT, "--format", metavar="html|png|svg")
+        str, option("html: one page; png, svg: one image per plot.", OUTPUT, "--format", metavar="html|png|svg")
     ] = "html",
 ) -> None:
     """Write an HTML report of a run, or compare several.
@@ -125,7 +125,7 @@ def snapshots_prune(
     run: RunArgument,
     keep_last: Annotated[
         int | None,
-        option("Newest snapshots to keep in addition to the best. Default: 1, or all with --abandoned."),
+        option("Number of newest snapshots to keep in addition to the best one. Default: 1, or all with --abandoned."),
     ] = None,
     abandoned: Annotated[bool, flag("Also delete the snapshots of abandoned branches.", None, "--abandoned")] = False,
 ) -> None:
@@ -147,7 +147,7 @@ def snapshots_fork(
 ) -> None:
     """Copy a snapshot into a new run.
 
-    The new run can be resumed with other settings.
+    The new run can be resumed with different settings.
 
     Example: sansgpu snapshots fork runs/default --output-dir runs/lower-lr
     """

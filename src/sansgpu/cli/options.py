@@ -58,7 +58,7 @@ def snapshot_names(context: typer.Context, incomplete: str) -> list[str]:
 def written_path(name: str) -> Path:
     """Parses an output path. Rejects an empty one: from an unset shell variable, it would mean the current folder."""
     if not name.strip():
-        raise typer.BadParameter("the name is empty; give a file or a folder")
+        raise typer.BadParameter("the name is empty; pass a file or a folder")
     from sansgpu.config.paths import local_path  # imports the schema, which `--help` does not need
 
     return local_path(name)
@@ -107,7 +107,7 @@ ConfigArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="CONFIG",
-        help="Configuration file, preset (small, medium, large) or name of a file in configs/. Default: built-in "
+        help="Configuration file, preset (small, medium, large) or name of a file in configs/. Default: the built-in "
         "configuration.",
         show_default=False,
         autocompletion=configuration_names,
@@ -119,12 +119,21 @@ OverrideOption = Annotated[
 ]
 SnapshotOption = Annotated[
     str,
-    option("Snapshot to use: latest, best, a step, or a name from `snapshots list`.", autocompletion=snapshot_names),
+    option(
+        "Snapshot (checkpoint) to load: latest, best, a step, or a name from `sansgpu snapshots list`.",
+        autocompletion=snapshot_names,
+    ),
 ]
 RemoteCodeOption = Annotated[
     bool, flag("Allow Python code that ships with the model to run.", None, "--trust-remote-code")
 ]
-ObjectiveOption = Annotated[str | None, option("Python class that the run was trained with.", metavar="MODULE:CLASS")]
+ObjectiveOption = Annotated[
+    str | None,
+    option(
+        "Python class of the task that the run was trained with. Required to import code from outside sansgpu.",
+        metavar="MODULE:CLASS",
+    ),
+]
 JsonOption = Annotated[bool, flag("Print the result as one JSON object.", OUTPUT, "--json")]
 
 

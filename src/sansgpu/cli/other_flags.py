@@ -40,15 +40,18 @@ _SWITCHES = {
     ("--version-2-with-negative",): "data.null_answers=true",
 }
 # Flags for what `sansgpu train` always does, with their help text.
-_ALWAYS = {"--do-train": "Accepted: a run always trains.", "--do-eval": "Accepted: a run always evaluates."}
+_ALWAYS = {
+    "--do-train": "Accepted for compatibility. `sansgpu train` always trains.",
+    "--do-eval": "Accepted for compatibility. `sansgpu train` always evaluates.",
+}
 # Unsupported flags, with the hint that the error message gives.
 EXPLAINED = {
     "--do-predict": "`sansgpu predict RUN` writes predictions",
-    "--fp16": "processors compute in bf16 or fp32; write --bf16",
-    "--jit-mode-eval": "the kernels are compiled already; leave it out",
-    "--overwrite-output-dir": "a run never overwrites another one; leave it out and choose a new --output-dir",
-    "--per-device-eval-batch-size": "evaluations use the batch size of training; leave it out",
-    "--use-ipex": "the kernels for this processor are built in; leave it out",
+    "--fp16": "CPUs compute in bf16 or fp32; use --bf16",
+    "--jit-mode-eval": "the kernels are already compiled; remove it",
+    "--overwrite-output-dir": "a run never overwrites an existing one; remove it and choose a new --output-dir",
+    "--per-device-eval-batch-size": "evaluation uses the training batch size; remove it",
+    "--use-ipex": "sansgpu has its own CPU kernels; remove it",
 }
 
 

@@ -69,7 +69,7 @@ def _require_text(arguments: list[str]) -> None:
             from sansgpu.config import ConfigError  # not needed otherwise
 
             raise ConfigError(
-                f"the argument {argument} is not UTF-8 text; convert it, or rename the file that it names."
+                f"the argument {argument} is not UTF-8 text; if it is the name of a file, rename the file."
             ) from None
 
 
@@ -86,9 +86,13 @@ def _explain(error: BaseException) -> tuple[str, int]:
     error = out_of_memory(error, "or use a smaller model") or missing_package(error) or error
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = str(error.filename or error)
-        return f"the name {truncate(name)} has {len(name):,} characters, which is too long for the file system.", 2
+        return (
+            f"the file name {truncate(name)} has {len(name):,} characters, which is too long for the file system; "
+            "choose a shorter name.",
+            2,
+        )
     if isinstance(error, UnicodeEncodeError) and error.reason.startswith("surrogates"):
-        return f"the name {truncate(error.object)} is not UTF-8 text; rename the file or the folder.", 2
+        return f"the file name {truncate(error.object)} is not UTF-8 text; rename the file or folder.", 2
     usage_error: type[Any] = typer.BadParameter.__bases__[0]  # typer does not export it
     if isinstance(error, SansGPUError):
         return " ".join(str(error).split()), error.exit_code  # it may quote a multi-line message of a library

@@ -46,19 +46,27 @@ class _KubernetesOptions:
     nodes: Annotated[int, option("Number of pods.", _PODS, min=1)]
     cpus: Annotated[int, option("CPUs per pod.", _PODS, min=1)]
     memory: Annotated[str, option("Memory per pod, e.g. 64Gi.", _PODS)]
-    pvc: Annotated[str, option("PersistentVolumeClaim for data and snapshots; ReadWriteMany if nodes > 1.", _PODS)]
+    pvc: Annotated[
+        str,
+        option("PersistentVolumeClaim for data and snapshots. Must be ReadWriteMany for more than one node.", _PODS),
+    ]
     image: Annotated[str, option("Image reference with a tag, e.g. registry.example/sansgpu:1.", _IMAGE)]
     config: ConfigArgument = None
     override: OverrideOption = None
     create_pvc: Annotated[
-        str | None, option("Size of the claim, to create it, e.g. 200Gi. Default: it exists.", _PODS, metavar="SIZE")
+        str | None,
+        option(
+            "Also create the claim, with this size, e.g. 200Gi. Default: the claim must exist.", _PODS, metavar="SIZE"
+        ),
     ] = None
-    min_nodes: Annotated[int, option("Minimum pods for the run to continue (PyTorchJob only).", _PODS, min=1)] = 1
+    min_nodes: Annotated[
+        int, option("Minimum number of pods with which the run continues (PyTorchJob only).", _PODS, min=1)
+    ] = 1
     processes_per_node: Annotated[int, option("Processes per pod, e.g. one per NUMA node.", _PODS, min=1)] = 1
     node_selector: Annotated[
         list[str] | None, option("Node label required for scheduling. Repeatable.", _PODS, metavar="KEY=VALUE")
     ] = None
-    namespace: Annotated[str | None, option("Namespace. Default: kubectl's current one.")] = None
+    namespace: Annotated[str | None, option("Kubernetes namespace. Default: kubectl's current one.")] = None
     name: Annotated[str | None, option("Run name. Default: the configuration's file name.")] = None
     allocator: Annotated[Allocator, option("Memory allocator to preload.", _IMAGE)] = Allocator.TCMALLOC
     openmp: Annotated[OpenMP, option("OpenMP runtime. libiomp is x86-64 only.", _IMAGE)] = OpenMP.LIBGOMP
@@ -115,15 +123,15 @@ class _SlurmOptions:
     nodes: Annotated[int, option("Number of nodes.", _NODES, min=1)]
     override: OverrideOption = None
     processes_per_node: Annotated[int, option("Processes per node, e.g. one per NUMA node.", _NODES, min=1)] = 1
-    cpus: Annotated[int | None, option("CPUs per node. Default: whole nodes.", _NODES, min=1)] = None
-    memory: Annotated[
-        str | None, option("Memory per node, e.g. 64G. Default: all of a whole node.", _NODES, metavar="SIZE")
-    ] = None
+    cpus: Annotated[int | None, option("CPUs per node. Default: all.", _NODES, min=1)] = None
+    memory: Annotated[str | None, option("Memory per node, e.g. 64G. Default: all.", _NODES, metavar="SIZE")] = None
     time: Annotated[str | None, option("Time limit, e.g. 24:00:00 or 2-00.", _NODES, metavar="TIME")] = None
     partition: Annotated[str | None, option("Partition to submit to.", _NODES)] = None
     account: Annotated[str | None, option("Account to charge.", _NODES)] = None
     name: Annotated[str | None, option("Job name. Default: the configuration's file name.")] = None
-    output_dir: Annotated[Path | None, path_option("Run folder, also of the script. Default: runs/NAME.", "DIR")] = None
+    output_dir: Annotated[
+        Path | None, path_option("Run folder; the script is written there too. Default: runs/NAME.", "DIR")
+    ] = None
     as_json: JsonOption = False
 
 
@@ -154,7 +162,10 @@ def slurm(given: _SlurmOptions) -> None:
     if given.as_json:
         print_json(result)
         return
-    show(f"{result['file']}\n\nProcesses save and end {result['grace_seconds']} s before the time limit. Next steps:\n")
+    show(
+        f"{result['file']}\n\nProcesses save a snapshot and exit {result['grace_seconds']} s before the time limit. "
+        "Next steps:\n"
+    )
     show("\n".join(result["commands"]))
 
 

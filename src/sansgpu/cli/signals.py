@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 CODE = 128 + signal.SIGINT
 RETRY_SECONDS = 0.01
 BUSY_SECONDS = 0.7  # a main thread that has not handled an interrupt after this time is busy in native code
-INTERRUPTED = "interrupted; everything saved before remains."
+INTERRUPTED = "interrupted; everything saved so far is kept."
 
 _received = False
 _arrived: float | None = None  # when the thread of SignalWatch noticed the interrupt
@@ -77,7 +77,7 @@ def _notice(number: int) -> None:
 
 def _acknowledge() -> None:
     if not _received:
-        write_line("stopping after the current computation; Ctrl-C once more to stop now")
+        write_line("stopping after the current computation; press Ctrl-C again to stop now")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

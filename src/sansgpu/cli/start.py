@@ -58,12 +58,17 @@ class _PlanOptions:
     config: ConfigArgument = None
     override: OverrideOption = None
     presets: Annotated[
-        bool, flag("Compare memory and time of small, medium and large by processor.", CONFIGURATION, "--presets")
+        bool,
+        flag(
+            "Compare memory and time of the presets small, medium and large on several processors.",
+            CONFIGURATION,
+            "--presets",
+        ),
     ] = False
     memory: Annotated[
         str | None,
         option(
-            "List what can be trained of CONFIG, here also a model folder, GGUF file or Hub name, in this much memory, "
+            "List the ways to train CONFIG (also a model folder, GGUF file or Hub name) that fit in this much memory, "
             "e.g. 8GB.",
             CONFIGURATION,
             metavar="SIZE",
@@ -74,14 +79,16 @@ class _PlanOptions:
     output: Annotated[
         Path | None, path_option("With --hours: configuration file to write. Default: proposed.yaml.", "FILE")
     ] = None
-    nodes: Annotated[int | None, option("Also estimate the run on this many machines.", _CLUSTER, min=1)] = None
+    nodes: Annotated[int | None, option("Also estimate the run on this many nodes.", _CLUSTER, min=1)] = None
     network: Annotated[
         str | None, option("Bandwidth between nodes, e.g. 100mbit. Default: 10gbps.", _CLUSTER, metavar="RATE")
     ] = None
     latency: Annotated[
         str | None, option("One-way network latency, e.g. 0.1ms. Default: 50us.", _CLUSTER, metavar="TIME")
     ] = None
-    price: Annotated[float | None, number_option("Price per node and hour.", _CLUSTER, least=0)] = None
+    price: Annotated[float | None, number_option("Price of one node per hour, in any currency.", _CLUSTER, least=0)] = (
+        None
+    )
     as_json: JsonOption = False
 
 
@@ -96,7 +103,9 @@ def plan(given: _PlanOptions) -> None:
     if given.memory is not None:
         others = given.presets, given.override, given.hours is not None, given.nodes is not None
         if given.config is None or any(others):
-            raise ConfigError("--memory needs a model or a configuration, and no other option than --json.")
+            raise ConfigError(
+                "--memory requires a model or a configuration and works only with --json; remove all other options."
+            )
         _show_memory_options(str(given.config), given.memory, given.as_json)
         return
     _require_consistent(given)
@@ -132,15 +141,17 @@ def _require_consistent(given: _PlanOptions) -> None:
     from sansgpu.config import ConfigError
 
     if given.presets and (given.config or given.hours is not None):
-        raise ConfigError("--presets compares small, medium and large; leave out the configuration and --hours.")
+        raise ConfigError("--presets compares small, medium and large; remove the configuration and --hours.")
     if given.hours is not None and given.config:
-        raise ConfigError(f"--hours proposes a configuration of its own; leave out {given.config} and give --data.")
+        raise ConfigError(f"--hours proposes a new configuration; replace {given.config} with --data.")
     if given.hours is None and (given.data or given.output):
-        raise ConfigError("--data and --output require --hours; to plan for other data, --set data.dataset_name=PATH.")
+        raise ConfigError(
+            "--data and --output require --hours; to plan with different data, use --set data.dataset_name=PATH."
+        )
     if given.nodes is not None and (given.presets or given.hours is not None):
-        raise ConfigError("--nodes plans a single configuration; leave out --presets and --hours.")
+        raise ConfigError("--nodes plans a single configuration; remove --presets and --hours.")
     if given.nodes is None and (given.network, given.latency, given.price) != (None,) * 3:
-        raise ConfigError("--network, --latency and --price require --nodes.")
+        raise ConfigError("--network, --latency and --price require --nodes; add it.")
 
 
 def _show_memory_options(model: str, memory: str, as_json: bool) -> None:
@@ -169,16 +180,22 @@ class _BenchOptions:
     override: OverrideOption = None
     steps: Annotated[int, option("Number of steps to time.", _MEASUREMENT, min=2)] = 20
     output_dir: Annotated[Path | None, path_option("Folder for the report. Default: bench/NAME.", "DIR")] = None
-    from_step: Annotated[int, option("Also project the time of a run resumed here.", _MEASUREMENT, min=0)] = 0
+    from_step: Annotated[int, option("Also project the time of a run resumed from this step.", _MEASUREMENT, min=0)] = 0
     targets: Annotated[
-        str | None, option("Steps to project. Default: 100 to 100,000.", _MEASUREMENT, metavar="N,N,...")
+        str | None,
+        option("Numbers of steps to project the time for. Default: 100 to 100,000.", _MEASUREMENT, metavar="N,N,..."),
     ] = None
     start: Annotated[
-        str | None, option("When projected runs start, e.g. 18:00 or 6PM. Default: now.", _MEASUREMENT, metavar="TIME")
+        str | None,
+        option("Start time of the projected runs, e.g. 18:00 or 6PM. Default: now.", _MEASUREMENT, metavar="TIME"),
     ] = None
     what_if: Annotated[
         bool | None,
-        flag("Also measure all usual variations, or none. Default: those that take two minutes.", _MEASUREMENT),
+        flag(
+            "Also measure all standard variations of the configuration, or none. Default: as many as fit in two "
+            "minutes.",
+            _MEASUREMENT,
+        ),
     ] = None
     vary: Annotated[
         list[str] | None,
@@ -192,7 +209,7 @@ class _BenchOptions:
         False
     )
     gpu_tflops: Annotated[
-        float | None, number_option("Compare with a GPU of this many TFLOP/s (an estimate).", _MEASUREMENT, least=0)
+        float | None, number_option("Compare with an estimate for a GPU with this many TFLOP/s.", _MEASUREMENT, least=0)
     ] = None
     as_json: JsonOption = False
 
@@ -206,7 +223,7 @@ def bench(given: _BenchOptions) -> None:
     Example: sansgpu bench configs/cpu_small.yaml --set data.dataset_name=notes/ --vary training.threads=1,2
     """
     if given.forward_only and (given.vary or given.targets or given.start):
-        raise typer.BadParameter("--vary, --targets and --start need training steps; leave out --forward-only")
+        raise typer.BadParameter("--vary, --targets and --start require training steps; remove --forward-only")
     check_tables(given.config, given.override or [])
     folder = given.output_dir or Path("bench") / (given.config.stem if given.config else "default")
     with preparation_bar() as bar:
@@ -233,21 +250,25 @@ class _InitOptions:
     file: Annotated[
         Path | None, typer.Argument(metavar="FILE", help="File to write. Default: sansgpu.yaml.", show_default=False)
     ] = None
-    text: Annotated[str | None, option("File, folder or Hub name, or python-stdlib, the built-in text.", _ANSWERS)] = (
-        None
-    )
+    text: Annotated[
+        str | None, option("Data to train on: file, folder, Hub name or python-stdlib (built in).", _ANSWERS)
+    ] = None
     task: Annotated[str | None, option("Task, e.g. pretrain, sft or classify.", _ANSWERS)] = None
     model: Annotated[
         str | None, option("Model to fine-tune: run folder, Hugging Face model or GGUF file.", _ANSWERS)
     ] = None
-    hours: Annotated[str | None, option("Time to train, e.g. 2h or 30m.", _ANSWERS, metavar="TIME")] = None
+    hours: Annotated[str | None, option("Training time, e.g. 2h or 30m.", _ANSWERS, metavar="TIME")] = None
     cores: Annotated[
-        int | None, option("Cores of the machine, if it is not this one.", _ANSWERS, min=1, max=MAX_CORES)
+        int | None,
+        option(
+            "Number of cores of the machine that will train. Default: this machine's.", _ANSWERS, min=1, max=MAX_CORES
+        ),
     ] = None
-    memory: Annotated[str | None, option("Its memory, e.g. 64GB. Default: this one's.", _ANSWERS, metavar="SIZE")] = (
-        None
-    )
-    yes: Annotated[bool, flag("Take the default of every answer that is not given.", None, "--yes", "-y")] = False
+    memory: Annotated[
+        str | None,
+        option("Memory of the machine that will train, e.g. 64GB. Default: this machine's.", _ANSWERS, metavar="SIZE"),
+    ] = None
+    yes: Annotated[bool, flag("Use the default for every question without an option.", None, "--yes", "-y")] = False
     force: Annotated[bool, flag("Replace an existing file.", None, "--force")] = False
     as_json: JsonOption = False
 
@@ -285,20 +306,24 @@ def _answers(given: _InitOptions, ask: Ask) -> InitAnswers:
         given.text, given.task, given.model, given.hours, given.cores, given.memory
     )  # fmt: skip
     if text is None:
-        text = ask("--text", f"What text? A file, a folder or a Hub name; {PYTHON_STDLIB} is built in", PYTHON_STDLIB,
+        text = ask("--text", f"What data? A file, a folder or a Hub name; {PYTHON_STDLIB} is built in", PYTHON_STDLIB,
                    check_text)  # fmt: skip
     else:
         check_text(text)
     if task is None:
         tasks = purposes_of(text)
         width = max(map(len, tasks))
-        lines = "\n".join(f"  {name:<{width}}  {PURPOSES[name].words}; needs {PURPOSES[name].rows}" for name in tasks)
-        task = ask("--task", f"What for?\n{lines}\nTask", DEFAULT_TASK, _one_of(tasks))
+        lines = "\n".join(
+            f"  {name:<{width}}  {PURPOSES[name].words}; requires {PURPOSES[name].rows}" for name in tasks
+        )
+        task = ask("--task", f"What should the model do?\n{lines}\nTask", DEFAULT_TASK, _one_of(tasks))
     base = PURPOSES[task].model if task in PURPOSES else None
     if base and model is None:
         model = ask("--model", "Which model to start from? A folder, a GGUF file or a Hub name", base, lambda _: None)
     if hours is None:
-        hours = ask("--hours", "How long? Hours or minutes, e.g. 2h or 30m", DEFAULT_HOURS, parse_hours)
+        hours = ask(
+            "--hours", "How long may training take? Hours or minutes, e.g. 2h or 30m", DEFAULT_HOURS, parse_hours
+        )
     if cores is None and memory is None:
         cores, memory = _machine(ask)
     return InitAnswers(text, task, parse_hours(hours), model, cores, None if memory is None else _bytes(memory))
@@ -306,15 +331,15 @@ def _answers(given: _InitOptions, ask: Ask) -> InitAnswers:
 
 def _machine(ask: Ask) -> tuple[int | None, str | None]:
     """Asks for the machine's cores and memory; both are None for this one."""
-    cores = ask("--cores", "Which machine? Its number of cores, or `this`", "this", _cores)
+    cores = ask("--cores", "Which machine will train? Its number of cores, or `this`", "this", _cores)
     if cores == "this":
         return None, None
-    return int(cores), ask("--memory", "How much memory has it? E.g. 64GB", "16GB", _bytes)
+    return int(cores), ask("--memory", "How much memory does it have? E.g. 64GB", "16GB", _bytes)
 
 
 def _cores(answer: str) -> None:
     if answer != "this" and not (answer.isascii() and answer.isdigit() and 0 < int(answer[:9]) <= MAX_CORES):
-        raise typer.BadParameter(f"{answer[:40]} is not a number of cores; give e.g. 16, or `this`")
+        raise typer.BadParameter(f"{answer[:40]} is not a number of cores; enter e.g. 16, or `this`")
 
 
 def _bytes(memory: str) -> int:
@@ -346,9 +371,7 @@ def _asker(yes: bool) -> Ask:
         if yes:
             return default
         if not sys.stdin.isatty():
-            raise ConfigError(
-                f"init asks questions in a terminal, but this is none; give {name}, or --yes for defaults."
-            )
+            raise ConfigError(f"init can only ask questions in a terminal; pass {name}, or --yes to use the defaults.")
         answer: str = typer.prompt(question, default=default, value_proc=checked, err=True)
         return answer
 

@@ -38,10 +38,12 @@ if TYPE_CHECKING:
 
 tokenizer = typer.Typer(no_args_is_help=True, help="Train a byte-level BPE tokenizer, or encode text.")
 LARGEST_BATCH = 65536  # prompts at once
-TemperatureOption = Annotated[float, number_option("Sampling temperature. 0: always the most likely token.", SAMPLING)]
-TopKOption = Annotated[int, option("Sample from the k most likely tokens. 0: from all.", SAMPLING)]
+TemperatureOption = Annotated[
+    float, number_option("Sampling temperature. 0: always choose the most likely token.", SAMPLING)
+]
+TopKOption = Annotated[int, option("Sample from the k most likely tokens. 0: sample from all tokens.", SAMPLING)]
 TopPOption = Annotated[
-    float, number_option("Sample from the most likely tokens with this total probability.", SAMPLING)
+    float, number_option("Sample from the most likely tokens whose probabilities add up to this value.", SAMPLING)
 ]
 SeedOption = Annotated[int, option("Random seed.", SAMPLING, min=0, max=LARGEST_INTEGER, metavar="N")]
 EncoderArgument = Annotated[
@@ -54,10 +56,15 @@ EncoderArgument = Annotated[
 class _GenerateOptions:
     run: ModelArgument
     prompt: Annotated[str | None, option("Text to continue.")] = None
-    data: Annotated[str | None, option("Prompts to complete, many at once (file, folder or Hub name).")] = None
-    output: Annotated[Path | None, path_option("With --data: new JSON lines file for the rows.", "FILE")] = None
+    data: Annotated[str | None, option("Prompts to complete in batches (file, folder or Hub name).")] = None
+    output: Annotated[Path | None, path_option("With --data: JSON lines file to write.", "FILE")] = None
     batch_size: Annotated[
-        str, option("With --data: prompts at once. auto: by the available memory.", None, metavar="auto|N")
+        str,
+        option(
+            "With --data: number of prompts to complete at once. auto: as many as fit in memory.",
+            None,
+            metavar="auto|N",
+        ),
     ] = "auto"
     max_new_tokens: Annotated[int, option("Maximum number of tokens to generate.", min=1)] = 200
     temperature: TemperatureOption = 0.8
@@ -74,8 +81,8 @@ class _GenerateOptions:
 def generate(given: _GenerateOptions) -> None:
     """Continue a prompt, or complete the prompts of a file.
 
-    With --data: rows have a prompt, messages or a text. The output has each row with its completion.
-    A command that was killed continues when it is repeated.
+    With --data: rows have a prompt, messages or a text. The output contains each row with its completion.
+    Run the command again to continue after an interruption.
 
     Example: sansgpu generate runs/default --prompt "def main" --max-new-tokens 100
     """
@@ -83,7 +90,7 @@ def generate(given: _GenerateOptions) -> None:
     if given.data is None and (given.output is not None or given.as_json or slots is not None):
         raise typer.BadParameter("--output, --batch-size and --json require --data")
     if given.data is not None and (given.prompt is not None or given.output is None):
-        raise typer.BadParameter("--data requires --output, and no --prompt")
+        raise typer.BadParameter("--data requires --output and replaces --prompt; add --output and remove --prompt")
     with preparation_bar() as bar:
         from sansgpu.jobs.generate import GenerateRequest, generate_rows, generate_text
         from sansgpu.models.generation.sampling import Sampling
@@ -105,8 +112,8 @@ def generate(given: _GenerateOptions) -> None:
     show()
     if is_empty:
         warn(
-            f"{given.run} ended the text right after the prompt; use `sansgpu chat` if it is a chat model, or give a "
-            "longer prompt or a higher --temperature."
+            f"{given.run} generated no text, because its first token ends the text; use `sansgpu chat` if it is a chat "
+            "model, or a longer prompt or a higher --temperature."
         )
     suggest_export(given.run)
 
@@ -134,7 +141,7 @@ class _ChatOptions:
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="Run of task sft, or a chat model (Hugging Face folder or GGUF file).")
     ]
-    prompt: Annotated[str | None, option("Send this message, print the answer and exit.")] = None
+    prompt: Annotated[str | None, option("Message to send; prints the answer and exits.")] = None
     system: Annotated[str | None, option("System message.")] = None
     max_new_tokens: Annotated[int, option("Maximum number of tokens per answer.", min=1)] = 512
     temperature: TemperatureOption = 0.7
@@ -187,17 +194,26 @@ def _lines(prompt: str) -> Iterator[str]:
 class _EmbedOptions:
     run: EncoderArgument
     data: Annotated[str, option("Rows with texts (file, folder or Hub name).")]
-    output: Annotated[Path, path_option("New file of vectors: .npy, or .parquet with the rows' columns.", "FILE")]
+    output: Annotated[
+        Path,
+        path_option(
+            "File to write: .npy for the vectors alone, .parquet for the vectors with the columns of the rows.", "FILE"
+        ),
+    ]
     text_column: Annotated[
         str | None,
-        option("Column with the text, or its number. Default: as in training, otherwise `text` or the only text."),
+        option(
+            "Name or number of the column with the text. Default: as in training, otherwise `text` or the only column "
+            "with text."
+        ),
     ] = None
     prompt: Annotated[
         str | None,
-        option("Prompt to write before each text, by its name in the model. Default: the model's default prompt."),
+        option("Name of the model's prompt to put before each text. Default: the model's default prompt."),
     ] = None
     precision: Annotated[
-        str, option("Precision of matrix products; auto: bf16 if that is faster here.", metavar="auto|fp32|bf16")
+        str,
+        option("Precision of matrix products. auto: bf16 if that is faster on this machine.", metavar="auto|fp32|bf16"),
     ] = "auto"
     snapshot: SnapshotOption = "latest"
     trust_remote_code: RemoteCodeOption = False
@@ -205,7 +221,7 @@ class _EmbedOptions:
 
 @with_fields
 def embed(given: _EmbedOptions) -> None:
-    """Write the vectors of texts to a file.
+    """Write embedding vectors of texts to a file.
 
     Row n of the array is the vector of row n of the data, in float32.
 
@@ -228,11 +244,15 @@ def embed(given: _EmbedOptions) -> None:
 @dataclass(frozen=True, kw_only=True)
 class _SearchOptions:
     run: EncoderArgument
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of texts, or one file.")]
-    words: Annotated[str, typer.Argument(metavar="WORDS", help="Question or words to search for.")]
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of documents, or a file.")]
+    words: Annotated[str, typer.Argument(metavar="WORDS", help="Question or phrase to search for.")]
     top_k: Annotated[int, option("Number of passages to print.", min=1)] = 5
     text_column: Annotated[
-        str | None, option("Column with the text of rows, or its number. Default: `text` or the only text.")
+        str | None,
+        option(
+            "Name or number of the column with the text, for files with rows. Default: `text` or the only column with "
+            "text."
+        ),
     ] = None
     snapshot: SnapshotOption = "latest"
     trust_remote_code: RemoteCodeOption = False
@@ -241,7 +261,7 @@ class _SearchOptions:
 
 @with_fields
 def search(given: _SearchOptions) -> None:
-    """Find passages of texts by their meaning.
+    """Find passages of documents by their meaning.
 
     The first search embeds every file. Later ones embed only files that changed.
 
@@ -277,7 +297,7 @@ def tokenizer_train(
     ],
     output: Annotated[Path, path_option("Folder for the tokenizer.", "DIR")],
     vocab_size: Annotated[int, option("Vocabulary size.")] = 8192,
-    sample_mb: Annotated[int, option("Megabytes of text to train on.", min=1)] = 32,
+    sample_mb: Annotated[int, option("Maximum megabytes of text to train on.", min=1)] = 32,
     as_json: JsonOption = False,
 ) -> None:
     """Train a byte-level BPE tokenizer.

@@ -54,25 +54,52 @@ class _TrainOptions:
     config: ConfigArgument = None
     config_option: Annotated[Path | None, option("Same as CONFIG.", CONFIGURATION, "-f", "--config")] = None
     override: OverrideOption = None
-    max_steps: Annotated[int | None, option("Maximum number of optimizer updates.", CONFIGURATION)] = None
-    batch_size: Annotated[str | None, option("Examples per micro-batch.", CONFIGURATION, metavar="N|auto")] = None
-    seq_len: Annotated[int | None, option("Tokens per example, for the model and the data.", CONFIGURATION)] = None
-    target_device: Annotated[str | None, option("Device.", CONFIGURATION, metavar="cpu|gpu|auto")] = None
-    prefetch: Annotated[int | None, option("Number of batches to prepare ahead.", CONFIGURATION, min=0)] = None
+    max_steps: Annotated[
+        int | None, option("Maximum number of optimizer steps (training.max_steps).", CONFIGURATION)
+    ] = None
+    batch_size: Annotated[
+        str | None, option("Examples per micro-batch (training.batch_size).", CONFIGURATION, metavar="N|auto")
+    ] = None
+    seq_len: Annotated[
+        int | None, option("Maximum tokens per example (model.max_seq_len and data.max_length).", CONFIGURATION)
+    ] = None
+    target_device: Annotated[str | None, option("Device to train on.", CONFIGURATION, metavar="cpu|gpu|auto")] = None
+    prefetch: Annotated[int | None, option("Number of batches to prefetch.", CONFIGURATION, min=0)] = None
     seed: Annotated[int | None, option("Random seed.", CONFIGURATION)] = None
-    until: Annotated[str | None, option("Finish by this time of day.", CONFIGURATION, metavar="HH:MM")] = None
-    objective: Annotated[str | None, option("Python class of the task.", CONFIGURATION, metavar="MODULE:CLASS")] = None
+    until: Annotated[
+        str | None, option("Deadline for the end of training, e.g. 07:00.", CONFIGURATION, metavar="HH:MM")
+    ] = None
+    objective: Annotated[
+        str | None,
+        option("Python class of your own task, instead of a built-in one.", CONFIGURATION, metavar="MODULE:CLASS"),
+    ] = None
     output_dir: Annotated[Path | None, path_option("Run folder. Default: runs/NAME.", "DIR")] = None
-    headless: Annotated[bool, flag("Print only JSON lines on stdout.", OUTPUT, "--headless")] = False
+    headless: Annotated[bool, flag("Print events to stdout as JSON lines, and nothing else.", OUTPUT, "--headless")] = (
+        False
+    )
     plain: Annotated[bool, flag("Print plain lines instead of the live view.", OUTPUT, "--plain")] = False
     resume: Annotated[
-        str | None, option("Resume from a snapshot.", metavar="latest|SNAPSHOT", autocompletion=snapshot_names)
+        str | None,
+        option(
+            "Resume from a snapshot (checkpoint). Default: the latest.",
+            metavar="latest|SNAPSHOT",
+            autocompletion=snapshot_names,
+        ),
     ] = None
-    strict: Annotated[bool, flag("Refuse to resume if the result could differ.", None, "--strict")] = False
-    dry_run: Annotated[bool, flag("Prepare the run and show it, without training.", None, "--dry-run")] = False
-    force: Annotated[bool, flag("Start even if the run seems not to fit into memory.", None, "--force")] = False
+    strict: Annotated[
+        bool, flag("Refuse to resume if the results could differ from those of an uninterrupted run.", None, "--strict")
+    ] = False
+    dry_run: Annotated[
+        bool,
+        flag(
+            "Prepare everything and print the configuration and the first example, without training.", None, "--dry-run"
+        ),
+    ] = False
+    force: Annotated[
+        bool, flag("Start even if the memory estimate says that the run will not fit.", None, "--force")
+    ] = False
     processes: Annotated[
-        str | None, option("Processes to start. auto: one per NUMA node or socket.", metavar="N|auto")
+        str | None, option("Number of processes to start. auto: one per NUMA node or socket.", metavar="N|auto")
     ] = None
     trust_remote_code: RemoteCodeOption = False
 
@@ -86,7 +113,7 @@ def train(given: _TrainOptions) -> int:
     """
     started = time.monotonic()
     if given.config and given.config_option:
-        raise typer.BadParameter("the configuration is given twice, as CONFIG and with --config")
+        raise typer.BadParameter("the configuration is given twice, as CONFIG and with --config; remove one of them")
     settings = {
         "training.max_steps": given.max_steps,
         "training.batch_size": given.batch_size,
@@ -130,7 +157,7 @@ def _number_of_processes(requested: str, world: World) -> int:
 
     if world.launcher:
         raise typer.BadParameter(
-            f"--processes starts its own processes, but {world.launcher} has started this one; leave it out"
+            f"--processes starts processes itself, but {world.launcher} already started this one; remove --processes"
         )
     return processes(requested)
 
@@ -214,13 +241,20 @@ def _print_dry_run(run: Any) -> None:
 class _TuneOptions:
     config: ConfigArgument = None
     override: OverrideOption = None
-    space: Annotated[Path | None, option("YAML search space. Default: built-in.", CONFIGURATION, metavar="FILE")] = None
+    space: Annotated[
+        Path | None,
+        option("YAML file with the search space. Default: the built-in search space.", CONFIGURATION, metavar="FILE"),
+    ] = None
     seed: Annotated[int | None, option("Random seed (training.seed).", CONFIGURATION)] = None
-    trials: Annotated[int | None, option("Number of trials. The first is the unchanged configuration.", min=1)] = None
+    trials: Annotated[
+        int | None, option("Number of trials. The first one uses the unchanged configuration.", min=1)
+    ] = None
     hours: Annotated[float | None, number_option("Time budget of the search in hours.")] = None
-    workers: Annotated[int, option("Trials to run in parallel. They share the cores.", min=1)] = 1
-    pruner: Annotated[Pruner, option("Rule that stops unpromising trials early.")] = Pruner.MEDIAN
-    dry_run: Annotated[bool, flag("Only show the search space and a time estimate.", None, "--dry-run")] = False
+    workers: Annotated[int, option("Number of trials to run in parallel. They share the cores.", min=1)] = 1
+    pruner: Annotated[Pruner, option("Algorithm that stops unpromising trials early.")] = Pruner.MEDIAN
+    dry_run: Annotated[
+        bool, flag("Print the search space and a time estimate, without searching.", None, "--dry-run")
+    ] = False
     output_dir: Annotated[Path | None, path_option("Folder for the search. Default: runs/tune-NAME.", "DIR")] = None
     as_json: JsonOption = False
 
@@ -229,7 +263,7 @@ class _TuneOptions:
 def tune(given: _TuneOptions) -> int:
     """Search for the best hyperparameters.
 
-    The best ones have the lowest validation loss. The same command resumes a search.
+    The best hyperparameters have the lowest validation loss. Run the command again to resume a search.
 
     Example: sansgpu tune configs/cpu_small.yaml --trials 20 --hours 8 --space space.yaml
     """
@@ -279,22 +313,30 @@ def tune(given: _TuneOptions) -> int:
 @dataclass(frozen=True, kw_only=True)
 class _DistillOptions:
     teacher: Annotated[str, typer.Argument(metavar="TEACHER", help="Run folder, Hugging Face model or GGUF file.")]
-    data: Annotated[str, option("Texts to predict (file, folder or Hub name).")]
-    output: Annotated[Path, path_option("Folder for the predictions. An unfinished one is completed.", "DIR")]
-    top_k: Annotated[int, option("Number of most likely tokens to write for each token.", min=1)] = 32
+    data: Annotated[str, option("Dataset whose tokens the teacher predicts (file, folder or Hub name).")]
+    output: Annotated[
+        Path, path_option("Folder for the predictions. If it holds unfinished predictions, they are completed.", "DIR")
+    ]
+    top_k: Annotated[int, option("Number of most likely next tokens to store at each position.", min=1)] = 32
     task: Annotated[
         str,
         option(
-            "Task of the students. pretrain: plain text; sft: conversations.", None, "--task", metavar="pretrain|sft"
+            "Task that the student will train with. pretrain: plain text; sft: conversations.",
+            None,
+            "--task",
+            metavar="pretrain|sft",
         ),
     ] = "pretrain"
     max_length: Annotated[
         int | None,
-        option("Tokens of an example at most. Default: 512, or 1,024 for sft, or the teacher's context.", min=2),
+        option(
+            "Maximum tokens per example. Default: 512, or 1,024 with --task sft, but at most the teacher's context.",
+            min=2,
+        ),
     ] = None
-    text_column: Annotated[str | None, option("Column with the text. Default: `text`, `content` or the only one.")] = (
-        None
-    )
+    text_column: Annotated[
+        str | None, option("Column with the text. Default: `text`, `content` or the only column.")
+    ] = None
     snapshot: SnapshotOption = "latest"
     trust_remote_code: RemoteCodeOption = False
     as_json: JsonOption = False
@@ -302,7 +344,7 @@ class _DistillOptions:
 
 @with_fields
 def distill(given: _DistillOptions) -> None:
-    """Write a teacher's predictions for a smaller model.
+    """Write a teacher's predictions to train a smaller model on.
 
     The smaller model trains with training.distillation.teacher=DIR.
     Run the command again to continue after an interruption.
@@ -328,5 +370,5 @@ def distill(given: _DistillOptions) -> None:
         print_json(result)
     else:
         size = f"{result['bytes'] / 1e6:,.1f} MB"
-        show(f"{given.output}: the {given.top_k} most likely tokens at {result['tokens']:,} places ({size})")
+        show(f"{given.output}: the {given.top_k} most likely tokens at {result['tokens']:,} positions ({size})")
         suggest("train", "CONFIG", "--set", f"training.distillation.teacher={given.output}")

@@ -49,9 +49,13 @@ class _EvaluateOptions:
     snapshot: SnapshotOption = "latest"
     window: Annotated[int | None, option("With --data: context length in tokens.", min=2)] = None
     link_prediction: Annotated[
-        bool, flag("Rank all entities as tails of held-out triples.", _GRAPH, "--link-prediction")
+        bool,
+        flag("Evaluate link prediction: rank all entities as tails of held-out triples.", _GRAPH, "--link-prediction"),
     ] = False
-    limit: Annotated[int | None, option("With --link-prediction: maximum triples per side.", _GRAPH, min=1)] = None
+    limit: Annotated[
+        int | None,
+        option("With --link-prediction: maximum number of triples to rank, each for heads and tails.", _GRAPH, min=1),
+    ] = None
     trust_remote_code: RemoteCodeOption = False
     objective: ObjectiveOption = None
     as_json: JsonOption = False
@@ -61,7 +65,7 @@ class _EvaluateOptions:
 def evaluate(given: _EvaluateOptions) -> None:
     """Evaluate a model on text or labeled data.
 
-    Prints the loss, perplexity and bits per byte of texts, or of the answers in conversations.
+    Prints loss, perplexity and bits per byte of the text, or of the answers in conversations.
     Task qa: exact match and F1; the answers are written to the run folder.
     Task classify: accuracy, F1 and Matthews correlation, or correlations with the scores.
     Task tokens: precision, recall and F1 of entities, and accuracy of tags.
@@ -70,9 +74,9 @@ def evaluate(given: _EvaluateOptions) -> None:
     Example: sansgpu eval runs/default --data notes.txt
     """
     if given.limit is not None and not given.link_prediction:
-        raise typer.BadParameter("--limit requires --link-prediction")
+        raise typer.BadParameter("--limit requires --link-prediction; add it")
     if given.window is not None and given.link_prediction:
-        raise typer.BadParameter("--window has no effect with --link-prediction; leave it out")
+        raise typer.BadParameter("--window has no effect with --link-prediction; remove it")
     if given.data is not None:
         check_tables_for(given.run, given.data)
     from sansgpu.events.event import finite
@@ -100,18 +104,25 @@ def evaluate(given: _EvaluateOptions) -> None:
 @dataclass(frozen=True, kw_only=True)
 class _PredictOptions:
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Run of task qa, classify or tokens, or a Hugging Face model for it.")
+        str,
+        typer.Argument(
+            metavar="RUN", help="Run of task qa, classify or tokens, or a Hugging Face model of such a task."
+        ),
     ]
     text: Annotated[str | None, option("Text to predict.")] = None
-    text_pair: Annotated[str | None, option("With --text: second text, for a model of pairs.")] = None
-    question: Annotated[str | None, option("Question to answer.")] = None
+    text_pair: Annotated[str | None, option("With --text: second text, for models that classify pairs of texts.")] = (
+        None
+    )
+    question: Annotated[str | None, option("With --context: question to answer.")] = None
     context: Annotated[str | None, option("With --question: text that contains the answer.")] = None
     data: Annotated[str | None, option("Rows to predict (file, folder or Hub name).")] = None
     null_answers: Annotated[
         bool | None,
         flag("Allow an empty answer. Default: as in training.", None, "--null-answers/--no-null-answers"),
     ] = None
-    output: Annotated[Path | None, path_option("With --data: new JSON lines file. Default: stdout.", "FILE")] = None
+    output: Annotated[Path | None, path_option("With --data: JSON lines file to write. Default: stdout.", "FILE")] = (
+        None
+    )
     snapshot: SnapshotOption = "latest"
     trust_remote_code: RemoteCodeOption = False
     objective: ObjectiveOption = None
@@ -130,7 +141,7 @@ def predict(given: _PredictOptions) -> None:
 
     row = _single_row(given)
     if given.output is not None and given.data is None:
-        raise typer.BadParameter("--output requires --data")
+        raise typer.BadParameter("--output requires --data; add it")
     if given.output is not None:
         require_file(given.output)
     options = {} if given.null_answers is None else {"null_answers": given.null_answers}
@@ -166,7 +177,7 @@ def _single_row(given: _PredictOptions) -> dict[str, str]:
     flags = {name: getattr(given, name) for name in ("text", "text_pair", "question", "context")}
     row = {name: value for name, value in flags.items() if value is not None}
     if (given.data is not None and row) or (given.data is None and tuple(row) not in _SINGLE_ROWS):
-        raise typer.BadParameter("give --text, or --text with --text-pair, or --question with --context, or --data")
+        raise typer.BadParameter("pass one of --text, --text with --text-pair, --question with --context, and --data")
     if empty := next((name for name, value in row.items() if not value.strip()), None):
         raise typer.BadParameter(f"--{empty.replace('_', '-')} must not be empty")
     return row
@@ -179,18 +190,27 @@ class _ExtractOptions:
     data: Annotated[str | None, option("Dataset to read (file, folder or Hub name).")] = None
     head: Annotated[
         list[str] | None,
-        option("Head to query. Default: the text's entities, or else all its words. Repeatable.", _QUERY),
+        option(
+            "Head entity to query. Default: the document's entities, or all its words if it has none. Repeatable.",
+            _QUERY,
+        ),
     ] = None
     relation: Annotated[list[str] | None, option("Relation to query. Default: all relations. Repeatable.", _QUERY)] = (
         None
     )
     closed: Annotated[
-        bool, flag("Choose tails from the text's entities, or else from all training tails.", _QUERY, "--closed")
+        bool,
+        flag(
+            "Choose tails from the document's entities, or from all training tails if it has none.", _QUERY, "--closed"
+        ),
     ] = False
-    min_score: Annotated[float | None, number_option("Minimum score (mean log-probability).", _QUERY)] = None
-    beams: Annotated[int, option("Beam width when tails are generated token by token.", _QUERY, min=1)] = 10
+    min_score: Annotated[
+        float | None,
+        number_option("Minimum score of a printed triple (mean log-probability of the tail's tokens).", _QUERY),
+    ] = None
+    beams: Annotated[int, option("Beam width for generating tails token by token.", _QUERY, min=1)] = 10
     top: Annotated[int, option("Maximum number of tails per head and relation.", _QUERY, min=1)] = 1
-    output: Annotated[Path | None, path_option("New JSON lines file. Default: stdout.", "FILE")] = None
+    output: Annotated[Path | None, path_option("JSON lines file to write. Default: stdout.", "FILE")] = None
     snapshot: SnapshotOption = "latest"
     objective: ObjectiveOption = None
     as_json: Annotated[bool, flag("With --output: print counts and scores as one JSON object.", OUTPUT, "--json")] = (
@@ -200,7 +220,7 @@ class _ExtractOptions:
 
 @with_fields
 def extract(given: _ExtractOptions) -> None:
-    """Extract triples of a knowledge graph from texts.
+    """Extract knowledge graph triples from text.
 
     Prints JSON lines with doc, head, relation, tail and score.
     If the data has triples, prints precision, recall and F1 to stderr.
@@ -212,7 +232,7 @@ def extract(given: _ExtractOptions) -> None:
     from sansgpu.views.terminal import RunConsole
 
     if given.as_json and given.output is None:
-        raise typer.BadParameter("--json requires --output, because stdout carries the triples")
+        raise typer.BadParameter("--json requires --output, because the triples are printed to stdout")
     if given.output is not None:
         require_file(given.output)
     with preparation_bar() as bar:
@@ -245,7 +265,7 @@ class _ExportOptions:
     form: Annotated[
         str,
         option(
-            "hf: a Hugging Face folder. gguf: a file for llama.cpp. onnx: an encoder for onnxruntime.",
+            "hf: a Hugging Face folder; gguf: a file for llama.cpp; onnx: an encoder for onnxruntime.",
             OUTPUT,
             "--format",
             metavar="hf|gguf|onnx",
@@ -254,8 +274,8 @@ class _ExportOptions:
     weight_type: Annotated[
         str | None,
         option(
-            "Data type of matrices. gguf: f32, f16 (default), bf16, q8_0, q6_k, q4_k, q4_1, q4_0. onnx: f32 (default), "
-            "int8.",
+            "Data type of the weight matrices. gguf: f32, f16 (default), bf16, q8_0, q6_k, q4_k, q4_1, q4_0; onnx: f32 "
+            "(default), int8.",
             OUTPUT,
             "--type",
             "--quantization",
@@ -264,11 +284,16 @@ class _ExportOptions:
     snapshot: SnapshotOption = "latest"
     output: Annotated[
         Path | None,
-        path_option("Output. Default: RUN/export, RUN/NAME-TYPE.gguf or RUN/onnx-TYPE.", "PATH"),
+        path_option("File or folder to write. Default: RUN/export, RUN/NAME-TYPE.gguf or RUN/onnx-TYPE.", "PATH"),
     ] = None
     merge: Annotated[
         bool | None,
-        flag("With hf: merge the adapter into the model, or write it alone.", OUTPUT, "--merge/--no-merge"),
+        flag(
+            "With --format hf: export the whole model with the adapter merged, or only the adapter. Default: as in "
+            "training.",
+            OUTPUT,
+            "--merge/--no-merge",
+        ),
     ] = None
     trust_remote_code: RemoteCodeOption = False
     objective: ObjectiveOption = None
@@ -276,9 +301,9 @@ class _ExportOptions:
 
 @with_fields
 def export(given: _ExportOptions) -> None:
-    """Export a Hugging Face folder, a GGUF file or an ONNX file.
+    """Export a run as a Hugging Face, GGUF or ONNX model.
 
-    With onnx, RUN may also be a Hugging Face folder, such as the final/ of a run.
+    With --format onnx, RUN may also be a Hugging Face folder, such as the folder final/ of a run.
 
     Example: sansgpu export runs/default --format gguf --type q8_0 --snapshot best
     """
@@ -287,7 +312,9 @@ def export(given: _ExportOptions) -> None:
     if given.form == "hf" and given.weight_type is not None:
         raise typer.BadParameter("--type requires --format gguf or onnx")
     if given.form != "hf" and given.merge is not None:
-        raise typer.BadParameter("--merge and --no-merge require --format hf; other files always hold the whole model")
+        raise typer.BadParameter(
+            "--merge and --no-merge require --format hf; other formats always contain the merged model"
+        )
     with preparation_bar() as bar:
         from sansgpu.jobs.export import export_gguf, export_onnx, export_run
         from sansgpu.train.loading import ModelRequest

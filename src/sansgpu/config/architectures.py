@@ -79,8 +79,8 @@ def architecture_problem(model: Mapping[str, Any]) -> str | None:
     key = own.conflicts(model)[0]
     other = architecture_name({**model, "architecture": None})
     return (
-        f"architecture {name} has {key} {' or '.join(map(_shown, own.values(key)))}, not {_shown(model[key])}; "
-        f"change {key}" + (f", or set architecture to {other}" if other else "")
+        f"architecture {name} requires {key} {' or '.join(map(_shown, own.values(key)))}, but it is "
+        f"{_shown(model[key])}; change {key}" + (f", or set architecture to {other}" if other else "")
     )
 
 

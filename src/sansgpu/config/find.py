@@ -59,7 +59,7 @@ def configuration_file(path: Path) -> Path:
     near = [str(beside[name]) for name in _nearest(path.name, beside)] + _nearest(path.stem, known)
     suggestion = f" (did you mean {near[0]}?)" if near else ""
     names = ", ".join(islice((name for name, file in known.items() if _is_configuration(file)), MAX_NAMES))
-    raise ConfigError(f"{truncate(str(path))} does not exist{suggestion}; give a file, or one of {names}.")
+    raise ConfigError(f"{truncate(str(path))} does not exist{suggestion}; pass a file, or one of {names}.")
 
 
 def _nearest(name: str, files: dict[str, Path]) -> list[str]:
@@ -120,7 +120,8 @@ def use_files_beside(values: Values, folder: Path, overridden: Collection[str]) 
                 given[key] = beside
             elif not os.path.samefile(name, beside):
                 notes.append(
-                    f"{section}.{key} {name} exists both in the working directory, which is used, and as {beside}."
+                    f"{section}.{key}: {name} exists in the working directory and as {beside}; the one in the working "
+                    "directory is used."
                 )
     return notes
 

@@ -45,8 +45,8 @@ def require_identity(file: Path, values: Values, recorded: Sequence[Values]) -> 
     found = [_difference(one, values) for one in recorded]
     if found and all(found):
         raise ConfigError(
-            f"{file} is not the configuration of its run: {found[0]}; restore the file, or resume with the original "
-            "configuration and make changes with --set."
+            f"{file} is not the configuration that its run was trained with: {found[0]}; restore the file, or resume "
+            "with the original configuration and use --set for changes."
         )
 
 
@@ -57,7 +57,7 @@ def _difference(recorded: Values, values: Values) -> str | None:
         return None  # not written by `identity`, so there is nothing to compare
     flat = _flat(values)
     if missing := next((key for key in (*fixed, *free) if key not in flat and key != _EXAMPLES_PER_STEP), None):
-        return f"it has no {missing}, so part of the file is missing"
+        return f"it is incomplete, because {missing} is missing"
     for key, value in fixed.items():
         if not _same(flat.get(key), value):
             return f"{key} is {flat.get(key)}, but the run was trained with {value}"

@@ -28,20 +28,26 @@ class PreferenceConfig(Section):
 
     loss: PreferenceLoss = Field(
         "dpo",
-        description="dpo: prefer the chosen to the rejected answer, relative to the model before training; dpo_norm: "
-        "DPO with log-probabilities per token; ipo: reach a margin of 1 / (2 beta) per token; simpo, orpo: without the "
-        "model before training; orpo also learns the chosen answer; kto: from single answers rated good or bad",
+        description="dpo: raise the probability of the chosen answer over the rejected one, relative to the reference "
+        "model (the model before training); dpo_norm: DPO with log-probabilities per token; ipo: push the difference "
+        "per token toward a margin of 1 / (2 beta); simpo: no reference model; orpo: no reference model, and adds the "
+        "usual loss on the chosen answer; kto: learn from single answers rated good or bad",
     )
     beta: float | None = Field(
         None,
         gt=0,
-        description="scale of the rewards; dpo, dpo_norm, ipo, kto: larger values stay closer to the model before "
-        "training; orpo: weight of the odds ratio. Default: 0.1; simpo: 2; dpo_norm: 5",
+        description="scale of the rewards; dpo, dpo_norm, ipo, kto: larger values keep the model closer to the "
+        "reference model; orpo: weight of the odds ratio loss. Default: 0.1; simpo: 2; dpo_norm: 5",
     )
     label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="dpo, dpo_norm and simpo: assumed share of pairs whose preference is wrong"
+        0.0,
+        ge=0,
+        lt=0.5,
+        description="dpo, dpo_norm, simpo: assumed fraction of pairs whose chosen and rejected answers are swapped",
     )
-    gamma: float = Field(1.0, ge=0, description="simpo: margin by which the chosen reward should exceed the rejected")
+    gamma: float = Field(
+        1.0, ge=0, description="simpo: target margin between the rewards of the chosen and the rejected answer"
+    )
     desirable_weight: float = Field(1.0, gt=0, description="kto: loss weight of good answers")
     undesirable_weight: float = Field(1.0, gt=0, description="kto: loss weight of bad answers")
 
@@ -49,7 +55,9 @@ class PreferenceConfig(Section):
     def _only_keys_of_the_loss(self) -> PreferenceConfig:
         for key, losses in _KEYS_OF_LOSSES.items():
             if self.loss not in losses and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} is for {' and '.join(losses)}, and has no effect in {self.loss}; remove it")
+                raise ValueError(
+                    f"{key} has no effect with loss {self.loss}, only with {' and '.join(losses)}; remove it"
+                )
         return self
 
     @property
@@ -68,20 +76,19 @@ class DistillationConfig(Section):
 
     teacher: str | None = Field(
         None,
-        description="folder written by `sansgpu distill`; the model trains on its texts and learns the teacher's "
-        "predictions of each token",
+        description="folder written by `sansgpu distill`, with the training text and the teacher's prediction of each "
+        "token",
     )
     weight: float = Field(
         0.5,
         gt=0,
         le=1,
-        description="weight of the KL divergence from the teacher; 1 - weight is that of the usual loss",
+        description="weight of the KL divergence from the teacher; the cross-entropy loss has the weight 1 - weight",
     )
     temperature: float = Field(
         1.0,
         gt=0,
-        description="divisor of the log-probabilities of teacher and model in the KL divergence, which is multiplied "
-        "by its square",
+        description="softmax temperature T of teacher and student in the KL divergence, which is multiplied by T^2",
     )
 
     @model_validator(mode="after")

@@ -27,117 +27,141 @@ class ModelConfig(Section):
 
     architecture: ArchitectureName | None = Field(
         None,
-        description="decoder: gpt2, llama, qwen3 or apertus. Default: the first of qwen3, llama, apertus and gpt2 that "
-        "has the given activation, norm, bias, positions and qk_norm",
+        description="decoder architecture: gpt2, llama, qwen3 or apertus. Default: the first of qwen3, llama, apertus "
+        "and gpt2 that supports the configured activation, norm, bias, positions and qk_norm",
     )
     vocab_size: int | None = Field(
-        None, ge=1, description="rows of the embedding. Default: the tokenizer's size, padded to a multiple of 64"
+        None,
+        ge=1,
+        description="rows of the embedding matrix. Default: the tokenizer's vocabulary size, rounded up to a multiple "
+        "of 64",
     )
-    d_model: int = Field(256, ge=1, description="width of the residual stream")
-    n_heads: int = Field(4, ge=1, description="query heads; must divide d_model")
-    n_kv_heads: int | None = Field(None, ge=1, description="key-value heads (not for gpt2). Default: n_heads")
-    n_layers: int = Field(6, ge=1, description="transformer blocks")
-    d_ff: int = Field(768, ge=1, description="width of the feed-forward layer")
-    max_seq_len: int = Field(256, ge=2, description="longest context, in tokens")
+    d_model: int = Field(256, ge=1, description="hidden size (width of the residual stream)")
+    n_heads: int = Field(4, ge=1, description="number of query heads; must divide d_model")
+    n_kv_heads: int | None = Field(
+        None,
+        ge=1,
+        description="number of key-value heads, for grouped-query attention (not for gpt2). Default: n_heads",
+    )
+    n_layers: int = Field(6, ge=1, description="number of transformer blocks")
+    d_ff: int = Field(768, ge=1, description="intermediate size of the feed-forward layer")
+    max_seq_len: int = Field(256, ge=2, description="maximum context length in tokens")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout on embeddings and residual branches")
     attention_dropout: float = Field(0.0, ge=0, lt=1, description="dropout on attention weights")
     activation: Literal["gelu", "relu", "swiglu", "relu2"] = Field(
         "swiglu",
-        description="of the feed-forward layer; qwen3, llama: swiglu; apertus: relu2 (ReLU squared); gpt2 and graph "
-        "encoders: gelu, relu. Default for graph encoders and with architecture gpt2: gelu; with apertus: relu2",
+        description="activation of the feed-forward layer; qwen3, llama: swiglu; apertus: relu2 (squared ReLU); gpt2, "
+        "graph encoders: gelu or relu. Default: swiglu; apertus: relu2; gpt2, graph encoders: gelu",
     )
     norm: Literal["layernorm", "rmsnorm"] | None = Field(
-        None, description="normalization; gpt2: layernorm; others: rmsnorm. Default: the architecture's"
+        None, description="normalization; gpt2: layernorm; qwen3, llama, apertus: rmsnorm. Default: the architecture's"
     )
     bias: Literal["none", "attention", "all"] | None = Field(
         None,
-        description="linear layers with a bias; qwen3, apertus: none, attention; llama: none, attention, all; gpt2: "
-        "all. Default: the architecture's first",
+        description="linear layers that have a bias; qwen3, apertus: none or attention; llama: none, attention or "
+        "all; gpt2: all. Default: none; gpt2: all",
     )
     positions: Literal["learned", "rope"] | None = Field(
-        None, description="position embeddings; gpt2: learned; others: rope (rotary). Default: the architecture's"
+        None,
+        description="position embeddings; gpt2: learned; qwen3, llama, apertus: rope (rotary). Default: the "
+        "architecture's",
     )
     qk_norm: bool | None = Field(
         None,
-        description="normalize queries and keys; qwen3, apertus: true; llama, gpt2: false. Default: the architecture's",
+        description="apply RMSNorm to queries and keys; qwen3, apertus: true; llama, gpt2: false. Default: the "
+        "architecture's",
     )
-    pre_norm: bool = Field(True, description="normalize before attention and feed-forward; must be true")
-    tie_embeddings: bool = Field(True, description="share one matrix between the embedding and the output head")
+    pre_norm: bool = Field(True, description="normalize the inputs of attention and feed-forward layers; must be true")
+    tie_embeddings: bool = Field(True, description="share the weights of the embedding and the output head")
     rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary position embeddings (not for gpt2)")
     leaves: int | None = Field(
         None,
         ge=0,
         le=MAX_LEAVES,
-        description="leaf slots per token, which limit the tokens of a triple's tail; 0: text only, without triples. "
-        "Default: enough for 99 % of the tails in the data",
+        description="leaf slots per text token, each for one token of a triple's tail; 0: train on text without "
+        "triples. Default: enough for 99 % of the tails in the data",
     )
     n_relations: int | None = Field(
-        None, ge=1, description="rows of the relation tables. Default: the number of relations in the data"
+        None, ge=1, description="number of relation embeddings. Default: the number of relations in the data"
     )
     n_entities: int | None = Field(
         None,
         ge=0,
-        description="rows of the entity embedding, from which a whole tail is predicted; 0: no entity embedding. "
-        "Default: the number of entities in a knowledge graph, 0 for other data",
+        description="number of entity embeddings, which serve to predict a tail as a whole; 0: predict tails token by "
+        "token. Default: the number of entities in a knowledge graph, 0 for documents",
     )
-    entity_rank: int = Field(64, ge=1, description="size of an entity embedding vector")
+    entity_rank: int = Field(64, ge=1, description="dimension of the entity embeddings")
     position: Literal["none", "learned", "sinusoidal"] = Field(
-        "none", description="position embedding; none: only the attention decay encodes the order, as published"
+        "none",
+        description="position embedding; none: only the attention decay encodes the order of tokens, as in the paper "
+        "(GraphMERT)",
     )
     slot_embedding: bool = Field(
         False,
-        description="add an embedding of the leaf slot; without it, as published, masked first and last tokens of a "
-        "tail are indistinguishable",
+        description="add an embedding of the leaf slot's number. Without it, as in the paper, the masked first and "
+        "last tokens of a tail look the same to the model",
     )
     decay: Literal["multiply_logits", "additive_log", "none"] = Field(
         "multiply_logits",
-        description="how attention decays with distance in the graph; multiply_logits: multiplies logits, as "
-        "published; additive_log: adds the log of the decay, which lowers the weight of distant nodes",
+        description="how attention decays with distance in the graph; multiply_logits: multiply the attention logits "
+        "by the decay, as in the paper; additive_log: add the log of the decay to the logits, which lowers the "
+        "attention to distant nodes",
     )
     decay_base: float = Field(
-        0.6, gt=0, lt=1, description="base of the decay at distance d: decay_base ** GELU(sqrt(d + 1) - p)"
+        0.6,
+        gt=0,
+        lt=1,
+        description="base of the decay at distance d, decay_base ** GELU(sqrt(d + 1) - p), where p is learned",
     )
     fusion: Literal["hgat", "none"] = Field(
-        "hgat", description="hgat: mix a triple's head into the embeddings of its tail, depending on the relation"
+        "hgat",
+        description="hgat: fuse the embeddings of a triple's head and relation into those of its tail, as in the paper",
     )
     relation_rank: int | None = Field(
-        None, ge=1, description="rank of the relation matrices. Default: full d_model x d_model matrices"
+        None,
+        ge=1,
+        description="rank of the relation matrices, for a low-rank factorization. Default: full d_model x d_model "
+        "matrices",
     )
     relation_dropout: float = Field(0.3, ge=0, lt=1, description="dropout on relation matrices and vectors")
     embedding_norm: bool = Field(False, description="normalize embeddings before the first block, as BERT does")
     gradient_checkpointing: bool = Field(
-        False, description="recompute activations in the backward pass: less memory, slower"
+        False, description="recompute activations in the backward pass, which saves memory and takes more time"
     )
     name_or_path: str | None = Field(
         None, description="pretrained model to fine-tune: a Hugging Face folder, a GGUF file or a Hub name"
     )
     revision: str | None = Field(None, description="branch, tag or commit of a model on the Hub")
-    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+    trust_remote_code: bool = Field(False, description="allow Python code that ships with the model to run")
     pooling: Literal["auto", "mean", "cls", "last"] = Field(
         "auto",
-        description="vector of a text: the mean of its tokens' vectors, or that of its first (cls) or last token; "
-        "auto: as the Sentence Transformers model says, otherwise mean for encoders and last for decoders",
+        description="how token vectors are pooled to the vector of a text; mean: their average; cls: the first "
+        "token's; last: the last token's; auto: as the Sentence Transformers model specifies, otherwise mean for "
+        "encoders and last for decoders",
     )
     adapter: Literal["none", "lora", "dora"] = Field(
-        "none", description="none: train all weights; lora, dora: freeze them and train low-rank matrices"
+        "none",
+        description="none: train all weights; lora, dora: freeze the weights and train low-rank adapter matrices",
     )
     lora_rank: int = Field(16, ge=1, description="rank of the adapter matrices")
-    lora_alpha: float = Field(32.0, gt=0, description="the adapter output is scaled by lora_alpha / lora_rank")
+    lora_alpha: float = Field(
+        32.0, gt=0, description="scale of the adapter, whose output is multiplied by lora_alpha / lora_rank"
+    )
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the adapter input")
     lora_targets: list[str] | str = Field(
         "all-linear",
         description="names of the layers that get an adapter, as in peft's target_modules; all-linear: every linear "
-        "layer that can have one, so not the experts of a mixture of experts",
+        "layer except the experts of a mixture of experts",
     )
     base_precision: Literal["auto", "bf16", "int8", "int4"] = Field(
         "auto",
-        description="how the frozen base of an adapter is stored in memory; int8, int4: quantizes its matrices; "
-        "auto: as in the model's files, where a GGUF file keeps its own quantization",
+        description="precision of the frozen base weights under an adapter; int8, int4: quantize the weight matrices; "
+        "auto: as in the model's files, including the quantization of a GGUF file",
     )
     merge_adapter: bool | None = Field(
         None,
-        description="export final/ as the full model with the adapter merged; false: only the adapter, for peft. "
-        "Default: true, or false if the base is quantized",
+        description="true: export final/ as the full model with the adapter merged; false: export only the adapter, "
+        "for peft. Default: true, or false if the base is quantized",
     )
 
     @property
@@ -197,25 +221,28 @@ class ModelConfig(Section):
             problems.append(f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}")
         elif self.decoder.positions == "rope" and self.head_dim % 2:
             problems.append(
-                f"the head dim d_model / n_heads is {self.head_dim}, but rotary positions need an even number"
+                f"the head dimension d_model / n_heads is {self.head_dim}, but rotary position embeddings need an even "
+                "number"
             )
         if self.n_entities and self.d_model % 2:
-            problems.append(f"d_model {self.d_model} is odd, but entity vectors need an even number")
+            problems.append(f"d_model {self.d_model} is odd, but entity embeddings need an even number")
         if self.n_heads % self.kv_heads:
             problems.append(f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.kv_heads}")
         if not self.decoder.grouped_queries and self.kv_heads != self.n_heads:
             problems.append(
-                f"n_kv_heads {self.kv_heads} needs activation swiglu or relu2, because {self.decoder.title} has no "
-                "grouped queries"
+                f"n_kv_heads {self.kv_heads} requires activation swiglu or relu2, because {self.decoder.title} has no "
+                "grouped-query attention"
             )
         if self.adapter == "none":
             keys = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "base_precision", "merge_adapter")
             changed = [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
             if changed:
-                problems.append(f"{changed[0]} configures an adapter, but adapter is none; set adapter to lora or dora")
+                problems.append(
+                    f"{changed[0]} has no effect with adapter none; set adapter to lora or dora, or remove {changed[0]}"
+                )
         if not self.pre_norm:
             problems.append(
-                "pre_norm false is not supported, because no export format has post-norm blocks; set it to true"
+                "pre_norm false is not supported, because no export format supports post-norm blocks; set it to true"
             )
         if problems:
             raise ValueError("; ".join(problems))

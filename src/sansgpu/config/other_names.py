@@ -73,7 +73,9 @@ def with_own_names(values: dict[str, Any], where: str = "the configuration") -> 
     for section, inner in values.items():
         ours = _SECTIONS.get(section, section)
         if ours in own:
-            raise ConfigError(f"{where}: trainer and training are names of one section; join them to training.")
+            raise ConfigError(
+                f"{where}: trainer and training are two names of the same section; merge them into training."
+            )
         replaced += [f"{section} as {ours}"] if section != ours else []
         own[ours] = inner
         if isinstance(inner, dict):
@@ -92,9 +94,13 @@ def section_with_own_names(section: str, values: Mapping[str, Any], where: str =
 def _require_one_name(names: dict[str, str], section: str, where: str) -> None:
     for name in names.values():
         if len(same := [f"{section}.{key}" for key, other in names.items() if other == name]) > 1:
-            raise ConfigError(f"{where}: {' and '.join(same)} are names of one key; keep {name}.")
+            raise ConfigError(f"{where}: {' and '.join(same)} are names of the same key; keep only {name}.")
 
 
 def note_of(replaced: list[str]) -> list[str]:
     """Returns a list with a note for the user about replaced names; it is empty if there are none."""
-    return [f"read keys of other trainers: {truncate(', '.join(replaced), MAX_NOTE_CHARACTERS)}."] if replaced else []
+    return (
+        [f"keys of other trainers were converted: {truncate(', '.join(replaced), MAX_NOTE_CHARACTERS)}."]
+        if replaced
+        else []
+    )

@@ -50,7 +50,7 @@ def read_values(path: Path) -> Values:
     """Reads a mapping from a file. Raises ConfigError if it cannot be read or contains anything else."""
     try:
         if path.is_dir():
-            raise ConfigError(f"{path} is a folder; give a .yaml, .toml or .json file.")
+            raise ConfigError(f"{path} is a folder; pass a .yaml, .toml or .json file.")
         text = read_regular(path, MAX_CONFIG_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist.") from None
@@ -68,7 +68,10 @@ def read_values(path: Path) -> Values:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} contains a {type(values).__name__}, not keys and values; see configs/ for examples.")
+        raise ConfigError(
+            f"{path} contains a value of type {type(values).__name__} instead of keys and values; see configs/ for "
+            "examples."
+        )
     return values
 
 
@@ -110,7 +113,7 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> Values:
     found: Values = {}
     for key, value in pairs:
         if key in found:
-            raise InvalidDataError(f"the key {shown(key)} is given twice")
+            raise InvalidDataError(f"the key {shown(key)} is duplicated")
         found[key] = value
     return found
 
@@ -134,7 +137,7 @@ class _Loader(yaml.SafeLoader):
         anchor = str(event.anchor)
         if isinstance(event, yaml.AliasEvent):
             if anchor in self.anchors and anchor not in self._sizes:
-                raise yaml.YAMLError(f"the alias *{truncate(anchor)} is inside its own value{_line(event)}")
+                raise yaml.YAMLError(f"the alias *{truncate(anchor)} refers to a value that contains it{_line(event)}")
             self._count(self._sizes.get(anchor, 1), event)
             return super().compose_node(parent, index)
         before = self._nodes
@@ -166,9 +169,9 @@ class _Loader(yaml.SafeLoader):
             for key_node in (key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"):
                 key = self.construct_object(key_node, deep=True)
                 if not isinstance(key, str):
-                    raise yaml.YAMLError(f"keys should be strings, but {shown(key)}{_line(key_node)} is not; quote it")
+                    raise yaml.YAMLError(f"the key {shown(key)}{_line(key_node)} is not a string; put it in quotes")
                 if key in keys:
-                    raise yaml.YAMLError(f"the key {truncate(repr(key))} is given twice, again{_line(key_node)}")
+                    raise yaml.YAMLError(f"the key {truncate(repr(key))} is duplicated{_line(key_node)}")
                 keys.add(key)
         return super().construct_mapping(node, deep=deep)
 

@@ -22,8 +22,8 @@ def local_path(name: str | Path) -> Path:
     first = path.parts[0] if path.parts else ""
     if first.startswith("~") and not os.path.lexists(first):
         raise ConfigError(
-            f"{truncate(str(path))} does not exist: this machine knows no home folder {truncate(first)}; write the "
-            "whole path."
+            f"{truncate(str(path))} does not exist, because {truncate(first)} is not the home folder of a user of this "
+            "machine; write the full path."
         )
     return path
 

@@ -35,7 +35,7 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening a pipe would block otherwise
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise InvalidDataError("it is a pipe, a device or a socket; give a regular file")
+            raise InvalidDataError("it is a pipe, a device or a socket; pass a regular file")
         yield file
 
 
@@ -122,7 +122,7 @@ def _text_flaw(value: object) -> str | None:
     try:
         value.encode()
     except UnicodeEncodeError:
-        return "a string with half a surrogate pair, which is not a Unicode character"
+        return "a string with an unpaired surrogate, which is not valid text"
     return None
 
 
@@ -138,5 +138,5 @@ def _inside(place: tuple[object, ...]) -> str:
 def reason_of(error: Exception) -> str:
     """Returns a parser's message on one line."""
     if "sys.set_int_max_str_digits" in str(error):  # Python's message is meant for programmers
-        return "it holds an integer of more than 64 bits"
+        return "it contains an integer of more than 64 bits"
     return " ".join(str(error).split())

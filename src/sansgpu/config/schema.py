@@ -46,89 +46,98 @@ class DataConfig(Section):
         description="a Hugging Face dataset, a local file or folder, or the built-in `python-stdlib`, "
         "`python-stdlib-graph` or `python-stdlib-chat`",
     )
-    dataset_config: str | None = Field(None, description="configuration of a Hugging Face dataset")
-    validation_name: str | None = Field(None, description="validation dataset, with the same options as dataset_name")
+    dataset_config: str | None = Field(None, description="configuration (subset) of a Hugging Face dataset")
+    validation_name: str | None = Field(None, description="validation dataset, specified like dataset_name")
     text_column: str | StrictInt | None = Field(
         None,
-        description="column with the text. Default: `text`, `content` or the only column. A number, from 0, names a "
-        "column of .csv and .tsv files without a header",
+        description="column with the text. Default: `text`, `content` or the only column. Use a number, counted from "
+        "0, for .csv and .tsv files without a header",
     )
     tag_column: int | None = Field(
         None,
-        description="column with the tags in CoNLL files, counted from 0, or from the end if negative; if set, files "
-        "with any suffix are read as CoNLL columns. Default: -1 for .conll files",
+        description="number of the column with the tags in CoNLL files, counted from 0, or from the end if negative; "
+        "if set, all files are read as CoNLL, whatever their suffix. Default: -1 for .conll files",
     )
-    tokenizer: str = Field("bpe", description="bpe, char, a tokenizer.json or a Hugging Face tokenizer")
+    tokenizer: str = Field(
+        "bpe",
+        description="bpe: train a byte-level BPE tokenizer; char: use characters as tokens; otherwise a "
+        "tokenizer.json file or a Hugging Face tokenizer",
+    )
     vocab_size: int = Field(
-        8192, ge=MIN_VOCABULARY, le=MAX_VOCABULARY, description="vocabulary size of a new bpe tokenizer"
+        8192, ge=MIN_VOCABULARY, le=MAX_VOCABULARY, description="vocabulary size of a newly trained bpe tokenizer"
     )
-    tokenizer_sample_mb: int = Field(32, ge=1, description="megabytes of text to train a new tokenizer on")
+    tokenizer_sample_mb: int = Field(32, ge=1, description="maximum megabytes of text to train a new tokenizer on")
     max_length: int | None = Field(
         None,
         ge=2,
-        description="tokens per window, without leaves; in fine-tuning the longest example. Default: model.max_seq_len",
+        description="maximum tokens per example; in training from scratch, the tokens of every window (leaves are not "
+        "counted). Default: model.max_seq_len",
     )
     pack_sequences: bool = Field(
         True,
-        description="pack several documents or examples into a window without padding; attention does not cross their "
-        "boundaries",
+        description="pack several documents or examples into a sequence instead of padding them; attention does not "
+        "cross their boundaries",
     )
     long_rows: Literal["truncate", "drop"] = Field(
         "truncate",
-        description="rows longer than max_length; truncate: remove the oldest turns of a conversation and the "
-        "beginning of a text, and leave out conversations whose last question and answer are too long; drop: leave "
-        "all of them out",
+        description="what to do with rows longer than max_length; truncate: remove the oldest turns of a conversation "
+        "and the beginning of a text, and skip conversations whose last question and answer are too long; drop: skip "
+        "all of them",
     )
     chat_template: str | None = Field(
         None,
-        description="file with a Jinja chat template, or `simple` for a built-in one. Default: the model's own "
-        "template",
+        description="file with a Jinja chat template, or `simple` for a built-in one. Default: the model's template",
     )
     on_bad_row: Literal["fail", "skip"] = Field(
         "fail",
-        description="fail: stop at the first invalid row; skip: leave invalid rows out and report their number, as "
-        "evaluations of task qa always do",
+        description="fail: stop at the first invalid row; skip: skip invalid rows and report their number. "
+        "Evaluations of task qa always skip",
     )
     triples: Literal["all", "first"] = Field(
         "all",
-        description="heads with several triples, of which a window can contain only one; all: repeat the window for "
-        "each triple; first: drop the others and report their number",
+        description="what to do with several triples of the same head, since a window can contain only one of them; "
+        "all: repeat the window for each triple; first: drop the others and report their number",
     )
     inverse_relations: bool = Field(
-        False, description="also train on the inverse of each triple if the data has a text for its tail"
+        False, description="also train on the inverse of each triple whose tail has a text in the data"
     )
     mask_ratio: float = Field(0.15, ge=0, lt=1, description="fraction of text tokens that are masked and predicted")
     max_span: int | None = Field(
-        None, ge=1, description="longest masked span in tokens; 1: single tokens. Default: model.leaves"
+        None,
+        ge=1,
+        description="maximum length of a masked span in tokens; 1: mask single tokens. Default: model.leaves",
     )
     leaf_mask_ratio: float = Field(0.15, ge=0, le=1, description="fraction of triples whose tails are masked")
-    min_leaf_groups: Literal[0, 1] = Field(0, description="minimum number of masked tails per window that has a tail")
+    min_leaf_groups: Literal[0, 1] = Field(
+        0, description="minimum number of masked tails in each window that contains a tail"
+    )
     entity_query_ratio: float = Field(
         0.8,
         ge=0,
         le=1,
-        description="fraction of a knowledge graph's triples, drawn in each epoch, that predict the tail among all "
-        "entities; the other triples show or mask the tail's tokens",
+        description="fraction of a knowledge graph's triples, sampled anew in each epoch, for which the model "
+        "predicts the tail among all entities; the other triples show or mask the tail's tokens",
     )
     kge_triples: int = Field(
         4,
         ge=0,
-        description="knowledge graph embedding: triples sampled per example whose tail is predicted only from the "
-        "embeddings of head and relation, without text",
+        description="number of triples sampled per example for knowledge graph embedding, i.e. to predict the tail "
+        "only from the embeddings of head and relation",
     )
     long_tails: Literal["refuse", "drop"] = Field(
         "refuse",
-        description="training triples whose tail has more tokens than model.leaves; refuse: stop if they exceed 1 % of "
-        "all; drop: leave them out and report their number",
+        description="what to do with training triples whose tail has more tokens than model.leaves; refuse: stop if "
+        "they are more than 1 % of all triples; drop: drop them and report their number",
     )
-    doc_stride: int = Field(128, ge=0, description="tokens that consecutive windows of a long context share")
+    doc_stride: int = Field(128, ge=0, description="overlap in tokens between consecutive windows of a long text")
     n_best_size: int = Field(20, ge=1, description="number of best candidate answers to consider per question")
-    max_answer_length: int = Field(30, ge=1, description="longest answer in tokens")
+    max_answer_length: int = Field(30, ge=1, description="maximum length of an answer in tokens")
     null_answers: bool | None = Field(
-        None, description="allow questions without an answer. Default: true if the training split has any"
+        None,
+        description="allow the answer to be empty. Default: true if the training split has questions without an answer",
     )
     null_score_diff_threshold: float = Field(
-        0.0, description="predict no answer if its score exceeds the best answer's by more than this"
+        0.0, description="predict an empty answer if its score exceeds that of the best answer by more than this"
     )
     label_column: str | StrictInt | None = Field(
         None, description="column with the label. Default: `label` or `labels`"
@@ -138,29 +147,30 @@ class DataConfig(Section):
     )
     label_kind: Literal["auto", "single", "multiple", "regression"] = Field(
         "auto",
-        description="single: each row has one label; multiple: a list of labels; regression: a number to predict; "
-        "auto: lists are multiple, numbers with fractions or more than 30 different numbers are regression",
+        description="single: one label per row; multiple: a list of labels per row; regression: a number per row; "
+        "auto: multiple for lists, regression for numbers with fractions or more than 30 distinct numbers, otherwise "
+        "single",
     )
     labels: list[str] | None = Field(
         None, description="labels in the order of the model's outputs. Default: those of the training split, sorted"
     )
     class_weights: Literal["none", "balanced"] = Field(
         "none",
-        description="balanced: in training, weight each row by rows / (labels x rows with its label), so that rare "
+        description="balanced: weight the loss of each row by rows / (labels x rows with its label), so that rare "
         "labels count as much as frequent ones",
     )
     score_scale: float | None = Field(
         None,
         gt=0,
-        description="score of two texts with equal meaning, by which scores are divided. Default: 1 if no training "
-        "score is larger, otherwise the largest one, rounded up",
+        description="score of two texts with the same meaning; all scores are divided by it. Default: 1 if no "
+        "training score is larger, otherwise the largest training score, rounded up",
     )
-    preprocessing_num_workers: int = Field(2, ge=1, description="tokenizer threads")
+    preprocessing_num_workers: int = Field(2, ge=1, description="number of threads for tokenization")
     # Below the default of training.timeout_seconds, so that an error names the slow worker before ranks time out.
     timeout_seconds: TimeoutSeconds = Field(
-        240.0, description="longest wait of a step for its batch; the run then ends"
+        240.0, description="seconds that a step waits for its batch before the run stops with an error"
     )
-    cache_dir: str | None = Field(None, description="cache folder for tokenized data. Default: ~/.cache/sansgpu")
+    cache_dir: str | None = Field(None, description="folder for cached tokenized data. Default: ~/.cache/sansgpu")
     validation_split: float = Field(
         0.01, gt=0, lt=1, description="fraction of tokens held out if the data has no validation split"
     )
@@ -186,13 +196,13 @@ def _without_sampling(values: dict[str, Any]) -> dict[str, Any]:
         return values
     if sampling.get("stream"):
         raise ValueError(
-            "sampling.stream is not supported in training, because a streamed sample cannot be reproduced; "
-            "remove it, and use `sansgpu generate` or `sansgpu chat` to stream"
+            "sampling.stream is not supported in training; remove it, and use `sansgpu generate` or `sansgpu chat` to "
+            "stream text"
         )
     if others := [str(key) for key in sampling if key != "stream"]:
         raise ValueError(
-            f"sampling.{truncate(others[0])} has no effect in training; remove it, and use the options of "
-            "`sansgpu generate`"
+            f"sampling.{truncate(others[0])} has no effect in training; remove it, and set the options of `sansgpu "
+            "generate` instead"
         )
     return {key: value for key, value in values.items() if key != "sampling"}
 
@@ -207,7 +217,7 @@ class Config(Section):
     objective: str | None = Field(
         None,
         pattern=CLASS_NAME,
-        description="`package.module:Class` that implements the task, a subclass of the built-in class",
+        description="`package.module:Class`, a subclass of the task's built-in class to use instead of it",
     )
     model: ModelConfig = Field(default_factory=ModelConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
@@ -260,7 +270,7 @@ class Config(Section):
     def _fits_together(self) -> Config:
         found = [*self._unused_keys(), *self.settings.problems(self)]
         if is_outside(self.task) and self.objective not in (None, self.task):
-            found.append(f"objective replaces a class of the package, but task {self.task} is not one; leave it out")
+            found.append(f"objective has no effect, because task {self.task} is already your own class; remove it")
         if found:
             raise ValueError("; ".join(found))
         return self
@@ -271,13 +281,13 @@ class Config(Section):
         for key, default in self._defaults():
             if not here.acts(key) and attrgetter(key)(self) != default:
                 known = labels(tasks_with(key), here)
-                yield f"{key} is for task {known}, and has no effect in {here.shown}; leave it out"
+                yield f"{key} is for task {known}, and has no effect in {here.shown}; remove it"
 
     def without_effect(self, keys: Iterable[str], reason: str) -> Iterator[str]:
         """Yields a clause for every one of `keys` that is set although it has no effect."""
         for key, default in self._defaults():
             if key in keys and attrgetter(key)(self) != default:
-                yield f"{key} has no effect because {reason}; leave it out"
+                yield f"{key} has no effect because {reason}; remove it"
 
     def _defaults(self) -> Iterator[tuple[str, Any]]:
         """Yields (dotted key, default in this task) for every key of the sections."""

@@ -30,7 +30,7 @@ _FIXED_BY_SEARCH = {
     f"training.{key}": "the search sets it for every trial"
     for key in ("eval_steps", "save_steps", "keep_last", "report_to", "logging_dir", "checkpoint_dir")
 } | {
-    f"training.{key}": "it does not change what is learned"
+    f"training.{key}": "it does not affect what the model learns"
     for key in ("sample_tokens", "sample_prompt", "sample_temperature", "threads")
 }
 _MEASUREMENT_KEYS = ("training.mlm_weight", "training.mnm_weight", "training.eval_batches")  # change what is measured
@@ -120,7 +120,7 @@ def load_space(path: Path | None, config: Config) -> Space:
     for name, candidates in values.items():
         key = _key(str(name), config, where)
         if key in space:
-            raise ConfigError(f"{where}: {key} is given twice; leave one out.")
+            raise ConfigError(f"{where}: {key} is duplicated; remove one of the two.")
         space[key] = _parameter(key, candidates, config, where)
     return space
 
@@ -168,16 +168,16 @@ def _key(name: str, config: Config, where: str) -> str:
         hint = f"; did you mean {last.get(near[0], near[0])}?" if near else "; see docs/configuration.md for all keys."
         raise ConfigError(f"{where}: unknown key {name}{hint}")
     if not acting:
-        raise ConfigError(f"{where}: {found[0]} has no effect in task {config.settings.shown}; leave it out.")
+        raise ConfigError(f"{where}: {found[0]} has no effect in task {config.settings.shown}; remove it.")
     if why := _unsearchable(acting[0], config):
-        raise ConfigError(f"{where}: {acting[0]} cannot be searched, because {why}; leave it out.")
+        raise ConfigError(f"{where}: {acting[0]} cannot be searched, because {why}; remove it.")
     return acting[0]
 
 
 def _unsearchable(key: str, config: Config) -> str | None:
     """Returns why a key cannot be searched, or None."""
     if key in ("task", "training.device", "training.force_cpu"):
-        return "all trials are the same kind of run on one device"
+        return "all trials use the same task and device"
     if key in _LENGTH_KEYS:
         return "all trials must have the same length"
     if key in _FIXED_BY_SEARCH:
@@ -188,7 +188,7 @@ def _unsearchable(key: str, config: Config) -> str | None:
         or (key.startswith("data.") and (config.settings.varying_length or key not in _TUNABLE_DATA))
         or (key in _VOCABULARY_KEYS and BITS_PER_BYTE not in config.settings.metrics)
     ):
-        return "it changes what the loss is measured on, so losses would not be comparable"
+        return "it changes the data that the loss is computed on, so losses would not be comparable"
     return None
 
 
@@ -199,7 +199,7 @@ def _parameter(key: str, values: object, config: Config, where: str) -> SearchPa
     if isinstance(values, list):
         choices = tuple(checked(value) for value in values)
         if len(choices) < 2:
-            raise ConfigError(f"{where}: {key} has {'one choice' if choices else 'no choices'}; give at least two.")
+            raise ConfigError(f"{where}: {key} has {'one choice' if choices else 'no choices'}; list at least two.")
         if odd := [c for c in choices if not isinstance(c, (int, float, str, type(None)))]:
             raise ConfigError(
                 f"{where}: {key} has the choice {odd[0]}; use only numbers, strings, true, false and null."
@@ -223,12 +223,12 @@ def _parameter(key: str, values: object, config: Config, where: str) -> SearchPa
 def _range(key: str, form: str, values: Values, checked: Callable[[object], Any], where: str) -> SearchParameter:
     ends = [end for end in map(_number, values[form]) if end is not None]
     if not len(ends) == len(values[form]) == 2 or not ends[0] < ends[1]:
-        raise ConfigError(f"{where}: {key} has the range {values[form]}; give two numbers, the lower one first.")
+        raise ConfigError(f"{where}: {key} has the range {values[form]}; write two numbers, the lower one first.")
     low, high = ends
     log = form == "log" or values.get("log", False)
     step = _number(values["step"]) if "step" in values else None
     if not isinstance(log, bool) or (log and step is not None):
-        raise ConfigError(f"{where}: {key} has both log and step, which exclude each other; remove one of them.")
+        raise ConfigError(f"{where}: {key} has both log and step, which are mutually exclusive; remove one of them.")
     if log and low <= 0:
         raise ConfigError(f"{where}: {key} starts at {low:g}, but a log scale needs a lower bound above 0; raise it.")
     if "step" in values and (step is None or not 0 < step <= high - low):
@@ -263,6 +263,10 @@ def _in_schema(key: str, value: object, config: Config, where: str) -> Any:
     except ConfigError as error:
         reason = str(error).removeprefix("the configuration: ").rstrip(".")
         needs_integer = isinstance(value, float) and "integer" in reason
-        hint = "; search integers with {int: [low, high]}" if needs_integer else "; remove such values from the space"
+        hint = (
+            "; search integers with {int: [low, high]}"
+            if needs_integer
+            else "; remove these values from the search space"
+        )
         raise ConfigError(f"{where}: {reason}{hint}.") from None
     return setting(changed, key)

@@ -85,8 +85,8 @@ class _Automatic(str):
 
     def _refuse(self, *_: object) -> NoReturn:
         raise TypeError(
-            "this value of the configuration is auto and becomes a number only when the run starts; "
-            "assign a number before computing with it, e.g. config.training.batch_size = 8"
+            "this configuration value is auto, which is resolved when the run starts; assign a number to compute with "
+            "it, e.g. config.training.batch_size = 8"
         )
 
     __index__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse

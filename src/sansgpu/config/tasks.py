@@ -150,7 +150,7 @@ class Variant(NamedTuple):
 class Purpose:
     """How `sansgpu init` describes a task to a user, and the settings that it suggests."""
 
-    words: str  # completes "You get ..."
+    words: str  # completes "a model to ..."
     rows: str  # the data it needs
     model: str | None = None  # suggested base model; None: trained from scratch
     built_in: str | None = None  # name of a built-in dataset for the task
@@ -232,8 +232,8 @@ def import_class(name: str, option: str = "task") -> Any:
         return getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"{option} {name} cannot be loaded ({error}); add its folder to Python's path: "
-            "PYTHONPATH=. sansgpu train ..."
+            f"{option} {name} cannot be imported ({error}); add its folder to PYTHONPATH, e.g. PYTHONPATH=. sansgpu "
+            "train ..."
         ) from None
 
 
@@ -242,7 +242,7 @@ def task_class(kind: str) -> Any:
     known = built_in_settings().get(kind)
     found = import_class(known.implementation if known else kind)
     if not isinstance(getattr(found, "settings", None), TaskSettings):
-        raise ConfigError(f"task {kind} is not the class of a task: it has no TaskSettings named `settings`.")
+        raise ConfigError(f"task {kind} is not a task class: it has no attribute `settings` with a TaskSettings.")
     return found
 
 

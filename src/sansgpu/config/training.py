@@ -29,8 +29,9 @@ SGD_RATIO = 100  # learning rate of SGD with momentum / that of AdamW; its steps
 def default_learning_rate(optimizer: str, width: float, own: float | None = None) -> float:
     """Returns the default peak learning rate for `training.optimizer` and `model.d_model`.
 
-    `own` is the default of a fine-tuning task, for AdamW. Muon's updates are as large as AdamW's, but below a width of
-    256 a higher rate does not help. Until the optimizer `auto` is resolved, it gets Muon's rate.
+    `own` is the default of a fine-tuning task, for AdamW. Muon's rate scales with the width like AdamW's, but only
+    above a width of 256, because higher rates do not help below. Until the optimizer `auto` is resolved, the rate is
+    Muon's.
     """
     scale = (WIDTH / width) ** 0.5
     adamw = ADAMW * scale if own is None else own
@@ -80,180 +81,212 @@ class TrainingConfig(Section):
 
     section_name: ClassVar[str] = "training"
 
-    device: Device = Field("auto", description="auto: a GPU if available, otherwise the CPU")
+    device: Device = Field("auto", description="device to train on; auto: a GPU if available, otherwise the CPU")
     force_cpu: bool = Field(False, description="train on the CPU regardless of `device`")
     batch_size: PositiveInt | Auto = Field(
-        AUTO, description="examples per micro-batch; auto: the largest that fits and still raises throughput"
+        AUTO,
+        description="examples per micro-batch; auto: the largest size that fits in memory and still increases "
+        "throughput",
     )
     gradient_accumulation_steps: int = Field(
-        16, ge=1, description="micro-batches per step; with batch_size auto, examples per step"
+        16, ge=1, description="micro-batches per optimizer step; with batch_size auto: examples per optimizer step"
     )
     learning_rate: float = Field(
         MUON,
         gt=0,
-        description="peak learning rate. Default for models trained from scratch: muon: 0.004, above d_model 256 times "
-        "sqrt(256 / d_model); adamw, adam: 0.001 times sqrt(256 / d_model); sgd: 100 times that of adamw. Default for "
-        "fine-tuning: 1e-6 to 2e-4, by task and adapter; sgd: 100 times that",
+        description="peak learning rate. Default in training from scratch: muon: 0.004 * min(1, sqrt(256 / d_model)); "
+        "adamw, adam: 0.001 * sqrt(256 / d_model); sgd: 100 times that of adamw. Default in fine-tuning: 1e-6 to "
+        "2e-4, depending on task and adapter; sgd: 100 times that",
     )
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="ratio of the final learning rate to the peak")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="ratio of the final to the peak learning rate")
     weight_decay: float = Field(
         0.1,
         ge=0,
-        description="weight decay of hidden matrices; muon, adamw: decoupled; adam, sgd: added to the gradient, as in "
-        "torch. Default for adam and sgd: 0",
+        description="weight decay of the hidden matrices; muon, adamw: decoupled; adam, sgd: added to the gradient, "
+        "as in PyTorch. Default for adam and sgd: 0",
     )
-    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment of AdamW and Adam; momentum of SGD")
-    beta2: float = Field(0.98, ge=0, lt=1, description="decay of the second moment of AdamW and Adam")
+    beta1: float = Field(
+        0.9, ge=0, lt=1, description="decay rate of the first moment in AdamW and Adam; momentum in SGD"
+    )
+    beta2: float = Field(0.98, ge=0, lt=1, description="decay rate of the second moment in AdamW and Adam")
     num_epochs: Annotated[float, AfterValidator(_whole_as_integer)] | None = Field(
-        None, gt=0, le=MAX_NUM_EPOCHS, description="passes over the training split (1 if no limit is set)"
+        None,
+        gt=0,
+        le=MAX_NUM_EPOCHS,
+        description="maximum passes over the training split. Default: 1 if no other limit is set",
     )
-    max_steps: int | None = Field(None, ge=1, description="optimizer steps; the first limit reached ends the run")
-    max_tokens: int | None = Field(None, ge=1, description="training tokens (prediction targets)")
+    max_steps: int | None = Field(
+        None, ge=1, description="maximum optimizer steps; of several limits, the first one reached ends the run"
+    )
+    max_tokens: int | None = Field(None, ge=1, description="maximum training tokens (prediction targets)")
     max_hours: float | None = Field(
         None,
         gt=0,
         le=MAX_HOURS,
-        description="hours from start to saved model, without interruptions; the learning rate schedule spans them",
+        description="maximum hours from start to saved model, not counting interruptions; the learning rate schedule "
+        "is fitted to them",
     )
     until: Annotated[str | None, BeforeValidator(_time_limit)] = Field(
-        None, description="deadline, e.g. 07:00, 7AM or 2030-01-31T07:00; the learning rate schedule ends there"
+        None, description="deadline, e.g. 07:00, 7AM or 2030-01-31T07:00; the learning rate schedule is fitted to it"
     )
     lr_scheduler: Literal["cosine", "linear", "polynomial", "constant", "wsd"] = Field(
         "wsd",
-        description="wsd: warmup, stable, then linear decay over the last `decay_ratio` of the steps; polynomial: "
-        "linear decay to the power `lr_power`",
+        description="learning rate schedule; wsd (warmup-stable-decay): constant, then a linear decay over the last "
+        "`decay_ratio` of the steps; polynomial: linear decay to the power of `lr_power`",
     )
-    decay_ratio: float = Field(0.5, gt=0, le=1, description="fraction of steps in which wsd decays")
-    lr_power: float = Field(1.0, gt=0, description="exponent of polynomial decay")
-    warmup_steps: int = Field(50, ge=0, description="linear warmup steps")
+    decay_ratio: float = Field(
+        0.5, gt=0, le=1, description="fraction of the steps in which wsd decays the learning rate"
+    )
+    lr_power: float = Field(1.0, gt=0, description="exponent of the polynomial decay")
+    warmup_steps: int = Field(50, ge=0, description="steps of linear learning rate warmup")
     window_warmup_ratio: float = Field(
         0.4,
         ge=0,
         lt=1,
-        description="fraction of steps in which windows are split into pieces of 32, then 64, 128, ... tokens",
+        description="fraction of the steps in which windows are shorter: they are split into pieces of 32, then 64, "
+        "128, ... tokens",
     )
     optimizer: Literal["auto", "muon", "adamw", "adam", "sgd"] = Field(
         "auto",
-        description="muon: Muon on hidden matrices, AdamW on the rest; adamw, adam, sgd: on all weights; auto: "
-        "muon if it takes less than a tenth of the step, otherwise adamw",
+        description="muon: Muon for the hidden matrices, AdamW for all other weights; auto: muon if it takes less "
+        "than a tenth of the step time, otherwise adamw",
     )
     master_weights: Literal["fp32", "bf16"] = Field(
         "fp32",
-        description="fp32: keep fp32 master weights and bf16 copies for matrix products; bf16: keep only the bf16 "
-        "weights and update them with stochastic rounding, which saves 4 bytes per weight",
+        description="precision of the weights that the optimizer updates; fp32: fp32 master weights and bf16 copies "
+        "for matrix products; bf16: only bf16 weights, updated with stochastic rounding, which saves 4 bytes per "
+        "weight",
     )
     optimizer_state: Literal["fp32", "8bit"] = Field(
         "fp32",
-        description="AdamW's two moments; fp32: 8 bytes per weight; 8bit: blockwise quantized, 2 bytes per weight",
+        description="precision of AdamW's two moments; fp32: 8 bytes per weight; 8bit: blockwise quantization, 2 "
+        "bytes per weight",
     )
-    max_grad_norm: float = Field(1.0, ge=0, description="maximum global gradient norm; 0: do not clip")
+    max_grad_norm: float = Field(1.0, ge=0, description="gradients are clipped to this global norm; 0: no clipping")
     label_smoothing: float = Field(
-        0.0, ge=0, lt=1, description="probability mass of each target spread over the vocabulary"
+        0.0, ge=0, lt=1, description="probability mass taken from each target and spread over all classes or tokens"
     )
-    z_loss: float = Field(
-        0.0, ge=0, description="weight of log(sum(exp(logits)))^2 in the loss, which keeps logits from drifting"
-    )
+    z_loss: float = Field(0.0, ge=0, description="loss weight of log(sum(exp(logits)))^2, which keeps logits small")
     mlm_weight: float = Field(1.0, ge=0, description="loss weight of masked text tokens")
     mnm_weight: float = Field(1.0, ge=0, description="loss weight of masked leaves")
-    mnm_ramp_steps: int = Field(0, ge=0, description="steps in which mnm_weight increases from 0 to its value")
+    mnm_ramp_steps: int = Field(0, ge=0, description="steps in which mnm_weight rises from 0 to its value")
     mnm_reduction: Literal["separate", "pooled"] = Field(
         "separate",
-        description="separate: add the mean loss over tokens and the mean loss over leaves; pooled: one mean over both",
+        description="separate: add the mean loss over masked tokens to the mean loss over masked leaves; pooled: one "
+        "mean over both",
     )
-    entity_weight: float = Field(
-        1.0, ge=0, description="loss weight of predicting a triple's tail among all entities of a knowledge graph"
-    )
+    entity_weight: float = Field(1.0, ge=0, description="loss weight of predicting a triple's tail among all entities")
     sbo_weight: float = Field(
         0.0,
         ge=0,
-        description="loss weight of the span boundary objective, which predicts masked spans from the tokens around "
-        "them; 0: no such head",
+        description="loss weight of the span boundary objective (SpanBERT), which predicts masked spans from the "
+        "tokens at their boundaries; 0: off",
     )
     embedding_loss: Literal["auto", "ranking", "cosine", "triplet"] = Field(
         "auto",
-        description="ranking: find a text's positive among all positives and negatives of the step; cosine: squared "
-        "error of cosine similarities to scores; triplet: keep a negative farther away than the positive; auto: cosine "
-        "for rows with scores, otherwise ranking",
+        description="ranking: pick a text's positive among all positives and negatives of the step (InfoNCE, multiple "
+        "negatives ranking); cosine: squared error between cosine similarity and score; triplet: keep the negative "
+        "farther away than the positive; auto: cosine for rows with scores, otherwise ranking",
     )
     matryoshka_dims: list[PositiveInt] | None = Field(
         None,
         min_length=1,
-        description="add up the loss over vectors that are cut to these lengths, so that shortened vectors work, too",
+        description="also compute the loss for vectors truncated to these dimensions, so that truncated vectors can "
+        "be used (Matryoshka)",
     )
     few_shot: StrictBool = Field(
         False,
-        description="learn labels from a few examples of each, as SetFit does: train the model until the vectors of "
-        "examples with the same label are similar, then fit a classifier to the vectors",
+        description="learn from a few examples per label, as SetFit does: train an embedding model so that examples "
+        "with the same label have similar vectors, then fit a linear classifier to the vectors",
     )
-    preference: PreferenceConfig = Field(default_factory=PreferenceConfig, description="the loss of task preference")
+    preference: PreferenceConfig = Field(default_factory=PreferenceConfig, description="loss of task preference")
     distillation: DistillationConfig = Field(
         default_factory=DistillationConfig, description="learning from a teacher's predictions"
     )
     precision: Precision = Field(
-        "auto", description="auto: bf16 if the device supports it natively and computes it faster"
+        "auto",
+        description="precision of matrix products; auto: bf16 if the device supports it natively and it is faster "
+        "than fp32",
     )
-    use_amp: bool | None = Field(None, description="true: precision auto; false: precision fp32")
+    use_amp: bool | None = Field(None, description="true: same as precision auto; false: same as precision fp32")
     compile: Switch = Field(
         "auto",
-        description="torch.compile blocks that our kernels do not compute (GPU; kernels: torch); auto: in long runs",
+        description="use torch.compile for transformer blocks without C++ kernels (on a GPU, or with kernels torch); "
+        "auto: in long runs",
     )
     kernels: Literal["auto", "native", "torch"] = Field(
         "auto",
-        description="native: C++ kernels; torch: PyTorch operators; auto: native where this processor has kernels",
+        description="native: sansgpu's C++ kernels; torch: PyTorch operators; auto: native if there are kernels for "
+        "this processor",
     )
     threads: PositiveInt | Auto = Field(
         AUTO,
-        description="compute threads per process; auto: OMP_NUM_THREADS, otherwise its share of the physical cores",
+        description="compute threads per process; auto: OMP_NUM_THREADS if set, otherwise the process's share of the "
+        "physical cores",
     )
     adapt_threads: bool = Field(
         False,
-        description="use fewer threads while other programs use the cores; results are then not reproducible in their "
-        "last bits",
+        description="use fewer threads while other programs use the cores; results are then no longer bit-reproducible",
     )
-    seed: int = Field(42, ge=0, description="random seed; the only source of randomness")
-    save_steps: int = Field(250, ge=0, description="steps between snapshots; 0: save only the best and the last")
-    eval_steps: int = Field(100, ge=0, description="steps between evaluations; 0: only a final one")
-    eval_on_start: bool = Field(False, description="also evaluate before the first step, to see what training improves")
-    eval_batches: int | None = Field(None, ge=1, description="number of batches to evaluate on. Default: all")
+    seed: int = Field(42, ge=0, description="random seed, which determines everything random in the run")
+    save_steps: int = Field(
+        250, ge=0, description="steps between snapshots (checkpoints); 0: save only the best and the last"
+    )
+    eval_steps: int = Field(100, ge=0, description="steps between evaluations; 0: evaluate only at the end")
+    eval_on_start: bool = Field(False, description="also evaluate before the first step, as a baseline")
+    eval_batches: int | None = Field(None, ge=1, description="maximum number of batches per evaluation. Default: all")
     logging_steps: int = Field(10, ge=1, description="steps between logged step events")
-    keep_last: int = Field(3, ge=1, description="number of latest snapshots to keep, in addition to the best")
-    sample_tokens: int = Field(0, ge=0, description="tokens to generate at every evaluation; 0: no sample")
-    sample_prompt: str = Field("", description="prompt of the generated samples")
-    sample_temperature: float = Field(0.8, ge=0, description="temperature of the samples; 0: most likely tokens")
+    keep_last: int = Field(3, ge=1, description="number of newest snapshots to keep, in addition to the best")
+    sample_tokens: int = Field(
+        0, ge=0, description="tokens of the text sample generated at every evaluation; 0: no sample"
+    )
+    sample_prompt: str = Field("", description="prompt of the text samples")
+    sample_temperature: float = Field(
+        0.8, ge=0, description="temperature of the text samples; 0: always choose the most likely token"
+    )
     dataloader_num_workers: int = Field(
-        1, ge=0, description="threads that prepare batches ahead; 0: prepare each batch when its step needs it"
+        1, ge=0, description="number of threads that prefetch batches; 0: prepare each batch when its step needs it"
     )
     dataloader_prefetch_factor: int | None = Field(
-        None, ge=1, description="batches that each worker prefetches. Default: 2"
+        None, ge=1, description="number of batches that each worker prefetches. Default: 2"
     )
-    dataloader_pin_memory: bool = Field(False, description="use page-locked memory for faster copies to a GPU")
+    dataloader_pin_memory: bool = Field(False, description="pin memory for faster copies to a GPU")
     world_size: PositiveInt | None = Field(
-        None, description="expected number of processes; a warning says if the launcher started another number"
+        None,
+        description="expected number of processes; if the launcher starts a different number, a warning is printed",
     )
     distributed_backend: Literal["gloo", "nccl", "mpi", "ccl"] = Field(
-        "gloo", description="torch.distributed backend, which the installed torch must support; nccl: gloo on a CPU"
+        "gloo",
+        description="torch.distributed backend, which the installed torch must support; nccl: on a CPU, gloo is used "
+        "instead",
     )
     network_interface: str | None = Field(
         None,
-        description="network interface that other hosts connect to, e.g. eth0. Default: the one with the route to the "
-        "first host",
+        description="network interface that the hosts use to connect to each other, e.g. eth0. Default: the one with "
+        "the route to the host of rank 0",
     )
     timeout_seconds: TimeoutSeconds = Field(
-        300.0, description="timeout of the processes of a run when they wait for each other"
+        300.0,
+        description="timeout of collectives, i.e. seconds that a process waits for the other processes of the run",
     )
     gradient_reduction: Literal["fp32", "bf16"] = Field(
-        "fp32", description="data type of gradients in the all-reduce; bf16: half the bytes, one rounding per process"
+        "fp32",
+        description="data type of gradients in the all-reduce; bf16: half the network traffic, but every process "
+        "rounds its gradients",
     )
     sharding: Literal["none", "optimizer", "full"] = Field(
         "none",
-        description="sharding over processes; none: replicate everything; optimizer: shard the fp32 weights and the "
-        "moments; full: also shard the matrices of the blocks and gather them only while they are used",
+        description="what is sharded over the processes; none: nothing, every process holds all of it; optimizer: "
+        "fp32 weights and optimizer states; full: also the weights of the transformer blocks, which are gathered "
+        "while they are used",
     )
     report_to: Annotated[list[Literal["tensorboard", "wandb"]], BeforeValidator(_as_list)] = Field(
         ["tensorboard"], description="loggers in addition to metrics.jsonl: tensorboard, wandb or none"
     )
-    logging_dir: str | None = Field(None, description="TensorBoard folder. Default: in the run's folder")
-    checkpoint_dir: str | None = Field(None, description="snapshot folder. Default: in the run's folder")
+    logging_dir: str | None = Field(
+        None, description="folder for TensorBoard logs. Default: a folder in the run folder"
+    )
+    checkpoint_dir: str | None = Field(None, description="folder for snapshots. Default: a folder in the run folder")
 
     @model_validator(mode="before")
     @classmethod
@@ -277,13 +310,17 @@ class TrainingConfig(Section):
         if self.lr_power != 1 and self.lr_scheduler != "polynomial":
             raise ValueError(f"lr_power has no effect with lr_scheduler {self.lr_scheduler}; set it to polynomial")
         if self.adapt_threads and self.threads != "auto":
-            raise ValueError(f"adapt_threads needs threads auto, but threads is {self.threads}; change one of the two")
+            raise ValueError(
+                f"adapt_threads requires threads auto, but threads is {self.threads}; change one of the two"
+            )
         if self.use_amp is False and self.precision == "bf16":
-            raise ValueError("use_amp false means fp32, but precision is bf16; remove one of the two")
+            raise ValueError("use_amp false means precision fp32, but precision is bf16; remove one of the two")
         if self.use_amp and self.precision == "fp32":
             raise ValueError("use_amp true means mixed precision, but precision is fp32; remove one of the two")
         if self.master_weights == "bf16" and self.wanted_precision == "fp32":
-            raise ValueError("master_weights bf16 needs precision bf16, but precision is fp32; change one of the two")
+            raise ValueError(
+                "master_weights bf16 requires precision bf16, but precision is fp32; change one of the two"
+            )
         narrow = next((k for k in ("master_weights", "optimizer_state") if getattr(self, k) != "fp32"), None)
         if self.sharding == "full" and narrow:
             raise ValueError(f"sharding full supports only fp32 weights and moments; set {narrow} to fp32")
@@ -314,8 +351,8 @@ class TrainingConfig(Section):
         if torch.cuda.is_available():
             return torch.device("cuda")
         if self.device == "cuda":
-            reason = "this is a CPU build of torch" if torch.version.cuda is None else "torch finds no GPU"
-            raise ConfigError(f"device is cuda, but {reason}; set device to auto.")
+            reason = "this build of torch supports only CPUs" if torch.version.cuda is None else "torch finds no GPU"
+            raise ConfigError(f"device is cuda, but {reason}; set device to auto or cpu.")
         return torch.device("cpu")
 
 
@@ -323,7 +360,10 @@ def unused_settings(values: dict[str, Any]) -> list[str]:
     """Returns a note for every key in a configuration's values that another key makes ineffective."""
     training = values.get("training") or {}
     if training.get("dataloader_num_workers") == 0 and training.get("dataloader_prefetch_factor") is not None:
-        return ["training.dataloader_prefetch_factor is ignored, because training.dataloader_num_workers is 0."]
+        return [
+            "training.dataloader_prefetch_factor has no effect, because training.dataloader_num_workers is 0; remove "
+            "it."
+        ]
     return []
 
 
@@ -331,6 +371,6 @@ def require_hours(hours: float) -> None:
     """Raises ConfigError if --hours is not a valid time limit of a run or a search."""
     if not 0 < hours <= MAX_HOURS:
         raise ConfigError(
-            f"--hours is {hours:g}, but must be positive and at most {MAX_HOURS:,.0f}; give a time budget, e.g. 0.5 "
-            "or 8."
+            f"--hours is {hours:g}, but must be positive and at most {MAX_HOURS:,.0f}; set it to a time budget, e.g. "
+            "0.5 or 8."
         )

@@ -48,14 +48,17 @@ class _Sentence:
         problem = line.problem
         if problem is None and not 0 < place < len(columns):
             count = f"{len(columns)} column{'s' if len(columns) != 1 else ''}"
-            problem = f"{line.where} has {count}, so column {tag_column} holds no tag; fix it or set data.tag_column."
+            problem = (
+                f"{line.where} has {count}, so there is no tag in column {tag_column}; fix the line or set "
+                "data.tag_column."
+            )
         if problem is None:
             self._tokens.append(columns[0])
             self._tags.append(columns[place])
         self._problem = self._problem or problem
         if len(self._tokens) > MAX_TOKENS:
             raise ConfigError(
-                f"{self._where}: the sentence has more than {MAX_TOKENS:,} tokens; separate sentences by empty lines."
+                f"{self._where}: the sentence has more than {MAX_TOKENS:,} tokens; put an empty line between sentences."
             )
 
     def rows(self) -> Iterator[SourceRow]:

@@ -203,8 +203,8 @@ class _BoundedGzip(io.RawIOBase):
         self._left -= count
         if self._left < 0:
             raise ConfigError(
-                f"{self._path} unpacks to more than {MAX_EXPANSION} times its size, like a decompression bomb; "
-                "unpack it yourself if you trust its content."
+                f"{self._path} decompresses to more than {MAX_EXPANSION} times its size, like a decompression bomb; "
+                "decompress it yourself if you trust it."
             )
         return count
 
@@ -241,10 +241,15 @@ def _row_documents(rows: Iterator[SourceRow], column: str | int | None) -> Itera
         if problem:
             raise ConfigError(problem)
         if not isinstance(row, (str, dict)):
-            raise ConfigError(f"{where} is a {type(row).__name__}, not an object with a text column.")
+            raise ConfigError(
+                f"{where} is of type {type(row).__name__} instead of an object with a text column; fix or remove the "
+                "row."
+            )
         text = row if isinstance(row, str) else row_text(row, column, where)
         if not is_text(text):
-            raise ConfigError(f"{where} contains an unpaired surrogate, which is not valid text; fix or remove it.")
+            raise ConfigError(
+                f"{where} contains an unpaired surrogate, which is not valid text; fix or remove the row."
+            )
         yield from pieces(text)
 
 
@@ -263,7 +268,9 @@ def _json_rows(path: Path) -> Iterator[SourceRow]:
     with _open(path) as file:
         text = file.read(MAX_JSON + 1)
     if len(text) > MAX_JSON:
-        raise ConfigError(f"{path} is too large to parse as a whole; convert it to .jsonl with one object per line.")
+        raise ConfigError(
+            f"{path} is too large for a single JSON value; convert it to .jsonl with one object per line."
+        )
     value = _parse_json(text, str(path))
     if isinstance(value, dict) and isinstance(value.get("data"), list):
         value = value["data"]
@@ -331,7 +338,9 @@ def _tsv_rows(path: Path, header: Header) -> Iterator[SourceRow]:
         fields = _tsv_fields(line.value)
         problem = None
         if columns is not None and len(fields) < len(columns):
-            problem = f"{line.where} has {len(fields)} columns, but the header has {len(columns)}; fix or remove it."
+            problem = (
+                f"{line.where} has {len(fields)} columns, but the header has {len(columns)}; fix or remove the line."
+            )
         yield SourceRow(line.where, _by_column(fields, columns, line.where), problem)
 
 
@@ -347,7 +356,7 @@ def _by_column(fields: list[str], columns: Sequence[str] | None, where: object) 
     """Maps column names to fields; missing last fields are None. Without `columns`, the keys are column numbers."""
     if columns is None:
         if len(fields) > MAX_COLUMNS:
-            raise ConfigError(f"{where} has more than {MAX_COLUMNS:,} columns; remove those that are not needed.")
+            raise ConfigError(f"{where} has more than {MAX_COLUMNS:,} columns; remove unneeded ones.")
         return dict(enumerate(fields))
     return dict(itertools.zip_longest(columns, fields[: len(columns)]))
 

@@ -77,7 +77,7 @@ class FirstLine:
         shown = (value[:SHOWN_CHARACTERS] for value in self.values[:SHOWN_COLUMNS])
         columns = ", ".join(f'{number} is "{value}"' for number, value in enumerate(shown))
         return ConfigError(
-            f"{self.path}: its first line looks like data instead of names of columns (column {columns}); {advice}."
+            f"{self.path}: its first line looks like data, not like column names (column {columns}); {advice}."
         )
 
 
@@ -110,5 +110,6 @@ def require_no_header(data: DataConfig) -> None:
         if inside and values[column].strip().casefold() in chosen[key]:
             raise ConfigError(
                 f"{path}: its first line is a header with the column {values[column]}, but data.{key} {column} is "
-                f"the number of a column in files without one; remove that line, or set data.{key} to the name."
+                f"a column number, which is for files without a header; remove that line, or set data.{key} to the "
+                "name."
             )

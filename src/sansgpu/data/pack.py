@@ -147,8 +147,8 @@ class TextWindows:
     def __init__(self, part: TokenRanges, window: int, before: int, end_id: int) -> None:
         if before >= window:
             raise ConfigError(
-                f"a window of {counted(window, 'token')} has no room after the {counted(before, 'special token')} at "
-                "its start."
+                f"the context of {counted(window, 'token')} is filled by the {counted(before, 'special token')} at "
+                "its start; raise --window."
             )
         self._part, self._before, self._end_id = part, before, end_id
         rows: list[tuple[int, int, int, int]] = []  # document start, prefix length, start and end of the inputs

@@ -83,7 +83,7 @@ class Prefetcher:
             if not self._depth:
                 what = f"the batch of step {job.step + 1} was not ready"
             raise SansGPUError(
-                f"{what} within {self._timeout:g} s; check that the disk with the data responds, or raise "
+                f"{what} within {self._timeout:g} s; check that the data's disk responds, or raise "
                 "data.timeout_seconds, then continue with --resume latest."
             )
         error = job.batch.exception()
@@ -91,8 +91,8 @@ class Prefetcher:
             return job.batch.result()
         reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": .")
         raise SansGPUError(
-            f"{who} failed at the batch of step {job.step + 1} ({reason}); check the data and its disk, then continue "
-            "with --resume latest."
+            f"{who} failed to prepare the batch of step {job.step + 1} ({reason}); check the data and its disk, then "
+            "continue with --resume latest."
         ) from error
 
     def _work(self, worker: int) -> None:

@@ -180,9 +180,9 @@ def row_text(row: dict[Any, Any], column: str | int | None, where: str) -> str:
         found = _text_columns(row) or _string_columns(row)
         advice = None
         if is_conversation(row):
-            advice = "these are conversations, not texts; fine-tune on them with task sft, and evaluate that run"
+            advice = "these are conversations, not documents; fine-tune on them with task sft, and evaluate that run"
         elif not _text_columns(row) and len(found) != 1:
-            advice = "set data.text_column to the one with the text"
+            advice = "set data.text_column to the column with the text"
         if advice is not None:
             raise BadRowError(f"{where} has the columns {column_names(row)}; {advice}.")
         column = found[0]
@@ -190,5 +190,8 @@ def row_text(row: dict[Any, Any], column: str | int | None, where: str) -> str:
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise BadRowError(f"{where}: column {column} contains a {type(text).__name__}, not text; set data.text_column.")
+        raise BadRowError(
+            f"{where}: column {column} contains a value of type {type(text).__name__} instead of text; set "
+            "data.text_column."
+        )
     return text

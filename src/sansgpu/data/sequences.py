@@ -147,7 +147,7 @@ def require_overlap_fits(tokenizer: Any, max_length: int, doc_stride: int, pair:
     room = max_length - int(tokenizer.num_special_tokens_to_add(pair=pair))
     if doc_stride >= room:
         raise ConfigError(
-            f"data.doc_stride {doc_stride} leaves no room in a window of data.max_length {max_length} tokens; "
+            f"data.doc_stride {doc_stride} leaves no room for new tokens in a window of data.max_length {max_length}; "
             "lower data.doc_stride or raise data.max_length."
         )
     return room

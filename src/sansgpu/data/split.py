@@ -16,10 +16,13 @@ FEW_HELD_OUT = 30  # with fewer examples, the 95 % confidence interval of an acc
 
 def describe_split(train: int, held: int, what: str, share: float) -> str:
     """Returns a message about the split of data without a validation set; `what` is the unit, such as "example"."""
-    clause = f"{counted(train, what)} to train on, {held:,} held out for validation (data.validation_split {share:g})"
+    clause = f"{counted(train, what)} for training, {held:,} held out for validation (data.validation_split {share:g})"
     if held >= FEW_HELD_OUT:
         return clause
-    return f"{clause}, too few to measure much: raise that key, or set data.validation_name to other {what}s"
+    return (
+        f"{clause}, too few for a precise evaluation: raise data.validation_split, or set data.validation_name to a "
+        "validation dataset"
+    )
 
 
 @dataclass(frozen=True)

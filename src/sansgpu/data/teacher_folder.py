@@ -72,7 +72,7 @@ class TeacherFolder:
             found: np.ndarray = np.load(self.root / f"{name}.npy", mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{self.root / name}.npy cannot be read ({first_line(error)}); delete {self.root}."
+                f"{self.root / name}.npy cannot be read ({first_line(error)}); delete {self.root} and {REMEDY}."
             ) from None
         return found
 
@@ -134,20 +134,25 @@ def open_teacher_folder(root: Path) -> TeacherFolder:
     manifest = read_object(root / MANIFEST)
     settings, files, shards = (manifest.get(key) for key in ("settings", "files", "shards"))
     if manifest.get("format") != FORMAT or not all(isinstance(part, dict) for part in (settings, files, shards)):
-        raise ConfigError(f"{root / MANIFEST} was not written by this version of `sansgpu distill`; delete {root}.")
+        raise ConfigError(
+            f"{root / MANIFEST} was not written by this version of `sansgpu distill`; delete {root} and {REMEDY}."
+        )
     assert isinstance(settings, dict)
     assert isinstance(files, dict)
     if (wrong := _wrong_setting(settings)) is not None:
         raise ConfigError(f"{root / MANIFEST}: {wrong} is {shown(settings.get(wrong))}; delete {root} and {REMEDY}.")
     for name, sha256 in files.items():
         if name != Path(name).name or len(name) > MAX_NAME:
-            raise ConfigError(f"{root / MANIFEST} names the file {shown(name)}, which is not in its folder.")
+            raise ConfigError(
+                f"{root / MANIFEST} names the file {shown(name)}, which is not in its folder; delete {root} and "
+                f"{REMEDY}."
+            )
         if not _is_intact(root / name, sha256):
             raise ConfigError(f"{root / name} is missing or was changed; delete {root} and {REMEDY}.")
     folder = TeacherFolder(root, settings, files, shards or {}, np.zeros(0, np.int64))
     counts = np.array(folder.array("counts"))
     if counts.ndim != 1 or counts.dtype != np.int64 or (counts < 0).any():
-        raise ConfigError(f"{root / 'counts.npy'} does not hold numbers of tokens; delete {root} and {REMEDY}.")
+        raise ConfigError(f"{root / 'counts.npy'} does not contain token counts; delete {root} and {REMEDY}.")
     return replace(folder, counts=counts)
 
 
@@ -176,7 +181,7 @@ class Predictions:
         for number, path in enumerate(self._paths):
             progress("checking the teacher's predictions", number, len(ranges), "shard")
             if path.name not in folder.shards:
-                raise ConfigError(f"{folder.root} is not complete: it has no {path.name}; {REMEDY}.")
+                raise ConfigError(f"{folder.root} is incomplete: {path.name} is missing; {REMEDY}.")
             if not folder.has_shard(number):
                 raise ConfigError(f"{path} is missing or was changed; {REMEDY}.")
 

@@ -49,7 +49,10 @@ class Tokenizer:
         names = [end_of_text] if end_of_text else KNOWN_ENDS
         found = next((name for name in names if backend.token_to_id(name) is not None), None)
         if found is None:
-            raise ConfigError(f"the tokenizer has no end-of-text token (searched for {truncate(' '.join(names))}).")
+            raise ConfigError(
+                f"the tokenizer has no end-of-text token, i.e. none of {truncate(' '.join(names))}; add one, or use a "
+                "different tokenizer."
+            )
         backend.no_padding()
         backend.no_truncation()
         backend.encode_special_tokens = True  # "<|endoftext|>" within a text is encoded as ordinary text
@@ -184,8 +187,8 @@ def require_vocabulary_size(size: int, name: str) -> None:
     """Raises ConfigError unless `size` is valid for a new byte-level BPE tokenizer; the message calls it `name`."""
     if not MIN_VOCABULARY <= size <= MAX_VOCABULARY:
         raise ConfigError(
-            f"{name} {size} is too {'small' if size < MIN_VOCABULARY else 'large'}; it must be at least "
-            f"{MIN_VOCABULARY}, which are 256 bytes and the end of text, and at most {MAX_VOCABULARY:,}."
+            f"{name} {size} is too {'small' if size < MIN_VOCABULARY else 'large'}; it must be from {MIN_VOCABULARY} "
+            f"(256 bytes and the end-of-text token) to {MAX_VOCABULARY:,}."
         )
 
 
@@ -292,7 +295,7 @@ def parsed_tokenizer(text: str, end_of_text: str | None, source: Path) -> Tokeni
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     except (TypeError, UnicodeEncodeError):  # UnicodeEncodeError: an unpaired surrogate
-        raise ConfigError(f"{source}: eos_token in tokenizer_config.json is not text.") from None
+        raise ConfigError(f"{source}: eos_token in tokenizer_config.json is not a string; fix it.") from None
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:

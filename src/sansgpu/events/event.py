@@ -125,7 +125,7 @@ class Sinks:
             except Exception as error:  # a sink must not stop training
                 self._sinks.remove(sink)
                 name, why = getattr(sink, "name", type(sink).__name__), " ".join(str(error).split())
-                message = f"{name} failed and was disabled: {why}; training continues."
+                message = f"{name} failed and was disabled ({why}); training continues."
                 failed.append({"event": "warning", "cause": "callback", "message": message})
         for warning in failed:
             self.emit(warning)

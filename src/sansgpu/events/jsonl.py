@@ -48,7 +48,7 @@ class MetricsFile:
             self._file.write(line(event))
             self._file.flush()
         except OSError as error:
-            what_to_do = "snapshots are intact: free disk space and resume"
+            what_to_do = "snapshots are not affected; free disk space and resume"
             raise RecordError(f"{self._path} cannot be written: {error.strerror}; {what_to_do}.") from None
 
     def close(self) -> None:

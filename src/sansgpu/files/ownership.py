@@ -79,7 +79,7 @@ def require_no_links(paths: Sequence[Path]) -> None:
     """Raises ConfigError if a path is a symlink, whose target would be overwritten."""
     for path in paths:
         if path.is_symlink():
-            raise ConfigError(f"{path} is a symlink, which is not followed; replace it with the file or folder.")
+            raise ConfigError(f"{path} is a symlink, which is not followed; replace it with a regular file or folder.")
 
 
 @contextmanager
@@ -201,7 +201,8 @@ def _move_in(new: Path, folder: Path, mark: FolderMark, before: Files) -> None:
     taken = {name for name in mark.files if _is_taken(folder, name, before.get(name, []))}
     if other := next(iter(sorted(taken - {README})), None):
         raise ConfigError(
-            f"{folder / other} was not written by sansgpu or has changed; move it away, or choose another folder."
+            f"{folder / other} was not written by sansgpu or has changed; move it to a different folder, or choose "
+            "another output folder."
         )
     files = {name: known for name, known in mark.files.items() if name not in taken}
     older = {name: known for name, known in before.items() if name not in mark.files}

@@ -18,7 +18,7 @@ MAX_JSON_BYTES = 32 << 20  # an index of 100,000 weights has 10 MB
 def require_regular_file(path: Path) -> None:
     """Raises ConfigError if `path` is a pipe, a device or a socket, from which reading may never end."""
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise ConfigError(f"{path} is a pipe, a device or a socket; give a regular file or a folder.")
+        raise ConfigError(f"{path} is a pipe, a device or a socket; pass a regular file or a folder.")
 
 
 def read_json(path: Path) -> Any:
@@ -33,7 +33,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file. Raises ConfigError like `read_json`, or if the value is not an object."""
     value = read_json(path)
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds a {type(value).__name__}, not keys and values.")
+        raise ConfigError(f"{path} contains a value of type {type(value).__name__} instead of keys and values; fix it.")
     return value
 
 
@@ -59,8 +59,8 @@ def field_flaw(schema: type[BaseModel], value: object) -> str | None:
         if error_type == "missing":
             return f"{place} is missing"
         if first["loc"] and first["loc"][0] not in schema.model_fields:  # pydantic would list every type
-            return f"{named(first['loc'][:1])} is {given}, but numbers should be finite and have at most 64 bits"
+            return f"{named(first['loc'][:1])} is {given}, but numbers must be finite and have at most 64 bits"
         if error_type in ("model_type", "dict_type"):
-            return f"{place or 'it'} is {given}, but should contain keys and values"
-        return f"{place} is {given}, but should be {first['msg'].removeprefix('Input should be ')}"
+            return f"{place or 'it'} is {given}, but must contain keys and values"
+        return f"{place} is {given}, but must be {first['msg'].removeprefix('Input should be ')}"
     return None

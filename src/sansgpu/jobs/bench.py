@@ -78,22 +78,22 @@ def bench(request: BenchRequest, progress: ReportProgress, warn: Warn) -> BenchR
     chosen = _with_choices(config, run)
     if request.forward_only:
         return _forward_only(run, chosen, request, progress)
-    progress(f"timing {counted(request.steps, 'step')} with empty caches", 0, 0)
+    progress(f"timing {counted(request.steps, 'step')} with a cold cache", 0, 0)
     measured = measure_in_subprocess(_first_request(chosen, run, request))
-    progress("timing the same configuration with warm caches", 0, 0)
+    progress("timing the same configuration with a warm cache", 0, 0)
     start = time.perf_counter()
     baseline = measure_in_subprocess(MeasureRequest(chosen, WHAT_IF_STEPS, example_tokens=run.usual_tokens))
     seconds = time.perf_counter() - start
     result = _summary(run, measured, baseline, request, progress)
     if run.corpus is None:
         result["warnings"].append(
-            "the data could not be read, so the projections leave out reading it, evaluations and the export"
+            "the data could not be read, so the projections do not include reading it, evaluations and the export"
         )
     usual = [] if request.what_if is False else built_in_changes(chosen)
     changes = asked + (usual if request.what_if else affordable(usual, seconds))
     if left_out := len(asked) + len(usual) - len(changes):
         warn(
-            f"{left_out} of {counted(len(usual), 'usual variation')} will not be measured, because each takes about "
+            f"{left_out} of {counted(len(usual), 'standard variation')} will be skipped, because each takes about "
             f"{duration(seconds)}; --what-if measures all of them, --no-what-if none."
         )
     result["what_if"] = time_variations(chosen, run, baseline, changes, seconds, progress) if changes else []
@@ -202,11 +202,13 @@ def _disturbances(measured: Measured, seconds: list[float]) -> list[str]:
     if measured["throttled"]:
         found.append(f"the CPU was throttled for heat {measured['throttled']} times")
     if measured["stolen_cores"] > MIN_BUSY_CORES:
-        found.append(f"the host of this virtual machine took {measured['stolen_cores']:.1f} cores for others")
+        found.append(
+            f"the host of this virtual machine gave {measured['stolen_cores']:.1f} of its cores to other machines"
+        )
     if measured["other_cores"] > MIN_BUSY_CORES:
         found.append(f"other programs kept {measured['other_cores']:.1f} cores busy")
     if ratio > MAX_STEP_RATIO:
-        found.append(uneven if found else f"{uneven}, for an unknown reason")
+        found.append(uneven if found else f"{uneven} for an unknown reason")
     return found
 
 
@@ -230,7 +232,7 @@ def _gpu(
         name = torch.cuda.get_device_name()
     elif request.gpu_flops_per_second:
         seconds, estimate = needed / (request.gpu_flops_per_second * GPU_MFU), True
-        name = f"A GPU of {request.gpu_flops_per_second / 1e12:g} TFLOP/s at {GPU_MFU:.0%} of that"
+        name = f"A GPU with {request.gpu_flops_per_second / 1e12:g} TFLOP/s at an MFU of {GPU_MFU:.0%}"
     else:
         return None
     return {

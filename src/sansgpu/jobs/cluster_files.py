@@ -17,7 +17,7 @@ from sansgpu.tasks.registry import task_of
 from sansgpu.train.optim import choose_optimizer
 from sansgpu.train.run_length import DISK_BYTES_PER_SECOND
 
-ESTIMATING = "estimating memory and the time to save"  # progress message while `needs_of` runs
+ESTIMATING = "estimating memory and the time to save a snapshot"  # progress message while `needs_of` runs
 STEPS = 2.0  # steps to allow for the current one; doubled because a CPU of a pod may be a hyper-thread, half a core
 SNAPSHOTS = 2.0  # the final snapshot waits for one that is still being written
 START_SECONDS = 30.0  # time that torchrun needs to signal its processes, and a reserve
@@ -72,7 +72,7 @@ def needs_of(config: Config, threads: int, world_size: int, warn: Callable[[str]
         ).snapshot  # rank 0 writes all of it even if sharded
     except SansGPUError as error:  # the model is on the claim, or on a Hub that cannot be reached from here
         warn(
-            f"{str(error).rstrip('.')}; the time to save is estimated for a model of "
+            f"{str(error).rstrip('.')}; the time to save a snapshot is estimated for a model of "
             f"{ASSUMED_PARAMETERS / 1e9:.0f}B parameters."
         )
         return PodNeeds(0, ASSUMED_PARAMETERS * BYTES_PER_PARAMETER, 6 * ASSUMED_PARAMETERS * tokens / rate)

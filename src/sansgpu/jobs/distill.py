@@ -72,7 +72,8 @@ def distill(request: DistillRequest, warn: Callable[[str], None], progress: Repo
     vocabulary = max(backend.get_vocab(with_added_tokens=True).values()) + 1
     if request.top_k >= vocabulary:
         raise ConfigError(
-            f"--top-k {request.top_k} must be less than the vocabulary of {counted(vocabulary, 'token')}."
+            f"--top-k {request.top_k} must be less than the size of the vocabulary, {counted(vocabulary, 'token')}; "
+            "lower it."
         )
     task: Any = TASKS[request.task]
     lesson = task.lesson(config, tokenizer, cache_dir(None), progress)
@@ -112,10 +113,12 @@ def _config(request: DistillRequest, teacher: Teacher) -> Config:
     room = None if teacher.context is None else teacher.context - len(teacher.before)
     length = request.max_length or min(DEFAULT_LENGTH[request.task], room or DEFAULT_LENGTH[request.task])
     if room is not None and length > room:
-        raise ConfigError(f"--max-length {length} is longer than the teacher's context of {counted(room, 'token')}.")
+        raise ConfigError(
+            f"--max-length {length} is longer than the teacher's context of {counted(room, 'token')}; lower it."
+        )
     data = {"dataset_name": request.data, "max_length": length, "text_column": request.text_column}
     if request.task == "sft" and request.text_column is not None:
-        raise ConfigError("--text-column has no effect with --task sft; leave it out.")
+        raise ConfigError("--text-column has no effect with --task sft; remove it.")
     model = {"name_or_path": request.model.target} if request.task == "sft" else {"max_seq_len": max(length, 2)}
     return as_config({"task": request.task, "model": model, "data": data}, "the request")
 
@@ -149,8 +152,8 @@ def _folder(request: DistillRequest, settings: dict[str, Any], lesson: Lesson, t
     for key, value in settings.items():
         if key not in (*NAMES, "precision") and folder.settings.get(key) != value:
             raise ConfigError(
-                f"{root} was written with another {key.replace('_', ' ')} ({folder.settings.get(key)}, now {value}); "
-                "choose another --output, or delete it."
+                f"{root} was written with a different {key.replace('_', ' ')} ({folder.settings.get(key)}, now "
+                f"{value}); choose another --output, or delete it."
             )
     return folder
 

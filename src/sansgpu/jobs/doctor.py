@@ -82,7 +82,7 @@ def doctor(progress: ReportProgress) -> MachineReport:
     unsafe: list[str] = []
     private_cache(unsafe.append)
     kernels = library.load()
-    no_caching = "the native kernels are not loaded" if kernels else library.why_no_caching_allocator()
+    no_caching = "the C++ kernels are not loaded" if kernels else library.why_no_caching_allocator()
     bf16, threads = has_native_bf16(), torch.get_num_threads()
     facts = MachineReport(
         **hardware(),
@@ -118,18 +118,24 @@ def _build_advice(facts: MachineReport) -> Iterator[Advice]:
     if facts.kernels == "torch":
         yield Advice(
             1.0,
-            f"the native kernels cannot be loaded ({facts.kernels_problem}); install a wheel of sansgpu for this "
+            f"sansgpu's C++ kernels cannot be loaded ({facts.kernels_problem}); install a wheel of sansgpu for this "
             "platform, or install a C++ compiler and then sansgpu from source.",
         )
     if facts.cache_problem:
         yield Advice(0.0, facts.cache_problem)
     if facts.isa_limits:
         names = ", ".join(f"{name}={value}" for name, value in facts.isa_limits.items())
-        yield Advice(1.0, f"unset {names}; it keeps programs from using instructions that this CPU may have.")
+        yield Advice(1.0, f"unset {names}; it prevents libraries from using the CPU's fastest instructions.")
     if "oneDNN" not in facts.torch_blas:
-        yield Advice(0.5, "this build of torch has no oneDNN, which makes matrix products fast; install one from PyPI.")
+        yield Advice(
+            0.5, "this build of torch has no oneDNN, which speeds up matrix products; install torch from PyPI."
+        )
     if bf16 and fp32 and bf16 < MIN_BF16_SPEEDUP * fp32:
-        yield Advice(0.0, "bf16 products are hardly faster than fp32 here; precision auto picks the faster one.")
+        yield Advice(
+            0.0,
+            "matrix products in bf16 are hardly faster than in fp32 on this machine; precision auto chooses the "
+            "faster one.",
+        )
 
 
 def _cores_advice(facts: MachineReport) -> Iterator[Advice]:
@@ -137,9 +143,11 @@ def _cores_advice(facts: MachineReport) -> Iterator[Advice]:
     cores = min(facts.cpus, facts.cores)
     if busy > MIN_BUSY_CORES:
         gain = busy / max(usable - busy, usable / 2)
-        yield Advice(gain, f"other programs keep {busy:.1f} cores busy; stop them, or reserve cores for the run.")
+        yield Advice(gain, f"other programs use {busy:.1f} cores; stop them, or reserve cores for the run.")
     if quota and quota < cores:
-        yield Advice(cores / quota - 1, f"the container may use {quota:.1f} of {cores} cores; raise its CPU limit.")
+        yield Advice(
+            cores / quota - 1, f"the container is limited to {quota:.1f} of {cores} cores; raise its CPU limit."
+        )
     if facts.numa_nodes > 1:
         nodes = facts.numa_nodes
         yield Advice(0.3, f"start one process per NUMA node ({nodes}): sansgpu train CONFIG --processes auto.")
@@ -147,15 +155,22 @@ def _cores_advice(facts: MachineReport) -> Iterator[Advice]:
         command = "cpupower frequency-set -g performance"
         yield Advice(0.2, f"the CPU frequency governor is {facts.governor}; set it to performance ({command}).")
     if len(facts.openmp) > 1:
-        yield Advice(0.1, f"several OpenMP runtimes compete for the cores: {', '.join(facts.openmp)}.")
+        yield Advice(
+            0.1,
+            f"several OpenMP runtimes compete for the cores ({', '.join(facts.openmp)}); install packages that share "
+            "one.",
+        )
 
 
 def _memory_advice(facts: MachineReport) -> Iterator[Advice]:
     if facts.transparent_huge_pages == "never":
         command = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
-        yield Advice(0.03, f"transparent huge pages are off; turn them on for programs that request them: {command}.")
+        yield Advice(0.03, f"transparent huge pages are off; enable them for programs that request them ({command}).")
     if facts.available_bytes < MIN_FREE_MEMORY:
-        yield Advice(0.0, f"only {facts.available_bytes / 1e9:.1f} GB of memory are available.")
+        yield Advice(0.0, f"only {facts.available_bytes / 1e9:.1f} GB of memory are available; stop other programs.")
     if facts.cache_free_bytes < MIN_FREE_DISK:
         free = facts.cache_free_bytes / 1e9
-        yield Advice(0.0, f"only {free:.1f} GB are free for {facts.cache}; set SANSGPU_CACHE to a larger disk.")
+        yield Advice(
+            0.0,
+            f"the disk of {facts.cache} has only {free:.1f} GB free; set SANSGPU_CACHE to a folder on a larger disk.",
+        )

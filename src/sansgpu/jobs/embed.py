@@ -65,7 +65,7 @@ def embed(request: EmbedRequest, warn: Callable[[str], None], progress: ReportPr
     layout = loaded.objective.layout
     if prompt is not None and prompt not in layout.prompts:
         names = " ".join(layout.prompts) or "none"
-        raise ConfigError(f"{request.model.target} has no prompt {prompt}; it has {names}.")
+        raise ConfigError(f"{request.model.target} has no prompt {prompt}; its prompts are {names}.")
     words = layout.prompt() if prompt is None else layout.prompts[prompt]
     column = loaded.config.data.text_column if request.text_column is None else request.text_column
     source = open_single(data, DataConfig(dataset_name=data, text_column=column), text_rows=True)
@@ -99,7 +99,7 @@ def _text_of(row: SourceRow, column: str | int | None) -> str:
     """Returns the text of a row. Raises BadRowError if it has none."""
     value = row.readable_value()
     if not isinstance(value, (str, dict)):
-        raise row.error(f"it is a {type(value).__name__}, not an object with a text")
+        raise row.error(f"it is of type {type(value).__name__} instead of an object with a text")
     try:
         text = value if isinstance(value, str) else row_text(value, column, row.where)
     except BadRowError as error:
@@ -112,7 +112,9 @@ def _text_of(row: SourceRow, column: str | int | None) -> str:
 def require_vector_file(path: Path) -> None:
     """Raises ConfigError unless vectors can be written to a new file of this name."""
     if path.suffix not in _FORMS:
-        raise ConfigError(f"--output {path} must end in {' or '.join(_FORMS)}; choose one of these formats.")
+        raise ConfigError(
+            f"--output {path} has an unsupported format; choose a name that ends in {' or '.join(_FORMS)}."
+        )
     require_file(path)
 
 
@@ -162,11 +164,11 @@ def _parquet(path: Path, width: int) -> Iterator[WriteVectors]:
             table = pyarrow.Table.from_pylist([{str(k): v for k, v in value.items()} for value in values], schema)
         except pyarrow.ArrowException as error:
             raise ConfigError(
-                f"the rows from {rows[0].where} on cannot be columns of a .parquet file ({first_line(error)}); write a "
-                ".npy file, which has the vectors alone."
+                f"the columns of the rows from {rows[0].where} on cannot be stored in a .parquet file "
+                f"({first_line(error)}); write a .npy file, which contains only the vectors."
             ) from None
         if writer is None and COLUMN in table.column_names:
-            raise ConfigError(f"{rows[0].where} has a column {COLUMN} already; rename it, or write a .npy file.")
+            raise ConfigError(f"{rows[0].where} already has a column {COLUMN}; rename it, or write a .npy file.")
         table = table.append_column(COLUMN, pyarrow.FixedSizeListArray.from_arrays(flat, width))
         writer = writer or pyarrow.parquet.ParquetWriter(path, table.schema)
         writer.write_table(table)
@@ -196,7 +198,7 @@ def search(
     """
     require_usearch()
     if not query.strip():
-        raise ConfigError("the words to search for must not be empty.")
+        raise ConfigError("the query is empty; pass a question or a phrase.")
     files = _files_of(folder)
     loaded = open_encoder(model, warn, progress)
     tokenizer, layout = loaded.tokenizer, loaded.objective.layout
@@ -204,7 +206,8 @@ def search(
     room = loaded.config.window - tokenizer.num_special_tokens_to_add() - len(_token_spans(tokenizer, [of_passage])[0])
     if room < 1:
         raise ConfigError(
-            f"the prompt of {model.target} for passages leaves no room for a passage; raise its max_seq_length."
+            f"the passage prompt of {model.target} fills its whole context, so there is no room for a passage; raise "
+            "its max_seq_length."
         )
     rules = PassageRules(partial(_token_spans, tokenizer), room, text_column)
     root = private_cache(warn) / "search"  # private, because a native library parses the index
@@ -226,7 +229,7 @@ def _files_of(folder: Path) -> list[Path]:
         return dataset_files(folder)
     require_regular_file(folder)
     if not folder.exists():
-        raise ConfigError(f"{folder} does not exist; give a folder of texts, or a file.")
+        raise ConfigError(f"{folder} does not exist; pass a folder of documents, or a file.")
     if file_form(folder) is None:
         raise ConfigError(f"{folder} has an unknown suffix; supported are {' '.join(SUFFIXES)}, each also with .gz.")
     return [folder]

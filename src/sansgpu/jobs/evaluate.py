@@ -35,13 +35,13 @@ def evaluate_model(
     loaded = open_model(model, verb, warn, progress)
     task_class, config, source = loaded.task_class, loaded.config, loaded.source
     if objective not in (None, config.task) and data is not None:
-        raise ConfigError("--objective prepares the run's own data and has no effect with --data; leave one out.")
+        raise ConfigError("--objective has no effect with --data; remove one of them.")
     if window is not None and not task_class.has_windows:
-        raise ConfigError("--window works with decoders only; other models use the length that they were trained with.")
+        raise ConfigError("--window is only for decoders; remove it to use the length that the model was trained with.")
     if window is not None and data is None:
-        raise ConfigError("--window has an effect with --data only; leave it out.")
+        raise ConfigError("--window requires --data; remove --window, or add --data.")
     if data is None and source.snapshot is None:
-        raise ConfigError(f"{target} is not a run, so it has no validation split; name a dataset with --data.")
+        raise ConfigError(f"{target} is not a run, so it has no validation split; pass a dataset with --data.")
     cache = cache_dir(config.data.cache_dir)
 
     def own_corpus() -> Corpus:

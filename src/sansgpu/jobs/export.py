@@ -41,7 +41,7 @@ def export_run(
     if is_adapter_folder(run):
         return _export_merged(model, output, merge, warn, progress)
     if (run / "config.json").is_file() and not (run / "config.yaml").is_file():
-        raise ConfigError(f"{run} is already a Hugging Face folder; export takes a run.")
+        raise ConfigError(f"{run} is already a Hugging Face folder; pass a run folder.")
     config, _ = open_run(run)
     folder = output or run / "export"
     if output is None:
@@ -49,7 +49,7 @@ def export_run(
     require_folder(folder, "model", "--output")
     _require_no_other_run(folder, run)
     if merge is not None and config.model.adapter == "none":
-        raise ConfigError(f"{run} has no adapter; leave out --merge and --no-merge.")
+        raise ConfigError(f"{run} has no adapter; remove --merge or --no-merge.")
     loaded = open_model(model, "export", warn, progress)
     progress(f"writing {folder}", 0, 0)
     loaded.task_class.export_model(loaded, folder, merge)
@@ -67,7 +67,7 @@ def _export_merged(
     """Merges the adapter of a causal language model into its base model and writes the result. Raises ConfigError."""
     adapter = Path(model.target)
     if merge is False:
-        raise ConfigError(f"{adapter} holds only an adapter already; leave out --no-merge.")
+        raise ConfigError(f"{adapter} already contains only an adapter; remove --no-merge.")
     folder = _require_output(adapter, output)
     require_folder(folder, "model", "--output")
     _require_no_other_run(folder, adapter.resolve().parent)
@@ -79,9 +79,9 @@ def _export_merged(
 
 def _require_output(target: Path, output: Path | None) -> Path:
     if output is None:
-        raise ConfigError(f"{target} is not a run; name the output with --output.")
+        raise ConfigError(f"{target} is not a run; set --output to the file to write.")
     if output.resolve() == target.resolve():
-        raise ConfigError(f"{output} is the adapter itself; choose another --output.")
+        raise ConfigError(f"{output} is the folder of the adapter to export; choose another --output.")
     return output
 
 
@@ -154,7 +154,7 @@ def export_onnx(
     require_onnx()
     target = Path(model.target)
     if weight_type not in FILES:
-        raise ConfigError(f"--type is {weight_type}, but --format onnx needs one of {', '.join(FILES)}.")
+        raise ConfigError(f"--type is {weight_type}, but with --format onnx must be one of {', '.join(FILES)}.")
     is_run = (target / "config.yaml").is_file()
     if not is_run:
         _require_plain_folder(target, model, output)
@@ -178,9 +178,9 @@ def _require_plain_folder(target: Path, model: ModelRequest, output: Path | None
     if not (target / "config.json").is_file():
         raise ConfigError(f"{target} is neither a run nor a Hugging Face folder: it has no config.yaml or config.json.")
     if output is None:
-        raise ConfigError(f"{target} is not a run; give a folder to write to with --output.")
+        raise ConfigError(f"{target} is not a run; set --output to the folder to write.")
     if model.snapshot != "latest" or model.objective is not None:
-        raise ConfigError(f"{target} is not a run; leave out --snapshot and --objective.")
+        raise ConfigError(f"{target} is not a run; remove --snapshot and --objective.")
 
 
 def _write_encoder(model: ModelRequest, folder: Path, warn: Callable[[str], None], progress: ReportProgress) -> None:

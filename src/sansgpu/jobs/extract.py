@@ -64,7 +64,7 @@ def extract(request: ExtractRequest, warn: Callable[[str], None], progress: Repo
     """Returns the triples of the documents. Raises ConfigError before any document is processed."""
     target, text, data = request.model.target, request.text, request.data
     if (text is None) == (data is None):
-        raise ConfigError("give either --text or --data to extract triples from.")
+        raise ConfigError("pass either --text or --data.")
     if text is not None and not text.strip():
         raise ConfigError("--text must not be empty.")
     loaded = open_model(request.model, "extract", warn, progress)
@@ -72,7 +72,7 @@ def extract(request: ExtractRequest, warn: Callable[[str], None], progress: Repo
     config, codec = loaded.config, loaded.tokenizer
     unknown = next((name for name in request.relations if name not in codec.relations), None)
     if unknown is not None:
-        raise ConfigError(f"--relation {unknown} is unknown; {target} was trained on {', '.join(codec.relations)}.")
+        raise ConfigError(f"--relation {unknown} is unknown to {target}; choose from {', '.join(codec.relations)}.")
     if text is not None:
         documents = [GraphDocument("text", "text", text)]
     else:
@@ -101,6 +101,7 @@ def _trained_tails(
     own = run_parts(loaded, progress, warn)
     if own is None:
         raise ConfigError(
-            f"{target} is not a run and the texts have no entities to choose tails from; leave out --closed."
+            f"--closed requires tails to choose from, but {target} is not a run and the documents have no entities; "
+            "remove --closed."
         )
     return tuple(dict.fromkeys(triple.tail for document in own.train for triple in document.triples))

@@ -77,7 +77,7 @@ class ChatSession:
         self._model = loaded.task_class.batch_model(loaded)
         if self._model.chat_ids is None:
             raise ConfigError(
-                f"{model.target} has no chat template; use `sansgpu generate`, or give data.chat_template."
+                f"{model.target} has no chat template; use `sansgpu generate`, or set data.chat_template."
             )
         self._system_messages = [{"role": "system", "content": system}] if system else []
         self.reset()
@@ -111,12 +111,15 @@ def generate_rows(request: GenerateRequest, warn: Callable[[str], None], progres
     loaded = open_model(request.model, "complete" if is_run else "chat", warn, progress)
     model = loaded.task_class.batch_model(loaded)
     if not model.together:
-        warn(f"{target}: its prompts are completed one by one, because its layers cannot share a cache.")
+        warn(
+            f"{target}: prompts are completed one at a time, because the model's layers do not support batched "
+            "generation."
+        )
     bad_rows = BadRows("skip")
     prompts = list(_encoded(request.data, model, bad_rows, progress))
     bad_rows.report(lambda note: warn(f"{request.data}: {note}"))
     if not prompts:
-        raise ConfigError(f"{request.data} has no rows to complete; give rows with a prompt, messages or a text.")
+        raise ConfigError(f"{request.data} has no rows to complete; rows need a prompt, messages or a text.")
     file = PartialFile(
         request.output, target, _fingerprint(request, loaded, prompts), weights_sha256(loaded.objective.model)
     )
@@ -180,7 +183,7 @@ def _encoded(
                 else model.text_ids(prompt.text)
             )
         if len(ids) >= model.context:
-            raise row.error(f"it has {len(ids):,} tokens, but the model reads and writes at most {model.context:,}")
+            raise row.error(f"it has {len(ids):,} tokens, too many for the model's context of {model.context:,}")
         return prompt, ids
 
     rows = open_single(name, DataConfig(dataset_name=name), text_rows=True).rows()
@@ -257,13 +260,13 @@ class PartialFile:
             known = {}
         if known.get("fingerprint") == self._content["fingerprint"] and known != self._content:
             raise ConfigError(
-                f"the weights of {self._target} have changed since {self._partial} was begun; delete {self._request} "
-                f"and {self._partial} to begin again, or choose another --output."
+                f"the weights of {self._target} have changed since {self._partial} was started; delete "
+                f"{self._request} and {self._partial} to start over, or choose another --output."
             )
         if known != self._content:
             raise ConfigError(
-                f"{self._partial} was begun with another model, other rows or other options; repeat its command, "
-                f"delete both {self._request} and it, or choose another --output."
+                f"{self._partial} was started with a different model, data or options; run that command again, delete "
+                f"{self._request} and {self._partial}, or choose another --output."
             )
 
     def _drop_torn_line(self) -> int:

@@ -64,7 +64,9 @@ def parse_hours(text: str) -> float:
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([a-z]*)", text.strip().lower())
     hours = float(match[1]) * _HOURS_PER_UNIT.get(match[2], math.nan) if match else math.nan
     if not 0 < hours <= MAX_HOURS:
-        raise ConfigError(f"the time is {truncate(text)!r}; give hours or minutes, e.g. 2h or 30m, up to a year.")
+        raise ConfigError(
+            f"the time {truncate(text)!r} is not valid; write hours or minutes up to a year, e.g. 2h or 30m."
+        )
     return hours
 
 
@@ -76,11 +78,11 @@ def _duration(hours: float) -> str:
 def require_new(file: Path, force: bool) -> None:
     """Raises ConfigError if the file to write exists, unless with `force`, or cannot be a configuration."""
     if file.suffix not in SUFFIXES:
-        raise ConfigError(f"{truncate(str(file))} has no suffix of YAML; write e.g. {DEFAULT_FILE}.")
+        raise ConfigError(f"{truncate(str(file))} does not end in .yaml or .yml; choose e.g. {DEFAULT_FILE}.")
     if file.is_symlink() or (file.exists() and not file.is_file()):
         raise ConfigError(f"{file} is not a regular file; choose another name.")
     if file.exists() and not force:
-        raise ConfigError(f"{file} already exists; choose another name, or replace it with --force.")
+        raise ConfigError(f"{file} already exists; choose another name, or add --force to replace it.")
 
 
 def init(
@@ -92,10 +94,12 @@ def init(
     if purpose is None:
         raise ConfigError(f"--task is {truncate(answers.task)!r}, but must be one of {', '.join(PURPOSES)}.")
     if answers.task not in purposes_of(answers.text):
-        raise ConfigError(f"task {answers.task} has no built-in text; give --text a file or folder: {purpose.rows}.")
+        raise ConfigError(
+            f"task {answers.task} has no built-in data; set --text to a file or folder with {purpose.rows}."
+        )
     from_scratch = purpose.model is None
     if from_scratch and answers.model:
-        raise ConfigError(f"task {answers.task} trains from scratch; leave out --model.")
+        raise ConfigError(f"task {answers.task} trains from scratch; remove --model.")
     if _is_built_in(answers.text):
         answers = replace(answers, text=str(purpose.built_in))
     if from_scratch:
@@ -103,9 +107,10 @@ def init(
     else:
         config, head = _fine_tuned(answers, purpose, progress, warn)
     comments = {
-        "training.num_epochs": "passes over the training split, at most",
-        "training.max_hours": f"the run ends after {_duration(answers.hours)}, or earlier after num_epochs",
-        "data.dataset_name": f"the data: {purpose.rows}. {_origin(answers.text)}",
+        "training.num_epochs": "maximum passes over the training split",
+        "training.max_hours": f"maximum hours; the run ends after {_duration(answers.hours)}, or after num_epochs if "
+        "that is earlier",
+        "data.dataset_name": f"data to train on: {purpose.rows}. {_origin(answers.text)}",
     }
     with write_failures_as(ConfigError, file):
         write_text(file, commented_yaml(config, f"Written by `sansgpu init`. {head}", comments))
@@ -115,8 +120,8 @@ def init(
 
 def _origin(text: str) -> str:
     if _is_built_in(text):
-        return "This one is made from the standard library of Python, which every machine has."
-    return "A relative path is looked up in the working directory, then beside this file."
+        return "This dataset is built from Python's standard library, which every machine has."
+    return "A relative path is relative to the working directory, or else to the folder of this file."
 
 
 def _from_scratch(answers: InitAnswers, progress: ReportProgress) -> tuple[Config, str]:
@@ -128,9 +133,9 @@ def _from_scratch(answers: InitAnswers, progress: ReportProgress) -> tuple[Confi
     size = open_single(answers.text, DataConfig(dataset_name=answers.text)).size_bytes
     best = propose_quickly(answers.text, size, answers.hours, processor, memory)
     head = (
-        f"A decoder of {best.parameters / 1e6:.1f}M parameters, chosen for {_duration(answers.hours)} on "
-        f"{processor.name} and {memory / 1e9:.0f} GB of memory. `sansgpu plan` measures how much of the text it reads "
-        "in that time."
+        f"A decoder with {best.parameters / 1e6:.1f}M parameters, chosen for {_duration(answers.hours)} on "
+        f"{processor.name} and {memory / 1e9:.0f} GB of memory. `sansgpu plan` measures how much of the data it can "
+        "train on in that time."
     )
     return best.config, head
 
@@ -156,8 +161,8 @@ def _fine_tuned(
         }
     )
     config = _fitting(config, answers, progress, warn)
-    method = "low-rank matrices beside its weights (LoRA)" if purpose.is_decoder else "all of its weights"
-    return config, f"Fine-tunes {method} of {model} to get {purpose.words}, within {_duration(answers.hours)}."
+    method = "a LoRA adapter" if purpose.is_decoder else "all weights"
+    return config, f"Fine-tunes {method} of {model} to {purpose.words}, within {_duration(answers.hours)}."
 
 
 def _fitting(config: Config, answers: InitAnswers, progress: ReportProgress, warn: Callable[[str], None]) -> Config:
@@ -174,14 +179,14 @@ def _fitting(config: Config, answers: InitAnswers, progress: ReportProgress, war
         options = ResolveOptions("report", data="unread", timed="never")
         run = resolve_run(config, progress, ignore_message, options)
     except ConfigError as error:
-        warn(f"{str(error).rstrip('.')}; the memory of the run is therefore not estimated.")
+        warn(f"{str(error).rstrip('.')}; the memory estimate is therefore skipped.")
         return config
     memory = answers.memory or run.available
     if run.memory.fits(memory):
         return config
     changes = changes_that_fit(config, run.execution, memory)
     if not changes:
-        raise ConfigError(f"this model does not fit into {memory / 1e9:.1f} GB; choose a smaller one.")
+        raise ConfigError(f"this model does not fit into {memory / 1e9:.1f} GB of memory; choose a smaller one.")
     return change_config(config, changes[0].settings)
 
 
@@ -197,5 +202,5 @@ def _machine(answers: InitAnswers) -> tuple[Processor, int]:
     if answers.cores is None:
         return replace(here, name=f"this machine with {counted(here.cores, 'core')}"), memory
     rate = here.gemm_flops_per_second * answers.cores / here.cores
-    name = f"a machine with {counted(answers.cores, 'core')}, each as fast as one here,"
+    name = f"a machine with {counted(answers.cores, 'core')}, each as fast as one of this machine,"
     return Processor(name, answers.cores, here.precision, rate), memory

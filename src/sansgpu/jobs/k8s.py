@@ -225,7 +225,8 @@ def _require_pods_can_run(config: Config) -> None:
     for key, path in _paths(config, _INPUT_KEYS + _OUTPUT_KEYS):
         if path.startswith("~") or not f"{on_claim(path)}/".startswith(f"{DATA}/"):
             raise ConfigError(
-                f"{key} is {path}, but pods only have the claim, mounted at {DATA}; give a path on it, e.g. "
+                f"{key} is {path}, but pods can only access the claim, mounted at {DATA}; set it to a path on the "
+                "claim, e.g. "
                 f"{PurePosixPath(path).name or 'notes'} or {DATA}/{PurePosixPath(path).name or 'notes'}."
             )
 
@@ -239,7 +240,7 @@ def _as_name(stem: str) -> str:
 def _require(pattern: str, max_length: int, option: str, value: str, allowed: str) -> None:
     if not re.fullmatch(pattern, value) or len(value) > max_length:
         raise ConfigError(
-            f"{option} {value!r} is not a valid Kubernetes name; use {allowed}, {max_length} characters at most."
+            f"{option} {value!r} is not a valid Kubernetes name; use {allowed}, and at most {max_length} characters."
         )
 
 
@@ -263,7 +264,7 @@ def _node_selector(pairs: Sequence[str]) -> dict[str, str]:
         ):
             raise ConfigError(f"--node-selector {pair!r} is not a valid node label; write KEY=VALUE.")
         if labels.setdefault(key, value) != value:
-            raise ConfigError(f"--node-selector sets {key} to both {labels[key]} and {value}; leave one out.")
+            raise ConfigError(f"--node-selector sets {key} to both {labels[key]} and {value}; remove one of them.")
     return labels
 
 
@@ -276,7 +277,7 @@ def _bytes_of(option: str, size: str) -> int:
     if match is None or amount > _LARGEST:
         raise ConfigError(f"{option} {size[:40]!r} is not a Kubernetes quantity; write e.g. 64Gi.")
     if amount < MIN_BYTES:
-        raise ConfigError(f"{option} {size} is {amount:,} bytes, too little for any run; write e.g. 64Gi.")
+        raise ConfigError(f"{option} {size} is {amount:,} bytes, too little for a run; write e.g. 64Gi.")
     return amount
 
 
@@ -298,7 +299,7 @@ def _warn_if_short(needs: PodNeeds, available: int, warn: Callable[[str], None])
     if not needs.fit(available):
         warn(
             f"each process needs about {needs.memory / 1e9:.1f} GB of memory, but its share of a pod is "
-            f"{available / 1e9:.1f} GB; raise --memory or shrink the run, see `sansgpu plan`."
+            f"{available / 1e9:.1f} GB; raise --memory, or shrink the run as `sansgpu plan` suggests."
         )
 
 

@@ -26,7 +26,9 @@ def plan(
         require_examples(cluster.nodes, config)
     run = resolve_run(config, progress, warn, PLAN)
     if cluster and run.total_steps == UNKNOWN_STEPS and not config.training.time_limited:
-        raise ConfigError("--nodes compares whole runs, but the length of an epoch is unknown; set training.max_steps.")
+        raise ConfigError(
+            "--nodes needs the length of the run, but the length of an epoch is unknown; set training.max_steps."
+        )
     result = describe_plan(run, progress)
     if cluster:
         result["cluster"] = plan_nodes(run, cluster, progress)

@@ -43,7 +43,7 @@ def predict(
     """
     loaded = open_model(model, "predict", warn, progress)
     if unknown := next((name for name in options if name not in signature(loaded.task_class.predict).parameters), None):
-        raise ConfigError(f"{_flags([unknown])} has no effect for a model of task {loaded.config.task}; leave it out.")
+        raise ConfigError(f"{_flags([unknown])} has no effect for a model of task {loaded.config.task}; remove it.")
     if isinstance(data, str):
         rows: Iterator[Row] = rows_of(data, loaded.config.data, loaded.task_class.rows_to_predict)
     else:
@@ -66,7 +66,7 @@ def _for_single_row(loaded: TrainedModel, row: Row) -> TrainedModel:
         task = f"task {loaded.config.task}{' on pairs of texts' if pairs else ''}"
         usable = " or ".join(_flags(form) for form in forms)
         known = "is" if loaded.source.config or loaded.task_class.recognizes(target) else "can only be used as"
-        raise ConfigError(f"{target} {known} a model of {task}; give {usable} instead of {_flags(tuple(row))}.")
+        raise ConfigError(f"{target} {known} a model of {task}; pass {usable} instead of {_flags(tuple(row))}.")
     named = data.model_copy(update={"text_column": None, "text_pair_column": None, "label_column": None})
     return replace(loaded, config=loaded.config.model_copy(update={"data": named}))
 

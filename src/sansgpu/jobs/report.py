@@ -51,7 +51,7 @@ def report(runs: Sequence[Path], output: Path | None, form: str, warn: Callable[
 
 def write_run_report(paths: RunPaths, warn: Callable[[str], None]) -> None:
     """Writes report.html and the model card at the end of a run. Failures become warnings."""
-    with _warned(f"the report of {paths.root}", warn):
+    with _errors_as_warnings(f"the report of {paths.root}", warn):
         record = RunRecord.read(paths)
         if record.end_reason != "interrupted":
             write_model_card(paths.root, paths.final, None, warn)
@@ -64,14 +64,14 @@ def write_model_card(run: Path, folder: Path, step: int | None, warn: Callable[[
 
     Does not overwrite a card that was edited.
     """
-    with _warned(f"the model card of {folder}", warn):
+    with _errors_as_warnings(f"the model card of {folder}", warn):
         adapter = (folder / ADAPTER_CONFIG).is_file()
         if not write_into_folder(folder, README, model_card(RunRecord.open(run), step, adapter)):
-            warn(f"{folder / README} was edited, so it is not overwritten; it may describe an earlier model.")
+            warn(f"{folder / README} was edited, so it is kept and may describe an earlier model.")
 
 
 @contextmanager
-def _warned(what: str, warn: Callable[[str], None]) -> Iterator[None]:
+def _errors_as_warnings(what: str, warn: Callable[[str], None]) -> Iterator[None]:
     """Turns any exception into a warning, because the trained model matters more than its report."""
     try:
         yield

@@ -23,7 +23,7 @@ def list_runs(folder: Path) -> list[RunSummary]:
     if folder == RUNS and not folder.exists():
         return []
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder; train a model first, or give the folder that contains your runs.")
+        raise ConfigError(f"{folder} is not a folder; train a model first, or pass the folder that contains your runs.")
     rows = [_row(found, folder) for found in run_folders(folder)]
     return sorted(rows, key=lambda row: (row.changed or "", row.path), reverse=True)
 

@@ -63,12 +63,12 @@ def slurm(request: SlurmRequest, progress: ReportProgress, warn: Callable[[str],
         ("--memory", request.memory, _MEMORY),
     ):
         if value is not None and not re.fullmatch(pattern, value):
-            raise ConfigError(f"{option} {truncate(value)!r} is not valid in Slurm; use letters, digits, _, . and -.")
+            raise ConfigError(f"{option} {truncate(value)!r} is not valid for Slurm; use letters, digits, _, . and -.")
     require_examples(request.nodes, config, request.processes_per_node)
     folder = request.output_dir or Path("runs") / name
     require_plain_name(folder)
     if re.search(r"\s", str(folder)):
-        raise ConfigError(f"{folder} contains spaces, which options in a script of Slurm cannot; rename it.")
+        raise ConfigError(f"{folder} contains spaces, which Slurm's script options do not support; rename it.")
     progress(ESTIMATING, 0, 0)
     grace = _grace_seconds(request, config, warn)
     text = _script(request, name, folder, grace)
@@ -119,7 +119,9 @@ def _grace_seconds(request: SlurmRequest, config: Config, warn: Callable[[str], 
     threads = threads_of_share(cpus or ASSUMED_CPUS, processes)
     grace = needs_of(config, threads, request.nodes * processes, warn).grace_seconds
     if request.time is not None and _seconds(request.time) <= grace:
-        raise ConfigError(f"--time {request.time} is not more than the {grace} s that saving may take; raise it.")
+        raise ConfigError(
+            f"--time {request.time} is too short, because saving a snapshot may take {grace} s; raise it."
+        )
     return grace
 
 

@@ -119,7 +119,7 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
             output.warn(note)
         _require_same(config, group)
         if training.adapt_threads and group.size > 1:
-            raise ConfigError("training.adapt_threads works with a single process only; set it to false.")
+            raise ConfigError("training.adapt_threads works only with a single process; set it to false.")
         target = _find_target(request, config, group, output.warn_unrecorded, until_end)
         config = change_config(config, target.open_settings)
         require_boards(training.report_to, output.warn)
@@ -134,13 +134,13 @@ def _launch_notes(config: Config, world: World, group: Group) -> Iterator[str]:
         yield world.note
     if (expected := config.training.world_size) not in (None, group.size):
         yield (
-            f"training.world_size is {expected}, but the world size of this run is {group.size}; to change that, start "
-            f"it with --processes {expected}, torchrun or mpirun."
+            f"training.world_size is {expected}, but the world size is {group.size}; start the run with --processes "
+            f"{expected}, torchrun or mpirun, or remove training.world_size."
         )
     if config.outside_class and has_random_hashes():  # `sansgpu train` fixes the hash seed, a Python script cannot
         yield (
-            f"the order of a set of strings differs between Python processes, so results can differ if "
-            f"{config.outside_class} depends on it; set PYTHONHASHSEED=0 before Python starts."
+            f"PYTHONHASHSEED is not set, so results may differ between runs if {config.outside_class} iterates over "
+            "sets of strings; set PYTHONHASHSEED=0 before Python starts."
         )
 
 
@@ -151,7 +151,7 @@ def _require_same(config: Config, group: Group) -> None:
     for key, value in ours.items():
         if first[key] != value:
             raise ConfigError(
-                f"{key} is {value} on rank {group.rank} and {first[key]} on rank 0; give all processes the same "
+                f"{key} is {value} on rank {group.rank} and {first[key]} on rank 0; start all processes with the same "
                 "configuration."
             )
 
@@ -227,7 +227,8 @@ def _train_in(
         )
     elif sharding == "full" and config.training.sample_tokens:
         output.warn(
-            "no text samples are generated, because with training.sharding full no process holds the whole model."
+            "no text samples are generated, because training.sharding full splits the model over the processes; set "
+            "training.sample_tokens to 0."
         )
     if request.dry_run:
         return run
@@ -277,7 +278,7 @@ def _run(
     _write_run_files(run, task)
     step = snapshot.step if snapshot else None
     metrics = MetricsFile(paths.metrics, step)
-    sinks.add(metrics, *_boards(run.config, paths, step))
+    sinks.add(metrics, *_loggers(run.config, paths, step))
     request.monitor.start(paths.root.absolute(), [execution.group.peers[rank] for rank in execution.group.local_ranks])
     try:
         sinks.emit({**_start_event(run, step or 0), **resumed})
@@ -304,9 +305,9 @@ def _make_newest(snapshot: Snapshot, paths: RunPaths, warn: Callable[[str], None
     for folder in abandoned:
         steps = [later.folder.name for later in snapshots(folder)]
         warn(
-            f"{steps[0]}{f' to {steps[-1]}' if len(steps) > 1 else ''}: later than the resumed step, so moved to "
-            f"{folder}; resume from one with --resume {folder.name}/{steps[-1]}, or delete them with `sansgpu "
-            "snapshots prune --abandoned`."
+            f"{steps[0]}{f' to {steps[-1]}' if len(steps) > 1 else ''}: moved to {folder}, because the run resumes "
+            f"from an earlier step; resume from one with --resume {folder.name}/{steps[-1]}, or delete them with "
+            "`sansgpu snapshots prune --abandoned`."
         )
     return newest
 
@@ -322,7 +323,7 @@ def _write_run_files(run: TrainingRun, task: Task) -> None:
             task.save_tokenizer(new)
 
 
-def _boards(config: Config, paths: RunPaths, step: int | None) -> list[Sink]:
+def _loggers(config: Config, paths: RunPaths, step: int | None) -> list[Sink]:
     makers: dict[str, Callable[[], Sink]] = {
         "tensorboard": partial(TensorBoard, paths.tensorboard, step),
         "wandb": partial(WeightsAndBiases, paths.root.name, paths.root, config.model_dump(mode="json")),

@@ -20,11 +20,12 @@ from sansgpu.kernels.pointwise import draw_seed
 # Computes attention as `attention` does, from q (B, H, T, d), k and v (B, K, S, d) and key ranges (B, T, 2).
 AttentionKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-_WRONG = {  # by the result of attention_forward, a constant of native.h
-    "WRONG_KEY": "a key in `ranges` is out of range: keys lie in 0 to {keys}.",
-    "WRONG_NODE": "a node (root, slot) is out of range: roots lie in 0 to {MAX_ROOT} and slots in 0 to {MAX_SLOT}.",
-    "WRONG_DISTANCE": "the distance between two nodes is out of range of the decay table, which has {entries} entries "
-    "per head.",
+_ERROR_MESSAGES = {  # by the result of attention_forward, a constant of native.h
+    "WRONG_KEY": "attention: a key index in `ranges` is out of bounds; use 0 to {keys}.",
+    "WRONG_NODE": "attention: a node (root, slot) is out of bounds; use roots from 0 to {MAX_ROOT} and slots from 0 "
+    "to {MAX_SLOT}.",
+    "WRONG_DISTANCE": "attention: the distance between two nodes is out of bounds for the decay table, which has "
+    "{entries} entries per head.",
 }
 
 
@@ -183,7 +184,7 @@ class _AttentionFunction(torch.autograd.Function):
             dropout, seed, nodes, table, entries, added, *_strided(out), lse,
         )  # fmt: skip
         if status != constants()["ATTENTION_OK"]:
-            message = next(text for name, text in _WRONG.items() if constants()[name] == status)
+            message = next(text for name, text in _ERROR_MESSAGES.items() if constants()[name] == status)
             raise IndexError(message.format(keys=k.shape[1], entries=entries, **constants()))
         ctx.sizes, ctx.options = sizes, options
         ctx.save_for_backward(q, k, v, out, lse, table)
@@ -216,26 +217,31 @@ def _strided(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
 
 def _require(condition: bool, requirement: str) -> None:
     if not condition:
-        raise RuntimeError(f"attention requires that {requirement}.")
+        raise RuntimeError(f"attention expects {requirement}.")
 
 
 def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
     """Returns the struct AttentionSizes of native.h, of q (B, T, H, d), k and v (B, S, K, d)."""
     (batch, queries, heads, dim), (_, keys, kv_heads, _) = q.shape, k.shape
-    _require(k.shape == v.shape == (batch, keys, kv_heads, dim), "k and v are (B, S, K, d) for a q of (B, T, H, d)")
-    _require(q.dtype == k.dtype == v.dtype, "q, k and v have one dtype")
-    _require(min(heads, kv_heads, dim) > 0, "there are query heads and k/v heads, and that their width is not 0")
-    _require(heads % kv_heads == 0, f"{kv_heads} k/v heads divide {heads} query heads")
+    _require(
+        k.shape == v.shape == (batch, keys, kv_heads, dim), "q of shape (B, T, H, d), and k and v of shape (B, S, K, d)"
+    )
+    _require(q.dtype == k.dtype == v.dtype, "q, k and v of the same dtype")
+    _require(min(heads, kv_heads, dim) > 0, "at least one query head, one key-value head and one feature")
+    _require(
+        heads % kv_heads == 0,
+        f"a number of query heads that is a multiple of that of key-value heads, got {heads} and {kv_heads}",
+    )
     return structs()["AttentionSizes"](B=batch, T=queries, S=keys, H=heads, K=kv_heads, d=dim)
 
 
 def _check(sizes: Any, table: torch.Tensor | None, options: _AttentionOptions) -> None:
     ranges, nodes = options.ranges, options.nodes
     fits = ranges.shape == (sizes.B, sizes.T, 2) and ranges.dtype == torch.int32 and ranges.is_contiguous()
-    _require(fits, "the ranges are (B, T, 2) int32")
+    _require(fits, "contiguous int32 ranges (B, T, 2)")
     if table is None or nodes is None:
         return
     fits = sizes.T == sizes.S and nodes.shape == (sizes.B, sizes.T, 2) and nodes.dtype == torch.int32
-    _require(fits and nodes.is_contiguous(), "nodes must be (B, T, 2) int32, and that there are T keys")
+    _require(fits and nodes.is_contiguous(), "contiguous int32 nodes (B, T, 2), and as many keys as queries")
     fits = table.ndim == 2 and table.shape[0] == sizes.H and table.shape[1] > 0 and table.dtype == torch.float32
-    _require(fits and table.is_contiguous(), "the table must be (H, M) fp32")
+    _require(fits and table.is_contiguous(), "a contiguous fp32 decay table (H, M)")

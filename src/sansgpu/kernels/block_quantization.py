@@ -45,7 +45,7 @@ class BlockFormat:
     def row_bytes(self, inputs: int) -> int:
         """Returns the bytes of a row. Raises RuntimeError if `inputs` is not a multiple of the block."""
         if inputs % self.block:
-            raise RuntimeError(f"rows of {inputs} values cannot be stored in {self.name}'s blocks of {self.block}.")
+            raise RuntimeError(f"{self.name} requires rows whose length is a multiple of {self.block}, got {inputs}.")
         return inputs // self.block * self.bytes
 
 
@@ -75,7 +75,7 @@ class QuantizedWeight:
         """Raises RuntimeError if `data` cannot be rows of this format."""
         shape, dtype = tuple(self.data.shape), self.data.dtype
         if dtype != torch.uint8 or len(shape) != 2 or shape[1] % self.format.bytes:
-            raise RuntimeError(f"a tensor of shape {shape} and {dtype} does not store rows in {self.format.name}.")
+            raise RuntimeError(f"a {self.format.name} weight cannot have shape {shape} and dtype {dtype}.")
 
     @property
     def outputs(self) -> int:
@@ -138,7 +138,7 @@ def quantize_rows(values: torch.Tensor, format: BlockFormat) -> torch.Tensor:
 def _quantized(blocks: torch.Tensor, format: BlockFormat) -> torch.Tensor:
     """Returns the bytes (N, bytes of a block) of blocks (N, values of a block)."""
     if not blocks.isfinite().all():
-        raise RuntimeError(f"values that are not finite cannot be stored in {format.name}.")
+        raise RuntimeError(f"NaN and infinite values cannot be quantized to {format.name}.")
     if format.name not in _PLAIN:
         import gguf
 

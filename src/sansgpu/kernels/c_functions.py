@@ -88,7 +88,7 @@ def _fields(body: str, known: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for declaration in map(_plain, declarations):
         match = _FIELDS.fullmatch(declaration)
         if match is None:
-            raise RuntimeError(f'{HEADER}: "{declaration}" does not declare fields that can be passed.')
+            raise RuntimeError(f'{HEADER}: "{declaration}" declares fields of an unsupported type.')
         one = ctypes.c_void_p if match[1].endswith("*") else {**_C_TYPES, **known}[match[1]]
         for field in match[2].split(", "):
             name, _, count = field.rstrip("]").partition("[")
@@ -100,7 +100,7 @@ def _types(parameters: str) -> Iterator[ParameterType]:
         match = _PARAMETER.fullmatch(parameter)
         parameter_type = _type(*match.groups()) if match else None
         if parameter_type is None:
-            raise RuntimeError(f'{HEADER}: "{parameter}" is neither a pointer nor an int64_t nor a double.')
+            raise RuntimeError(f'{HEADER}: "{parameter}" has an unsupported type; use a pointer, int64_t or double.')
         yield parameter_type
 
 
@@ -158,9 +158,7 @@ class Function:
 
     def _check(self, arguments: tuple[Argument, ...]) -> None:
         if len(arguments) != len(self._parameters):
-            raise TypeError(
-                f"{self._name} takes {len(self._parameters)} arguments, but was called with {len(arguments)}."
-            )
+            raise TypeError(f"{self._name} expects {len(self._parameters)} arguments, got {len(arguments)}.")
         for place, (argument, parameter) in enumerate(zip(arguments, self._parameters, strict=True), start=1):
             is_other = isinstance(argument, ctypes.Array) and argument._type_ is not parameter.element
             if is_other or not isinstance(argument, parameter.accepts):

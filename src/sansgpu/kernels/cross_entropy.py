@@ -226,9 +226,9 @@ def head_operands(
 ) -> HeadOperands:
     """Returns contiguous operands of the head, with memory for the gradients of its hidden states and its weight."""
     if weight.shape[1] != row_length(hidden.shape[1], format) or len(targets) != len(hidden):
-        raise RuntimeError("the hidden states, the head and the targets do not match in shape.")
+        raise RuntimeError("the shapes of the hidden states, the output head and the targets do not match.")
     if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight):
-        raise IndexError(f"a target is out of bounds: targets must lie in 0 to {len(weight) - 1}.")
+        raise IndexError(f"a target is out of bounds: targets must be from 0 to {len(weight) - 1}.")
     return HeadOperands(
         hidden.contiguous(),
         (weight.to(hidden.dtype) if format == NOT_QUANTIZED else weight).contiguous(),

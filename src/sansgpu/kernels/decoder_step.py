@@ -133,7 +133,9 @@ class DecoderStep:
         count, capacity = len(positions), caches[0].length
         x, cos, sin = (values.float().contiguous().view(count, -1) for values in (x.clone(), cos, sin))
         if int(positions.max()) >= capacity or x.shape[1] != self._sizes["D"] or cos.shape[1] != self._sizes["d"]:
-            raise ValueError(f"a step of {tuple(x.shape)} does not fit caches of {capacity} tokens.")
+            raise ValueError(
+                f"a decoding step of shape {tuple(x.shape)} does not fit key-value caches of {capacity} tokens."
+            )
         for layer, cache in zip(self._layers, caches, strict=True):
             layer.keys, layer.values = cache.keys.data_ptr(), cache.values.data_ptr()
         sizes = structs()["StepSizes"](B=count, S=capacity, layers=len(self._layers), **self._sizes)

@@ -81,7 +81,7 @@ class _LoraFunction(torch.autograd.Function):
         source = x if dropped is None else dropped
         sizes = _sizes(x, frozen, first, second)
         if source.shape != x.shape or (frozen.bias is not None and frozen.bias.shape != (len(frozen.weight),)):
-            raise RuntimeError(f"a layer of {tuple(frozen.weight.shape)} and its inputs cannot be multiplied.")
+            raise RuntimeError(f"the inputs do not match a layer with weights of shape {tuple(frozen.weight.shape)}.")
         y, h = x.new_empty(len(x), len(frozen.weight)), x.new_empty(len(x), len(first))
         ctx.save_for_backward(source, frozen.weight, first, second, h)
         ctx.format, ctx.scale, ctx.separate, ctx.sizes = frozen.format, scale, dropped is not None, sizes
@@ -112,7 +112,9 @@ def _sizes(x: torch.Tensor, frozen: _FrozenLayer, first: torch.Tensor, second: t
     """
     weight, (rows, inputs), (outputs, rank) = frozen.weight, x.shape, second.shape
     if weight.shape != (outputs, row_length(inputs, frozen.format)) or first.shape != (rank, inputs):
-        raise RuntimeError(f"a layer of {tuple(weight.shape)} and its adapter or input cannot be multiplied.")
+        raise RuntimeError(
+            f"the adapter or the input does not match a layer with weights of shape {tuple(weight.shape)}."
+        )
     return structs()["LoraSizes"](N=rows, I=inputs, O=outputs, R=rank)
 
 
@@ -171,7 +173,7 @@ class _FrozenLinearFunction(torch.autograd.Function):
 def _require_fit(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
     shape = (weight.outputs, weight.inputs)
     if x.ndim != 2 or x.shape[1] != weight.inputs or (bias is not None and bias.shape != (weight.outputs,)):
-        raise RuntimeError(f"a quantized weight of {shape} and an input of {tuple(x.shape)} cannot be multiplied.")
+        raise RuntimeError(f"an input of shape {tuple(x.shape)} does not match a quantized weight of shape {shape}.")
 
 
 def _call(

@@ -52,7 +52,7 @@ def takes(*tensors: torch.Tensor) -> bool:
 def why_no_caching_allocator() -> str | None:
     """Returns the reason why runs on this machine leave large tensors to torch's own allocator, or None."""
     if not ALLOCATOR.exists():
-        return "this installation has none, as on all systems but Linux on x86-64"
+        return "this installation does not include it, because it works only on Linux on x86-64"
     return f"{allocator.VARIABLE} is system" if allocator.keeps_system_allocator() else None
 
 
@@ -67,7 +67,7 @@ def install_caching_allocator(varying: bool, warn: Callable[[str], None]) -> Non
         return
     caching = functions(ALLOCATOR)
     if not caching["install"](varying):
-        warn("torch's memory allocator could not be replaced, so steps take more time and memory.")
+        warn("sansgpu's caching allocator could not be installed, so steps take more time and memory.")
         return
     allocator.register_trim(caching["give_back"])
 
@@ -83,7 +83,7 @@ def load() -> str | None:
         return None
     installed = [instructions for instructions in allowed() if _path(instructions).exists()]
     if not installed:
-        return f"this installation has none for {allowed()[-1].name} on {platform.machine()}"
+        return f"this installation does not include kernels for {allowed()[-1].name} on {platform.machine()}"
     try:
         _library, _set = load_library(installed[-1]), installed[-1]
     except OSError as error:
@@ -103,8 +103,10 @@ def load_kernels(requested: str, device: torch.device, warn: Callable[[str], Non
     if reason is None:
         return name()
     if requested == "native":
-        raise ConfigError(f"training.kernels is native, but they cannot be loaded ({reason}); set it to auto.")
-    warn(f"the native kernels cannot be loaded ({reason}); plain torch runs instead, which is slower.")
+        raise ConfigError(
+            f"training.kernels is native, but the C++ kernels cannot be loaded ({reason}); set it to auto."
+        )
+    warn(f"sansgpu's C++ kernels cannot be loaded ({reason}), so PyTorch operators are used, which are slower.")
     return "torch"
 
 

@@ -38,7 +38,7 @@ class Matmul:
     ) -> None:
         sizes = (rows, columns, terms) = (a.shape[0], b.shape[1], a.shape[1])
         if (*b.shape, *to.shape) != (terms, columns, rows, columns) or (bias is not None and bias.shape != (columns,)):
-            raise RuntimeError(f"matrices of the shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied.")
+            raise RuntimeError(f"matrices of shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied.")
         a, *left = _stored(a)
         b, *right = _stored(b)
         if row_sums is not None and not left[1]:  # the kernel sums columns of a row-major matrix

@@ -139,7 +139,7 @@ def linear_mixed_loss(
         has_target = targets != ignore_index
         hidden, targets, soft = hidden[has_target], targets[has_target], soft.rows(has_target)
         if len(targets) and not 0 <= int(soft.ids.min()) <= int(soft.ids.max()) < len(data):
-            raise IndexError(f"a teacher's token is out of bounds: tokens must lie in 0 to {len(data) - 1}.")
+            raise IndexError(f"a teacher's token is out of bounds: token ids must be from 0 to {len(data) - 1}.")
         if not torch.is_grad_enabled():  # needs_input_grad is true even under no_grad
             hidden, data = hidden.detach(), data.detach()
         sums = _LinearMixedLoss.apply(hidden, data, format, targets, soft, options)

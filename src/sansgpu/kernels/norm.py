@@ -141,7 +141,7 @@ class _Norm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         rows, width = _rows(x)
         if weight.numel() != width:
-            raise ValueError(f"a norm of {weight.numel()} features was given {width}.")
+            raise ValueError(f"norm expects {weight.numel()} features, got {width}.")
         source = x.contiguous()
         y = None if y is None else y.contiguous()
         total = source if y is None else torch.empty_like(source)

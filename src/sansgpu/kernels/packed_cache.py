@@ -66,7 +66,9 @@ class PackedCache:
         Raises ValueError if a slot or a position is outside the cache.
         """
         if int(slots.max()) >= len(self.keys) or int(positions.max()) >= self.length:
-            raise ValueError(f"tokens do not fit a cache of {len(self.keys)} slots of {self.length} tokens.")
+            raise ValueError(
+                f"the tokens do not fit a key-value cache with {len(self.keys)} slots of {self.length} tokens."
+            )
         narrow, (count, heads, dim) = self._word == 2, keys.shape
         places = slots.contiguous(), positions.contiguous()
         new = (states.to(self.keys.dtype).contiguous() for states in (keys, values))

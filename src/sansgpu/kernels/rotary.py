@@ -60,7 +60,9 @@ class _Rotary(torch.autograd.Function):
         q, k, (cos, sin) = q.contiguous(), k.contiguous(), angles
         batch, time, heads, dim = q.shape
         if cos.shape != sin.shape or cos.shape[1:] != (1, time, dim) or cos.shape[0] not in (1, batch) or dim % 2:
-            raise ValueError(f"rotary angles {tuple(cos.shape)} do not fit queries {tuple(q.shape)}.")
+            raise ValueError(
+                f"rotary angles of shape {tuple(cos.shape)} do not match queries of shape {tuple(q.shape)}."
+            )
         ctx.sizes = (batch * time, max(1, cos.shape[0] * time), heads, k.shape[2], dim, eps)
         # The gradients of the norms need q and k. Rotation alone is linear, so its gradient does not.
         ctx.save_for_backward(*(None, None) if q_weight is None else (q, k), cos, sin, q_weight, k_weight)

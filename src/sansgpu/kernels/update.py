@@ -53,7 +53,7 @@ def global_norm(gradients: list[torch.Tensor]) -> float:
 def require_size(size: int, *tensors: torch.Tensor | None) -> None:
     """Raises RuntimeError if a tensor has a different size, because a kernel would read or write out of bounds."""
     if any(tensor is not None and tensor.numel() != size for tensor in tensors):
-        raise RuntimeError(f"a tensor of an update has another size than the {size} that the others require.")
+        raise RuntimeError(f"an optimizer update expects all tensors to have the same number of elements, {size}.")
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,8 @@ def out_of_memory(error: BaseException, remedy: str) -> SansGPUError | None:
         return None
     limit = address_space_limit()
     if limit is None:
-        return SansGPUError(f"memory ran out; stop other programs, {remedy}.")
-    return SansGPUError(f"memory ran out, because `ulimit -v` allows {limit / 1e9:.1f} GB; raise that limit, {remedy}.")
+        return SansGPUError(f"out of memory; stop other programs, {remedy}.")
+    return SansGPUError(f"out of memory, because `ulimit -v` allows {limit / 1e9:.1f} GB; raise that limit, {remedy}.")
 
 
 def _says_so(error: BaseException) -> bool:

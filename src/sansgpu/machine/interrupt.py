@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-STOPPING = "stopping after this step; once more to stop now"
+STOPPING = "stopping after this step; press Ctrl-C again to stop now"
 REPORT_SECONDS = 2.0  # before the grace period ends: time to report that the step is abandoned, and to exit
 
 
@@ -132,7 +132,7 @@ class Interrupt:
         if not self._left.wait(max(0.0, grace_seconds - REPORT_SECONDS)):
             self._exit(
                 number,
-                f"sansgpu: the step did not end within the grace period of {grace_seconds:g} s and is abandoned; "
+                f"sansgpu: the step did not end within the grace period of {grace_seconds:g} s, so it was not saved; "
                 "continue from the newest snapshot with --resume latest.",
             )
 

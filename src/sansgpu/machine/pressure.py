@@ -92,15 +92,21 @@ class MemoryGuard:
             fitting = -(-fitting // 2)
             if self._available() - (freed + growth) * fitting / size >= self._least:
                 break
-        short = f"memory runs short: {available / 1e6:.0f} MB are available"
+        short = f"memory is running out: {available / 1e6:.0f} MB are available"
         self._execution.micro_batch = fitting
         if fitting < size:
-            self._warn(f"{short}; the micro-batch is cut from {size} to {fitting}, the effective batch stays the same.")
+            self._warn(
+                f"{short}; the micro-batch size is lowered from {size} to {fitting}, with the same effective batch "
+                "size."
+            )
         elif consequence := self._free_memory():
             self._warn(f"{short}; {consequence}.")
         else:
             self._helpless = True
-            self._warn(f"{short}, and there is nothing left to free; stop other programs, or resume elsewhere.")
+            self._warn(
+                f"{short}, and the run cannot free more memory; stop other programs, or resume on a machine with more "
+                "memory."
+            )
 
 
 class Rows(Protocol):

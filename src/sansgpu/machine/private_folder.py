@@ -38,8 +38,8 @@ def private_cache(warn: Callable[[str], None]) -> Path:
         except OSError as error:
             reason = str(error) if isinstance(error, NotPrivateError) else f"{root}: {error.strerror or error}"
             warn(
-                f"no compiled code is loaded from {root}, because {reason}; set SANSGPU_CACHE to a folder that only "
-                "you can write."
+                f"the cache {root} is not used for compiled code, because {reason}; set SANSGPU_CACHE to a folder "
+                "that only you can write to."
             )
     return private_in(_temporary())
 
@@ -66,11 +66,13 @@ def make_private(folder: Path) -> None:
         return  # on Windows, access control lists keep user profiles private
     facts = folder.lstat()
     if stat.S_ISLNK(facts.st_mode):
-        raise NotPrivateError(f"{folder} is a link")
+        raise NotPrivateError(f"{folder} is a symlink")
     if facts.st_uid != os.getuid():
         raise NotPrivateError(f"{folder} belongs to another user")
     if facts.st_mode & 0o077:
-        raise NotPrivateError(f"{folder} lets other users in (mode {stat.S_IMODE(facts.st_mode):o}, not 700)")
+        raise NotPrivateError(
+            f"{folder} is accessible to other users (mode {stat.S_IMODE(facts.st_mode):o} instead of 700)"
+        )
     require_safe_path(folder.parent)
 
 
@@ -83,7 +85,7 @@ def require_safe_path(folder: Path) -> None:
         if facts.st_uid not in (ROOT_UID, os.getuid()):
             raise NotPrivateError(f"{step} belongs to another user")
         if not stat.S_ISLNK(facts.st_mode) and _is_open(facts):
-            raise NotPrivateError(f"{step} can be written by other users")
+            raise NotPrivateError(f"{step} is writable by other users")
 
 
 def require_own_file(path: Path) -> None:

@@ -131,7 +131,7 @@ def pin_cores(group: Group, training: TrainingConfig, warn: Callable[[str], None
     cpus = len({cpu for rank in group.local_ranks for cpu in group.peers[rank].cpus})
     setting = "training.threads" if training.threads != "auto" else "OMP_NUM_THREADS"
     if threads > (limit := max(MAX_THREADS, MAX_THREADS_PER_CPU * cpus)):  # OpenMP aborts if it cannot start them
-        raise ConfigError(f"{setting} is {threads}, but at most {limit:,} threads can run here; lower it.")
+        raise ConfigError(f"{setting} is {threads}, but this machine supports at most {limit:,} threads; lower it.")
     if local_size > 1 and threads > 1 and threads * local_size > cpus:
         raise ConfigError(
             f"{local_size} processes with {threads} threads each exceed the {counted(cpus, 'processor')} of "
@@ -139,14 +139,14 @@ def pin_cores(group: Group, training: TrainingConfig, warn: Callable[[str], None
         )
     if local_size == 1 and threads > (usable := max(1, int(min(cpus, quota or cpus)))):
         warn(
-            f"{threads} threads share {counted(usable, 'processor')}, which slows them down; set training.threads to "
-            f"{usable} or auto."
+            f"{threads} threads share {counted(usable, 'processor')}, which slows training down; set training.threads "
+            f"to {usable} or auto."
         )
     if local_size > cpus and group.rank == group.local_ranks[0]:
         host = group.peers[group.rank].host
         warn(
-            f"{local_size} processes share {counted(cpus, 'processor')} of {host}, which slows them down; start fewer "
-            "processes."
+            f"{local_size} processes share {counted(cpus, 'processor')} of {host}, which slows training down; start "
+            "fewer processes."
         )
     return threads
 

@@ -14,7 +14,7 @@ import torch
 
 COPY_BYTES = 64 << 20  # size of the copy that measures bandwidth: larger than most caches, small enough for any machine
 MIN_CALLS, ENOUGH_SECONDS = 3, 0.05  # minimum calls and time to measure one product
-SMALL_SIZE, LONG_SECONDS = 256, 1.0  # estimate larger GEMMs from this size; do not time longer ones
+SMALL_SIZE, LONG_SECONDS = 256, 1.0  # a GEMM that would take longer than this is estimated from one of this size
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Shape = tuple[int, int]  # (inputs, outputs) of a linear layer

@@ -33,7 +33,7 @@ def resolve_compile(
     if not is_compiled("on", kernels, device):
         if asked == "on":
             warn(
-                "training.compile is on, but changes nothing, because sansgpu's kernels compute this model; set it to "
+                "training.compile is on, but has no effect, because this model uses sansgpu's C++ kernels; set it to "
                 "auto."
             )
         return "off"
@@ -61,7 +61,7 @@ def missing_compiler() -> str | None:
     if cxx() is None:
         return "a C++ compiler"
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
-        return "Python's header Python.h"
+        return "the header file Python.h"
     return None
 
 
@@ -77,7 +77,7 @@ def keep_graphs(warn: Callable[[str], None]) -> None:
             return
         except OSError as error:
             reason = error.strerror or error
-            warn(f"{INDUCTOR_DIR} is not used, because {reason}; set it to a folder that only you can write.")
+            warn(f"{INDUCTOR_DIR} is not used, because {reason}; set it to a folder that only you can write to.")
     os.environ[INDUCTOR_DIR] = str(private_cache(warn) / "inductor")
 
 

@@ -81,12 +81,12 @@ class LayerCache(Protocol):
 def _kept_tokens(attention_mask: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
     """Returns which tokens are not padding, (B, T) bool. Raises ValueError if the mask hides tokens inside a row."""
     if attention_mask.shape != inputs.shape:
-        shapes = f"{tuple(attention_mask.shape)}, but input_ids {tuple(inputs.shape)}"
-        raise ValueError(f"attention_mask has shape {shapes}; pass one number per token, 0 for padding")
+        shapes = f"{tuple(attention_mask.shape)}, but input_ids has {tuple(inputs.shape)}"
+        raise ValueError(f"attention_mask has shape {shapes}; pass one value per token, 0 for padding")
     kept = attention_mask != 0
     begins = kept & ~F.pad(kept, (1, 0))[:, :-1]
     if (begins.sum(1) > 1).any():
-        raise ValueError("attention_mask has zeros between tokens of a row; padding must be at its start or end")
+        raise ValueError("attention_mask has zeros between the tokens of a row; padding must be at its start or end")
     return kept
 
 
@@ -330,7 +330,7 @@ class TransformerLM(nn.Module):
         """
         if attention_mask is not None:
             if caches:
-                raise ValueError("attention_mask does not work with caches; pass inputs without padding")
+                raise ValueError("attention_mask is not supported with key-value caches; pass inputs without padding")
             kept = _kept_tokens(attention_mask, input_ids)
             positions = (kept.cumsum(1) - 1).clamp(min=0) if positions is None else positions
             document_ids = kept.long() if document_ids is None else _apart(document_ids, kept)

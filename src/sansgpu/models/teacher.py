@@ -54,7 +54,7 @@ class Teacher:
         parts = [_top_k(self.logits(rows)[:, :vocabulary], top_k) for rows in states.split(LOGIT_ROWS)]
         ids, log_probabilities = (torch.cat(part) for part in zip(*parts, strict=True))
         if not bool(log_probabilities.isfinite().all()):
-            raise SansGPUError("the teacher's predictions are not finite; check its weights with `sansgpu eval`.")
+            raise SansGPUError("the teacher's predictions are NaN or infinite; check its weights with `sansgpu eval`.")
         return ids, log_probabilities
 
     def _with_prefix(

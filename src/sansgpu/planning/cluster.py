@@ -66,8 +66,8 @@ def require_examples(nodes: int, config: Config, processes: int = 1) -> None:
     if (batch := effective_batch(config.training)) < nodes * processes:
         many, each = (f" with {processes} processes each", "process") if processes > 1 else ("", "node")
         raise ConfigError(
-            f"--nodes is {nodes}{many}, but a step has {counted(batch, 'example')}, and each {each} needs one; raise "
-            "training.gradient_accumulation_steps or lower --nodes."
+            f"--nodes is {nodes}{many}, but a step has {counted(batch, 'example')}, and each {each} needs at least "
+            "one; raise training.gradient_accumulation_steps or lower --nodes."
         )
 
 
@@ -75,8 +75,8 @@ def plan_nodes(run: TrainingRun, cluster: Cluster, progress: ReportProgress) -> 
     """Returns the `cluster` object of `plan --json`. Raises ConfigError if no step could be timed here."""
     if run.timing is None:
         raise ConfigError(
-            "the model is too large to time here (three of its layers do not fit into memory), so --nodes cannot be "
-            "estimated; plan on a machine like the nodes."
+            "the model is too large to time on this machine (three of its layers do not fit into memory), so --nodes "
+            "cannot be estimated; run the command on one of the nodes."
         )
     gloo, most = _gloo(run, progress), effective_batch(run.config.training)
     link = link_of(cluster.bits_per_second, cluster.latency_seconds, gloo)
@@ -227,5 +227,5 @@ def _bytes_per_token(corpus: TextCorpus) -> float:
 def _quantity(option: str, text: str, units: dict[str, int], example: str) -> float:
     match = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(units)})", text.strip().lower())
     if match is None or not float(match[1]):
-        raise ConfigError(f"{option} is {text!r}; give a positive number with a unit, e.g. {example}.")
+        raise ConfigError(f"{option} is {text!r}; write a positive number with a unit, e.g. {example}.")
     return float(f"{match[1]}e{units[match[2]]}")

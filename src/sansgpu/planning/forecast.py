@@ -97,7 +97,7 @@ def target_steps(text: str) -> tuple[int, ...]:
     """Parses numbers of steps such as 500,5000. Raises ConfigError."""
     steps = tuple(whole_number(part.strip(), UNKNOWN_STEPS) or 0 for part in text.split(","))
     if not all(steps):
-        raise ConfigError(f"--targets is {truncate(text)!r}; give numbers of steps, e.g. 500,5000.")
+        raise ConfigError(f"--targets is {truncate(text)!r}; write numbers of steps, e.g. 500,5000.")
     return steps
 
 
@@ -110,7 +110,7 @@ def start_time(text: str) -> datetime:
         raise ConfigError(f"--start {error}.") from None
     start = datetime.fromisoformat(moment) if "T" in moment else finish_time(moment, now)
     if start < now:
-        raise ConfigError(f"--start is {text}, which is in the past; give a later time.")
+        raise ConfigError(f"--start is {text}, which is in the past; set a later time.")
     return start
 
 

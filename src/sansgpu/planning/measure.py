@@ -75,11 +75,16 @@ def measure_in_subprocess(request: MeasureRequest) -> Measured:
         try:
             return pool.submit(measure, request).result()
         except BrokenProcessPool:
-            raise SansGPUError("the measuring process was killed, most likely because memory ran out.") from None
+            raise SansGPUError(
+                "the process that measures was killed, most likely because memory ran out; stop other programs or "
+                "choose a smaller model."
+            ) from None
         except SansGPUError:
             raise
         except Exception as error:  # anything that torch or its compiler may raise
-            raise SansGPUError(f"measuring failed: {' '.join(str(error).split())[:MAX_REASON_CHARACTERS]}.") from error
+            raise SansGPUError(
+                f"the measurement failed: {' '.join(str(error).split())[:MAX_REASON_CHARACTERS]}."
+            ) from error
 
 
 def measure(request: MeasureRequest) -> Measured:

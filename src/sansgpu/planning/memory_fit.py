@@ -101,7 +101,7 @@ def fitting_micro_batches(
         raise ConfigError(f"{short}; {remedy}; --force starts it anyway.")
     parts = [size for size in _halves(choices[0]) if size < choices[0]]
     size = (fitting(parts) or [min(parts, default=choices[0])])[0]
-    warn(f"{short}; starting anyway, with micro-batches of {size} and the same effective batch size.")
+    warn(f"{short}; starting anyway, with a micro-batch size of {size} and the same effective batch size.")
     return [size]
 
 
@@ -174,7 +174,7 @@ def _change(config: Config, execution: Execution, settings: tuple[str, ...], cos
     return ConfigChange(settings, cost, memory)
 
 
-def _smaller_pieces(config: Config, execution: Execution) -> Options:
+def _smaller_micro_batch(config: Config, execution: Execution) -> Options:
     if config.training.batch_size == "auto":
         return
     batch = effective_batch(config.training)
@@ -186,7 +186,7 @@ def _smaller_pieces(config: Config, execution: Execution) -> Options:
 
 def _bf16(config: Config, execution: Execution) -> Options:
     if execution.precision == "fp32" and has_native_bf16():
-        yield ("training.precision=bf16",), "matrix products in bf16, faster on this CPU"
+        yield ("training.precision=bf16",), "matrix products in bf16, which this CPU computes faster"
 
 
 def _sharded(config: Config, execution: Execution) -> Options:
@@ -196,7 +196,7 @@ def _sharded(config: Config, execution: Execution) -> Options:
     plain = training.master_weights == training.optimizer_state == "fp32"
     refused = training.compile == execution.compile == "on"  # fully sharded blocks cannot be compiled
     if execution.world_size > 1 and training.sharding != "full" and plain and not refused:
-        yield ("training.sharding=full",), "every block's weights are gathered for every micro-batch"
+        yield ("training.sharding=full",), "the weights of every block are gathered for every micro-batch"
 
 
 def _checkpointing(config: Config, execution: Execution) -> Options:
@@ -206,23 +206,23 @@ def _checkpointing(config: Config, execution: Execution) -> Options:
 
 def _muon(config: Config, execution: Execution) -> Options:
     if execution.optimizer == "adamw":
-        yield ("training.optimizer=muon",), "another optimizer, which needs its own learning rate"
+        yield ("training.optimizer=muon",), "a different optimizer, which needs a different learning rate"
 
 
-def _shorter(config: Config, execution: Execution) -> Options:
+def _shorter_context(config: Config, execution: Execution) -> Options:
     for part in PARTS:
         if (window := config.window // part) >= MIN_WINDOW:
             accumulation = config.training.gradient_accumulation_steps * part
             yield (f"data.max_length={window}", f"{KEEP_BATCH}={accumulation}"), f"a context of {window} tokens"
 
 
-def _shallower(config: Config, execution: Execution) -> Options:
+def _fewer_layers(config: Config, execution: Execution) -> Options:
     for part in PARTS:
         if config.model.n_layers >= part:
             yield (f"model.n_layers={config.model.n_layers // part}",), FEWER
 
 
-def _narrower(config: Config, execution: Execution) -> Options:
+def _smaller_width(config: Config, execution: Execution) -> Options:
     model = config.model
     for part in PARTS:
         if not (model.d_model % part or model.n_heads % part or model.kv_heads % part):
@@ -232,7 +232,16 @@ def _narrower(config: Config, execution: Execution) -> Options:
 
 
 # Kinds of changes: first those that only cost time, then those that cost quality. Each yields its mildest option first.
-CHANGES = (_smaller_pieces, _bf16, _sharded, _checkpointing, _muon, _shorter, _shallower, _narrower)
+CHANGES = (
+    _smaller_micro_batch,
+    _bf16,
+    _sharded,
+    _checkpointing,
+    _muon,
+    _shorter_context,
+    _fewer_layers,
+    _smaller_width,
+)
 
 
 def _halves(size: int) -> list[int]:

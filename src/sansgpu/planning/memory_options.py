@@ -43,11 +43,11 @@ def parse_memory(text: str) -> int:
     """Parses a memory size such as 8GB, 8G or 7.5GiB. Raises ConfigError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", text.strip().upper())
     if match is None or not float(match[1]) or (match[3] and not match[2]):
-        raise ConfigError(f"--memory is {truncate(text)!r}; give a size such as 8GB or 7.5GiB.")
+        raise ConfigError(f"--memory is {truncate(text)!r}; write a size such as 8GB or 7.5GiB.")
     power = list(_UNITS).index(match[2])
     size = float(match[1]) * (1024**power if match[3] else _UNITS[match[2]])
     if size > MAX_MEMORY_BYTES:
-        raise ConfigError(f"--memory is {truncate(text)!r}, more than any machine has; give a size such as 8GB.")
+        raise ConfigError(f"--memory is {truncate(text)!r}, more than any machine has; write a size such as 8GB.")
     return int(size)
 
 
@@ -58,7 +58,7 @@ def _config_of(target: str) -> Config:
         return Config.model_validate({"task": "sft", "model": values, "data": {"dataset_name": "-"}})
     config, _ = load_config(path, [])
     if config.model.name_or_path is None or not config.settings.acts("model.adapter"):
-        raise ConfigError(f"{target} trains no pretrained model with an adapter; give a model instead.")
+        raise ConfigError(f"{target} does not fine-tune a pretrained model with an adapter; pass a model instead.")
     return config
 
 

@@ -60,8 +60,12 @@ def configure_process(
     begun_in = before["precision"] if before and training.wanted_precision == "auto" else None
     precision = group.broadcast_object(lambda: begun_in or resolve_precision(training, device))
     if training.use_amp and precision == "fp32" and group.is_main:
-        slower = "bf16 is slower here" if has_native_bf16() else "this processor has no bf16 products"
-        reason = "it began so" if begun_in else slower
+        slower = (
+            "bf16 is slower than fp32 on this processor"
+            if has_native_bf16()
+            else "this processor does not support bf16"
+        )
+        reason = "it started in fp32" if begun_in else slower
         warn(f"training.use_amp is true, but this run computes in fp32, because {reason}.")
     if training.wanted_precision == precision and is_emulated(precision, device.type) and group.is_main:
         warn(
@@ -85,11 +89,11 @@ def _gpu_of_rank(training: TrainingConfig, group: Group) -> torch.device:
     local_rank, count = group.local_ranks.index(group.rank), torch.cuda.device_count()
     if len(group.local_ranks) > count:
         raise ConfigError(
-            f"{len(group.local_ranks)} processes share {counted(count, 'GPU')}; start one process per GPU."
+            f"{len(group.local_ranks)} processes were started for {counted(count, 'GPU')}; start one process per GPU."
         )
     if training.sharding != "none":
         raise ConfigError(
-            f"training.sharding {training.sharding} works on CPUs only; set it to none, or set device to cpu."
+            f"training.sharding {training.sharding} works only on CPUs; set it to none, or set device to cpu."
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

@@ -72,7 +72,7 @@ def propose(
     """
     require_hours(hours)
     if others := [setting for setting in overrides if not setting.startswith("data.")]:
-        raise ConfigError(f"--hours chooses the model and its training; leave out --set {others[0]}.")
+        raise ConfigError(f"--hours chooses all settings of the model and its training; remove --set {others[0]}.")
     require_file(output)
     base = _base(data, overrides, progress, warn)
     efficiencies = [(width, _measured_efficiency(base, width, hours, progress)) for width in MEASURED_WIDTHS]
@@ -119,7 +119,9 @@ def propose_quickly(data: str, text_bytes: int, hours: float, processor: Process
 
 def _best(candidates: list[ProposedRun]) -> ProposedRun:
     if not candidates:
-        raise ConfigError("not even the smallest model fits into memory; free some memory or use another machine.")
+        raise ConfigError(
+            "not even the smallest model fits into memory; stop other programs or use a machine with more memory."
+        )
     return min(candidates, key=lambda candidate: candidate.bits_per_byte)
 
 

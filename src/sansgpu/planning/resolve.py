@@ -105,7 +105,9 @@ def _compilation(
     seconds, compiled = execution.group.broadcast_object(choose)
     if compiled == "on" and training.sharding == "full" and execution.group.size > 1:
         if training.compile == "on":
-            raise ConfigError("training.compile is on, but fully sharded blocks cannot be compiled; set it to auto.")
+            raise ConfigError(
+                "training.compile is on, but training.sharding full does not support it; set training.compile to auto."
+            )
         compiled = "off"
     if compiled == "on":
         keep_graphs(warn)
@@ -166,7 +168,7 @@ def _read(config: Config, progress: ReportProgress, warn: Warn, data: Data) -> t
         if data == "needed" or not (known or isinstance(error, UnreachableError)):
             raise
         warn(
-            f"{str(error).rstrip('.')}; the estimate below assumes random tokens of the expected vocabulary"
+            f"{str(error).rstrip('.')}; the estimate below assumes random tokens and the default vocabulary size"
             + ("." if known else ", and the length of an epoch is unknown.")
         )
         return task.with_vocabulary(config), None
@@ -243,7 +245,7 @@ def _resumed_micro_batch(
     size = max((size for size in sizes if size <= recorded), default=min(sizes))
     if size != recorded:
         warn(
-            f"the recorded micro-batch of {recorded} no longer fits into memory; using {size} "
-            "with the same effective batch size."
+            f"the run's micro-batch size of {recorded} no longer fits into memory; using {size} with the same "
+            "effective batch size."
         )
     return size

@@ -22,7 +22,10 @@ from sansgpu.train.run import TrainingRun
 
 WHAT_IF_STEPS = 4  # timed per variation
 WHAT_IF_SECONDS = 120.0  # time for the built-in variations together, unless all are requested
-COMPILE_COST, FEWER = "half a minute at the start", "parameters"  # the latter becomes e.g. "50% fewer parameters"
+COMPILE_COST, FEWER = (
+    "half a minute for compilation at the start",
+    "parameters",
+)  # the latter becomes e.g. "50% fewer parameters"
 HARMLESS_COSTS = ("nothing", "memory", COMPILE_COST)  # costs that do not change what the model learns
 HARMLESS_KEYS = ("training.threads", "training.compile", "training.kernels")
 TIMED_DATA_KEY = "data.max_length"  # the only `data` key that affects random tokens
@@ -41,15 +44,17 @@ def asked_changes(config: Config, asked: Sequence[str]) -> list[Change]:
         if not equals or not all(values.split(",")):
             raise ConfigError(f"--vary {truncate(text)} has no values; write --vary model.n_layers=4,8.")
         if key.startswith("data.") and key != TIMED_DATA_KEY:
-            raise ConfigError(f"--vary {key} has no effect, because random tokens are timed; vary model or training.")
+            raise ConfigError(
+                f"--vary {key} has no effect, because measurements use random tokens; vary keys of model or training."
+            )
         settings = [f"{key}={value.strip()}" for value in values.split(",")]
         if "training.batch_size=auto" in settings:
-            raise ConfigError("--vary training.batch_size needs numbers, because auto is timed as it is.")
-        changes += [(setting, (setting,), _cost(config, _varied(config, setting), key)) for setting in settings]
+            raise ConfigError("--vary training.batch_size requires numbers, because auto is already measured.")
+        changes += [(setting, (setting,), _cost(config, _with_setting(config, setting), key)) for setting in settings]
     return changes
 
 
-def _varied(config: Config, setting: str) -> Config:
+def _with_setting(config: Config, setting: str) -> Config:
     try:
         return change_config(config, (setting,))
     except ConfigError as error:
@@ -64,7 +69,7 @@ def _cost(config: Config, changed: Config, key: str) -> str:
     tokens = effective_batch(changed.training) * changed.window
     if tokens != effective_batch(config.training) * config.window:
         return f"{tokens:,} tokens per step"
-    return "another training"
+    return "changes the training"
 
 
 def time_variations(
@@ -79,7 +84,7 @@ def time_variations(
 
     `seconds` is how long the baseline took, and so about how long each change will.
     """
-    rows = [_row("as it is", (), "", chosen, baseline, run)]
+    rows = [_row("unchanged", (), "", chosen, baseline, run)]
     for number, (name, settings, cost) in enumerate(changes, start=1):
         progress(f"timing variation {number} of {len(changes)}, about {duration(seconds)}: {name}", 0, 0)
         try:
@@ -176,16 +181,16 @@ def _variations(chosen: Config) -> list[Change]:
     narrow += [f"model.n_kv_heads={model.kv_heads // 2}"] if model.n_kv_heads else []
     found.append(("half the width", tuple(narrow), FEWER))
     other = "fp32" if training.precision == "bf16" else "bf16"
-    note = "nothing" if other == "fp32" else "digits of products"
+    note = "nothing" if other == "fp32" else "precision of matrix products"
     if other == "fp32" or has_native_bf16():
         found.append((f"{other} products", (f"training.precision={other}",), note))
     rows = size * accumulation
     largest = micro_batch_choices(
         training.model_copy(update={"batch_size": "auto", "gradient_accumulation_steps": rows}), window
     )[-1]
-    others = {"half the micro-batch": size // 2 if size % 2 == 0 else 0}
-    others |= {"twice the micro-batch": size * 2 if accumulation % 2 == 0 else 0}
-    others |= {f"a micro-batch of {largest}": largest if largest > 2 * size else 0}
+    others = {"half the micro-batch size": size // 2 if size % 2 == 0 else 0}
+    others |= {"twice the micro-batch size": size * 2 if accumulation % 2 == 0 else 0}
+    others |= {f"a micro-batch size of {largest}": largest if largest > 2 * size else 0}
     for name, rows_each in others.items():
         if rows_each:
             settings = (f"training.batch_size={rows_each}", f"training.gradient_accumulation_steps={rows // rows_each}")
@@ -204,25 +209,27 @@ def learning_advice(config: Config, metrics: Mapping[str, float], steps: int) ->
     declared = {metric.name: metric for metric in config.settings.metrics}
     compared = [metric for name, metric in declared.items() if name in metrics and metric.baseline in metrics]
     found = [
-        _sentence(config, metric, declared[metric.baseline], metrics)
+        _advice(config, metric, declared[metric.baseline], metrics)
         for metric in compared
         if metrics[metric.name] <= NEAR_RATIO * metrics[metric.baseline]
     ]
     if found:
         more = MORE_STEPS * steps
         found.insert(
-            0, f"{steps} steps at a tenth of the learning rate teach little; measure again with --steps {more}"
+            0,
+            f"the model learns little in {steps} steps at a tenth of the learning rate; measure again with --steps "
+            f"{more}",
         )
     return found
 
 
-def _sentence(config: Config, metric: Metric, baseline: Metric, metrics: Mapping[str, float]) -> str:
+def _advice(config: Config, metric: Metric, baseline: Metric, metrics: Mapping[str, float]) -> str:
     value, limit = metrics[metric.name], metrics[metric.baseline]
     settings = [setting for key in metric.remedies if (setting := _doubled(config, key))]
     better = "no better" if value <= limit else "little better"
     return (
-        f"{metric.label} {metric.form.format(value)} is {better} than without a model ({baseline.words(metrics)}); "
-        f"if that remains after longer training, try {' or '.join(settings)}"
+        f"{metric.label} {metric.form.format(value)} is {better} than the baseline without a model "
+        f"({baseline.words(metrics)}); if that is still the case after more training, try {' or '.join(settings)}"
     )
 
 

@@ -33,10 +33,12 @@ def with_vocabulary_of(config: Config, tokens: int) -> Config:
     if size is None:
         return _sized(config, tokens)
     if size < tokens:
-        remedy = f"set data.vocab_size to {size} as well, or leave model.vocab_size out"
+        remedy = f"set data.vocab_size to {size} too, or remove model.vocab_size"
         if config.data.tokenizer != "bpe" or tokens > config.data.vocab_size:  # its size is not data.vocab_size
-            remedy = f"raise it to {tokens} or leave it out"
-        raise ConfigError(f"model.vocab_size {size} is smaller than the tokenizer's {tokens}; {remedy}.")
+            remedy = f"raise it to {tokens} or remove it"
+        raise ConfigError(
+            f"model.vocab_size {size} is smaller than the tokenizer's vocabulary of {tokens} tokens; {remedy}."
+        )
     return config
 
 
@@ -155,7 +157,9 @@ class TaskBase(TaskDefaults, ObjectiveBase):
     @classmethod
     def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> Evaluator:
         if request.data is not None:
-            raise ConfigError(f"task {loaded.config.task} evaluates its own validation split only; leave out --data.")
+            raise ConfigError(
+                f"task {loaded.config.task} can be evaluated only on its validation split; remove --data."
+            )
         loaded.objective.corpus = request.own_corpus()
         evaluator: Evaluator = loaded.objective
         return evaluator

@@ -61,8 +61,8 @@ def require_same_vocabulary(backend: Any, name: str, folder: TeacherFolder) -> N
     """Raises ConfigError if a model's vocabulary differs from the teacher's."""
     if vocabulary_fingerprint(backend) != folder.settings["vocabulary"]:
         raise ConfigError(
-            f"the tokenizer of {name} differs from that of the teacher {folder.settings['teacher']} in {folder.root}; "
-            "a student and its teacher need the same tokenizer, so choose another model."
+            f"{name} has a different tokenizer from the teacher {folder.settings['teacher']} of {folder.root}; choose "
+            "a model with the teacher's tokenizer."
         )
 
 
@@ -78,7 +78,7 @@ def open_lesson(config: Config) -> TeacherFolder:
     if "max_length" in config.data.model_fields_set and config.data.max_length != length:
         raise ConfigError(
             f"data.max_length is {config.data.max_length}, but {folder.root} has examples of at most "
-            f"{counted(length, 'token')}; leave data.max_length out, or run `sansgpu distill --max-length` again."
+            f"{counted(length, 'token')}; remove data.max_length, or run `sansgpu distill --max-length` again."
         )
     return folder
 

@@ -226,4 +226,4 @@ def read_requested(request: EvaluationRequest, data: DataConfig, read: Callable[
 def require_rows(part: Sized, name: str) -> None:
     """Raises ConfigError if there are no rows to evaluate."""
     if not len(part):
-        raise ConfigError(f"{name} has no examples to evaluate on.")
+        raise ConfigError(f"{name} has no examples to evaluate on; pass a different dataset.")

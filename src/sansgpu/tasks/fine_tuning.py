@@ -93,11 +93,14 @@ class FineTuning(ObjectiveBase, ABC):
     def _notes(self, unpatched: Sequence[str]) -> Iterator[str]:
         name, pack = self.config.model.name_or_path, self.config.data.pack_sequences
         if unpatched:
-            yield f"{name}: sansgpu has no kernels for its {' and '.join(unpatched)}, so transformers' own code runs."
+            yield f"{name}: sansgpu has no kernels for its {' and '.join(unpatched)}, so transformers' code is used."
         if changed := requantized_formats(self.config.model):
-            yield f"{name}: its {' and '.join(changed)} weights are requantized to q8_0, which sansgpu multiplies with."
+            yield (
+                f"{name}: its {' and '.join(changed)} weights are requantized to q8_0, because sansgpu has no kernels "
+                "for them."
+            )
         if pack and not self.unpadded.packs:
-            yield f"{name} does not support several examples in one row, so short examples are padded."
+            yield f"{name} does not support packing several examples into one sequence, so short examples are padded."
 
     @classmethod
     def head_of(cls, config: Config) -> Head:
@@ -304,6 +307,6 @@ def require_examples(sources: Sources, counts: Sequence[int], what: str, notes: 
     if sources.validation is None and (sum(counts) < 2 or not all(counts)):
         usable = counted(sum(counts), f"usable {what}")
         raise ConfigError(
-            f"{sources.train.name} has {usable}, too few different ones to hold some out for validation{reasons}; add "
+            f"{sources.train.name} has {usable}, too few distinct ones to hold some out for validation{reasons}; add "
             "more or set data.validation_name."
         )

@@ -42,7 +42,7 @@ def task_of(config: Config) -> TaskClass:
     found = import_class(config.objective, "objective")
     if not (isinstance(found, type) and issubclass(found, known)):
         raise ConfigError(
-            f"objective {config.objective} is not derived from {known.__module__}.{known.__name__}, which task "
-            f"{config.task} needs."
+            f"objective {config.objective} is not a subclass of {known.__module__}.{known.__name__}, which task "
+            f"{config.task} requires; derive it from that class."
         )
     return cast(TaskClass, found)

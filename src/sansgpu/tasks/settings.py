@@ -36,14 +36,14 @@ def fine_tuning_problems(config: Any, data: str = "rows") -> Iterator[str]:
     if config.model.name_or_path is None:
         yield f"task {config.task} fine-tunes a pretrained model; set model.name_or_path"
     if config.data.dataset_name == config.settings.default("data", "dataset_name", PYTHON_STDLIB):
-        yield f"task {config.task} needs {data}; set data.dataset_name"
+        yield f"task {config.task} requires {data}; set data.dataset_name"
 
 
 def distillation_problems(config: Any, keys: tuple[str, ...]) -> Iterator[str]:
     """Yields a message for each of `keys` that is set although a teacher's folder determines it."""
     if config.training.distillation.teacher is not None:
         yield from config.without_effect(
-            (*TEXT_KEYS, *keys), "the texts and their tokens are those of training.distillation.teacher"
+            (*TEXT_KEYS, *keys), "training.distillation.teacher provides the text and its tokens"
         )
         yield from config.without_effect(("training.label_smoothing",), "training.distillation.teacher is set")
 
@@ -61,4 +61,4 @@ def repeated_labels(config: Any, what: str, least: int) -> Iterator[str]:
     """Yields a message if data.labels has a duplicate, or fewer than `least` labels."""
     labels = config.data.labels
     if labels is not None and len(set(labels)) < max(least, len(labels)):
-        yield f"data.labels needs two {what} or more, each once; add the others, or leave it out"
+        yield f"data.labels needs at least two distinct {what}; add the missing ones, or remove it"

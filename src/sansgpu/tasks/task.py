@@ -92,7 +92,7 @@ class EvaluationRequest:
         """
         if self.window is not None and self.window > context:
             raise ConfigError(
-                f"--window {self.window} is longer than the model's context of {counted(context, 'token')}."
+                f"--window {self.window} is longer than the model's context of {counted(context, 'token')}; lower it."
             )
         return self.window or min(default, context)
 

@@ -127,8 +127,8 @@ def switch_to(snapshot: Snapshot, paths: RunPaths) -> tuple[Snapshot, list[Path]
             write_text(folder / JOURNAL, json.dumps({"moves": moves, "texts": texts}) + "\n")
         except OSError as error:
             raise SansGPUError(
-                f"the snapshots after step {base} cannot be set aside in {folder}: {error.strerror or error}; nothing "
-                "was moved: free some space and resume."
+                f"the snapshots after step {base} cannot be moved to {folder}: {error.strerror or error}; nothing was "
+                "moved, so free some space and resume."
             ) from None
     finish_pending_moves(paths)
     return Snapshot.of(folder, snapshot.step) if home else snapshot, abandoned
@@ -158,8 +158,8 @@ def finish_pending_moves(paths: RunPaths) -> None:
             sync_to_disk(folder)
     except OSError as error:
         raise SansGPUError(
-            f"the snapshots in {folder} cannot be moved: {error.strerror or error}; none is lost: free some space and "
-            "run train --resume again to finish the moves."
+            f"the snapshots in {folder} cannot be moved: {error.strerror or error}; none is lost, so free some space "
+            "and run train --resume again to finish."
         ) from None
     for path in folder.glob(f".{ABANDONED_FOLDER}*.partial"):
         if re.fullmatch(rf"\.{_FOLDER}\.partial", path.name) and not path.is_symlink():
@@ -179,7 +179,7 @@ def _read_journal(journal: Path) -> tuple[Sequence[tuple[str, str]], dict[str, s
     except (ValueError, KeyError, TypeError, RecursionError):
         known = False
     if not known:
-        raise ConfigError(f"{journal} was not written by this program; delete it.")
+        raise ConfigError(f"{journal} was not written by sansgpu; delete it.")
     return moves, texts
 
 

@@ -63,7 +63,7 @@ class Saver:
 
     def release_copies(self) -> str | None:
         """Frees the memory of the copies; returns the consequence, or None if there were none."""
-        return "snapshots are written before training goes on" if self._writer.release_copies() else None
+        return "training pauses while snapshots are written" if self._writer.release_copies() else None
 
     def save(self, metrics: Metrics | None, is_last: bool) -> None:
         """Saves the current step, on all ranks, unless the newest snapshot has the same step and metrics.
@@ -151,11 +151,14 @@ def load_snapshot(
     moments = {name: (list(t.shape), t.dtype) for name, t in state.moments().items()}
     if moments != {name: (shape, SAFETENSORS_TYPES.get(dtype)) for name, (shape, dtype) in shapes[MOMENTS].items()}:
         raise ConfigError(
-            f"{snapshot.folder} was made with another optimizer; set training.optimizer to the value in the run's "
-            "config.yaml."
+            f"{snapshot.folder} was written with a different optimizer; set training.optimizer to the value in the "
+            "run's config.yaml."
         )
     for difference in _differences(record, run.execution.environment(), data_fingerprint):
-        differ(f"{snapshot.folder.name} was made with {difference}: the resumed run will differ in its last bits.")
+        differ(
+            f"{snapshot.folder.name} was written with {difference}: "
+            "results of the resumed run will not be bit-identical."
+        )
     for file in (WEIGHTS, MOMENTS):
         for name, tensor in snapshot.tensors(file) if group.is_main else _empty(shapes[file]):
             if group.size > 1:
@@ -196,12 +199,12 @@ def _require_same_shape(state: TrainState, weights: dict[str, tuple[list[int], s
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
             raise ConfigError(
-                f"{snapshot.folder} is of another model: {name} is {theirs.get(name, 'missing')} there and "
-                f"{ours.get(name, 'missing')} in the configuration; use the run's own config.yaml."
+                f"{snapshot.folder} is a snapshot of a different model: {name} is {theirs.get(name, 'missing')} there "
+                f"and {ours.get(name, 'missing')} in the configuration; use the run's config.yaml."
             )
 
 
 def _differences(record: dict[str, Any], now: Mapping[str, object], data_fingerprint: str) -> list[str]:
     before = record["environment"]
     found = [f"{key} {before.get(key)}, now {value}" for key, value in now.items() if before.get(key) != value]
-    return found + (["other data or another base model"] if record["data"] != data_fingerprint else [])
+    return found + (["different data or a different base model"] if record["data"] != data_fingerprint else [])

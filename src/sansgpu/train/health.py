@@ -25,8 +25,8 @@ BUSY_PERCENT = 25.0  # share of one core that other programs use
 THROTTLED_PERCENT = 5.0  # share of time in which the container's CPU quota stops the run
 SWAPPING_FAULTS_PER_SECOND = 20.0  # major page faults
 _NOT_FINITE = (
-    "the validation loss is infinite or not a number, so it is recorded as null and cannot be the best; resume from an "
-    "earlier snapshot with a lower training.learning_rate or more warmup_steps."
+    "the validation loss is infinite or NaN, so it is recorded as null; resume from an earlier snapshot with a lower "
+    "training.learning_rate or more warmup_steps."
 )
 CONSECUTIVE = 2  # events in a row before a warning, because a single one may be an outlier
 
@@ -91,7 +91,7 @@ class Health:
         if now < best + max(RISE_RATIO * abs(best), RISE_STANDARD_ERRORS * noise):
             return None
         return (
-            f"the training loss rises: it is {now:.3f} and was {best:.3f} around step {lowest[-1].step:,}; lower "
+            f"the training loss is rising: it is {now:.3f} and was {best:.3f} around step {lowest[-1].step:,}; lower "
             f"training.learning_rate ({self._training.learning_rate:g}) and resume from a snapshot before the rise."
         )
 
@@ -105,8 +105,9 @@ class Health:
         if abs(earlier - later) > FLAT_RATIO * abs(earlier):
             return None
         return (
-            f"the training loss is flat: {later:.3f} since step {window[0].step:,}; if it should still fall, try "
-            f"another training.learning_rate ({self._training.learning_rate:g}), a larger model or more data."
+            f"the training loss is flat: {later:.3f} since step {window[0].step:,}; if it is expected to fall "
+            f"further, try a different training.learning_rate ({self._training.learning_rate:g}), a larger model or "
+            "more data."
         )
 
     def _spike(self) -> str | None:
@@ -116,8 +117,8 @@ class Health:
         limit = self._training.max_grad_norm
         clipped = f"it was clipped to {limit:g}" if limit else "set training.max_grad_norm"
         return (
-            f"the gradient norm of this step is {now:.3g}, its usual value is {usual:.3g}; {clipped}. If this happens "
-            "again, lower training.learning_rate or check the data for broken rows."
+            f"the gradient norm of this step is {now:.3g}, compared to {usual:.3g} usually; {clipped}. If this "
+            "happens again, lower training.learning_rate or check the data for broken rows."
         )
 
     def _overfitting(self) -> str | None:
@@ -126,8 +127,8 @@ class Health:
         if now < OVERFIT_FACTOR * best or step == best_step:
             return None
         return (
-            f"the validation loss rises: it is {now:.4f} and was {best:.4f} at step {best_step:,}; that snapshot is "
-            "available as --snapshot best. More data, dropout, weight_decay or fewer epochs help."
+            f"the validation loss is rising: it is {now:.4f} and was {best:.4f} at step {best_step:,}; --snapshot "
+            "best selects that snapshot. More data, dropout, weight_decay or fewer epochs may help."
         )
 
 
@@ -137,8 +138,8 @@ def _memory(event: Event) -> str | None:
     if not left or not limit or left > NEAR_LIMIT * limit:
         return None
     return (
-        f"memory is near its limit: {left / 1e9:.1f} of {limit / 1e9:.1f} GB are available, this run uses "
-        f"{(event.get('rss_bytes') or 0) / 1e9:.1f}. Stop other programs, lower training.batch_size or set "
+        f"memory is near its limit: {left / 1e9:.1f} of {limit / 1e9:.1f} GB are available, and this run uses "
+        f"{(event.get('rss_bytes') or 0) / 1e9:.1f} GB. Stop other programs, lower training.batch_size or set "
         "model.gradient_checkpointing; if memory runs out, the micro-batch is halved."
     )
 
@@ -149,42 +150,42 @@ def _swapping(event: Event) -> str | None:
     if faults < SWAPPING_FAULTS_PER_SECOND or not system.get("swap_bytes"):
         return None
     return (
-        f"the machine swaps: {faults:,.0f} pages per second are read from the disk. Stop other programs, or lower "
+        f"the machine is swapping: it reads {faults:,.0f} pages per second from disk; stop other programs, or lower "
         "training.batch_size."
     )
 
 
-def _starved(event: Event) -> str | None:
+def _waiting_for_data(event: Event) -> str | None:
     waited, seconds = (event.get("phase_seconds") or {}).get("data"), event.get("step_seconds")
     share = waited / seconds if waited and seconds else 0.0  # older records do not have them
     if share < DATA_WAIT_RATIO:
         return None
     return (
-        f"steps wait for data for {share:.0%} of their time: raise training.dataloader_num_workers or "
+        f"steps spend {share:.0%} of their time waiting for data: raise training.dataloader_num_workers or "
         "training.dataloader_prefetch_factor, or put the data on a faster disk."
     )
 
 
-def _other_programs(event: Event) -> str | None:
+def _busy_cores(event: Event) -> str | None:
     system = event.get("system") or {}
     others, stolen = system.get("other_percent") or 0.0, system.get("stolen_percent") or 0.0
     if max(others, stolen) < BUSY_PERCENT:
         return None
-    who = "other programs take" if others >= stolen else "the host of this virtual machine takes"
+    who = "other programs use" if others >= stolen else "other virtual machines on this host use"
     return (
         f"{who} {max(others, stolen) / 100:.1f} cores, and every step waits for the slowest thread: stop them, lower "
-        "training.threads by as many, or set training.adapt_threads, with which results are no longer bit-identical."
+        "training.threads by that number, or set training.adapt_threads (results are then no longer bit-reproducible)."
     )
 
 
-def _hot(event: Event) -> str | None:
+def _thermal_throttling(event: Event) -> str | None:
     throttled = (event.get("system") or {}).get("throttled") or 0
     if not throttled:
         return None
     return "the processor is throttled because it is too hot: improve its cooling, or lower training.threads."
 
 
-def _quota_throttled(event: Event) -> str | None:
+def _limited_by_container(event: Event) -> str | None:
     withheld = (event.get("system") or {}).get("withheld_percent") or 0.0
     if withheld < THROTTLED_PERCENT:
         return None
@@ -197,8 +198,8 @@ def _quota_throttled(event: Event) -> str | None:
 _MACHINE_CHECKS: dict[str, Callable[[Event], str | None]] = {
     "memory": _memory,
     "swap": _swapping,
-    "data": _starved,
-    "neighbour": _other_programs,
-    "heat": _hot,
-    "threads": _quota_throttled,
+    "data": _waiting_for_data,
+    "neighbour": _busy_cores,
+    "heat": _thermal_throttling,
+    "threads": _limited_by_container,
 }

@@ -55,10 +55,10 @@ def open_model(
         source = ModelSource(target, request.remote_code, config, snapshot, paths.tokenizer)
     else:
         if objective is not None:
-            raise ConfigError(f"{target} is not a run; leave out --objective.")
+            raise ConfigError(f"{target} is not a run; remove --objective.")
         task = class_of_model(target, verb)
         if request.snapshot != "latest":
-            raise ConfigError(f"{target} is not a run, so it has no snapshots; leave out --snapshot.")
+            raise ConfigError(f"{target} is not a run, so it has no snapshots; remove --snapshot.")
         source = ModelSource(target, request.remote_code)
     device, precision = torch.device("cpu"), "fp32"
     if verb not in task.verbs_without_kernels:
@@ -75,7 +75,7 @@ def class_of_run(folder: Path, config: Config, verb: Verb, objective: str | None
         with_objective(config, folder, objective)  # raises if `objective` does not name it
         task_class(config.outside_class)
     elif objective is not None and verb != "evaluate":
-        raise ConfigError(f"{folder} is a run of task {config.task}; leave out --objective.")
+        raise ConfigError(f"{folder} is a run of the built-in task {config.task}; remove --objective.")
     task = task_of(config)
     if not can(task, verb):
         raise _refusal(str(folder), config, verb)
@@ -86,7 +86,7 @@ def require_snapshot(folder: Path, paths: RunPaths, name: str, warn: Callable[[s
     """Returns the snapshot of a run that is called `name`. Raises ConfigError if there is none."""
     snapshot = find_snapshot(paths.snapshots, name, warn)
     if snapshot is None:
-        raise ConfigError(f"{folder} has no snapshot yet.")
+        raise ConfigError(f"{folder} has no snapshot yet; train it first.")
     return snapshot
 
 
@@ -102,9 +102,9 @@ def class_of_model(target: str, verb: Verb) -> TaskClass:
 
 def _refusal(target: str, config: Config, verb: Verb) -> ConfigError:
     if verb == "chat" and can(task_of(config), "generate"):
-        return ConfigError(f"{target} was not trained on conversations; use `sansgpu generate` to continue a text.")
+        return ConfigError(f"{target} was not trained on conversations; use `sansgpu generate` instead.")
     clause = _REFUSALS.get(verb, "but this command")
-    advice = f"; give its folder {RunPaths(Path(target)).final}" if _takes_any_model(verb) else ""
+    advice = f"; pass its folder {RunPaths(Path(target)).final}" if _takes_any_model(verb) else ""
     needed = f"needs one of task {_tasks_with(verb)}{advice}"
     return ConfigError(f"{target} is a run of task {config.task}, {clause} {needed}.")
 

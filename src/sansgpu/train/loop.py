@@ -104,7 +104,7 @@ class Trainer:
 
         def differ(message: str) -> None:
             if strict:
-                raise ConfigError(f"{message} Without --strict this is only a warning.")
+                raise ConfigError(f"{message.removesuffix('.')}; remove --strict to resume anyway.")
             warn(message)
 
         metrics = load_snapshot(self._state, snapshot, self._run, self._task.fingerprint, differ)

@@ -46,13 +46,13 @@ class Optimizer:
         self, model: nn.Module, training: TrainingConfig, compute_dtype: torch.dtype, group: Group = SINGLE_PROCESS
     ) -> None:
         if training.optimizer == "auto":
-            raise ValueError("choose_optimizer turns auto into muon or adamw")
+            raise ValueError("optimizer is auto; resolve it with choose_optimizer first")
         self._model, self._training, self._compute_dtype, self._group = model, training, compute_dtype, group
         self._sharding = training.sharding if group.size > 1 else "none"
         cut = shard_blocks(model, group, compute_dtype) if self._sharding == "full" else set()
         groups = parameter_groups(model)
         if training.optimizer == "muon" and not groups.matrices:
-            raise ConfigError("training.optimizer is muon, but no matrix of the model is trained; set it to adamw.")
+            raise ConfigError("training.optimizer is muon, but the model has no trainable matrices; set it to adamw.")
         places = self._places(model, {name for name, p in model.named_parameters() if p.requires_grad}, cut)
         matrices = {name for name, _ in groups.matrices}
         undecayed = {name for name, _ in groups.others}

@@ -99,9 +99,7 @@ def require_writable(folder: Path) -> None:
 def require_plain_name(folder: Path) -> None:
     """Raises ConfigError if a folder that scripts will refer to has control characters in its name."""
     if printable_line(str(folder)) != str(folder):
-        raise ConfigError(
-            f"the name {folder} contains control characters, which scripts cannot use; choose another --output-dir."
-        )
+        raise ConfigError(f"the name {folder} contains control characters; choose another --output-dir.")
 
 
 @contextmanager
@@ -136,14 +134,15 @@ def with_objective(config: Config, folder: Path, requested: str | None) -> Confi
     """
     recorded = recorded_config(folder).outside_class
     if recorded and requested is None:
-        instead = "" if is_outside(config.task) else ", or name other data with --data"
+        instead = "" if is_outside(config.task) else ", or pass a dataset with --data"
         raise ConfigError(
             f"{folder} was trained with objective {recorded}, which is Python code: add --objective {recorded} to "
             f"import it{instead}."
         )
     if requested != recorded:
         raise ConfigError(
-            f"{folder} was not trained with objective {requested}; its objective is {recorded or 'built in'}."
+            f"{folder} was not trained with objective {requested}, but with {recorded or 'a built-in one'}; correct "
+            "or remove --objective."
         )
     return config.model_copy(update={"objective": requested})
 
@@ -155,12 +154,12 @@ def require_allowed(config: Config, file: Path, overrides: Sequence[Override]) -
     if named and not requested & {"objective", "task"}:
         raise ConfigError(
             f"{file} names objective {named}, which is Python code: add --objective {named} to "
-            "import it, or give the configuration that you started the run with."
+            "import it, or pass the configuration that you started the run with."
         )
     if config.model.trust_remote_code and "model.trust_remote_code" not in requested:
         raise ConfigError(
             f"{file} sets model.trust_remote_code, which runs the model's own Python code: add --trust-remote-code to "
-            "allow that, or give the configuration that you started the run with."
+            "allow it, or pass the configuration that you started the run with."
         )
 
 
@@ -187,7 +186,7 @@ def no_run_to_resume(folder: Path) -> ConfigError:
     near = get_close_matches(folder.name, sorted(runs), n=1)
     hint = f" (did you mean {folder.parent / near[0]}?)" if near else ""
     return ConfigError(
-        f"{folder} contains no run to resume{hint}; give a run's folder with --output-dir, or the configuration of a "
+        f"{folder} contains no run to resume{hint}; set --output-dir to a run folder, or pass the configuration of a "
         "new run."
     )
 

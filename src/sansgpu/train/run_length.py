@@ -39,7 +39,7 @@ def finish_time(until: str, now: datetime) -> datetime:
         return today if today > now else today + timedelta(days=1)
     finish = datetime.fromisoformat(until)
     if finish <= now:
-        raise ConfigError(f"training.until is {until}, which is in the past; give a later time with --until.")
+        raise ConfigError(f"training.until is {until}, which is in the past; set a later time with --until.")
     return finish
 
 
@@ -99,7 +99,8 @@ class Budget:
         usable, step = left - self._reserve(), self._step()
         if usable < 0:
             return 0
-        return bisect_right(range(int(usable / step) + 1), usable, key=lambda n: n * step + self._pauses(done, n)) - 1
+        counts = range(int(usable / step) + 1)
+        return bisect_right(counts, usable, key=lambda n: n * step + self._pause_seconds(done, n)) - 1
 
     def idle_ratio(self, steps: int) -> float:
         """Returns the share of the total budget that would be unused after `steps` more steps."""
@@ -123,7 +124,7 @@ class Budget:
     def _step(self) -> float:
         return sum(self._steps) / max(1, len(self._steps))
 
-    def _pauses(self, done: int, more: int) -> float:
+    def _pause_seconds(self, done: int, more: int) -> float:
         """Returns seconds of evaluations and snapshots after steps `done` to `done + more - 1`."""
         training = self.training
         pauses = ((training.eval_steps, self._evaluation()), (training.save_steps, self._save_seconds))
@@ -217,7 +218,7 @@ class RunLength:
         if not self._warned and self.budget.idle_ratio(max_steps - step) > EARLY_END_RATIO:
             self._warned = True
             self._warn(
-                f"num_epochs, max_steps or max_tokens end the run after {counted(total, 'step')}, long before its time "
-                "is up; set them to null to use all of the time."
+                f"num_epochs, max_steps or max_tokens end the run after {counted(total, 'step')}, long before its "
+                "time limit; set them to null to use all of the time."
             )
         return total

@@ -147,5 +147,5 @@ class AdaptiveThreads:
         torch.set_num_threads(suggested)
         return (
             f"other programs use {others:.1f} cores: training.threads is now {suggested} instead of {before}; results "
-            "are no longer bit-identical to those of an undisturbed run."
+            "are no longer bit-reproducible."
         )

@@ -45,7 +45,7 @@ def warmup_problem(training: TrainingConfig, total_steps: int) -> str | None:
         return None
     return (
         f"training.warmup_steps is {warmup}, but the run ends after {counted(total_steps, 'step')}, when the learning "
-        f"rate is {total_steps / (warmup + 1):.0%} of training.learning_rate; set warmup_steps to "
+        f"rate has reached only {total_steps / (warmup + 1):.0%} of training.learning_rate; set warmup_steps to "
         f"{total_steps // MAX_WARMUP_DIVISOR}."
     )
 

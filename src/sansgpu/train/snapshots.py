@@ -158,7 +158,7 @@ class Snapshot:
             if name not in files or not path.is_file():
                 return f"{path} is missing."
             if file_sha256(path) != files[name]:
-                return f"{path} was altered: its SHA-256 differs from the one in {MANIFEST}."
+                return f"{path} is damaged: its SHA-256 differs from the one in {MANIFEST}."
         return None
 
     def state(self) -> dict[str, Any]:
@@ -205,10 +205,11 @@ def latest_intact_snapshot(folder: Path, warn: Callable[[str], None]) -> Snapsho
         problem = snapshot.problem()
         if problem is None:
             return snapshot
-        warn(f"{problem} It is skipped.")
+        warn(f"{problem} The snapshot is skipped.")
     if found:
         raise ConfigError(
-            f"no snapshot in {folder} is intact ({len(found)} damaged), so there is nothing to resume from."
+            f"all snapshots in {folder} are damaged ({len(found)}), so there is nothing to resume from; start a new "
+            "run in another --output-dir."
         )
     return None
 
@@ -230,7 +231,7 @@ def find_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> Snaps
     if name == "best":
         best = best_snapshot(snapshots(folder))
         if best is None:
-            raise ConfigError(f"no snapshot in {folder} has a validation loss, so none is the best; choose latest.")
+            raise ConfigError(f"no snapshot in {folder} has a validation loss, so there is no best one; choose latest.")
         chosen = best.folder
     elif name.isdecimal() and len(name) <= _MAX_STEP_DIGITS:
         chosen = Snapshot.of(folder, int(name)).folder
@@ -238,7 +239,7 @@ def find_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> Snaps
         chosen = folder / name if (folder / name).is_dir() else Path(name)
     if not chosen.is_dir() or not _NAME.fullmatch(chosen.name):
         known = ", ".join(s.folder.name for s in snapshots(folder)) or "none"
-        raise ConfigError(f"there is no snapshot {name}; {folder} has {known}.")
+        raise ConfigError(f"there is no snapshot {name}; {folder} contains {known}.")
     snapshot = Snapshot(chosen)
     if problem := snapshot.problem():
         raise ConfigError(problem)
@@ -281,7 +282,7 @@ def save_snapshot(
         delete_folder(partial)
         reason = error.strerror or str(error)
         raise SansGPUError(
-            f"the snapshot of step {step} cannot be written to {folder}: {reason}; earlier snapshots are untouched: "
+            f"the snapshot of step {step} cannot be written to {folder}: {reason}; earlier snapshots are intact, so "
             "free some space and resume."
         ) from None
     return Snapshot(final)

@@ -88,7 +88,7 @@ def train_step(
     if not (math.isfinite(total) and math.isfinite(grad_norm)):
         raise SansGPUError(
             f"step {state.progress.step + 1}: the loss is {total / targets:g} and the gradient norm {grad_norm:g}; "
-            "resume from an earlier snapshot with a lower learning_rate or more warmup_steps."
+            "resume from an earlier snapshot with a lower training.learning_rate or more warmup_steps."
         )
     limit = state.training.max_grad_norm
     scale = min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0

@@ -52,8 +52,8 @@ class SnapshotWriter:
                 self._writing = self._thread.submit(self._touch)
                 return
         self._warn(
-            f"a copy of weights and moments needs {(needed + MIN_FREE_BYTES) / 1e9:.1f} GB of memory, but "
-            f"{available / 1e9:.1f} GB are available: training waits while each snapshot is written."
+            "training pauses while each snapshot is written, because a copy of weights and moments needs "
+            f"{(needed + MIN_FREE_BYTES) / 1e9:.1f} GB of memory, but only {available / 1e9:.1f} GB are available."
         )
 
     def submit(

@@ -48,7 +48,7 @@ def print_bench(console: Console, result: BenchResult) -> None:
         if "speedup" in row:
             table.add_row("what if", f"{row['name']}: {speedup_text(row)}, trade-off: {row['gives_up']}")
         else:
-            table.add_row("what if", f"{row['name']}: not measured: {row['problem']}", style="yellow")
+            table.add_row("what if", f"{row['name']}: not measured, because {row['problem']}", style="yellow")
     for projection in result["projections"]:
         finish = clock(datetime.fromisoformat(projection["done"]))
         table.add_row(f"{projection['steps']:,} steps", f"{duration(projection['seconds'])}, done {finish}")
@@ -142,7 +142,7 @@ def _plots(result: BenchResult) -> list[Plot]:
     measured = [Series("", list(range(1, len(times) + 1)), times, marked=True)]
     shares = [Series(name, parts, values, color=index) for index, (name, values) in enumerate(seconds_of.items())]
     found = [
-        Plot("steps", "Every measured step", "step", "seconds", measured, from_zero=True),
+        Plot("steps", "Duration of every measured step", "step", "seconds", measured, from_zero=True),
         Plot("parts", "Time per step, measured and at the hardware limit", "", "seconds", shares, "bars"),
         Plot(
             "hours",

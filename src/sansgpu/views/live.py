@@ -173,7 +173,7 @@ class LiveView:
         if (action := actions.get(key.lower())) is None:
             return False
         action()
-        announced = {"s": "a snapshot", "e": "an evaluation", "q": "save and end"}
+        announced = {"s": "a snapshot", "e": "an evaluation", "q": "save and stop"}
         if key.lower() in announced:
             with self._lock:
                 self._screen.news.append((f"after this step: {announced[key.lower()]}", "cyan"))

@@ -25,7 +25,12 @@ from sansgpu.views.loss_curve import TRAINING, VALIDATION, Point, loss_curve
 from sansgpu.views.tables import percent
 from sansgpu.views.terminal import clock
 
-KEYS = (("p", "pause", "pause"), ("s", "save now", "save"), ("e", "evaluate now", "eval"), ("q", "save and end", "end"))
+KEYS = (
+    ("p", "pause", "pause"),
+    ("s", "save now", "save"),
+    ("e", "evaluate now", "eval"),
+    ("q", "save and stop", "end"),
+)
 WIDE = 104  # terminal columns from which the table is placed next to the curve
 CURVE_SECONDS = 10.0  # minimum time between redraws of the curve
 MIN_CURVE_ROWS = 5
@@ -109,7 +114,7 @@ def _footer(shown: ScreenState, width: int) -> Text:
     for key, what, short in KEYS if shown.keys else ():
         line.append(f" {key} ", "reverse").append(f" {what}   " if width >= 70 else f" {short}  ")
     if not shown.keys:
-        line.append("Ctrl-C saves and ends", "dim")
+        line.append("Ctrl-C saves and stops", "dim")
     return line
 
 

@@ -29,7 +29,7 @@ def print_plan(console: Console, plan: RunPlan | ProposedPlan) -> None:
     needed, available = plan["memory_bytes"]["total"], plan["available_bytes"]
     verdict = "fits" if plan["fits"] else "does not fit"
     if plan["fits"] and needed > available:
-        verdict += ", but snapshots will block training"
+        verdict += ", but training will pause while snapshots are written"
     have = f"{storage(available)} available of {storage(plan['machine_bytes'])}"
     table.add_row("", f"{storage(needed)} total, {have}: {verdict}", style=None if plan["fits"] else "red")
     for change in plan.get("changes", []):
@@ -46,7 +46,7 @@ def print_plan(console: Console, plan: RunPlan | ProposedPlan) -> None:
         table.add_row(
             "speed",
             f"{pace(plan['tokens_per_second'])}, {plan['step_seconds']:.3g} s per step"
-            + (f": {share:.0%} of the limit by matrix products and memory bandwidth" if share else ""),
+            + (f", {share:.0%} of what matrix products and memory bandwidth allow" if share else ""),
         )
     else:
         table.add_row("speed", "not measured, because three layers do not fit into memory")
@@ -57,7 +57,7 @@ def print_plan(console: Console, plan: RunPlan | ProposedPlan) -> None:
             length += f": {duration(plan['total_seconds'])}, if started now done {finish}"
         table.add_row("time", length)
     elif plan["train_tokens"] is None:
-        table.add_row("time", "unknown, because the length is given in epochs and the data was not read")
+        table.add_row("time", "unknown, because the length of an epoch is unknown without the data")
     console.print(table)
     if "candidates" in plan:
         _print_candidates(console, cast(ProposedPlan, plan))
@@ -67,11 +67,13 @@ def print_plan(console: Console, plan: RunPlan | ProposedPlan) -> None:
 
 def _precisions(plan: RunPlan) -> str:
     base = plan["base_precision"]
-    return plan["precision"] if base in (None, plan["precision"]) else f"{plan['precision']} on a base in {base}"
+    return (
+        plan["precision"] if base in (None, plan["precision"]) else f"{plan['precision']} with base weights in {base}"
+    )
 
 
 def _print_candidates(console: Console, plan: ProposedPlan) -> None:
-    table = Table(title="chosen from", title_justify="left")
+    table = Table(title="candidates", title_justify="left")
     for name in ("parameters", "width x layers", "tokens/s", "tokens", "epochs", "expected loss"):
         table.add_column(name, justify="right")
     for row in plan["candidates"]:
@@ -93,23 +95,24 @@ def _print_cluster(console: Console, cluster: ClusterPlan) -> None:
     table.add_row(
         counted(nodes, "node"),
         f"like this machine, connected with {network / 1e9:g} Gbit/s and {cluster['latency_seconds'] * 1e6:g} us "
-        f"latency, for {cluster['gradient_bytes'] / 1e6:,.0f} MB of gradients; gloo reduces {gloo * 8e-9:.1f} Gbit/s",
+        f"latency; gradients of {cluster['gradient_bytes'] / 1e6:,.0f} MB, which gloo reduces at {gloo * 8e-9:.1f} "
+        "Gbit/s",
     )
     verdict = "fits" if cluster["fits"] else "does not fit"
     table.add_row("memory", f"{storage(cluster['memory_bytes']['total'])} per node: {verdict}")
     step, compute = round(cluster["step_seconds"], 4), round(cluster["compute_seconds"], 4)
     sent, hidden = round(cluster["communication_seconds"], 4), round(cluster["overlapped_seconds"], 4)
     small = round(cluster["collectives_seconds"], 4)
-    overlap = f" ({figure(hidden)} s more overlap with the backward pass)" if hidden else ""
+    overlap = f" (and {figure(hidden)} s overlapped with the backward pass)" if hidden else ""
     table.add_row(
         "step",
-        f"{figure(step)} s: {figure(compute)} s computing, {figure(sent - hidden - small)} s waiting for gradients"
-        f"{overlap}, {figure(small)} s for small collectives",
+        f"{figure(step)} s: {figure(compute)} s for computation, {figure(sent - hidden - small)} s for "
+        f"gradients{overlap}, {figure(small)} s for small collectives",
     )
     table.add_row(
         "speed",
-        f"{cluster['tokens_per_second']:,.0f} tokens/s, {figure(cluster['speed_up'])} times one node: efficiency "
-        f"{cluster['efficiency']:.0%}",
+        f"{cluster['tokens_per_second']:,.0f} tokens/s, {figure(cluster['speed_up'])} times the speed of one node: "
+        f"efficiency {cluster['efficiency']:.0%}",
     )
     finish = clock(datetime.fromisoformat(cluster["finish"]))
     cost = "" if cluster["cost"] is None else f", which cost {cluster['cost']:,.2f}"
@@ -147,26 +150,30 @@ def _print_curve(console: Console, cluster: ClusterPlan) -> None:
 def _about_nodes(cluster: ClusterPlan, rows: list[dict[str, Any]]) -> Iterator[str]:
     most, last = cluster["most_nodes"], cluster["curve"][-1]["nodes"]
     if len(rows) < len(cluster["curve"]):
-        yield f"beyond {most:,}: the batch has too few examples, because each node needs at least one"
+        yield f"more than {most:,} nodes are not possible, because each node needs at least one example of the batch"
     if not all(row["fits"] for row in rows):
         fitting = next(
-            (f"on {counted(row['nodes'], 'node')} or more" for row in rows if row["fits"]), f"on none of up to {last:,}"
+            (f"the run fits into memory on {counted(row['nodes'], 'node')} or more" for row in rows if row["fits"]),
+            f"the run does not fit into memory on up to {last:,} nodes",
         )
-        yield f"it fits into memory {fitting}"
+        yield f"{fitting}"
     faster, pays, fastest = f"{cluster['pays']:g} times as fast", cluster["pays_until"], cluster["fastest_nodes"]
     if pays > 1:
-        yield f"up to {pays:,} nodes, doubling them makes a step at least {faster}; the fastest count is {fastest:,}"
+        yield f"up to {pays:,} nodes, doubling the nodes makes a step at least {faster}; {fastest:,} are the fastest"
     elif most > 1:
-        yield f"adding nodes is inefficient: two do not make a step {faster}; the fastest count is {fastest:,}"
+        yield (
+            f"adding nodes is inefficient: with two nodes, a step is less than {faster}; {counted(fastest, 'node')} "
+            "would be the fastest"
+        )
     if (nodes := cluster["nodes"]) > 1:
         grown = cluster["grown_batch"]
         yield (
-            f"with the batch {nodes:,} times as large, {count(grown['tokens_per_step'])} tokens, {nodes:,} nodes reach "
-            f"{grown['tokens_per_second']:,.0f} tokens/s: efficiency {grown['efficiency']:.0%}"
+            f"weak scaling: with a batch {nodes:,} times as large ({count(grown['tokens_per_step'])} tokens), "
+            f"{nodes:,} nodes reach {grown['tokens_per_second']:,.0f} tokens/s: efficiency {grown['efficiency']:.0%}"
         )
     if cluster["critical_batch_tokens"]:
         yield (
-            f"larger batches save steps nearly in proportion up to about {count(cluster['critical_batch_tokens'])} "
-            f"tokens, one example per node for {cluster['critical_batch_nodes']:,} nodes: a rule of thumb (Kaplan et "
-            f"al. 2020) at a loss of {cluster['critical_batch_loss']:.2f} nats per token"
+            f"critical batch size: up to about {count(cluster['critical_batch_tokens'])} tokens (one example on each "
+            f"of {cluster['critical_batch_nodes']:,} nodes), larger batches need nearly proportionally fewer steps; "
+            f"estimated as in Kaplan et al. 2020 for a loss of {cluster['critical_batch_loss']:.2f} nats per token"
         )

@@ -163,7 +163,7 @@ class Drawing:
                     )
                 )
         if cut:
-            note = f"{note} Downsampled: only the minimum and the maximum of neighboring steps are drawn.".strip()
+            note = f"{note} Downsampled: shows only the minimum and the maximum of neighboring steps.".strip()
         return Plot(name, title, STEP, y, series, note=note, from_zero=from_zero, wide=wide)
 
     def _of(self, number: int) -> str:
@@ -224,7 +224,7 @@ _RESOURCES: list[tuple[str, str, str, bool, dict[str, Getter]]] = [
     ("faults", "Page faults", "1/s", True,
      {"minor": _system("minor_faults_per_second"), "major (disk)": _system("major_faults_per_second")}),
     ("temperature", "Temperature of the processor", "°C", False, {"": _system("temperature_celsius")}),
-    ("frequency", "Clock", "GHz", True, {"": _system("frequency_hz", 1e-9)}),
+    ("frequency", "Clock rate", "GHz", True, {"": _system("frequency_hz", 1e-9)}),
     ("power", "Power of the processors", "W", True, {"": _system("watts")}),
     ("throttled", "Thermal throttling", "times", True, {"": _system("throttled")}),
 ]  # fmt: skip

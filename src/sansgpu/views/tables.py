@@ -70,14 +70,14 @@ def print_table(console: Console, table: Table) -> None:
 
 def print_doctor(console: Console, facts: Result) -> None:
     table = grid()
-    quota = f", of which the container may use {facts['cpu_quota']:.1f}" if facts["cpu_quota"] else ""
+    quota = f", container limit {facts['cpu_quota']:.1f}" if facts["cpu_quota"] else ""
     nodes = f"{counted(facts['numa_nodes'], 'NUMA node')}"
     table.add_row("processor", facts["processor"])
     table.add_row("cores", f"{facts['cores']}{quota}, {nodes}; {facts['busy_cores']:.1f} used by other programs")
     table.add_row("instructions", " ".join(facts["isa"]))
     bf16 = facts["gemm_flops_per_second"]["bf16"]
     rates = f"fp32 {rate(facts['gemm_flops_per_second']['fp32'])}, "
-    rates += f"bf16 {rate(bf16)}" if bf16 else "bf16 only emulated"
+    rates += f"bf16 {rate(bf16)}" if bf16 else "bf16 not supported (emulated)"
     table.add_row("matrix products", rates)
     limit, swap = facts["memory_limit_bytes"], storage(facts["swap_bytes"]) if facts["swap_bytes"] else "none"
     limited = f", limit {storage(limit)}" if limit else ""
@@ -92,11 +92,11 @@ def print_doctor(console: Console, facts: Result) -> None:
     table.add_row("compiler", facts["compiler"] or "none")
     table.add_row(
         "kernels",
-        f"PyTorch operators: {facts['kernels_problem']}" if facts["kernels"] == "torch" else facts["kernels"],
+        f"PyTorch operators, because {facts['kernels_problem']}" if facts["kernels"] == "torch" else facts["kernels"],
     )
     problem = facts["caching_allocator_problem"]
     caching = "on" if problem is None else f"off: {problem}"
-    table.add_row("allocator", f"{facts['allocator']}; sansgpu's for large tensors {caching}")
+    table.add_row("allocator", f"{facts['allocator']}; caching allocator for large tensors {caching}")
     table.add_row("governor", facts["governor"] or "unknown")
     table.add_row("cache", f"{facts['cache']}, {storage(facts['cache_free_bytes'])} free")
     console.print(table)
@@ -133,7 +133,7 @@ def print_link_prediction(console: Console, result: Result) -> None:
 def print_extraction(console: Console, result: Result) -> None:
     """Prints the number of extracted triples, and their precision and recall if the documents have triples."""
     console.print(
-        f"{counted(result['triples'], 'triple')} from {counted(result['documents'], 'text')}", highlight=False
+        f"{counted(result['triples'], 'triple')} from {counted(result['documents'], 'document')}", highlight=False
     )
     if "gold" in result:
         given = result["given"]
@@ -144,7 +144,9 @@ def print_extraction(console: Console, result: Result) -> None:
         )
         if result.get("best_min_score") is not None:
             best, score = result["best_f1"], result["best_min_score"]
-            console.print(f"best F1 {best:.3f} with --min-score {score:.4f}, selected on these texts", highlight=False)
+            console.print(
+                f"best F1 {best:.3f} with --min-score {score:.4f}, selected on these documents", highlight=False
+            )
         console.print(
             f"given head and relation: {given['accuracy']:.1%} of {counted(given['pairs'], 'tail')} correct",
             highlight=False,
@@ -153,9 +155,9 @@ def print_extraction(console: Console, result: Result) -> None:
 
 def print_memory_options(console: Console, result: MemoryOptions) -> None:
     contexts = list(dict.fromkeys(option["context"] for option in result["options"]))
-    title = f"{result['model']} in {storage(result['memory_bytes'])}, by tokens of context"
+    title = f"{result['model']} in {storage(result['memory_bytes'])} of memory, by context length in tokens"
     table = Table(title=title, title_justify="left")
-    table.add_column("trained")
+    table.add_column("trained weights")
     for context in contexts:
         table.add_column(f"{context:,}", justify="right")
     rows: dict[str, list[str]] = {}
@@ -176,18 +178,18 @@ def _name(option: MemoryOption) -> str:
 def _cell(option: MemoryOption) -> str:
     needed = storage(option["needed_bytes"])
     if not option["fits"]:
-        return f"too much ({needed})"
+        return f"does not fit ({needed})"
     return f"{needed}*" if option["gradient_checkpointing"] else needed
 
 
 def print_presets(console: Console, rows: list[PresetRow]) -> None:
     memory = Table(title="memory", title_justify="left")
-    for heading in ("preset", "parameters", "at least", "recommended", "here"):
-        memory.add_column(heading, justify="left" if heading in ("preset", "here") else "right")
+    for heading in ("preset", "parameters", "at least", "recommended", "this machine"):
+        memory.add_column(heading, justify="left" if heading in ("preset", "this machine") else "right")
     for row in rows:
-        memory.add_row(*memory_cells(row), "fits" if row["fits"] else "too much")
+        memory.add_row(*memory_cells(row), "fits" if row["fits"] else "does not fit")
     print_table(console, memory)
-    console.print("at least: with micro-batch 1 and gradient checkpointing", style="dim")
+    console.print("at least: with micro-batches of one example and gradient checkpointing", style="dim")
     title = f"tokens/s, and time for {', '.join(count(row['optimal_tokens']) for row in rows)} tokens (estimates)"
     speeds = Table(title=title, title_justify="left")
     speeds.add_column("processor")
@@ -196,7 +198,7 @@ def print_presets(console: Console, rows: list[PresetRow]) -> None:
     for cells in zip(*map(speed_cells, rows), strict=True):
         speeds.add_row(cells[0][0], *(cell for _, cell in cells))
     print_table(console, speeds)
-    console.print("these are 20 tokens per parameter, which is compute-optimal", style="dim")
+    console.print("token counts are compute-optimal: 20 per parameter", style="dim")
 
 
 def memory_cells(row: PresetRow) -> tuple[str, ...]:

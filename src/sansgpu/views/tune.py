@@ -281,16 +281,16 @@ def sentences(result: SearchResult) -> list[str]:
     best, default, measure = result.best, result.default, result.measure_label
     found = []
     if best.trial == 0:
-        found.append(f"the given configuration was the best: {measure} {best.loss:.4f}")
+        found.append(f"the unchanged configuration was the best: {measure} {best.loss:.4f}")
     elif default is not None:
         found.append(
             f"trial {best.trial} has {measure} {best.loss:.4f}, {result.gain:.2%} below the {default.loss:.4f} of the "
-            "given configuration"
+            "unchanged configuration"
         )
     if result.importance:
         shares = [f"{key.rpartition('.')[2]} {share:.0%}" for key, share in result.importance.items()]
         found.append(
-            f"importance, as the share of differences between trials that a parameter explains: {', '.join(shares)}"
+            f"importance (share of the differences between trials that a parameter explains): {', '.join(shares)}"
         )
     return found
 
@@ -317,7 +317,11 @@ def _text(result: SearchResult) -> str:
         f"{datetime.now():%Y-%m-%d %H:%M}.\n",
         *(f"{sentence[0].upper()}{sentence[1:]}.\n" for sentence in sentences(result)),
         *(
-            ["The best values, also in best.yaml:\n", *(f"- `{key}`: {value(best[key])}" for key in best), ""]
+            [
+                "The best values, which best.yaml also contains:\n",
+                *(f"- `{key}`: {value(best[key])}" for key in best),
+                "",
+            ]
             if best
             else []
         ),
@@ -348,7 +352,7 @@ def _figures(result: SearchResult, study: Any) -> list[PlotlyFigure]:
         by_value = visualization.plot_slice(study, target_name=name).update_traces(marker=colors)
         found.append((f"{name.capitalize()} by each parameter", by_value.update_layout(width=None)))
     if result.importance:
-        caption = "Share of the differences between trials that each parameter explains"
+        caption = "Importance: share of the differences between trials that each parameter explains"
         found.append((caption, visualization.plot_param_importances(study)))
     drawn = []
     for number, (caption, figure) in enumerate(found):

@@ -79,7 +79,7 @@ def test_the_grace_period_exceeds_a_step_and_its_snapshots() -> None:
 
 def test_the_size_of_an_unavailable_model_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     rendered = render("--set", "model.name_or_path=/data/models/base", config=ROOT / "configs/sft.yaml")
-    assert "the time to save is estimated for a model of 1B parameters" in capsys.readouterr().err
+    assert "the time to save a snapshot is estimated for a model of 1B parameters" in capsys.readouterr().err
     assert rendered.training_pods[0]["terminationGracePeriodSeconds"] > 2 * 12e9 / DISK_BYTES_PER_SECOND
 
 
@@ -102,4 +102,4 @@ def test_a_display_of_progress_learns_what_takes_time() -> None:
         CONFIG, (), nodes=4, cpus=16, memory="64Gi", pvc="corpus", image="registry.example/sansgpu:1"
     )
     kubernetes(request, progress, shown.append)
-    assert shown == ["estimating memory and the time to save"]
+    assert shown == ["estimating memory and the time to save a snapshot"]

@@ -194,7 +194,7 @@ def test_causal_masks_among_the_weights_are_passed_over(tmp_path: Path) -> None:
     [
         (b"", "cannot be read"),
         (b"\xff\xfe", "cannot be read"),
-        (b"[]", "holds a list"),
+        (b"[]", "contains a value of type list"),
         (b'{"model_type": "qwen3"}', "has no "),
         (json.dumps({**GPT2, "model_type": "gpt2", "n_head": 5}).encode(), "32 is not divisible by n_heads 5"),
     ],
@@ -211,10 +211,10 @@ def test_a_folder_whose_config_makes_no_model_is_refused(tmp_path: Path, content
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        ("rubbish", "holds no weights that can be read"),
-        ("missing", "do not fit.*embedding.weight"),
-        ("other", "do not fit.*blocks.1"),
-        ("foreign", "do not fit.*layers.0.experts.weight"),
+        ("rubbish", "is a damaged safetensors file"),
+        ("missing", "do not match.*embedding.weight"),
+        ("other", "do not match.*blocks.1"),
+        ("foreign", "do not match.*layers.0.experts.weight"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path, damage: str, named: str) -> None:

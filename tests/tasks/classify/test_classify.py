@@ -217,8 +217,8 @@ BAD_ROWS = {
     '{"text": "red house", "label": {"a": 1}}': "its label is {'a': 1}",
     '{"text": "red house", "label": NaN}': "its label is nan",
     '{"text": "  ", "label": "warm"}': "its text is empty",
-    '{"text": 5, "label": "warm"}': "contains a int",
-    '{"text": "red house", "text_pair": "", "label": "warm"}': "its text_pair has no text",
+    '{"text": 5, "label": "warm"}': "contains a value of type int",
+    '{"text": "red house", "text_pair": "", "label": "warm"}': "its text_pair is missing or empty",
     '["red house", "warm"]': "it is a list",
     '{"text": "\\ud800", "label": "warm"}': "unpaired surrogate",
     "{": "is not valid JSON",
@@ -255,7 +255,7 @@ def test_labels_that_cannot_be_learned_are_refused(home: Path, tmp_path: Path, c
     other = write_rows(tmp_path / "other.jsonl", [*rows, {"text": "blue", "label": "two"}])
     held = write_rows(tmp_path / "held.jsonl", [rows[0], {"text": "green", "label": "three"}])
     said = refusal(capsys, tmp_path, other, data__validation_name=held)
-    assert "held.jsonl, line 2: its label 'three' is none of the 2 labels of the training data" in said
+    assert "held.jsonl, line 2: its label 'three' is not one of the 2 labels of the training data" in said
     said = refusal(capsys, tmp_path, other, data__label_kind="regression")
     assert "line 1: its label is 'one', not a number" in said
     said = refusal(capsys, tmp_path, home / "multiple.jsonl", data__class_weights="balanced")
@@ -278,20 +278,23 @@ def test_long_texts_are_truncated_and_counted(home: Path, tmp_path: Path) -> Non
     chosen = settings(path, data__validation_name=path, training__max_steps=1)
     assert cli(["train", *chosen, "--output-dir", str(run)]) == 0
     said = [event["message"] for event in events_of(run, "warning")]
-    assert any("training texts: 2 of 8 are longer than 96 tokens and are truncated" in message for message in said)
+    assert any(
+        "training data: 2 of 8 texts are truncated, because they are longer than 96 tokens" in message
+        for message in said
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--text", " "], "--text must not be empty"),
-        (["--text-pair", "red"], "give --text, or --text with --text-pair, or "),
-        (["--text", "red", "--question", "Who?"], "give --text, or --text with --text-pair, or "),
-        (["--text", "red", "--data", "rows.jsonl"], "give --text, or --text with --text-pair, or "),
+        (["--text-pair", "red"], "pass one of --text, --text with --text-pair, "),
+        (["--text", "red", "--question", "Who?"], "pass one of --text, --text with --text-pair, "),
+        (["--text", "red", "--data", "rows.jsonl"], "pass one of --text, --text with --text-pair, "),
         (["--text", "red", "--null-answers"], "--null-answers has no effect"),
         (
             ["--question", "Who?", "--context", "You."],
-            "give --text or --text with --text-pair instead of --question with --context",
+            "pass --text or --text with --text-pair instead of --question with --context",
         ),
     ],
 )
@@ -308,9 +311,9 @@ def test_a_run_without_vectors_is_refused_with_the_folder_that_has_some(home: Pa
     run = made(home, "exported")
     capsys.readouterr()
     assert cli(["search", str(run), str(home), "red"]) == 2
-    assert sentence(capsys).endswith(f"this command needs one of task embed; give its folder {run}/final.")
+    assert sentence(capsys).endswith(f"this command needs one of task embed; pass its folder {run}/final.")
     assert cli(["train", *settings(home / "single.jsonl", model__name_or_path=run), "--dry-run"]) == 2
-    assert sentence(capsys).endswith(f"it has no config.json; give {run}/final.")
+    assert sentence(capsys).endswith(f"it has no config.json; use {run}/final.")
 
 
 def test_a_pair_of_flags_needs_no_names_of_columns(home: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -324,7 +327,7 @@ def test_a_pair_of_flags_needs_no_names_of_columns(home: Path, tmp_path: Path, c
     given = write_rows(tmp_path / "given.jsonl", [{"query": "red", "passage": "old"}])
     assert result == json.loads(printed(capsys, "predict", run, "--data", str(given)))
     assert cli(["predict", run, "--text", "red"]) == 2
-    assert sentence(capsys).endswith("task classify on pairs of texts; give --text with --text-pair instead of --text.")
+    assert sentence(capsys).endswith("task classify on pairs of texts; pass --text with --text-pair instead of --text.")
 
 
 def test_an_evaluation_leaves_bad_rows_out_and_counts_them(home: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -337,5 +340,5 @@ def test_an_evaluation_leaves_bad_rows_out_and_counts_them(home: Path, tmp_path:
     rows = write_rows(tmp_path / "none.jsonl", [{"title": "red", "label": "warm", "body": "old"}])
     assert cli(["eval", run, "--data", str(rows)]) == 2
     captured = capsys.readouterr()
-    assert "none.jsonl has no examples to evaluate on." in captured.err
+    assert "none.jsonl has no examples to evaluate on;" in captured.err
     assert "bad rows skipped: 1; the first" in captured.err

@@ -73,14 +73,17 @@ def test_a_table_of_texts_and_labels_needs_no_header_and_no_numbers(tmp_path: Pa
     headed.write_text("text\tlabel\n" + table.read_text(), encoding="utf-8")
     assert cli(trained(table, run)) == 0
     said = "".join(capsys.readouterr())
-    assert f"{table}: its first line is data, so it has no header: text = column 0, label = column 1, 2 labels." in said
+    assert (
+        f"{table}: its first line looks like data, so the file is read without a header: text = column 0, label = "
+        "column 1, 2 labels." in said
+    )
     data = yaml.safe_load((run / "config.yaml").read_text())["data"]
     assert (data["text_column"], data["label_column"], data["labels"]) == (0, 1, ["cold", "warm"])
     assert len(predictions(capsys, run, table)) == len(rows)
     assert cli([*trained(table, run, training__max_steps=4), "--resume"]) == 0
     assert cli(trained(headed, tmp_path / "named")) == 0
     assert cli(["eval", str(tmp_path / "named"), "--data", str(table)]) == 0
-    assert f"{table}: its first line is data" in capsys.readouterr().err
+    assert f"{table}: its first line looks like data" in capsys.readouterr().err
     for command in ("eval", "predict"):
         assert cli([command, str(run), "--data", str(headed)]) == 2
         assert f"{headed}: its first line is a header with the column label" in sentence(capsys)

@@ -175,12 +175,12 @@ def refusal(capsys: Captured, tmp_path: Path, path: Path, **changes: object) -> 
 def test_rows_that_it_cannot_learn_from_are_refused(home: Path, tmp_path: Path, capsys: Captured) -> None:
     for kind in ("multiple", "regression"):
         rows = labeled_rows(tmp_path / f"{kind}.jsonl", kind, 12)
-        expected = f"training.few_shot needs rows with one label each, but data.label_kind is {kind}"
+        expected = f"training.few_shot requires rows with one label each, but data.label_kind is {kind}"
         assert expected in refusal(capsys, tmp_path, rows)
         assert expected in refusal(capsys, tmp_path, rows, data__label_kind=kind)
     pairs = labeled_rows(tmp_path / "pairs.jsonl", count=12, pairs=True)
     said = refusal(capsys, tmp_path, pairs)
-    assert "pairs.jsonl, line 1: it has a second text, but training.few_shot compares single texts" in said
+    assert "pairs.jsonl, line 1: it has a second text, but training.few_shot supports only single texts" in said
     said = refusal(capsys, tmp_path, home / "rows.jsonl", data__validation_name=pairs)
     assert "pairs.jsonl, line 1" in said
     assert "pairs.jsonl, line 1" in refusal(capsys, tmp_path, pairs, data__on_bad_row="skip")
@@ -212,9 +212,12 @@ def test_settings_that_do_not_fit_are_refused(
 @pytest.mark.parametrize(
     ("head", "said"),
     [
-        ({"weight": np.ones((2, 64), np.float32), "bias": np.ones(2, np.float32)}, "does not fit the model's 3 labels"),
-        ({"weight": np.ones((3, 64), np.float32)}, "has no matrix `weight` and vector `bias`"),
-        (b"{", "holds no weights that can be read"),
+        (
+            {"weight": np.ones((2, 64), np.float32), "bias": np.ones(2, np.float32)},
+            "does not match the model's 3 labels",
+        ),
+        ({"weight": np.ones((3, 64), np.float32)}, "lacks a matrix `weight` and a vector `bias`"),
+        (b"{", "is a damaged safetensors file"),
     ],
 )
 def test_a_damaged_classifier_is_refused(home: Path, tmp_path: Path, head: Any, said: str, capsys: Captured) -> None:
@@ -231,7 +234,7 @@ def test_a_damaged_classifier_is_refused(home: Path, tmp_path: Path, head: Any, 
 def test_commands_refuse_what_the_model_cannot_do(home: Path, tmp_path: Path, capsys: Captured) -> None:
     adapted = made(home, "straight-2", model__adapter="lora", model__lora_dropout=0.1)
     for arguments, said in {
-        ("export", adapted, "--no-merge", "--output", tmp_path / "out"): "leave out --no-merge",
+        ("export", adapted, "--no-merge", "--output", tmp_path / "out"): "remove --no-merge",
         ("predict", adapted, "--text", "red", "--text-pair", "blue"): "it has a second text",
     }.items():
         capsys.readouterr()

@@ -122,10 +122,10 @@ def test_prompts_that_cannot_be_used_are_refused(home: Path, tmp_path: Path, cap
     pooling = json.loads((folder / "1_Pooling/config.json").read_text()) | {"include_prompt": False}
     (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
     for settings, said in (
-        ({"prompts": {"query": "Q: "}}, "leaves prompts out of the pooling"),
-        ({"default_prompt_name": "query"}, "names the default prompt query, but has no such prompt; add it."),
-        ({"prompts": ["query"]}, "has prompts that are not an object of texts; fix or remove them."),
-        ({"prompts": {"query": ""}}, "has no prompt passage; it has query."),
+        ({"prompts": {"query": "Q: "}}, "excludes prompts from pooling"),
+        ({"default_prompt_name": "query"}, ": the default prompt query is missing; add it to prompts."),
+        ({"prompts": ["query"]}, ": prompts is not an object with strings; fix or remove it."),
+        ({"prompts": {"query": ""}}, "has no prompt passage; its prompts are query."),
     ):
         (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
         capsys.readouterr()
@@ -159,14 +159,17 @@ def test_vectors_keep_the_columns_of_their_rows(home: Path, tmp_path: Path) -> N
 def test_vectors_are_written_as_a_whole_or_not_at_all(home: Path, tmp_path: Path, capsys: Captured) -> None:
     run, output = made(home, "measured-pairs", "pairs"), tmp_path / "a.npy"
     rows = tmp_path / "rows.jsonl"
-    for text, problem in (('" "', "line 2: its text is empty"), ("3", "line 2: column text contains a int")):
+    for text, problem in (
+        ('" "', "line 2: its text is empty"),
+        ("3", "line 2: column text contains a value of type int"),
+    ):
         rows.write_text('{"text": "red"}\n{"text": ' + text + "}\n")
         capsys.readouterr()
         assert cli(["embed", str(run), "--data", str(rows), "--output", str(output)]) == 2
         assert problem in sentence(capsys)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl"]
     assert cli(["embed", str(run), "--data", str(rows), "--output", str(tmp_path / "a.txt")]) == 2
-    assert "must end in .npy or .parquet" in sentence(capsys)
+    assert "has an unsupported format; choose a name that ends in .npy or .parquet" in sentence(capsys)
     rows.write_text('{"title": "red", "body": "old"}\n')
     assert cli(["embed", str(run), "--data", str(rows), "--output", str(output)]) == 2
     assert "set --text-column" in sentence(capsys)
@@ -177,11 +180,11 @@ BAD = {
     '{"anchor": "red"}': "line 2: it has no positive",
     '{"anchor": "red", "positive": "old", "negative": ["new", 3]}': "its negative contains 3, which is not text",
     '{"text1": "red", "text2": "old"}': "line 2: it has no score",
-    '{"text1": "red", "text2": "old", "score": "high"}': "line 2: its score is 'high', not a number",
+    '{"text1": "red", "text2": "old", "score": "high"}': "line 2: its score is 'high' instead of a finite number",
     '{"text1": "red", "text2": "old", "score": 1}': "two texts and a score, but the rows before it have an anchor",
     '{"text": "red"}': "line 2: it has no label",
     '{"title": "red"}': "line 2 has the columns title; rows need anchor and positive",
-    "3": "line 2: it is a int, not an object with texts",
+    "3": "line 2: it is of type int instead of an object with texts",
 }
 
 
@@ -201,7 +204,7 @@ def test_data_that_cannot_be_learned_from(home: Path, tmp_path: Path, capsys: Ca
     assert cli(command(home, "bad", training__embedding_loss="triplet")) == 2
     assert "line 1: it has no negative" in sentence(capsys)
     assert cli(command(home, "bad", training__embedding_loss="cosine")) == 2
-    assert "does not fit the rows, which have an anchor and a positive" in sentence(capsys)
+    assert "does not support the rows, which have an anchor and a positive" in sentence(capsys)
     assert cli(command(home, "bad", training__matryoshka_dims=[65])) == 2
     assert "have 64 features" in sentence(capsys)
     assert cli(command(home, "bad", "scores", data__score_scale=2)) == 2

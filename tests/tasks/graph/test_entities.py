@@ -143,7 +143,7 @@ def test_leaf_slots_follow_the_tails_and_the_cost_is_told(home: Path, capsys: Ca
 def test_long_tails_are_left_out_by_consent_alone(home: Path, capsys: Captured) -> None:
     line = ["train", *settings(home, model__leaves=1), "--output-dir"]
     said = refused(capsys, *line, str(home / "refused"))
-    assert "model.leaves 1 has too few slots for the tails of" in said
+    assert "model.leaves 1 is too small for the tails of" in said
     assert "training triples" in said
     assert "data.long_tails to drop" in said
     assert not (home / "refused" / "snapshots").exists()

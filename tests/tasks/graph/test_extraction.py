@@ -268,7 +268,7 @@ def test_closed_tails_are_all_that_were_trained_on(run: Path, rows: Path) -> Non
     tails = {tail for pair in TEXTS.values() for tail in pair}
     assert {row["tail"] for row in triples} <= tails
     assert triples.summary()["f1"] > 0.9
-    with pytest.raises(ConfigError, match="leave out --closed"):
+    with pytest.raises(ConfigError, match="remove --closed"):
         extracted(run / "final", data=rows, closed=True)
 
 
@@ -291,5 +291,5 @@ def test_what_cannot_be_read_is_refused_first(run: Path, rows: Path) -> None:
         extracted(run)
     with pytest.raises(ConfigError, match="--text must not be empty"):
         extracted(run, text=" ")
-    with pytest.raises(ConfigError, match=r"--relation eats is unknown; .* was trained on is, lives in"):
+    with pytest.raises(ConfigError, match=r"--relation eats is unknown to .*; choose from is, lives in"):
         extracted(run, text="a", relations=("eats",))

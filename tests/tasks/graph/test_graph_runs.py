@@ -161,14 +161,14 @@ def test_nothing_is_evaluated_unless_every_weight_is_there(home: Path, tmp_path:
     del weights["fusion.matrix.weight"]
     save_file(weights, folder / "model.safetensors")
     said = refused(capsys, "eval", str(folder), "--data", str(home / "rows.jsonl"))
-    assert "the weights do not fit config.json" in said
+    assert "the weights do not match config.json" in said
     assert "fusion.matrix.weight" in said
 
 
 def test_an_evaluation_that_cannot_work_is_refused(home: Path, capsys: Captured) -> None:
     run = made(home, "graph")
     assert "is not a run" in refused(capsys, "eval", str(run / "final"))
-    assert "--window works with decoders only" in refused(capsys, "eval", str(run), "--window", "9")
+    assert "--window is only for decoders" in refused(capsys, "eval", str(run), "--window", "9")
     assert "--limit requires --link-prediction" in refused(capsys, "eval", str(run), "--limit", "9")
 
 
@@ -183,8 +183,8 @@ def test_an_extraction_that_cannot_work_is_refused(home: Path, tmp_path: Path, c
 def test_writing_and_exports_that_cannot_work_are_refused(home: Path, capsys: Captured) -> None:
     run = made(home, "graph")
     assert "cannot generate text" in refused(capsys, "generate", str(run), "--prompt", "a")
-    assert "has no adapter; leave out --merge" in refused(capsys, "export", str(run), "--merge")
-    assert "export takes a run" in refused(capsys, "export", str(run / "final"))
+    assert "has no adapter; remove --merge" in refused(capsys, "export", str(run), "--merge")
+    assert "pass a run" in refused(capsys, "export", str(run / "final"))
 
 
 def refused_settings(home: Path, capsys: Captured, **changes: object) -> str:
@@ -195,7 +195,7 @@ def test_settings_that_cannot_work_are_refused(home: Path, capsys: Captured) -> 
     assert "n_relations is 1, but the data has 2" in refused_settings(home, capsys, model__n_relations=1)
     assert "has no mask token" in refused_settings(home, capsys, data__tokenizer="char")
     said = refused_settings(home, capsys, data__mask_ratio=0, training__mnm_weight=0)
-    assert "the loss has no terms" in said
+    assert "there is nothing to predict" in said
     assert "has no effect because model.leaves is 0" in refused_settings(home, capsys, model__leaves=0)
 
 
@@ -203,7 +203,7 @@ def test_data_that_cannot_be_learned_is_refused(home: Path, tmp_path: Path, caps
     short = write_rows(tmp_path / "short.jsonl", [{"text": f"a b {n}"} for n in range(9)])
     assert "would be masked" in refused_settings(home, capsys, **BERT, data__dataset_name=short)
     single = write_rows(tmp_path / "one.jsonl", rows(1))
-    assert "validation part" in refused_settings(home, capsys, data__dataset_name=single)
+    assert "validation split" in refused_settings(home, capsys, data__dataset_name=single)
 
 
 def test_a_bad_row_is_refused_or_skipped(home: Path, tmp_path: Path, capsys: Captured) -> None:

@@ -73,12 +73,12 @@ def test_inverse_triples_of_a_folder_stay_in_their_split(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "line", "sentence"),
     [
-        ("train.tsv", "01\t_has_part", "line 2: it does not have three columns"),
-        ("train.tsv", "01\t\t02", "line 2: it does not have three columns"),
-        ("train.tsv", "01\ta\t02\t03", "line 2: it does not have three columns"),
-        ("entity2text.txt", "no text", "line 2: it does not have two columns"),
-        ("entity2textlong.txt", "01\ta\tb", "line 2: it does not have two columns"),
-        ("relation2text.txt", "\ttext", "line 2: it does not have two columns"),
+        ("train.tsv", "01\t_has_part", "line 2: it needs three columns"),
+        ("train.tsv", "01\t\t02", "line 2: it needs three columns"),
+        ("train.tsv", "01\ta\t02\t03", "line 2: it needs three columns"),
+        ("entity2text.txt", "no text", "line 2: it needs two columns"),
+        ("entity2textlong.txt", "01\ta\tb", "line 2: it needs two columns"),
+        ("relation2text.txt", "\ttext", "line 2: it needs two columns"),
     ],
 )
 def test_a_line_without_its_columns_is_a_bad_row(

@@ -320,7 +320,7 @@ def test_a_run_s_own_test_part_is_asked(home: Path) -> None:
 
 
 def test_an_exported_folder_needs_data_and_ranks_as_its_run(home: Path, run: Path) -> None:
-    with pytest.raises(ConfigError, match="has no triples of its own; name a dataset with --data"):
+    with pytest.raises(ConfigError, match="has no triples; pass a dataset with --data"):
         predicted(run / "final", None)
     exported, trained = predicted(run / "final", home / "kg"), predicted(run, home / "kg")
     assert exported["step"] is None

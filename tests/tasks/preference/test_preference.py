@@ -95,17 +95,17 @@ def test_a_long_prompt_loses_its_oldest_turns_in_both_conversations() -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ([1], "is a list, not an object with prompt, chosen and rejected"),
+        ([1], "is of type list instead of an object with prompt, chosen and rejected"),
         ({"prompt": "a", "chosen": GOOD}, "has prompt, chosen, but rows need"),
-        ({"prompt": "a", "chosen": GOOD, "rejected": GOOD}, "has equal chosen and rejected answers"),
+        ({"prompt": "a", "chosen": GOOD, "rejected": GOOD}, "has identical chosen and rejected answers"),
         ({"prompt": "a", "chosen": GOOD, "rejected": " "}, "has an empty rejected"),
         ({"prompt": "", "chosen": GOOD, "rejected": BAD}, "has an empty prompt"),
-        ({"prompt": "a", "chosen": 3, "rejected": BAD}, "has a int in chosen"),
-        ({"chosen": "Yes", "rejected": "No"}, "has no prompt: chosen and rejected begin differently"),
-        ({"chosen": [], "rejected": "No"}, "has no prompt; without it"),
+        ({"prompt": "a", "chosen": 3, "rejected": BAD}, "has a value of type int instead of a string in chosen"),
+        ({"chosen": "Yes", "rejected": "No"}, "has no prompt, because chosen and rejected have no common beginning"),
+        ({"chosen": [], "rejected": "No"}, "has no prompt; without one"),
         ({"prompt": "a\ud800", "chosen": GOOD, "rejected": BAD}, "unpaired surrogate"),
         ({"messages": PROMPT, "label": True}, "ends without an answer to rate"),
-        ({"messages": [*PROMPT, assistant(GOOD)], "label": "maybe"}, "has the label 'maybe', which is not true or"),
+        ({"messages": [*PROMPT, assistant(GOOD)], "label": "maybe"}, "has the label 'maybe' instead of true or"),
         ({"messages": [*PROMPT, assistant(GOOD)], "label": [1]}, "has the label [1]"),
         ({"conversations": [{"from": "alien", "value": "x"}], "chosen": GOOD, "rejected": BAD}, "unknown role 'alien'"),
     ],
@@ -287,7 +287,7 @@ def test_a_run_killed_while_it_computes_the_reference_is_repeated_byte_for_byte(
     assert code == 0, error
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
     card = (tmp_path / "a/final/README.md").read_text()
-    assert "a decoder trained to prefer some answers to others" in card
+    assert "a decoder tuned on preferences between answers" in card
     assert "name: pairs.jsonl (validation split)" in card
 
 

@@ -261,7 +261,7 @@ def test_scores_of_a_few_known_answers() -> None:
 
 
 def test_there_is_no_score_of_nothing() -> None:
-    with pytest.raises(ConfigError, match="no question to score"):
+    with pytest.raises(ConfigError, match="no questions to evaluate on"):
         exact_match_f1([], {})
 
 

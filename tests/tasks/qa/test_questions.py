@@ -127,13 +127,13 @@ def answer(text: Any, start: Any) -> dict[str, Any]:
 
 
 BAD = [
-    ("a row", "x: it is a str, not an object"),
-    ([1], "x: it is a list, not an object"),
-    (flat(question=...), "x: no question"),
-    (flat(question=" "), "x: no question"),
-    (flat(question=3), "x: no question"),
-    (flat(context=None), "x: no context"),
-    (flat(context=""), "x: no context"),
+    ("a row", "x: it is of type str instead of an object"),
+    ([1], "x: it is of type list instead of an object"),
+    (flat(question=...), "x: it has no question"),
+    (flat(question=" "), "x: it has no question"),
+    (flat(question=3), "x: it has no question"),
+    (flat(context=None), "x: it has no context"),
+    (flat(context=""), "x: it has no context"),
     (flat(context="\ud800 cat"), "x: its context contains an unpaired surrogate"),
     (flat(question="\udfff?"), "x: its question contains an unpaired surrogate"),
     (answer("\ud83c", 4), "x: an answer contains an unpaired surrogate"),
@@ -150,21 +150,21 @@ BAD = [
     (answer("cat", True), "x: the answer 'cat' starts at True"),
     (answer("cat", None), "x: the answer 'cat' starts at None"),
     (flat(answers={"text": ["cat", "The"], "answer_start": [4]}), "x: its answers have 2 texts, but 1 starts"),
-    (flat(answers={"text": "cat", "answer_start": 4}), "x: its answers do not have the lists"),
-    (flat(answers={"text": ["cat"]}), "x: its answers do not have the lists"),
+    (flat(answers={"text": "cat", "answer_start": 4}), "x: its answers lack the lists"),
+    (flat(answers={"text": ["cat"]}), "x: its answers lack the lists"),
     (flat(answers=["cat"]), "x: its answers are not a list of objects"),
     (flat(answers="cat"), "x: its answers are not a list of objects"),
-    (flat(answers=...), "x: no answers"),
+    (flat(answers=...), "x: it has no answers"),
     (flat(is_impossible=True), "x: is_impossible is true, but there are answers"),
     (flat(is_impossible="no"), "x: is_impossible is 'no'"),
     ({"paragraphs": {}}, "x: its paragraphs are not a list"),
-    ({"paragraphs": [3]}, "x, paragraph 1: it is not an object with a list `qas`"),
-    ({"paragraphs": [{"context": "c", "qas": None}]}, "x, paragraph 1: it is not an object with a list `qas`"),
+    ({"paragraphs": [3]}, "x, paragraph 1: it needs a list `qas` of questions"),
+    ({"paragraphs": [{"context": "c", "qas": None}]}, "x, paragraph 1: it needs a list `qas` of questions"),
     (nested("who"), "x, paragraph 1, question 1: it is a str"),
-    (nested({"question": "Who?"}), "x, paragraph 1, question 1: no answers"),
+    (nested({"question": "Who?"}), "x, paragraph 1, question 1: it has no answers"),
     (
         nested({"question": "Who?", "id": "b", "answers": []}, context=None),
-        r"x, paragraph 1, question 1 \(id b\): no context",
+        r"x, paragraph 1, question 1 \(id b\): it has no context",
     ),
     (
         nested({"question": "Who?", "id": "b", "answers": [{"text": "cat", "answer_start": 0}]}),
@@ -202,6 +202,6 @@ def test_a_single_warning_counts_bad_rows_and_names_the_first(tmp_path: Path) ->
 def test_an_id_given_twice_is_bad_though_it_comes_from_another_article() -> None:
     asked = {"id": "a", "question": "Who?", "answers": []}
     with pytest.raises(
-        ConfigError, match=r"y, paragraph 1, question 1 \(id a\): the id a is used by an earlier question"
+        ConfigError, match=r"y, paragraph 1, question 1 \(id a\): an earlier question has the same id a"
     ):
         read_rows([SourceRow("x", flat()), SourceRow("y", nested(asked))])

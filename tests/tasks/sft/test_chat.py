@@ -237,7 +237,7 @@ def test_what_the_template_refuses_is_named_in_its_words() -> None:
 
 def test_a_template_that_hides_where_a_turn_begins_is_refused() -> None:
     hiding = "{{ messages | length }}{% for m in messages %}{{ m.content | length }}{{ m.content }}{% endfor %}"
-    with pytest.raises(BadRowError, match=rf"^{WHERE} renders to text in which the bounds of turn 2"):
+    with pytest.raises(BadRowError, match=rf"^{WHERE} is rendered by the chat template without clear bounds of turn 2"):
         mask_of(tokenizer_of(hiding), messages=conversation_of("a?", "b", "c?", "d"))
 
 
@@ -289,7 +289,7 @@ def test_what_the_tokenizer_cannot_do_is_an_error_whatever_the_row() -> None:
     ):
         mask_of(tokenizer_of(None), messages=conversation_of("a?", "b"))
     tokenizer = tokenizer_of(CHATML, eos_token=None)
-    with pytest.raises(ConfigError, match="no end token") as caught:
+    with pytest.raises(ConfigError, match="no end-of-text token") as caught:
         mask_of(tokenizer, text="a")
     assert not isinstance(caught.value, BadRowError)
     assert any(mask_of(tokenizer, messages=conversation_of("a?", "b")).learned)  # its template needs no eos_token

@@ -114,7 +114,7 @@ FAMILIES = {
         PHI_3,
         "<|user|>\nA<|end|>\n<|assistant|>\n⟦A<|end|>⟧\n<|user|>\nWhy?<|end|>\n<|assistant|>\n⟦ So. <|end|>\n</s>⟧",
         "<|system|>\n Be brief.<|end|>\n<|user|>\nQ<|end|>\n<|assistant|>\n⟦A<|end|>\n</s>⟧",
-        "calls a tool in turn 2, which the chat template does not write",
+        "calls a tool in turn 2, but the chat template omits tool calls",
     ),
     "phi 4": (
         PHI_4,
@@ -122,7 +122,7 @@ FAMILIES = {
         "<|im_start|>user<|sep|>Why?<|im_end|><|im_start|>assistant<|sep|>⟦ So. <|im_end|>⟧",
         "<|im_start|>system<|sep|> Be brief.<|im_end|><|im_start|>user<|sep|>Q<|im_end|>"
         "<|im_start|>assistant<|sep|>⟦A<|im_end|>⟧",
-        "calls a tool in turn 2, which the chat template does not write",
+        "calls a tool in turn 2, but the chat template omits tool calls",
     ),
     "generation blocks": (
         MARKED,
@@ -131,7 +131,7 @@ FAMILIES = {
         "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n⟦ So. <|im_end|>⟧\n",
         "<|im_start|>system\n Be brief.<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n"
         "<|im_start|>assistant\n⟦A<|im_end|>⟧\n",
-        "calls a tool in turn 2, which the chat template does not write",
+        "calls a tool in turn 2, but the chat template omits tool calls",
     ),
 }
 MARKS = ["<|head|>", "<|body|>", "<|system|>", "<|sep|>"]

@@ -45,12 +45,12 @@ def bad_rows() -> Iterator[tuple[str, Any]]:
     def turns(*roles: str) -> dict[str, Any]:
         return {"messages": [{"role": role, "content": "x"} for role in roles]}
 
-    yield "is a list, not an object", [1]
+    yield "is of type list instead of an object", [1]
     yield (
-        "has id, input, which matches none of the four formats: messages, prompt and completion",
+        "has id, input, but needs messages, prompt and completion",
         {"id": 1, "input": "x"},
     )
-    yield "has no columns, which matches none of the four formats", {"text": None}
+    yield "has no columns, but needs", {"text": None}
     yield "has no assistant turn", turns("user")
     yield "has no assistant turn", {"prompt": conversation_of("a", "b"), "completion": conversation_of("c")}
     yield "has no assistant turn", {"messages": []}
@@ -68,13 +68,19 @@ def bad_rows() -> Iterator[tuple[str, Any]]:
     yield r"wrong order: turn 2 \(user\) follows user", turns("user", "user", "assistant")
     yield r"wrong order: turn 3 \(assistant\) follows assistant", turns("user", "assistant", "assistant")
     yield r"wrong order: turn 2 \(tool\) follows user", turns("user", "tool", "assistant")
-    yield "NoneType as the content of turn 1", {"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]}
-    yield "list as the content of turn 1", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}
+    yield (
+        "NoneType instead of a string as the content of turn 1",
+        {"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]},
+    )
+    yield (
+        "list instead of a string as the content of turn 1",
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+    )
     yield "has a str as turn 1", {"messages": ["x"]}
-    yield "has a str in messages", {"messages": "x"}
-    yield "has a int in prompt", {"prompt": 1, "completion": "x"}
-    yield "has a dict in text", {"text": {}}
-    yield "has a list in input", {"instruction": "a", "input": ["b"], "output": "c"}
+    yield "has a value of type str in messages", {"messages": "x"}
+    yield "has a value of type int instead of a string in prompt", {"prompt": 1, "completion": "x"}
+    yield "has a value of type dict instead of a string in text", {"text": {}}
+    yield "has a value of type list instead of a string in input", {"instruction": "a", "input": ["b"], "output": "c"}
     yield "contains an unpaired surrogate", {"text": "a\ud800"}
     yield "contains an unpaired surrogate", {"messages": conversation_of("\udc00", "b")}
     yield "contains an unpaired surrogate", {"prompt": "a", "completion": "\ud800"}

@@ -111,5 +111,7 @@ def test_each_word_of_a_long_text_is_scored_once_with_most_context(kind: str, ov
 def test_a_text_without_tokens_has_no_window_and_a_large_overlap_is_refused() -> None:
     texts = [text_of(tokens=["\u200b"]), text_of(text="end")]
     assert [window.text for window in make_tag_windows(texts, tokenizer("wordpiece"), 16, 4)] == [1]
-    with pytest.raises(ConfigError, match=r"data\.doc_stride 14 leaves no room in a window of data\.max_length 16"):
+    with pytest.raises(
+        ConfigError, match=r"data\.doc_stride 14 leaves no room for new tokens in a window of data\.max_length 16"
+    ):
         make_tag_windows(texts, tokenizer("wordpiece"), 16, 14)

@@ -71,9 +71,9 @@ def test_sentences_are_texts_for_other_tasks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "column", "problem"),
     [
-        ("York", None, "line 4 has 1 column, so column -1 holds no tag; fix it or set data.tag_column."),
-        ("York NNP O", 7, "line 1 has 3 columns, so column 7 holds no tag; fix it or set data.tag_column."),
-        ("York\t", None, "line 4 has 1 column, so column -1"),
+        ("York", None, "line 4 has 1 column, so there is no tag in column -1; fix the line or set data.tag_column."),
+        ("York NNP O", 7, "line 1 has 3 columns, so there is no tag in column 7; fix the line or set data.tag_column."),
+        ("York\t", None, "line 4 has 1 column, so there is no tag in column -1"),
         ("Y\\xff O", None, "line 4 is not UTF-8 text (byte 0xff)."),
     ],
 )
@@ -122,7 +122,7 @@ def test_a_span_within_a_word_is_extended_and_counted() -> None:
     )
     assert text.tags == ("B-x", "B-y")
     in_iob2([text], "rows", notes)
-    assert notes == ["rows: 2 spans begin or end inside a word; they were extended to whole words."]
+    assert notes == ["rows: 2 spans start or end inside a word and were extended to whole words."]
 
 
 def span(**changes: Any) -> dict[str, Any]:
@@ -133,35 +133,35 @@ def span(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        (["a"], "it is a list, not an object"),
+        (["a"], "it is of type list instead of an object"),
         ({"words": ["a"]}, "it has the columns words, but needs `tokens` and `tags`, or `text` and `spans`"),
         ({"tokens": ["a"]}, "it has no tags or ner_tags"),
-        ({"tokens": [], "tags": []}, "its tokens are not a list with at least one token"),
+        ({"tokens": [], "tags": []}, "its tokens are not a non-empty list"),
         ({"tokens": "a", "tags": ["O"]}, "its tokens are not a list"),
         ({"tokens": ["a", ""], "tags": ["O", "O"]}, "token 1 is empty"),
-        ({"tokens": [" "], "tags": ["O"]}, "its tokens have no text"),
+        ({"tokens": [" "], "tags": ["O"]}, "its tokens contain only white space"),
         ({"tokens": ["a", 3], "tags": ["O", "O"]}, "its tokens contains 3, which is not text"),
-        ({"tokens": ["a", "b"], "tags": ["O"]}, "its tags have 1 values, but its tokens 2"),
-        ({"tokens": ["a"], "tags": "O"}, "its tags have a str, but its tokens 1"),
+        ({"tokens": ["a", "b"], "tags": ["O"]}, "its tags have 1 value for 2 tokens"),
+        ({"tokens": ["a"], "tags": "O"}, "its tags are of type str instead of a list"),
         ({"tokens": ["a"], "ner_tags": [3]}, "its ner_tags are numbers without names"),
         ({"tokens": ["a"], "tags": [None]}, "its tags contains None, which is not text"),
         ({"tokens": ["a"], "tags": [""]}, "a tag is empty"),
-        ({"tokens": ["a", "b"], "tags": ["B-x", "x"]}, "its tag 'x' is neither O nor begins with B-, I-, E- or S-"),
+        ({"tokens": ["a", "b"], "tags": ["B-x", "x"]}, "its tag 'x' is neither O nor starts with B-, I-, E- or S-"),
         ({"tokens": ["\ud800"], "tags": ["O"]}, "its tokens contains an unpaired surrogate"),
-        ({"text": " \n", "spans": []}, "no text"),
-        ({"text": "a"}, "no list of spans"),
+        ({"text": " \n", "spans": []}, "it has no text"),
+        ({"text": "a"}, "it has no list `spans`"),
         ({"text": "a", "spans": ["x"]}, "span 0 is not an object"),
-        (span(end=8), "span 0 goes from 0 to 8, which is empty or not within the 7 characters"),
-        (span(start=-1), "span 0 goes from -1 to 3"),
-        (span(start=3), "span 0 goes from 3 to 3, which is empty"),
-        (span(start=True), "span 0 goes from True to 3, which are not both integers"),
+        (span(end=8), "span 0 from 0 to 8 is empty or not within the 7 characters"),
+        (span(start=-1), "span 0 from -1 to 3"),
+        (span(start=3), "span 0 from 3 to 3 is empty"),
+        (span(start=True), "span 0 is from True to 3, which are not both integers"),
         (span(start=3, end=4), "span 0 from 3 to 4 contains only white space"),
-        (span(label=""), "span 0 has the label '', which is not the name of an entity"),
+        (span(label=""), "span 0 has the label '', which is not an entity name"),
         (span(kind="x"), "span 0 has the unknown key 'kind'"),
         (span(text="Ida"), "span 0 has the text 'Ida', but its characters are 'Ada'"),
         (
             {"text": "Ada is.", "spans": [{"start": s, "end": 5, "label": "p"} for s in (0, 4)]},
-            "the span from 4 to 5 overlaps with the one before it",
+            "the span from 4 to 5 overlaps with the previous span",
         ),
     ],
 )  # fmt: skip

@@ -227,8 +227,8 @@ def test_a_plan_needs_no_data(home: Path, capsys: Captured) -> None:
 # Errors
 
 BAD = {
-    "York\n": "line 1 has 1 column, so column -1 holds no tag",
-    "York person\n": "line 1: its tag 'person' is neither O nor begins with B-",
+    "York\n": "line 1 has 1 column, so there is no tag in column -1",
+    "York person\n": "line 1: its tag 'person' is neither O nor starts with B-",
 }
 
 
@@ -264,7 +264,7 @@ def test_an_unknown_tag_of_the_validation_data_is_named(home: Path, tmp_path: Pa
     ("content", "words"),
     [
         ("red O\n\nblue O\n", "every word has the tag 'O', so there is nothing to learn"),
-        ("red B-x\n", "has 1 usable text, too few different ones to hold some out for validation"),
+        ("red B-x\n", "has 1 usable text, too few distinct ones to hold some out for validation"),
         ("", "has no usable texts; add some."),
     ],
 )
@@ -281,7 +281,7 @@ def test_too_little_data_is_refused(home: Path, tmp_path: Path, content: str, wo
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"text": " "}, "rows.jsonl, line 2: no text"),
+        ({"text": " "}, "rows.jsonl, line 2: it has no text"),
         ({"tokens": ["a", ""]}, "rows.jsonl, line 2: token 1 is empty"),
         ({"words": 1}, "rows.jsonl, line 2: it has"),
     ],
@@ -306,4 +306,4 @@ def test_a_single_text_is_answered_with_a_line_per_span(home: Path, capsys: Capt
 def test_repeated_labels_are_refused(home: Path, tmp_path: Path, capsys: Captured) -> None:
     chosen = settings(home, "tokens", data__labels='["O", "B-x", "O"]')
     assert cli(["train", *chosen, "--output-dir", str(tmp_path / "run")]) == 2
-    assert "data.labels needs two tags or more, each once" in sentence(capsys)
+    assert "data.labels needs at least two distinct tags" in sentence(capsys)

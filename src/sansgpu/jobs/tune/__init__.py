@@ -131,15 +131,15 @@ def _for_worker(config: Config, request: TuneRequest) -> Config:
     """Sets the threads of a worker. Raises ConfigError if the arguments or the configuration do not allow a search."""
     training = config.training
     if request.trials is None and request.hours is None:
-        raise ConfigError("the search has no limit; give --trials N, --hours H or both.")
+        raise ConfigError("the search has no limit; add --trials N, --hours H or both.")
     if request.hours is not None:
         require_hours(request.hours)
     if training.until is not None:
-        raise ConfigError("training.until does not work with several trials; set training.max_hours instead.")
+        raise ConfigError("training.until cannot be used for several trials; set training.max_hours instead.")
     if training.eval_batches is not None:
         raise ConfigError(
             "training.eval_batches counts micro-batches, whose size may differ between trials, so trials would be "
-            "evaluated on different texts; set it to null, and lower data.validation_split if evaluations are slow."
+            "evaluated on different examples; set it to null, and lower data.validation_split if evaluations are slow."
         )
     if request.workers == 1:
         return config
@@ -165,14 +165,15 @@ def _planned_length(config: Config, progress: ReportProgress, warn: Warn) -> Len
     run = resolve_run(config, progress, warn, ResolveOptions(timed="always"))
     if warmup_problem(config.training, run.total_steps):
         raise ConfigError(
-            "all trials would end within their warm-up, so their ranking would mean nothing; lower "
+            "all trials would end during the warmup, so their ranking would be meaningless; lower "
             "training.warmup_steps or train for longer."
         )
     plan = describe_plan(run, progress)
     steps, planned_tokens = plan["total_steps"], plan["total_tokens"]
     if steps is None or planned_tokens is None:
         raise ConfigError(
-            "the model is too large to time here, so max_hours cannot be converted to steps; set training.max_steps."
+            "the model is too large to time on this machine, so max_hours cannot be converted to steps; set "
+            "training.max_steps."
         )
     most, every = config.training.max_steps, config.training.eval_steps
     # One token less than planned, because the plan's number is rounded and the limit must not add a step.
@@ -241,7 +242,7 @@ def _result_of(study: Study, config: Config, default: Values, name: str, measure
     rows = [_row(trial, default, measure) for trial in study.trials() if trial.state != optuna.trial.TrialState.WAITING]
     best = study.best()
     if best is None:
-        why = next((row.why for row in rows if row.why), "the time budget was too short for one.")
+        why = next((row.why for row in rows if row.why), "the time budget was too short; raise --hours.")
         raise SansGPUError(f"no trial was completed: {why}")
     order = {"done": 0, "pruned": 1, "unfinished": 2, "failed": 3}
     rows.sort(key=lambda row: (order[row.state], row.loss is None, row.loss or 0.0, row.trial))

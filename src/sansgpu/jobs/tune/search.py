@@ -218,8 +218,8 @@ def require_same(folder: Path, recorded: Values, requested: Values) -> None:
         if (key := next((key for key in keys if before.get(key) != now.get(key)), None)) is not None:
             there, here = (json.dumps(values.get(key), default=str) for values in (before, now))
             raise ConfigError(
-                f"{folder} contains a search with another {what}: {key} is {there} there and {here} here; use the same "
-                f"{what}, or choose another --output-dir."
+                f"{folder} contains a search with a different {what}: {key} was {there} and is now {here}; use the "
+                f"same {what}, or choose another --output-dir."
             )
 
 

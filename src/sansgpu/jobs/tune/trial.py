@@ -182,7 +182,7 @@ class TrialRun:
             return "it was killed, most likely because memory ran out."
         lines = (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace").split("\n")
         own = [line.removeprefix("sansgpu: ") for line in lines if line.startswith("sansgpu: ")]
-        return [f"its process ended with code {code}.", *filter(None, own or lines)][-1]
+        return [f"its process exited with code {code}.", *filter(None, own or lines)][-1]
 
 
 def dying_with_parent(command: list[str]) -> list[str]:

@@ -59,7 +59,8 @@ class Group:
         machine = self.peers[self.rank].machine
         return [rank for rank, peer in enumerate(self.peers) if peer.machine == machine]
 
-    # JSON values through the store. These wait without a timeout for every rank that sends heartbeats.
+    # Collectives of JSON values, which go through the key-value store. They have no timeout: they wait for a rank as
+    # long as it sends heartbeats.
 
     def broadcast_object(self, produce: Callable[[], Answer]) -> Answer:
         """Calls `produce` on rank 0 and broadcasts its JSON-serializable result."""

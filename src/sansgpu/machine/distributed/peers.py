@@ -128,7 +128,7 @@ class Heartbeats:
         thread = threading.Thread(target=lambda: found.append(self._diagnosis(error)), daemon=True)
         thread.start()
         thread.join(DIAGNOSIS_SECONDS + STORE_TIMEOUT_SECONDS)
-        message = f"{self._where} does not answer: {self.describe(0)} is lost, or the network to its host is down."
+        message = f"{self._where} does not respond: {self.describe(0)} is lost, or the network to its host is down."
         return found[0] if found else LostRankError(message)
 
     def _diagnosis(self, error: RuntimeError) -> LostRankError:
@@ -153,7 +153,7 @@ class Heartbeats:
             late_by = f"did not reach the same collective within {self._timeout:.0f} s"
             return f"{self._describe_all(late)} alive, but {late_by}; training.timeout_seconds may be too short."
         reason = " ".join(str(error).split())[:_MAX_ERROR_CHARS]
-        return f"the connection from {self.describe(self._rank)} broke, though all other ranks are alive: {reason}."
+        return f"the connection of {self.describe(self._rank)} failed, although all other ranks are alive: {reason}."
 
     def _describe_all(self, ranks: list[int]) -> str:
         return " and ".join(map(self.describe, ranks)) + (" is" if len(ranks) == 1 else " are")

@@ -27,7 +27,7 @@ def processes(requested: str) -> int:
         return cores.count_memory_domains()
     most = MAX_PROCESSES_PER_CPU * len(cores.cpus())
     if not (number := whole_number(requested, most)):
-        raise ConfigError(f"--processes is {truncate(requested)}; give a number from 1 to {most:,}, or auto.")
+        raise ConfigError(f"--processes is {truncate(requested)}, but must be a number from 1 to {most:,}, or auto.")
     return number
 
 

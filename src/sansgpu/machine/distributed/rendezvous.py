@@ -31,7 +31,7 @@ def resolve_backend(training: TrainingConfig) -> tuple[str, str | None]:
     """
     backend = training.distributed_backend
     if backend == "nccl" and training.get_effective_device().type == "cpu":
-        return "gloo", "training.distributed_backend nccl works on GPUs only, so this run on the CPU uses gloo."
+        return "gloo", "training.distributed_backend nccl works only on GPUs, so this run uses gloo; set it to gloo."
     if not dist.is_backend_available(backend):
         raise ConfigError(
             f"training.distributed_backend is {backend}, but this build of torch does not support it; set it to gloo."
@@ -84,7 +84,7 @@ def _shared_store(world: World, timeout: float) -> TCPStore:
             ) from None
         raise LostRankError(
             f"rank {world.rank} on {socket.gethostname()} cannot connect to rank 0 at {where} within {timeout:.0f} s; "
-            "check that rank 0 is running and that MASTER_ADDR is its host."
+            "check that rank 0 is running and that MASTER_ADDR is set to its host."
         ) from None
 
 
@@ -155,7 +155,7 @@ def _reachable(rank: int, peers: list[Peer], name: str, configured: str | None) 
     called = [n for n, addresses in have.items() if any(peer.master in addresses for peer in elsewhere)]
     if configured or len(found := called or list(have)) != 1:
         raise ConfigError(
-            f"{this.host} would listen on {this.address}, which other hosts cannot reach; set "
+            f"{this.host} would listen on {this.address}, which is not reachable from other hosts; set "
             f"training.network_interface to one of {', '.join(have)}."
         )
     return found[0]
@@ -203,7 +203,7 @@ def interface_for(address: str, requested: str | None) -> tuple[str, str]:
     if requested and requested not in have:
         raise ConfigError(
             f"training.network_interface is {requested}, but {socket.gethostname()} has {', '.join(have)}; "
-            "set it to one of these, or leave it out."
+            "set it to one of these, or remove it."
         )
     for name, addresses in have.items():
         if name == requested or (not requested and address in addresses):

@@ -46,8 +46,8 @@ def require_one_process(command: str) -> None:
     """Raises ConfigError if a launcher has started several processes, which would write the same files."""
     if (size := find_world().size) > 1:
         raise ConfigError(
-            f"sansgpu {command} runs in one process, but {size} were started; start it without torchrun, mpirun or "
-            "srun: one process uses all cores."
+            f"sansgpu {command} runs in one process, which uses all cores, but {size} were started; start it without "
+            "torchrun, mpirun or srun."
         )
 
 
@@ -60,8 +60,8 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World:
         rank = _number(environment, rank_key)
         if rank is None or not 0 <= rank < size:
             raise ConfigError(
-                f"{size_key} is {size}, but {rank_key} is {environment.get(rank_key) or 'not set'}: start all of a "
-                "run's processes with torchrun, mpirun or srun, which set both."
+                f"{size_key} is {size}, but {rank_key} is {environment.get(rank_key) or 'not set'}: start all "
+                "processes of the run with torchrun, mpirun or srun, which set both."
             )
         elastic = launcher == "torchrun" and "TORCHELASTIC_RUN_ID" in environment
         one_machine = size == 1 or environment.get(local_key) == str(size)
@@ -76,7 +76,7 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World:
             unbound=launcher == "Open MPI" and not any("_policy" in k and "base_" in k for k in environment),
         )
     tasks = _number(environment, "SLURM_NTASKS") or 1
-    alone = f"this job has {tasks} tasks, but one process was started and trains alone: start it with srun"
+    alone = f"this Slurm job has {tasks} tasks, but only one process was started; start it with srun to use all of them"
     return World(note=f"{alone}." if tasks > 1 and "SLURM_STEP_NUM_TASKS" not in environment else None)
 
 
@@ -106,7 +106,9 @@ def _number(environment: Mapping[str, str], key: str) -> int | None:
     if not text:
         return None
     if not _WHOLE.fullmatch(text):
-        raise ConfigError(f"{key} is {truncate(text)}, but launchers set it to an integer; unset or correct it.")
+        raise ConfigError(
+            f"{key} is {truncate(text)}, but must be an integer, which launchers set; unset or correct it."
+        )
     return int(text)
 
 

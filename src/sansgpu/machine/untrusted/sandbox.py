@@ -124,10 +124,10 @@ def _limit(limit: int, value: int) -> None:
 
 def _reason(status: int, cpu_seconds: int) -> str:
     if status == -signal.SIGPROF:
-        return f"does not end within {cpu_seconds} seconds"
+        return f"takes more than {cpu_seconds} seconds"
     if status == _NO_MEMORY:
         return f"needs more than {MEMORY_BYTES >> 30} GB of memory"
-    return f"fails in its library ({f'signal {-status}' if status < 0 else 'it panics'})"
+    return f"crashes its library ({f'signal {-status}' if status < 0 else 'panic'})"
 
 
 def is_panic(error: BaseException) -> bool:

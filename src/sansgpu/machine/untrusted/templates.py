@@ -103,7 +103,7 @@ def _render(
         return "", [], first_line(error)
     (text,), found = rendered
     if len(text) > MAX_RENDERED_CHARS:
-        return "", [], f"it writes more than {MAX_RENDERED_CHARS >> 20} million characters"
+        return "", [], f"it produces more than {MAX_RENDERED_CHARS >> 20} million characters"
     return text, found[0] if spans else [], None
 
 

@@ -92,7 +92,7 @@ def _build_decoder(config: ModelConfig, weights: Mapping[str, Matrix], source: P
         model.load_state_dict({name: value for name, value in plain.items() if value is not None}, assign=True)
     except (RuntimeError, MemoryError, ValueError, AssertionError, AttributeError, ConfigError) as error:
         reason = " ".join(str(error).split())[:300]  # torch lists every missing weight
-        raise ConfigError(f"{source}: the weights do not fit its settings: {reason}") from None
+        raise ConfigError(f"{source}: the weights do not match the model's config: {reason}") from None
     return model
 
 
@@ -104,7 +104,7 @@ def _plain(model: TransformerLM, name: str, value: Matrix) -> torch.Tensor | Non
     if layer is model.position:  # position embeddings are added, and quantized weights are only for matmuls
         return value.dequantized(torch.float32)
     if tuple(layer.weight.shape) != (value.outputs, value.inputs):
-        raise ValueError(f"{name} has the shape {(value.outputs, value.inputs)}, not {tuple(layer.weight.shape)}")
+        raise ValueError(f"{name} has shape {(value.outputs, value.inputs)}, expected {tuple(layer.weight.shape)}")
     QuantizableMatrix((layer,), is_table=False).quantize(value)
     return None
 
@@ -127,9 +127,7 @@ def _config_from(settings: dict[str, Any], source: Path) -> ModelConfig | None:
     except KeyError as error:
         raise ConfigError(f"{source}: config.json has no {error.args[0]}; save the model again.") from None
     except ValidationError as error:
-        raise ConfigError(
-            f"{source}: config.json describes no valid model: {'; '.join(problems(error, Config))}."
-        ) from None
+        raise ConfigError(f"{source}: config.json is not valid: {'; '.join(problems(error, Config))}.") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{source}: config.json has a value of an unexpected type ({first_line(error)}).") from None
 
@@ -175,7 +173,7 @@ class HuggingFaceLM(torch.nn.Module):
     ) -> torch.Tensor:
         """Returns the cross-entropy summed over targets (B, T). Each row must be one document."""
         if positions is not None or document_ids is not None:
-            raise ValueError("packed documents are not supported; pass windows of one document each")
+            raise ValueError("packed documents are not supported; pass windows with one document each")
         if not self._rotary:
             return self._loss(inputs, targets)
         valid = targets != -100

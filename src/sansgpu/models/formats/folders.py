@@ -102,13 +102,15 @@ def has_architecture(folder: Path, ending: str) -> bool:
 def require_possible_sizes(settings: Any, source: Path) -> None:
     """Raises ConfigError if a config has implausibly large sizes, or key-value heads that do not divide the heads."""
     if not isinstance(settings, dict):
-        raise ConfigError(f"{source} holds a {type(settings).__name__}, not keys and values.")
+        raise ConfigError(
+            f"{source} contains a value of type {type(settings).__name__} instead of keys and values; fix it."
+        )
     for key, value in settings.items():
         if isinstance(value, dict):
             require_possible_sizes(value, source)
         limit = MAX_PARTS if _PARTS.search(key) else MAX_WIDTH if _WIDTHS.search(key) else None
         if limit is not None and isinstance(value, (int, float)) and not -limit <= value <= limit:
-            raise ConfigError(f"{source}: {key} is larger than {limit:,}, which no model has.")
+            raise ConfigError(f"{source}: {key} is larger than {limit:,}, the largest plausible value; fix it.")
     heads, kv_heads = (settings.get(key) for key in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads:
         raise ConfigError(
@@ -120,7 +122,7 @@ def require_layers(layers: int, weights: int, source: Path | str) -> None:
     """Raises ConfigError if a config asks for more layers than there are weights, before they are all built."""
     if layers > max(weights, ALLOWED_LAYERS):
         raise ConfigError(
-            f"{source}: the weights do not fit its settings: {counted(layers, 'layer')}, but "
+            f"{source}: the weights do not match the model's config: {counted(layers, 'layer')}, but "
             f"{counted(weights, 'weight')}."
         )
 
@@ -130,7 +132,9 @@ def _check_index(path: Path) -> None:
     names = list(files.values()) if isinstance(files, dict) else [files]
     for name in dict.fromkeys(map(str, names)):
         if name != Path(name).name or not (path.parent / name).is_file():
-            raise ConfigError(f"{path} names the weights {name[:200]!r}, which is not a file in its folder.")
+            raise ConfigError(
+                f"{path} names the weights file {name[:200]!r}, which is not in its folder; download the model again."
+            )
 
 
 def is_adapter_folder(folder: Path) -> bool:
@@ -153,7 +157,7 @@ def base_of(model: ModelConfig) -> ModelConfig | None:
     if (path.is_absolute() or name.startswith((".", "~"))) and not path.exists():
         raise _without_base(folder, f"its base model {name} does not exist")
     if is_adapter_folder(path):
-        raise _without_base(folder, f"its base model {name} is an adapter, too")
+        raise _without_base(folder, f"its base model {name} is also an adapter")
     precision = how_trained(settings).get("base_precision")
     found = {"adapter": "lora", "name_or_path": name, "revision": revision}
     found["base_precision"] = precision if precision in _PRECISIONS else "auto"
@@ -162,7 +166,8 @@ def base_of(model: ModelConfig) -> ModelConfig | None:
 
 def _without_base(folder: Path, problem: str) -> ConfigError:
     return ConfigError(
-        f"{folder} holds only an adapter, and {problem}; set base_model_name_or_path in {folder / ADAPTER_CONFIG} to "
+        f"{folder} contains only an adapter, and {problem}; set base_model_name_or_path in {folder / ADAPTER_CONFIG} "
+        "to "
         "the model that it was trained on."
     )
 

@@ -127,7 +127,7 @@ class GGUFFile:
         try:
             self._metadata, self._tensors = read_gguf(path)
         except (ValueError, OSError) as error:
-            raise ConfigError(f"{path} is a damaged GGUF file ({error}); copy or export it again.") from None
+            raise ConfigError(f"{path} is a damaged GGUF file ({error}); download or export it again.") from None
         self._architecture = str(self._metadata.get(Keys.General.ARCHITECTURE))
         if self._architecture not in LAYOUTS:
             raise ConfigError(f"{path} has the unsupported architecture {self._architecture}; supported are {KNOWN}.")
@@ -138,7 +138,10 @@ class GGUFFile:
             raise ConfigError(f"{path}: {error}") from None
         except METADATA_ERRORS as error:
             reason = truncate(str(error))
-            raise ConfigError(f"{path}: the metadata describe no model ({reason} is missing or invalid).") from None
+            raise ConfigError(
+                f"{path}: the model's metadata are incomplete ({reason} is missing or invalid); download or export it "
+                "again."
+            ) from None
 
     @property
     def tokenizer(self) -> TokenizerParts:
@@ -187,7 +190,9 @@ class GGUFFile:
                 continue  # the settings have the parameters from which they are computed
             module, _, parameter = name.rpartition(".")
             if module not in hf_modules:
-                raise ConfigError(f"{self.path}: the architecture {self._architecture} has no weight named {name}.")
+                raise ConfigError(
+                    f"{self.path}: the weight {name} does not belong to the architecture {self._architecture}."
+                )
             hf_name = f"{hf_modules[module]}.{parameter}"
             found[hf_name] = self._stored(name, hf_name, tensor)
         if self.settings.get("hidden_act") == "xielu":
@@ -210,7 +215,7 @@ class GGUFFile:
             values = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
         except NotImplementedError:
             encoding = tensor.tensor_type.name
-            raise ConfigError(f"{self.path}: {name} has the type {encoding}, which is not supported.") from None
+            raise ConfigError(f"{self.path}: {name} has the unsupported type {encoding}.") from None
         return _from_file(hf_name, torch.from_numpy(values), self.settings)
 
     def _blocks(self, hf_name: str, tensor: GGUFTensor, known: BlockFormat) -> QuantizedWeight:
@@ -266,7 +271,9 @@ def _renamed(
         if module.endswith(".act_fn") or (module == "lm_head" and settings.get("tie_word_embeddings")):
             continue
         if module not in gguf_modules:
-            raise ConfigError(f"the architecture {settings['model_type']} of llama.cpp has no weight named {hf_name}.")
+            raise ConfigError(
+                f"llama.cpp's architecture {settings['model_type']} has no weight {hf_name}; use --format hf."
+            )
         tensors[f"{gguf_modules[module]}.{parameter}"] = _in_file(hf_name, as_stored(weight), settings)
     return tensors
 

@@ -90,7 +90,7 @@ def _rebuild_json(metadata: Mapping[str, Any], bos: int | None) -> str:
     pre = metadata.get(Keys.Tokenizer.PRE)
     split = next((key for key, name in _PRE_TOKENIZERS.items() if name == pre), None)
     if metadata.get(Keys.Tokenizer.MODEL) != "gpt2" or split is None:
-        raise ConfigError(f"it has no tokenizer.json, and its tokenizer ({pre}) is not supported.")
+        raise ConfigError(f"its tokenizer ({pre}) is not supported, and the file contains no tokenizer.json.")
     patterns, ignore_merges = split
     names, types = metadata[Keys.Tokenizer.LIST], metadata[Keys.Tokenizer.TOKEN_TYPE]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata[Keys.Tokenizer.MERGES]]
@@ -129,8 +129,8 @@ def _pre_tokenizer(raw: Mapping[str, Any]) -> str:
         if name is not None and not affixed:
             return name
     raise ConfigError(
-        "llama.cpp has no tokenizer that splits text as this one does; --format gguf supports byte-level BPE with the "
-        "splits of GPT-2, GPT-4, Llama 3, Qwen and sansgpu, and character tokenizers."
+        "llama.cpp does not support this tokenizer; --format gguf supports byte-level BPE with the pre-tokenizers of "
+        "GPT-2, GPT-4, Llama 3, Qwen and sansgpu, and character tokenizers."
     )
 
 
@@ -184,7 +184,7 @@ def require_expressible(settings: Mapping[str, Any]) -> None:
     if (activation := settings.get(layout.activation_key)) not in layout.gguf_activations:
         supported = " or ".join(layout.gguf_activations)
         raise ConfigError(
-            f"llama.cpp computes {supported} in {architecture}, but this model has {activation}; use --format hf."
+            f"llama.cpp supports only {supported} in {architecture}, but this model uses {activation}; use --format hf."
         )
     required = {**layout.fixed, **dict.fromkeys(layout.biases, False)}
     bad = [key for key, value in required.items() if settings.get(key, value) != value]

@@ -62,8 +62,8 @@ def describe_substitutes(choices: Mapping[str, EncodingChoice]) -> str | None:
     counts = Counter((choice.used.name.lower(), choice.wanted.name.lower()) for choice in replaced.values())
     parts = [f"{count:,} as {used} instead of {wanted}" for (used, wanted), count in counts.items()]
     return (
-        f"{counted(len(replaced), 'matrix is', 'matrices are')} stored in another type, because their rows are not "
-        f"whole blocks of the usual one: {' and '.join(parts)}; the first is {next(iter(replaced))}."
+        f"{counted(len(replaced), 'matrix is', 'matrices are')} stored in a different type, because their row length "
+        f"is not a multiple of the block size: {' and '.join(parts)}; the first is {next(iter(replaced))}."
     )
 
 
@@ -77,12 +77,12 @@ def encode(name: str, tensor: torch.Tensor, encoding: Encoding) -> np.ndarray:
 
 def _encoded(name: str, values: torch.Tensor, encoding: Encoding) -> np.ndarray:
     if not values.isfinite().all():
-        raise ConfigError(f"{name} has values that are NaN or infinite; export another snapshot or model.")
+        raise ConfigError(f"{name} contains NaN or infinite values; export another snapshot or model.")
     if encoding.name.lower() in FORMATS:
         return quantize_rows(values, FORMATS[encoding.name.lower()]).numpy()
     array = values.numpy()
     if encoding == Encoding.F16 and not np.all(np.abs(array) <= np.finfo(np.float16).max):
-        raise ConfigError(f"{name} has values that f16 cannot hold; choose --type bf16.")
+        raise ConfigError(f"{name} contains values that are too large for f16; choose --type bf16.")
     return np.asarray(gguf.quants.quantize(array, encoding))
 
 

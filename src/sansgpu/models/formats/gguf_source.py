@@ -34,9 +34,9 @@ def starts_as_gguf(path: Path) -> bool:
 def open_gguf(path: Path) -> GGUFFile:
     """Opens a GGUF file. Raises ConfigError if it is missing, damaged or has an unsupported architecture."""
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist or is not a regular file; give a GGUF file.")
+        raise ConfigError(f"{path} does not exist or is not a regular file; pass a GGUF file.")
     if not starts_as_gguf(path):
-        raise ConfigError(f"{path} is not a GGUF file; give a run, a Hugging Face model or a GGUF file.")
+        raise ConfigError(f"{path} is not a GGUF file; pass a run, a Hugging Face model or a GGUF file.")
     require(f"{path}: reading a GGUF file", "gguf")
     status = path.stat()
     return _open_cached(path, status.st_mtime_ns, status.st_size)

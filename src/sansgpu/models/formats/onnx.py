@@ -76,9 +76,9 @@ class OnnxCheck:
         return self.largest_difference <= TOLERANCE * max(1.0, self.largest_value)
 
     def __str__(self) -> str:
-        parts = [f"largest difference {self.largest_difference:.2g} of values up to {self.largest_value:.3g}"]
+        parts = [f"largest difference {self.largest_difference:.2g}, with values up to {self.largest_value:.3g}"]
         if self.equal_argmax is not None:
-            parts.append(f"{self.equal_argmax:.1%} of the predictions equal")
+            parts.append(f"{self.equal_argmax:.1%} of predictions equal")
         if self.lowest_cosine is not None:
             parts.append(f"lowest cosine similarity {self.lowest_cosine:.4f}")
         return ", ".join(parts)
@@ -112,7 +112,7 @@ def write_onnx(source: Path, name: str, folder: Path, weight_type: str, remote_c
         found.append(_compare(traced, path))
         if weight_type == "f32" and not found[0].is_exact:
             raise SansGPUError(
-                f"{name} cannot be exported as ONNX: the file's results differ from torch's ({found[0]})."
+                f"{name} cannot be exported as ONNX: the outputs of the file differ from those of torch ({found[0]})."
             )
         model.config.save_pretrained(partial)
         save_tokenizer(tokenizer, partial)
@@ -137,8 +137,8 @@ def _head_of(source: Path, name: str) -> HeadType:
     if found is None:
         known = " ".join(f"*{endings[head_type]}" for head_type in _OUTPUTS)
         raise ConfigError(
-            f"{name} cannot be exported as ONNX: its layout must be one of transformers' ({known}), but its "
-            f"config.json names the architecture {architecture}."
+            f"{name} cannot be exported as ONNX: its architecture in config.json is {architecture}; supported are "
+            f"transformers' {known}."
         )
     return found
 

@@ -45,7 +45,7 @@ def readable_weights(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
     except _UNREADABLE as error:
         reason = truncate(" ".join(str(error).split())).removesuffix(".")
-        raise ConfigError(f"{path} holds no weights that can be read ({reason}); copy or export it again.") from None
+        raise ConfigError(f"{path} is a damaged safetensors file ({reason}); download or export it again.") from None
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
     with readable_weights(path):
         weights = dict(load_file(path))
         if name := next((name for name, tensor in weights.items() if tensor.is_complex()), None):
-            raise ValueError(f"{name} has complex numbers")
+            raise ValueError(f"{name} contains complex numbers")
     return weights
 
 
@@ -69,7 +69,9 @@ def require_short_header(path: Path) -> None:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
     if length > MAX_HEADER_BYTES:
-        raise ConfigError(f"{path} holds no weights that can be read: its header has {length:,} bytes.")
+        raise ConfigError(
+            f"{path} is a damaged safetensors file (its header has {length:,} bytes); download or export it again."
+        )
 
 
 def unchanged(name: str, tensor: torch.Tensor) -> torch.Tensor:

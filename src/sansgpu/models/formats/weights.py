@@ -35,7 +35,7 @@ def set_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: Path
         model.load_state_dict(weights, assign=assign)
     except (RuntimeError, TypeError) as error:
         reason = truncate(" ".join(str(error).split()))
-        raise ConfigError(f"{source} does not contain the whole model: {reason}") from None
+        raise ConfigError(f"{source} does not match the model: {reason}") from None
 
 
 def weights_sha256(model: nn.Module) -> str:
@@ -187,11 +187,9 @@ def fill(
             continue
         source = by_place.get(tensor.data_ptr()) or stored.get(name)
         if source is None:
-            folder = (
-                "give the model's Hugging Face folder instead of the GGUF file, and " if precision == "file" else ""
-            )
+            folder = "use the model's Hugging Face folder instead of the GGUF file, and " if precision == "file" else ""
             raise ConfigError(
-                f"transformers computes {name} from several weights, so they cannot be read one by one; "
+                f"transformers computes {name} from several weights, so the model cannot be loaded weight by weight; "
                 f"{folder}set model.base_precision=auto."
             )
         matrix = matrices.get(id(tensor))

@@ -159,8 +159,8 @@ def _tokens(model: BatchModel, held: list[int], count: int, sampling: Sampling) 
 class SlotReader:
     """Base of the BatchReaders that use a SlotCache.
 
-    It fills up each pass to at least MIN_ROWS tokens, because torch would compute matmuls with fewer rows, and sums in
-    a different order than our kernel.
+    It adds filler tokens so that each pass has at least MIN_ROWS tokens. Otherwise torch's matmul, which sums in a
+    different order, would replace sansgpu's kernel, and results would depend on the batch size.
     """
 
     def __init__(self, slots: int, length: int, fused: DecoderStep | None = None) -> None:

@@ -25,11 +25,11 @@ def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
         template = tokenizer.get_chat_template()
         prompt = render_prefixes(template, tokenizer.special_tokens_map, messages, [(len(messages), True)])[0]
     except (UnusableTemplateError, ValueError) as error:  # ValueError: several templates, but no default
-        raise ConfigError(f"{first_line(error)}; give the model another chat template.") from None
+        raise ConfigError(f"{first_line(error)}; choose a different chat template.") from None
     if prompt.refusal is not None:
-        raise ConfigError(f"the chat template refuses this conversation: {prompt.refusal}.")
+        raise ConfigError(f"the chat template rejects this conversation: {prompt.refusal}.")
     if not (ids := list(tokenizer(prompt.text, add_special_tokens=False).input_ids)):
-        raise ConfigError("the chat template writes no text for this conversation; give the model another one.")
+        raise ConfigError("the chat template produces no text for this conversation; choose a different chat template.")
     return ids
 
 

@@ -73,8 +73,8 @@ def _require_finite(values: torch.Tensor) -> None:
     """Raises SansGPUError if one of the values, which are computed from logits, is NaN or infinite."""
     if not bool(values.isfinite().all()):
         raise SansGPUError(
-            "the model predicts NaN or infinity instead of tokens: its weights are damaged, or training has diverged; "
-            "use another model or an earlier snapshot."
+            "the model's logits are NaN or infinite: its weights are damaged, or training has diverged; use another "
+            "model or an earlier snapshot."
         )
 
 

@@ -60,7 +60,7 @@ def adapter_targets(loaded: PreTrainedModel, asked: list[str] | str) -> list[str
 
 def adaptable(loaded: PreTrainedModel) -> str:
     """Lists the last part of the names of all layers that can have an adapter, for a message."""
-    return f"[{','.join(sorted({_last(name) for name in _adaptable_layers(loaded)}))}]"
+    return f"[{','.join(sorted({_last_part(name) for name in _adaptable_layers(loaded)}))}]"
 
 
 def require_layers(loaded: PreTrainedModel, model: ModelConfig) -> None:
@@ -75,19 +75,19 @@ def require_layers(loaded: PreTrainedModel, model: ModelConfig) -> None:
         except re.error as error:
             raise ConfigError(f"model.lora_targets {shown(asked)} is not a regular expression: {error}.") from None
     else:
-        ends = {name[start:] for name in names for start in _starts(name)}
+        ends = {name[start:] for name in names for start in _part_starts(name)}
         missing = [name for name in asked if name not in ends]
     if missing or not asked:
-        found = f"{model.name_or_path} has no layer {shown(missing[0])}" if missing else "it names no layer"
+        found = f"{model.name_or_path} has no layer {shown(missing[0])}" if missing else "no layers are named"
         raise ConfigError(f"model.lora_targets: {found}; set it to {ALL_LINEAR}, or to some of {adaptable(loaded)}.")
 
 
-def _starts(name: str) -> list[int]:
+def _part_starts(name: str) -> list[int]:
     """Returns the index at which each part of a dotted name starts."""
     return [0, *(place + 1 for place, letter in enumerate(name) if letter == ".")]
 
 
-def _last(name: str) -> str:
+def _last_part(name: str) -> str:
     return name.rpartition(".")[2]
 
 
@@ -102,7 +102,7 @@ def _linear_layers(loaded: PreTrainedModel) -> list[str]:
 def _adaptable_layers(loaded: PreTrainedModel) -> list[str]:
     names = _without_experts(loaded, _linear_layers(loaded)) if _has_experts(loaded) else _linear_layers(loaded)
     if _is_state_space_model(loaded):
-        names = [name for name in names if _last(name) not in _READ_DIRECTLY]
+        names = [name for name in names if _last_part(name) not in _READ_DIRECTLY]
     return names
 
 
@@ -126,7 +126,7 @@ def _without_experts(loaded: PreTrainedModel, names: Sequence[str]) -> list[str]
 
     converted: Any = LoraConfig(target_modules=list(names))
     convert_peft_config_for_transformers(converted, model=loaded, conversions=None)
-    return [name for name in names if name in converted.target_modules and _last(name) != "router"]
+    return [name for name in names if name in converted.target_modules and _last_part(name) != "router"]
 
 
 # Endings of model classes whose head is new for the task, so that it is trained together with an adapter.
@@ -176,13 +176,13 @@ def _require_mergeable(model: PreTrainedModel, can_have_one: str) -> None:
         base = layer.get_base_layer()
         if not hasattr(base, "weight"):
             raise ConfigError(
-                f"model.lora_targets: {plain_name(name)} holds the experts of a layer, whose adapters sansgpu cannot "
-                f"merge; set model.lora_targets to {ALL_LINEAR}, or to some of {can_have_one}."
+                f"model.lora_targets: {plain_name(name)} contains the experts of a layer, whose adapters sansgpu "
+                f"cannot merge; set it to {ALL_LINEAR}, or to some of {can_have_one}."
             )
         if tied and any(base is table for table in bases):
             raise ConfigError(
-                f"model.lora_targets: {plain_name(name)} shares its weight with another layer, which an adapter would "
-                "change, too; leave the embedding and the output head out of model.lora_targets."
+                f"model.lora_targets: {plain_name(name)} shares its weight with another layer, which the adapter "
+                "would also change; remove the embedding and the output head from model.lora_targets."
             )
 
 
@@ -273,10 +273,10 @@ def _load_merged(model: ModelConfig, base: ModelConfig, head: Head, seed: int) -
     trained = how_trained(read_object(Path(folder) / ADAPTER_CONFIG)).get("base_model_class")
     if trained not in (None, type(loaded).__name__):
         raise ConfigError(
-            f"{folder} holds an adapter of a {shown(trained)}, but this needs one of a {type(loaded).__name__}; give "
-            "the run that trained it."
+            f"{folder} contains an adapter for a {shown(trained)}, but this command needs one for a "
+            f"{type(loaded).__name__}; pass the run that trained it."
         )
-    with library_errors(f"the adapter in {folder} does not fit its base model {base.name_or_path}"):
+    with library_errors(f"the adapter in {folder} does not match its base model {base.name_or_path}"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             warnings.filterwarnings("ignore", message="fan_in_fan_out")

@@ -49,8 +49,8 @@ _DESCRIPTION: dict[HeadType, str] = {
     "causal": "a causal language model",
     "qa": "a question answering model",
     "masked": "a masked language model",
-    "sequence": "a model that classifies texts",
-    "tokens": "a model that classifies tokens",
+    "sequence": "a sequence classification model",
+    "tokens": "a token classification model",
     "none": "an encoder",
 }
 _SIMPLE = Path(__file__).parent / "templates/simple.jinja"
@@ -127,7 +127,10 @@ def load_pretrained(model: ModelConfig, head: Head, seed: int, frozen: bool = Fa
     """
     file = gguf_file_of(model)
     if file is not None and head.type != "causal":
-        raise ConfigError(f"{model.name_or_path} holds a causal language model, not {_DESCRIPTION[head.type]}.")
+        raise ConfigError(
+            f"{model.name_or_path} contains a causal language model instead of {_DESCRIPTION[head.type]}; use a "
+            "different model."
+        )
     dtype = torch.float32 if model.adapter == "none" else "auto"
     if (precision := base_precision(model, frozen)) is not None:
         config = pretrained_config(model)
@@ -145,7 +148,7 @@ def load_pretrained(model: ModelConfig, head: Head, seed: int, frozen: bool = Fa
     missing = (key for key in new if head.type == "causal" or not _may_be_new(loaded, key))
     if (first := min(missing, default=None)) is not None:
         raise ConfigError(
-            f"{model.name_or_path}: the weights do not match config.json: {first} is missing or has another shape."
+            f"{model.name_or_path}: the weights do not match config.json: {first} is missing or has a different shape."
         )
     return configure_for_training(loaded, model)
 
@@ -314,7 +317,7 @@ def _require_finite_length(tokenizer: Any, name: str | None) -> None:
     """Raises ConfigError if model_max_length is not a finite number, which transformers notices only later."""
     length = tokenizer.model_max_length
     if not isinstance(length, (int, float)) or not -inf < length < inf:
-        raise ConfigError(f"{name}: model_max_length in tokenizer_config.json is {shown(length)}; give a number.")
+        raise ConfigError(f"{name}: model_max_length in tokenizer_config.json is {shown(length)}; set it to a number.")
 
 
 def _tokenizer_of(file: GGUFFile) -> Any:

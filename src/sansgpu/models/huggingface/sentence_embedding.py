@@ -57,12 +57,12 @@ def read_layout(model: ModelConfig) -> EmbeddingLayout | None:
         return None
     modules = read_json(file)
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise ConfigError(f"{file} does not hold a list of modules.")
+        raise ConfigError(f"{file} does not contain a list of modules; fix it or choose another model.")
     paths = {str(module.get("type")).rpartition(".")[2]: str(module.get("path", "")) for module in modules}
     if unknown := next((name for name in paths if name not in ("Transformer", "Pooling", "Normalize")), None):
         raise ConfigError(
-            f"{file} names the module {unknown[:100]}, but sansgpu supports Transformer, Pooling and Normalize; choose "
-            "another model, or delete the file to embed with the transformer alone."
+            f"{file} names the module {unknown[:100]}, but sansgpu supports Transformer, Pooling and Normalize; "
+            "choose another model, or delete the file to use only the transformer."
         )
     pooling, settings = model_file(model, f"{paths.get('Pooling', POOLING)}/config.json"), model_file(model, SETTINGS)
     length = read_object(settings).get("max_seq_length") if settings else None
@@ -81,9 +81,9 @@ def _prompts_of(file: Path) -> tuple[dict[str, str], str | None]:
     found = read_object(file)
     prompts, default = found.get("prompts") or {}, found.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
-        raise ConfigError(f"{file} has prompts that are not an object of texts; fix or remove them.")
+        raise ConfigError(f"{file}: prompts is not an object with strings; fix or remove it.")
     if default is not None and default not in prompts:
-        raise ConfigError(f"{file} names the default prompt {str(default)[:100]}, but has no such prompt; add it.")
+        raise ConfigError(f"{file}: the default prompt {str(default)[:100]} is missing; add it to prompts.")
     return {name: text or "" for name, text in prompts.items()}, default
 
 
@@ -91,14 +91,17 @@ def _pooling_of(file: Path, with_prompts: bool) -> Pooling:
     found: dict[str, Any] = read_object(file)
     if with_prompts and not found.get("include_prompt", True):
         raise ConfigError(
-            f"{file} leaves prompts out of the pooling (include_prompt: false), which sansgpu does not support; choose "
+            f"{file} excludes prompts from pooling (include_prompt: false), which sansgpu does not support; choose "
             "another model."
         )
     given = found.get("pooling_mode", [key for key, value in found.items() if key.startswith("pooling_") and value])
     modes = given if isinstance(given, list) else [given]
     if len(modes) != 1 or modes[0] not in _MODES:
         shown = ", ".join(map(str, modes))[:100] or "nothing"
-        raise ConfigError(f"{file} asks for {shown}, but sansgpu supports pooling mean, cls or lasttoken alone.")
+        raise ConfigError(
+            f"{file} sets the pooling {shown}, but sansgpu supports only one of mean, cls and lasttoken; choose "
+            "another model."
+        )
     return _MODES[modes[0]]
 
 
@@ -157,6 +160,6 @@ def read_linear_head(model: ModelConfig) -> LinearHead | None:
     weight, bias = found.get("weight"), found.get("bias")
     if weight is None or bias is None or weight.ndim != 2 or bias.shape != weight.shape[:1]:
         raise ConfigError(
-            f"{file} has no matrix `weight` and vector `bias` with a row for each label; export it again."
+            f"{file} lacks a matrix `weight` and a vector `bias` with one row per label; export it again."
         )
     return LinearHead(weight.float(), bias.float())

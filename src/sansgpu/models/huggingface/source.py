@@ -106,7 +106,7 @@ def stored_weights(model: ModelConfig) -> dict[str, StoredTensor]:
     files = [path for path in found if path is not None]
     if len(files) < len(found) or not files:
         raise ConfigError(
-            f"{model.name_or_path} has no model.safetensors, from which a quantized base is read; set "
+            f"{model.name_or_path} has no model.safetensors, which model.base_precision requires; set "
             "model.base_precision=auto, or save the model with transformers."
         )
     return safetensors_weights(files)
@@ -121,7 +121,7 @@ def _config_of(file: GGUFFile) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     _silence_transformers()
-    with library_errors(f"{file.path} describes no valid model"):
+    with library_errors(f"{file.path} is not a valid model"):
         config: PreTrainedConfig = AutoConfig.for_model(**file.settings)
     return config
 
@@ -144,10 +144,12 @@ def source_of(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     path = local_path(name)
     _silence_transformers()
     if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~"))):
-        raise ConfigError(f"model.name_or_path {name} does not exist; give a folder or the name of a model on the Hub.")
+        raise ConfigError(
+            f"model.name_or_path {name} does not exist; set it to a folder or the name of a model on the Hub."
+        )
     if path.is_dir() and not any((path / known).is_file() for known in ("config.json", ADAPTER_CONFIG)):
         final = RunPaths(path).final
-        advice = f"; give {final}" if final.is_dir() else ""
+        advice = f"; use {final}" if final.is_dir() else ""
         raise ConfigError(f"{name} is not a model folder: it has no config.json{advice}.")
     if path.is_dir():
         validate_model_folder(path)
@@ -165,7 +167,7 @@ def _require_no_import(adapter: Path) -> None:
     with library_errors(f"{adapter} cannot be read"):
         settings = json.loads(adapter.read_text(encoding="utf-8"))
     if isinstance(settings, dict) and settings.get("megatron_config"):
-        raise ConfigError(f"{adapter} names a Python module to import (megatron_core); set megatron_config to null.")
+        raise ConfigError(f"{adapter} would import a Python module (megatron_core); set megatron_config to null.")
 
 
 class library_errors:  # noqa: N801  used like a function
@@ -183,12 +185,11 @@ class library_errors:  # noqa: N801  used like a function
         if isinstance(error, Exception) or is_panic(error):
             if "trust_remote_code" in str(error):
                 raise ConfigError(
-                    f"{self._prefix}: it contains custom Python code; review that code, then allow it with "
-                    "--trust-remote-code."
+                    f"{self._prefix}: it contains custom Python code; review that code, then pass --trust-remote-code."
                 ) from None
             if "weights_only" in str(error):  # torch's message suggests running the code in the file
                 raise ConfigError(
-                    f"{self._prefix}: a file of its weights is a pickle that may run code; get the model as "
-                    "safetensors."
+                    f"{self._prefix}: its weights are a pickle file, which can run code; use the model in safetensors "
+                    "format."
                 ) from None
             raise ConfigError(f"{self._prefix}: {first_line(error)}.") from None

@@ -57,7 +57,7 @@ def tokenize_labeled(
     longest = longest_example(config, tokenizer)
     made = tokenize_texts(kept, tokenizer, longest)
     if made.truncated:
-        note(f"texts: {made.truncated:,} of {len(kept):,} are longer than {longest} tokens and are truncated.")
+        note(f"{made.truncated:,} of {len(kept):,} texts are truncated, because they are longer than {longest} tokens.")
     return LabeledSequences(made.ids, targets, made.types)
 
 

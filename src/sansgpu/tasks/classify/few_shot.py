@@ -76,7 +76,7 @@ class FewShotObjective(ClassifyObjective):
     def export_to(self, tokenizer: Any, folder: Path, merge: bool | None = None) -> None:
         """Writes a Sentence Transformers folder, with the classifier in a separate file."""
         if merge is False:
-            raise ConfigError("the classifier of a few-shot run fits the merged model only; leave out --no-merge.")
+            raise ConfigError("the classifier of a few-shot run works only with the merged model; remove --no-merge.")
         head = LinearHead(*(self.model._buffers.pop(name).cpu() for name in (_WEIGHT, _BIAS)))  # type: ignore[union-attr]
         try:
             self._exported_head = head
@@ -109,7 +109,7 @@ class FewShot(StepWideTask, Classify):
     @classmethod
     def require_readable(cls, texts: Sequence[LabeledText]) -> None:
         if pair := next((text for text in texts if text.pair is not None), None):
-            raise pair.error("it has a second text, but training.few_shot compares single texts")
+            raise pair.error("it has a second text, but training.few_shot supports only single texts")
 
     @classmethod
     def recognizes(cls, target: str) -> bool:
@@ -127,7 +127,7 @@ class FewShot(StepWideTask, Classify):
             head, labels = read_linear_head(config.model), len(objective.head.labels)
             if head is None or head.weight.shape != (labels, objective.width):
                 raise ConfigError(
-                    f"{source.target}: {LINEAR_HEAD} does not fit the model's {labels} labels and {objective.width} "
+                    f"{source.target}: {LINEAR_HEAD} does not match the model's {labels} labels and {objective.width} "
                     "features; export it again."
                 )
             objective.set_head(head)

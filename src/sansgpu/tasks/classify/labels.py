@@ -109,7 +109,7 @@ def _labeled(row: SourceRow, data: DataConfig) -> LabeledText:
 
 def _columns(row: SourceRow) -> dict[Any, Any]:
     if not isinstance(row.readable_value(), dict):
-        raise row.error(f"it is a {type(row.value).__name__}, not an object with a text and a label")
+        raise row.error(f"it is of type {type(row.value).__name__} instead of an object with a text and a label")
     given: dict[Any, Any] = row.value
     return given
 
@@ -124,7 +124,7 @@ def _text(row: SourceRow, given: dict[Any, Any], column: Any, pair: Any) -> Labe
     second = given.get(pair) if pair is not None else None
     text = row_text({key: value for key, value in given.items() if key != pair}, column, row.where)
     if pair is not None and (not isinstance(second, str) or not second.strip()):
-        raise row.error(f"its {pair} has no text")
+        raise row.error(f"its {pair} is missing or empty")
     if not text.strip():
         raise row.error("its text is empty")
     second = None if second is None else row.valid_text(second, str(pair))
@@ -136,7 +136,9 @@ def _require_label(row: SourceRow, value: Any) -> None:
     if value is None or (isinstance(value, str) and not value.strip()):
         raise row.error("it has no label")
     if not isinstance(value, (str, int, float)) or (isinstance(value, float) and not math.isfinite(value)):
-        raise row.error(f"its label is {value!r}, not a text, a finite number, true or false, or a list of them")
+        raise row.error(
+            f"its label is {value!r}, but must be a string, a finite number, true, false, or a list of these"
+        )
     if isinstance(value, str):
         row.valid_text(value, "label")
 
@@ -173,7 +175,7 @@ def find_labels(texts: Sequence[LabeledText], data: DataConfig, name: str) -> La
     found = dict.fromkeys(label for text in texts for label in text.labels)
     if (len(found) == 1 and kind != "multiple") or not found:
         shown = f"only one label, {truncate(next(iter(found)))!r}" if found else "no label"
-        raise ConfigError(f"{name} has {shown}, so there is nothing to learn; add rows with other labels.")
+        raise ConfigError(f"{name} has {shown}, so there is nothing to learn; add rows with different labels.")
     if kind == "regression":
         return Labels(kind, (), note)
     names = data.labels if data.labels is not None else _ordered(list(found))
@@ -191,7 +193,7 @@ def _kind(labels: Sequence[Any]) -> tuple[LabelKind, str]:
     if any(not value.is_integer() for value in values):
         return "regression", "labels are numbers with fractions, so the model predicts a number (regression)"
     if len(values) > MAX_NUMBER_CLASSES:
-        reason = f"labels are {len(values)} different numbers, so the model predicts a number (regression)"
+        reason = f"labels are {len(values)} distinct numbers, so the model predicts a number (regression)"
         return "regression", reason
     return "single", ""
 
@@ -223,7 +225,7 @@ def with_targets(
         if labels.kind == "single" and isinstance(text.label, list):
             raise text.error("its label is a list, but data.label_kind is single")
         if unknown := next((name for name in text.labels if name not in index), None):
-            raise text.error(f"its label {unknown!r} is none of the {len(index)} labels of the training data")
+            raise text.error(f"its label {unknown!r} is not one of the {len(index)} labels of the training data")
         chosen = [index[name] for name in text.labels]
         if labels.kind == "single":
             return text, [chosen[0]]
@@ -285,7 +287,9 @@ def number_label_columns(data: DataConfig) -> tuple[DataConfig, str | None]:
     if label is not None and agree and not is_named:
         update = {"text_column": 1 - label, "label_column": label}
         columns = f"text = column {1 - label}, label = column {label}"
-        return data.model_copy(update=update), f"{suspect.path}: its first line is data, so it has no header: {columns}"
+        return data.model_copy(
+            update=update
+        ), f"{suspect.path}: its first line looks like data, so the file is read without a header: {columns}"
     numbers = (
         "set data.text_column and data.label_column to the numbers of their columns"
         if label is None

@@ -58,8 +58,8 @@ def _few_shot_problems(config: Any) -> Iterator[str]:
     yield from fine_tuning_problems(config)
     if config.data.label_kind in ("multiple", "regression"):
         yield (
-            f"training.few_shot needs rows with one label each, but data.label_kind is {config.data.label_kind}; leave "
-            "out training.few_shot, or set data.label_kind to single"
+            f"training.few_shot requires rows with one label each, but data.label_kind is {config.data.label_kind}; "
+            "remove training.few_shot, or set data.label_kind to single"
         )
     if config.model.merge_adapter is False:
         yield "training.few_shot fits a classifier to the merged model; set model.merge_adapter to true"
@@ -90,7 +90,7 @@ FEW_SHOT = TaskSettings(
     label="classify with training.few_shot",
     metrics=CLASS_METRICS,
     card=lambda model: CardText(
-        "a classifier of texts, fine-tuned on pairs of labeled examples",
+        "a text classifier, fine-tuned on pairs of labeled examples",
         "text-classification",
         command=_CLASSIFY,
         library="sentence-transformers",
@@ -101,8 +101,8 @@ SETTINGS = TaskSettings(
     "classify",
     ("packing", "pretrained", "rows", "adapter", "labels"),
     implementation="sansgpu.tasks.classify.task:Classify",
-    description="labels or scores of texts",
-    purpose=Purpose("labels or scores of texts", "texts with labels", SMALL_ENCODER, batch=32),
+    description="classify texts, or predict scores for them",
+    purpose=Purpose("classify or score texts", "texts with labels", SMALL_ENCODER, batch=32),
     own_keys=CLASSIFY_KEYS,
     variants=(Variant("training.few_shot", True, FEW_SHOT),),
     defaults={

@@ -79,7 +79,9 @@ class Classify(Predicts, FineTuningTask):
         def tokenized(part: list[LabeledText], rows: BadRows, name: str) -> LabeledSequences:
             size = sum(len(text.text) for text in part)
             progress("tokenizing", size, size)
-            made = tokenize_labeled(part, labels, config, tokenizer, rows, lambda note: notes.append(f"{name} {note}"))
+            made = tokenize_labeled(
+                part, labels, config, tokenizer, rows, lambda note: notes.append(f"{name} data: {note}")
+            )
             rows.report(lambda note: notes.append(f"{name} rows: {note}"))
             return made
 

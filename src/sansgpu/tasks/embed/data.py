@@ -62,17 +62,17 @@ def with_scores_in_range(rows: Iterable[TextRow], scale: float | None, bad_rows:
     return list(bad_rows.parsed(rows, checked))
 
 
-def _with_partners(rows: list[TextRow], name: str, notes: list[str]) -> list[TextRow]:
+def _without_unique_labels(rows: list[TextRow], name: str, notes: list[str]) -> list[TextRow]:
     """Removes texts whose label no other text has. Raises ConfigError if all labels are equal."""
     labels = Counter(row.label for row in rows)
     if len(labels) == 1 < len(rows):
         raise ConfigError(
-            f"{name}: every row has the label {next(iter(labels))}, so there are no texts of another label to tell "
-            "apart; add some."
+            f"{name}: every row has the label {next(iter(labels))}, so there is nothing to learn; add rows with "
+            "different labels."
         )
     kept = [row for row in rows if labels[row.label] > 1]
     if alone := len(rows) - len(kept):
-        notes.append(f"{name}: {counted(alone, 'text')} left out, because no other text has the same label.")
+        notes.append(f"{name}: {counted(alone, 'text')} skipped, because no other text has the same label.")
     return kept
 
 
@@ -107,7 +107,7 @@ def tokenize_groups(
 
     def checked(row: TextRow) -> TextRow:
         if any(not len(tokens[number_of[text]]) for text in row.texts):
-            raise row.error("the tokenizer finds no tokens in one of its texts")
+            raise row.error("one of its texts has no tokens")
         return row
 
     rows = list(bad_rows.parsed(rows, checked))
@@ -116,7 +116,7 @@ def tokenize_groups(
     members = [tuple(number_of[text] for text in row.texts) for row in rows]
     labeled = any(row.label is not None for row in rows)
     if labeled:
-        rows = _with_partners(rows, name, notes)
+        rows = _without_unique_labels(rows, name, notes)
         labels = {label: number for number, label in enumerate(dict.fromkeys(row.label for row in rows))}
         tokens = [tokens[number_of[row.texts[0]]] for row in rows]  # one per row: equal texts can differ in label
         meanings = np.array([labels[row.label] for row in rows], np.int64)
@@ -146,4 +146,4 @@ def tokenize(texts: Sequence[str], tokenizer: Any, max_length: int, prompt: str)
 def cut_note(part: TokenizedGroups, max_length: int) -> str | None:
     """Returns a message about texts that reach the maximum length, which may be truncated, or None."""
     cut = sum(len(text) >= max_length for text in part.texts)
-    return f"texts cut to data.max_length {max_length}: {cut:,} of {len(part.texts):,}" if cut else None
+    return f"{cut:,} of {len(part.texts):,} texts are truncated to data.max_length {max_length}" if cut else None

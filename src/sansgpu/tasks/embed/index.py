@@ -64,7 +64,7 @@ class PassageRules:
         for row in read_rows(path, header=not isinstance(self.column, int)):
             value = row.readable_value()
             if not isinstance(value, (str, dict)):
-                raise row.error(f"it is a {type(value).__name__}, not an object with a text")
+                raise row.error(f"it is of type {type(value).__name__} instead of an object with a text")
             text = value if isinstance(value, str) else row_text(value, self.column, row.where)
             unit, number = row.where.rpartition(", ")[2].split()
             for paragraph in _paragraphs(_lines([Piece(row.valid_text(text, "text"), True)])):
@@ -161,7 +161,9 @@ class PassageIndex:
             counts = [len(self._vectors(entry)) for _, entry in self._files]
             if not sum(counts):
                 raise ConfigError(
-                    f"{files[0]} has no text to search." if len(files) == 1 else "the files have no text."
+                    f"{files[0]} contains no text to search; pass a different file."
+                    if len(files) == 1
+                    else "the files contain no text to search; pass a different folder."
                 )
             self._first = np.cumsum([0, *counts])[:-1].tolist()
             self._index = self._load_index(progress)
@@ -187,7 +189,7 @@ class PassageIndex:
             try:
                 new[entry] = self._rules.read(path)
             except ConfigError as error:
-                warn(f"this file is left out: {str(error).replace('data.text_column', '--text-column')}")
+                warn(f"a file is skipped: {str(error).replace('data.text_column', '--text-column')}")
                 del entries[path]
         done, total = 0, sum(map(len, new.values()))
         for group in _groups(new):

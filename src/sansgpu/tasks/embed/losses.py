@@ -31,10 +31,10 @@ def loss_for(rows: Sequence[TextRow], asked: str) -> LossName:
         return "cosine" if form == "scores" else "ranking"
     if (asked == "cosine") != (form == "scores") or (asked == "triplet" and form != "pairs"):
         raise ConfigError(
-            f"training.embedding_loss {asked} does not fit the rows, which have {FORMS[form]}; set it to auto."
+            f"training.embedding_loss {asked} does not support the rows, which have {FORMS[form]}; set it to auto."
         )
     if asked == "triplet" and (row := next((row for row in rows if len(row.texts) < 3), None)):
-        raise row.error("it has no negative, which training.embedding_loss triplet needs")
+        raise row.error("it has no negative, which training.embedding_loss triplet requires")
     return asked  # type: ignore[return-value]
 
 

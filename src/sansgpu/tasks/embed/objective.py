@@ -37,8 +37,8 @@ class EmbeddingObjective(FineTuning):
         self.dims: Sequence[int] = config.training.matryoshka_dims or ()
         if self.dims and max(self.dims) > self.width:
             raise ConfigError(
-                f"training.matryoshka_dims has {max(self.dims)}, but the vectors of {config.model.name_or_path} have "
-                f"{self.width} features; leave it out."
+                f"training.matryoshka_dims contains {max(self.dims)}, but the vectors of {config.model.name_or_path} "
+                f"have only {self.width} dimensions; remove that value."
             )
 
     @property
@@ -108,7 +108,7 @@ def encode_texts(
     """
     tokens = tokenize(texts, loaded.tokenizer, loaded.config.window, prompt)
     if empty := next((number for number, ids in enumerate(tokens, 1) if not len(ids)), None):
-        raise ConfigError(f"the tokenizer finds no tokens in text {empty}; leave it out.")
+        raise ConfigError(f"text {empty} has no tokens; remove it.")
     vectors = np.empty((len(texts), loaded.objective.width), np.float32)
     autocast = torch.autocast(loaded.device.type, torch.bfloat16, enabled=loaded.precision == "bf16")
     with torch.inference_mode(), autocast:

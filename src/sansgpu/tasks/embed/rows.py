@@ -60,7 +60,7 @@ def read_text_rows(
 
 def _parsed(row: SourceRow, data: DataConfig) -> TextRow:
     if not isinstance(row.readable_value(), dict):
-        raise row.error(f"it is a {type(row.value).__name__}, not an object with texts")
+        raise row.error(f"it is of type {type(row.value).__name__} instead of an object with texts")
     columns: dict[Any, Any] = row.value
     named = data.text_column is not None or data.text_pair_column is not None
     if not named and {"anchor", "positive"} & set(columns):
@@ -132,7 +132,7 @@ def _label(row: SourceRow, column: Any) -> str:
     if value is None or (isinstance(value, str) and not value.strip()):
         raise row.error(f"it has no {column}")
     if not isinstance(value, (str, int)):
-        raise row.error(f"its {column} is {value!r}, not a text or an integer")
+        raise row.error(f"its {column} is {value!r} instead of a string or an integer")
     return row.valid_text(str(value).strip(), str(column))
 
 
@@ -144,7 +144,7 @@ def _score(row: SourceRow, value: Any) -> float:
     except (TypeError, ValueError, OverflowError):
         score = math.nan
     if not math.isfinite(score):
-        raise row.error(f"its score is {value!r}, not a number")
+        raise row.error(f"its score is {value!r} instead of a finite number")
     return score
 
 

@@ -36,9 +36,12 @@ SETTINGS = TaskSettings(
     "embed",
     ("packing", "pretrained", "rows", "adapter"),
     implementation="sansgpu.tasks.embed.task:TextEmbedding",
-    description="vectors of texts by meaning",
+    description="train an embedding model for texts",
     purpose=Purpose(
-        "vectors of texts by meaning", "pairs of texts", "sentence-transformers/all-MiniLM-L6-v2", batch=128
+        "turn texts into vectors for semantic search",
+        "pairs of texts",
+        "sentence-transformers/all-MiniLM-L6-v2",
+        batch=128,
     ),
     own_keys=EMBEDDING_KEYS,
     defaults={"training": {**FINE_TUNED, "learning_rate": 2e-5}, "data": {"validation_split": 0.05}},

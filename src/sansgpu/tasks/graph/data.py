@@ -41,9 +41,9 @@ def with_leaves(documents: Sequence[GraphDocument], tokenizer: MaskTokenizer, co
     leaves = min(max(1, needed), MAX_LEAVES) if configured is None else configured
     lost = sum(count for length, count in tokens.items() if length > leaves)
     if lost > (1 - FITTING) * triples and config.data.long_tails == "refuse":
-        remedy = f"raise it to {needed}, or leave it out" if needed <= MAX_LEAVES else "shorten the tails"
+        remedy = f"raise it to {needed}, or remove it" if needed <= MAX_LEAVES else "shorten the tails"
         raise ConfigError(
-            f"model.leaves {leaves} has too few slots for the tails of {lost:,} of {triples:,} training triples "
+            f"model.leaves {leaves} is too small for the tails of {lost:,} of {triples:,} training triples "
             f"({lost / triples:.0%}), which would be dropped; {remedy}, or set data.long_tails to drop."
         )
     if configured is None:
@@ -68,8 +68,8 @@ def _cost_note(tokens: Counter[int], leaves: int, documents: Sequence[GraphDocum
     """Returns a message on how many tails fit, and how many nodes they add, because nodes take memory and time."""
     mean = sum(length * count for length, count in tokens.items()) / sum(tokens.values())
     return (
-        f"model.leaves is {leaves}, enough for {_share_within(tokens, leaves):.1%} of the tails. Empty slots cost "
-        f"nothing; a tail adds {mean:.1f} nodes to its window on average, and {leaves} at most."
+        f"model.leaves is {leaves}, enough for {_share_within(tokens, leaves):.1%} of the tails. A tail adds "
+        f"{mean:.1f} nodes to its window on average and at most {leaves}; empty slots add none."
     )
 
 
@@ -149,14 +149,14 @@ def graph_corpus(config: Config, cache: Path, progress: ReportProgress, codec: G
     for name, part, masked in zip(("training", "validation"), parts, target_counts, strict=True):
         if not len(part):
             raise ConfigError(
-                f"the {name} part of {sources.train.name} is empty; add more texts or set data.validation_name."
+                f"the {name} split of {sources.train.name} is empty; add more documents or set data.validation_name."
             )
         if note := part.note():
-            notes.append(f"{name} part: {note}.")
+            notes.append(f"{name} split: {note}.")
         if not masked:
             raise ConfigError(
-                f"no token of the {name} part of {sources.train.name} would be masked: its texts are too short for "
-                "data.mask_ratio, and no triples are masked; raise data.mask_ratio or data.leaf_mask_ratio."
+                f"no token of the {name} split of {sources.train.name} would be masked: its documents are too short "
+                "for data.mask_ratio, and no triples are masked; raise data.mask_ratio or data.leaf_mask_ratio."
             )
     fingerprint = _fingerprint(config, sources, codec, parts)
     names, triples = names_of(codec), None

@@ -21,14 +21,14 @@ def masked_evaluation(loaded: TrainedModel, codec: GraphCodec, request: Evaluati
     """
     config, source = loaded.config, loaded.source
     if request.objective:
-        raise ConfigError(f"--objective has no effect on a run of task {config.task}; leave it out.")
+        raise ConfigError(f"--objective has no effect on a run of task {config.task}; remove it.")
     majority, held_out, ranking = None, None, None
     if source.snapshot is not None:
         corpus = graph_corpus(config, request.cache, request.progress, codec)
         if not str(source.snapshot.state()["data"]).startswith(corpus.fingerprint):
             request.warn(
-                f"the data of {source.target} has changed since it was trained, so these metrics may not match its "
-                "record."
+                f"the data of {source.target} has changed since the run was trained, so these metrics may differ from "
+                "its recorded ones."
             )
         majority, held_out = majority_of(corpus.train), corpus.validation
         if corpus.held is not None and request.data is None:
@@ -53,5 +53,5 @@ def _read(data: str, loaded: TrainedModel, codec: GraphCodec, request: Evaluatio
     for note in notes:
         request.warn(note)
     if not len(graphs):
-        raise ConfigError(f"{data} has no examples to evaluate on.")
+        raise ConfigError(f"{data} has no examples to evaluate on; pass a different dataset.")
     return graphs

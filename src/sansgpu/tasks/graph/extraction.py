@@ -125,7 +125,7 @@ class TripleExtractor:
                 for queries, answers in zip(batch, self._answers(batch), strict=True):
                     yield self._extracted(queries, answers)
                 batch = []
-                progress("reading texts", number, len(documents), "text")
+                progress("reading documents", number, len(documents), "document")
 
     def _document_queries(self, document: GraphDocument) -> _DocumentQueries:
         """Builds queries for all heads, windows and relations, and for the document's own triples."""

@@ -25,7 +25,7 @@ ENCODE_BATCH = 4096  # documents per call of the tokenizer
 
 # Reasons for skipping a triple, as reported to the user.
 LONG_TAIL, NO_HEAD, TAKEN = "the tail is too long", "the head is not in the text", "the head already has a triple"
-NO_RELATION, KNOWN = "the relation is not in the training data", "it is in the training data"
+NO_RELATION, KNOWN = "the relation is not in the training data", "they are in the training data"
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class LeafyDataset:
             return None
         reasons = ", ".join(f"{count:,} because {reason}" for reason, count in sorted(self.dropped.items()))
         triples, windows = counted(self.document_triples, "triple"), counted(len(self.windows), "window")
-        return f"{len(self.triples):,} of {triples} attached to {windows}; skipped {reasons}"
+        return f"{len(self.triples):,} of {triples} attached to {windows}; skipped: {reasons}"
 
 
 class _Ids:

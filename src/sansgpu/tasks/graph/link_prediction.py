@@ -245,9 +245,9 @@ def rank_tails(
     elif own is not None:
         parts, queried = own, _unseen(own)
     else:
-        raise ConfigError(f"{target} is not a run, so it has no triples of its own; name a dataset with --data.")
+        raise ConfigError(f"{target} is not a run, so it has no triples; pass a dataset with --data.")
     if not any(document.triples for document in queried):
-        raise ConfigError(f"{data or config.data.dataset_name} has no triples to rank; name another --data.")
+        raise ConfigError(f"{data or config.data.dataset_name} has no triples to rank; pass a different --data.")
     trained = own.train if own else parts.train if queried is not parts.train else []
     known = KnownFacts(trained, [d for p in (own, parts) if p for d in (*p.train, *p.validation, *p.test)])
     ranking = LinkPrediction(tail_predictor(loaded), loaded.tokenizer, leafy_rules(config), known)
@@ -258,7 +258,7 @@ def require_triples(loaded: TrainedModel) -> None:
     """Raises ConfigError if a graph encoder was trained without triples."""
     if not loaded.config.model.leaf_slots or not loaded.tokenizer.relations:
         target = loaded.source.target
-        raise ConfigError(f"{target} was trained without triples, so it has no relations; give a run with triples.")
+        raise ConfigError(f"{target} was trained without triples, so it has no relations; pass a run with triples.")
 
 
 def tail_predictor(loaded: TrainedModel) -> TailPredictor:

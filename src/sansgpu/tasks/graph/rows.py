@@ -44,7 +44,7 @@ def read_graph_row(row: SourceRow, column: str | int | None) -> GraphDocument | 
     """
     value = row.readable_value()
     if not isinstance(value, dict):
-        raise row.error(f"it is a {type(value).__name__}, not an object with a text or a triple")
+        raise row.error(f"it is of type {type(value).__name__} instead of an object with a text or a triple")
     if value.get("vertexSet") is not None:
         return _docred_document(row)
     has_triple = any(_is_given(value.get(key)) for key in FACT_KEYS) and not _is_given(value.get("triples"))
@@ -83,7 +83,7 @@ def _string(row: SourceRow, value: dict[str, Any], key: str, where: str = "") ->
     """Returns a required, non-empty text."""
     text = value.get(key)
     if not isinstance(text, str) or not text.strip():
-        raise row.error(f"{where}no {key}" if not _is_given(text) else f"{where}its {key} {text!r} is not text")
+        raise row.error(f"{where}no {key}" if not _is_given(text) else f"{where}its {key} {text!r} is not a string")
     return row.valid_text(text, key)
 
 
@@ -92,7 +92,7 @@ def _id(row: SourceRow, value: dict[str, Any], key: str) -> str | None:
     if not _is_given(identifier):
         return None
     if not isinstance(identifier, str | int) or isinstance(identifier, bool):
-        raise row.error(f"its {key} is {identifier!r}, not text or an integer")
+        raise row.error(f"its {key} is {identifier!r} instead of a string or an integer")
     return row.valid_text(str(identifier), key)
 
 
@@ -101,7 +101,7 @@ def _list(row: SourceRow, key: str) -> list[Any]:
     if not _is_given(items):
         return []
     if not isinstance(items, list):
-        raise row.error(f"its {key} is a {type(items).__name__}, not a list")
+        raise row.error(f"its {key} is of type {type(items).__name__} instead of a list")
     return items
 
 
@@ -109,14 +109,16 @@ def _triples(row: SourceRow, triples: Any, text: str) -> tuple[Triple, ...]:
     if not _is_given(triples):
         return ()
     if not isinstance(triples, list):
-        raise row.error(f"its triples are a {type(triples).__name__}, not a list")
+        raise row.error(f"its triples are of type {type(triples).__name__} instead of a list")
     return tuple(_triple(row, number, triple, text) for number, triple in enumerate(triples, 1))
 
 
 def _triple(row: SourceRow, number: int, triple: Any, text: str) -> Triple:
     where = f"triple {number}: "
     if not isinstance(triple, dict):
-        raise row.error(f"{where}it is a {type(triple).__name__}, not an object with head, relation and tail")
+        raise row.error(
+            f"{where}it is of type {type(triple).__name__} instead of an object with head, relation and tail"
+        )
     head, relation, tail = (_string(row, triple, key, where) for key in FACT_KEYS)
     span = _span(row, where, triple.get("head_span"), text)
     return Triple(head, relation, tail, span, _id(row, triple, "head_id"), _id(row, triple, "tail_id"))
@@ -126,7 +128,7 @@ def _span(row: SourceRow, where: str, span: Any, text: str) -> _Span | None:
     if span is None:
         return None
     if not isinstance(span, list) or len(span) != 2 or not all(type(end_point) is int for end_point in span):
-        raise row.error(f"{where}its head_span is {span!r}, not two integers")
+        raise row.error(f"{where}its head_span is {span!r} instead of two integers")
     start, end = span
     if not 0 <= start < end <= len(text):
         raise row.error(
@@ -140,7 +142,9 @@ def _qualifiers(row: SourceRow) -> tuple[tuple[str, str], ...]:
     found = []
     for group in [qualifiers] if isinstance(qualifiers, dict) else _list(row, "qualifiers"):
         if not isinstance(group, dict):
-            raise row.error(f"its qualifiers contain a {type(group).__name__}, not an object of keys and values")
+            raise row.error(
+                f"its qualifiers contain a value of type {type(group).__name__} instead of an object of keys and values"
+            )
         for key, value in group.items():
             if _is_given(value):
                 text = str(value) if type(value) in (int, float) else value
@@ -170,7 +174,7 @@ def _joined_tokens(row: SourceRow) -> tuple[str, list[list[_Span]]]:
     start = 0
     for number, sentence in enumerate(_list(row, "sents")):
         if not isinstance(sentence, list):
-            raise row.error(f"sentence {number} is a {type(sentence).__name__}, not a list of tokens")
+            raise row.error(f"sentence {number} is of type {type(sentence).__name__} instead of a list of tokens")
         spans.append([])
         for token in sentence:
             tokens.append(row.valid_text(token, "sents"))
@@ -188,12 +192,12 @@ def _first_mention(row: SourceRow, number: int, vertex: Any, spans: list[list[_S
 def _mention(row: SourceRow, number: int, mention: Any, spans: list[list[_Span]]) -> _Mention:
     where = f"entity {number} of its vertexSet: "
     if not isinstance(mention, dict):
-        raise row.error(f"{where}a mention is a {type(mention).__name__}, not an object")
+        raise row.error(f"{where}a mention is of type {type(mention).__name__} instead of an object")
     sentence, tokens = mention.get("sent_id"), mention.get("pos")
     if type(sentence) is not int or not 0 <= sentence < len(spans):
         raise row.error(f"{where}sent_id {sentence!r} is not one of the {counted(len(spans), 'sentence')}")
     if not isinstance(tokens, list) or len(tokens) != 2 or not all(type(place) is int for place in tokens):
-        raise row.error(f"{where}pos {tokens!r} is not two integers")
+        raise row.error(f"{where}pos is {tokens!r} instead of two integers")
     first, end = tokens
     if not 0 <= first < end <= len(spans[sentence]):
         raise row.error(
@@ -205,7 +209,7 @@ def _mention(row: SourceRow, number: int, mention: Any, spans: list[list[_Span]]
 
 def _label_triple(row: SourceRow, title: str, label: Any, mentions: list[_Mention]) -> Triple:
     if not isinstance(label, dict):
-        raise row.error(f"a label is a {type(label).__name__}, not an object")
+        raise row.error(f"a label is of type {type(label).__name__} instead of an object")
     for end in ("h", "t"):
         if type(label.get(end)) is not int or not 0 <= label[end] < len(mentions):
             raise row.error(f"a label's {end} {label.get(end)!r} is not one of the {counted(len(mentions), 'entity')}")
@@ -239,8 +243,7 @@ def has_bare_triples(path: Path, data: DataConfig) -> bool:
     if _is_triple(path, first.values):
         return True
     raise first.refusal(
-        f"if its lines are triples, add a first line with the names {', '.join(FACT_KEYS)}; otherwise one with the "
-        "names of the columns"
+        f"add a first line with the column names, which are {', '.join(FACT_KEYS)} if the lines are triples"
     )
 
 

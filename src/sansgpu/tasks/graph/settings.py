@@ -109,11 +109,11 @@ def _graph_problems(config: Any) -> Iterator[str]:
     """Yields a message for each invalid setting of task graph without a pretrained model."""
     model, data = config.model, config.data
     if model.activation not in ("gelu", "relu"):
-        yield f"model.activation {model.activation} is only for decoders; set gelu or relu for a graph encoder"
+        yield f"model.activation {model.activation} is only for decoders; set it to gelu or relu"
     if data.dataset_name == PYTHON_STDLIB:
-        yield "data.dataset_name python-stdlib has no triples; use python-stdlib-graph, or leave it out"
+        yield "data.dataset_name python-stdlib has no triples; set it to python-stdlib-graph"
     if data.inverse_relations and data.dataset_name == PYTHON_STDLIB_GRAPH:
-        yield "data.inverse_relations has no effect for python-stdlib-graph, whose tails have no text; leave it out"
+        yield "data.inverse_relations has no effect for python-stdlib-graph, whose tails have no text; remove it"
     without = {
         "model.leaves is 0": (model.leaves == 0, _LEAF_KEYS),
         "model.n_entities is 0": (model.n_entities == 0, _ENTITY_KEYS),
@@ -131,12 +131,15 @@ def _masking_problems(config: Any) -> Iterator[str]:
     """Yields a message if the settings mask nothing."""
     data, training = config.data, config.training
     if config.roots <= 2:
-        yield f"data.max_length {config.roots} leaves no room for text between [CLS] and [SEP]; raise it"
+        yield f"data.max_length {config.roots} leaves no room for text between the tokens [CLS] and [SEP]; raise it"
     leaves = config.leaf_slots and (data.leaf_mask_ratio or data.min_leaf_groups) and training.mnm_weight
     has_queries = data.entity_query_ratio or data.kge_triples
     queries = config.leaf_slots and config.model.n_entities and has_queries and training.entity_weight
     if not (data.mask_ratio and training.mlm_weight) and not leaves and not queries:
-        yield "the loss has no terms; raise data.mask_ratio or data.leaf_mask_ratio, and set its weight above 0"
+        yield (
+            "there is nothing to predict; raise data.mask_ratio or data.leaf_mask_ratio, and set the weight of its "
+            "loss above 0"
+        )
 
 
 def _masked_lm_problems(config: Any) -> Iterator[str]:
@@ -148,7 +151,7 @@ def _graph_card(model: Values) -> CardText:
     if ModelConfig.model_validate(model).is_plain_bert:
         text = "an encoder of text, trained from scratch on masked tokens"
         return CardText(text, "fill-mask", "MaskedLM", EVALUATE_TEXTS, "BERT")
-    text = "an encoder of texts and triples, trained from scratch on masked tokens and leaves"
+    text = "an encoder of text and triples, trained from scratch on masked tokens and leaves"
     return CardText(text, "feature-extraction", "", EVALUATE_TEXTS, "sansgpu's own")
 
 
@@ -167,14 +170,17 @@ MASKED = TaskSettings(
     problems=_masked_lm_problems,
     label="graph with model.name_or_path",
     metrics=MASKED_METRICS,
-    card=lambda model: CardText("an encoder fine-tuned on masked text", "fill-mask", "MaskedLM", EVALUATE_TEXTS),
+    card=lambda model: CardText(
+        "an encoder fine-tuned with masked language modeling", "fill-mask", "MaskedLM", EVALUATE_TEXTS
+    ),
 )
 
 SETTINGS = TaskSettings(
     "graph",
     ("from scratch", "texts", "masking", "windows", "rows"),
     implementation="sansgpu.tasks.graph.task:Graph",
-    description="train an encoder of texts and triples, or of texts only",
+    description="train an encoder with masked language modeling, on text and the triples of a knowledge graph, or on "
+    "text alone",
     own_keys=GRAPH_KEYS,
     variants=(Variant("model.name_or_path", None, MASKED),),
     defaults={

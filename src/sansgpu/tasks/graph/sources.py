@@ -104,7 +104,7 @@ def knowledge_documents(files: Mapping[str, Path], bad_rows: BadRows, inverse: b
     def fact(row: SourceRow) -> Fact:
         columns = row.readable_value()
         if len(columns) != 3 or not all(columns):
-            raise row.error("it does not have three columns: head, relation and tail")
+            raise row.error("it needs three columns: head, relation and tail")
         head, relation, tail = columns
         return Fact(head, relations.get(relation, relation.removeprefix("_").replace("_", " ")), tail)
 
@@ -128,7 +128,7 @@ def _texts(path: Path | None, bad_rows: BadRows) -> Iterator[tuple[str, str]]:
     def pair(row: SourceRow) -> tuple[str, str]:
         columns = row.readable_value()
         if len(columns) != 2 or not columns[0]:
-            raise row.error("it does not have two columns: an id and its text")
+            raise row.error("it needs two columns: an id and a text")
         return columns[0], columns[1]
 
     if path:
@@ -250,5 +250,5 @@ def _source_items(
             names = FACT_KEYS if has_bare_triples(path, data) else None
             if names:
                 columns = ", ".join(f"{name} = column {number}" for number, name in enumerate(names))
-                note(f"{path}: its first line is a triple, so it has no header: {columns}.")
+                note(f"{path}: its first line is a triple, so the file is read without a header: {columns}.")
             yield from bad_rows.parsed(read_rows(path, names or data.has_header), read)

@@ -213,7 +213,7 @@ def _with_data_settings(config: Config, corpus: GraphCorpus) -> Config:
     counts = {"n_relations": max(1, len(codec.relations)), "n_entities": len(codec.entities)}
     for key, count in counts.items():
         if (configured := getattr(model, key)) is not None and configured < count:
-            raise ConfigError(f"model.{key} is {configured}, but the data has {count}; raise it or leave it out.")
+            raise ConfigError(f"model.{key} is {configured}, but the data has {count}; raise it or remove it.")
     settled = {key: count for key, count in counts.items() if getattr(model, key) is None} | {"leaves": corpus.leaves}
     return change_config(config, [f"model.{key}={count}" for key, count in settled.items()])
 

@@ -130,7 +130,7 @@ def from_pretrained(tokenizer: Any) -> MaskTokenizer:
     named = [getattr(tokenizer, role, None) for role in _ROLES]
     if named[4] is None:
         raise ConfigError(
-            f"the tokenizer of {tokenizer.name_or_path} has no mask token; use a masked language model such as BERT."
+            f"the tokenizer of {tokenizer.name_or_path} has no mask token; choose a masked language model such as BERT."
         )
     begin, end = named[2] or tokenizer.bos_token, named[3] or tokenizer.eos_token
     specials = Specials(str(named[0]), str(named[1]), str(begin), str(end), str(named[4]))
@@ -180,5 +180,7 @@ def _strings(file: Path, columns: int) -> list[Any]:
 
     if not isinstance(found, list) or not all(map(is_valid, found)):
         what = f"lists of {columns} strings" if columns else "strings"
-        raise ConfigError(f"{file} holds {shown(found)}, not a list of {what}; train or export the model again.")
+        raise ConfigError(
+            f"{file} contains {shown(found)} instead of a list of {what}; train or export the model again."
+        )
     return found

@@ -22,7 +22,8 @@ ROW_FORMS = (
 )
 # ShareGPT's names of roles -> transformers' names.
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
-LABELS = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}  # 1 == True
+# The keys True and False also match the numbers 1 and 0.
+LABELS = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,14 @@ def read_preference(row: SourceRow) -> PreferenceRow:
     if row.problem is not None:
         raise bad_row(where, row.problem.removeprefix(where).strip().removesuffix("."))
     if not isinstance(row.value, dict):
-        raise bad_row(where, f"is a {type(row.value).__name__}, not an object with {ROW_FORMS}")
+        raise bad_row(where, f"is of type {type(row.value).__name__} instead of an object with {ROW_FORMS}")
     values = {name: value for name, value in row.value.items() if value is not None}
     if not is_text(json.dumps(values, ensure_ascii=False, default=str)):
         raise bad_row(where, "contains an unpaired surrogate, which is not valid text")
     if "chosen" in values and "rejected" in values:
         return PreferenceRow(where, _pair(where, values))
     if "label" in values and ("messages" in values or "conversations" in values):
-        return PreferenceRow(where, (_rated(where, values),), _label(where, values["label"]))
+        return PreferenceRow(where, (_rated_conversation(where, values),), _label(where, values["label"]))
     if {"label", "prompt", "completion"} <= values.keys():
         answer = _conversation(where, values["prompt"], values["completion"], "completion")
         return PreferenceRow(where, (answer,), _label(where, values["label"]))
@@ -64,10 +65,10 @@ def read_preference(row: SourceRow) -> PreferenceRow:
 def _pair(where: str, values: dict[Any, Any]) -> tuple[Conversation, Conversation]:
     chosen, rejected = values["chosen"], values["rejected"]
     if chosen == rejected:
-        raise bad_row(where, "has equal chosen and rejected answers")
+        raise bad_row(where, "has identical chosen and rejected answers")
     if "conversations" in values:
         prompt: Any = _with_system(values, values["conversations"])
-    elif "prompt" in values and not _is_whole(chosen):
+    elif "prompt" in values and not _includes_prompt(chosen):
         prompt = values["prompt"]
     else:
         prompt, chosen, rejected = _common_prompt(where, chosen, rejected)
@@ -77,7 +78,7 @@ def _pair(where: str, values: dict[Any, Any]) -> tuple[Conversation, Conversatio
     return first, second
 
 
-def _is_whole(answer: Any) -> bool:
+def _includes_prompt(answer: Any) -> bool:
     """Returns whether a list of turns includes the prompt, as in ultrafeedback_binarized."""
     return isinstance(answer, list) and bool(answer) and _role(answer[0]) in ("system", "developer", "user")
 
@@ -91,17 +92,19 @@ def _with_system(values: dict[Any, Any], turns: Any) -> Any:
 def _common_prompt(where: str, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
     """Splits two conversations or texts into their common prefix, which is the prompt, and the answers, like TRL."""
     if type(chosen) is not type(rejected) or not isinstance(chosen, (list, str)):
-        raise bad_row(where, "has no prompt; without it, chosen and rejected must both be texts or lists of turns")
+        raise bad_row(
+            where, "has no prompt; without one, chosen and rejected must both be strings or both be lists of messages"
+        )
     pairs = zip(chosen, rejected, strict=False)
     same = next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(chosen), len(rejected)))
     if isinstance(chosen, str) and same and chosen[same - 1] == " ":
         same -= 1  # because a space belongs to the token of the next word
     if not same:
-        raise bad_row(where, "has no prompt: chosen and rejected begin differently")
+        raise bad_row(where, "has no prompt, because chosen and rejected have no common beginning")
     return chosen[:same], chosen[same:], rejected[same:]
 
 
-def _rated(where: str, values: dict[Any, Any]) -> Conversation:
+def _rated_conversation(where: str, values: dict[Any, Any]) -> Conversation:
     column = "messages" if "messages" in values else "conversations"
     turns = tuple(read_turns(where, _as_turns(_with_system(values, values[column])), column))
     if turns and turns[-1]["role"] != "assistant":
@@ -112,7 +115,7 @@ def _rated(where: str, values: dict[Any, Any]) -> Conversation:
 def _label(where: str, value: Any) -> bool:
     label = LABELS.get(value.strip().lower() if isinstance(value, str) else value) if _is_scalar(value) else None
     if label is None:
-        raise bad_row(where, f"has the label {value!r}, which is not true or false")
+        raise bad_row(where, f"has the label {value!r} instead of true or false")
     return label
 
 
@@ -174,13 +177,13 @@ class ReadingNotes:
         """Yields messages for the user about the source `name`."""
         if self.shortened:
             yield (
-                f"{name}: {self.shortened} rows are longer than {max_length} tokens, and the oldest turns of their "
-                "prompts were left out."
+                f"{name}: {self.shortened} rows are longer than {max_length} tokens, so the oldest turns of their "
+                "prompts were removed."
             )
         if self.dropped:
             yield (
-                f"{name}: {self.dropped} rows are dropped: they are longer than {max_length} tokens, or there is "
-                "nothing to learn; raise data.max_length (eval: --window) to keep the long ones."
+                f"{name}: {self.dropped} rows were skipped, because they are longer than {max_length} tokens or have "
+                "nothing to learn; raise data.max_length (with eval: --window) to keep the long ones."
             )
         yield from (f"{name}: {note}" for note in self.bad_rows.notes())
 
@@ -204,8 +207,8 @@ def tokenize_preferences(
         read = read_preference(row)
         if read.label is not None and not rated:
             raise ConfigError(
-                f"{read.where} has a rated answer, but this loss compares a chosen with a rejected answer; set "
-                "training.preference.loss to kto, or give rows with chosen and rejected."
+                f"{read.where} has a rated answer, but this loss needs a chosen and a rejected answer; set "
+                "training.preference.loss to kto, or use rows with chosen and rejected."
             )
         first = first or read
         if (read.label is None) != (first.label is None):
@@ -253,7 +256,7 @@ def _tokenized(
         masked, is_long = masked_from(questions[kept]), True
     answers = _split(masked)
     if len(masked) == 2 and masked[0].ids == masked[1].ids:
-        raise bad_row(conversations[0].where, "has chosen and rejected answers with equal tokens")
+        raise bad_row(conversations[0].where, "has chosen and rejected answers with identical tokens")
     return answers, is_long and answers is not None
 
 

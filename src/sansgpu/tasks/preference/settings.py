@@ -20,7 +20,7 @@ PREFERENCE_METRICS = (
     Metric("margin", "reward margin", better="higher"),
     Metric("chosen_reward", "chosen", within="margin", better="higher"),
     Metric("rejected_reward", "rejected", within="margin"),
-    Metric("nll", "loss of the chosen answers per token", unit="nats"),
+    Metric("nll", "loss per token of the chosen answers", unit="nats"),
     Metric("kl", "KL divergence", unit="nats"),
     Metric("examples", form="{:,.0f}", text="{value} {label}", reported=False),
 )
@@ -38,13 +38,16 @@ def _declared(implementation: str, variants: tuple[Variant, ...] = (), kind: str
         adapter_defaults={"training": {"learning_rate": PREFERENCE_LORA_LEARNING_RATE}},
         problems=fine_tuning_problems,
         label=label,
-        description="preferred answers",
+        description="tune a chat model on preferences between answers",
         purpose=Purpose(
-            "a chat model that prefers good answers", "chosen and rejected answers", SMALL_CHAT_MODEL, is_decoder=True
+            "chat, tuned on preferences between answers",
+            "chosen and rejected answers",
+            SMALL_CHAT_MODEL,
+            is_decoder=True,
         ),
         metrics=PREFERENCE_METRICS,
         card=lambda model: CardText(
-            "a decoder trained to prefer some answers to others", "text-generation", "CausalLM", CHAT
+            "a decoder tuned on preferences between answers", "text-generation", "CausalLM", CHAT
         ),
     )
 

@@ -197,7 +197,7 @@ def _log_probabilities(
 
     objective.model.to(device)  # type: ignore[arg-type]
     results = np.empty((len(batch), 2))
-    narrow = precision == "bf16"  # rounds the weights as training does, so that the first step finds no difference
+    narrow = precision == "bf16"  # rounds weights as training does, for equal log-probabilities in step 1
     rounded = narrowed_matrices(objective.model) if narrow else nullcontext()
     with reading(objective.model), torch.no_grad(), rounded, torch.autocast(device.type, torch.bfloat16, narrow):
         for numbers in passes(batch.sizes.sum(1).numpy()):

@@ -118,10 +118,10 @@ def _ranges_of(folder: TeacherFolder, part: str) -> TokenRanges:
 def _require_tokens(config: Config, train: TokenRanges, validation: TokenRanges, store: TokenStore) -> None:
     if train.token_count < config.window:
         raise ConfigError(
-            f"{store.name} has {counted(train.token_count, 'token')} to train on, less than one window of "
+            f"{store.name} has only {counted(train.token_count, 'token')} for training, less than one window of "
             f"{config.window}; add more text or lower data.max_length."
         )
     if validation.token_count < 2:
         raise ConfigError(
-            f"the validation part of {store.name} is empty; raise data.validation_split or set data.validation_name."
+            f"the validation split of {store.name} is empty; raise data.validation_split or set data.validation_name."
         )

@@ -37,7 +37,7 @@ SETTINGS = TaskSettings(
     ("from scratch", "texts", "text generation", "samples", "packing", "distillation"),
     implementation="sansgpu.tasks.pretrain.task:Pretrain",
     description="train a decoder from scratch",
-    purpose=Purpose("a small language model of your own", "texts", built_in=PYTHON_STDLIB),
+    purpose=Purpose("continue text, trained from scratch", "documents", built_in=PYTHON_STDLIB),
     own_keys=DECODER_KEYS,
     problems=_pretraining_problems,
     varying_length=False,

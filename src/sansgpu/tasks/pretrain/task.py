@@ -178,7 +178,7 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
                 raise ConfigError(f"{path} is neither a run (config.yaml) nor a Hugging Face model (config.json).")
             name, model = path, load_decoder(path)
         elif not path.is_dir() and _is_path(source.target):
-            raise ConfigError(f"{source.target} does not exist; give a run's folder or a Hugging Face model.")
+            raise ConfigError(f"{source.target} does not exist; pass a run folder or a Hugging Face model.")
         model = model or HuggingFaceLM(str(name), source.remote_code)
         return PretrainObjective(config, model), load_tokenizer_of_model(name, source.remote_code), config
 

@@ -139,7 +139,7 @@ def exact_match_f1(questions: list[Question], predictions: dict[str, str]) -> di
     are no questions.
     """
     if not questions:
-        raise ConfigError("the dataset has no question to score; use a dataset that contains questions.")
+        raise ConfigError("the dataset has no questions to evaluate on; use a different dataset.")
     answerable = [question for question in questions if not question.impossible]
     impossible = [question for question in questions if question.impossible]
     exact, f1 = _squad_scores(answerable, predictions) if answerable else (0.0, 0.0)

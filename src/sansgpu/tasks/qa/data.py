@@ -61,7 +61,7 @@ def read_questions(rows: Iterable[SourceRow], bad_rows: BadRows) -> list[Questio
     def unique(row: SourceRow) -> Question:
         question = _question(row)
         if question.id in seen:
-            raise row.error(f"the id {question.id} is used by an earlier question")
+            raise row.error(f"an earlier question has the same id {question.id}")
         seen.add(question.id)
         return question
 
@@ -85,7 +85,7 @@ def _article_questions(article: SourceRow) -> Iterator[SourceRow]:
     for number, paragraph in enumerate(paragraphs, 1):
         place = SourceRow(f"{article.where}, paragraph {number}", paragraph)
         if not isinstance(paragraph, dict) or not isinstance(paragraph.get("qas"), list):
-            yield place._replace(problem=str(place.error("it is not an object with a list `qas` of questions")))
+            yield place._replace(problem=str(place.error("it needs a list `qas` of questions")))
             continue
         for count, qa in enumerate(paragraph["qas"], 1):
             is_object = isinstance(qa, dict)
@@ -101,13 +101,15 @@ def _is_id(value: Any) -> bool:
 def _question(row: SourceRow) -> Question:
     """Parses a flat row. Raises BadRowError if it is not a valid question."""
     if not isinstance(row.readable_value(), dict):
-        raise row.error(f"it is a {type(row.value).__name__}, not an object with a question and its context")
+        raise row.error(
+            f"it is of type {type(row.value).__name__} instead of an object with a question and its context"
+        )
     question, context = _text(row, "question"), _text(row, "context")
     impossible = row.value.get("is_impossible")
     if impossible not in (None, True, False):
-        raise row.error(f"is_impossible is {impossible!r}, not true or false")
+        raise row.error(f"is_impossible is {impossible!r} instead of true or false")
     if "answers" not in row.value and not impossible:
-        raise row.error("no answers; a question without an answer needs an empty list")
+        raise row.error("it has no answers; write an empty list for a question without an answer")
     answers = tuple(_answer(row, context, text, start) for text, start in _given_answers(row))
     if impossible and answers:
         raise row.error("is_impossible is true, but there are answers")
@@ -122,7 +124,7 @@ def unanswered_question(row: SourceRow) -> Question:
 def _text(row: SourceRow, key: str) -> str:
     text = row.value.get(key)
     if not isinstance(text, str) or not text.strip():
-        raise row.error(f"no {key}")
+        raise row.error(f"it has no {key}")
     return row.valid_text(text, key)
 
 
@@ -131,7 +133,7 @@ def _id(row: SourceRow) -> str:
     if identifier is None:
         return row.where
     if not _is_id(identifier):
-        raise row.error(f"its id is {identifier!r}, not text or an integer")
+        raise row.error(f"its id is {identifier!r} instead of a string or an integer")
     return str(identifier)
 
 
@@ -143,7 +145,7 @@ def _given_answers(row: SourceRow) -> list[tuple[Any, Any]]:
     if isinstance(answers, dict):
         texts, starts = answers.get("text"), answers.get("answer_start")
         if not isinstance(texts, list) or not isinstance(starts, list):
-            raise row.error("its answers do not have the lists `text` and `answer_start`")
+            raise row.error("its answers lack the lists `text` and `answer_start`")
         if len(texts) != len(starts):
             raise row.error(f"its answers have {len(texts)} texts, but {len(starts)} starts")
         return list(zip(texts, starts, strict=True))
@@ -153,7 +155,7 @@ def _given_answers(row: SourceRow) -> list[tuple[Any, Any]]:
 
 
 def _answer(row: SourceRow, context: str, text: Any, start: Any) -> tuple[int, str]:
-    """Returns the answer's start and text, checked against the context but for surrounding white space."""
+    """Returns the answer's start and text after checking them against the context, ignoring surrounding white space."""
     if not isinstance(text, str) or not text.strip():
         raise row.error("an answer has no text")
     if not is_text(text):
@@ -207,7 +209,7 @@ def _with_room(
         if left < 1:
             raise BadRowError(
                 f"question {question.id} has {length} tokens, which leaves no room for its context in a window of "
-                f"data.max_length {max_length}; raise data.max_length or drop the question."
+                f"data.max_length {max_length}; raise data.max_length or remove the question."
             )
         raise BadRowError(
             f"question {question.id} leaves {left} tokens for its context in a window of data.max_length {max_length}, "

@@ -31,7 +31,7 @@ SETTINGS = TaskSettings(
     ("windows", "packing", "pretrained", "rows", "adapter"),
     implementation="sansgpu.tasks.qa.task:QA",
     description="extractive question answering",
-    purpose=Purpose("answers found in texts", "questions about texts, as SQuAD has them", SMALL_ENCODER),
+    purpose=Purpose("find answers in text", "questions with contexts and answers, as in SQuAD", SMALL_ENCODER),
     own_keys=ANSWER_KEYS,
     defaults={"training": {**FINE_TUNED, "learning_rate": 3e-5}, "data": {"max_length": 384}},
     problems=fine_tuning_problems,

@@ -176,7 +176,7 @@ def _mask_plain(prompt: str, answer: str, tokenizer: Any) -> MaskedConversation:
     """Returns [BOS] prompt, answer, EOS. Tokenizes the prompt separately, as in generation."""
     end = tokenizer.eos_token_id
     if end is None:
-        raise ConfigError("the model's tokenizer has no end token (eos_token); set one in its tokenizer_config.json.")
+        raise ConfigError("the model's tokenizer has no end-of-text token; set eos_token in its tokenizer_config.json.")
     before = _encode(prompt, tokenizer)[0] if prompt else []
     after, sizes = _encode_continuation(answer, tokenizer) if prompt else _encode(answer, tokenizer)
     begin = list(special_tokens_around(tokenizer.backend_tokenizer)[0])
@@ -250,7 +250,7 @@ class _RenderedConversation:
         """Raises BadRowError if the template ignores a tool call, because the model would learn an empty answer."""
         for number in self._learned_turns():
             if any(name not in self.full for name in _called(self._turns[number])):
-                raise bad_row(self._where, f"calls a tool in turn {number + 1}, which the chat template does not write")
+                raise bad_row(self._where, f"calls a tool in turn {number + 1}, but the chat template omits tool calls")
 
     def _learned_turns(self) -> list[int]:
         return [n for n, turn in enumerate(self._turns) if n >= self._first and turn["role"] == "assistant"]
@@ -281,7 +281,7 @@ class _RenderedConversation:
             raise self._unusable(error) from None
 
     def _unusable(self, error: UnusableTemplateError) -> ConfigError:
-        return ConfigError(f"{self._where}: {error}; fix the template or set data.chat_template to another one.")
+        return ConfigError(f"{self._where}: {error}; fix the template or set data.chat_template to a different one.")
 
     def _require_text(self, rendered: Rendered) -> str:
         if rendered.refusal is not None:
@@ -311,7 +311,7 @@ class _RenderedConversation:
             return start, len(alone)
         found = self._find_content(number, start, stops)
         if found is None or found[0] >= found[1]:
-            raise bad_row(self._where, f"renders to text in which the bounds of turn {number + 1} cannot be found")
+            raise bad_row(self._where, f"is rendered by the chat template without clear bounds of turn {number + 1}")
         return found
 
     def _header(self, number: int) -> str | None:

@@ -35,22 +35,22 @@ def read_prompt(row: SourceRow) -> Prompt:
     """Parses a row. Raises BadRowError if it has no prompt, text or messages."""
     where, value = row.where, row.readable_value()
     if not isinstance(value, dict):
-        raise bad_row(where, f"is a {type(value).__name__}, not an object with {PROMPT_FORMS}")
+        raise bad_row(where, f"is of type {type(value).__name__} instead of an object with {PROMPT_FORMS}")
     if not is_text(json.dumps(value, ensure_ascii=False, default=str)):
         raise bad_row(where, "contains an unpaired surrogate, which is not valid text")
     name = next((name for name in ("messages", "prompt", "text") if value.get(name) is not None), None)
     if name is None:
-        raise bad_row(where, f"has {column_names(value) or 'no columns'}, but not {PROMPT_FORMS}")
+        raise bad_row(where, f"has {column_names(value) or 'no columns'}, but needs {PROMPT_FORMS}")
     content = value[name]
     if isinstance(content, str) and name != "messages":
         if not content.strip():
             raise bad_row(where, f"has an empty {name}")
         return Prompt(where, value, text=content) if name == "text" else _asked(where, value, content)
     if name == "text":
-        raise bad_row(where, f"has a {type(content).__name__} in text, not text")
+        raise bad_row(where, f"has a value of type {type(content).__name__} instead of a string in text")
     turns = ordered_turns(where, content, name)
     if not turns or turns[-1]["role"] not in ("user", "tool"):
-        raise bad_row(where, f"has no user turn at the end of its {name} to answer")
+        raise bad_row(where, f"has no user message at the end of its {name} to answer")
     return Prompt(where, value, turns)
 
 
@@ -110,7 +110,7 @@ def read_conversation(row: SourceRow) -> Conversation:
         problem = row.problem.removeprefix(where).strip().removesuffix(".")
         raise bad_row(where, problem)
     if not isinstance(row.value, dict):
-        raise bad_row(where, f"is a {type(row.value).__name__}, not an object with {FORMS}")
+        raise bad_row(where, f"is of type {type(row.value).__name__} instead of an object with {FORMS}")
     conversation = _read(where, {name: value for name, value in row.value.items() if value is not None})
     content = json.dumps([conversation.turns, conversation.text], ensure_ascii=False, default=str)
     if not is_text(content):
@@ -129,7 +129,7 @@ def _read(where: str, row: dict[str, Any]) -> Conversation:
     if "text" in row:
         return Conversation(where, text=_nonempty(where, row, "text"))
     columns = column_names(row) or "no columns"
-    raise bad_row(where, f"has {columns}, which matches none of the four formats: {FORMS}")
+    raise bad_row(where, f"has {columns}, but needs {FORMS}")
 
 
 def _completion(where: str, prompt: Any, completion: Any) -> Conversation:
@@ -159,7 +159,7 @@ def _instruction(where: str, row: dict[str, Any]) -> Conversation:
 def _string(where: str, row: dict[str, Any], column: str) -> str:
     value = row[column]
     if not isinstance(value, str):
-        raise bad_row(where, f"has a {type(value).__name__} in {column}, not text")
+        raise bad_row(where, f"has a value of type {type(value).__name__} instead of a string in {column}")
     return value
 
 
@@ -173,14 +173,21 @@ def _nonempty(where: str, row: dict[str, Any], column: str) -> str:
 def read_turns(where: str, values: Any, column: str, before: int = 0) -> Iterator[Message]:
     """Yields the turns in a row's column. Messages number them after `before` preceding turns."""
     if not isinstance(values, (list, tuple)):
-        raise bad_row(where, f"has a {type(values).__name__} in {column}, not a list of objects with role and content")
+        raise bad_row(
+            where,
+            f"has a value of type {type(values).__name__} in {column} instead of a list of objects with role and "
+            "content",
+        )
     for number, value in enumerate(values, before + 1):
         yield _turn(where, number, value)
 
 
 def _turn(where: str, number: int, value: Any) -> Message:
     if not isinstance(value, dict):
-        raise bad_row(where, f"has a {type(value).__name__} as turn {number}, not an object with role and content")
+        raise bad_row(
+            where,
+            f"has a value of type {type(value).__name__} as turn {number} instead of an object with role and content",
+        )
     turn = {name: part for name, part in value.items() if part is not None}
     role, content = turn.get("role"), _joined(turn.get("content"))
     if role not in tuple(FOLLOWS):
@@ -189,7 +196,9 @@ def _turn(where: str, number: int, value: Any) -> Message:
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
-        raise bad_row(where, f"has a {type(content).__name__} as the content of turn {number}, not text")
+        raise bad_row(
+            where, f"has a value of type {type(content).__name__} instead of a string as the content of turn {number}"
+        )
     if role == "assistant" and not calls and not content.strip():
         raise bad_row(where, f"has an empty answer in turn {number}")
     return {**turn, "content": content}

@@ -117,19 +117,19 @@ def examples_in(
     examples = tokenize_conversations(rows, tokenizer, window, data.long_rows, data.on_bad_row)
     if examples.shortened:
         notes.append(
-            f"{source.name}: {examples.shortened} rows are longer than {window} tokens and were shortened at their "
-            "start, conversations by whole turns."
+            f"{source.name}: {examples.shortened} rows are longer than {window} tokens, so their beginnings were "
+            "removed, in conversations whole turns."
         )
     if examples.dropped:
         whole = "their last question and answer" if data.long_rows == "truncate" else "they"
         notes.append(
-            f"{source.name}: {examples.dropped} rows are dropped: {whole} are longer than {window} tokens, or there is "
-            "nothing to learn; raise data.max_length (eval: --window) to keep the long ones."
+            f"{source.name}: {examples.dropped} rows were skipped, because {whole} are longer than {window} tokens or "
+            "there is nothing to learn; raise data.max_length (with eval: --window) to keep the long ones."
         )
     if examples.lacking_system:
         notes.append(
-            f"{source.name}: the chat template leaves out the system message of {examples.lacking_system} rows; to "
-            "train on it, put its text into the first question."
+            f"{source.name}: the chat template omits the system message of {examples.lacking_system} rows; to train "
+            "on it, add it to the first question."
         )
     if examples.skipped:
         notes.append(f"{source.name}: bad rows skipped: {examples.skipped}; the first: {examples.first_skipped}")

@@ -28,9 +28,7 @@ SETTINGS = TaskSettings(
     ("text generation", "samples", "packing", "pretrained", "rows", "adapter", "conversations", "distillation"),
     implementation="sansgpu.tasks.sft.task:SFT",
     description="supervised fine-tuning on conversations",
-    purpose=Purpose(
-        "a model that chats", "conversations", SMALL_CHAT_MODEL, built_in=PYTHON_STDLIB_CHAT, is_decoder=True
-    ),
+    purpose=Purpose("chat", "conversations", SMALL_CHAT_MODEL, built_in=PYTHON_STDLIB_CHAT, is_decoder=True),
     defaults={"training": {**FINE_TUNED, "learning_rate": 2e-5}, "data": {"max_length": 1024}},
     adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
     problems=_sft_problems,

@@ -155,11 +155,11 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
     @classmethod
     def batch_model(cls, loaded: TrainedModel) -> BatchModel:
         if isinstance(loaded.objective, DecoderChat):
-            _narrow_where_faster(loaded.objective.model)
+            _cast_to_bf16_if_faster(loaded.objective.model)
             return decoder_chat(loaded.objective.model, loaded.tokenizer)
         from sansgpu.models.huggingface.generation import pretrained_batch  # imports transformers
 
-        _narrow_where_faster(loaded.objective.model)
+        _cast_to_bf16_if_faster(loaded.objective.model)
         return pretrained_batch(loaded.objective.unpadded, loaded.tokenizer)
 
     @classmethod
@@ -176,7 +176,7 @@ def _context_of(objective: SFTObjective | DecoderChat) -> int | None:
     return context
 
 
-def _narrow_where_faster(model: torch.nn.Module) -> None:
+def _cast_to_bf16_if_faster(model: torch.nn.Module) -> None:
     """Converts matrices to bf16 if the CPU has bf16 instructions, because each generated token reads all of them."""
     if has_native_bf16():
         narrow_matrices(model)

@@ -132,7 +132,7 @@ class TaggedWindows(WindowedTexts):
     def notes(self) -> Iterator[str]:
         """Yields a message if texts were split into several windows."""
         if cut := sum(len(numbers) > 1 for numbers in self.by_text()):
-            yield f"{cut:,} of {len(self.texts):,} are longer than data.max_length and were cut into windows."
+            yield f"{cut:,} of {len(self.texts):,} are longer than data.max_length and were split into windows."
 
     def by_text(self) -> list[list[int]]:
         """Returns the indices of the windows of each text, without texts that have none."""

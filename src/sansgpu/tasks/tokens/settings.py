@@ -42,8 +42,8 @@ SETTINGS = TaskSettings(
     "tokens",
     ("windows", "packing", "pretrained", "rows", "adapter", "labels"),
     implementation="sansgpu.tasks.tokens.task:Tokens",
-    description="entities and other tags of words",
-    purpose=Purpose("entities found in texts", "sentences with tags", SMALL_ENCODER),
+    description="tag words, e.g. find entities (token classification)",
+    purpose=Purpose("find entities in text", "sentences with tags", SMALL_ENCODER),
     own_keys=TAG_KEYS,
     defaults={
         "training": {**FINE_TUNED, "learning_rate": 5e-5},

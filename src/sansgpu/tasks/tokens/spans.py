@@ -42,7 +42,7 @@ def tag_flaw(tag: str, entities: bool) -> str | None:
     if not tag:
         return "a tag is empty"
     if entities and tag != OUTSIDE and not has_entities((tag,)):
-        return f"its tag {tag!r} is neither {OUTSIDE} nor begins with B-, I-, E- or S- like the other tags"
+        return f"its tag {tag!r} is neither {OUTSIDE} nor starts with B-, I-, E- or S- like the other tags"
     return None
 
 

@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import BertPreTokenizer, Split
 from tokenizers.pre_tokenizers import Sequence as Steps
 
 from sansgpu.config import ConfigError, DataConfig
-from sansgpu.config.wording import truncate
+from sansgpu.config.wording import counted, truncate
 from sansgpu.data.conll import DEFAULT_TAG_COLUMN, conll_columns
 from sansgpu.data.files import file_form, read_lines
 from sansgpu.data.headers import MAX_LINES, TABLES
@@ -79,7 +79,7 @@ def in_iob2(texts: list[TaggedText], name: str, notes: list[str], always: bool =
     scheme = scheme_of(text.tags for text in texts)
     moved = sum(text.moved_spans for text in texts)
     if moved:
-        notes.append(f"{name}: {moved:,} spans begin or end inside a word; they were extended to whole words.")
+        notes.append(f"{name}: {moved:,} spans start or end inside a word and were extended to whole words.")
     if scheme in ("IOB1", "BIOES"):
         notes.append(f"{name}: the tags are {scheme} and were converted to IOB2.")
     elif not (always and scheme == "IOB2"):
@@ -116,7 +116,9 @@ def with_targets(
 
 def _columns(row: SourceRow) -> dict[str, Any]:
     if not isinstance(row.readable_value(), dict):
-        raise row.error(f"it is a {type(row.value).__name__}, not an object with tokens and tags, or text and spans")
+        raise row.error(
+            f"it is of type {type(row.value).__name__} instead of an object with tokens and tags, or text and spans"
+        )
     columns: dict[str, Any] = row.value
     if "tokens" not in columns and "text" not in columns:
         raise row.error(
@@ -134,11 +136,12 @@ def _tagged(row: SourceRow) -> TaggedText:
     if key is None:
         raise row.error(f"it has no {' or '.join(TAG_COLUMNS)}")
     tags = columns[key]
-    if not isinstance(tags, list) or len(tags) != len(text.starts):
-        count = f"{len(tags)} values" if isinstance(tags, list) else f"a {type(tags).__name__}"
-        raise row.error(f"its {key} have {count}, but its tokens {len(text.starts)}")
+    if not isinstance(tags, list):
+        raise row.error(f"its {key} are of type {type(tags).__name__} instead of a list")
+    if len(tags) != len(text.starts):
+        raise row.error(f"its {key} have {counted(len(tags), 'value')} for {counted(len(text.starts), 'token')}")
     if any(isinstance(tag, int) for tag in tags):
-        raise row.error(f"its {key} are numbers without names; write each tag as text")
+        raise row.error(f"its {key} are numbers without names; write each tag as a string")
     return replace(text, tags=tuple(row.valid_text(tag, key) for tag in tags))
 
 
@@ -146,12 +149,12 @@ def _words(row: SourceRow) -> TaggedText:
     """Joins the tokens of a row with spaces to a text, and returns it with these tokens as words."""
     tokens = row.value["tokens"]
     if not isinstance(tokens, list) or not tokens:
-        raise row.error("its tokens are not a list with at least one token")
+        raise row.error("its tokens are not a non-empty list")
     for number, token in enumerate(tokens):
         if not row.valid_text(token, "tokens"):
             raise row.error(f"token {number} is empty")
     if not "".join(tokens).strip():
-        raise row.error("its tokens have no text")
+        raise row.error("its tokens contain only white space")
     ends = np.cumsum([len(token) + 1 for token in tokens]) - 1
     starts = ends - [len(token) for token in tokens]
     return TaggedText(row.where, " ".join(tokens), starts.astype(np.int32), ends.astype(np.int32))
@@ -160,7 +163,7 @@ def _words(row: SourceRow) -> TaggedText:
 def _text(row: SourceRow) -> TaggedText:
     text = row.value.get("text")
     if not isinstance(text, str) or not text.strip():
-        raise row.error("no text")
+        raise row.error("it has no text")
     places = [place for _, place in _WORDS.pre_tokenize_str(row.valid_text(text, "text"))]
     starts, ends = np.array(places, np.int32).reshape(-1, 2).T
     return TaggedText(row.where, text, starts, ends)
@@ -170,13 +173,13 @@ def _with_spans(row: SourceRow, text: TaggedText) -> TaggedText:
     """Tags all words that share a character with a span."""
     given = row.value.get("spans")
     if not isinstance(given, list):
-        raise row.error("no list of spans; a text without any needs an empty list")
+        raise row.error("it has no list `spans`; write an empty list for a text without spans")
     spans = sorted(_span(row, text.text, number, span) for number, span in enumerate(given))
     found: list[WordSpan] = []
     moved, last_stop, last_end = 0, 0, 0
     for begin, end, label in spans:
         if begin < last_end:
-            raise row.error(f"the span from {begin} to {end} overlaps with the one before it")
+            raise row.error(f"the span from {begin} to {end} overlaps with the previous span")
         start = max(last_stop, int(np.searchsorted(text.ends, begin, side="right")))
         stop = int(np.searchsorted(text.starts, end, side="left"))
         if start < stop:
@@ -196,11 +199,11 @@ def _span(row: SourceRow, text: str, number: int, span: Any) -> tuple[int, int, 
         raise row.error(f"{name} has the unknown key {unknown!r}; the keys of a span are {', '.join(_SPAN_KEYS)}")
     start, end, label = span.get("start"), span.get("end"), span.get("label")
     if not (type(start) is int and type(end) is int):
-        raise row.error(f"{name} goes from {start!r} to {end!r}, which are not both integers")
+        raise row.error(f"{name} is from {start!r} to {end!r}, which are not both integers")
     if not isinstance(label, str) or not row.valid_text(label, "label").strip() or label == OUTSIDE:
-        raise row.error(f"{name} has the label {label!r}, which is not the name of an entity")
+        raise row.error(f"{name} has the label {label!r}, which is not an entity name")
     if not 0 <= start < end <= len(text):
-        raise row.error(f"{name} goes from {start} to {end}, which is empty or not within the {len(text)} characters")
+        raise row.error(f"{name} from {start} to {end} is empty or not within the {len(text)} characters of the text")
     if not text[start:end].strip():
         raise row.error(f"{name} from {start} to {end} contains only white space")
     if span.get("text") not in (None, text[start:end]):
@@ -225,14 +228,14 @@ def number_tag_column(data: DataConfig) -> tuple[DataConfig, str | None]:
     wrong = [path for path in others if not _has_tagged_words(path)]
     if table := next((path for path in wrong if file_form(path) in TABLES), None):
         raise ConfigError(
-            f"{table} is a table, which cannot hold lists of tokens and tags, and it does not look like CoNLL columns, "
-            "one word with its tag per line and an empty line after each sentence; if it has them nevertheless, set "
-            "data.tag_column to the number of the column of the tags, or -1 for the last."
+            f"{table} does not look like CoNLL columns (one word with its tag per line, and an empty line after each "
+            "sentence), which is the only way to store tags in a table; if it is in that format, set data.tag_column "
+            "to the number of the tags' column, or -1 for the last."
         )
     if wrong or any(file_form(path) not in (*TAGGED_FORMS, ".conll") for path in files):
         return data, None
     columns = f"word = column 0, tag = column {DEFAULT_TAG_COLUMN}, the last"
-    clause = f"{others[0]}: its lines are words with their tags, so it is read as CoNLL columns: {columns}"
+    clause = f"{others[0]}: its lines look like words with tags, so it is read as CoNLL columns: {columns}"
     return data.model_copy(update={"tag_column": DEFAULT_TAG_COLUMN}), clause
 
 
