@@ -39,7 +39,7 @@ def print_plan(console: Console, plan: RunPlan | ProposedPlan) -> None:
         "step",
         f"{batch_shape(plan['batch_size'], dict(plan))}: {plan['tokens_per_step']:,} tokens; {plan['optimizer']} "
         f"at a learning rate of {plan['learning_rate']:g}, {_precisions(plan)}, {counted(plan['threads'], 'thread')}, "
-        f"{'compiled' if plan['compile'] == 'on' else 'not compiled'}, {plan['kernels']} kernels",
+        f"{'compiled, ' if plan['compile'] == 'on' else ''}{plan['kernels']} kernels",
     )
     if plan["tokens_per_second"] and plan["step_seconds"]:
         share = plan["machine_share"]

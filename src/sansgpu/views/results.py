@@ -105,7 +105,7 @@ def ran_on(record: RunRecord) -> str:
         f"{processes} processes" if processes > 1 else "",
         counted(threads, "thread") + (" each" if processes > 1 else "") if threads else "",
         str(known.get("precision") or ""),
-        {"on": "compiled", "off": "not compiled"}.get(str(known.get("compile")), ""),
+        "compiled" if known.get("compile") == "on" else "",
         f"{known['kernels']} kernels" if known.get("kernels") else "",
     ]
     return ", ".join(part for part in found if part)

@@ -93,7 +93,7 @@ class Terminal:
         self._print(
             f"{count(event['parameters'])} parameters{adapted}, {event['precision']}, "
             f"{processes}{counted(event['threads'], 'thread')}, "
-            f"{'compiled' if event['compile'] == 'on' else 'not compiled'}, {event['kernels']} kernels{resumed}"
+            f"{'compiled, ' if event['compile'] == 'on' else ''}{event['kernels']} kernels{resumed}"
         )
         self._print(
             f"{_length(event)} of {event['tokens_per_step']:,} tokens "
