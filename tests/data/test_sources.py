@@ -135,7 +135,7 @@ CORRUPTED = TRUNCATED[:10] + b"\xff" * 40
         ("a.jsonl", b'{"text": "a"}\n{"text"\n', "line 2 is not valid JSON"),
         ("a.jsonl", b'{"a": "x", "b": "y"}\n', "columns a, b"),
         ("a.jsonl", b'{"text": 3}\n', "contains a value of type int"),
-        ("a.jsonl", b"3\n", "not an object"),
+        ("a.jsonl", b"3\n", "instead of an object"),
         ("a.json", b"[", "is not valid JSON"),
         pytest.param("a.json", b"[" * 100_000, "cannot be read as JSON", id="deep"),
         ("a.json", b'[["text"]]', "row 1 is of type list instead of an object"),

@@ -219,7 +219,7 @@ BAD_ROWS = {
     '{"text": "  ", "label": "warm"}': "its text is empty",
     '{"text": 5, "label": "warm"}': "contains a value of type int",
     '{"text": "red house", "text_pair": "", "label": "warm"}': "its text_pair is missing or empty",
-    '["red house", "warm"]': "it is a list",
+    '["red house", "warm"]': "it is of type list",
     '{"text": "\\ud800", "label": "warm"}': "unpaired surrogate",
     "{": "is not valid JSON",
 }

@@ -206,7 +206,7 @@ def test_data_that_cannot_be_learned_from(home: Path, tmp_path: Path, capsys: Ca
     assert cli(command(home, "bad", training__embedding_loss="cosine")) == 2
     assert "does not support the rows, which have an anchor and a positive" in sentence(capsys)
     assert cli(command(home, "bad", training__matryoshka_dims=[65])) == 2
-    assert "have 64 features" in sentence(capsys)
+    assert "have only 64 dimensions" in sentence(capsys)
     assert cli(command(home, "bad", "scores", data__score_scale=2)) == 2
     assert "is not between -2 and data.score_scale 2" in sentence(capsys)
 

@@ -100,7 +100,7 @@ def test_a_long_prompt_loses_its_oldest_turns_in_both_conversations() -> None:
         ({"prompt": "a", "chosen": GOOD, "rejected": GOOD}, "has identical chosen and rejected answers"),
         ({"prompt": "a", "chosen": GOOD, "rejected": " "}, "has an empty rejected"),
         ({"prompt": "", "chosen": GOOD, "rejected": BAD}, "has an empty prompt"),
-        ({"prompt": "a", "chosen": 3, "rejected": BAD}, "has a value of type int instead of a string in chosen"),
+        ({"prompt": "a", "chosen": 3, "rejected": BAD}, "has a value of type int in chosen instead of a list"),
         ({"chosen": "Yes", "rejected": "No"}, "has no prompt, because chosen and rejected have no common beginning"),
         ({"chosen": [], "rejected": "No"}, "has no prompt; without one"),
         ({"prompt": "a\ud800", "chosen": GOOD, "rejected": BAD}, "unpaired surrogate"),

@@ -160,7 +160,7 @@ BAD = [
     ({"paragraphs": {}}, "x: its paragraphs are not a list"),
     ({"paragraphs": [3]}, "x, paragraph 1: it needs a list `qas` of questions"),
     ({"paragraphs": [{"context": "c", "qas": None}]}, "x, paragraph 1: it needs a list `qas` of questions"),
-    (nested("who"), "x, paragraph 1, question 1: it is a str"),
+    (nested("who"), "x, paragraph 1, question 1: it is of type str"),
     (nested({"question": "Who?"}), "x, paragraph 1, question 1: it has no answers"),
     (
         nested({"question": "Who?", "id": "b", "answers": []}, context=None),

@@ -76,9 +76,9 @@ def bad_rows() -> Iterator[tuple[str, Any]]:
         "list instead of a string as the content of turn 1",
         {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
     )
-    yield "has a str as turn 1", {"messages": ["x"]}
+    yield "has a value of type str as turn 1", {"messages": ["x"]}
     yield "has a value of type str in messages", {"messages": "x"}
-    yield "has a value of type int instead of a string in prompt", {"prompt": 1, "completion": "x"}
+    yield "has a value of type int in prompt instead of a list", {"prompt": 1, "completion": "x"}
     yield "has a value of type dict instead of a string in text", {"text": {}}
     yield "has a value of type list instead of a string in input", {"instruction": "a", "input": ["b"], "output": "c"}
     yield "contains an unpaired surrogate", {"text": "a\ud800"}

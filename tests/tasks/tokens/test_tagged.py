@@ -137,7 +137,7 @@ def span(**changes: Any) -> dict[str, Any]:
         ({"words": ["a"]}, "it has the columns words, but needs `tokens` and `tags`, or `text` and `spans`"),
         ({"tokens": ["a"]}, "it has no tags or ner_tags"),
         ({"tokens": [], "tags": []}, "its tokens are not a non-empty list"),
-        ({"tokens": "a", "tags": ["O"]}, "its tokens are not a list"),
+        ({"tokens": "a", "tags": ["O"]}, "its tokens are not a non-empty list"),
         ({"tokens": ["a", ""], "tags": ["O", "O"]}, "token 1 is empty"),
         ({"tokens": [" "], "tags": ["O"]}, "its tokens contain only white space"),
         ({"tokens": ["a", 3], "tags": ["O", "O"]}, "its tokens contains 3, which is not text"),

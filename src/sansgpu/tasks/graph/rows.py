@@ -101,7 +101,7 @@ def _list(row: SourceRow, key: str) -> list[Any]:
     if not _is_given(items):
         return []
     if not isinstance(items, list):
-        raise row.error(f"its {key} is of type {type(items).__name__} instead of a list")
+        raise row.error(f"its {key} value is of type {type(items).__name__} instead of a list")
     return items
 
 
