@@ -26,7 +26,7 @@ class PlainCache:
     def store(self, slots: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Stores keys and values (N, K, d) of tokens at `positions` (N,) of `slots` (N,)."""
         for stored, new in zip(self._stored, (keys, values), strict=True):
-            stored[slots, :, positions] = new
+            stored[slots, :, positions] = new.to(stored.dtype)
 
     def read(self, slots: slice, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the keys and values (B, K, count, d) of some slots."""

@@ -77,8 +77,8 @@ class SlotCache:
         The inputs are (1, K, N, d), or (B, K, 1, d) in a decoding step.
         """
         if layer not in self._layers:
-            _, heads, _, dim = keys.shape
-            self._layers[layer] = self._type(self.slots, self.length, heads, dim, keys.dtype)
+            _, heads, _, dim = keys.shape  # some rotary embeddings widen keys to fp32, and attention narrows them
+            self._layers[layer] = self._type(self.slots, self.length, heads, dim, values.dtype)
         by_token = [new[0].transpose(0, 1) if len(new) == 1 else new[:, :, 0] for new in (keys, values)]
         self._layers[layer].store(self._slots, self.positions, *by_token)
         return (keys, values) if self._visible is None else self._layers[layer].read(self._visible, self._longest)
