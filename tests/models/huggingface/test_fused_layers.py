@@ -52,6 +52,7 @@ def replaced(model: nn.Module, before: nn.Module) -> set[str]:
         ("Granite", {"residual_multiplier": 0.5}, {"GraniteRMSNorm", "GraniteMLP", "GraniteAttention"}),
         ("Olmo2", {}, {"Olmo2RMSNorm", "Olmo2MLP"}),  # its norms follow the branches
         ("Gemma", {}, {"GELUTanh", "GemmaAttention"}),  # its norms multiply by 1 + weight
+        ("Nemotron", {}, set()),  # it rotates half of each head
         ("GPT2", {"n_embd": 16, "n_head": 2, "n_layer": 2}, {"LayerNorm", "NewGELUActivation"}),
         ("Bert", {}, {"LayerNorm", "GELUActivation", *(f"Bert{part}" for part in BERT_LAYERS)}),
         ("Bert", {"hidden_act": "relu"}, {"LayerNorm", "BertSelfAttention", "BertSelfOutput", "BertOutput"}),

@@ -104,9 +104,13 @@ class RotaryAttention:
 
 
 def fuse_rotary_attention(model: nn.Module) -> None:
-    """Makes attention layers that use our attention kernel use our rotary embedding, too, in place."""
+    """Makes attention layers that use our attention kernel use our rotary embedding, too, in place.
+
+    Ours rotates whole heads, so layers that rotate only a part of each head keep their own.
+    """
+    rotated = {2 * buffer.shape[-1] for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
     for module in model.modules():
-        if _is_rotary_attention(module):
+        if _is_rotary_attention(module) and rotated <= {cast(Any, module).head_dim}:
             module.__class__ = with_forward(RotaryAttention, type(module))
 
 
