@@ -51,12 +51,44 @@ CAUSAL: dict[str, dict[str, Any]] = {
     },
     "mamba": {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
 }  # fmt: skip
+# More architectures for `supported_models`, which fewer tests use.
+MORE_CAUSAL: dict[str, dict[str, Any]] = {
+    "gpt_neo": {
+        "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4, "window_size": 32,
+        "attention_types": [[["global", "local"], 1]], "max_position_embeddings": CONTEXT,
+    },
+    "gpt_neox": _LAYERED,
+    "smollm3": {**_GROUPED, "no_rope_layer_interval": 2},
+    "olmo2": {**_LAYERED, "num_key_value_heads": 2},
+    "granite": {
+        **_LAYERED, "num_key_value_heads": 2, "embedding_multiplier": 2.0, "attention_multiplier": 0.5,
+        "residual_multiplier": 0.5, "logits_scaling": 2.0,
+    },
+    "falcon": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "apertus": _GROUPED,
+    "olmoe": {**_LAYERED, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "lfm2": {**_LAYERED, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
+    "falcon_mamba": {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
+}  # fmt: skip
 ENCODERS: dict[str, dict[str, Any]] = {
     "bert": _LAYERED,
     "roberta": {**_LAYERED, "max_position_embeddings": CONTEXT + 2, "pad_token_id": 1},  # positions start after it
     "distilbert": {"dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 4, "max_position_embeddings": CONTEXT},
     "modernbert": {**_LAYERED, "local_attention": 32, "global_attn_every_n_layers": 2},
 }
+MORE_ENCODERS: dict[str, dict[str, Any]] = {
+    "xlm-roberta": ENCODERS["roberta"],
+    "electra": {**_LAYERED, "embedding_size": 32},
+    "albert": {**_LAYERED, "embedding_size": 32},
+    "mpnet": ENCODERS["roberta"],
+    "deberta-v2": {
+        **_LAYERED, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 16,
+        "share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False, "type_vocab_size": 0,
+    },
+}  # fmt: skip
+_ALL_ENCODERS = {**ENCODERS, **MORE_ENCODERS}
+_ALL = {**CAUSAL, **MORE_CAUSAL, **_ALL_ENCODERS}
 
 
 def make_tokenizer(encoder: bool, vocabulary: int = VOCABULARY) -> Any:
@@ -89,11 +121,11 @@ def make_folder(
     **changes: Any,
 ) -> Path:
     """Writes a folder that transformers can load; with `narrow` in bf16. `changes` override keys of config.json."""
-    encoder = architecture in ENCODERS
+    encoder = architecture in _ALL_ENCODERS
     tokenizer = make_tokenizer(encoder, vocabulary)
     if encoder and architecture not in ("bert", "modernbert"):
         tokenizer.model_input_names = ["input_ids", "attention_mask"]
-    sizes = {"vocab_size": vocabulary, **(ENCODERS | CAUSAL)[architecture], **changes}
+    sizes = {"vocab_size": vocabulary, **_ALL[architecture], **changes}
     kind = sizes.pop("model_type", architecture)
     ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, "pad_token_id": tokenizer.pad_token_id}
     tokens = {"pad_token_id": tokenizer.pad_token_id} if encoder else ends
@@ -110,7 +142,7 @@ def make_folder(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--architecture", choices=[*CAUSAL, *ENCODERS], default="qwen2")
+    parser.add_argument("--architecture", choices=[*_ALL], default="qwen2")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="vocabulary size")
     parser.add_argument("--shape", type=json.loads, default={}, help="JSON object with keys of config.json")
     parser.add_argument("--bf16", action="store_true", help="save weights in bf16")

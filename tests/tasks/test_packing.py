@@ -181,3 +181,15 @@ def test_a_large_model_is_tried_by_its_first_blocks(monkeypatch: pytest.MonkeyPa
     assert UnpaddedModel(model, pack=True).packs
     assert seen.count(1) > seen.count(4)
     assert len(model.model.layers) == 5
+
+
+def test_rows_are_not_longer_than_a_mask_of_fixed_size() -> None:
+    model = load_pretrained(ModelConfig(name_or_path=str(model_folder("gpt_neo"))), Head("causal"), seed=0).eval()
+    patch_model(model)
+    unpadded = UnpaddedModel(model, pack=True)
+    tokens, lengths = torch.arange(600) * 7 % 1000, torch.tensor([300, 300])  # the model's context has 512 tokens
+    with torch.no_grad():
+        together = unpadded.summed_loss(tokens, lengths, tokens)
+        alone = [unpadded.summed_loss(half, torch.tensor([300]), half) for half in tokens.split(300)]
+    assert float(together) == pytest.approx(float(sum(alone)), rel=1e-5)
+    assert not unpadded.packs

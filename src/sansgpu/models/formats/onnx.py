@@ -248,10 +248,17 @@ def _trace(model: _TracedModel, path: Path, name: str) -> None:
                 dynamic_shapes=tuple(sizes for _ in model.inputs),
             )
         except (torch.onnx.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
-            raise ConfigError(f"{name} cannot be exported as ONNX: {first_line(error)}.") from None
+            raise ConfigError(f"{name} cannot be exported as ONNX: {_reason(error)}.") from None
         assert program is not None
         ClearMetadataAndDocStringPass()(program.model)  # removes stack traces with paths of this machine
         program.save(path)
+
+
+def _reason(error: BaseException) -> str:
+    """Returns what the exporter's innermost error says; the outer ones give advice to PyTorch's developers."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return first_line(error).split(". ")[0]
 
 
 def _quantize(path: Path) -> Path:

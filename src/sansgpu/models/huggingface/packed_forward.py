@@ -16,7 +16,13 @@ from sansgpu.kernels.attention import bidirectional_ranges, causal_ranges, token
 from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions, linear_cross_entropy
 from sansgpu.models.generation.sampling import reading
 from sansgpu.models.huggingface.attention_interface import NAME, KeyRanges, PackedMask, stand_in_mask
-from sansgpu.models.huggingface.probes import PROBE_LONGEST, autocast_of, head_is_plain, packs_well
+from sansgpu.models.huggingface.probes import (
+    PROBE_LONGEST,
+    autocast_of,
+    has_causal_attention,
+    head_is_plain,
+    packs_well,
+)
 from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
 from sansgpu.models.quantized_layers import matrix_of
 
@@ -38,14 +44,15 @@ class UnpaddedModel:
     def __init__(self, model: PreTrainedModel, pack: bool, longest: int = PROBE_LONGEST) -> None:
         self.model, self._rotary = model, LengthDependentRotary(model)
         self._text: Any = model.config.get_text_config()
-        self.causal = _is_causal(model)
+        self.causal = has_causal_attention(model)
         self._window = None if self.causal else _encoder_window(self._text)
         known = self._window is not None or not _has_windows(self._text)
         self._by_ranges = known and model.config._attn_implementation == NAME
         self.position_offset = _position_offset(model)
         self.softcap = getattr(self._text, "final_logit_softcapping", None) or 0.0
         with reading(model), torch.no_grad(), autocast_of(model):
-            self.packs = pack and packs_well(self, min(longest, self._rotary.unscaled or longest))
+            unscaled = min(longest, self._rotary.unscaled or longest)
+            self.packs = pack and can_pack(model) and packs_well(self, unscaled)
             self.fused = head_is_plain(model, self.softcap)
 
     def packed_inputs(
@@ -258,13 +265,16 @@ def _in_order(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """Returns False for encoders with attention windows that our masks do not support. Does not run the model."""
+    """Returns False for models whose attention masks do not allow it. Does not run the model.
+
+    These are encoders with windows that our masks do not support, and models with a mask of fixed size, such as
+    GPT-Neo, in which packed examples may be longer than the mask.
+    """
     config = model.config.get_text_config()
-    return _is_causal(model) or not _has_windows(config) or _encoder_window(config) is not None
-
-
-def _is_causal(model: PreTrainedModel) -> bool:
-    return any(m.is_causal for m in model.modules() if hasattr(m, "is_causal"))
+    places = getattr(config, "max_position_embeddings", None)
+    if any(buffer.shape[-2:] == (places, places) for buffer in model.buffers()):
+        return False
+    return has_causal_attention(model) or not _has_windows(config) or _encoder_window(config) is not None
 
 
 def _has_windows(config: Any) -> bool:

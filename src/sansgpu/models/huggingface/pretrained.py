@@ -21,6 +21,7 @@ from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_flaw
 from sansgpu.models.formats.folders import base_of, write_folder_atomically
 from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.formats.weights import BasePrecision, StoredTensor, fill, placeholders, random_weights
+from sansgpu.models.huggingface.probes import sees_later_tokens
 from sansgpu.models.huggingface.source import (
     base_precision,
     gguf_file_of,
@@ -145,6 +146,11 @@ def load_pretrained(model: ModelConfig, head: Head, seed: int, frozen: bool = Fa
             head.set_labels(config)
             options |= {"config": config, "ignore_mismatched_sizes": True}
         loaded, new = _load(model, head, seed, name, options, dtype)
+    if head.type == "causal" and sees_later_tokens(loaded):
+        raise ConfigError(
+            f"{model.name_or_path} is an encoder, whose tokens attend to later ones, but this needs a decoder; train "
+            "it with task classify, tokens, qa or embed."
+        )
     missing = (key for key in new if head.type == "causal" or not _may_be_new(loaded, key))
     if (first := min(missing, default=None)) is not None:
         raise ConfigError(

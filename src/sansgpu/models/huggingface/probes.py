@@ -132,10 +132,32 @@ def _first_blocks_of(model: PreTrainedModel, config: Any) -> Iterator[None]:
         setattr(parent, name, block_list)
 
 
+def has_causal_attention(model: PreTrainedModel) -> bool:
+    return any(m.is_causal for m in model.modules() if hasattr(m, "is_causal"))
+
+
+def sees_later_tokens(model: PreTrainedModel) -> bool:
+    """Returns True if a token changes the logits of earlier ones, as in an encoder. Runs only models that may do so."""
+    if has_causal_attention(model):
+        return False
+    copies = copies_for_kernels(PROBE_SHORT)
+    tokens = (torch.arange(2 * PROBE_SHORT) * 7 % model.config.get_text_config().vocab_size).repeat(copies, 1)
+    with torch.no_grad(), autocast_of(model):
+        part, whole = (model(ids).logits.float() for ids in (tokens[:, :PROBE_SHORT], tokens))
+    return _relative_error(part, whole[:, :PROBE_SHORT]) > _tolerance(model)  # False for weights that are NaN
+
+
 def close_outputs(model: PreTrainedModel, found: torch.Tensor, expected: torch.Tensor) -> bool:
     """Returns True if two outputs of a model are equal up to rounding in the dtype of its matrices."""
-    error = (found - expected).abs().max() / found.abs().max()
-    return bool(error <= PROBE_TOLERANCE.get(_matrix_dtype(model), min(PROBE_TOLERANCE.values())))
+    return _relative_error(found, expected) <= _tolerance(model)
+
+
+def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / found.abs().max())
+
+
+def _tolerance(model: PreTrainedModel) -> float:
+    return PROBE_TOLERANCE.get(_matrix_dtype(model), min(PROBE_TOLERANCE.values()))
 
 
 def autocast_of(model: PreTrainedModel) -> torch.autocast:

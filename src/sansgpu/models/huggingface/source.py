@@ -187,6 +187,10 @@ class library_errors:  # noqa: N801  used like a function
                 raise ConfigError(
                     f"{self._prefix}: it contains custom Python code; review that code, then pass --trust-remote-code."
                 ) from None
+            if "Unrecognized configuration class" in str(error):  # transformers' message lists hundreds of classes
+                raise ConfigError(
+                    f"{self._prefix}: transformers has none of its architecture; choose another model or task."
+                ) from None
             if "weights_only" in str(error):  # torch's message suggests running the code in the file
                 raise ConfigError(
                     f"{self._prefix}: its weights are a pickle file, which can run code; use the model in safetensors "

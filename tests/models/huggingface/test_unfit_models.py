@@ -1,0 +1,70 @@
+"""Models that a task or a format cannot use are refused in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
+
+from sansgpu.cli import run as cli
+from tests.processes import options
+from tests.tasks.fine_tuned import Captured, sentence
+from tests.tasks.folders import chat_rows, conll, model_folder
+
+pytestmark = pytest.mark.usefixtures("home")
+
+
+def fill(home: Path) -> None:
+    """Writes rows, and encoders with the head of a masked language model, as they are published."""
+    chat_rows(home / "chat.jsonl")
+    conll(home / "tags.conll")
+    for architecture in ("bert", "roberta"):
+        AutoModelForMaskedLM.from_pretrained(model_folder(architecture)).save_pretrained(home / architecture)
+        AutoTokenizer.from_pretrained(model_folder(architecture)).save_pretrained(home / architecture)
+
+
+@pytest.mark.parametrize("architecture", ["bert", "roberta"])
+@pytest.mark.parametrize("command", ["train", "generate"])
+def test_an_encoder_does_not_continue_texts(
+    home: Path, tmp_path: Path, capsys: Captured, architecture: str, command: str
+) -> None:
+    """transformers would load it as a causal model whose tokens attend to the ones that they are to predict."""
+    model = home / architecture
+    chosen = {"task": "sft", "model.name_or_path": model, "data.dataset_name": home / "chat.jsonl"}
+    arguments = {
+        "train": [*options(chosen, {"data.chat_template": "simple"}), "--output-dir", str(tmp_path / "run")],
+        "generate": [str(model), "--prompt", "red"],
+    }
+    capsys.readouterr()
+    assert cli([command, *arguments[command]]) == 2
+    assert sentence(capsys) == (
+        f"sansgpu: {model} is an encoder, whose tokens attend to later ones, but this needs a decoder; train it "
+        "with task classify, tokens, qa or embed."
+    )
+    assert not list(tmp_path.iterdir()), "a refusal left a folder"
+
+
+def test_a_head_that_transformers_does_not_have_is_named(home: Path, tmp_path: Path, capsys: Captured) -> None:
+    model = model_folder("mamba")
+    chosen = {"task": "tokens", "model.name_or_path": model, "data.dataset_name": home / "tags.conll"}
+    capsys.readouterr()
+    assert cli(["train", *options(chosen), "--output-dir", str(tmp_path / "run")]) == 2
+    assert sentence(capsys) == (
+        f"sansgpu: {model} cannot be built as a model that classifies tokens: transformers has none of its "
+        "architecture; choose another model or task."
+    )
+
+
+@pytest.mark.long
+def test_an_operation_that_onnx_does_not_have_is_named(tmp_path: Path, capsys: Captured) -> None:
+    """The exporter gives pages of advice to its developers instead."""
+    folder = tmp_path / "model"
+    AutoModel.from_pretrained(model_folder("mixtral")).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model_folder("mixtral")).save_pretrained(folder)
+    capsys.readouterr()
+    assert cli(["export", str(folder), "--format", "onnx", "--output", str(tmp_path / "onnx")]) == 2
+    said = sentence(capsys)
+    assert said.startswith(f"sansgpu: {folder} cannot be exported as ONNX: No ONNX function found for ")
+    assert "grouped_mm" in said
+    assert said.endswith(".")
