@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 from sansgpu.cli import run as cli
 from tests.processes import options
 from tests.tasks.fine_tuned import Captured, sentence
-from tests.tasks.folders import chat_rows, conll, model_folder
+from tests.tasks.folders import chat_rows, conll, model_folder, squad
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -19,6 +19,7 @@ def fill(home: Path) -> None:
     """Writes rows, and encoders with the head of a masked language model, as they are published."""
     chat_rows(home / "chat.jsonl")
     conll(home / "tags.conll")
+    squad(home / "squad.json")
     for architecture in ("bert", "roberta"):
         AutoModelForMaskedLM.from_pretrained(model_folder(architecture)).save_pretrained(home / architecture)
         AutoTokenizer.from_pretrained(model_folder(architecture)).save_pretrained(home / architecture)
@@ -53,6 +54,20 @@ def test_a_head_that_transformers_does_not_have_is_named(home: Path, tmp_path: P
     assert sentence(capsys) == (
         f"sansgpu: {model} cannot be built as a model that classifies tokens: transformers has none of its "
         "architecture; choose another model or task."
+    )
+
+
+def test_a_model_whose_weights_transformers_names_differently_is_not_called_damaged(
+    home: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    """Question answering models of Qwen and Llama do not read the weights of their language models."""
+    model = model_folder("qwen2")
+    chosen = {"task": "qa", "model.name_or_path": model, "data.dataset_name": home / "squad.json"}
+    capsys.readouterr()
+    assert cli(["train", *options(chosen), "--output-dir", str(tmp_path / "run")]) == 2
+    assert sentence(capsys) == (
+        f"sansgpu: {model} has none of the weights of a Qwen2ForQuestionAnswering, which transformers names in a "
+        "different way; choose another model or task."
     )
 
 

@@ -109,7 +109,7 @@ def write_onnx(source: Path, name: str, folder: Path, weight_type: str, remote_c
         _trace(traced, path, name)
         if weight_type == "int8":
             path = _quantize(path)
-        found.append(_compare(traced, path))
+        found.append(_compare(traced, path, name))
         if weight_type == "f32" and not found[0].is_exact:
             raise SansGPUError(
                 f"{name} cannot be exported as ONNX: the outputs of the file differ from those of torch ({found[0]})."
@@ -286,13 +286,21 @@ def _quantize(path: Path) -> Path:
     return quantized
 
 
-def _compare(model: _TracedModel, path: Path) -> OnnxCheck:
-    """Runs a file and the torch model on random inputs of two shapes, with padding."""
+def _compare(model: _TracedModel, path: Path, name: str) -> OnnxCheck:
+    """Runs a file and the torch model on random inputs of two shapes, with padding.
+
+    Raises ConfigError if the file takes only inputs of one shape.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    if any(isinstance(size, int) for given in session.get_inputs() for size in given.shape):
+        raise ConfigError(
+            f"{name} cannot be exported as ONNX: the exporter unrolls its recurrence, so that the file would take only "
+            "texts of one length."
+        )
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     for shape in _CHECKED_SHAPES:
         inputs = model.random_inputs(*shape)

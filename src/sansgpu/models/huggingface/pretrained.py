@@ -153,6 +153,11 @@ def load_pretrained(model: ModelConfig, head: Head, seed: int, frozen: bool = Fa
         )
     missing = (key for key in new if head.type == "causal" or not _may_be_new(loaded, key))
     if (first := min(missing, default=None)) is not None:
+        if all(name in new for name, _ in loaded.named_parameters()):
+            raise ConfigError(
+                f"{model.name_or_path} has none of the weights of a {type(loaded).__name__}, which transformers names "
+                "in a different way; choose another model or task."
+            )
         raise ConfigError(
             f"{model.name_or_path}: the weights do not match config.json: {first} is missing or has a different shape."
         )
