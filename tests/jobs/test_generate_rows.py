@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +133,20 @@ def test_runs_complete_texts_and_skip_bad_rows(tmp_path: Path, capsys: Captured)
         assert cli(["generate", str(tmp_path / "run"), *arguments]) == 2
         (line,) = messages(capsys.readouterr().err)
         assert words in line
+
+
+def test_in_a_terminal_the_result_follows_the_progress(tmp_path: Path) -> None:
+    """The progress is shown after a second, so prompts are completed one by one."""
+    data = write_rows(tmp_path / "rows.jsonl", ROWS)
+    command = [sys.executable, "-m", "sansgpu", "generate", str(model_folder("qwen2")), "--data", str(data)]
+    command += ["--output", "out.jsonl", "--batch-size", "1", "--max-new-tokens", "150"]
+    main, other = pty.openpty()
+    with subprocess.Popen(command, cwd=tmp_path, stdout=other, stderr=other, env={**os.environ, "TERM": "xterm"}):
+        os.close(other)
+        printed = b""
+        with contextlib.suppress(OSError):  # the end, where the program has closed the terminal
+            while piece := os.read(main, 1 << 16):
+                printed += piece
+    os.close(main)
+    assert b"generating" in printed
+    assert printed.rpartition(b"\x1b[2K")[2].startswith(b"out.jsonl: 24 rows, ")

@@ -98,12 +98,15 @@ def generate(given: _GenerateOptions) -> None:
 
         model = ModelRequest(given.run, given.snapshot, given.trust_remote_code, given.objective)
         sampling = Sampling(given.temperature, given.top_k, given.top_p, given.seed)
+        text, summary = given.prompt or "", None
         if given.data is not None and given.output is not None:
             request = GenerateRequest(model, given.data, given.output, given.max_new_tokens, sampling, slots)
-            print_result(generate_rows(request, warn, bar), given.as_json, _print_generated)
-            return
-        text = given.prompt or ""
-        pieces = generate_text(model, text, given.max_new_tokens, sampling, warn, bar)
+            summary = generate_rows(request, warn, bar)
+        else:
+            pieces = generate_text(model, text, given.max_new_tokens, sampling, warn, bar)
+    if summary is not None:
+        print_result(summary, given.as_json, _print_generated)
+        return
     show(text, end="")
     is_empty = True
     for piece in pieces:
