@@ -91,6 +91,10 @@ _ALL_ENCODERS = {**ENCODERS, **MORE_ENCODERS}
 _ALL = {**CAUSAL, **MORE_CAUSAL, **_ALL_ENCODERS}
 
 
+def has_chat_template(architecture: str) -> bool:
+    return architecture not in _ALL_ENCODERS
+
+
 def make_tokenizer(encoder: bool, vocabulary: int = VOCABULARY) -> Any:
     """Trains a byte-level tokenizer on part of Python's standard library. For an encoder, it adds [CLS] and [SEP]."""
     pieces = open_sources(DataConfig()).train.read()

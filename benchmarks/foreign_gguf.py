@@ -1,0 +1,60 @@
+"""Writes a GGUF file of a Hugging Face folder with the names that llama.cpp's converter gives it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+
+
+def write_foreign_gguf(path: Path, folder: Path, architecture: str) -> None:
+    """Writes a file of `architecture`, llama.cpp's name. Tensors that llama.cpp does not know keep their names."""
+    import transformers
+
+    from sansgpu.models.formats.gguf_metadata import write_tokenizer
+    from sansgpu.models.huggingface.pretrained import tokenizer_parts
+
+    encoder = not transformers.AutoConfig.from_pretrained(folder).architectures[0].endswith("LM")
+    auto: Any = transformers.AutoModel if encoder else transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(folder, dtype=torch.float32)
+    config = model.config.get_text_config()
+    writer = gguf.GGUFWriter(path, architecture)
+    _add_sizes(writer, config)
+    write_tokenizer(writer, tokenizer_parts(transformers.AutoTokenizer.from_pretrained(folder)), config.vocab_size)
+    arch = next((arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), gguf.MODEL_ARCH.LLAMA)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            tensor = _pairs_adjacent(tensor, config.head_dim)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")) or name, tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    if getattr(config, "num_attention_heads", None):
+        writer.add_head_count(config.num_attention_heads)
+        writer.add_head_count_kv(getattr(config, "num_key_value_heads", config.num_attention_heads))
+    if getattr(config, "max_position_embeddings", None):
+        writer.add_context_length(config.max_position_embeddings)
+    if getattr(config, "intermediate_size", None):
+        writer.add_feed_forward_length(config.intermediate_size)
+    if getattr(config, "rms_norm_eps", None):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if theta := (getattr(config, "rope_parameters", None) or {}).get("rope_theta"):
+        writer.add_rope_freq_base(theta)
+    if getattr(config, "num_local_experts", None):
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+
+
+def _pairs_adjacent(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Reorders the rows of a matrix (heads * head_dim, in) so that the two rows of each rotary pair are adjacent."""
+    heads = weight.shape[0] // head_dim
+    return weight.reshape(heads, 2, head_dim // 2, -1).transpose(1, 2).reshape(weight.shape)

@@ -1,0 +1,26 @@
+"""The page of supported models says what trials of each family find."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.family_trials import Family, try_family
+from benchmarks.supported_models import FAMILIES, refusals_of, row_of, written_rows
+
+ANSWERS = {"yes", "partly", "no"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_the_page_says_what_works_with_a_family(home: Path, family: Family) -> None:
+    """`python -m benchmarks.supported_models --write` writes the page again."""
+    torch.set_num_threads(1)  # small models are slower with more; conftest restores it
+    support = try_family(family, home / family.name)
+    assert row_of(family, support) in written_rows("family")
+    assert refusals_of(support) <= {*written_rows("trial")}
+
+
+def test_the_page_lists_every_family() -> None:
+    rows = [row.strip("| ").split(" | ") for row in written_rows("family")]
+    assert [(row[0], row[1]) for row in rows] == [(family.name, f"`{family.model_type}`") for family in FAMILIES]
+    assert {answer for row in rows for answer in row[3:]} == ANSWERS
