@@ -71,8 +71,8 @@ sanitize: $(VENV)/ready
 	$(BIN)/python -m tests.kernels.sanitize $(SANITIZER)
 
 lint: $(VENV)/ready
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples docs
+	$(BIN)/ruff format --check src tests benchmarks examples docs
 	$(BIN)/mypy
 
 # The site in build/site. Its pages are laid out as in the repository, so that links between them work in both.

@@ -62,7 +62,7 @@ SOURCES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "open quote": (lambda f: written(f / "a.csv", b'text\n"' + b"a b c d\n" * (9 << 20)), "larger than field limit"),
     "many values": (lambda f: written(f / "a.jsonl", b"[" + b"[]," * 9_000_000 + b"0]"), "8,000,000 values"),
     "many objects": (lambda f: written(f / "a.json", b"[" + b"{}," * 9_000_000 + b"0]"), "8,000,000 values"),
-    "deep": (lambda f: written(f / "a.jsonl", b"1\n" + b"[" * 900 + b"]" * 900), "a.jsonl, line 1 is a int"),
+    "deep": (lambda f: written(f / "a.jsonl", b"1\n" + b"[" * 900 + b"]" * 900), "a.jsonl, line 1 is of type int"),
     "deeper": (lambda f: written(f / "a.jsonl", b"[" * 900 + b"]" * 900), "line 1 cannot be read as JSON: its values"),
     "no UTF-8": (lambda f: written(f / "a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n'), "line 2 is not UTF-8"),
     "no UTF-8 text": (lambda f: written(f / "a.md", b"a\nb\n\xff\n"), "a.md, line 3 is not UTF-8"),

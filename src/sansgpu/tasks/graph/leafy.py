@@ -25,7 +25,7 @@ ENCODE_BATCH = 4096  # documents per call of the tokenizer
 
 # Reasons for skipping a triple, as reported to the user.
 LONG_TAIL, NO_HEAD, TAKEN = "the tail is too long", "the head is not in the text", "the head already has a triple"
-NO_RELATION, KNOWN = "the relation is not in the training data", "they are in the training data"
+NO_RELATION, KNOWN = "the relation is not in the training data", "the training data has the triple"
 
 
 @dataclass(frozen=True)
