@@ -91,9 +91,7 @@ def test_what_cannot_hang_is_counted_by_why(tokenizer: MaskTokenizer) -> None:
     assert [t.tail for t in graphs.triples] == ["chronic disease"]
     note = graphs.note()
     assert note is not None
-    assert note.startswith(
-        "1 of 5 triples attached to 1 window; skipped: 1 because the head is not in the text, "
-    )
+    assert note.startswith("1 of 5 triples attached to 1 window; skipped: 1 because the head is not in the text, ")
     assert build(tokenizer, [document(ISA)]).note() is None
 
 
