@@ -135,9 +135,10 @@ def test_runs_complete_texts_and_skip_bad_rows(tmp_path: Path, capsys: Captured)
         assert words in line
 
 
+@pytest.mark.long
 def test_in_a_terminal_the_result_follows_the_progress(tmp_path: Path) -> None:
     """The progress is shown after a second, so prompts are completed one by one."""
-    data = write_rows(tmp_path / "rows.jsonl", ROWS)
+    data = write_rows(tmp_path / "rows.jsonl", ROWS * 3)
     command = [sys.executable, "-m", "sansgpu", "generate", str(model_folder("qwen2")), "--data", str(data)]
     command += ["--output", "out.jsonl", "--batch-size", "1", "--max-new-tokens", "150"]
     main, other = pty.openpty()
@@ -149,4 +150,4 @@ def test_in_a_terminal_the_result_follows_the_progress(tmp_path: Path) -> None:
                 printed += piece
     os.close(main)
     assert b"generating" in printed
-    assert printed.rpartition(b"\x1b[2K")[2].startswith(b"out.jsonl: 24 rows, ")
+    assert printed.rpartition(b"\x1b[2K")[2].startswith(b"out.jsonl: 72 rows, ")

@@ -52,7 +52,7 @@ def test_a_head_that_transformers_does_not_have_is_named(home: Path, tmp_path: P
     capsys.readouterr()
     assert cli(["train", *options(chosen), "--output-dir", str(tmp_path / "run")]) == 2
     assert sentence(capsys) == (
-        f"sansgpu: {model} cannot be built as a model that classifies tokens: transformers has none of its "
+        f"sansgpu: {model} cannot be built as a token classification model: transformers has none of its "
         "architecture; choose another model or task."
     )
 
