@@ -69,6 +69,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_it_has_no_traces_of_a_machine() -> None:
+    """`python -m benchmarks.notebook` runs it again and writes its outputs without any."""
     notebook = committed()
     assert notebook.metadata == {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
