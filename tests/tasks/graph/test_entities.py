@@ -187,7 +187,7 @@ def test_a_run_from_before_these_keys_goes_on_as_it_was(home: Path) -> None:
 
 @pytest.mark.long
 def test_bench_measures_a_configuration_whose_shape_is_the_datas(home: Path, capsys: Captured) -> None:
-    file = Path(__file__).parents[2] / "configs" / "graph_80m.yaml"
+    file = Path(__file__).parents[3] / "configs" / "graph_80m.yaml"
     shaped = {"task": "", "training__eval_steps": "", "training__save_steps": "", "model__leaves": "null"}
     line = settings(home, **shaped, training__warmup_steps=1)
     folder = home / "bench"
