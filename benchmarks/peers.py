@@ -61,10 +61,15 @@ def settings_of(size: Size, data: str) -> dict[str, object]:
     }
 
 
-def contestants(size: Size, peers: list[str], data: str, steps: int, folder: Path) -> list[Contestant]:
-    """Returns sansgpu, and one contestant per peer and micro-batch size."""
+def contestants(
+    size: Size, peers: list[str], precisions: list[str], data: str, steps: int, folder: Path
+) -> list[Contestant]:
+    """Returns sansgpu, also in other precisions, and one contestant per peer and micro-batch size."""
     common = settings_of(size, data)
     field = [ours.contestant("sansgpu", folder / "ours", common, steps)]
+    for precision in precisions:
+        changed = {**common, "training.precision": precision}
+        field.append(ours.contestant(f"sansgpu {precision}", folder / precision, changed, steps))
     if size.modern_d_ff:
         modern = {**common, "model.activation": "swiglu", "model.d_ff": size.modern_d_ff}
         field.append(ours.contestant("sansgpu modern", folder / "modern", modern, steps))
@@ -135,6 +140,9 @@ def arguments() -> argparse.Namespace:
         help="shell command of one more contestant: it reads the job file $BENCHMARK_JOB and prints a JSON line with "
         "step_seconds (a list that starts with the warm-up) and loss",
     )
+    parser.add_argument(
+        "--precisions", default=[], nargs="+", choices=("fp32", "bf16", "int16"), help="also run sansgpu in these"
+    )
     parser.add_argument("--nanogpt", type=Path, metavar="FOLDER", help="checkout of nanoGPT; runs its CPU example, too")
     args = parse(parser)
     if args.nanogpt and not shakespeare.text_of(args.nanogpt).is_file():
@@ -150,7 +158,7 @@ def main() -> None:
         folder = Path(name)
         say("preparing the data")
         facts = corpus.prepare(data, size.vocab_size, folder)
-        field = contestants(size, args.peers, data, args.steps, folder)
+        field = contestants(size, args.peers, args.precisions, data, args.steps, folder)
         if args.folder_command:
             job = Job("given", size, folder / "train.npy", size.micro_batches[-1], WARM_UP + args.steps, folder)
             environment = {"BENCHMARK_JOB": str(job.write(folder / "given.json"))}

@@ -231,7 +231,8 @@ def test_use_amp_means_a_precision() -> None:
     assert TrainingConfig(use_amp=True).wanted_precision == "auto"
     assert TrainingConfig(use_amp=False).wanted_precision == "fp32"
     assert TrainingConfig(precision="bf16").wanted_precision == "bf16"
-    assert "use_amp" in refusal("training.use_amp=false", "training.precision=bf16")
+    for precision in ("bf16", "int16"):
+        assert f"precision is {precision}" in refusal("training.use_amp=false", f"training.precision={precision}")
     assert "use_amp true means mixed" in refusal("training.use_amp=true", "training.precision=fp32")
 
 

@@ -37,7 +37,7 @@ def prepare() -> None:
 
     import sansgpu.cli.running
     import sansgpu.jobs.train  # noqa: F401
-    from sansgpu.machine.measurements import first_gemm_rate
+    from sansgpu.kernels.roofline import first_gemm_rate
     from sansgpu.tasks.registry import TASKS
     from sansgpu.views.page import templates
 

@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <type_traits>
 
-#include "product.h"
+#include "block_floats.h"
 
 using namespace sansgpu;
 
@@ -49,16 +49,52 @@ double error(int64_t M, int64_t N, int64_t K, int64_t gap, bool transposed, bool
   return worst;
 }
 
+constexpr int64_t SHAPES[][3] = {{64, 64, 64}, {16, 64, 80}, {1, 1, 2},    {7, 33, 30},
+                                 {13, 5, 600}, {61, 83, 78}, {70, 100, 26}};
+
 template <typename T>
 double worst_error() {
-  const int64_t shapes[][3] = {{64, 64, 64}, {16, 64, 80}, {1, 1, 2}, {7, 33, 30}, {13, 5, 600}, {61, 83, 78}, {70, 100, 26}};
   double worst = 0;
-  for (const auto& [M, N, K] : shapes)
+  for (const auto& [M, N, K] : SHAPES)
     for (int64_t kind = 0; kind < 8; ++kind)
       worst = std::max(worst, error<T>(M, N, K, kind & 1 ? 6 : 0, kind & 2, kind & 4));
   return worst;
 }
 
+// Multiplies integers of 11 bits in block floating point, which represents them exactly.
+double integer_error(int64_t M, int64_t N, int64_t K, bool transposed, bool add) {
+  const int64_t ld = padded<bfp16>(K) + 2, places = padded<bfp16>(K);
+  Buffer<float> A(M * K), B(K * N), C(M * N), before(M * N);
+  Buffer<bfp16> left(M * ld), right(round_up(N, COLUMNS) * places);
+  const auto integer = [] { return draw(), static_cast<float>(static_cast<int>(state >> 21) - 1024); };
+  for (int64_t i = 0; i < M * K; ++i) A[i] = integer();
+  for (int64_t i = 0; i < K * N; ++i) B[i] = integer();
+  for (int64_t i = 0; i < M * N; ++i) before[i] = C[i] = integer();
+  pack_rows({A, K, false}, M, K, left, ld);
+  pack_columns({B, transposed ? K : N, transposed}, N, K, right);
+  for (int64_t j = 0; j < N; j += PANEL<bfp16>)
+    product<bfp16>(M, std::min(PANEL<bfp16>, N - j), places, left, ld, right + j * places, PANEL<bfp16>, C + j, N, add);
+  double worst = 0;
+  for (int64_t i = 0; i < M; ++i)
+    for (int64_t j = 0; j < N; ++j) {
+      double sum = add ? before[i * N + j] : 0, magnitude = std::fabs(sum);
+      for (int64_t k = 0; k < K; ++k) {
+        const double term = static_cast<double>(A[i * K + k]) * B[transposed ? j * K + k : k * N + j];
+        sum += term;
+        magnitude += std::fabs(term);
+      }
+      worst = std::max(worst, std::fabs(C[i * N + j] - sum) / (4 * std::ldexp(1.0, -24) * magnitude + 1e-30));
+    }
+  return worst;
+}
+
+double worst_integer_error() {
+  double worst = 0;
+  for (const auto& [M, N, K] : SHAPES)
+    for (int64_t kind = 0; kind < 4; ++kind) worst = std::max(worst, integer_error(M, N, K, kind & 1, kind & 2));
+  return worst;
+}
+
 }  // namespace
 
-int main() { std::printf("%.3f %.3f\n", worst_error<float>(), worst_error<bf16>()); }
+int main() { std::printf("%.3f %.3f %.3f\n", worst_error<float>(), worst_error<bf16>(), worst_integer_error()); }

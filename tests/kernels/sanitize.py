@@ -36,9 +36,9 @@ x, out = torch.ones(64), torch.empty(64)
 library.call("activation", 9, False, x, None, out, 64)
 """
 TWO_THREADS_IN_ONE_PLACE = """
-from sansgpu.kernels.matmul import Matmul, multiply
+from sansgpu.kernels.matmul import Matmul, MatmulPrecision, multiply
 a, out = (torch.ones(512, 512, dtype=torch.bfloat16) for _ in range(2))
-multiply(a.dtype, *(Matmul(a, a, out) for _ in range(4)))
+multiply(MatmulPrecision.of(a.dtype), *(Matmul(a, a, out) for _ in range(4)))
 """
 
 

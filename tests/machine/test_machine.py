@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from sansgpu.config import TrainingConfig
+from sansgpu.kernels.roofline import first_gemm_rate, resolve_precision
 from sansgpu.machine import probe
 from sansgpu.machine.launch import CONTENDED_SPINS, SPINS, make_cublas_deterministic, set_openmp
-from sansgpu.machine.measurements import assumed_seconds, cached_measurement, first_gemm_rate
+from sansgpu.machine.measurements import assumed_seconds, cached_measurement
 from sansgpu.machine.memory import effective_batch, micro_batch_choices, usual_micro_batch
 from sansgpu.machine.torch_compile import missing_compiler, resolve_compile
 
@@ -97,9 +98,9 @@ def test_a_measurement_disturbed_by_another_program_is_not_kept(tmp_path: Path) 
 
 def test_precision_is_what_was_asked_for_and_auto_is_the_faster() -> None:
     cpu = torch.device("cpu")
-    assert probe.resolve_precision(TrainingConfig(precision="fp32"), cpu) == "fp32"
-    assert probe.resolve_precision(TrainingConfig(precision="bf16"), cpu) == "bf16"
-    automatic = probe.resolve_precision(TrainingConfig(), cpu)
+    assert resolve_precision(TrainingConfig(precision="fp32"), cpu) == "fp32"
+    assert resolve_precision(TrainingConfig(precision="bf16"), cpu) == "bf16"
+    automatic = resolve_precision(TrainingConfig(), cpu)
     if automatic == "bf16":
         assert probe.has_native_bf16()
         threads = torch.get_num_threads()

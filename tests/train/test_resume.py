@@ -161,10 +161,12 @@ def test_workers_and_prefetch_change_nothing(home: Path, straight: Path) -> None
     assert outcome(run) == outcome(straight) == outcome(more)
 
 
-def test_the_number_of_threads_changes_nothing_where_our_kernels_run(home: Path) -> None:
+@pytest.mark.parametrize("precision", ["auto", "int16"])
+def test_the_number_of_threads_changes_nothing_where_our_kernels_run(home: Path, precision: str) -> None:
     """Micro-batches of 256 tokens or more, for which matmuls are ours."""
-    large = {"model__max_seq_len": 128, "training__max_steps": 3, "training__precision": "auto"}
-    runs = [completed(home, f"threads-{n}", apart=n > 1, training__threads=n, **large) for n in (1, 2)]
+    large = {"model__max_seq_len": 128, "training__max_steps": 3, "training__precision": precision}
+    names = ((n, f"threads-{n}-{precision}") for n in (1, 2))
+    runs = [completed(home, name, apart=n > 1, training__threads=n, **large) for n, name in names]
     assert digests(runs[0]) == digests(runs[1])
 
 
@@ -181,6 +183,7 @@ def test_another_seed_gives_another_model(home: Path, straight: Path) -> None:
         {"training__window_warmup_ratio": 0.8, "model__max_seq_len": 128},
         {"training__compile": "on", "training__kernels": "torch"},
         {"training__precision": "bf16"},
+        {"training__precision": "int16", "model__max_seq_len": 128},
     ],
 )
 @pytest.mark.long

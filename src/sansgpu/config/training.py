@@ -40,7 +40,7 @@ def default_learning_rate(optimizer: str, width: float, own: float | None = None
 
 
 Device = Literal["auto", "cpu", "cuda"]
-Precision = Literal["auto", "fp32", "bf16"]
+Precision = Literal["auto", "fp32", "bf16", "int16"]
 
 
 def _switch(value: object) -> object:
@@ -205,8 +205,8 @@ class TrainingConfig(Section):
     )
     precision: Precision = Field(
         "auto",
-        description="precision of matrix products; auto: bf16 if the device supports it natively and it is faster "
-        "than fp32",
+        description="precision of matrix products; int16: of 16-bit integers in block floating point, for processors "
+        "without bf16; auto: bf16 if the device supports it natively and it is faster than fp32",
     )
     use_amp: bool | None = Field(None, description="true: same as precision auto; false: same as precision fp32")
     compile: Switch = Field(
@@ -313,13 +313,16 @@ class TrainingConfig(Section):
             raise ValueError(
                 f"adapt_threads requires threads auto, but threads is {self.threads}; change one of the two"
             )
-        if self.use_amp is False and self.precision == "bf16":
-            raise ValueError("use_amp false means precision fp32, but precision is bf16; remove one of the two")
+        if self.use_amp is False and self.precision in ("bf16", "int16"):
+            raise ValueError(
+                f"use_amp false means precision fp32, but precision is {self.precision}; remove one of the two"
+            )
         if self.use_amp and self.precision == "fp32":
             raise ValueError("use_amp true means mixed precision, but precision is fp32; remove one of the two")
-        if self.master_weights == "bf16" and self.wanted_precision == "fp32":
+        if self.master_weights == "bf16" and self.wanted_precision in ("fp32", "int16"):
             raise ValueError(
-                "master_weights bf16 requires precision bf16, but precision is fp32; change one of the two"
+                f"master_weights bf16 requires precision bf16, but precision is {self.wanted_precision}; "
+                "change one of the two"
             )
         narrow = next((k for k in ("master_weights", "optimizer_state") if getattr(self, k) != "fp32"), None)
         if self.sharding == "full" and narrow:

@@ -24,8 +24,8 @@ from sansgpu.data.sources import dataset_files, open_single
 from sansgpu.files.atomic import atomic_write, write_failures_as
 from sansgpu.files.ownership import require_file
 from sansgpu.files.reading import require_regular_file
+from sansgpu.kernels.roofline import resolve_precision
 from sansgpu.machine.private_folder import make_private, private_cache
-from sansgpu.machine.probe import resolve_precision
 from sansgpu.models.formats.weights import weights_sha256
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.tasks.embed.index import FoundPassage, PassageIndex, PassageRules, Spans, require_usearch

@@ -40,7 +40,7 @@ from sansgpu.machine.launch import has_random_hashes
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.monitor import Monitor
 from sansgpu.machine.probe import describe_machine
-from sansgpu.models.modules import compile_blocks
+from sansgpu.models.modules import compile_blocks, multiply_integers
 from sansgpu.planning.resolve import ResolveOptions, resolve_run
 from sansgpu.tasks.registry import task_of
 from sansgpu.tasks.task import ComparedWithReference, Task
@@ -264,6 +264,8 @@ def _run(
     execution, paths = run.execution, run.paths
     if isinstance(task, ComparedWithReference):
         task.compute_reference(execution.device, execution.precision, run.cache, output.progress, execution.group)
+    if execution.precision == "int16":
+        multiply_integers(task.model)
     if execution.compile == "on":
         compile_blocks(task.model)
     sinks = Sinks(output.sinks)

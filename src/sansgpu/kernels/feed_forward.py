@@ -15,9 +15,10 @@ from sansgpu.kernels.linear import (
     multiply_each,
     parameter_gradients,
     parameters_of,
+    precision_of,
     use_kernel,
 )
-from sansgpu.kernels.matmul import Matmul, sum_of_matmuls
+from sansgpu.kernels.matmul import Matmul, MatmulPrecision, sum_of_matmuls
 from sansgpu.kernels.pointwise import Activation, activate
 
 
@@ -29,8 +30,9 @@ def feed_forward(
     if not use_kernel(x, *inner, down):
         out: torch.Tensor = down(activate(activation, *[layer(x) for layer in inner]))
         return out
-    parameters = parameters_of([*inner, down])
-    return cast(torch.Tensor, _FeedForwardFunction.apply(x, activation, gradient_sums(parameters), *parameters))
+    parameters, precision = parameters_of([*inner, down]), precision_of(x, *inner, down)
+    result = _FeedForwardFunction.apply(x, precision, activation, gradient_sums(parameters), *parameters)
+    return cast(torch.Tensor, result)
 
 
 class _FeedForwardFunction(torch.autograd.Function):
@@ -40,6 +42,7 @@ class _FeedForwardFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
+        precision: MatmulPrecision,
         activation: Activation,
         targets: list[GradientSum | None],
         *parameters: torch.Tensor | None,
@@ -50,9 +53,9 @@ class _FeedForwardFunction(torch.autograd.Function):
         first, second = inputs[0], inputs[1] if len(inputs) > 1 else None
         activated = torch.empty_like(first)
         down, (out,) = multiply_each(activated, weights[-1:], biases[-1:])
-        _call("feed_forward", activation, ups, down, first, second, activated)
-        ctx.of_x, _, _, *ctx.needed = ctx.needs_input_grad
-        ctx.activation, ctx.shape, ctx.targets = activation, x.shape, targets
+        _call("feed_forward", precision, activation, ups, down, first, second, activated)
+        ctx.of_x, _, _, _, *ctx.needed = ctx.needs_input_grad
+        ctx.precision, ctx.activation, ctx.shape, ctx.targets = precision, activation, x.shape, targets
         ctx.save_for_backward(rows if any(ctx.needed[:-2:2]) else None, first, second, *weights)
         return out.view(*x.shape[:-1], -1)
 
@@ -71,15 +74,21 @@ class _FeedForwardFunction(torch.autograd.Function):
             matmuls += sum_of_matmuls([*zip(grads, weights, strict=True)], x_grad.view(-1, ctx.shape[-1]))
         inputs, outputs = (activated_grad, first, second), (grads[0], grads[1] if second is not None else None)
         of_activated = [Matmul(grad, down, activated_grad)]
-        _call("feed_forward_gradient", ctx.activation, of_activated, matmuls, *inputs, *outputs, activated)
-        return x_grad, None, None, *gradients
+        options = ctx.precision, ctx.activation
+        _call("feed_forward_gradient", *options, of_activated, matmuls, *inputs, *outputs, activated)
+        return x_grad, None, None, None, *gradients
 
 
 def _call(
-    kernel: str, activation: Activation, before: list[Matmul], after: list[Matmul], *tensors: torch.Tensor | None
+    kernel: str,
+    precision: MatmulPrecision,
+    activation: Activation,
+    before: list[Matmul],
+    after: list[Matmul],
+    *tensors: torch.Tensor | None,
 ) -> None:
     """Calls a kernel of native/feed_forward.cpp; the last of the activation's tensors is its result."""
     activated = cast(torch.Tensor, tensors[-1])
     first, second = (tuple(matmul.struct for matmul in matmuls) for matmuls in (before, after))
-    narrow, lists = activated.dtype == torch.bfloat16, (first, len(first), second, len(second))
-    library.call(kernel, narrow, *lists, int(activation), *tensors, activated.numel())
+    lists = (first, len(first), second, len(second))
+    library.call(kernel, int(precision), *lists, int(activation), *tensors, activated.numel())

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from sansgpu.kernels import library
 from sansgpu.kernels.block_quantization import NOT_QUANTIZED, QuantizedWeight, by_number, dequantize_rows, row_length
 from sansgpu.kernels.c_functions import structs
-from sansgpu.kernels.matmul import is_native
+from sansgpu.kernels.matmul import MatmulPrecision, is_native, matmul_precision
 
 MAX_RANK = 64  # above this, adding products in fp32 takes longer than separate matmuls
 
@@ -26,6 +26,11 @@ class _FrozenLayer(NamedTuple):
     weight: torch.Tensor  # (O, I), or the data of a quantized weight
     format: int  # the number of the block format of the data, or NOT_QUANTIZED
     bias: torch.Tensor | None  # (O,)
+    integer: bool  # multiplies fp32 inputs with it in INT16
+
+    def precision(self, x: torch.Tensor) -> MatmulPrecision:
+        """Returns the precision of the products of x with the weight; those of an adapter are in the dtype of x."""
+        return matmul_precision(x.dtype, self.integer)
 
 
 def lora_linear(
@@ -36,13 +41,16 @@ def lora_linear(
     first: torch.Tensor,
     second: torch.Tensor,
     scale: float,
+    integer: bool = False,
 ) -> torch.Tensor:
     """Computes x W^T + bias + scale (dropped A^T) B^T; W and bias get no gradient. `dropped` is x after dropout, or x.
 
-    x and dropped (N, I), weight W (O, I), bias (O,), first A (R, I), second B (O, R); returns (N, O).
+    x and dropped (N, I), weight W (O, I), bias (O,), first A (R, I), second B (O, R); returns (N, O). With `integer`,
+    fp32 inputs are multiplied with W in INT16.
     """
     if is_native(x, dropped, weight, first, second):
-        return _native_lora_linear(x, dropped, _FrozenLayer(weight, NOT_QUANTIZED, bias), first, second, scale)
+        frozen_layer = _FrozenLayer(weight, NOT_QUANTIZED, bias, integer)
+        return _native_lora_linear(x, dropped, frozen_layer, first, second, scale)
     frozen = F.linear(x, weight.detach(), None if bias is None else bias.detach().to(x.dtype))
     return _add_lora(frozen, dropped, first, second, scale)
 
@@ -85,11 +93,11 @@ class _LoraFunction(torch.autograd.Function):
         y, h = x.new_empty(len(x), len(frozen.weight)), x.new_empty(len(x), len(first))
         ctx.save_for_backward(source, frozen.weight, first, second, h)
         ctx.format, ctx.scale, ctx.separate, ctx.sizes = frozen.format, scale, dropped is not None, sizes
+        ctx.precision = frozen.precision(x)
         bias = None if frozen.bias is None else frozen.bias.float().contiguous()
         layer = (tensor.contiguous() for tensor in (frozen.weight, first, second))
         inputs = (tensor.contiguous() for tensor in (x, source))
-        narrow = x.dtype == torch.bfloat16
-        library.call("lora_forward", narrow, frozen.format, sizes, *layer, scale, *inputs, bias, h, y)
+        library.call("lora_forward", int(ctx.precision), frozen.format, sizes, *layer, scale, *inputs, bias, h, y)
         return y
 
     @staticmethod
@@ -100,8 +108,7 @@ class _LoraFunction(torch.autograd.Function):
         grads = x_grad, source_grad, first.new_empty(first.shape), second.new_empty(second.shape)
         layer = (tensor.contiguous() for tensor in (weight, first, second))
         inputs = (tensor.contiguous() for tensor in (grad_outputs[0], source, h))
-        narrow = source.dtype == torch.bfloat16
-        library.call("lora_backward", narrow, ctx.format, ctx.sizes, *layer, ctx.scale, *inputs, *grads)
+        library.call("lora_backward", int(ctx.precision), ctx.format, ctx.sizes, *layer, ctx.scale, *inputs, *grads)
         return *grads, None, None
 
 
@@ -118,13 +125,17 @@ def _sizes(x: torch.Tensor, frozen: _FrozenLayer, first: torch.Tensor, second: t
     return structs()["LoraSizes"](N=rows, I=inputs, O=outputs, R=rank)
 
 
-def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def quantized_linear(
+    x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None, integer: bool = False
+) -> torch.Tensor:
     """Computes x W^T + bias for x (N, I), W (O, I) and bias (O,); returns (N, O). W and bias get no gradient.
 
-    W is dequantized to the dtype of x, or to fp32 if the kernel multiplies only a few rows.
+    W is dequantized to the dtype of x, or to fp32 if the kernel multiplies only a few rows. With `integer`, more rows
+    in fp32 are multiplied in INT16.
     """
     _require_fit(x, weight, bias)
-    return cast(torch.Tensor, _FrozenLinearFunction.apply(x, weight.data, weight.format.number, bias))
+    frozen = _FrozenLayer(weight.data, weight.format.number, bias, integer)
+    return cast(torch.Tensor, _FrozenLinearFunction.apply(x, frozen))
 
 
 def quantized_lora_linear(
@@ -135,6 +146,7 @@ def quantized_lora_linear(
     first: torch.Tensor,
     second: torch.Tensor,
     scale: float,
+    integer: bool = False,
 ) -> torch.Tensor:
     """Computes `lora_linear` with a quantized weight: x W^T + bias + scale (dropped A^T) B^T.
 
@@ -142,42 +154,38 @@ def quantized_lora_linear(
     """
     _require_fit(x, weight, bias)
     if is_native(x, dropped, first, second):
-        frozen = _FrozenLayer(weight.data, weight.format.number, bias)
+        frozen = _FrozenLayer(weight.data, weight.format.number, bias, integer)
         return _native_lora_linear(x, dropped, frozen, first, second, scale)
     return _add_lora(quantized_linear(x, weight, bias), dropped, first, second, scale)
 
 
 class _FrozenLinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, data: torch.Tensor, format: int, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.format = format
+    def forward(ctx: Any, x: torch.Tensor, frozen: _FrozenLayer) -> torch.Tensor:
+        data, format, bias, _ = frozen
+        ctx.format, ctx.precision = format, frozen.precision(x)
         ctx.save_for_backward(data)
         if not is_native(x):
             weight = dequantize_rows(data, by_number(format), x.dtype)
             return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
         y = x.new_empty(len(x), len(data))
         bias = None if bias is None else bias.float().contiguous()
-        _call("quantized_forward", x, data, format, (*x.shape, len(data)), bias, y)
+        operands = data.contiguous(), x.contiguous(), bias, y
+        library.call("quantized_forward", int(ctx.precision), format, *x.shape, len(data), *operands)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,), (data,), stored = grad_outputs, ctx.saved_tensors, by_number(ctx.format)
         if not is_native(grad):
-            return grad @ dequantize_rows(data, stored, grad.dtype), None, None, None
+            return grad @ dequantize_rows(data, stored, grad.dtype), None
         x_grad = grad.new_empty(len(grad), data.shape[1] // stored.bytes * stored.block)
-        _call("quantized_backward", grad, data, ctx.format, (*x_grad.shape, len(data)), x_grad)
-        return x_grad, None, None, None
+        operands = data.contiguous(), grad.contiguous(), x_grad
+        library.call("quantized_backward", int(ctx.precision), ctx.format, *x_grad.shape, len(data), *operands)
+        return x_grad, None
 
 
 def _require_fit(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
     shape = (weight.outputs, weight.inputs)
     if x.ndim != 2 or x.shape[1] != weight.inputs or (bias is not None and bias.shape != (weight.outputs,)):
         raise RuntimeError(f"an input of shape {tuple(x.shape)} does not match a quantized weight of shape {shape}.")
-
-
-def _call(
-    name: str, rows: torch.Tensor, data: torch.Tensor, format: int, sizes: tuple[int, ...], *rest: torch.Tensor | None
-) -> None:
-    narrow = rows.dtype == torch.bfloat16
-    library.call(name, narrow, format, *sizes, data.contiguous(), rows.contiguous(), *rest)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sansgpu.kernels.matmul import Matmul, is_native, multiply, sum_of_matmuls
+from sansgpu.kernels.matmul import Matmul, MatmulPrecision, is_native, matmul_precision, multiply, sum_of_matmuls
 
 # With fewer rows, as in generation, torch is faster. With more rows, torch compiles a matmul for each new number of
 # rows, and packed examples have a new one in every micro-batch. Compiling takes milliseconds, and the code stays in
@@ -66,7 +66,12 @@ def autocasted(x: torch.Tensor) -> torch.Tensor:
 
 
 class Linear(nn.Linear):
-    """nn.Linear with our matmuls where they are at least as fast: (..., inputs) -> (..., outputs)."""
+    """nn.Linear with our matmuls where they are at least as fast: (..., inputs) -> (..., outputs).
+
+    With `integer`, matmuls of fp32 tensors are computed in INT16, forward and backward; see MatmulPrecision.
+    """
+
+    integer = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         x = autocasted(input)
@@ -79,7 +84,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Computes F.linear with our kernel, whose results do not depend on the number of threads; x (N, inputs)."""
     if not is_native(x, weight):
         return F.linear(x, weight)
-    product: torch.Tensor = _LinearFunction.apply(x, [None], weight, None)[0]
+    product: torch.Tensor = _LinearFunction.apply(x, MatmulPrecision.of(x.dtype), [None], weight, None)[0]
     return product
 
 
@@ -92,6 +97,11 @@ def use_kernel(x: torch.Tensor, *layers: Linear) -> bool:
     plain = [weight for weight in weights if weight is not None]
     large = x.numel() >= MIN_ROWS * layers[0].in_features
     return large and len(plain) == len(weights) and is_native(x, *plain)
+
+
+def precision_of(x: torch.Tensor, *layers: Linear) -> MatmulPrecision:
+    """Returns the precision in which these layers multiply x, already in autocast's dtype."""
+    return matmul_precision(x.dtype, all(layer.integer for layer in layers))
 
 
 def linear_each(x: torch.Tensor, *layers: Linear) -> tuple[torch.Tensor, ...]:
@@ -145,22 +155,26 @@ def parameter_gradients(
 
 def _apply(x: torch.Tensor, *layers: Linear) -> tuple[torch.Tensor, ...]:
     parameters = parameters_of(layers)
-    results = _LinearFunction.apply(x, gradient_sums(parameters), *parameters)
+    results = _LinearFunction.apply(x, precision_of(x, *layers), gradient_sums(parameters), *parameters)
     return cast(tuple[torch.Tensor, ...], results)
 
 
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, targets: list[GradientSum | None], *parameters: torch.Tensor | None
+        ctx: Any,
+        x: torch.Tensor,
+        precision: MatmulPrecision,
+        targets: list[GradientSum | None],
+        *parameters: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         weights, biases = cast(tuple[torch.Tensor, ...], parameters[::2]), parameters[1::2]
         rows = x.reshape(-1, x.shape[-1])
-        of_x, _, *ctx.needed = ctx.needs_input_grad
-        ctx.targets, ctx.shape = targets, x.shape
+        of_x, _, _, *ctx.needed = ctx.needs_input_grad
+        ctx.precision, ctx.targets, ctx.shape = precision, targets, x.shape
         ctx.save_for_backward(rows if any(ctx.needed[::2]) else None, *(weights if of_x else ()))
         matmuls, results = multiply_each(rows, weights, biases)
-        multiply(x.dtype, *matmuls)
+        multiply(precision, *matmuls)
         return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in results)
 
     @staticmethod
@@ -172,5 +186,5 @@ class _LinearFunction(torch.autograd.Function):
         if weights:
             x_grad = grads[0].new_empty(ctx.shape)
             matmuls += sum_of_matmuls([*zip(grads, weights, strict=True)], x_grad.view(-1, ctx.shape[-1]))
-        multiply(grads[0].dtype, *matmuls)
-        return x_grad, None, *found
+        multiply(ctx.precision, *matmuls)
+        return x_grad, None, None, *found

@@ -6,17 +6,40 @@ a (M, K) times b (K, N). As in torch, a matrix may be a transposed view.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 
 import torch
 
 from sansgpu.kernels import library
-from sansgpu.kernels.c_functions import structs
+from sansgpu.kernels.c_functions import constants, structs
+
+
+class MatmulPrecision(IntEnum):
+    """The numbers that are multiplied: the operands as they are, or 16-bit integers made from fp32 operands.
+
+    The integers are block floating point: 512 consecutive terms of a row share a power of two as their scale, and each
+    has 12 bits (native/block_floats.h). Results are fp32.
+    """
+
+    FP32 = constants()["FP32"]
+    BF16 = constants()["BF16"]
+    INT16 = constants()["INT16"]
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> MatmulPrecision:
+        """Returns the precision that multiplies operands of this dtype as they are."""
+        return cls.BF16 if dtype == torch.bfloat16 else cls.FP32
 
 
 def is_native(*matrices: torch.Tensor) -> bool:
     """Returns True if our kernel supports these matrices; otherwise torch must multiply them."""
     dtype = matrices[0].dtype
     return library.takes(*matrices) and all(m.dtype == dtype and m.numel() > 0 for m in matrices)
+
+
+def matmul_precision(dtype: torch.dtype, integer: bool) -> MatmulPrecision:
+    """Returns the precision of matmuls with operands of this dtype: INT16 for fp32 if `integer`."""
+    return MatmulPrecision.INT16 if integer and dtype == torch.float32 else MatmulPrecision.of(dtype)
 
 
 class Matmul:
@@ -54,9 +77,9 @@ class Matmul:
         )
 
 
-def multiply(dtype: torch.dtype, *matmuls: Matmul) -> None:
-    """Computes matmuls with operands in `dtype`. No matmul may read the output of another one."""
-    library.call("matmuls", dtype == torch.bfloat16, tuple(matmul.struct for matmul in matmuls), len(matmuls))
+def multiply(precision: MatmulPrecision, *matmuls: Matmul) -> None:
+    """Computes matmuls whose operands are bf16 for BF16, otherwise fp32. None may read the output of another one."""
+    library.call("matmuls", int(precision), tuple(matmul.struct for matmul in matmuls), len(matmuls))
 
 
 def sum_of_matmuls(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor) -> list[Matmul]:
@@ -72,7 +95,7 @@ def sum_of_matmuls(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], out: torc
 
 def matmul_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = False) -> None:
     """Stores a (M, K) times b (K, N) in the contiguous `out` (M, N); with `add`, adds it to `out`, which is fp32."""
-    multiply(a.dtype, Matmul(a, b, out, add=add))
+    multiply(MatmulPrecision.of(a.dtype), Matmul(a, b, out, add=add))
 
 
 def _stored(matrix: torch.Tensor) -> tuple[torch.Tensor, int, bool]:

@@ -37,9 +37,14 @@ SANSGPU_CONSTANT(Q6_K_NUMBER, 4); SANSGPU_CONSTANT(Q6_K_VALUES, 256); SANSGPU_CO
 SANSGPU_KERNEL void product(int64_t narrow, int64_t repeats, int64_t M, int64_t N, int64_t K, const void* A,
     int64_t lda, const void* B, int64_t ldb, float* C, int64_t ldc, int64_t add);
 
-// native/matmul.cpp Stores C (M, N) = A (M, K) B (K, N) + bias (N,) in `out`, in the dtype of A and B. If `total` is
-// not null, A B is also stored there in fp32 (or added to it, with `add`); `out` may then be null. `bias` and
-// `row_sums` may be null; see Product in native/matmul.h.
+// native/matmul.cpp Precisions of matmuls: the dtype of their operands, or INT16 for fp32 operands that are multiplied
+// in block floating point (native/block_floats.h).
+SANSGPU_CONSTANT(FP32, 0);
+SANSGPU_CONSTANT(BF16, 1);
+SANSGPU_CONSTANT(INT16, 2);
+// Stores C (M, N) = A (M, K) B (K, N) + bias (N,) in `out`, in the dtype of A and B. If `total` is not null, A B is
+// also stored there in fp32 (or added to it, with `add`); `out` may then be null. `bias` and `row_sums` may be null;
+// see Product in native/matmul.h.
 struct Matmul {
   int64_t M, N, K;
   const void* a;
@@ -52,13 +57,13 @@ struct Matmul {
   int64_t add;
   float* row_sums;
 };
-SANSGPU_KERNEL void matmuls(int64_t narrow, const struct Matmul* list, int64_t count);
+SANSGPU_KERNEL void matmuls(int64_t precision, const struct Matmul* list, int64_t count);
 
 // native/feed_forward.cpp
-SANSGPU_KERNEL void feed_forward(int64_t narrow, const struct Matmul* before, int64_t count_before,
+SANSGPU_KERNEL void feed_forward(int64_t precision, const struct Matmul* before, int64_t count_before,
     const struct Matmul* after, int64_t count_after, int64_t kind, const void* x, const void* y, void* activated,
     int64_t N);
-SANSGPU_KERNEL void feed_forward_gradient(int64_t narrow, const struct Matmul* before, int64_t count_before,
+SANSGPU_KERNEL void feed_forward_gradient(int64_t precision, const struct Matmul* before, int64_t count_before,
     const struct Matmul* after, int64_t count_after, int64_t kind, const void* grad, const void* x, const void* y,
     void* x_grad, void* y_grad, void* activated, int64_t N);
 
@@ -131,11 +136,11 @@ SANSGPU_KERNEL void cross_entropy_hidden(int64_t narrow, int64_t format, int64_t
     void* to);
 
 // native/quantized_linear.cpp
-SANSGPU_KERNEL void quantized_forward(int64_t narrow, int64_t format, int64_t N, int64_t I, int64_t O,
+SANSGPU_KERNEL void quantized_forward(int64_t precision, int64_t format, int64_t N, int64_t I, int64_t O,
     const void* weight, const void* x, const float* bias, void* y);
-SANSGPU_KERNEL void quantized_backward(int64_t narrow, int64_t format, int64_t N, int64_t I, int64_t O,
+SANSGPU_KERNEL void quantized_backward(int64_t precision, int64_t format, int64_t N, int64_t I, int64_t O,
     const void* weight, const void* grad, void* x_grad);
-SANSGPU_KERNEL void dequantize_rows(int64_t narrow, int64_t format, int64_t O, int64_t I, const void* weight,
+SANSGPU_KERNEL void dequantize_rows(int64_t precision, int64_t format, int64_t O, int64_t I, const void* weight,
     void* values);
 
 // native/block_quantization.cpp
@@ -146,10 +151,10 @@ SANSGPU_KERNEL void quantize_q6_k(int64_t blocks, const float* values, uint8_t* 
 struct LoraSizes {
   int64_t N, I, O, R;
 };
-SANSGPU_KERNEL void lora_forward(int64_t narrow, int64_t format, const struct LoraSizes* sizes, const void* weight,
+SANSGPU_KERNEL void lora_forward(int64_t precision, int64_t format, const struct LoraSizes* sizes, const void* weight,
     const void* first, const void* second, double scale, const void* x, const void* source, const float* bias,
     void* h, void* y);
-SANSGPU_KERNEL void lora_backward(int64_t narrow, int64_t format, const struct LoraSizes* sizes, const void* weight,
+SANSGPU_KERNEL void lora_backward(int64_t precision, int64_t format, const struct LoraSizes* sizes, const void* weight,
     const void* first, const void* second, double scale, const void* grad, const void* source, const void* h,
     void* x_grad, void* source_grad, void* first_grad, void* second_grad);
 

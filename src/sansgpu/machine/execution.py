@@ -42,7 +42,7 @@ class Execution:
 
     micro_batch: int = 1
     accumulation: int = 1  # micro-batches of a step in each process
-    precision: str = "fp32"  # or bf16
+    precision: str = "fp32"  # of matmuls: fp32, bf16, or int16 for integers made from fp32 tensors
     compile: str = "off"  # or on
     kernels: str = "torch"  # or native and the instruction set
     optimizer: str = "adamw"  # adamw | adam | sgd | muon
@@ -55,11 +55,16 @@ class Execution:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of matrix products."""
+        """The dtype of the operands of matmuls, and of saved activations."""
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
+    @property
+    def compute_dtype_name(self) -> str:
+        """The name of `compute_dtype`: bf16 or fp32."""
+        return "bf16" if self.precision == "bf16" else "fp32"
+
     def autocast(self) -> torch.autocast:
-        """Returns a context for mixed precision: matmuls in the compute dtype, weights and sums in fp32."""
+        """Returns a context for mixed precision: matmuls of operands in the compute dtype, weights and sums in fp32."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
     def synchronize(self) -> None:

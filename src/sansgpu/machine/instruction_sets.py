@@ -26,13 +26,17 @@ class InstructionSet:
     bf16: bool = False  # it multiplies bf16 faster than fp32
 
 
+_AVX2 = ("avx2", "fma3", "bmi2", "f16c")
 _AVX512 = ("avx512_f", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_vl", "avx2", "fma3")
+_AVX512_BF16 = (*_AVX512, "avx512_vnni", "avx512_bf16")
 X86 = (
     InstructionSet("portable"),
-    InstructionSet("avx2", ("avx2", "fma3", "bmi2", "f16c")),
+    InstructionSet("avx2", _AVX2),
+    InstructionSet("avx_vnni", (*_AVX2, "avx_vnni")),
     InstructionSet("avx512", _AVX512),
-    InstructionSet("avx512_bf16", (*_AVX512, "avx512_bf16"), bf16=True),
-    InstructionSet("amx", (*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"), bf16=True),
+    InstructionSet("avx512_vnni", (*_AVX512, "avx512_vnni")),
+    InstructionSet("avx512_bf16", _AVX512_BF16, bf16=True),
+    InstructionSet("amx", (*_AVX512_BF16, "amx_tile", "amx_bf16"), bf16=True),
 )
 ARM = (
     InstructionSet("portable"),  # no NEON intrinsics, although every 64-bit ARM processor has NEON

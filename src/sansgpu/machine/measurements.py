@@ -1,4 +1,4 @@
-"""Measurements of this machine, cached on the disk, and the peak rate of matrix products, which MFU is relative to."""
+"""Measurements of this machine, cached on the disk, and the duration of a run that is assumed without any."""
 
 from __future__ import annotations
 
@@ -7,21 +7,17 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from sansgpu.files.atomic import PRIVATE_MODE, make_folder, write_text
 from sansgpu.machine.description import processor
 from sansgpu.machine.monitor import LoadMeter
-from sansgpu.machine.probe import is_emulated
-from sansgpu.machine.roofline import gemm_rate
 
 BUSY_CORES = 0.25  # a measurement is not cached if other programs used more cores than this
 MIN_SECONDS = 0.5  # shorter measurements are always cached: the kernel's CPU times are too coarse to judge them
 # FLOP/s of a step per core. Assumed rather than measured, so that decisions that depend on it are reproducible.
-ASSUMED_FLOPS_PER_SECOND = {"fp32": 35e9, "bf16": 80e9}
-GEMM_SIZE = 2048  # large enough for the peak rate, and takes only tenths of a second on a slow core
+ASSUMED_FLOPS_PER_SECOND = {"fp32": 35e9, "bf16": 80e9, "int16": 55e9}
 
 
 def cached_measurement(cache: Path, question: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -44,7 +40,7 @@ def cached_measurement(cache: Path, question: dict[str, Any], measure: Callable[
     return answer
 
 
-def _best_measurement(cache: Path, question: dict[str, Any], measured: float) -> float:
+def best_measurement(cache: Path, question: dict[str, Any], measured: float) -> float:
     """Returns the largest answer to `question` ever measured on this processor model, and caches it.
 
     Read and write errors of the cache are ignored.
@@ -81,28 +77,6 @@ def _write(path: Path, question: str, answer: Any) -> None:
 def assumed_seconds(total_flops: float, precision: str, threads: int) -> float:
     """Returns the assumed duration of a run with these total FLOPs."""
     return total_flops / (ASSUMED_FLOPS_PER_SECOND[precision] * threads)
-
-
-def peak_gemm_rate(
-    folder: Path, precision: str, device: str, threads: int, processes: int = 1, again: bool = False
-) -> float:
-    """Returns the best rate of a square product in FLOP/s that was measured here, now or earlier.
-
-    Other programs make a measurement too low, never too high, so the cache `folder` keeps the best one. Each process
-    measures once, and once more with `again`. `threads` and `processes`, the run's number of processes on this machine,
-    only distinguish cached results. Emulated bf16 counts as fp32, because its products are computed in fp32.
-    """
-    if is_emulated(precision, device):
-        precision = "fp32"
-    question = {"gemm": GEMM_SIZE, "precision": precision, "device": device, "threads": threads, "processes": processes}
-    rate = gemm_rate(GEMM_SIZE, precision, device) if again else first_gemm_rate(precision, device, threads)
-    return _best_measurement(folder, question, rate)
-
-
-@cache
-def first_gemm_rate(precision: str, device: str, threads: int) -> float:
-    """Measures the rate in FLOP/s once per process; `threads` only distinguishes cached results."""
-    return gemm_rate(GEMM_SIZE, precision, device)
 
 
 def flops_utilization(reached: float, peak: float) -> float | None:

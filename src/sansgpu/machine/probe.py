@@ -20,10 +20,8 @@ from sansgpu.machine import cgroup, cores, instruction_sets
 from sansgpu.machine.address_space import address_space_left, address_space_limit
 from sansgpu.machine.distributed.group import Group
 from sansgpu.machine.distributed.world import threads_from_environment
-from sansgpu.machine.roofline import product_seconds
 from sansgpu.version import __version__
 
-LAYER_TOKENS, LAYER_WIDTH = 1024, 768  # a typical layer, timed to choose the precision
 # Address space that a run reserves and does not use: stacks and heaps of threads, libraries. Measured: 460 to 750 MB.
 RESERVED_BYTES = 640 << 20
 MAX_THREADS, MAX_THREADS_PER_CPU = 512, 16  # a thread count is valid up to the larger limit; OpenMP may abort beyond
@@ -175,25 +173,6 @@ def has_native_bf16() -> bool:
 def is_emulated(precision: str, device: str) -> bool:
     """Returns whether `device` has no instructions for products in this precision."""
     return precision == "bf16" and device == "cpu" and not has_native_bf16()
-
-
-def resolve_precision(training: TrainingConfig, device: torch.device) -> str:
-    """Returns `fp32` or `bf16`; `auto` becomes bf16 if the processor supports it and timed products are faster."""
-    precision = training.wanted_precision
-    if precision != "auto":
-        return precision
-    if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    faster = has_native_bf16() and layer_seconds("bf16") < layer_seconds("fp32")
-    return "bf16" if faster else "fp32"
-
-
-def layer_seconds(precision: str) -> float:
-    """Times the products of a typical linear layer.
-
-    Flags do not suffice: virtual machines may emulate bf16, and an emulation may be slow in only one layout.
-    """
-    return product_seconds(LAYER_TOKENS, (LAYER_WIDTH, LAYER_WIDTH), precision, min_seconds=0.0)
 
 
 def describe_machine(environment: Mapping[str, object]) -> dict[str, object]:

@@ -14,7 +14,7 @@ from sansgpu.kernels.newton_schulz import newton_schulz_flops
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import Memory
 
-FULL, COMPUTE = 4, {"fp32": 4, "bf16": 2}  # bytes per value: fp32, and the compute dtype of each precision
+FULL, HALF = 4, 2  # bytes of an fp32 and of a bf16 value
 # Bytes of optimizer state for (a weight of a hidden matrix, any other weight), by (optimizer, optimizer_state).
 _8BIT = 2.0 + 8 / 256  # two 8-bit moments, and their fp32 scales per block of 256
 MOMENTS = {
@@ -118,7 +118,7 @@ class Costs(ABC):
         """Estimates the peak memory of a step in bytes. `benchmarks/memory.py` compares the estimate with real runs."""
         weights, matrices, accumulated = self.trained(), self.trained_matrices(), execution.accumulation > 1
         # Gradients of matrices have the compute dtype, unless they are accumulated over micro-batches.
-        gradients = (FULL if accumulated else COMPUTE[execution.precision]) * matrices + FULL * (weights - matrices)
+        gradients = (FULL if accumulated else execution.compute_dtype.itemsize) * matrices + FULL * (weights - matrices)
         moments, activations = self.moment_bytes(execution), self.saved_bytes(execution)
         if self.model.gradient_checkpointing:
             activations += self.layers * FULL * self.micro_batch_tokens(execution) * self.width
@@ -152,7 +152,7 @@ class Costs(ABC):
 
     def weight_bytes(self, execution: Execution) -> int:
         """Returns the bytes of the weights and, if the compute dtype is bf16, of their copies in bf16."""
-        compute = COMPUTE[execution.precision]
+        compute = execution.compute_dtype.itemsize
         if self.training.master_weights == "bf16":
             return self.trained() * compute
         return self.trained() * (FULL + (compute if compute < FULL else 0))
@@ -187,7 +187,7 @@ def cross_entropy_bytes(execution: Execution, tokens: int, head: tuple[int, int]
 
     `head` is the (inputs, outputs) of the head. Its weight's gradient counts if it is `trained`.
     """
-    (width, outputs), compute = head, COMPUTE[execution.precision]
+    (width, outputs), compute = head, execution.compute_dtype.itemsize
     rows, per_logit = (CHUNK_ROWS, compute) if execution.kernels != "torch" else (PLAIN_ROWS, compute + 5 * FULL)
     logits = min(tokens, rows) * outputs * per_logit + tokens * width * (2 * compute + 2 * FULL)
     if trained:

@@ -14,7 +14,6 @@ from torch import nn
 
 from sansgpu.machine.execution import Execution
 from sansgpu.models.costing import (
-    COMPUTE,
     FULL,
     Costs,
     LinearShapes,
@@ -179,7 +178,7 @@ class ModuleCosts(Costs):
 
     def traffic(self, execution: Execution) -> StepTraffic:
         memory, trained = self.memory(execution), self.trained()
-        update = 2.0 * (memory.optimizer + FULL * trained) + COMPUTE[execution.precision] * 2 * trained
+        update = 2.0 * (memory.optimizer + FULL * trained) + execution.compute_dtype.itemsize * 2 * trained
         return StepTraffic(update, 2.0 * execution.accumulation * memory.activations)
 
     def trained(self) -> int:
@@ -191,7 +190,7 @@ class ModuleCosts(Costs):
     def saved_bytes(self, execution: Execution) -> int:
         shape = self.shape
         fused = shape.fused if execution.kernels != "torch" else None
-        width, inner = (_FUSED_SAVED_BYTES[fused] if fused else _SAVED_BYTES)[execution.precision]
+        width, inner = (_FUSED_SAVED_BYTES[fused] if fused else _SAVED_BYTES)[execution.compute_dtype_name]
         up_projections = dict(shape.products).get((shape.width, shape.inner), 1)
         per_token = width * shape.width + inner * up_projections * shape.inner + 8 * shape.heads
         return self.micro_batch_tokens(execution) * per_token

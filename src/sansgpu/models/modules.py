@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sansgpu.kernels.linear import Linear
+
 INIT_STD = 0.02  # standard deviation of initial weights, as in GPT-2, BERT and Qwen
 MAX_GRAPHS = 64  # torch.compile's recompile limit (default 8); each micro-batch size that is tried needs a graph
 
@@ -55,6 +57,13 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
         m for m in model.modules() if isinstance(m, nn.ModuleList) and any(True for _ in m.parameters())
     ]
     return list(max(lists, key=len, default=[]))
+
+
+def multiply_integers(model: nn.Module) -> None:
+    """Makes the linear layers of a model multiply 16-bit integers, except its output head; see MatmulPrecision."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.integer = True
 
 
 def compile_blocks(model: nn.Module) -> None:

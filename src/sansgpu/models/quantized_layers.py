@@ -36,7 +36,7 @@ class QuantizedLinear(QuantizedLayer, Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         x = autocasted(input)
-        y = quantized_linear(x.reshape(-1, self.in_features), self.blocks, self.bias)
+        y = quantized_linear(x.reshape(-1, self.in_features), self.blocks, self.bias, self.integer)
         return y.view(*x.shape[:-1], self.out_features)
 
 

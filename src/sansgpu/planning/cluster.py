@@ -16,7 +16,7 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.distributed.gloo_rate import Link, measure_gloo
 from sansgpu.machine.measurements import cached_measurement
 from sansgpu.machine.memory import Memory, effective_batch
-from sansgpu.models.costing import COMPUTE, FULL
+from sansgpu.models.costing import FULL, HALF
 from sansgpu.planning.forecast import done_at, expected_bits_per_byte, forecast_of, length_of
 from sansgpu.planning.memory_fit import OUTSIDE_BLOCKS, estimate_memory
 from sansgpu.planning.nodes import (
@@ -165,7 +165,8 @@ def _work(run: TrainingRun, timing: Timing, progress: ReportProgress) -> NodeWor
         example = max(0.0, whole - one.pass_seconds(layers)) / (timing.micro_batch - 1)
     sharded = sum(n for part, n in parts.items() if part not in OUTSIDE_BLOCKS) if training.sharding == "full" else 0
     trained = parts.get("adapter", sum(parts.values())) - sharded
-    sent, read = COMPUTE[training.gradient_reduction], COMPUTE[run.execution.precision]  # bytes per number
+    sent = HALF if training.gradient_reduction == "bf16" else FULL
+    read = run.execution.compute_dtype.itemsize
     spread = ShardingLayout(trained * read, sharded * read, sharded * FULL, layers if sharded else 0)
     return NodeWork(
         pass_seconds=whole - timing.micro_batch * example,

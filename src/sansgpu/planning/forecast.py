@@ -12,9 +12,9 @@ from sansgpu.config import Config, ConfigError, TrainingConfig
 from sansgpu.config.parse import normal_time, whole_number
 from sansgpu.config.wording import truncate
 from sansgpu.data.shards import ReportProgress
+from sansgpu.kernels.roofline import Roofline, measure_roofline
 from sansgpu.machine.measurements import cached_measurement
 from sansgpu.machine.probe import isa, total_memory
-from sansgpu.machine.roofline import Roofline, measure_roofline
 from sansgpu.models.huggingface.source import base_precision, file_formats
 from sansgpu.planning.memory_fit import changes_that_fit
 from sansgpu.planning.resolve import seconds_allowed

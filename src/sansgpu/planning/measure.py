@@ -20,14 +20,14 @@ from torch.profiler import ProfilerActivity, profile
 from sansgpu.config import Config, SansGPUError
 from sansgpu.config.wording import MAX_REASON_CHARACTERS
 from sansgpu.data.batch import ExampleBatch
+from sansgpu.kernels.roofline import peak_gemm_rate
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.launch import quiet_profiler
-from sansgpu.machine.measurements import peak_gemm_rate
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.monitor import LoadMeter, peak_rss_bytes, process_age
 from sansgpu.machine.probe import cache_dir
 from sansgpu.machine.torch_compile import ignore_cached_graphs, is_compiled
-from sansgpu.models.modules import compile_blocks
+from sansgpu.models.modules import compile_blocks, multiply_integers
 from sansgpu.planning.process import configure_process
 from sansgpu.tasks.registry import task_of
 from sansgpu.tasks.task import Corpus, Task
@@ -126,8 +126,7 @@ class _Bench:
         objective = self._task_class.new_objective(self._config)
         built = time.perf_counter() - start
         objective.model.to(self._execution.device).eval()
-        if self._is_compiled:
-            compile_blocks(objective.model)
+        self._change_layers(objective.model)
         # The optimizer casts the weights to their training dtype.
         Optimizer(objective.model, self._config.training, self._execution.compute_dtype)
         batch = self._random_batch(self._execution.micro_batch).to(self._execution.device)
@@ -139,6 +138,12 @@ class _Bench:
                 self._execution.synchronize()
                 seconds.append(time.perf_counter() - start)
         return {"step_seconds": seconds, "model_seconds": built, "peak_rss_bytes": peak_rss_bytes()}
+
+    def _change_layers(self, model: torch.nn.Module) -> None:
+        if self._execution.precision == "int16":
+            multiply_integers(model)
+        if self._is_compiled:
+            compile_blocks(model)
 
     def train(self) -> Measured:
         """Times training steps and, with data, everything before and after them."""
@@ -155,8 +160,7 @@ class _Bench:
         else:
             task = self._task_class.new_objective(self._config)
         result["model_seconds"] = time.perf_counter() - start
-        if self._is_compiled:
-            compile_blocks(task.model)
+        self._change_layers(task.model)
         state = TrainState.create(task.model, self._config.training, self._execution)
         warmup = self._steps(task, state, 1 + WARMUP_STEPS)  # before LoadMeter, which would count compiler processes
         strain = LoadMeter()

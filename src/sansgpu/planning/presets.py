@@ -14,11 +14,10 @@ import torch
 
 from sansgpu.config import PRESETS, Config, change_config, load_config
 from sansgpu.config.wording import counted
+from sansgpu.kernels.roofline import peak_gemm_rate, resolve_precision
 from sansgpu.machine.execution import Execution
-from sansgpu.machine.measurements import peak_gemm_rate
 from sansgpu.machine.memory import MARGIN, Memory, effective_batch, micro_batch_choices, usual_micro_batch
-from sansgpu.machine.probe import cache_dir, memory_for_run, resolve_precision, resolve_threads
-from sansgpu.models.costing import COMPUTE
+from sansgpu.machine.probe import cache_dir, memory_for_run, resolve_threads
 from sansgpu.planning.results import PresetRow, ProcessorSpeed
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.optim import choose_optimizer
@@ -115,7 +114,7 @@ def _memories(config: Config, size: int) -> Iterator[Memory]:
     batch, costs = effective_batch(config.training), task_of(config).costs(config)
     work = costs.work(batch * config.window)
     optimizer = choose_optimizer(config.training.optimizer, work.needed, work.muon)
-    for precision in COMPUTE:
+    for precision in ("fp32", "bf16"):
         yield costs.memory(Execution(size, batch // size, precision, kernels="native", optimizer=optimizer))
 
 

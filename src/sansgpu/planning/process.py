@@ -10,6 +10,7 @@ from sansgpu.config import Config, ConfigError, TrainingConfig
 from sansgpu.config.wording import counted
 from sansgpu.kernels import library
 from sansgpu.kernels.library import load_kernels
+from sansgpu.kernels.roofline import resolve_precision
 from sansgpu.machine.allocator import keep_freed_memory
 from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
 from sansgpu.machine.execution import Environment, Execution
@@ -19,7 +20,6 @@ from sansgpu.machine.probe import (
     limit_tokenizer_threads,
     memory_for_run,
     pin_cores,
-    resolve_precision,
 )
 
 # Duration of a step in emulated bf16 relative to fp32, by kernels. Measured on processors with AVX2 only.
@@ -59,6 +59,12 @@ def configure_process(
         library.install_caching_allocator(config.settings.varying_length, warn)
     begun_in = before["precision"] if before and training.wanted_precision == "auto" else None
     precision = group.broadcast_object(lambda: begun_in or resolve_precision(training, device))
+    if precision == "int16" and kernels == "torch":
+        where = "a GPU" if device.type == "cuda" else "PyTorch's operators (training.kernels torch)"
+        raise ConfigError(
+            f"training.precision is int16, which {where} cannot compute; set it to auto, or use the CPU with "
+            "sansgpu's C++ kernels."
+        )
     if training.use_amp and precision == "fp32" and group.is_main:
         slower = (
             "bf16 is slower than fp32 on this processor"

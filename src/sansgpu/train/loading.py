@@ -12,7 +12,8 @@ from sansgpu.config import Config, ConfigError, RunPaths, task_class
 from sansgpu.config.paths import local_path
 from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.kernels.library import load_kernels
-from sansgpu.machine.probe import limit_tokenizer_threads, resolve_precision, resolve_threads
+from sansgpu.kernels.roofline import resolve_precision
+from sansgpu.machine.probe import limit_tokenizer_threads, resolve_threads
 from sansgpu.tasks.capabilities import can
 from sansgpu.tasks.registry import TASKS, task_of
 from sansgpu.tasks.task import ModelSource, TaskClass, TrainedModel, Verb

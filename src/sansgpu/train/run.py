@@ -11,8 +11,8 @@ from typing import Any
 
 from sansgpu.config import Config, RunPaths
 from sansgpu.data.order import steps_per_epoch
+from sansgpu.kernels.roofline import peak_gemm_rate
 from sansgpu.machine.execution import Execution
-from sansgpu.machine.measurements import peak_gemm_rate
 from sansgpu.machine.memory import Memory, effective_batch
 from sansgpu.machine.probe import cache_dir
 from sansgpu.models.costing import Costs

@@ -5,21 +5,21 @@
 
 namespace sansgpu {
 
-SANSGPU_KERNEL void feed_forward(int64_t narrow, const Matmul* before, int64_t count_before, const Matmul* after,
+SANSGPU_KERNEL void feed_forward(int64_t precision, const Matmul* before, int64_t count_before, const Matmul* after,
                                  int64_t count_after, int64_t kind, const void* x, const void* y, void* activated,
                                  int64_t N) {
-  matmuls(narrow, before, count_before);
-  activation(kind, narrow, x, y, activated, N);
-  matmuls(narrow, after, count_after);
+  matmuls(precision, before, count_before);
+  activation(kind, precision == BF16, x, y, activated, N);
+  matmuls(precision, after, count_after);
 }
 
-SANSGPU_KERNEL void feed_forward_gradient(int64_t narrow, const Matmul* before, int64_t count_before,
+SANSGPU_KERNEL void feed_forward_gradient(int64_t precision, const Matmul* before, int64_t count_before,
                                           const Matmul* after, int64_t count_after, int64_t kind, const void* grad,
                                           const void* x, const void* y, void* x_grad, void* y_grad, void* activated,
                                           int64_t N) {
-  matmuls(narrow, before, count_before);
-  activation_gradient(kind, narrow, grad, x, y, x_grad, y_grad, activated, N);
-  matmuls(narrow, after, count_after);
+  matmuls(precision, before, count_before);
+  activation_gradient(kind, precision == BF16, grad, x, y, x_grad, y_grad, activated, N);
+  matmuls(precision, after, count_after);
 }
 
 }  // namespace sansgpu

@@ -74,18 +74,19 @@ void pack_table(const Operand<T>& table, int64_t R, int64_t N, float* to) {
   });
 }
 
-// Computes C = A (M, K) B (K, N) + H (M, R) D (R, N) + bias (N,), where A, H and C are row-major.
-template <typename T, typename Right>
+// Computes C = A (M, K) B (K, N) + H (M, R) D (R, N) + bias (N,), where A, H and C are row-major. A and B are packed as
+// values of type P.
+template <typename P, typename T, typename Right>
 void multiply_with_adapter(int64_t M, int64_t N, int64_t K, int64_t R, const T* a, const Right& b, const T* h,
                            Operand<T> d, const float* bias, T* c) {
   Buffer<float> table(R * round_up(N, COLUMNS));
   pack_table(d, R, N, table);
-  multiply_rows(M, N, K, a, b, StoreWithAdapter<T>{c, N, bias, h, R, table});
+  multiply_rows<P>(M, N, K, a, b, StoreWithAdapter<T>{c, N, bias, h, R, table});
 }
 
 // N rows, I inputs, O outputs, R rank. W (O, I) is the weight, which may be quantized; `first` is LoRA's A (R, I), and
 // `second` is LoRA's B (O, R).
-template <typename T, typename Weight>
+template <typename T, typename P, typename Weight>
 struct Layer {
   int64_t N, I, O, R;
   Weight weight;
@@ -96,7 +97,7 @@ struct Layer {
   // dropout.
   void forward(const T* x, const T* source, const float* bias, T* h, T* y) const {
     multiply<T>(N, R, I, {source, I, false}, {first, I, true}, h, scale);
-    multiply_with_adapter<T>(N, O, I, R, x, weight.turned(), h, {second, R, true}, bias, y);
+    multiply_with_adapter<P, T>(N, O, I, R, x, weight.turned(), h, {second, R, true}, bias, y);
   }
 
   // Gradients that are null are not computed. If `source_grad` is null, `x_grad` includes the gradient of the source.
@@ -106,51 +107,52 @@ struct Layer {
     multiply<T>(N, R, O, {grad, O, false}, {second, R, false}, h_grad, scale);
     if (source_grad != nullptr) {
       multiply<T>(N, I, R, {h_grad, R, false}, {first, I, false}, source_grad);
-      if (x_grad != nullptr) multiply_rows(N, I, O, grad, weight, StoreWithBias<T>{x_grad, I, nullptr});
+      if (x_grad != nullptr) multiply_rows<P>(N, I, O, grad, weight, StoreWithBias<T>{x_grad, I, nullptr});
     } else if (x_grad != nullptr) {
-      multiply_with_adapter<T>(N, I, O, R, grad, weight, h_grad, {first, I, false}, nullptr, x_grad);
+      multiply_with_adapter<P, T>(N, I, O, R, grad, weight, h_grad, {first, I, false}, nullptr, x_grad);
     }
     multiply<T>(R, I, N, {h_grad, R, true}, {source, I, false}, first_grad);
     multiply<T>(O, R, N, {grad, O, true}, {h, R, false}, second_grad);
   }
 };
 
-// Calls run(layer) with a layer in bf16 if `narrow`, otherwise in fp32. The weight may be NOT_QUANTIZED.
+// Calls run(layer) with a layer in bf16 for BF16, otherwise in fp32. The weight may be NOT_QUANTIZED.
 template <typename Run>
-void with_layer(int64_t narrow, int64_t format, const LoraSizes& s, const void* weight, const void* first,
+void with_layer(int64_t precision, int64_t format, const LoraSizes& s, const void* weight, const void* first,
                 const void* second, double scale, const Run& run) {
-  const auto call = [&]<typename T>(T) {
+  const auto call = [&]<typename T, typename P>(T, P) {
     with_matrix<T>(format, weight, s.I, [&]<typename Weight>(const Weight& matrix) {
-      run(Layer<T, Weight>{s.N, s.I, s.O, s.R, matrix, static_cast<const T*>(first), static_cast<const T*>(second),
+      run(Layer<T, P, Weight>{s.N, s.I, s.O, s.R, matrix, static_cast<const T*>(first), static_cast<const T*>(second),
                            static_cast<float>(scale)});
     });
   };
-  narrow ? call(bf16()) : call(float());
+  if (precision == BF16) return call(bf16(), bf16());
+  precision == INT16 ? call(float(), bfp16()) : call(float(), float());
 }
 
 }  // namespace
 
 // All tensors have the same dtype, except the bias (fp32) and a quantized weight. See Layer.
-SANSGPU_KERNEL void lora_forward(int64_t narrow, int64_t format, const LoraSizes* sizes, const void* weight,
+SANSGPU_KERNEL void lora_forward(int64_t precision, int64_t format, const LoraSizes* sizes, const void* weight,
                                  const void* first, const void* second, double scale, const void* x,
                                  const void* source, const float* bias, void* h, void* y) {
-  const auto run = [&]<typename T, typename Weight>(const Layer<T, Weight>& layer) {
+  const auto run = [&]<typename T, typename P, typename Weight>(const Layer<T, P, Weight>& layer) {
     layer.forward(static_cast<const T*>(x), static_cast<const T*>(source), bias, static_cast<T*>(h),
                   static_cast<T*>(y));
   };
-  with_layer(narrow, format, *sizes, weight, first, second, scale, run);
+  with_layer(precision, format, *sizes, weight, first, second, scale, run);
 }
 
-SANSGPU_KERNEL void lora_backward(int64_t narrow, int64_t format, const LoraSizes* sizes, const void* weight,
+SANSGPU_KERNEL void lora_backward(int64_t precision, int64_t format, const LoraSizes* sizes, const void* weight,
                                   const void* first, const void* second, double scale, const void* grad,
                                   const void* source, const void* h, void* x_grad, void* source_grad,
                                   void* first_grad, void* second_grad) {
-  const auto run = [&]<typename T, typename Weight>(const Layer<T, Weight>& layer) {
+  const auto run = [&]<typename T, typename P, typename Weight>(const Layer<T, P, Weight>& layer) {
     layer.backward(static_cast<const T*>(grad), static_cast<const T*>(source), static_cast<const T*>(h),
                    static_cast<T*>(x_grad), static_cast<T*>(source_grad), static_cast<T*>(first_grad),
                    static_cast<T*>(second_grad));
   };
-  with_layer(narrow, format, *sizes, weight, first, second, scale, run);
+  with_layer(precision, format, *sizes, weight, first, second, scale, run);
 }
 
 }  // namespace sansgpu

@@ -11,10 +11,10 @@ Operand<T> operand(const void* at, int64_t ld, int64_t transposed) {
 }
 
 // Computes matmuls in parallel, but those that add to the same `total` one after another.
-template <typename T>
+template <typename T, typename P = T>
 void multiply(const Matmul* each, const Matmul* end) {
   while (each < end) {
-    std::vector<Multiplication<T, StoreWithBias<T>>> together;
+    std::vector<Multiplication<T, StoreWithBias<T>, Operand<T>, P>> together;
     const Matmul* first = each;
     const auto added = [&](const Matmul& one) { return one.total != nullptr && one.total == each->total; };
     for (; each < end && std::none_of(first, each, added); ++each) {
@@ -29,10 +29,12 @@ void multiply(const Matmul* each, const Matmul* end) {
 
 }  // namespace
 
-// Computes independent matmuls of the same dtype: none may read what another one stores. Matmuls with the same `total`
-// are computed one after another.
-SANSGPU_KERNEL void matmuls(int64_t narrow, const Matmul* list, int64_t count) {
-  narrow ? multiply<bf16>(list, list + count) : multiply<float>(list, list + count);
+// Computes independent matmuls of the same precision: none may read what another one stores. Matmuls with the same
+// `total` are computed one after another.
+SANSGPU_KERNEL void matmuls(int64_t precision, const Matmul* list, int64_t count) {
+  precision == BF16    ? multiply<bf16>(list, list + count)
+  : precision == INT16 ? multiply<float, bfp16>(list, list + count)
+                       : multiply<float>(list, list + count);
 }
 
 }  // namespace sansgpu

@@ -9,81 +9,15 @@
 #include <type_traits>
 #include <vector>
 
+#include "block_floats.h"
 #include "parallel.h"
-#include "product.h"
 
 namespace sansgpu {
 
-// A row-major matrix or its transpose. `at` points to the first value, and `ld` is the leading dimension (distance
-// between rows in memory).
-template <typename T>
-struct Operand {
-  const T* at;
-  int64_t ld;
-  bool transposed;
-
-  Operand turned() const { return {at, ld, !transposed}; }
-
-  // Returns the submatrix that starts at (row, column).
-  Operand from(int64_t row, int64_t column) const {
-    return {at + (transposed ? column * ld + row : row * ld + column), ld, transposed};
-  }
-};
-
-constexpr int64_t COLUMNS = 64, MOST_ROWS = 128, LEAST_ROWS = 32;  // columns of a tile of C; maximum and minimum rows
+constexpr int64_t MOST_ROWS = 128, LEAST_ROWS = 32;  // maximum and minimum rows of a tile of C
 constexpr int64_t LEAST_WORK = 4 << 20;  // minimum multiplications of a larger tile: at least 20 microseconds
-constexpr int64_t TERMS = 8192;          // a sum of more terms is computed in several passes
 constexpr int64_t PACKED_A = 8 << 20, PACKED_B = 16 << 20;  // bytes packed at once, which fit into shared caches
 constexpr int64_t GAP = 32;  // padding between packed rows of A, in values, which avoids cache conflicts
-
-// Columns per packed panel of B. With only 16 vector registers, `product` processes few columns at a time, and the rows
-// of wider panels would conflict in the L1 cache.
-#ifdef __AVX512F__
-template <typename T>
-constexpr int64_t PANEL = COLUMNS;
-#else
-template <typename T>
-constexpr int64_t PANEL = sizeof(T) == 4 ? 16 : COLUMNS;  // bf16 that is converted to fp32 is packed again
-#endif
-
-static_assert(COLUMNS % PANEL<float> == 0, "the panels of a tile are whole");
-static_assert(TERMS % 2 == 0, "a pair of bf16 is in one pass");
-
-// Rounds a number of terms up to an even number for bf16, which is multiplied in pairs.
-template <typename T>
-constexpr int64_t padded(int64_t terms) {
-  return round_up(terms, 4 / sizeof(T));
-}
-
-template <typename T>
-void pack_rows(const Operand<T>& a, int64_t rows, int64_t terms, T* to, int64_t ld) {
-  constexpr int64_t BLOCK = 64;
-  if (a.transposed)
-    for (int64_t k = 0; k < terms; k += BLOCK)
-      transpose(bits(a.at) + k * a.ld, a.ld, std::min(BLOCK, terms - k), rows, bits(to) + k, ld);
-  for (int64_t row = 0; row < rows; ++row) {
-    if (!a.transposed) std::copy_n(a.at + row * a.ld, terms, to + row * ld);
-    if (terms < padded<T>(terms)) store(to + row * ld + terms, 0.0f);
-  }
-}
-
-template <typename T>
-void pack_columns(const Operand<T>& b, int64_t columns, int64_t terms, T* to) {
-  constexpr int64_t PAIR = 4 / sizeof(T);
-  for (int64_t start = 0; start < columns; start += PANEL<T>, to += PANEL<T> * padded<T>(terms)) {
-    const Operand<T> panel = b.from(0, start);
-    const int64_t width = std::min(PANEL<T>, columns - start);
-    if (!b.transposed) {
-      pack(panel.at, b.ld, terms, padded<T>(terms), width, to);
-    } else if (b.ld % PAIR == 0 && terms % PAIR == 0) {
-      pack_transposed(panel.at, b.ld, width, width, terms, to);
-    } else {
-      for (int64_t k = 0; k < padded<T>(terms); ++k)
-        for (int64_t j = 0; j < width; ++j)
-          store(to + (k / PAIR * width + j) * PAIR + k % PAIR, k < terms ? load(panel.at + j * b.ld + k) : 0.0f);
-    }
-  }
-}
 
 // Returns the rows per tile of C. With many threads they are fewer, so that each thread gets several tiles.
 inline int64_t tile_rows(int64_t M, int64_t N, int64_t K) {
@@ -125,17 +59,20 @@ struct Product {
   }
 };
 
-// Computes a matmul and calls finish(row, column, count, sums) for each part of a row of C.
-template <typename T, typename Finish, typename Right = Operand<T>>
+// Computes a matmul and calls finish(row, column, count, sums) for each part of a row of C. The operands are packed as
+// values of type P.
+template <typename T, typename Finish, typename Right = Operand<T>, typename P = T>
 class Multiplication {
+  static constexpr bool CONVERTS = !std::is_same_v<P, T>;
+
  public:
   Multiplication(const Product<T, Right>& product, Finish finish)
-      : turned_(product.better_turned()),
+      : turned_(!CONVERTS && product.better_turned()),
         c_(turned_ ? product.turned() : product),
         finish_(finish),
-        pack_a_(c_.a.transposed || c_.K % (4 / sizeof(T)) != 0),
+        pack_a_(CONVERTS || c_.a.transposed || c_.K % (4 / sizeof(T)) != 0),
         rows_(c_.symmetric ? COLUMNS : tile_rows(c_.M, c_.N, c_.K)),
-        ld_(padded<T>(std::min(c_.K, TERMS)) + GAP),
+        ld_(padded<P>(std::min(c_.K, TERMS)) + GAP),
         strip_(pack_a_ ? at_once(PACKED_A, rows_, c_.M) : c_.M),
         group_(at_once(PACKED_B, COLUMNS, c_.N)),
         packed_a_(pack_a_ ? strip_ * ld_ : 1),
@@ -202,7 +139,7 @@ class Multiplication {
 
   // Returns the number of rows or columns to pack at once, in whole tiles.
   int64_t at_once(int64_t bytes, int64_t tile, int64_t all) const {
-    return std::min(round_up(all, tile), std::max(tile, bytes / static_cast<int64_t>(sizeof(T)) / ld_ / tile * tile));
+    return std::min(round_up(all, tile), std::max(tile, bytes / static_cast<int64_t>(sizeof(P)) / ld_ / tile * tile));
   }
 
   // Packs a strip of A or a panel of B, or computes a tile of C.
@@ -232,23 +169,25 @@ class Multiplication {
 
   void pack_panel(int64_t n, int64_t x, int64_t k) {
     const int64_t column = n + x * COLUMNS, columns = std::min(COLUMNS, c_.N - column);
-    pack_columns(c_.b.from(k, column), columns, terms(k), packed_b_ + x * COLUMNS * padded<T>(terms(k)));
+    pack_columns(c_.b.from(k, column), columns, terms(k), packed_b_ + x * COLUMNS * padded<P>(terms(k)));
     if constexpr (Product<T, Right>::TURNS)
       if (c_.row_sums != nullptr && turned_)
         sum_columns(c_.b.from(k, column).at, c_.b.ld, terms(k), columns, c_.row_sums + column, k > 0);
   }
 
   void multiply_tile(int64_t m, int64_t y, int64_t n, int64_t x, int64_t k, float* sums) {
-    const int64_t row = m + y * rows_, count = std::min(rows_, c_.M - row), even = padded<T>(terms(k));
+    const int64_t row = m + y * rows_, count = std::min(rows_, c_.M - row), places = padded<P>(terms(k));
     const int64_t column = n + x * COLUMNS, columns = std::min(COLUMNS, c_.N - column);
-    const T* left = pack_a_ ? packed_a_ + y * rows_ * ld_ : c_.a.at + row * c_.a.ld + k;
-    const T* right = packed_b_ + x * COLUMNS * even;
+    const P* left = packed_a_ + y * rows_ * ld_;
+    if constexpr (!CONVERTS)
+      if (!pack_a_) left = c_.a.at + row * c_.a.ld + k;
+    const P* right = packed_b_ + x * COLUMNS * places;
     const bool in_place = c_.total != nullptr && !turned_, last = k + terms(k) == c_.K;
     float* to = in_place ? c_.total + row * c_.N + column : sums;
     const int64_t ld = in_place ? c_.N : COLUMNS;
-    for (int64_t j = 0; j < columns; j += PANEL<T>) {
-      const int64_t width = std::min(PANEL<T>, columns - j);
-      product<T>(count, width, even, left, pack_a_ ? ld_ : c_.a.ld, right + j * even, width, to + j, ld,
+    for (int64_t j = 0; j < columns; j += PANEL<P>) {
+      const int64_t width = std::min(PANEL<P>, columns - j), ld_right = CONVERTS ? PANEL<P> : width;
+      product<P>(count, width, places, left, pack_a_ ? ld_ : c_.a.ld, right + j * places, ld_right, to + j, ld,
                  in_place && (c_.add || k > 0));
     }
     if (turned_)
@@ -288,14 +227,14 @@ class Multiplication {
   const int64_t ld_;     // distance between packed rows of A
   const int64_t strip_;  // rows of A packed at once
   const int64_t group_;  // columns of B packed at once
-  Buffer<T> packed_a_, packed_b_;
+  Buffer<P> packed_a_, packed_b_;
   Buffer<float> own_;
 };
 
-// Multiplies a contiguous A (M, K) with B (K, N).
-template <typename T, typename Finish>
+// Multiplies a contiguous A (M, K) with B (K, N), packed as values of type P.
+template <typename P, typename T, typename Finish>
 void multiply_rows(int64_t M, int64_t N, int64_t K, const T* a, const Operand<T>& b, const Finish& finish) {
-  Multiplication<T, Finish>({M, N, K, {a, K, false}, b}, finish).run();
+  Multiplication<T, Finish, Operand<T>, P>({M, N, K, {a, K, false}, b}, finish).run();
 }
 
 // Adds a bias to rows of C and stores them.

@@ -2,7 +2,7 @@
 
 #include "product.h"
 
-#include "product_vectors.h"
+#include "product_mantissas.h"
 #if defined(__AMX_BF16__) || defined(SANSGPU_EMULATE_AMX)
 #define SANSGPU_AMX
 #include "product_tiles.h"
@@ -27,6 +27,13 @@ void product(int64_t M, int64_t N, int64_t K, const bf16* A, int64_t lda, const 
     multiply_words(M, N, K / 2, A, lda, pairs, ldb, C, ldc, add);
   else
     multiply_widened(M, N, K, A, lda, pairs, ldb, C, ldc, add);
+}
+
+template <>
+void product(int64_t M, int64_t N, int64_t K, const bfp16* A, int64_t lda, const bfp16* B, int64_t ldb, float* C,
+             int64_t ldc, bool add) {
+  const auto words = [](const bfp16* at) { return reinterpret_cast<const int32_t*>(at); };
+  multiply_block_floats(M, N, K / 2, words(A), lda / 2, words(B), ldb, C, ldc, add);
 }
 
 void end_products() {

@@ -5,8 +5,14 @@
 
 namespace sansgpu {
 
-// Computes C (M, N) fp32 = A (M, K) B (K, N), or adds to C with `add`. B must be packed by `pack` or `pack_transposed`.
-// K must be positive, and even for bf16. The summation order depends only on the shape. Defined for float and bf16.
+// A value of a block floating point matrix, whose layout block_floats.h describes: a mantissa or half of a scale.
+struct bfp16 {
+  int16_t mantissa;
+};
+
+// Computes C (M, N) fp32 = A (M, K) B (K, N), or adds to C with `add`. B must be packed by `pack` or `pack_transposed`,
+// and both operands by `pack_rows` and `pack_columns` for bfp16. K must be positive, and even for bf16; for bfp16 it is
+// the number of packed places. The summation order depends only on the shape. Defined for float, bf16 and bfp16.
 template <typename T>
 void product(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T* B, int64_t ldb, float* C, int64_t ldc,
              bool add);

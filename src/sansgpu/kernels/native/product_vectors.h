@@ -29,6 +29,7 @@ constexpr int64_t WIDTH = VECTOR_BYTES / 4;  // words per vector
 
 typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t Pairs __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t Ints __attribute__((vector_size(VECTOR_BYTES)));
 
 // These functions add the products of one word of A and a vector of words of B to `sums`.
 inline Floats add_products(Floats sums, float a, Floats b) { return sums + a * b; }
@@ -95,13 +96,19 @@ template <typename Word, typename T, int64_t ROWS, int64_t VECTORS>
 constexpr int64_t MOST_VECTORS = REGISTERS / 8, MOST_BLOCK_ROWS = 8;
 constexpr int64_t most_rows(int64_t vectors) { return std::min(MOST_BLOCK_ROWS, REGISTERS * 3 / 4 / vectors); }
 
-// A table of the instances of multiply_blocks for every number of vectors and rows.
+// The function that multiplies blocks of words; product_mantissas.h has another one.
+template <typename Word, typename T, int64_t ROWS, int64_t VECTORS>
+struct BlockFunction {
+  static constexpr auto value = multiply_blocks<Word, T, ROWS, VECTORS>;
+};
+
+// A table of these functions for every number of vectors and rows.
 template <typename Word, typename T>
 class BlockFunctions {
  public:
   constexpr BlockFunctions() {
     unrolled<MOST_VECTORS>([&](auto v) {
-      unrolled<most_rows(v + 1)>([&](auto r) { functions_[v][r] = multiply_blocks<Word, T, r + 1, v + 1>; });
+      unrolled<most_rows(v + 1)>([&](auto r) { functions_[v][r] = BlockFunction<Word, T, r + 1, v + 1>::value; });
     });
   }
   constexpr auto of(int64_t vectors, int64_t rows) const { return functions_[vectors - 1][rows - 1]; }

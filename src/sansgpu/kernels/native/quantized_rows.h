@@ -135,6 +135,20 @@ void pack_columns(const QuantizedRows<T>& b, int64_t columns, int64_t terms, T* 
   b.transposed ? pack_rows_as_columns(b, columns, terms, to) : pack_columns_of_rows(b, columns, terms, to);
 }
 
+// Dequantizes a block of terms at a time, and converts it.
+inline void pack_columns(const QuantizedRows<float>& b, int64_t columns, int64_t terms, bfp16* to) {
+  static_assert(BLOCK_TERMS % GROUP == 0 && TERMS % BLOCK_TERMS == 0, "a block has whole groups");
+  Buffer<float> values(COLUMNS * BLOCK_TERMS);
+  const int64_t ld = b.transposed ? BLOCK_TERMS : COLUMNS;
+  each_block(terms, [&](int64_t k, int64_t count, int64_t place) {
+    if (b.transposed)
+      b.decode(b.at, b.ld, columns, b.start + k, count, values, ld);
+    else
+      b.decode(b.at + k * b.ld, b.ld, count, b.start, columns, values, ld);
+    pack_block({values, ld, b.transposed}, columns, count, to + place * PANEL<bfp16>, padded<bfp16>(terms));
+  });
+}
+
 constexpr int64_t FEW_ROWS = 16;  // matmuls with fewer rows read W once instead of packing it
 
 // Computes parts of rows of C = A W^T for M < FEW_ROWS rows of A.
@@ -155,12 +169,12 @@ void multiply_few_rows(int64_t M, int64_t O, int64_t I, const T* a, const Quanti
   });
 }
 
-template <typename T, typename Finish>
+template <typename P, typename T, typename Finish>
 void multiply_rows(int64_t M, int64_t N, int64_t K, const T* a, const QuantizedRows<T>& b, const Finish& finish) {
   if (b.transposed && M < FEW_ROWS)
     multiply_few_rows(M, N, K, a, b, finish);
   else
-    Multiplication<T, Finish, QuantizedRows<T>>({M, N, K, {a, K, false}, b}, finish).run();
+    Multiplication<T, Finish, QuantizedRows<T>, P>({M, N, K, {a, K, false}, b}, finish).run();
 }
 
 // Calls compute(W) with a matrix W whose rows have I values, in a block format or, if NOT_QUANTIZED, of type T.

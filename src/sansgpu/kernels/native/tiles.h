@@ -24,8 +24,8 @@ struct bf16 {
   explicit constexpr bf16(uint16_t bits) : bits(bits) {}
 };
 
-inline int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
-inline int64_t divide_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit; }
+constexpr int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+constexpr int64_t divide_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit; }
 
 // Uninitialized memory, aligned to a cache line. A std::vector would zero it, which takes as long as using it.
 template <typename T>

@@ -11,7 +11,7 @@ from torch import nn
 
 from sansgpu.config import ModelConfig
 from sansgpu.machine.execution import Execution
-from sansgpu.models.costing import COMPUTE, StepWork, cross_entropy_bytes
+from sansgpu.models.costing import StepWork, cross_entropy_bytes
 from sansgpu.models.formats.weights import matrix_formats
 from sansgpu.models.huggingface.adapters import add_adapter
 from sansgpu.models.huggingface.pretrained import Head, meta_model
@@ -86,7 +86,7 @@ class PretrainedCosts(ModuleCosts):
     def weight_bytes(self, execution: Execution) -> int:
         quantized = self.shape.quantized_blocks, self.shape.quantized_tables
         wide = sum(self.parameters().values()) - self.trained() - sum(part.count for part in quantized)
-        frozen = COMPUTE[execution.precision] * wide + sum(part.bytes for part in quantized)
+        frozen = execution.compute_dtype.itemsize * wide + sum(part.bytes for part in quantized)
         return super().weight_bytes(execution) + frozen
 
     def overhead_bytes(self, execution: Execution, needed: int) -> int:

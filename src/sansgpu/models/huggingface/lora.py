@@ -29,7 +29,7 @@ class LoraLinear(PeftLinear):
         source = source.reshape(-1, base.in_features)
         product, weight = (quantized_lora_linear, base.blocks) if quantized else (lora_linear, base.weight)
         dropped = self.lora_dropout[self.active_adapters[0]](source)
-        y = product(source, dropped, weight, base.bias, first, second, scale)
+        y = product(source, dropped, weight, base.bias, first, second, scale, base.integer)
         return y.view(*x.shape[:-1], base.out_features)
 
     def single_adapter(self) -> tuple[torch.Tensor, torch.Tensor, float] | None:

@@ -12,7 +12,6 @@ from sansgpu.config import ModelConfig
 from sansgpu.kernels.cross_entropy import CHUNK_ROWS
 from sansgpu.machine.execution import Execution
 from sansgpu.models.costing import (
-    COMPUTE,
     FULL,
     Costs,
     LinearShapes,
@@ -83,9 +82,9 @@ class GraphEncoderCosts(Costs):
 
     def saved_bytes(self, execution: Execution) -> int:
         model = self.model
-        width, inner = _SAVED_BYTES[execution.precision]
+        width, inner = _SAVED_BYTES[execution.compute_dtype_name]
         per_node = width * model.d_model + inner * model.d_ff + _SAVED_BYTES_PER_HEAD * model.n_heads
-        nodes, compute = execution.tokens(self.window), COMPUTE[execution.precision]
+        nodes, compute = execution.tokens(self.window), execution.compute_dtype.itemsize
         if execution.kernels == "torch":  # saves distances, scores and weights of all pairs of nodes in the micro-batch
             copies = 3 if model.attention_dropout else 2
             per_node += nodes * (10 + model.n_heads * (2 * FULL + copies * compute))
@@ -93,7 +92,7 @@ class GraphEncoderCosts(Costs):
         return nodes * per_node
 
     def head_bytes(self, execution: Execution) -> int:
-        model, compute, vocabulary = self.model, COMPUTE[execution.precision], vocabulary_of(self.model)
+        model, compute, vocabulary = self.model, execution.compute_dtype.itemsize, vocabulary_of(self.model)
         rows = max(1, round(execution.tokens(self.window) * self.target_ratio))
         logits = min(rows, CHUNK_ROWS) * vocabulary * (compute + FULL) + 20 * rows * model.d_model
         heads = 3 if self.longest_span else 2  # roots, leaves, spans: each keeps a gradient of the embedding

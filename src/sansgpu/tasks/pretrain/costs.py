@@ -11,7 +11,6 @@ from sansgpu.config import ModelConfig
 from sansgpu.machine.execution import Execution
 from sansgpu.models import TransformerLM
 from sansgpu.models.costing import (
-    COMPUTE,
     FULL,
     Costs,
     LinearShapes,
@@ -84,7 +83,7 @@ class DecoderCosts(Costs):
 
     def traffic(self, execution: Execution) -> StepTraffic:
         total, narrow = self.trained(), self._narrow_bytes(execution)
-        update = 2 * (FULL * total + self.moment_bytes(execution)) + COMPUTE[execution.precision] * total + narrow
+        update = 2 * (FULL * total + self.moment_bytes(execution)) + execution.compute_dtype.itemsize * total + narrow
         return StepTraffic(update, 2.0 * execution.accumulation * self.layers * self.saved_bytes(execution))
 
     def trained_matrices(self) -> int:
@@ -94,13 +93,13 @@ class DecoderCosts(Costs):
         model = self.model
         activation = "gelu" if model.activation == "relu" else model.activation
         code = "torch" if execution.kernels == "torch" else "native"  # compiled blocks save no more than native ones
-        width, kv, feed_forward = _SAVED_BYTES[activation, code, execution.precision]
-        qk_norm = _QK_NORM_BYTES[code, execution.precision] if model.decoder.qk_norm else 0
+        width, kv, feed_forward = _SAVED_BYTES[activation, code, execution.compute_dtype_name]
+        qk_norm = _QK_NORM_BYTES[code, execution.compute_dtype_name] if model.decoder.qk_norm else 0
         per_token = (width + qk_norm + FULL) * model.d_model + feed_forward * model.d_ff
         per_token += (kv + qk_norm) * model.kv_heads * model.head_dim
         per_token += _STATISTICS_BYTES[code][model.decoder.qk_norm] * model.n_heads
         if execution.kernels == "torch":
-            per_token += self._sdpa_bytes(COMPUTE[execution.precision])
+            per_token += self._sdpa_bytes(execution.compute_dtype.itemsize)
         return execution.tokens(self.window) * per_token
 
     def _sdpa_bytes(self, compute: int) -> int:
@@ -122,7 +121,7 @@ class DecoderCosts(Costs):
 
     def _narrow_bytes(self, execution: Execution) -> int:
         """Returns the bytes of the bf16 copies of weights for matmuls; 0 if the precision is fp32."""
-        compute = COMPUTE[execution.precision]
+        compute = execution.compute_dtype.itemsize
         return compute * (self.trained() - self.parameters()["norms"]) if compute < FULL else 0
 
 

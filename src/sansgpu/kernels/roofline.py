@@ -1,0 +1,149 @@
+"""Rates of matmuls on this machine, and a roofline model of a step, all measured within seconds.
+
+The bound is the time of the matrix products, timed at the model's own shapes, plus the memory traffic of everything
+else: S. Williams, A. Waterman, D. Patterson, "Roofline", CACM 2009.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from sansgpu.config import TrainingConfig
+from sansgpu.kernels import library
+from sansgpu.kernels.matmul import Matmul, MatmulPrecision, multiply
+from sansgpu.machine.measurements import best_measurement
+from sansgpu.machine.probe import has_native_bf16, is_emulated
+
+COPY_BYTES = 64 << 20  # size of the copy that measures bandwidth: larger than most caches, small enough for any machine
+MIN_CALLS, ENOUGH_SECONDS = 3, 0.05  # minimum calls and time to measure one product
+SMALL_SIZE, LONG_SECONDS = 256, 1.0  # a GEMM that would take longer than this is estimated from one of this size
+GEMM_SIZE = 2048  # large enough for the peak rate, and takes only tenths of a second on a slow core
+LAYER_TOKENS, LAYER_WIDTH = 1024, 768  # a typical layer, timed to choose the precision
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int16": torch.float32}  # of operands
+
+Shape = tuple[int, int]  # (inputs, outputs) of a linear layer
+
+
+def best_seconds(work: Callable[[], object], device: str = "cpu", min_seconds: float = ENOUGH_SECONDS) -> float:
+    """Returns the minimum duration of `work` over at least MIN_CALLS calls and `min_seconds`, after a warm-up."""
+    work()
+    best, total, count = float("inf"), 0.0, 0
+    while count < MIN_CALLS or total < min_seconds:
+        start = time.perf_counter()
+        work()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        best, total, count = min(best, seconds), total + seconds, count + 1
+    return best
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, precision: str) -> Callable[[], object]:
+    """Returns a function that multiplies a and b: our kernel for int16, otherwise torch's."""
+    if precision != "int16":
+        return lambda: torch.mm(a, b)
+    library.load()
+    matmul = Matmul(a, b, a.new_empty(a.shape[0], b.shape[1]))
+    return lambda: multiply(MatmulPrecision.INT16, matmul)
+
+
+def gemm_rate(size: int, precision: str, device: str = "cpu") -> float:
+    """Returns the FLOP/s of a square product, or of a smaller one if `size` would take too long (emulated bf16)."""
+
+    def rate(size: int) -> float:
+        a = torch.ones(size, size, dtype=DTYPES[precision], device=device)
+        return 2 * size**3 / best_seconds(_product(a, a, precision), device)
+
+    small = rate(SMALL_SIZE)
+    return rate(size) if 2 * size**3 / small < LONG_SECONDS else small
+
+
+def peak_gemm_rate(
+    folder: Path, precision: str, device: str, threads: int, processes: int = 1, again: bool = False
+) -> float:
+    """Returns the best rate of a square product in FLOP/s that was measured here, now or earlier.
+
+    Other programs make a measurement too low, never too high, so the cache `folder` keeps the best one. Each process
+    measures once, and once more with `again`. `threads` and `processes`, the run's number of processes on this machine,
+    only distinguish cached results. Emulated bf16 counts as fp32, because its products are computed in fp32.
+    """
+    if is_emulated(precision, device):
+        precision = "fp32"
+    question = {"gemm": GEMM_SIZE, "precision": precision, "device": device, "threads": threads, "processes": processes}
+    rate = gemm_rate(GEMM_SIZE, precision, device) if again else first_gemm_rate(precision, device, threads)
+    return best_measurement(folder, question, rate)
+
+
+@cache
+def first_gemm_rate(precision: str, device: str, threads: int) -> float:
+    """Measures the rate in FLOP/s once per process; `threads` only distinguishes cached results."""
+    return gemm_rate(GEMM_SIZE, precision, device)
+
+
+def bandwidth() -> float:
+    """Returns the memory bandwidth in bytes/s, reads plus writes, of a copy larger than the caches."""
+    source = torch.ones(COPY_BYTES // 4)
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / best_seconds(lambda: target.copy_(source))
+
+
+def product_seconds(tokens: int, shape: Shape, precision: str, min_seconds: float = ENOUGH_SECONDS) -> float:
+    """Times the three products of a linear layer: forward, and the gradients of its input and its weight."""
+    inputs, outputs = shape
+    dtype = DTYPES[precision]
+    x, grad = torch.ones(tokens, inputs, dtype=dtype), torch.ones(tokens, outputs, dtype=dtype)
+    weight = torch.ones(outputs, inputs, dtype=dtype)
+    operands = ((x, weight.T), (grad, weight), (grad.T, x))
+    products = (_product(a, b, precision) for a, b in operands)
+    return sum(best_seconds(product, min_seconds=min_seconds) for product in products)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The machine's rates at the shapes of one model."""
+
+    block_flops_per_second: float
+    head_flops_per_second: float
+    bytes_per_second: float
+
+    def seconds(self, flops: float, moved_bytes: float, head: bool = False) -> float:
+        """Returns a lower bound on the time of `flops` in matrix products followed by `moved_bytes` of traffic."""
+        rate = self.head_flops_per_second if head else self.block_flops_per_second
+        return flops / rate + moved_bytes / self.bytes_per_second
+
+
+def measure_roofline(tokens: int, block: Mapping[Shape, int], head: Shape, precision: str) -> Roofline:
+    """Times a copy and the matrix products of a block and of the head; `block` maps shapes to counts.
+
+    The head stays in fp32 with int16.
+    """
+    of_head = "fp32" if precision == "int16" else precision
+    flops = sum(6.0 * tokens * i * o * count for (i, o), count in block.items())
+    seconds = sum(product_seconds(tokens, shape, precision) * count for shape, count in block.items())
+    head_flops = 6.0 * tokens * head[0] * head[1]
+    return Roofline(flops / seconds, head_flops / product_seconds(tokens, head, of_head), bandwidth())
+
+
+def resolve_precision(training: TrainingConfig, device: torch.device) -> str:
+    """Returns `fp32` or `bf16`; `auto` becomes bf16 if the processor supports it and timed products are faster."""
+    precision = training.wanted_precision
+    if precision != "auto":
+        return precision
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    faster = has_native_bf16() and layer_seconds("bf16") < layer_seconds("fp32")
+    return "bf16" if faster else "fp32"
+
+
+def layer_seconds(precision: str) -> float:
+    """Times the products of a typical linear layer.
+
+    Flags do not suffice: virtual machines may emulate bf16, and an emulation may be slow in only one layout.
+    """
+    return product_seconds(LAYER_TOKENS, (LAYER_WIDTH, LAYER_WIDTH), precision, min_seconds=0.0)
