@@ -65,7 +65,7 @@ class MachineReport:
     caching_allocator: bool
     caching_allocator_problem: str | None
     cache_problem: str | None
-    gemm_flops_per_second: dict[str, float | None]  # by precision; None: emulated, which is too slow to measure
+    gemm_flops_per_second: dict[str, float | None]  # by precision; None: this machine only emulates it, or has no kernels
     memory_bandwidth_bytes_per_second: float
     busy_cores: float  # used by other programs
     advice: tuple[Advice, ...] = ()
@@ -100,6 +100,7 @@ def doctor(progress: ReportProgress) -> MachineReport:
         gemm_flops_per_second={
             "fp32": peak_gemm_rate(cache, "fp32", "cpu", threads),
             "bf16": peak_gemm_rate(cache, "bf16", "cpu", threads) if bf16 else None,
+            "int16": peak_gemm_rate(cache, "int16", "cpu", threads) if library.available() else None,
         },
         memory_bandwidth_bytes_per_second=bandwidth(),
         busy_cores=others["other_cores"] + others["stolen_cores"],

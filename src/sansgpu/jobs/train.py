@@ -262,10 +262,10 @@ def _run(
     run: TrainingRun, task: Task, snapshot: Snapshot | None, request: TrainRequest, output: _Output
 ) -> TrainingResult:
     execution, paths = run.execution, run.paths
-    if isinstance(task, ComparedWithReference):
-        task.compute_reference(execution.device, execution.precision, run.cache, output.progress, execution.group)
     if execution.precision == "int16":
         multiply_integers(task.model)
+    if isinstance(task, ComparedWithReference):
+        task.compute_reference(execution.device, execution.precision, run.cache, output.progress, execution.group)
     if execution.compile == "on":
         compile_blocks(task.model)
     sinks = Sinks(output.sinks)

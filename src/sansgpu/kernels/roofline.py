@@ -130,15 +130,18 @@ def measure_roofline(tokens: int, block: Mapping[Shape, int], head: Shape, preci
     return Roofline(flops / seconds, head_flops / product_seconds(tokens, head, of_head), bandwidth())
 
 
-def resolve_precision(training: TrainingConfig, device: torch.device) -> str:
-    """Returns `fp32` or `bf16`; `auto` becomes bf16 if the processor supports it and timed products are faster."""
+def resolve_precision(training: TrainingConfig, device: torch.device, integers: bool = False) -> str:
+    """Returns the precision of matmuls: `auto` becomes bf16 if the processor supports it, if timed products are faster.
+
+    With `integers`, for training with our kernels, it becomes int16 on a processor without bf16, on the same condition.
+    """
     precision = training.wanted_precision
     if precision != "auto":
         return precision
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    faster = has_native_bf16() and layer_seconds("bf16") < layer_seconds("fp32")
-    return "bf16" if faster else "fp32"
+    narrow = "bf16" if has_native_bf16() else "int16" if integers else None
+    return narrow if narrow is not None and layer_seconds(narrow) < layer_seconds("fp32") else "fp32"
 
 
 def layer_seconds(precision: str) -> float:

@@ -58,7 +58,8 @@ def configure_process(
     if kernels != "torch":
         library.install_caching_allocator(config.settings.varying_length, warn)
     begun_in = before["precision"] if before and training.wanted_precision == "auto" else None
-    precision = group.broadcast_object(lambda: begun_in or resolve_precision(training, device))
+    begun_in = None if begun_in == "int16" and kernels == "torch" else begun_in
+    precision = group.broadcast_object(lambda: begun_in or resolve_precision(training, device, kernels != "torch"))
     if precision == "int16" and kernels == "torch":
         where = "a GPU" if device.type == "cuda" else "PyTorch's operators (training.kernels torch)"
         raise ConfigError(

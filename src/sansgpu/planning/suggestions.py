@@ -180,9 +180,10 @@ def _variations(chosen: Config) -> list[Change]:
     narrow = [f"model.{key}={getattr(model, key) // 2}" for key in ("d_model", "d_ff", "n_heads")]
     narrow += [f"model.n_kv_heads={model.kv_heads // 2}"] if model.n_kv_heads else []
     found.append(("half the width", tuple(narrow), FEWER))
-    other = "fp32" if training.precision == "bf16" else "bf16"
-    note = "nothing" if other == "fp32" else "precision of matrix products"
-    if other == "fp32" or has_native_bf16():
+    fast = "bf16" if has_native_bf16() else "int16" if library.available() else None
+    other = "fp32" if training.precision != "fp32" else fast
+    if other is not None:
+        note = "nothing" if other == "fp32" else "precision of matrix products"
         found.append((f"{other} products", (f"training.precision={other}",), note))
     rows = size * accumulation
     largest = micro_batch_choices(

@@ -75,10 +75,10 @@ def print_doctor(console: Console, facts: Result) -> None:
     table.add_row("processor", facts["processor"])
     table.add_row("cores", f"{facts['cores']}{quota}, {nodes}; {facts['busy_cores']:.1f} used by other programs")
     table.add_row("instructions", " ".join(facts["isa"]))
-    bf16 = facts["gemm_flops_per_second"]["bf16"]
-    rates = f"fp32 {rate(facts['gemm_flops_per_second']['fp32'])}, "
-    rates += f"bf16 {rate(bf16)}" if bf16 else "bf16 not supported (emulated)"
-    table.add_row("matrix products", rates)
+    rates = facts["gemm_flops_per_second"]
+    known = [f"{precision} {rate(value)}" for precision, value in rates.items() if value]
+    known += [] if rates["bf16"] else ["bf16 not supported (emulated)"]
+    table.add_row("matrix products", ", ".join(known))
     limit, swap = facts["memory_limit_bytes"], storage(facts["swap_bytes"]) if facts["swap_bytes"] else "none"
     limited = f", limit {storage(limit)}" if limit else ""
     table.add_row(
