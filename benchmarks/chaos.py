@@ -246,7 +246,7 @@ def _small_disk(folder: Path, used: int) -> Iterator[None]:
     options = f"size={used * 3 + DISK_ROOM}"
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, check=False)
     if made.returncode:
-        raise SystemExit("chaos: --disk needs the right to mount a tmpfs; run it as root.")
+        raise SystemExit("chaos: --disk mounts a tmpfs, which requires root; run it as root.")
     try:
         yield
     finally:

@@ -59,7 +59,7 @@ OPERATIONS = {
 
 @dataclass(frozen=True)
 class PathJob:
-    """The steps to make."""
+    """The steps to run."""
 
     config: str | None  # file
     overrides: list[str]

@@ -41,7 +41,7 @@ AUTOGRAD = "autograd::engine::evaluate_function: "  # prefix of the names of the
 class Seconds:
     """The time of one operation in a step."""
 
-    serial: float = 0.0  # only in the main thread
+    serial: float = 0.0  # seconds outside parallel regions
     longest: float = 0.0  # sum over parallel regions of the CPU seconds of the slowest thread
     regions: int = 0
 
@@ -56,8 +56,8 @@ class RegionRecorder:
         self._units = torch.zeros(MAX_UNITS, dtype=torch.float64)
 
     def record(self, step: Callable[[], None]) -> tuple[np.ndarray, float]:
-        """Calls `step` and returns its regions, with `longest_ns` as if there were enough cores, and its serial
-        seconds."""
+        """Calls `step` and returns its regions, with `longest_ns` as if each thread had its own core, and its
+        serial seconds."""
         if library.available():
             library.call("record", self._units, len(self._units))
         places = ctypes.c_void_p(self._regions.ctypes.data)
@@ -69,9 +69,12 @@ class RegionRecorder:
         units = self._recorded_units()
         drawn = np.flatnonzero(regions["alone"])
         if len(regions) == MAX_REGIONS or len(drawn) != len(units):
-            raise RuntimeError(f"{len(regions)} regions, {len(drawn)} of kernels, but {len(units)} with recorded units")
+            raise RuntimeError(
+                f"{len(regions)} regions, {len(drawn)} of sansgpu's kernels, but {len(units)} with recorded units; "
+                "raise MAX_REGIONS or MAX_UNITS"
+            )
         for number, seconds in zip(drawn, units, strict=True):
-            before_units = max(0.0, regions[number]["work_ns"] / 1e9 - sum(seconds))  # the same for every thread
+            before_units = max(0.0, regions[number]["work_ns"] / 1e9 - sum(seconds))  # every thread spends this
             regions[number]["longest_ns"] = (before_units + makespan(seconds, torch.get_num_threads())) * 1e9
         return regions, spent - regions["caller_ns"].sum() / 1e9
 
@@ -125,7 +128,7 @@ def by_operation(profiled: profile, regions: np.ndarray) -> dict[str, Seconds]:
 
 
 def training_step(job: PathJob) -> Callable[[], None]:
-    """Returns a function that makes a training step on random tokens."""
+    """Returns a function that runs a training step on random tokens."""
     file = None if job.config is None else Path(job.config)
     config, _ = load_config(file, [*job.overrides, f"training.threads={max(job.threads)}"])
     task_class, training = task_of(config), config.training
@@ -179,7 +182,7 @@ def recorded(step: Callable[[], None], job: PathJob, recorder: RegionRecorder) -
 def least(steps: Sequence[Mapping[str, Seconds]], serial_seconds: float) -> dict[str, Row]:
     """Returns the minimum seconds of each operation, because other programs can only increase them.
 
-    Scales the serial ones to `serial_seconds`, which were measured without the profiler.
+    Scales the serial times to add up to `serial_seconds`, which was measured without the profiler.
     """
     common = [name for name in steps[0] if all(name in step for step in steps)]
     found = {
@@ -192,7 +195,7 @@ def least(steps: Sequence[Mapping[str, Seconds]], serial_seconds: float) -> dict
 
 
 def main() -> None:
-    os.environ.pop("LD_PRELOAD", None)  # not for compilers
+    os.environ.pop("LD_PRELOAD", None)  # compilers must run without the recorder
     job = PathJob.read(Path(sys.argv[1]))
     step = training_step(job)
     results = recorded(step, job, RegionRecorder(job.recorder)) if job.recorder else timed(step, job)

@@ -164,7 +164,7 @@ class _Trials:
             texts.append([row["completion"] for row in json_lines(file)])
         if texts[0] != texts[1]:
             raise TrialError(f"{run}: prompts have other completions together than alone: {texts}")
-        return "completed one by one" not in outcome.err
+        return "completed one at a time" not in outcome.err
 
     def exports_gguf(self, run: Path) -> bool:
         options = ("--format", "gguf", "--type", "f32", "--output", self.home / "exported.gguf")

@@ -44,7 +44,7 @@ def plan(config: str, settings: Settings) -> Row:
 
 
 def measure(name: str, config: str, settings: Settings, minutes: float) -> Row:
-    """Plans and runs a run of about `minutes`. Raises NoResultError if one fails."""
+    """Plans a run of about `minutes` and runs it. Raises NoResultError if either fails."""
     # The plan of a long run gives the number of steps for `minutes`.
     first = plan(config, {**settings, "training.max_steps": 10_000})
     settings = {**settings, "training.max_steps": max(3, round(minutes * 60 / first["step_seconds"]))}
@@ -69,7 +69,7 @@ def measure(name: str, config: str, settings: Settings, minutes: float) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.forecast", description=__doc__)
     parser.add_argument("--minutes", type=float, default=5, help="duration of each run (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="toy size, as a test of the benchmark")
+    parser.add_argument("--quick", action="store_true", help="use a toy size, to test the benchmark itself")
     parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_args()
     rows: list[Row] = []

@@ -1,8 +1,8 @@
 """A leafy chain graph encoder in plain PyTorch, fp32: `python -m benchmarks.graph_plain JOB.json`.
 
 A direct implementation of the paper (arXiv 2510.09580): all leaf slots are padded, attention is two matrix products
-with the decay multiplied in between, the fusion loops over triples, and logits are computed for every node. It uses the
-same batches and masks as sansgpu. Prints JSON lines.
+with a multiplication by the decay in between, the fusion loops over triples, and logits are computed for every node. It
+uses the same batches and masks as sansgpu. Prints JSON lines.
 
 B graphs, R roots, K leaf slots, N = R (K + 1) nodes, D width, H heads.
 """
@@ -65,7 +65,7 @@ class PlainEncoder(nn.Module):
         parts = config.position, config.decay, config.fusion, config.slot_embedding, config.relation_rank
         if parts != ("none", "multiply_logits", "hgat", False, None):
             raise SystemExit(
-                "the plain model supports only the published one: model.position none, decay multiply_logits, "
+                "the plain model supports only the published architecture: model.position none, decay multiply_logits, "
                 "fusion hgat, no slot_embedding and no relation_rank."
             )
         width, self.config, self.roots = config.d_model, config, roots

@@ -98,7 +98,7 @@ def measure(name: str, config: str, settings: Settings) -> Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="toy size, as a test of the benchmark")
+    parser.add_argument("--quick", action="store_true", help="use a toy size, to test the benchmark itself")
     parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_args()
     rows: list[Row] = []

@@ -34,7 +34,7 @@ COLUMNS = {
 
 
 def measure(model: Path, base: str, arguments: argparse.Namespace) -> Row:
-    """Trains on one kind of base. Raises NoResultError if it fails."""
+    """Trains LoRA on a base in the precision `base`. Raises NoResultError if it fails."""
     steps = arguments.steps + WARM_UP
     settings = {
         "task": "sft", "device": "cpu", "model.name_or_path": model, "model.adapter": "lora", "model.lora_rank": 16,
@@ -72,9 +72,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=("7b", "3b", "1.5b", "0.5b", "135m", "tiny"), default="3b")
     parser.add_argument("--bases", nargs="+", choices=BASES, default=list(BASES), help="default: all")
-    parser.add_argument("--tokens", type=int, default=512, help="of a row, one row a step")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens per row; each step trains on one row")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--checkpointing", action="store_true", help="with gradient checkpointing")
+    parser.add_argument("--checkpointing", action="store_true", help="use gradient checkpointing")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

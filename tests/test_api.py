@@ -152,7 +152,7 @@ if os.environ["PYTHONHASHSEED"] == "1":
 import sansgpu
 
 model = {"name_or_path": sys.argv[1], "adapter": "lora", "merge_adapter": False}
-training = {"max_steps": 2, "threads": 1, "device": "cpu", "report_to": "none"}
+training = {"max_steps": 2, "warmup_steps": 0, "threads": 1, "device": "cpu", "report_to": "none"}
 data = {"dataset_name": sys.argv[2], "max_length": 256, "validation_split": 0.3}
 run = sansgpu.fit({"task": "sft", "model": model, "training": training, "data": data}, sys.argv[3], quiet=True)
 print(os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["OMP_DYNAMIC"], run.events("warning"))

@@ -174,7 +174,7 @@ def test_two_hosts_are_measured_beside_what_is_reckoned(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_engines_keep_the_contracts_that_they_can(tmp_path: Path) -> None:
-    """One process, two and half of them compute the same steps; a lost rank ends the others."""
+    """Two processes, and half as many after a resume, compute the same steps as one; a lost rank ends the others."""
     arguments = ["--size", "tiny", "--steps", "1", "--rounds", "1", "--comparisons", "optimizer"]
     rows = benchmark("engines", *arguments, cache=tmp_path, result=tmp_path / "engines.json")["rows"]
     timed = {row["name"]: row for row in rows if row["comparison"] == "optimizer"}
@@ -211,7 +211,7 @@ def test_fine_tuning_is_measured_beside_a_trainer(tmp_path: Path) -> None:
     found = benchmark("fine_tuning", *arguments, cache=tmp_path, result=tmp_path / "result.json")["rows"]
     assert [row["status"] for row in found] == ["measured"] * 7
     assert all(row["tokens_per_second"] > 0 for row in found)
-    assert found[0]["loss"] == pytest.approx(found[2]["loss"], rel=0.02)  # bf16, whole: ours and theirs
+    assert found[0]["loss"] == pytest.approx(found[2]["loss"], rel=0.02)  # full fine-tuning in bf16: ours and theirs
 
 
 @pytest.mark.long
@@ -225,14 +225,14 @@ def test_tasks_of_understanding_are_trained_beside_a_peer(tmp_path: Path, task: 
         {"qa": squad, "classify": labeled_rows, "tokens": conll}[task](data)
     model = str(make_folder(tmp_path / "model", "bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
     arguments = ["--task", task, "--model", model, "--train", str(data), "--dev", str(data), "--epochs", "2"]
-    arguments += ["--batch", "5", "--learning-rate", "1e-9"]  # so that the scores differ by the precision alone
+    arguments += ["--batch", "5", "--learning-rate", "1e-9"]  # so that only rounding makes the scores differ
     ours, theirs = benchmark("understanding", *arguments, cache=tmp_path, result=tmp_path / "result.json")["rows"]
     runs = ours["runs"][0], theirs["runs"][0]
     assert runs[0]["tokens"] == runs[1]["tokens"]
     assert len(set(runs[0]["tokens"])) > 1
     assert ours["measure"] == theirs["measure"]
     assert ours["ratio"] == pytest.approx(ours["tokens_per_second"] / theirs["tokens_per_second"])
-    if task == "embed":  # without a random head
+    if task == "embed":  # which has no randomly initialized head
         assert runs[0]["losses"] == pytest.approx(runs[1]["losses"], rel=0.02)
         assert ours["quality"] == pytest.approx(theirs["quality"], abs=0.02)
 
@@ -310,7 +310,7 @@ def test_steps_with_a_picture_are_compared_with_those_around_them(tmp_path: Path
 @pytest.mark.parametrize("disk", [False, True])
 def test_disturbed_runs_end_as_undisturbed_ones(tmp_path: Path, disk: bool) -> None:
     if disk and (os.geteuid() or not sys.platform.startswith("linux")):
-        pytest.skip("a small disk needs the right to mount one")
+        pytest.skip("mounting a small disk requires Linux and root")
     arguments = ["--kills", "6", "--kinds", "GPT-2,LoRA,sharded", *(["--disk"] if disk else [])]
     found = benchmark("chaos", *arguments, cache=tmp_path / "cache", result=tmp_path / "chaos.json")["rows"]
     assert sum(len(row["disturbed"]) for row in found) >= 6

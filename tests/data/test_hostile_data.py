@@ -28,7 +28,7 @@ def written(path: Path, content: bytes) -> Path:
 
 
 def packed(path: Path, begin: bytes = b"") -> Path:
-    """A line of 300 MB in 300 kB."""
+    """Writes a line of 300 MB, compressed to about 300 kB."""
     with gzip.open(path, "wb", compresslevel=6) as file:
         file.write(begin)
         for _ in range(300):

@@ -34,7 +34,7 @@ def write_module(folder: Path, canary: Path) -> Path:
     """Writes a module with an objective, in a folder that is not on the path."""
     folder.mkdir(exist_ok=True)
     (folder / f"{MODULE}.py").write_text(
-        f"open({str(canary)!r}, 'w').close()\nfrom sansgpu.tasks.pretrain.objective import *\n"
+        f"open({str(canary)!r}, 'w').close()\nfrom sansgpu.tasks.pretrain.task import *\n"
     )
     return folder
 

@@ -206,7 +206,7 @@ def test_bench_projects_the_time_of_many_steps_and_of_a_gpu(bench: dict[str, Any
 def test_bench_writes_reports(home: Path) -> None:
     report = (home / "bench/report.md").read_text()
     assert "A step is one optimizer update" in report
-    assert "An estimate" in report
+    assert "This is an estimate" in report
     page = (home / "bench/report.html").read_text()
     assert page.count("<figure ") == 3
     assert "://" not in re.sub("<script.*?</script>", "", page, flags=re.DOTALL)
@@ -250,7 +250,7 @@ def test_bench_answers_what_if(home: Path, tmp_path: Path, capsys: pytest.Captur
     arguments = ["bench", *chosen(home), "--steps", "3", "--what-if", "--output-dir", str(tmp_path / "bench")]
     result = printed(capsys, arguments)
     names = [row["name"] for row in result["what_if"]]
-    assert names[0] == "as it is"
+    assert names[0] == "unchanged"
     assert {"half the sequence length", "half the layers", "half the width"} <= set(names)
     for row in result["what_if"]:
         low, high = row["speedup_range"]

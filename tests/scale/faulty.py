@@ -1,7 +1,7 @@
 """Runs `sansgpu` so that one process kills itself with SIGKILL at a chosen place.
 
-FAULT is backward, all-reduce, reduce-scatter or snapshot; FAULT_RANK the process, FAULT_COUNT the time it passes there.
-Once a run.
+FAULT is the place: backward, all-reduce, reduce-scatter or snapshot. FAULT_RANK is the process that kills itself when
+it gets there for the FAULT_COUNT-th time. The file FAULT_MARK records this, so that it happens only once.
 """
 
 import os

@@ -147,7 +147,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", folder], capture_output=True, check=False)
     if made.returncode:
-        pytest.skip("a small disk needs the right to mount one")
+        pytest.skip("mounting a small disk requires Linux and root")
     try:
         yield folder
     finally:

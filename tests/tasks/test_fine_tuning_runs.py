@@ -31,7 +31,7 @@ SOME_BAD = "some-bad.jsonl"
 
 
 def fill(home: Path) -> None:
-    """Writes conversations, questions, one that is too long, and twelve good with three that cannot be used."""
+    """Writes conversations, questions, a question that is too long, and twelve valid questions with three bad ones."""
     chat_rows(home / "chat.jsonl")
     squad(home / "squad.json", impossible=True)
     good = flat_questions()
@@ -160,7 +160,7 @@ def test_a_new_head_is_exported_with_its_adapter(home: Path, tmp_path: Path, cap
 def test_recomputed_activations_change_no_loss(
     home: Path, changes: dict[str, object], recwarn: pytest.WarningsRecorder
 ) -> None:
-    """Dropout is reproduced on resume, and warnings of libraries do not reach the user."""
+    """Recomputed activations have the same dropout, and warnings of libraries do not reach the user."""
     chosen = {"model__name_or_path": model_folder("gpt2"), "training__max_steps": 3, **changes}
     runs = [
         made(home, f"again-{again}-{len(changes)}", model__gradient_checkpointing=again, **chosen)
@@ -169,9 +169,6 @@ def test_recomputed_activations_change_no_loss(
     first, second = ([event["loss"] for event in events_of(run, "step")] for run in runs)
     assert first == pytest.approx(second, rel=1e-6)
     assert not [str(w.message) for w in recwarn if issubclass(w.category, (UserWarning, FutureWarning))]
-
-
-# A model that has learned something
 
 
 # Questions
@@ -203,7 +200,7 @@ def test_predict_reports_the_probability_and_start_of_the_selected_answer(home: 
         ][:1]
         assert own["text"] == TEXT[own.get("start", 0) :][: len(own["text"])]
         against_the_best += own is not result["nbest"][0]
-    assert against_the_best, "one of the thresholds goes against the best candidate, whichever it is"
+    assert against_the_best, "both thresholds selected the best candidate"
 
 
 def evaluated(capsys: Captured, run: Path, *more: str) -> dict[str, Any]:

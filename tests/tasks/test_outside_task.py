@@ -36,7 +36,7 @@ CHANGES = {
 
 
 def write_stories(path: Path) -> Path:
-    """Writes documents of three sentences, whose first words tell their order."""
+    """Writes documents of three sentences, which begin with First, Then and Finally."""
     draw, words = random.Random(0), WORDS.split()
     with path.open("w", encoding="utf-8") as file:
         for _ in range(150):
@@ -69,7 +69,7 @@ def ran(home: Path, *arguments: str) -> str:
 
 
 def refused(home: Path, *arguments: str) -> str:
-    """Runs a command that is refused, and returns its one sentence."""
+    """Runs a command that must fail with a single error message, and returns that message."""
     code, _, error = finish([*arguments], home / "cache")
     assert code == 2, error
     (line,) = [line for line in error.splitlines() if line.startswith("sansgpu: ")]

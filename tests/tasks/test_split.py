@@ -1,4 +1,4 @@
-"""A run says how many rows it trains on and how many it holds out, and whether these measure anything."""
+"""A run shows how many rows it trains on and holds out, and warns if too few are held out to measure anything."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class DataConfig(Section):
     on_bad_row: Literal["fail", "skip"] = Field(
         "fail",
         description="fail: stop at the first invalid row; skip: skip invalid rows and report their number. "
-        "Evaluations of task qa always skip",
+        "Evaluations of task qa always skip them",
     )
     triples: Literal["all", "first"] = Field(
         "all",
@@ -115,7 +115,7 @@ class DataConfig(Section):
         0.8,
         ge=0,
         le=1,
-        description="fraction of a knowledge graph's triples, sampled anew in each epoch, for which the model "
+        description="fraction of a knowledge graph's triples, resampled in each epoch, for which the model "
         "predicts the tail among all entities; the other triples show or mask the tail's tokens",
     )
     kge_triples: int = Field(

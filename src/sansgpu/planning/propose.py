@@ -97,9 +97,9 @@ def propose(
 
 
 def propose_quickly(data: str, text_bytes: int, hours: float, processor: Processor, memory: int) -> ProposedRun:
-    """Proposes a run without reading the data or timing a step: in a second, where `propose` takes a minute.
+    """Proposes a run without reading the data or timing a step. Takes a second; `propose` takes a minute.
 
-    Speeds follow from the rate of matrix products, so they are off by up to a third. `text_bytes` is 0 if it is
+    Estimates speeds from the rate of matrix products, so they are off by up to a third. `text_bytes` is 0 if it is
     unknown. Raises ConfigError if no model fits into `memory`.
     """
     config, unique = _data_config(data, text_bytes), (text_bytes or DEFAULT_TEXT_BYTES) / BYTES_PER_TOKEN
@@ -113,7 +113,7 @@ def propose_quickly(data: str, text_bytes: int, hours: float, processor: Process
             speed = processor.tokens_per_second(costs.work(1).needed)
             candidates.append(_proposed(shaped, parameters, speed, hours, unique))
     best = _best(candidates)
-    # The run sets the vocabulary size of the model by its tokenizer, which has fewer tokens if the text is short.
+    # The run takes the vocabulary size from its tokenizer, which has fewer tokens if the text is short.
     return replace(best, config=change_config(_with_length(best, hours), ["model.vocab_size=null"]))
 
 
@@ -162,7 +162,7 @@ def _shape(base: Config, width: int) -> Config:
 
 
 def _resolved(config: Config, hours: float, timed: bool, progress: ReportProgress) -> TrainingRun:
-    """Resolves a run of this many hours. Neither reads the data again nor compiles, which hardly matters."""
+    """Resolves a run of `hours` without reading the data again or compiling, which hardly affects the estimate."""
     changed = change_config(config, [f"training.max_hours={hours}", "training.compile='off'"])
     options = ResolveOptions("report", data="unread", timed="always" if timed else "never")
     return resolve_run(changed, progress, ignore_message, options)

@@ -28,7 +28,7 @@ def rate(flops_per_second: float) -> str:
 
 
 def percent(ratio: float | None) -> str:
-    """Formats a ratio, or None as unknown: MFU where the model exceeds the measured GEMM rate."""
+    """Formats a ratio, or None as unknown: the MFU is None if the model exceeds the measured GEMM rate."""
     return "unknown" if ratio is None else f"{ratio:.0%}"
 
 

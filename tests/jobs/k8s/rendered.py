@@ -20,7 +20,7 @@ def arguments(*more: str, config: Path = CONFIG, **options: object) -> list[str]
 
 
 class Rendered:
-    """The files of one command."""
+    """The files that one `k8s` command writes."""
 
     def __init__(self, folder: Path) -> None:
         self.texts = {path.name: path.read_text() for path in folder.iterdir()}
@@ -45,7 +45,7 @@ def render(*more: str, **options: object) -> Rendered:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *more: str, **options: object) -> str:
-    """Returns the error of a command that writes nothing."""
+    """Runs a command that must fail without writing anything, and returns its error."""
     capsys.readouterr()
     before = sorted(Path().rglob("*"))
     assert cli(arguments(*more, **options)) == 2

@@ -52,8 +52,8 @@ def test_a_head_that_transformers_does_not_have_is_named(home: Path, tmp_path: P
     capsys.readouterr()
     assert cli(["train", *options(chosen), "--output-dir", str(tmp_path / "run")]) == 2
     assert sentence(capsys) == (
-        f"sansgpu: {model} cannot be built as a token classification model: transformers has none of its "
-        "architecture; choose another model or task."
+        f"sansgpu: {model} cannot be built as a token classification model: transformers has no such model "
+        "for its architecture; choose another model or task."
     )
 
 

@@ -195,7 +195,7 @@ def test_bench_measures_a_configuration_whose_shape_is_the_datas(home: Path, cap
     measured = ["--steps", "2", "--no-what-if", *asked, "--output-dir", str(folder)]
     result = printed(capsys, "bench", str(file), *line, *measured)
     assert result["tokens_per_second"] > 0
-    names = ["as it is", "model.n_layers=1", "model.n_layers=1000000"]
+    names = ["unchanged", "model.n_layers=1", "model.n_layers=1000000"]
     assert [row["name"] for row in result["what_if"]] == names
     assert "GB of memory, but" in result["what_if"][2]["problem"]
     assert result["what_if"][1]["gives_up"].endswith("fewer parameters")

@@ -1,4 +1,4 @@
-"""Extraction of triples: beam search, queries of a text, and evaluation."""
+"""Triple extraction: beam search, the queries for a text, and evaluation."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ TEXTS = {
 
 @pytest.fixture(scope="module")
 def rows(home: Path) -> Path:
-    """Texts with two triples per head and no other words."""
+    """Writes texts of one sentence with two triples about the same head."""
     lines = []
     for name, (city, work) in TEXTS.items():
         triples = [{"head": name, "relation": "lives in", "tail": city}, {"head": name, "relation": "is", "tail": work}]

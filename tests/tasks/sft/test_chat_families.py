@@ -50,7 +50,7 @@ MISTRAL_3 = """{%- if messages[0]['role'] == 'system' %}{%- set system = message
 {{- '[INST] ' + system + '\\n\\n' + m['content'] + '[/INST]' }}
 {%- elif m['role'] == 'user' %}{{- '[INST] ' + m['content'] + '[/INST]' }}
 {%- else %}{{- ' ' + m['content'] | trim + eos_token }}{%- endif %}{%- endfor %}"""
-# The assistant is `model`, and a system message is refused.
+# The assistant's role is `model`, and a system message is an error.
 GEMMA_2 = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}
 {{- raise_exception('System role not supported') }}{% endif %}{% for m in messages %}
 {%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}
@@ -65,7 +65,7 @@ PHI_3 = """{% for m in messages %}{% if m['role'] in ('system', 'user', 'assista
 PHI_4 = """{% for m in messages %}{% if m['role'] in ('system', 'user', 'assistant') %}
 {{- '<|im_start|>' + m['role'] + '<|sep|>' + m['content'] + '<|im_end|>' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant<|sep|>' }}{% endif %}"""
-# TRL's way to mark what is learned.
+# TRL's way of marking the tokens to train on.
 MARKED = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}
 {%- generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}{% else %}
 {{- m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}
@@ -73,7 +73,7 @@ MARKED = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.
 
 TWO = [("user", "A"), ("assistant", "A"), ("user", "Why?"), ("assistant", " So. ")]
 SYSTEM = [("system", " Be brief."), ("user", "Q"), ("assistant", "A")]
-# For each template: two turns, a system message (text, or the reason of the refusal), a call of a tool.
+# Each template with the expected text for TWO, SYSTEM and TOOL, with the trained tokens in ⟦⟧, or the expected error.
 FAMILIES = {
     "smollm2, qwen2.5": (
         CHATML,

@@ -26,7 +26,7 @@ SAVING_SECONDS = 600  # time to save after SIGTERM
 
 Values = dict[str, Any]
 Event = dict[str, Any]
-# Requests SIGKILL at the parent's death (1: PR_SET_PDEATHSIG), which survives the exec of the command.
+# Requests SIGKILL when the parent dies (1: PR_SET_PDEATHSIG). The request survives the exec of the command.
 _EXEC_WITH_DEATH_SIGNAL = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))

@@ -17,12 +17,12 @@ from sansgpu.config.wording import truncate
 from sansgpu.machine import cores
 from sansgpu.machine.distributed.world import SHUTDOWN_TIMEOUT
 
-MAX_PROCESSES_PER_CPU = 8  # a typing error must not start thousands of processes
+MAX_PROCESSES_PER_CPU = 8  # a typo must not start thousands of processes
 SAVING_SECONDS = 600  # time to save after SIGTERM
 
 
 def processes(requested: str) -> int:
-    """Parses --processes; `auto` is one per NUMA node or socket. Raises ConfigError if it is no sensible number."""
+    """Parses --processes; `auto` is one per NUMA node or socket. Raises ConfigError if it is invalid or too large."""
     if requested == "auto":
         return cores.count_memory_domains()
     most = MAX_PROCESSES_PER_CPU * len(cores.cpus())

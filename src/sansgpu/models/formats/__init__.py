@@ -1,1 +1,1 @@
-"""Files of models: safetensors, Hugging Face folders, GGUF and ONNX."""
+"""Model file formats: safetensors, Hugging Face folders, GGUF and ONNX."""

@@ -189,7 +189,8 @@ class library_errors:  # noqa: N801  used like a function
                 ) from None
             if "Unrecognized configuration class" in str(error):  # transformers' message lists hundreds of classes
                 raise ConfigError(
-                    f"{self._prefix}: transformers has none of its architecture; choose another model or task."
+                    f"{self._prefix}: transformers has no such model for its architecture; "
+                    "choose another model or task."
                 ) from None
             if "weights_only" in str(error):  # torch's message suggests running the code in the file
                 raise ConfigError(

@@ -109,7 +109,7 @@ class Classify(Predicts, FineTuningTask):
 
     @classmethod
     def recognizes(cls, target: str) -> bool:
-        """Returns whether a folder holds a sequence classification model of transformers."""
+        """Returns whether a folder holds a transformers model for sequence classification."""
         return has_architecture(local_path(target), "ForSequenceClassification")
 
     @classmethod

@@ -77,7 +77,7 @@ def _without_unique_labels(rows: list[TextRow], name: str, notes: list[str]) -> 
 
 
 def split_rows(rows: list[TextRow], share: float) -> tuple[list[TextRow], list[TextRow]]:
-    """Splits rows into training and validation rows. Rows with the same first text get into the same split."""
+    """Splits rows into training and validation rows. Rows with the same first text go to the same split."""
     parts = split_examples([row.texts[0].encode() for row in rows], np.ones(len(rows)), share)
     train, held = ([rows[number] for number in part] for part in parts)
     return train, held
@@ -99,7 +99,7 @@ def tokenize_groups(
 ) -> TokenizedGroups:
     """Tokenizes each distinct text once. Rows with a text without tokens are bad rows.
 
-    Appends messages about skipped rows and labels to `notes`, which call the dataset `name`.
+    Appends messages about skipped rows and labels to `notes`, in which `name` is the name of the dataset.
     """
     texts = list(dict.fromkeys(text for row in rows for text in row.texts))
     number_of = {text: number for number, text in enumerate(texts)}

@@ -53,7 +53,7 @@ def read_parts(
 ) -> tuple[TokenRanges, TokenRanges, str]:
     """Tokenizes and splits the documents. Returns training documents, validation documents and a data fingerprint.
 
-    Raises ConfigError if there are too few.
+    Raises ConfigError if there are too few tokens.
     """
     store = build_store(sources.train, tokenizer, cache, progress)
     if sources.validation is not None:

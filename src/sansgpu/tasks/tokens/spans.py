@@ -38,7 +38,7 @@ def has_entities(tags: Iterable[str]) -> bool:
 
 
 def tag_flaw(tag: str, entities: bool) -> str | None:
-    """Returns a message if a tag does not fit the others, which follow an entity scheme if `entities`, or None."""
+    """Returns what is wrong with a tag, or None. `entities`: the other tags follow an entity scheme."""
     if not tag:
         return "a tag is empty"
     if entities and tag != OUTSIDE and not has_entities((tag,)):
@@ -74,7 +74,8 @@ def iob2_tags(spans: Iterable[WordSpan], words: int) -> tuple[str, ...]:
 def scheme_of(sentences: Iterable[Sequence[str]]) -> Scheme:
     """Determines the scheme of a dataset's tags.
 
-    In IOB1 a span begins with `I-`, except directly after another one of the same label. In IOB2 it begins with `B-`.
+    In IOB2 a span always begins with `B-`. In IOB1 it begins with `B-` only directly after a span with the same label,
+    otherwise with `I-`.
     """
     seen: Counter[str] = Counter()
     for tags in sentences:
