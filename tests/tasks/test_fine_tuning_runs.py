@@ -31,7 +31,7 @@ SOME_BAD = "some-bad.jsonl"
 
 
 def fill(home: Path) -> None:
-    """Writes conversations, questions, a question that is too long, and twelve valid questions with three bad ones."""
+    """Writes rows of all kinds: valid ones, a question that is too long, and a file with three bad rows."""
     chat_rows(home / "chat.jsonl")
     squad(home / "squad.json", impossible=True)
     good = flat_questions()
@@ -56,7 +56,7 @@ def assert_equal_outputs(exported: Any, run: Path, task: str = "sft") -> None:
 
 
 def outcome(run: Path) -> tuple[dict[str, str], list[dict[str, object]]]:
-    """Digests of the last snapshot and final/, and all events without times."""
+    """Returns the digests of the last snapshot and final/, and all events without times."""
     kept = {k: v for k, v in digests(run).items() if k.startswith(("snapshots/step-000010", "final"))}
     assert len(kept) == 3
     return kept, record(run)
