@@ -163,7 +163,7 @@ class _Process:
 
 
 class _Moment:
-    """The moment to disturb a run."""
+    """Waits for the moment at which a run is to be disturbed, e.g. while it writes a certain snapshot."""
 
     def __init__(self, aim: str, draw: random.Random, run: Path, cache: Path, seconds: float) -> None:
         self.aim, self.draw = aim, draw
@@ -171,7 +171,7 @@ class _Moment:
         self._at: float | None = None
         if aim in ("any moment", "start"):
             self._at = time.monotonic() + draw.uniform(0.0, 1.5 if aim == "start" else seconds)
-        self._step = draw.randrange(1, 5) * 4  # an evaluation is due
+        self._step = draw.randrange(1, 5) * 4  # an evaluation is due after this step
         self._snapshot = draw.randrange(1, 6)
 
     def come(self) -> bool:
@@ -270,9 +270,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=300, help="total number of disturbances")
     parser.add_argument("--disk", action="store_true", help="fill the disk instead of killing processes (needs root)")
-    parser.add_argument("--kinds", default="", help="comma-separated; run only kinds whose name contains one")
+    parser.add_argument("--kinds", default="", help="comma-separated; run kinds whose name contains one of them")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="keep reference runs and differing runs here")
+    parser.add_argument("--folder", type=Path, help="folder in which to keep reference runs and differing runs")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
 

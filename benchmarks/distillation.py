@@ -59,7 +59,7 @@ def students(options: argparse.Namespace, settings: Row, lessons: Path) -> Itera
 
 
 def trained(tokens: int, folder: Path, settings: Row, goal: float | None) -> Row:
-    """Trains a student on `tokens`. Returns its last loss and the tokens after which its loss was below `goal`."""
+    """Trains a student on `tokens` tokens. Returns its losses and the tokens after which the loss first met `goal`."""
     per_step = int(settings["model.max_seq_len"]) * int(settings["training.gradient_accumulation_steps"])
     every = max(1, tokens // per_step // EVALUATIONS)
     paced = {**settings, "training.max_tokens": tokens, "training.eval_steps": every, "training.logging_steps": every}
@@ -72,7 +72,7 @@ def trained(tokens: int, folder: Path, settings: Row, goal: float | None) -> Row
 
 
 def _evaluations(outcome: Outcome) -> list[tuple[int, float]]:
-    """Returns the tokens before each evaluation and its loss. Raises NoResultError."""
+    """Returns (tokens trained on so far, loss) for each evaluation. Raises NoResultError if the run failed."""
     found, tokens = [], 0
     for _, event in outcome.events:
         if event["event"] == "step":

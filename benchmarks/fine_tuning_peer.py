@@ -90,7 +90,7 @@ class MicroBatches(Dataset[list[Row]]):
 
 
 def load_model(config: Config) -> Any:
-    """Returns the model with transformers and peft."""
+    """Loads the model with transformers, and adds the adapter with peft if one is configured."""
     task_class: Any = task_of(config)
     name, head = str(config.model.name_or_path), task_class.objective_class.head_of(config)
     settings = transformers.AutoConfig.from_pretrained(name)
@@ -116,7 +116,7 @@ def train(
     model: Any = None,
     save: str | None = None,
 ) -> Watch:
-    """Trains on the batches `given`, writes the model to the folder `save`, and returns what each step took."""
+    """Trains on the batches `given`, writes the model to the folder `save`, and returns each step's time and loss."""
     collator = DataCollatorWithPadding if config.task == "classify" else DataCollatorForSeq2Seq
     pad, watch = collator(tokenizer, padding=True), Watch()
     transformers.set_seed(config.training.seed)  # before the head is initialized

@@ -107,7 +107,7 @@ def flops_a_node(width: int, inner: int, layers: int, vocabulary: int, nodes: fl
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path("configs/graph_80m.yaml"))
-    parser.add_argument("--set", action="append", default=[], dest="changes", help="key.path=value, for both")
+    parser.add_argument("--set", action="append", default=[], dest="changes", help="key.path=value, both contestants")
     parser.add_argument("--data", default="python-stdlib-graph", help="dataset of the second measurement")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=1)
