@@ -41,7 +41,7 @@ def model(width: int, layers: int, feed_forward: int, vocabulary: int, window: i
 
 
 def how(micro_batch: int, accumulation: int, optimizer: str, precision: str) -> Settings:
-    """Returns the settings of its training."""
+    """Returns the settings of batch, optimizer and precision."""
     return {
         "training.batch_size": micro_batch,
         "training.gradient_accumulation_steps": accumulation,
