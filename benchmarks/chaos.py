@@ -32,13 +32,13 @@ from benchmarks.contest import say, write_json
 from benchmarks.outcome import file_digests, record
 
 AIMS = ("any moment", "start", "snapshot", "tokenizing", "evaluation", "end")
-MAX_DISTURBANCES = 4  # per run
+MAX_DISTURBANCES = 4  # a run is killed, or meets a full disk, at most this often
 END_SECONDS = 120  # a run that should have ended by then counts as hanging
 POLL_SECONDS = 0.003
 SPREAD_SECONDS = 0.08  # maximum random delay after the intended moment
 DISK_ROOM = 3 << 20  # size of the small disk in bytes, in addition to three reference runs
-# Files of final/ that may differ: the model card contains times and names, and the mark contains the card's
-# fingerprint.
+# Files of final/ that may differ: the model card contains times and names, and .sansgpu.json contains the card's
+# hash.
 UNEQUAL_FILES = ("README.md", ".sansgpu.json")
 
 
@@ -68,7 +68,7 @@ class Chaos:
             process = _Process(kind.command(run, resume=False), self._folder / f"cache-{_slug(kind)}")
             code, said = process.end()
             if code:
-                raise SystemExit(f"chaos: {kind.name} fails undisturbed: {said}")
+                raise SystemExit(f"chaos: {kind.name} fails without disturbances: {said}")
             self._references[kind.name] = run, time.monotonic() - began
         return self._references[kind.name]
 

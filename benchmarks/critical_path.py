@@ -202,8 +202,8 @@ def main() -> None:
         except NoResultError as failure:
             sys.exit(f"critical_path: {failure}")
     for row in rows:
-        print_table(f"{args.size}, {row['name']} threads: the longest path", OPERATIONS, row["operations"][:SHOWN])
-    print_table(f"{args.size}, least times of each operation; steps: {args.steps}", SUMMARY, rows)
+        print_table(f"{args.size}, {row['name']} threads: critical path", OPERATIONS, row["operations"][:SHOWN])
+    print_table(f"{args.size}, shortest time of each operation in {args.steps} steps", SUMMARY, rows)
     write_json(args.json, "critical_path", vars(args), rows, rows[-1])
 
 

@@ -26,7 +26,7 @@ STUDENT: Row = {
     "training.window_warmup_ratio": 0, "training.save_steps": 0, "training.keep_last": 1,
     "training.report_to": "none", "device": "cpu",
 }  # fmt: skip
-EVALUATIONS = 20  # per run
+EVALUATIONS = 20  # number of evaluations per run
 COLUMNS = {
     "student": ("name", "s"),
     "tokens": ("tokens", ",d"),
@@ -119,7 +119,7 @@ def main() -> None:
     options = _options()
     with tempfile.TemporaryDirectory(prefix="sansgpu-distillation-") as home:
         facts, rows = compare(options, Path(home))
-    print_table("Tokens to the loss of the student alone", COLUMNS, rows)
+    print_table("Tokens needed to reach the loss of the student without a teacher", COLUMNS, rows)
     write_json(options.json, "distillation", vars(options), rows, {"lessons": facts})
 
 

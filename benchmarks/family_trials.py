@@ -51,7 +51,7 @@ class Support:
 
     tasks: tuple[str, ...]
     packed: bool  # several examples share a row
-    fused: Fused  # our kernels compute whole blocks, or at least attention and linear layers
+    fused: Fused  # yes: our kernels compute whole blocks; partly: attention and linear layers
     batched: bool  # several prompts are completed together
     gguf_export: bool
     gguf_import: bool

@@ -36,7 +36,7 @@ COLUMNS = {
     "last loss": ("loss", ".3f"),
 }
 RELATIONS = 12  # relation types in the standard library's triples
-WINDOWS, WORDS = 400, 2000  # number and length of the texts that fill their windows
+WINDOWS, WORDS = 400, 2000  # number of generated texts, and of distinct words in them
 SETTINGS = {**{k: v for k, v in MEASURED.items() if k != "training.window_warmup_ratio"}, "data.validation_split": 0.01}
 
 

@@ -34,7 +34,7 @@ PACKS = {
 ADAPTED = ("llama", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "mixtral", "qwen2_moe", "mamba", "roberta",
            "distilbert", "modernbert")  # fmt: skip
 RUNS = [(name, "none") for name in PACKS] + [(name, "lora") for name in ADAPTED]
-# Not only in long tests: dropout in the model, in adapters or nowhere; fused layers; packed and padded rows.
+# Resumed even without long tests: dropout in the model, in adapters or nowhere; fused layers; packing and padding.
 RESUMED = {(name, "none") for name in ("gpt2", "gemma3_text", "modernbert")}
 RESUMED |= {(name, "lora") for name in ("gpt2", "phi3", "mixtral", "mamba", "roberta")}
 # Runs in bf16, which compute with rounded frozen weights.

@@ -52,7 +52,7 @@ def assert_equal_outputs(exported: Any, run: Path, task: str = "sft") -> None:
     torch.testing.assert_close(outputs(exported), outputs(ours), rtol=1e-4, atol=1e-4)
 
 
-# Processes
+# Runs in separate processes
 
 
 def outcome(run: Path) -> tuple[dict[str, str], list[dict[str, object]]]:
@@ -86,7 +86,7 @@ def test_two_runs_and_one_that_was_killed_are_byte_identical(home: Path, changes
     assert outcome(killed) == outcome(first)
 
 
-# What is trained, saved and exported
+# Training, saving and exporting
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_rare_labels_count_as_much_as_frequent_ones(tmp_path: Path, capsys: Capt
     assert balanced_weights(np.array([0] * 30 + [1] * 3), 2).tolist() == pytest.approx(expected.tolist())
 
 
-# Promises of every task
+# Behavior that every task guarantees
 
 
 def test_a_resumed_adapter_is_that_of_the_run_that_was_not_interrupted(home: Path) -> None:

@@ -132,7 +132,7 @@ def test_an_onnx_file_has_the_logits(home: Path, capsys: Captured) -> None:
     assert torch.tensor(logits[0]).softmax(0).tolist() == pytest.approx(list(found["scores"].values()), abs=1e-4)
 
 
-# Numbers
+# Losses and the fitted classifier
 
 
 def test_the_loss_is_that_of_all_pairs() -> None:

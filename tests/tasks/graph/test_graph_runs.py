@@ -220,7 +220,7 @@ def test_a_plan_knows_what_an_encoder_costs(home: Path, capsys: Captured) -> Non
     assert plan["memory_bytes"]["total"] > 4e8
 
 
-# Text alone, and encoders of transformers
+# Masked language models: texts without triples, and transformers' encoders
 
 
 def test_text_alone_becomes_bert_and_goes_on_as_one(home: Path, capsys: Captured) -> None:
