@@ -119,7 +119,7 @@ class Chaos:
 
 
 class _Process:
-    """`sansgpu ARGUMENTS` with its child processes, in its own session."""
+    """A running `sansgpu` command with its child processes, in a session of their own."""
 
     def __init__(self, arguments: list[str], cache: Path) -> None:
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  read and closed by `end`

@@ -76,7 +76,7 @@ class InOrder(Trainer):
 
 
 class MicroBatches(Dataset[list[Row]]):
-    """The rows of each micro-batch; the last batch of an epoch may have fewer rows than the others."""
+    """A dataset of micro-batches, each a list of rows. The last batch of an epoch may have fewer rows."""
 
     def __init__(self, given: list[PackedSequences], task: str, micro_batch: int, accumulation: int) -> None:
         self._given, self._task, self._size, self._accumulation = given, task, micro_batch, accumulation

@@ -38,7 +38,7 @@ def take_threads() -> None:
 
 
 class PlainLoop:
-    """A model and its optimizer."""
+    """GPT-2 with its optimizer and its training and evaluation steps."""
 
     def __init__(self, job: Job) -> None:
         self.job = job

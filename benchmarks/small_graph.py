@@ -139,7 +139,7 @@ def measured(folder: Path, changes: Sequence[str]) -> Row:
 
 
 def _quiet(*said: Any) -> None:
-    """Ignores progress messages."""
+    """Discards progress messages."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -62,7 +62,7 @@ class Learned:
 
     @property
     def tokens_per_second(self) -> float:
-        """The speed without the first step."""
+        """The mean speed, without the first step."""
         return sum(self.tokens[1:]) / sum(self.step_seconds[1:])
 
 

@@ -19,7 +19,7 @@ Logits = list[tuple[np.ndarray, np.ndarray]]
 
 
 def window_of(question: Question, first: int, length: int, asked: int) -> QuestionWindow:
-    """[CLS] question [SEP] `length` words of the context, starting at word `first`, [SEP]; each word is one token."""
+    """Returns [CLS] question [SEP] `length` context words from word `first` on [SEP]; each word is one token."""
     stops = np.cumsum([len(word) + 1 for word in question.context.split(" ")]) - 1
     starts = np.concatenate([[0], stops[:-1] + 1])
     offsets = np.full((asked + length + 3, 2), -1, np.int32)
