@@ -40,7 +40,7 @@ def layers_of(sizes: list[tuple[int, int]], bias: bool, dtype: torch.dtype, froz
 
 
 def gradients(out: torch.Tensor, x: torch.Tensor, layers: nn.ModuleList) -> list[torch.Tensor | None]:
-    """Returns the result and the gradients of its weighted sum, which it resets."""
+    """Returns the output and the gradients of its weighted sum, and clears the gradients."""
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(out.dtype)
     out.backward(weight)
     leaves = [x, *layers.parameters()]
