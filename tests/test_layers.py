@@ -41,7 +41,7 @@ ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.puten
 
 
 class Module(NamedTuple):
-    """A module of the package, by its dotted name."""
+    """A module of the package: its dotted name, file and syntax tree."""
 
     name: str
     path: Path

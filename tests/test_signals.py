@@ -23,7 +23,7 @@ MOMENTS = (0.02, 0.1, 0.4, 1.0)
 def hold_interrupts() -> None:
     """Blocks SIGINT until the command handles it, because Python would show a traceback while it starts.
 
-    Also stops ignoring SIGINT, as a shell's background jobs do; these tests may run in one.
+    Also restores the default action of SIGINT: these tests may run as a shell's background job, which ignores it.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])

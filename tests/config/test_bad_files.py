@@ -17,7 +17,7 @@ MULTIPLYING_MERGES = "a0: &a0 {k: 1}\n" + "".join(
 MULTIPLYING_ALIASES = "a0: &a0 [x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
 )
-MOST_SECONDS, MOST_BYTES = 10, 200 << 20  # a test takes about 1 s on an idle machine; memory is for one file
+MOST_SECONDS, MOST_BYTES = 10, 200 << 20  # for a test (1 s on an idle machine), and for reading one file
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def test_a_name_that_no_file_can_have_is_refused(capsys: pytest.CaptureFixture[s
 
 
 def test_a_file_that_multiplies_takes_little_memory(tmp_path: Path) -> None:
-    """Uses a new process, because the peak memory of this one includes earlier tests."""
+    """Measures a new process, because the peak memory of this one includes earlier tests."""
     (tmp_path / "a.yaml").write_text(MULTIPLYING_MERGES)
     code = (
         "import resource, pathlib\nfrom sansgpu.config import load_config, ConfigError\n"

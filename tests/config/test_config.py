@@ -1,4 +1,4 @@
-"""The configuration schema, its files and its error messages."""
+"""Configurations are read from files and overrides, checked with helpful error messages, and saved."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""JSON Lines files are split only at "\n", and a loss that is not finite is null in every output."""
+"""JSON Lines files are split only at newlines (U+000A), and a loss that is not finite is null in every output."""
 
 import io
 import json

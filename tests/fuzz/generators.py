@@ -19,7 +19,7 @@ from tests.fuzz.values import NOT_UTF8, NUMBERS, TEXTS, changed, damaged, dumped
 from tests.processes import settings
 
 FAST = ["--set", "training.timeout_seconds=3", "--set", "training.kernels=torch"]
-# Without the cache folder, because a new cache makes a case slow, and the kernels, which FAST sets.
+# All keys except the cache folder (a new cache makes a case slow) and the kernels (FAST sets them).
 KEYS = [key for key, _ in all_keys(Config) if key not in ("data.cache_dir", "training.kernels")]
 _MERGES = "a0: &a0 {k: 1}\n" + "".join(
     f"a{i}: &a{i} {{k{i}: 1, <<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 12)

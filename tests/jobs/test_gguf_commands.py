@@ -159,7 +159,7 @@ def test_a_text_that_ends_right_after_the_prompt_is_explained(tmp_path: Path, ca
 
 
 def test_a_chat_model_in_a_file_runs_without_the_models_of_transformers(tmp_path: Path) -> None:
-    """Importing them takes more memory and time than a small quantized model."""
+    """Importing transformers' models takes more memory and time than a small quantized model."""
     model, tokenizer = base(tmp_path / "base", "llama3")
     model.config.rope_parameters = {"rope_type": "default", "rope_theta": 500.0}
     file = tmp_path / "model.gguf"

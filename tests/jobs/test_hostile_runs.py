@@ -292,7 +292,7 @@ def test_a_run_goes_on_where_no_folder_at_all_is_private(home: Path, tmp_path: P
     done = subprocess.run(command, env={**inherited, **own}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("is writable by other users") == 2
-    assert list(places["TMPDIR"].glob("sansgpu-compiled-*")) == []  # it is deleted at the end
+    assert list(places["TMPDIR"].glob("sansgpu-compiled-*")) == []  # deleted at the end of the run
 
 
 def test_a_shared_cache_costs_one_warning_and_no_run(home: Path, tmp_path: Path) -> None:

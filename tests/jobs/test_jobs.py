@@ -1,4 +1,4 @@
-"""The commands eval, generate, export and tokenizer."""
+"""`sansgpu eval`, `generate`, `export` and `tokenizer` give correct results for a tiny run."""
 
 import io
 import json

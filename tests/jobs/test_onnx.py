@@ -1,4 +1,4 @@
-"""`sansgpu export --format onnx` writes files that compute in onnxruntime what transformers computes."""
+"""`sansgpu export --format onnx` writes files whose results in onnxruntime equal those of transformers."""
 
 from __future__ import annotations
 

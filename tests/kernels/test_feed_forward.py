@@ -1,4 +1,4 @@
-"""Feed-forward networks and layers that share an input, against float64, forward and backward."""
+"""Compares feed-forward networks and layers that share an input with float64, forward and backward."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Orthogonalization of batches of matrices, for every instruction set of this processor and for plain torch."""
+"""Compares the orthogonalization of batches of matrices, on every instruction set and in plain torch, with float64."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Compares linear layers with block-quantized weights with float64 layers of the values that gguf-py dequantizes."""
+"""Block-quantized linear layers equal float64 layers with the values that gguf-py dequantizes."""
 
 import gguf
 import pytest

@@ -1,4 +1,4 @@
-"""Killed processes, cut networks and full disks give correct weights or an error that names the lost rank."""
+"""A killed process, a cut network or a full disk ends in correct weights or an error that names the lost rank."""
 
 from __future__ import annotations
 

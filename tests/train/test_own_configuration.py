@@ -1,4 +1,4 @@
-"""A damaged config.yaml of a run is restored or refused in one sentence."""
+"""A run's config.yaml is refused in one sentence if it is damaged or describes a different model or data order."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tests.processes import environment, settings, write_corpus
 
 
 def shown(steps: int, cores: int = 2, news: int = 0, sample: str = "", keys: bool = True) -> ScreenState:
-    """Returns the view after a number of step events."""
+    """Returns the state of the live view after a number of step events."""
     known = ScreenState(start={"step": 0, "output_dir": "runs/a-name", "total_steps": 5000}, keys=keys)
     known.stepped = time.monotonic()
     known.training = [(10 * i, 3 + 4 / i) for i in range(1, steps + 1)]
