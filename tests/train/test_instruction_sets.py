@@ -47,7 +47,7 @@ def test_a_run_names_its_set_and_resuming_with_another_one_is_not_exact(
     train += ["--output-dir", str(tmp_path / "run")]
     code, out, error = finish([*train, "--max-steps", "2"], portable)
     assert code == 0, error
-    assert "parameters, fp32, 1 thread, native portable kernels" in out  # portable has no bf16 products
+    assert "parameters, fp32, 1 thread, native portable kernels" in out  # portable kernels have no bf16 matmuls
     amp = "training.use_amp is true, but this run computes in fp32, because"
     assert f"{amp} this processor does not support bf16." in out + error
     monkeypatch.delenv("SANSGPU_ISA")
