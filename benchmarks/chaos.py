@@ -32,13 +32,13 @@ from benchmarks.contest import say, write_json
 from benchmarks.outcome import file_digests, record
 
 AIMS = ("any moment", "start", "snapshot", "tokenizing", "evaluation", "end")
-MAX_DISTURBANCES = 4  # per run
+MAX_DISTURBANCES = 4  # a run is killed, or meets a full disk, at most this often
 END_SECONDS = 120  # a run that should have ended by then counts as hanging
 POLL_SECONDS = 0.003
 SPREAD_SECONDS = 0.08  # maximum random delay after the intended moment
 DISK_ROOM = 3 << 20  # size of the small disk in bytes, in addition to three reference runs
-# Files of final/ that may differ: the model card contains times and names, and the mark contains the card's
-# fingerprint.
+# Files of final/ that may differ: the model card contains times and names, and .sansgpu.json contains the card's
+# hash.
 UNEQUAL_FILES = ("README.md", ".sansgpu.json")
 
 
@@ -68,7 +68,7 @@ class Chaos:
             process = _Process(kind.command(run, resume=False), self._folder / f"cache-{_slug(kind)}")
             code, said = process.end()
             if code:
-                raise SystemExit(f"chaos: {kind.name} fails undisturbed: {said}")
+                raise SystemExit(f"chaos: {kind.name} fails without disturbances: {said}")
             self._references[kind.name] = run, time.monotonic() - began
         return self._references[kind.name]
 
@@ -119,7 +119,7 @@ class Chaos:
 
 
 class _Process:
-    """`sansgpu ARGUMENTS` with its child processes, in its own session."""
+    """A running `sansgpu` command with its child processes, in a session of their own."""
 
     def __init__(self, arguments: list[str], cache: Path) -> None:
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  read and closed by `end`
@@ -163,7 +163,7 @@ class _Process:
 
 
 class _Moment:
-    """The moment to disturb a run."""
+    """Waits for the moment at which a run is to be disturbed, e.g. while it writes a certain snapshot."""
 
     def __init__(self, aim: str, draw: random.Random, run: Path, cache: Path, seconds: float) -> None:
         self.aim, self.draw = aim, draw
@@ -171,7 +171,7 @@ class _Moment:
         self._at: float | None = None
         if aim in ("any moment", "start"):
             self._at = time.monotonic() + draw.uniform(0.0, 1.5 if aim == "start" else seconds)
-        self._step = draw.randrange(1, 5) * 4  # an evaluation is due
+        self._step = draw.randrange(1, 5) * 4  # an evaluation is due after this step
         self._snapshot = draw.randrange(1, 6)
 
     def come(self) -> bool:
@@ -270,9 +270,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=300, help="total number of disturbances")
     parser.add_argument("--disk", action="store_true", help="fill the disk instead of killing processes (needs root)")
-    parser.add_argument("--kinds", default="", help="comma-separated; run only kinds whose name contains one")
+    parser.add_argument("--kinds", default="", help="comma-separated; run kinds whose name contains one of them")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="keep reference runs and differing runs here")
+    parser.add_argument("--folder", type=Path, help="folder in which to keep reference runs and differing runs")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
 

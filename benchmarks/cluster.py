@@ -78,7 +78,7 @@ def step_seconds(run: Path) -> float:
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines() if run.exists() else []
     steps = [event["step_seconds"] for event in map(json.loads, lines) if event["event"] == "step"][WARM_UP:]
     if not steps:
-        raise NoResultError("the run made no steps")
+        raise NoResultError("the run logged no steps after the warm-up")
     return float(median(steps))
 
 

@@ -58,7 +58,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Sample:
-    """The steps of a process."""
+    """The measurements of the steps of one process."""
 
     step_seconds: list[float]  # after the warm-up
     first_step_seconds: float
@@ -69,7 +69,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A way to train. Of several variants with the same name, only the fastest continues after the first round."""
+    """A command to measure. Of several variants with one name, only the fastest continues after the first round."""
 
     name: str
     command: list[str]
@@ -78,7 +78,7 @@ class Contestant:
     needs: tuple[str, ...] = ()  # required packages
     until: Callable[[Event], bool] | None = None  # returns True for the event after which to stop the process
     environment: dict[str, str] = field(default_factory=dict)
-    beside: Callable[[], AbstractContextManager[None]] = nullcontext  # a context in which the process runs
+    beside: Callable[[], AbstractContextManager[None]] = nullcontext  # a context entered while the process runs
 
 
 class NoResultError(Exception):

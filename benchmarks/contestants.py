@@ -38,7 +38,7 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
 
 
 class Clock:
-    """A stopwatch for steps."""
+    """Measures the duration of each step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

@@ -59,9 +59,9 @@ OPERATIONS = {
 
 @dataclass(frozen=True)
 class PathJob:
-    """The steps to run."""
+    """The job of the worker: which steps to run, and how often."""
 
-    config: str | None  # file
+    config: str | None  # path of the configuration file
     overrides: list[str]
     threads: list[int]  # measured alternately
     steps: int  # per number of threads
@@ -161,8 +161,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=int, help="measured steps per number of threads (5; qwen_lora and qwen_whole: 2)"
     )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the run; repeatable")
-    parser.add_argument("--check", action="store_true", help=f"also measure the speed-up of {CHECKED_THREADS} threads")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a run setting; repeatable")
+    parser.add_argument("--check", action="store_true", help=f"also measure the speedup with {CHECKED_THREADS} threads")
     parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_args()
     try:
@@ -181,7 +181,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> list[Row]:
-    """Returns the projections. Raises NoResultError if the steps cannot be made."""
+    """Returns a projection for each number of threads. Raises NoResultError if the steps cannot be run."""
     config, given = settings(args.size, folder)
     overrides = [*(f"{key}={value}" for key, value in given.items()), *args.set]
     results = run_job(PathJob(config, overrides, [1, *args.threads], args.steps, compile_recorder(folder)), folder)
@@ -202,8 +202,8 @@ def main() -> None:
         except NoResultError as failure:
             sys.exit(f"critical_path: {failure}")
     for row in rows:
-        print_table(f"{args.size}, {row['name']} threads: the longest path", OPERATIONS, row["operations"][:SHOWN])
-    print_table(f"{args.size}, least times of each operation; steps: {args.steps}", SUMMARY, rows)
+        print_table(f"{args.size}, {row['name']} threads: critical path", OPERATIONS, row["operations"][:SHOWN])
+    print_table(f"{args.size}, shortest time of each operation in {args.steps} steps", SUMMARY, rows)
     write_json(args.json, "critical_path", vars(args), rows, rows[-1])
 
 

@@ -74,7 +74,7 @@ class RegionRecorder:
                 "raise MAX_REGIONS or MAX_UNITS"
             )
         for number, seconds in zip(drawn, units, strict=True):
-            before_units = max(0.0, regions[number]["work_ns"] / 1e9 - sum(seconds))  # every thread spends this
+            before_units = max(0.0, regions[number]["work_ns"] / 1e9 - sum(seconds))  # outside units, in every thread
             regions[number]["longest_ns"] = (before_units + makespan(seconds, torch.get_num_threads())) * 1e9
         return regions, spent - regions["caller_ns"].sum() / 1e9
 
@@ -112,7 +112,7 @@ def by_operation(profiled: profile, regions: np.ndarray) -> dict[str, Seconds]:
         spans.append((start, end, name, None))
     spans += [(int(region["start_ns"]), int(region["end_ns"]), "", region) for region in regions]
     found: dict[str, Seconds] = defaultdict(Seconds)
-    outer: list[tuple[int, str]] = []  # end and name of the operations around a span
+    outer: list[tuple[int, str]] = []  # (end, name) of the operations that enclose a span
     for start, end, name, region in sorted(spans, key=lambda span: (span[0], -span[1])):
         while outer and outer[-1][0] <= start:
             outer.pop()

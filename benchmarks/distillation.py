@@ -26,7 +26,7 @@ STUDENT: Row = {
     "training.window_warmup_ratio": 0, "training.save_steps": 0, "training.keep_last": 1,
     "training.report_to": "none", "device": "cpu",
 }  # fmt: skip
-EVALUATIONS = 20  # per run
+EVALUATIONS = 20  # number of evaluations per run
 COLUMNS = {
     "student": ("name", "s"),
     "tokens": ("tokens", ",d"),
@@ -59,7 +59,7 @@ def students(options: argparse.Namespace, settings: Row, lessons: Path) -> Itera
 
 
 def trained(tokens: int, folder: Path, settings: Row, goal: float | None) -> Row:
-    """Trains a student on `tokens`. Returns its last loss and the tokens after which its loss was below `goal`."""
+    """Trains a student on `tokens` tokens. Returns its losses and the tokens after which the loss first met `goal`."""
     per_step = int(settings["model.max_seq_len"]) * int(settings["training.gradient_accumulation_steps"])
     every = max(1, tokens // per_step // EVALUATIONS)
     paced = {**settings, "training.max_tokens": tokens, "training.eval_steps": every, "training.logging_steps": every}
@@ -72,7 +72,7 @@ def trained(tokens: int, folder: Path, settings: Row, goal: float | None) -> Row
 
 
 def _evaluations(outcome: Outcome) -> list[tuple[int, float]]:
-    """Returns the tokens before each evaluation and its loss. Raises NoResultError."""
+    """Returns (tokens trained on so far, loss) for each evaluation. Raises NoResultError if the run failed."""
     found, tokens = [], 0
     for _, event in outcome.events:
         if event["event"] == "step":
@@ -119,7 +119,7 @@ def main() -> None:
     options = _options()
     with tempfile.TemporaryDirectory(prefix="sansgpu-distillation-") as home:
         facts, rows = compare(options, Path(home))
-    print_table("Tokens to the loss of the student alone", COLUMNS, rows)
+    print_table("Tokens needed to reach the loss of the student without a teacher", COLUMNS, rows)
     write_json(options.json, "distillation", vars(options), rows, {"lessons": facts})
 
 

@@ -43,7 +43,7 @@ def train(config: Config, given: list[TextGroups], save: str | None) -> Watch:
     """
 
     class InOrder(DefaultBatchSampler):
-        """The rows of each batch of the whole run."""
+        """Yields the row numbers of each batch, in sansgpu's order."""
 
         def __iter__(self) -> Iterator[list[int]]:
             return (batch.numbers.tolist() for batch in given)

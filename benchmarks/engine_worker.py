@@ -67,7 +67,7 @@ class Engine(Protocol):
 
 
 class Ours:
-    """sansgpu's engine with a value of `training.sharding`."""
+    """sansgpu's engine with the given value of `training.sharding`."""
 
     def __init__(self, model: TransformerLM, sharding: str, dtype: torch.dtype, group: Group) -> None:
         self._training = TrainingConfig.model_validate({**TRAINING, "sharding": sharding})

@@ -41,7 +41,7 @@ COMPARISONS = {  # sansgpu's engine first
     "optimizer": ("ours, ZeRO-1", "DDP, ZeroRedundancyOptimizer"),
     "full": ("ours, full", "fully_shard"),
 }
-REFERENCE = "ours"  # a single process
+REFERENCE = "ours"  # the engine whose results in a single process the others must equal
 AGAIN = "ours again"
 TIMEOUT_SECONDS = 20.0  # for a collective
 ANSWER_SECONDS = 240.0  # a worker that takes longer to answer counts as hanging
@@ -272,7 +272,7 @@ def main() -> None:
     )
     parser.add_argument("--processes", type=int, default=2, help="at least 2 (%(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="measured steps per block (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=8, help="of two blocks per engine; 0: contracts only")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds of two blocks each; 0: check contracts only")
     parser.add_argument("--size", default="7M", help="7M or tiny (%(default)s)")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--comparisons", nargs="+", choices=COMPARISONS, default=list(COMPARISONS))

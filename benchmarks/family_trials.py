@@ -26,13 +26,13 @@ TRIALS = (*TASKS, "batched", "GGUF export", "GGUF import", "ONNX")
 ADAPTED = ("sft", "preference", "embed")  # trained with LoRA; the other tasks train all weights
 LOSS_TOLERANCE, SCORE_TOLERANCE = 1e-4, 1e-3
 PROMPTS = ("the red fox", "def add(a, b):\n    return", "import os\nfor name in")
-Refusals = dict[str, str]  # by trial
+Refusals = dict[str, str]  # trial -> error message
 
 Fused = Literal["yes", "partly", "no"]
 
 
 class TrialError(Exception):
-    """A command ended with a traceback or more than one sentence, or computed something else than transformers."""
+    """A command ended with a traceback or several sentences, or its result differs from that of transformers."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,17 @@ class Family:
 
     name: str
     model_type: str  # in config.json
-    changes: dict[str, Any] = field(default_factory=dict)  # of the tiny model's config.json
+    changes: dict[str, Any] = field(default_factory=dict)  # overrides in the tiny model's config.json
     gguf: str | None = None  # llama.cpp's name of the architecture, if it is not `model_type`
 
 
 @dataclass(frozen=True)
 class Support:
-    """What works with a family, and the sentence with which everything else is refused."""
+    """The features that work with a family, and the error messages of those that do not."""
 
     tasks: tuple[str, ...]
     packed: bool  # several examples share a row
-    fused: Fused  # our kernels compute whole blocks, or at least attention and linear layers
+    fused: Fused  # yes: our kernels compute whole blocks; partly: attention and linear layers
     batched: bool  # several prompts are completed together
     gguf_export: bool
     gguf_import: bool
@@ -61,7 +61,7 @@ class Support:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command printed, and its refusal if it was refused."""
+    """The output of a command, and its error message if it was refused."""
 
     out: str
     err: str
@@ -84,7 +84,7 @@ def sansgpu(*arguments: object) -> Outcome:
 
 
 def try_family(family: Family, home: Path) -> Support:
-    """Tries everything in the folder `home`. Raises TrialError."""
+    """Tries all features with a family, in the folder `home`. Raises TrialError if a command misbehaves."""
     home.mkdir(parents=True, exist_ok=True)
     trials = _Trials(family, home)
     runs = {task: home / task for task in TASKS if trials.works(task, trials.train(task))}
@@ -109,7 +109,7 @@ def try_family(family: Family, home: Path) -> Support:
 
 
 class _Trials:
-    """The trials of a family, which collect refusals."""
+    """Runs the trials of a family and collects the error messages of refused ones."""
 
     def __init__(self, family: Family, home: Path) -> None:
         self.family, self.home, self.refusals = family, home, Refusals()
@@ -125,7 +125,7 @@ class _Trials:
         return outcome.refusal is None
 
     def _template(self, refusal: str) -> str:
-        """Replaces names of this family and of this trial."""
+        """Replaces paths and the names of this family by placeholders, so that families can share an error message."""
         refusal = re.sub(rf"{re.escape(str(self.home))}/(?:{'|'.join(TASKS)})\b(?!\.)", "RUN", refusal)
         refusal = refusal.replace(str(self.model), "MODEL").replace(str(self.home / "foreign.gguf"), "FILE.gguf")
         known = "|".join(map(re.escape, (self.family.model_type, self.family.gguf or self.family.model_type)))
@@ -154,7 +154,7 @@ class _Trials:
         return sansgpu("train", *changes, "--output-dir", self.home / task)
 
     def generates_together(self, run: Path) -> bool:
-        """Completes prompts together and one at a time, which must give the same texts."""
+        """Completes prompts in a batch and one at a time, and requires equal texts. Returns True if it batched them."""
         texts, common = [], ("--data", self.home / "prompts.jsonl", "--temperature", 0, "--max-new-tokens", NEW_TOKENS)
         for name, more in {"together": (), "alone": ("--batch-size", 1)}.items():
             file = self.home / f"{name}.jsonl"
@@ -163,7 +163,7 @@ class _Trials:
                 return False
             texts.append([row["completion"] for row in json_lines(file)])
         if texts[0] != texts[1]:
-            raise TrialError(f"{run}: prompts have other completions together than alone: {texts}")
+            raise TrialError(f"{run}: prompts completed in a batch give different texts than one at a time: {texts}")
         return "completed one at a time" not in outcome.err
 
     def exports_gguf(self, run: Path) -> bool:
@@ -171,7 +171,7 @@ class _Trials:
         return self.works("GGUF export", sansgpu("export", run, *options))
 
     def imports_gguf(self, run: Path | None) -> bool:
-        """Evaluates the file exported from `run`, or one like llama.cpp's converter would write of the model."""
+        """Evaluates the GGUF file exported from `run`, or without a run a file like those of llama.cpp's converter."""
         file, original = (
             (self.home / "exported.gguf", run / "final") if run else (self.home / "foreign.gguf", self.model)
         )
@@ -185,7 +185,7 @@ class _Trials:
 
 
 def _decisions(run: Path) -> tuple[bool, Fused]:
-    """Returns whether the package packs the examples of a run's model, and which of its layers our kernels compute."""
+    """Returns whether sansgpu packs examples for a run's model, and how much of the model its kernels compute."""
     from sansgpu.models.modules import blocks_of
     from sansgpu.train.loading import ModelRequest, open_model
 

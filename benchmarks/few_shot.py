@@ -53,7 +53,7 @@ def genres(folder: Path) -> list[Labeled]:
 
 
 def topics(folder: Path) -> list[Labeled]:
-    """Returns the definitions of words with one topic."""
+    """Returns WordNet definitions with their topic, for words that have exactly one topic."""
     lines = (folder / "entity2text.txt").read_text(encoding="utf-8").splitlines()
     definitions = dict(line.split("\t", 1) for line in lines)
     found: dict[str, list[str]] = {}
@@ -66,7 +66,7 @@ def topics(folder: Path) -> list[Labeled]:
     return [(text, TOPICS[name]) for text, name in alone if name in TOPICS]
 
 
-# The rows to draw training examples from, and the rows to test on if they are separate.
+# Each function returns the rows to draw training examples from, and the test rows if they are separate.
 SETS: dict[str, Callable[[Path], tuple[list[Labeled], list[Labeled] | None]]] = {
     "sst2": lambda data: (sentiments(data / "sst2/train.tsv"), sentiments(data / "sst2/test.tsv")),
     "genres": lambda data: (genres(data / "stsb"), None),
@@ -75,7 +75,7 @@ SETS: dict[str, Callable[[Path], tuple[list[Labeled], list[Labeled] | None]]] = 
 
 
 def draw(rows: list[Labeled], tests: list[Labeled] | None, seed: int) -> tuple[list[Labeled], list[Labeled]]:
-    """Draws rows to learn from and rows to test on."""
+    """Draws the training rows of every label, and the test rows."""
     random_ = random.Random(seed)
     rows = sorted(set(rows))
     random_.shuffle(rows)
@@ -166,7 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--peer-python", help="Python with setfit")
+    parser.add_argument("--peer-python", help="Python of an environment with setfit; default: measure only sansgpu")
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--sets", nargs="+", choices=list(SETS), default=list(SETS))
     parser.add_argument("--threads", type=int, default=os.cpu_count())

@@ -2,7 +2,7 @@
 
     python -m benchmarks.few_shot_peer JOB.json
 
-Prints one JSON line with the accuracy and the seconds of training. Imports nothing of sansgpu.
+Prints one JSON line with the accuracy and the seconds of training. Does not import sansgpu.
 """
 
 from __future__ import annotations

@@ -102,14 +102,14 @@ def contestants(
 
 
 def our_sample(folder: Path, name: str, outcome: Outcome) -> Sample:
-    """Returns the measured steps of sansgpu and records their tokens in a file."""
+    """Returns the measured steps of sansgpu and writes their token counts to a file."""
     counts = [event["tokens"] for _, event in outcome.named("step")]
     note_tokens(folder, name, [after - before for before, after in zip([0, *counts], counts, strict=False)])
     return sample(outcome)
 
 
 def their_sample(folder: Path, name: str, outcome: Outcome) -> Sample:
-    """Returns the measured steps of the Trainer and records their tokens in a file."""
+    """Returns the measured steps of the Trainer and writes their token counts to a file."""
     if not outcome.named("result"):
         raise outcome.no_result()
     result = outcome.named("result")[0][1]
@@ -119,7 +119,7 @@ def their_sample(folder: Path, name: str, outcome: Outcome) -> Sample:
 
 
 def note_tokens(folder: Path, name: str, tokens: list[int]) -> None:
-    """Writes the tokens of the measured steps, which are the same in every round."""
+    """Writes the token counts of the measured steps, which are the same in every round."""
     (folder / f"{name}.tokens").write_text(json.dumps(tokens[WARM_UP:]))
 
 

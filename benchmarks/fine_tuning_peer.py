@@ -76,7 +76,7 @@ class InOrder(Trainer):
 
 
 class MicroBatches(Dataset[list[Row]]):
-    """The rows of each micro-batch; the last batch of an epoch may have fewer rows than the others."""
+    """A dataset of micro-batches, each a list of rows. The last batch of an epoch may have fewer rows."""
 
     def __init__(self, given: list[PackedSequences], task: str, micro_batch: int, accumulation: int) -> None:
         self._given, self._task, self._size, self._accumulation = given, task, micro_batch, accumulation
@@ -90,7 +90,7 @@ class MicroBatches(Dataset[list[Row]]):
 
 
 def load_model(config: Config) -> Any:
-    """Returns the model with transformers and peft."""
+    """Loads the model with transformers, and adds the adapter with peft if one is configured."""
     task_class: Any = task_of(config)
     name, head = str(config.model.name_or_path), task_class.objective_class.head_of(config)
     settings = transformers.AutoConfig.from_pretrained(name)
@@ -116,7 +116,7 @@ def train(
     model: Any = None,
     save: str | None = None,
 ) -> Watch:
-    """Trains on the batches `given`, writes the model to the folder `save`, and returns what each step took."""
+    """Trains on the batches `given`, writes the model to the folder `save`, and returns each step's time and loss."""
     collator = DataCollatorWithPadding if config.task == "classify" else DataCollatorForSeq2Seq
     pad, watch = collator(tokenizer, padding=True), Watch()
     transformers.set_seed(config.training.seed)  # before the head is initialized

@@ -17,7 +17,7 @@ from benchmarks.sizes import SIZES
 Settings = dict[str, object]
 
 M80: Settings = {**SIZES["m80"].model_keys(), "training.optimizer": "adamw", "training.learning_rate": 0.0006}
-# (configuration, changes)
+# name: (configuration, changes to it)
 RUNS: dict[str, tuple[str, Settings]] = {
     "default": ("configs/default.yaml", {}),
     "cpu_small": ("configs/cpu_small.yaml", {"data.dataset_name": "python-stdlib", "training.num_epochs": "null"}),

@@ -10,7 +10,7 @@ import torch
 
 
 def write_foreign_gguf(path: Path, folder: Path, architecture: str) -> None:
-    """Writes a file of `architecture`, llama.cpp's name. Tensors that llama.cpp does not know keep their names."""
+    """Writes a GGUF file of llama.cpp's `architecture`. Tensors that llama.cpp does not know keep their names."""
     import transformers
 
     from sansgpu.models.formats.gguf_metadata import write_tokenizer

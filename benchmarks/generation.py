@@ -37,7 +37,7 @@ COLUMNS = {
 
 
 def prompts_of(model: Path, documents: Path, count: int) -> list[list[int]]:
-    """Returns the token ids of the beginnings of documents."""
+    """Returns `count` prompts: the first tokens of documents, in the lengths of LENGTHS."""
     tokenizer, prompts = Tokenizer.from_file(str(model / "tokenizer.json")), list[list[int]]()
     with documents.open(encoding="utf-8") as lines:
         for line, length in zip(lines, cycle(LENGTHS), strict=False):
@@ -77,9 +77,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
     parser.add_argument("--data", type=Path, required=True, help="documents: JSON lines, each with a `text`")
     parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens of each prompt")
+    parser.add_argument("--tokens", type=int, default=128, help="number of new tokens per prompt")
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 1], help="batch sizes of transformers")
-    parser.add_argument("--gguf", type=Path, help="the model for llama.cpp")
+    parser.add_argument("--gguf", type=Path, help="GGUF file of the model for llama.cpp; default: omit llama.cpp")
     parser.add_argument("--llama-python", default=sys.executable, help="Python of an environment with llama-cpp-python")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))

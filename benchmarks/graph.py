@@ -36,7 +36,7 @@ COLUMNS = {
     "last loss": ("loss", ".3f"),
 }
 RELATIONS = 12  # relation types in the standard library's triples
-WINDOWS, WORDS = 400, 2000  # number and length of the texts that fill their windows
+WINDOWS, WORDS = 400, 2000  # number of generated texts, and of distinct words in them
 SETTINGS = {**{k: v for k, v in MEASURED.items() if k != "training.window_warmup_ratio"}, "data.validation_split": 0.01}
 
 
@@ -107,7 +107,7 @@ def flops_a_node(width: int, inner: int, layers: int, vocabulary: int, nodes: fl
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path("configs/graph_80m.yaml"))
-    parser.add_argument("--set", action="append", default=[], dest="changes", help="key.path=value, for both")
+    parser.add_argument("--set", action="append", default=[], dest="changes", help="key.path=value, both contestants")
     parser.add_argument("--data", default="python-stdlib-graph", help="dataset of the second measurement")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=1)

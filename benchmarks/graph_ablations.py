@@ -76,7 +76,7 @@ def variants(config: Config) -> list[Variant]:
 
 
 def shuffled(graphs: LeafyDataset, relations: int) -> LeafyDataset:
-    """Returns the graphs with random relations."""
+    """Returns the same graphs, with the relation of each triple replaced by a random one."""
     draws = np.random.Generator(np.random.PCG64(0))
     examples = [
         (window, [p._replace(relation=1 + int(draws.integers(relations))) for p in placed])

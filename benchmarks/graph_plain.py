@@ -56,7 +56,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainEncoder(nn.Module):
-    """The complete model, in the padded layout."""
+    """The complete graph encoder, in the padded layout."""
 
     def __init__(self, config: ModelConfig, roots: int) -> None:
         super().__init__()

@@ -190,11 +190,11 @@ def _short(dtype: torch.dtype) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
     parser.add_argument("--repeats", type=int, default=15, help="measurements per contender (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="toy shapes, as a test of the benchmark")
+    parser.add_argument("--quick", action="store_true", help="use toy shapes, to test the benchmark itself")
     parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_args()
     torch.set_num_threads(available_cores())
-    keep_freed_memory()  # as in a run
+    keep_freed_memory()  # as training runs do
     if reason := library.load():
         say(f"the C++ kernels are not available, so PyTorch operators are measured: {reason}")
     torch.manual_seed(0)

@@ -23,8 +23,8 @@ from sansgpu.planning.presets import PROCESSORS, Processor, this_machine
 from sansgpu.planning.propose import propose_quickly
 from sansgpu.tasks.registry import task_of
 
-SIZES = ("135m", "0.5b", "1.5b", "3b", "7b")  # of benchmarks.written_model
-SYSTEM_BYTES = int(2.5e9)  # of the operating system and a browser
+SIZES = ("135m", "0.5b", "1.5b", "3b", "7b")  # names of sizes in benchmarks.written_model
+SYSTEM_BYTES = int(2.5e9)  # memory that the operating system and a browser use
 CONTEXT = 1024  # tokens per example
 CONVERSATION_TOKENS = 256
 HOURS = {"an hour": 1.0, "a night": 10.0}
@@ -44,7 +44,7 @@ FROM_SCRATCH = {
 
 
 def largest_models(memories: Sequence[str]) -> Iterator[Row]:
-    """Yields for each memory the largest model that each method fine-tunes, and what it needs."""
+    """Yields for each memory size the largest model that each method fine-tunes, with the memory it needs."""
     with tempfile.TemporaryDirectory(prefix="sansgpu-laptops-") as name:
         folders = {size: Path(name) / size for size in SIZES}
         for size, folder in folders.items():
@@ -62,7 +62,7 @@ def largest_models(memories: Sequence[str]) -> Iterator[Row]:
 
 
 def from_scratch(processors: Sequence[Processor], memory: str) -> Iterator[Row]:
-    """Yields the model with the lowest expected loss after each time, on each kind of processor."""
+    """Yields, for each kind of processor and each duration, the model with the lowest expected loss."""
     available = parse_memory(memory) - SYSTEM_BYTES
     for processor in processors:
         for time, hours in HOURS.items():
@@ -76,7 +76,7 @@ def from_scratch(processors: Sequence[Processor], memory: str) -> Iterator[Row]:
 
 
 def conversations(processors: Sequence[Processor]) -> Iterator[Row]:
-    """Yields how many conversations LoRA reads in each time, for each model and kind of processor."""
+    """Yields, for each model and duration, how many conversations LoRA trains on with each kind of processor."""
     with tempfile.TemporaryDirectory(prefix="sansgpu-laptops-") as name:
         for size in SIZES:
             write_config(folder := Path(name) / size, size)
@@ -92,8 +92,8 @@ def conversations(processors: Sequence[Processor]) -> Iterator[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--memory", nargs="+", default=["8GB", "16GB", "32GB"], help="memory of the computers")
-    parser.add_argument("--here", action="store_true", help="add this machine to the kinds of processors")
+    parser.add_argument("--memory", nargs="+", default=["8GB", "16GB", "32GB"], help="memory sizes of computers")
+    parser.add_argument("--here", action="store_true", help="also estimate the speed of this machine")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     processors = (*PROCESSORS[:4], *([this_machine(Config())] if arguments.here else []))

@@ -64,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("svg", type=Path)
-    parser.add_argument("--step", type=int, help="last step that is shown")
+    parser.add_argument("--step", type=int, help="last step to show; default: at 80%% of the run")
     parser.add_argument("--columns", type=int, default=120)
     args = parser.parse_args()
     os.environ["FORCE_COLOR"] = "1"  # plotille colors a curve only in a terminal otherwise

@@ -41,7 +41,7 @@ def model(width: int, layers: int, feed_forward: int, vocabulary: int, window: i
 
 
 def how(micro_batch: int, accumulation: int, optimizer: str, precision: str) -> Settings:
-    """Returns the settings of its training."""
+    """Returns the settings of batch, optimizer and precision."""
     return {
         "training.batch_size": micro_batch,
         "training.gradient_accumulation_steps": accumulation,
@@ -54,7 +54,7 @@ CHECKPOINTED: Settings = {"model.gradient_checkpointing": "true"}
 M10, M11 = model(256, 8, 1024, 12288, 256, "relu2"), model(256, 4, 1024, 32000, 512, "gelu")
 M92 = model(768, 12, 3072, 8000, 512, "gelu")
 DEFAULT, TINY = "configs/default.yaml", "configs/tiny.yaml"
-# (configuration, changes)
+# name: (configuration, changes to it)
 RUNS: dict[str, tuple[str, Settings]] = {
     "10M relu2, Muon, 16 x 1": (DEFAULT, {**M10, **how(16, 1, "muon", "bf16")}),
     "11M gelu, AdamW, 2 x 8, fp32": (DEFAULT, {**M11, **how(2, 8, "adamw", "fp32")}),

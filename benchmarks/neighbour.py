@@ -70,7 +70,7 @@ def with_neighbors(contestant: Contestant, core: int) -> list[Contestant]:
 
 
 def add_speeds(rows: Sequence[Row], size: Size, cores: int) -> None:
-    """Sets the columns of the table; the first row of each contestant is the one alone."""
+    """Adds speeds and ratios to the rows, in which each contestant's run alone must come first."""
     alone: dict[str, float] = {}
     for row in rows:
         row["contestant"], _, row["beside"] = row["name"].partition(" beside ")

@@ -20,7 +20,7 @@ from nbclient import NotebookClient
 NOTEBOOK = Path(__file__).parent.parent / "docs/notebooks/teach_a_small_model.ipynb"
 INSTALL, PARAMETERS = "install", "parameters"  # tags of cells
 CELL_SECONDS = 1800  # maximum time of a cell
-_ERASED = re.compile(r"([^\n]*\n[^\n]*\x1b\[1A|[^\n]*)\x1b\[2K")  # a line of a terminal that is erased, as progress is
+_ERASED = re.compile(r"([^\n]*\n[^\n]*\x1b\[1A|[^\n]*)\x1b\[2K")  # erased lines of a terminal, e.g. progress
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # control sequences of a terminal
 
 
@@ -48,7 +48,7 @@ def run_notebook(source: Path, folder: Path, parameters: Mapping[str, object] | 
 
 
 def with_outputs(notebook: Any, executed: Any, folder: Path) -> Any:
-    """Copies the outputs of an executed notebook, without those that were erased, such as progress."""
+    """Copies the outputs of an executed notebook, without erased lines such as progress."""
     for cell, done in zip(notebook.cells, executed.cells, strict=True):
         if cell.cell_type == done.cell_type == "code":
             printed = "".join(output.text for output in done.outputs if output.get("name") == "stdout")
@@ -61,7 +61,7 @@ def with_outputs(notebook: Any, executed: Any, folder: Path) -> Any:
 
 
 def _last_lines(printed: str) -> str:
-    """Returns what a terminal shows in the end."""
+    """Returns the lines that remain in a terminal after all control sequences."""
     printed = _ESCAPE.sub("", _ERASED.sub("", printed.replace("\r\n", "\n")))
     return "\n".join(line.rpartition("\r")[2].rstrip() for line in printed.split("\n")).strip("\n")
 

@@ -60,7 +60,7 @@ def sample(outcome: Outcome) -> Sample:
     """Returns the measured steps. Raises NoResultError if there are none."""
     steps = [event for _, event in outcome.named("step")]
     if len(steps) <= WARM_UP:
-        raise NoResultError(f"the run made only {len(steps)} steps")
+        raise NoResultError(f"the run ended after {len(steps)} steps")
     return Sample(
         step_seconds=[step["step_seconds"] for step in steps[WARM_UP:]],
         first_step_seconds=steps[0]["step_seconds"],

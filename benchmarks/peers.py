@@ -102,7 +102,7 @@ def read_steps(outcome: Outcome) -> Sample:
         raise NoResultError("it printed no JSON line with step_seconds")
     seconds = [float(value) for value in result["step_seconds"]]
     if len(seconds) <= WARM_UP:
-        raise NoResultError(f"the run made only {len(seconds)} steps")
+        raise NoResultError(f"the run ended after {len(seconds)} steps")
     loss = result.get("loss")
     return Sample(seconds[WARM_UP:], seconds[0], outcome.peak_rss_bytes, loss, outcome.wall_seconds)
 

@@ -38,7 +38,7 @@ def take_threads() -> None:
 
 
 class PlainLoop:
-    """A model and its optimizer."""
+    """GPT-2 with its optimizer and its training and evaluation steps."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -56,7 +56,7 @@ class PlainLoop:
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def step(self, lr: float = LEARNING_RATE) -> float:
-        """Makes one update and returns the mean loss."""
+        """Runs one training step and returns its mean loss."""
         size, micro_batch = self.job.size, self.job.micro_batch
         windows = torch.from_numpy(self._reader.windows(self._step * size.windows_a_step, size.windows_a_step))
         total = 0.0
@@ -105,8 +105,8 @@ def run_steps(job: Job) -> dict[str, Any]:
 
 
 def run_minutes(job: Job, say: Callable[[dict[str, Any]], None]) -> None:
-    """Trains for the job's minutes, with a cosine schedule over that time. They start after the first step, which
-    compiles."""
+    """Trains for the job's minutes, with a cosine schedule over that time. The minutes start after the first step,
+    which compiles."""
     loop = PlainLoop(job)
     loop.step(LEARNING_RATE / WARM_UP_STEPS)
     start, steps = time.perf_counter(), 1

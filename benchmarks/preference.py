@@ -6,7 +6,7 @@
 
 Both train on the same pairs in the same order, without dropout, with AdamW and the same learning rates. TRL runs in a
 separate virtual environment with trl and sansgpu's dependencies. By default, TRL's reference is a second copy of the
-model. sansgpu computes the reference log-probabilities once before the first step, which counts in its seconds. Speed
+model. sansgpu computes the reference log-probabilities once before the first step, which its seconds include. Speed
 is that of all steps except the first; memory is that of the whole process. In fp32, the largest difference of the
 losses should be below 1e-4.
 """
@@ -46,7 +46,7 @@ class Trained:
 
     losses: list[float]
     step_seconds: list[float]
-    pairs: list[int]  # of each step
+    pairs: list[int]  # number of pairs in each step
     peak_rss_bytes: int
     wall_seconds: float
     cpu_seconds: float
@@ -116,10 +116,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=4, help="pairs per step")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--max-length", type=int, default=1024, help="tokens of a prompt and an answer")
+    parser.add_argument("--max-length", type=int, default=1024, help="maximum tokens of a prompt with its answer")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument(
-        "--set", type=setting, action="append", default=[], metavar="KEY=VALUE", help="a setting of both"
+        "--set", type=setting, action="append", default=[], metavar="KEY=VALUE", help="setting of both contestants"
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -33,7 +33,7 @@ LIMITS = {
     "amx": ("AVX512_CORE_AMX", "avx512", "AVX512_E4"),
 }
 VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
-# Rows, columns and length of the sums: scores and outputs of attention, then linear layers.
+# Rows, columns and inner dimension of matmuls: scores and outputs of attention, then linear layers.
 SHAPES = (
     (64, 64, 64), (64, 512, 64), (16, 256, 64), (64, 64, 512), (64, 128, 128), (64, 80, 80),
     (128, 64, 256), (128, 64, 896), (128, 64, 4864), (32, 64, 896), (1, 64, 896), (61, 83, 78),
@@ -116,10 +116,10 @@ def measured(name: str, arguments: list[str]) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.products", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=31, help="measurements of each (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a toy shape, as a test of the benchmark")
+    parser.add_argument("--repeats", type=int, default=31, help="measurements per matmul (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="use a toy shape, to test the benchmark itself")
     parser.add_argument(
-        "--only", action="store_true", help=f"measure only the set that {instruction_sets.VARIABLE} names"
+        "--only", action="store_true", help=f"measure only the instruction set in ${instruction_sets.VARIABLE}"
     )
     parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_args()

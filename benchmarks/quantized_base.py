@@ -21,7 +21,7 @@ from statistics import median
 from benchmarks.contest import Row, add_ratios, print_table, row_of, say, spawn, write_json
 
 BASES = ("int4", "int8", "bf16")
-WARM_UP = 2  # steps
+WARM_UP = 2  # unmeasured first steps
 COLUMNS = {
     "base": ("name", "s"),
     "peak memory, GB": ("peak_gb", ".2f"),

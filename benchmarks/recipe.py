@@ -1,5 +1,5 @@
-"""Time to quality: how long sansgpu takes to reach the bits per byte that a plain training loop reaches in some
-minutes.
+"""Time to quality: how long sansgpu takes to reach the bits per byte that a plain training loop reaches in a given
+number of minutes.
 
 `python -m benchmarks.recipe --data TEXT --valid TEXT --minutes 20`. The baseline is a GPT-2 of cpu_small's size without
 dropout, with 32,000 tokens, bf16, torch.compile and AdamW. Both start from the raw text with empty caches.
@@ -56,7 +56,7 @@ def run_baseline(data: str, valid: Path, minutes: float, size_name: str, micro_b
 
 
 def run_ours(data: str, valid: Path, config: Path, settings: list[str], target: float, folder: Path) -> Row:
-    """Runs sansgpu until an evaluation meets the target; returns the best evaluation. Raises NoResultError."""
+    """Runs sansgpu until an evaluation meets the target and returns the best one. Raises NoResultError if it fails."""
 
     def meets(event: Event) -> bool:
         return event.get("event") == "eval" and event["bits_per_byte"] <= target
@@ -95,8 +95,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20.0, help="training time of the baseline (%(default)s)")
     parser.add_argument("--target", type=float, help="target bits per byte; skips the baseline")
     parser.add_argument("--size", choices=SIZES, default="cpu_small", help="size of the baseline (%(default)s)")
-    parser.add_argument("--micro-batch", type=int, default=4, help="windows per micro-batch, baseline (%(default)s)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for sansgpu; repeatable")
+    parser.add_argument("--micro-batch", type=int, default=4, help="baseline windows per micro-batch (%(default)s)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="sansgpu setting; repeatable")
     parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_args()
     data = str(Path(args.data).resolve())

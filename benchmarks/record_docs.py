@@ -1,4 +1,4 @@
-"""Runs the commands of documentation pages again, and replaces the outputs that the pages show by new ones.
+"""Runs the commands of documentation pages again, and updates the outputs that the pages show.
 
     python -m benchmarks.record_docs docs/train.md README.md
 
@@ -33,14 +33,14 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FILE_NAME = re.compile(r"# (\w+\.py)\n")
 PROMPT, ELLIPSIS = "$ ", "..."
 SHORTENED = ", ...}"  # ends a line of JSON of which a page shows the first keys
-SIMILAR = 0.6  # ratio of difflib from which two lines say the same
-MOST_GROWTH = 2  # times as many lines as the old part has
+SIMILAR = 0.6  # minimum difflib ratio of lines that correspond to each other
+MOST_GROWTH = 2  # a new part has at most this many times the lines of the old part
 
 Run = Callable[[str], str]  # runs shell commands and returns what they print
 
 
 def record_page(page: str, run: Run, write: Callable[[str, str], object]) -> str:
-    """Returns the page with new outputs. `write(name, source)` gets the Python files that the page shows."""
+    """Returns the page with new outputs. Calls `write(name, source)` for each Python file that the page shows."""
     blocks, parts, end, output = list(BLOCK.finditer(page)), [], 0, None
     languages = [block[1] for block in blocks] + [""]
     for block, following in zip(blocks, languages[1:], strict=True):
@@ -70,7 +70,7 @@ def _with_prompts(body: str, run: Run, shown_below: bool) -> tuple[str, str | No
 
 
 def renewed(old: str, output: str) -> str:
-    """Returns the parts of `output` that stand for the parts of an old output."""
+    """Returns the parts of `output` that correspond to the parts of an old output."""
     lines, result, position = [line.rstrip() for line in output.splitlines()], [], 0
     parts = list(_parts(old.splitlines()))
     for number, part in enumerate(parts):
@@ -88,7 +88,7 @@ def renewed(old: str, output: str) -> str:
 
 
 def _parts(lines: Sequence[str]) -> Iterator[list[str]]:
-    """Yields consecutive lines without an ellipsis, and each line that is one."""
+    """Splits lines at those that are an ellipsis, and yields the parts and the ellipses."""
     part: list[str] = []
     for line in lines:
         if line.strip() == ELLIPSIS:
@@ -101,7 +101,7 @@ def _parts(lines: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _find(old: str, lines: Sequence[str], start: int) -> int | None:
-    """Returns the index of the line that is most similar, first apart from numbers, then with them."""
+    """Returns the index of the most similar line; numbers only decide between lines that are otherwise equal."""
 
     def similarity(number: int) -> tuple[float, float]:
         new = lines[number][: len(old)] if old.endswith(SHORTENED) else lines[number]
@@ -113,7 +113,7 @@ def _find(old: str, lines: Sequence[str], start: int) -> int | None:
 
 
 def _shortened(line: str, old: str) -> str:
-    """Returns a JSON object with only those keys that an old line shows, if it shows less than all."""
+    """Returns a JSON line with only the keys that the old line shows, if the old line is shortened."""
     if not old.endswith(SHORTENED) or not line.startswith("{"):
         return line
     values, keys = json.loads(line), re.findall(r'"([^"]+)": ', old)

@@ -20,7 +20,7 @@ def chromium() -> str | None:
 
 
 def take(report: Path, picture: Path, section: str, dark: bool, browser_path: str) -> None:
-    """Writes what a window shows at `section` ("": the top), once the curves are drawn, as PNG."""
+    """Writes a PNG of the report at `section` ("": its top) after the curves are drawn."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as started:

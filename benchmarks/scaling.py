@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--over", choices=AXES, required=True)
     parser.add_argument("--steps", type=int, default=5, help=f"measured steps after a warm-up of {WARM_UP}")
     parser.add_argument("--data", default=PYTHON_STDLIB, help="value of data.dataset_name (%(default)s)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run; repeatable")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="run setting; repeatable")
     parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_args()
     data = str(Path(args.data).resolve()) if os.path.exists(args.data) else args.data

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Size:
-    """A model in GPT-2's architecture and its batch."""
+    """The sizes of a GPT-2 model and of its batch."""
 
     vocab_size: int
     d_model: int

@@ -100,7 +100,7 @@ def facts(seed: int = 3, entities: int = ENTITIES, relations: int = RELATIONS, b
 
 
 def _pairs(trees: list[list[int]], size: int, draws: random.Random) -> Iterator[tuple[int, int]]:
-    """Yields about `size` pairs of types of two branches, except for a sub-branch of the first and a few pairs."""
+    """Yields about `size` (head, tail) pairs between two branches, except a sub-branch of heads and a few pairs."""
     while True:
         heads, tails = draws.choice(trees), draws.choice(trees)
         if size / 3 < len(heads) * len(tails) < 3 * size:
@@ -139,12 +139,12 @@ def measured(folder: Path, changes: Sequence[str]) -> Row:
 
 
 def _quiet(*said: Any) -> None:
-    """Ignores progress messages."""
+    """Discards progress messages."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, help="default: those of the configuration")
+    parser.add_argument("--steps", type=int, help="training steps; default: those of the configuration")
     parser.add_argument("--set", action="append", default=[], dest="changes", help="key.path=value")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Tries what works with each family of models, and writes the tables of docs/reference/models.md again.
+"""Tries all features with each family of models, and updates the tables of docs/reference/models.md.
 
 python -m benchmarks.supported_models --write
 """
@@ -93,7 +93,7 @@ def in_order(supports: Iterable[Support]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="families to try, e.g. Llama; default: all")
-    parser.add_argument("--write", action="store_true", help="write the page; needs all families")
+    parser.add_argument("--write", action="store_true", help="update the page; requires all families")
     arguments = parser.parse_args()
     chosen = [family for family in FAMILIES if family.name in (arguments.families or [family.name])]
     if arguments.write and len(chosen) < len(FAMILIES):

@@ -31,7 +31,7 @@ _LAYERED = {
     "max_position_embeddings": CONTEXT,
 }  # fmt: skip
 _GROUPED = {**_LAYERED, "num_key_value_heads": 2, "head_dim": 16}
-# The same sizes by each architecture's configuration keys.
+# Small models of about the same size, by the configuration keys of each architecture.
 CAUSAL: dict[str, dict[str, Any]] = {
     "llama": {**_GROUPED, "tie_word_embeddings": False},
     "smollm": {**_GROUPED, "model_type": "llama", "tie_word_embeddings": True},
@@ -73,7 +73,7 @@ MORE_CAUSAL: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 ENCODERS: dict[str, dict[str, Any]] = {
     "bert": _LAYERED,
-    "roberta": {**_LAYERED, "max_position_embeddings": CONTEXT + 2, "pad_token_id": 1},  # positions start after it
+    "roberta": {**_LAYERED, "max_position_embeddings": CONTEXT + 2, "pad_token_id": 1},  # position ids start after it
     "distilbert": {"dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 4, "max_position_embeddings": CONTEXT},
     "modernbert": {**_LAYERED, "local_attention": 32, "global_attn_every_n_layers": 2},
 }

@@ -32,7 +32,7 @@ State = dict[str, torch.Tensor]
 
 
 class SummedLoss(nn.Module):
-    """The summed loss as a forward pass, which torch's engines wrap."""
+    """A module whose forward pass returns the model's summed loss, for torch's engines to wrap."""
 
     def __init__(self, model: TransformerLM) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class SummedLoss(nn.Module):
 
 
 class Torchs:
-    """An engine of torch with torch's fused AdamW. Autocast casts the fp32 weights at every use."""
+    """DistributedDataParallel with torch's fused AdamW. Autocast casts the fp32 weights at every use."""
 
     averages = True  # divides the gradient by the number of ranks
     keeps_gradients = True  # gradients are views of the buckets, which saves a copy
@@ -77,7 +77,7 @@ class Torchs:
         return {"lr": training.learning_rate, "betas": (training.beta1, training.beta2), "eps": ADAM_EPS}
 
     def accumulating(self) -> AbstractContextManager[Any]:
-        """Returns a context without a reduction of gradients."""
+        """Returns a context in which gradients accumulate without communication."""
         return cast("DistributedDataParallel", self._module).no_sync()
 
     def accumulate(self, batch: Batch, targets: int, last: bool) -> torch.Tensor:
@@ -102,7 +102,7 @@ class Torchs:
         return float(_whole(norm))
 
     def moments(self) -> dict[int, dict[str, torch.Tensor]]:
-        """Returns the whole moments by parameter number, on rank 0."""
+        """Returns the moments by parameter number. Only rank 0 needs to return those of all parameters."""
         return {number: self._optimizer.state[p] for number, (_, p) in enumerate(self._named)}
 
     def whole_state(self) -> State:
@@ -123,7 +123,7 @@ class Torchs:
 
 
 class Summing(Torchs):
-    """DistributedDataParallel with a communication hook that sums."""
+    """DistributedDataParallel with a communication hook that sums gradients instead of averaging them."""
 
     averages = False
 

@@ -57,12 +57,12 @@ class Learned:
 
     @property
     def measure(self) -> str:
-        """The key of the measure of quality."""
+        """The name of the metric that measures the quality."""
         return next(name for name in MEASURES if name in self.metrics)
 
     @property
     def tokens_per_second(self) -> float:
-        """The speed after the first step."""
+        """The mean speed, without the first step."""
         return sum(self.tokens[1:]) / sum(self.step_seconds[1:])
 
 
@@ -167,12 +167,12 @@ def main() -> None:
     parser.add_argument("--dev", type=Path, required=True, help="held-out rows")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch", type=int, default=16, help="rows or windows per step")
-    parser.add_argument("--max-length", type=int, help="tokens of a row or window; default: the task's")
+    parser.add_argument("--max-length", type=int, help="maximum tokens of a row or window; default: the task's default")
     parser.add_argument("--learning-rate", type=float, default=5e-5)
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds, starting at 1")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument(
-        "--set", type=setting, action="append", default=[], metavar="KEY=VALUE", help="a setting of both"
+        "--set", type=setting, action="append", default=[], metavar="KEY=VALUE", help="setting of both contestants"
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

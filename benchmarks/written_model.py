@@ -59,7 +59,7 @@ def write_config(folder: Path, size: str) -> transformers.PretrainedConfig:
 
 
 def write_model(folder: Path, size: str) -> None:
-    """Writes a Hugging Face folder; each shard of its weights is one block or what is outside of the blocks."""
+    """Writes a Hugging Face folder with a shard of weights for each block, and one for the other weights."""
     config = write_config(folder, size)
     with torch.device("meta"):
         shapes = transformers.AutoModelForCausalLM.from_config(config).state_dict()

@@ -29,7 +29,7 @@ def outcome(*arguments: object) -> tuple[int, str]:
 
 
 def assert_refused(fragment: str, *arguments: object) -> None:
-    """Checks that the command exits with code 2 and one sentence that contains the fragment."""
+    """Asserts that the command exits with code 2 and prints one error message that contains the fragment."""
     code, said = outcome(*arguments)
     assert code == 2, (code, said[-2000:])
     assert len(messages(said)) == 1, said[:2000]

@@ -1,4 +1,4 @@
-"""Fixtures and settings of all tests."""
+"""Fixtures and settings shared by all tests."""
 
 import os
 from collections.abc import Iterator
@@ -17,23 +17,23 @@ from tests.tasks.graph.graph_files import Write
 if folder := os.environ.get(TEST_LIBRARIES):
     library.LIBRARIES = Path(folder)
 
-REBUILD = "run `make kernels ALL=1`, which builds the C++ kernels after a change of their sources"
+REBUILD = "run `make kernels ALL=1` to rebuild the C++ kernels"
 if (reason := library.load()) is not None:
     raise RuntimeError(f"the kernels cannot be loaded ({reason}); {REBUILD}")
-sources = [path.stat().st_mtime for path in (library.LIBRARIES.parent / "native").glob("*")]  # none in a wheel
+sources = [path.stat().st_mtime for path in (library.LIBRARIES.parent / "native").glob("*")]  # a wheel has no sources
 sources += [HEADER.stat().st_mtime] if sources else []
 built = [path.stat().st_mtime for path in library.LIBRARIES.glob("*.so") if path != library.ALLOCATOR]
 if max(sources, default=0) > min(built):
     raise RuntimeError(f"the kernels are older than their sources; {REBUILD}")
 
-torch.set_num_threads(1)  # small models are slower with more, above all beside another worker
+torch.set_num_threads(1)  # small models run slower with more threads, especially next to other pytest workers
 
-# A busy machine must not fail an example by its time, and a test that passed must not fail by other examples.
+# No deadline, because a busy machine is slow. Derandomized, so that a passing test does not fail on new examples.
 settings.register_profile("sansgpu", deadline=None, derandomize=True)
 settings.register_profile("random", deadline=None)  # `pytest --hypothesis-profile random` tries other examples
 settings.load_profile("sansgpu")
 
-# These files start first, so that no worker is left with a long one at the end.
+# The slowest files run first, so that no pytest worker is left with one of them at the end.
 LONGEST = (
     "test_benchmarks.py", "scale/test_runs.py", "test_docs.py", "test_examples.py", "planning/test_plan.py",
     "planning/test_cluster.py", "jobs/test_tune.py", "train/test_runs.py", "scale/test_faults.py",
@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _restored_settings() -> Iterator[None]:
-    """Resets the number of threads and the treatment of denormals, which a run in the test process changes."""
+    """Resets the thread count and the flushing of denormals, which training in the test process changes."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -64,9 +64,9 @@ def _fill(home: Path) -> None:
 
 @pytest.fixture(scope="module")
 def home(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder shared by the tests of a module, with their cache and a corpus.
+    """Returns a folder that the tests of a module share; it contains their cache and a corpus.
 
-    A module that needs other data defines `fill(home)`, which writes it.
+    A module that needs different data defines `fill(home)`, which writes it instead of the corpus.
     """
     folder = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
@@ -83,7 +83,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Writes rows to a file, one line each."""
+    """Returns a function that writes rows to a file, one per line."""
 
     def write(*rows: object, name: str = "a.jsonl") -> Path:
         return write_rows(tmp_path / name, rows)

@@ -1,4 +1,4 @@
-"""Runs of the command line, in this process or in one of their own that a test may kill."""
+"""Runs the command line in this process, in a fork or in a new process; a test may kill the latter two."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from benchmarks.outcome import record as record
 from sansgpu.cli import run as cli
 from tests.forks import Fork, ForkServer
 
-# A model of a second, with dropout on, and everything that can be due at a step due within a few.
+# A model that trains in about a second, with dropout. It logs, evaluates and saves a snapshot every few steps.
 TINY = {
     "model.d_model": 32,
     "model.n_heads": 2,
@@ -52,8 +52,8 @@ TINY = {
 }
 
 
-SURROUNDINGS = dict(os.environ)  # before a test changes it
-# Lines on stderr that are neither errors nor warnings: stages of known size, and any stage that lasts.
+SURROUNDINGS = dict(os.environ)  # before tests change the environment
+# Progress on stderr, which is neither an error nor a warning: certain stages, and any text before " ...".
 PROGRESS = re.compile(
     r"tokenizing|training the tokenizer|reading|measuring|timing|Writing model shards|libgomp: "
     r"|(?!sansgpu: ).* \.\.\.( |$)"
@@ -63,7 +63,7 @@ WORDS = "the model learns a word from every page it reads and then forgets where
 
 
 def write_corpus(path: Path, documents: int = 60, seed: int = 0) -> Path:
-    """Writes random sentences as JSONL, equal for equal seeds."""
+    """Writes random documents as JSONL; equal seeds give equal documents."""
     words = WORDS.split()
     draw = random.Random(seed)
     with path.open("w", encoding="utf-8") as file:
@@ -74,14 +74,14 @@ def write_corpus(path: Path, documents: int = 60, seed: int = 0) -> Path:
 
 
 def write_rows(path: Path, rows: Iterable[object]) -> Path:
-    """Writes each row as a line of JSON; a string is a line as it stands."""
+    """Writes each row as a line of JSON; strings are written unchanged."""
     lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return path
 
 
 def overrides(*layers: Mapping[str, object]) -> list[str]:
-    """Merges settings into `key=value`. Later layers win, `model__d_ff` means `model.d_ff`, and "" leaves a key out."""
+    """Merges settings into `key=value`. Later layers win, `model__d_ff` means `model.d_ff`, and "" removes a key."""
     merged = {key.replace("__", "."): value for layer in layers for key, value in layer.items()}
     return [f"{key}={value}" for key, value in merged.items() if value != ""]
 
@@ -132,9 +132,9 @@ def use_cache(patch: pytest.MonkeyPatch, cache: Path) -> None:
 
 @cache
 def fork_server() -> ForkServer:
-    """Returns the fork server of this test process, whose own threads a fork would not copy.
+    """Returns this test process's fork server; a fork of the test process itself would lack its threads.
 
-    Its commands do not ask the Hub, which may be unreachable.
+    Commands run offline, because the Hub may be unreachable.
     """
     home = Path(tempfile.mkdtemp(prefix="sansgpu-forks-"))
     started = ForkServer(home, SURROUNDINGS | {"HF_HUB_OFFLINE": "1"})
@@ -154,7 +154,7 @@ def finish(arguments: list[str], cache: Path, **variables: str) -> tuple[int, st
 
 
 def start_apart(arguments: list[str], cache: Path) -> subprocess.Popen[str]:
-    """Starts `sansgpu ARGUMENTS` in a process of its own, which takes seconds longer."""
+    """Starts `sansgpu ARGUMENTS` in a new process, which takes seconds longer than a fork."""
     return subprocess.Popen(
         [sys.executable, "-m", "sansgpu", *arguments],
         stdout=subprocess.PIPE,
@@ -165,7 +165,7 @@ def start_apart(arguments: list[str], cache: Path) -> subprocess.Popen[str]:
 
 
 def finish_apart(arguments: list[str], cache: Path) -> tuple[int, str, str]:
-    """Runs `sansgpu ARGUMENTS` in a process of its own; returns its exit code, stdout and stderr."""
+    """Runs `sansgpu ARGUMENTS` in a new process; returns its exit code, stdout and stderr."""
     return ended(start_apart(arguments, cache))
 
 

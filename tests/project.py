@@ -1,4 +1,4 @@
-"""The metadata of the package in pyproject.toml."""
+"""Reads the metadata of the package from pyproject.toml."""
 
 import sys
 from pathlib import Path

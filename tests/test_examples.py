@@ -1,4 +1,4 @@
-"""The examples run, in the order that their page gives, and leave what they promise."""
+"""The examples run in the order of their page and write the files that it promises."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Memory stays bounded for a large corpus."""
+"""Tokenizing a large corpus takes bounded memory."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ print(int(peak[1]) * 1024, prepared.train_tokens, seconds)
 
 
 def write_gigabyte(folder: Path) -> None:
-    """Writes a gigabyte: copies of the standard library's source, each with a distinct line."""
+    """Writes a gigabyte: copies of the standard library's source that differ in one line per file."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(root.glob("*.py"))
     size = copy = 0

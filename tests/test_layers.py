@@ -1,4 +1,4 @@
-"""The house stands: imports point downwards, each room keeps to its own, and files and functions stay readable."""
+"""Imports between packages point downwards, packages keep to their own tasks, and files and functions stay short."""
 
 import ast
 import builtins
@@ -41,7 +41,7 @@ ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.puten
 
 
 class Module(NamedTuple):
-    """A module of the package, by its dotted name."""
+    """A module of the package: its dotted name, file and syntax tree."""
 
     name: str
     path: Path
@@ -77,7 +77,7 @@ def modules() -> list[Module]:
 
 @cache
 def imports(module: Module) -> list[Import]:
-    """All imports of a module: also those in functions, and those that only type checkers see."""
+    """Returns all imports of a module, including those in functions and those for type checkers."""
     found = []
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
@@ -95,7 +95,7 @@ def imports(module: Module) -> list[Import]:
 
 
 def origin_of(module: str, name: str) -> str:
-    """The module that defines `name`, which `module` may only pass on. Only sansgpu's modules are looked into."""
+    """Returns the module that defines `name`, which `module` may re-export. Resolves only sansgpu's own modules."""
     if module.partition(".")[0] != "sansgpu":
         return module
     value = getattr(importlib.import_module(module), name, None)
@@ -108,7 +108,7 @@ def origin_of(module: str, name: str) -> str:
 
 
 def used_names(module: Module, called: bool = False) -> Iterator[str]:
-    """Every dotted name that a module uses, or only those it calls, with its root resolved by the module's imports."""
+    """Yields the dotted names that a module uses, or only those it calls, resolved through the module's imports."""
     known = {found.local: found.source for found in imports(module)}
     for node in ast.walk(module.tree):
         if called and not isinstance(node, ast.Call):
@@ -143,13 +143,13 @@ def test_a_task_imports_only_the_tasks_that_the_table_names() -> None:
 
 
 def folder_of(module: str) -> str:
-    """The task in whose folder a module is, or an empty string."""
+    """Returns the task in whose folder a module is, or an empty string."""
     parts = module.split(".")
     return parts[2] if parts[:2] == ["sansgpu", "tasks"] and len(parts) > 3 and parts[2] in TASKS else ""
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Imports in functions, and those that only type checkers see, count."""
+    """Imports in functions and imports for type checkers count, too."""
     names = {module.name for module in modules()}
     graph = {}
     for module in modules():
@@ -200,7 +200,7 @@ def test_functions_have_few_parameters() -> None:
 
 
 def test_one_file_prints_and_one_makes_consoles() -> None:
-    """Both write control characters out, wherever a text comes from."""
+    """Both files escape control characters, whatever the source of a text."""
     doors = {"builtins.print": "cli/options.py", "rich.console.Console": "views/terminal.py"}
     for module in modules():
         for name in {*used_names(module, called=True)} & doors.keys():
@@ -208,7 +208,7 @@ def test_one_file_prints_and_one_makes_consoles() -> None:
 
 
 def test_one_file_expands_home_folders() -> None:
-    """A home that does not exist is an error there; pathlib raises a RuntimeError."""
+    """That file reports a home folder that does not exist; pathlib raises a RuntimeError."""
     names = ("expanduser", "Path.home")
     found = {m.path.relative_to(SOURCE).as_posix() for m in modules() if any(n in m.path.read_text() for n in names)}
     assert found == {"config/paths.py"}
@@ -242,7 +242,7 @@ def test_every_key_of_the_schema_is_read_somewhere() -> None:
 
 
 def loaded(arguments: list[str], heavy: set[str], cache: Path) -> str:
-    """The exit code of a command, and which of the `heavy` modules it has imported."""
+    """Runs a command; returns its exit code and the names of the `heavy` modules that it imported, as one line."""
     program = (
         f"import sys; from sansgpu.cli import run; code = run({arguments!r});"
         f"print(code, sorted(set({sorted(heavy)!r}) & set(sys.modules)))"
@@ -258,7 +258,7 @@ def test_help_loads_nothing_of_weight(tmp_path: Path) -> None:
 
 
 def test_a_run_loads_nothing_of_weight_that_it_does_not_need(tmp_path: Path) -> None:
-    """Each of these takes half a second to three, at every start."""
+    """Importing any of these takes half a second to three seconds at every start."""
     corpus = write_corpus(tmp_path / "corpus.jsonl", documents=20)
     chosen = settings(data__dataset_name=corpus, training__max_steps=1)
     heavy = {"transformers", "datasets", "peft", "sympy", "torch._dynamo", "torch.distributed.tensor"}
@@ -282,7 +282,7 @@ def test_a_table_whose_columns_are_unclear_is_refused_before_torch_is_loaded(
 
 
 def test_loading_the_tasks_imports_no_metrics() -> None:
-    """`sansgpu generate` and `chat` look through the tasks for one that knows the model; torchmetrics loads scipy."""
+    """`sansgpu generate` and `chat` load all tasks to find that of the model; torchmetrics would import scipy."""
     load = "from sansgpu.tasks.registry import TASKS; list(TASKS.values())"
     program = f"import sys; {load}; print('torchmetrics' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"

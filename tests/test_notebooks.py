@@ -1,4 +1,4 @@
-"""The notebook of the documentation runs from its first cell to its last, and shows no traces of a machine."""
+"""The documentation's notebook runs from its first cell to its last, and has no traces of the machine it ran on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.processes import json_lines, use_cache
 from tests.real_model import real_model
 from tests.tasks.folders import model_folder
 
-# A word of each fact, which no answer of the untrained model has.
+# A word from each fact; the model does not use these words before training.
 KNOWN = ("seven", "closed on Mondays", "Lantern Street", "plum", "terrace")
 
 
@@ -69,7 +69,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_it_has_no_traces_of_a_machine() -> None:
-    """`python -m benchmarks.notebook` runs it again and writes its outputs without any."""
+    """`python -m benchmarks.notebook` runs the notebook again and saves its outputs without such traces."""
     notebook = committed()
     assert notebook.metadata == {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},

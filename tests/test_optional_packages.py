@@ -1,4 +1,4 @@
-"""Commands that run without any optional package, and the message of those that need one."""
+"""Basic commands run without optional packages; other commands name the package that they need."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from sansgpu.config.errors import EXTRAS
 from tests.processes import environment, settings, write_corpus
 from tests.project import PROJECT
 
-# Extras for no command, or that only refer to others.
+# Extras that no command needs, or that only combine other extras.
 NO_JOB = {"all", "bench", "browser", "dev", "docs", "llama", "release"}
 IMPORTED_AS = {"pyyaml": "yaml", "markdown-it-py": "markdown_it"}
 # Runs commands in one process and prints their exit codes and the modules that were imported in the end. An entry of
@@ -30,7 +30,7 @@ print(json.dumps([codes, sorted({name.partition(".")[0] for name, module in sys.
 
 
 def packages(requirements: list[str]) -> set[str]:
-    """Returns the names under which Python imports the requirements, without those for other versions of Python."""
+    """Returns the import names of requirements, except for those that only some versions of Python need."""
     names = [re.match(r"[\w.-]+", line) for line in requirements if "python_version" not in line]
     return {IMPORTED_AS.get(name[0], name[0]) for name in names if name} - {"sansgpu"}
 
@@ -40,7 +40,7 @@ def train(*more: str) -> list[str]:
 
 
 def run_apart(folder: Path, missing: list[str], commands: list[list[str]]) -> tuple[list[int], set[str], str]:
-    """Returns the exit codes, the imported packages and what was printed."""
+    """Runs commands in a new process; returns their exit codes, the imported packages and all output."""
     write_corpus(folder / "notes.txt")
     program = [sys.executable, "-c", PROGRAM, json.dumps([missing, commands])]
     ended = subprocess.run(

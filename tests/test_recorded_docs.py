@@ -1,4 +1,4 @@
-"""Outputs on documentation pages are replaced by those of their commands."""
+"""`benchmarks.record_docs` replaces the outputs on documentation pages with new outputs of their commands."""
 
 import pytest
 from benchmarks.record_docs import record_page, renewed

@@ -1,4 +1,4 @@
-"""Rubbish in arguments, names, folders and files ends in one sentence that says what to change."""
+"""Invalid arguments, names, folders and files cause a one-sentence error that says what to change."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOBODY = "~nosuchuser/x"
 
 @pytest.fixture(scope="module")
 def run(home: Path) -> Path:
-    """A run of six steps with a GGUF file; the tests change copies."""
+    """Trains a run of six steps; the tests change copies of it."""
     assert train(home, home / "run", training__max_steps=6, training__kernels="torch") == 0
     return home / "run"
 
@@ -43,7 +43,7 @@ def copy(run: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def deep(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Makes a folder with many levels of folders below it."""
+    """Returns a function that creates deeply nested folders; they are deleted after the test."""
 
     def make(folder: Path, levels: int = 1500) -> Path:
         return make_deep(folder, levels)
@@ -259,7 +259,7 @@ def test_a_cache_is_private_whatever_the_umask_is(home: Path, tmp_path: Path) ->
 
 def test_export_to_a_read_only_disk_says_so(run: Path) -> None:
     for command in (("export", run, "--output"), ("tokenizer", "train", run.parent / "corpus.jsonl", "--output")):
-        code, said = outcome(*command, "/sys/new")  # nobody can make folders there
+        code, said = outcome(*command, "/sys/new")  # no user can create folders there
         assert code == 1, said
         assert re.search(
             "/sys/new cannot be written: (Read-only file system|Operation not permitted|Permission denied)", said

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment and a closed terminal give one sentence and an exit code, and lose nothing."""
+"""Ctrl-C at any moment or a closed terminal ends a command with one sentence and an exit code, and loses nothing."""
 
 import os
 import pty
@@ -21,9 +21,9 @@ MOMENTS = (0.02, 0.1, 0.4, 1.0)
 
 
 def hold_interrupts() -> None:
-    """Until the command handles them; before that Python's own start would show a traceback.
+    """Blocks SIGINT until the command handles it, because Python would show a traceback while it starts.
 
-    A shell's background jobs ignore SIGINT, and these tests may be one.
+    Also restores the default action of SIGINT: these tests may run as a shell's background job, which ignores it.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
@@ -44,7 +44,7 @@ def fill(home: Path) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def _ended() -> Iterator[None]:
     yield
-    for process in STARTED:  # a signal that did not arrive would leave a run of days behind
+    for process in STARTED:  # without its signal, a run would continue for days
         process.kill()
 
 
@@ -202,7 +202,7 @@ def test_several_processes_save_and_end(home: Path, number: signal.Signals, code
     run = home / f"several-{code}"
     process = started(home, training(home, run.name, "--processes", "2"), start_new_session=True)
     has_snapshot(run, process)
-    os.killpg(process.pid, number)  # as a terminal does
+    os.killpg(process.pid, number)  # like a terminal, to the whole process group
     _, error = process.communicate(timeout=100)
     assert process.returncode == code, error
     assert "Traceback" not in error
@@ -212,7 +212,7 @@ def test_several_processes_save_and_end(home: Path, number: signal.Signals, code
 
 
 def test_a_terminal_that_closes_costs_nothing(home: Path) -> None:
-    """The live view is running and cannot write any more."""
+    """The terminal closes while the live view writes to it."""
     run, terminal = home / "closed", pty.fork()
     if not terminal[0]:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, under which the tests may run, ignores it

@@ -1,4 +1,4 @@
-"""The page of supported models says what trials of each family find."""
+"""The page of supported models agrees with trials of every model family."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ ANSWERS = {"yes", "partly", "no"}
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_the_page_says_what_works_with_a_family(home: Path, family: Family) -> None:
-    """`python -m benchmarks.supported_models --write` writes the page again."""
-    torch.set_num_threads(1)  # small models are slower with more; conftest restores it
+    """`python -m benchmarks.supported_models --write` updates the page."""
+    torch.set_num_threads(1)  # small models run slower with more threads; conftest.py resets the number
     support = try_family(family, home / family.name)
     assert row_of(family, support) in written_rows("family")
     assert refusals_of(support) <= {*written_rows("trial")}

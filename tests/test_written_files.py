@@ -1,4 +1,4 @@
-"""Commands that write never change files of others."""
+"""Commands that write files never change files that sansgpu did not write."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ pytestmark = pytest.mark.usefixtures("home")
 
 CONFIG = Path(__file__).parents[1] / "configs/cpu_small.yaml"
 SPACE = "training.learning_rate: [0.001, 0.01]\n"
-FOLDER, FILE = "folder", "file"  # what a command writes
+FOLDER, FILE = "folder", "file"  # the kind of a command's output
 
-# What an export, a run, a measurement and manifests would overwrite, and what nobody should touch.
+# A user's files, many of them with names that exports, runs, benchmarks or manifests use.
 SOMEBODYS = {
     "thesis.tex": "years of work", "src/main.py": "print()", "config.json": "{}", "README.md": "# Mine",
     "config.yaml": "mine: 1", "environment.json": "{}", "metrics.jsonl": '{"event": "start"}\n', "report.html": "<p>",
@@ -39,7 +39,7 @@ SOMEBODYS = {
 
 
 def fill(home: Path) -> None:
-    """A folder with two small runs, `one` and `other`."""
+    """Trains two small runs, `one` and `other`."""
     write_corpus(home / "corpus.jsonl")
     (home / "space.yaml").write_text(SPACE)
     for name in ("one", "other"):
@@ -61,7 +61,7 @@ def cluster(output: str) -> list[str]:
     return ["k8s", str(CONFIG), *pairs, "--output-dir", output]
 
 
-Command = Callable[[Path, Path, str], list[str]]  # of the home, a folder that is free, and the output to try
+Command = Callable[[Path, Path, str], list[str]]  # from home, an unused folder and the output to try
 COMMANDS: dict[str, tuple[str, Command]] = {
     "train": (FOLDER, lambda home, free, out: train(home, out)),
     "train --resume": (FOLDER, lambda home, free, out: train(home, out, "--resume", "latest")),
@@ -113,7 +113,7 @@ def write_somebodys(folder: Path) -> None:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with foreign files and links beside and in place of the outputs."""
+    """Creates a folder with a user's files and links, both in place of the outputs and next to them."""
     project = tmp_path / "project"
     for folder in (project / "inside", project / "inside/full"):
         write_somebodys(folder)
@@ -134,7 +134,7 @@ def test_no_command_touches_somebody_elses_files(
 ) -> None:
     before = state(project)
     for target in TARGETS:
-        if target or not command.endswith("_dir"):  # an empty key is no key
+        if target or not command.endswith("_dir"):  # an empty value leaves the key unset
             code = cli(COMMANDS[command][1](home, tmp_path / "free", target))
             said = sentence(capsys)
             assert code == 2, said
@@ -218,7 +218,7 @@ def test_notes_in_a_run_survive_everything(home: Path, tmp_path: Path, capsys: p
     for command in (["export", str(run)], ["report", str(run)], ["snapshots", "prune", str(run)], ["eval", str(run)]):
         assert cli(command) == 0
     assert (run / "final/model.safetensors").read_bytes() != weights
-    assert not (run / "snapshots/step-000004").exists()  # pruned; what was in it is beside it
+    assert not (run / "snapshots/step-000004").exists()  # pruned; its notes are in the folder next to it
     for path in notes:
         text = f"mine: {path}"
         if path.parts[len(run.parts) :][:2] == ("snapshots", "step-000004"):

@@ -1,4 +1,4 @@
-"""Values of a configuration can be assigned, and are checked as in a file."""
+"""Values assigned to a configuration are checked like values read from a file."""
 
 from operator import attrgetter
 from pathlib import Path
@@ -104,7 +104,7 @@ def test_an_automatic_value_refuses_arithmetic(key: str, tmp_path: Path) -> None
             with pytest.raises(TypeError, match="auto, which is resolved when the run starts; assign a number"):
                 compute(value)
     for values in (default_values(acting_values(Config())), TrainingConfig().model_dump(), Config().given_values()):
-        assert yaml.safe_load(yaml.safe_dump(values)) == values  # reports of runs write them
+        assert yaml.safe_load(yaml.safe_dump(values)) == values  # run reports write these values
     assert TrainingConfig(batch_size=4).batch_size * 8 == 32  # type: ignore[operator]
 
 

@@ -17,14 +17,14 @@ MULTIPLYING_MERGES = "a0: &a0 {k: 1}\n" + "".join(
 MULTIPLYING_ALIASES = "a0: &a0 [x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
 )
-MOST_SECONDS, MOST_BYTES = 10, 200 << 20  # one second on an idle machine, and what reading a file may take
+MOST_SECONDS, MOST_BYTES = 10, 200 << 20  # for a test (1 s on an idle machine), and for reading one file
 
 
 @pytest.fixture(autouse=True)
 def _within_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fails a test that hangs: opening a pipe without a writer blocks forever."""
     monkeypatch.chdir(tmp_path)
-    before = signal.signal(signal.SIGALRM, lambda number, frame: pytest.fail("it hangs"))
+    before = signal.signal(signal.SIGALRM, lambda number, frame: pytest.fail("the test took longer than MOST_SECONDS"))
     signal.alarm(MOST_SECONDS)
     yield
     signal.alarm(0)
@@ -92,7 +92,7 @@ def test_a_name_that_no_file_can_have_is_refused(capsys: pytest.CaptureFixture[s
 
 
 def test_a_file_that_multiplies_takes_little_memory(tmp_path: Path) -> None:
-    """Uses a new process, because the peak memory of this one includes earlier tests."""
+    """Measures a new process, because the peak memory of this one includes earlier tests."""
     (tmp_path / "a.yaml").write_text(MULTIPLYING_MERGES)
     code = (
         "import resource, pathlib\nfrom sansgpu.config import load_config, ConfigError\n"
@@ -124,7 +124,7 @@ def test_a_message_stays_short_whatever_the_file_holds(capsys: pytest.CaptureFix
 
 
 def test_a_section_without_keys_is_empty(capsys: pytest.CaptureFixture[str]) -> None:
-    """YAML reads `training:` with all its keys commented out as null; the device at the top acts all the same."""
+    """YAML reads a section whose keys are all commented out as null; the top-level device still applies."""
     Path("corpus.txt").write_text("one two three four five six seven eight nine ten " * 2000)
     Path("a.yaml").write_text("device: cpu\nmodel:\ntraining:\n  # seed: 3\ndata: {dataset_name: corpus.txt}\n")
     assert cli(["train", "a.yaml", "--dry-run", "--set", "training.max_steps=2", "--set", "data.vocab_size=300"]) == 0

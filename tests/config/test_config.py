@@ -1,4 +1,4 @@
-"""The configuration schema, its files and its error messages."""
+"""Configurations are read from files and overrides, checked with helpful error messages, and saved."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ from sansgpu.config.load import acting_values, as_config, default_values, flatte
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
-# Files in the form of llm-trainer's configs/cpu_small_model.yaml and cpu_medium_model.yaml.
+# The same keys as in llm-trainer's configs/cpu_small_model.yaml and cpu_medium_model.yaml.
 LLM_TRAINER = [
     {
         "device": "cpu",
@@ -277,7 +277,7 @@ def test_seeds_are_folded_stably_and_apart() -> None:
     assert derive_seed(42, "dropout", 1, 0, 0) == derive_seed(42, "dropout", 1, 0, 0)
     seeds = [derive_seed(s, p, a, b) for s in (1, 2) for p in ("dropout", "model") for a in range(9) for b in range(9)]
     assert len(set(seeds)) == len(seeds)
-    assert derive_seed(42, "model") == 1959802467413677158  # or every seed would train another model than before
+    assert derive_seed(42, "model") == 1959802467413677158  # if it changes, every seed gives a different model
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_a_run_recorded_without_an_architecture_is_still_its_own(tmp_path: Path)
 
 def test_a_section_inside_a_section_is_read_saved_and_reported_by_its_dotted_keys(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text("task: own:Task\ntraining:\n  preference:\n")  # an empty section has its defaults
+    file.write_text("task: own:Task\ntraining:\n  preference:\n")  # an empty section uses the defaults
     overrides = ["training.preference.loss=ipo", ("training.preference.beta", 0.5)]
     config = load_config(file, overrides, own=False)[0]
     assert (config.training.preference.loss, config.training.preference.scale) == ("ipo", 0.5)

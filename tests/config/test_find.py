@@ -1,4 +1,4 @@
-"""Configurations are found by name, and the files that they name beside them."""
+"""Configurations are found by name, and relative paths in a configuration are also found next to its file."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 def test_a_missing_file_names_the_nearest_configuration(tmp_path: Path) -> None:
     (tmp_path / "short.yaml").write_text("device: cpu")
-    (tmp_path / "shor.yaml").write_text("services: {}")  # a YAML file that is no configuration
+    (tmp_path / "shor.yaml").write_text("services: {}")  # a YAML file that is not a configuration
     (tmp_path / "shor.yml").write_text("{")
     with pytest.raises(ConfigError, match=r"sho\.yaml does not exist \(did you mean [^)]*/short\.yaml\?\)"):
         load_config(tmp_path / "sho.yaml")
@@ -59,7 +59,7 @@ def test_paths_are_found_beside_the_configuration_too(tmp_path: Path, monkeypatc
 
     texts = str(beside / "texts")
     assert loaded() == ([str(beside / "base"), texts, f"{texts}/held.txt", "simple"], [])
-    assert loaded("data.dataset_name=base")[0][1] == "base"  # typed in the working directory
+    assert loaded("data.dataset_name=base")[0][1] == "base"  # relative to the working directory
     as_written = (["base", "texts", "texts/held.txt", "simple"], [])
     assert loaded(own=False) == loaded(find_beside=False) == as_written
     (here / "texts").mkdir()

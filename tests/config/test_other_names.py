@@ -1,4 +1,4 @@
-"""Files and flags of other trainers are understood."""
+"""Configuration files and flags written for other trainers are accepted."""
 
 from pathlib import Path
 from typing import Any

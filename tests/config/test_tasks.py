@@ -1,4 +1,4 @@
-"""Defaults and keys of each task."""
+"""Each task has its own defaults and accepts only the keys that affect it."""
 
 import json
 from pathlib import Path

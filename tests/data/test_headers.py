@@ -1,4 +1,4 @@
-"""Tables without a header are recognized or refused; a header is never taken for data."""
+"""Tables without a header are recognized or refused; a header is never mistaken for data."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ FILMS = "a good film\tpos\na bad film\tneg\nanother good one\tpos\n"
 
 
 def columns(tmp_path: Path, name: str, content: str, **settings: object) -> tuple[object, object]:
-    """The columns of the text and the label that are chosen for a table."""
+    """Returns the text column and the label column chosen for a table with this content."""
     path = tmp_path / name
     path.write_text(content, encoding="utf-8")
     data = DataConfig.model_validate({"dataset_name": str(path), **settings})
@@ -45,7 +45,7 @@ def test_a_text_and_its_label_are_recognized(tmp_path: Path, content: str, expec
         "review\tsentiment\n" + FILMS,
         "review text\tsentiment of it\n" + FILMS,
         "review\tsentiment\n" + FILMS + "review\tsentiment\n" + FILMS,  # concatenated tables
-        "0,1\na good film,1\na bad film,0\n",  # pandas without names of columns
+        "0,1\na good film,1\na bad film,0\n",  # written by pandas without column names
         "",
     ],
 )
@@ -55,7 +55,7 @@ def test_a_header_is_never_data(tmp_path: Path, content: str) -> None:
 
 
 UNCLEAR = {
-    "mail\tspam\nbuy it now\tspam\nsee you at ten\tham\n": "numbers of their columns",  # a header and a label
+    "mail\tspam\nbuy it now\tspam\nsee you at ten\tham\n": "numbers of their columns",  # "spam": column name or label?
     "good\tpos\nbad\tneg\nfine\tpos\n": "numbers of their columns",
     "1\ta good film\tpos\n2\ta bad film\tneg\n": r'\(column 0 is "1", 1 is "a good film", 2 is "pos"\)',
 }

@@ -1,4 +1,4 @@
-"""Malicious data files are rejected with one sentence, within limits of time and memory."""
+"""Malicious data files are rejected with a one-sentence error, within time and memory limits."""
 
 import gzip
 import json

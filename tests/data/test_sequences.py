@@ -1,4 +1,4 @@
-"""Sequences of different lengths are split and counted like those of equal length."""
+"""Packed sequences of different lengths are split into micro-batches and counted correctly."""
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ def test_micro_batches_of_all_ranks_are_the_batch(
     assert len({len(share) for share in shares}) == 1
     cut = [piece for step in zip(*shares, strict=True) for piece in step]
     pieces, others = cut[: -(-len(lengths) // size)], cut[-(-len(lengths) // size) :]
-    assert all(len(piece) == 1 and piece.target_count() == 0 for piece in others), "every rank has something to pass"
+    assert all(len(piece) == 1 and piece.target_count() == 0 for piece in others), "padding batches must have no target"
     assert torch.equal(torch.cat([p.tokens for p in pieces]), torch.from_numpy(np.concatenate(tokens)))
     assert sum(p.token_count() for p in pieces) == batch.token_count() == sum(lengths)
     assert sum(p.target_count() for p in pieces) == batch.target_count()

@@ -1,4 +1,4 @@
-"""Token stores are built once and completely, also by concurrent or killed processes."""
+"""Token stores are built once and completely, even if builders run concurrently or are killed."""
 
 import dataclasses
 import json
@@ -81,7 +81,9 @@ def test_documents_in_pieces_and_batches_are_stored_whole(tmp_path: Path, monkey
 
 def test_a_tokenizers_sample_is_spread_over_the_whole_text(tmp_path: Path) -> None:
     line = {False: "plain words at first ", True: "zebrafish swim behind "}
-    rows = [{"text": line[number > 1800] * 50} for number in range(2000)]  # twice the sample; its end is new
+    rows = [
+        {"text": line[number > 1800] * 50} for number in range(2000)
+    ]  # twice the sample size; zebrafish only near the end
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = data_of(tmp_path / "a.jsonl", tokenizer_sample_mb=1)
     tokenizer = build_tokenizer(data, open_sources(data).train, tmp_path / "cache", silent)

@@ -1,4 +1,4 @@
-"""Tables are read by the names of their columns or, without a header, by their numbers."""
+"""Columns of a table are selected by name or, if the table has no header, by number."""
 
 import gzip
 from pathlib import Path
@@ -27,7 +27,7 @@ def written(path: Path, content: bytes) -> Path:
 
 @pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz", "a.csv", "a.csv.gz"])
 def test_a_table_separated_by_tabs_has_no_quotes(tmp_path: Path, name: str) -> None:
-    """Neither does a .csv file whose first line contains a tab."""
+    """A .csv file whose first line contains a tab is read like a .tsv file: quotes are ordinary characters."""
     content = '\ufeffsentence\tlabel\r\n"Open, she said\t1\r\n\r\n\x85\u2028 two\t0\textra\n'
     path = written(tmp_path / name, content.encode())
     assert list(opened(path).rows()) == [

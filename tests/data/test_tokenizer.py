@@ -61,7 +61,7 @@ def test_transformers_loads_the_saved_folder_and_agrees(tokenizer: Tokenizer, tm
 
 @pytest.fixture(scope="module", params=TOKENIZERS, ids=["bpe", "char"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, object]:
-    """A tokenizer, and transformers' tokenizer loaded from its folder."""
+    """Returns a tokenizer and transformers' tokenizer loaded from the folder it was saved to."""
     folder = tmp_path_factory.mktemp("tokenizer")
     request.param.save(folder)
     return request.param, AutoTokenizer.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Splits, windows and order: each token is a target once and sees only its own document."""
+"""Splits, windows and batch order: every token is a target exactly once, and no document is in two splits."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ DOCUMENTS = st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=30), min_
 
 
 def store_of(documents: list[list[int]]) -> TokenStore:
-    """A store as written by build_store: each document begins with END."""
+    """Returns a token store like build_store's: each document begins with END."""
     tokens = np.array([t for d in documents for t in [END, *d]], np.uint16)
     ends = np.cumsum([len(d) + 1 for d in documents])
     hashes = [abs(hash(tuple(d))) for d in documents]
@@ -40,7 +40,7 @@ def assert_same(ours: Batch, expected: Batch) -> None:
 
 
 def learned(windows: PackedWindows | PaddedWindows) -> list[tuple[int, int]]:
-    """(input, target) of every position with a target, in order."""
+    """Returns the (input, target) pairs of all positions that have a target, in order."""
     batch = windows.batch(np.arange(len(windows)))
     kept = batch.targets != IGNORE
     return list(zip(batch.inputs[kept].tolist(), batch.targets[kept].tolist(), strict=True))
@@ -54,7 +54,7 @@ def test_packed_windows_predict_every_token_once_from_the_one_before(documents: 
 
 
 def reference_windows(part: TokenRanges, window: int) -> Iterator[list[tuple[int, int, int, int]]]:
-    """(input, target, document, position) per window, cut from the stream in a plain loop."""
+    """Yields a list of (input, target, document id, position) per window, computed in a plain loop."""
     ranges = list(zip(part.starts.tolist(), part.stops.tolist(), strict=True))
     stream = [(int(part.tokens[i]), number) for number, (a, b) in enumerate(ranges) for i in range(a, b)]
     for start in range(0, len(stream), window):

@@ -37,7 +37,7 @@ def fill(home: Path) -> None:
 
 @pytest.fixture(scope="module")
 def run(home: Path) -> Path:
-    """A run whose folder and data have names with control characters."""
+    """Trains a run whose folder and data file have control characters in their names."""
     target = home / EVIL / "run"
     data = f"data.dataset_name={home / EVIL / (EVIL + '.jsonl')}"
     assert cli(["train", *settings(**SHORT), "--set", data, "--output-dir", str(target)]) == 0
@@ -153,7 +153,7 @@ def test_the_live_view_and_the_bars_in_a_real_terminal(home: Path, run: Path, tm
     while True:
         try:
             seen += os.read(main, 1 << 16)
-        except OSError:  # the last writer has left
+        except OSError:  # the process has closed the terminal
             break
     assert process.wait(timeout=60) == 0, seen
     for part in (b"\x1b[2J\x1b]0;", b"\x1b]0;owned", b"\x07", b"\xc2\x9b", "\u202e".encode()):

@@ -1,4 +1,4 @@
-"""JSON lines end at "\n" alone, and a loss that is not a number is null in every output."""
+"""JSON Lines files are split only at newlines (U+000A), and a loss that is not finite is null in every output."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from tests.processes import environment, json_lines, record
 
 pytestmark = pytest.mark.usefixtures("home")
 
-# What str.splitlines ends lines at, besides "\n". JSON escapes those below U+0020.
+# The line boundaries of str.splitlines other than "\n". JSON escapes those below U+0020.
 LINE_ENDS = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 TEXT = "".join(f"a line{end}" for end in LINE_ENDS)
 
@@ -27,7 +27,7 @@ train = partial(processes.train, training__max_steps=6)
 
 
 def test_an_event_with_any_line_end_is_one_line(home: Path, tmp_path: Path) -> None:
-    """The first event contains the run's folder; samples and warnings may contain line ends, too."""
+    """The first event contains the folder's name; samples and warnings may also contain line separators."""
     straight = tmp_path / f"run {LINE_ENDS}"
     assert train(home, straight) == 0
     assert json_lines(straight / "metrics.jsonl")[0]["output_dir"] == str(straight)
@@ -75,7 +75,7 @@ def test_a_line_that_was_cut_off_within_a_character_is_left_out(home: Path, tmp_
     assert record(run) == record(tmp_path / "straight")
 
 
-# The first step makes weights whose evaluation overflows; there is no second one.
+# A single step with a huge learning rate; the evaluation after it overflows.
 BROKEN = {
     "training__learning_rate": 1e36, "training__optimizer": "adamw", "training__warmup_steps": 0,
     "training__max_steps": 1, "training__eval_steps": 1, "training__logging_steps": 1, "model__activation": "gelu",
@@ -89,7 +89,7 @@ def no_constant(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def broken(home: Path) -> tuple[Path, str]:
-    """A run whose only evaluation is not finite, and what it printed with --headless."""
+    """Trains a run whose only evaluation is not finite; returns its folder and what it printed with --headless."""
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.stdout", printed)

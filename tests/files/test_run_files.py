@@ -1,4 +1,4 @@
-"""Invalid files of a run cause one warning or one refusal and are never lost."""
+"""Invalid files in a run's folder cause one warning or one error, and are never deleted."""
 
 import copy
 import hashlib
@@ -148,7 +148,7 @@ def test_other_files_of_a_run_are_refused_by_name_and_field(
 ) -> None:
     file = run / name
     if name == "config.yaml":
-        file.write_text(json.dumps(yaml.safe_load(file.read_text())))  # which YAML reads, too
+        file.write_text(json.dumps(yaml.safe_load(file.read_text())))  # JSON is valid YAML
     edit(file, change)
     assert cli(["report", str(run)]) == 2
     refusal = capsys.readouterr().err
@@ -180,20 +180,20 @@ def test_a_snapshot_of_other_types_is_torn(
 ) -> None:
     file = snapshot_file(run, name)
     edit(file, change)
-    if name == "state.json":  # as somebody would who wants it to be believed
+    if name == "state.json":  # its hash is updated, so that only its types are wrong
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         edit(file.with_name("MANIFEST.json"), lambda values: values["files"].update({"state.json": digest}))
     assert cli(["snapshots", "list", str(run), "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["snapshots"]}
     assert rows[file.parent.name]["torn"]
     assert cli(["snapshots", "show", str(run), "--snapshot", file.parent.name]) == 2
-    refusal = capsys.readouterr().err.split("\n")[-2]  # a warning may say which snapshot is not the latest
+    refusal = capsys.readouterr().err.split("\n")[-2]  # a warning may precede the error
     assert refusal.startswith("sansgpu: ")
     assert words in refusal
 
 
 def test_a_loss_that_was_not_finite_is_shown_as_null(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """state.json holds NaN as Python writes it; JSON for other programs has null instead."""
+    """Python writes NaN to state.json, which is not valid JSON; `--json` prints null instead."""
     file = snapshot_file(run, "state.json")
     edit(file, lambda values: values["metrics"].update(loss=float("nan")))
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -214,7 +214,7 @@ def test_pipes_in_place_of_files_do_not_hang(run: Path, capsys: pytest.CaptureFi
 
 
 def test_keys_of_other_versions_are_fine(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Later versions may add keys, and earlier ones had fewer."""
+    """Later versions of sansgpu may add keys, and earlier ones wrote fewer."""
     edit(run / "environment.json", lambda values: values.update(more={"a": [1, "b"]}))
     edit(snapshot_file(run, "MANIFEST.json"), lambda values: values.update(signed="by nobody"))
     edit_line(run, line_of(run, "step"), lambda event: event.update(more={"a": [1, {"b": None}]}))
@@ -228,7 +228,7 @@ def test_keys_of_other_versions_are_fine(run: Path, capsys: pytest.CaptureFixtur
 
 
 def test_no_value_of_any_field_ends_a_reader(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Reports, lists and cards are written for odd values at random places of every line."""
+    """`report` and `runs` succeed although random lines of metrics.jsonl contain odd values."""
     draw, record = random.Random(0), run / "metrics.jsonl"
     lines = record.read_text().split("\n")[:-1]
     for _ in range(20):

@@ -1,6 +1,6 @@
-"""Processes of `sansgpu` as forks of one that has imported everything: a short command takes one second, not five.
+"""Runs `sansgpu` in forks of a process that has imported everything, so that a short command takes 1 s, not 5 s.
 
-What a test kills or signals, or whose environment acts when Python or torch starts, runs in a process of its own.
+A command whose environment variables act when Python or torch starts needs a new process instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.forks import client
 
 
 class Fork:
-    """A command in a fork, with the methods of `subprocess.Popen` that tests use."""
+    """A command that runs in a fork, with those methods of `subprocess.Popen` that tests use."""
 
     def __init__(self, address: Path, module: str, arguments: list[str], environment: dict[str, str]) -> None:
         self._out, self._err = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115  # `communicate` closes them
@@ -42,7 +42,7 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float = 240) -> tuple[str, str]:
-        """Waits for the end and returns stdout and stderr."""
+        """Waits until the command ends and returns its stdout and stderr."""
         if self.returncode is None:
             if not self._command.ended(timeout):
                 raise subprocess.TimeoutExpired("sansgpu", timeout)
@@ -56,7 +56,7 @@ class Fork:
 
 
 class ForkServer:
-    """Runs command lines in forks of a process that starts with `environment`."""
+    """Runs commands in forks of a process that was started with `environment`."""
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ class ForkServer:
             stdout=subprocess.PIPE,
             text=True,
             cwd=Path(__file__).parents[2],  # Python finds the package `tests` there
-            # Random hashes would make a command differ from the same command run again.
+            # With random hashes, two runs of the same command could differ.
             env={**environment, "PYTHONHASHSEED": "0"},
         )
         assert self._process.stdout is not None
@@ -80,14 +80,14 @@ class ForkServer:
     def run_limited(
         self, arguments: list[str], streams: list[int], environment: dict[str, str], folder: Path
     ) -> dict[str, Any]:
-        """Runs `sansgpu ARGUMENTS` in `folder` with bounds on CPU time and memory, as bad input needs.
+        """Runs `sansgpu ARGUMENTS` in `folder` with limits on CPU time and memory, which bad input may exhaust.
 
         Returns its exit code, whether it was killed for taking too long, its CPU time and its peak memory.
         """
         return client.Command(str(self._socket), arguments, streams, environment, str(folder), limited=True).outcome()
 
     def command(self) -> Path:
-        """Returns a folder with an executable `sansgpu` for scripts."""
+        """Creates an executable `sansgpu` that scripts can run, and returns its folder."""
         (self._folder / "bin").mkdir(exist_ok=True)
         script = self._folder / "bin/sansgpu"
         words = [sys.executable, "-S", "-E", str(Path(client.__file__)), str(self._socket)]

@@ -1,4 +1,4 @@
-"""Asks the server for a fork. Imports little, so that scripts can use it as a quick `sansgpu`."""
+"""Sends commands to the fork server. Imports little, so that scripts can use it as a fast `sansgpu`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 
 class Command:
-    """`python -m MODULE ARGUMENTS` in a fork of the server at `address`.
+    """Runs `python -m MODULE ARGUMENTS` in a fork of the server at `address`.
 
-    `streams` are the descriptors of stdin, stdout and stderr.
+    `streams` are the file descriptors of stdin, stdout and stderr.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Command:
         return bool(select.select([self._answers], [], [], seconds)[0])
 
     def outcome(self) -> dict[str, Any]:
-        """Waits for the end and returns the outcome."""
+        """Waits until the command ends and returns its exit code and resource usage."""
         with self._answers:
             found: dict[str, Any] = json.loads(self._answers.read())
         return found

@@ -1,6 +1,6 @@
-"""`python -m tests.forks.server SOCKET` runs modules with arguments in forks of itself until its stdin ends.
+"""`python -m tests.forks.server SOCKET` runs Python modules in forks of itself until its stdin is closed.
 
-It computes with one thread only: OpenMP's threads do not survive a fork.
+Before it forks, it computes with one thread only, because OpenMP's threads do not survive a fork.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any, NoReturn
 
 from sansgpu.machine.launch import set_openmp
 
-CPU_SECONDS = 15  # after which a limited command is killed; a test calls it a hang long before
-WALL_SECONDS = {True: 90, False: 240}  # the same on the clock, which a busy machine makes longer; by `limited`
-MEMORY_BYTES = 6 << 30  # address space for data above what the imports take; a test calls much less too much
+CPU_SECONDS = 15  # a limited command is killed after this CPU time; tests fail at HANG_SECONDS
+WALL_SECONDS = {True: 90, False: 240}  # wall time after which a command is killed; True: limited
+MEMORY_BYTES = 6 << 30  # data a limited command may add to that of the imports; tests fail at MOST_BYTES
 
 
 def prepare() -> None:
-    """Imports the modules that commands import lazily, and does what each run would do first."""
+    """Imports the modules that commands import lazily, and fills the caches that each run would fill."""
     set_openmp()
     import datasets  # noqa: F401
     import peft  # noqa: F401
@@ -49,11 +49,11 @@ def prepare() -> None:
     torch.set_num_threads(1)
     first_gemm_rate("fp32", "cpu", 1)  # most tests compute in fp32 with one thread
     torch.set_num_threads(threads)
-    gc.freeze()  # a collection would copy the memory that forks share
+    gc.freeze()  # a garbage collection in a fork would copy shared memory
 
 
 def limit() -> None:
-    """Bounds the CPU time and the memory of this process."""
+    """Limits the CPU time and the memory of this process."""
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 5))
     used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY_BYTES, used + MEMORY_BYTES))
@@ -61,7 +61,7 @@ def limit() -> None:
 
 
 def become(asked: dict[str, Any], streams: list[int]) -> None:
-    """Turns this fork into the process that was asked for, and ends it as that ends."""
+    """Runs the requested command in this fork and exits with its exit code."""
     import torch
 
     os.setsid()
@@ -72,7 +72,7 @@ def become(asked: dict[str, Any], streams: list[int]) -> None:
     os.environ.clear()
     os.environ.update({**asked["environment"], "PYTHONHASHSEED": "0"})
     sys.path[:0] = [str(Path(part).resolve()) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    if threads := os.environ.get("OMP_NUM_THREADS"):  # libgomp has read it before
+    if threads := os.environ.get("OMP_NUM_THREADS"):  # libgomp read it before the fork
         torch.set_num_threads(int(threads))
     if asked["limited"]:
         limit()
@@ -85,7 +85,7 @@ def become(asked: dict[str, Any], streams: list[int]) -> None:
 
 
 def end(code: str | int | None) -> NoReturn:
-    """Ends this process as Python does, without deleting its objects, which would copy the memory of all imports."""
+    """Exits as Python does, but without freeing objects, which would copy the memory of all imports."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
     atexit._run_exitfuncs()
     if isinstance(code, str):
@@ -97,7 +97,7 @@ def end(code: str | int | None) -> NoReturn:
 
 
 def outcome(pid: int, wall_seconds: float) -> dict[str, Any]:
-    """Waits for a command and kills it if it takes too long."""
+    """Waits for a command, kills it if it takes too long, and returns its exit code and resource usage."""
     deadline, late = time.monotonic() + wall_seconds, False
     while True:
         done, status, usage = os.wait4(pid, os.WNOHANG)
@@ -116,7 +116,7 @@ def outcome(pid: int, wall_seconds: float) -> dict[str, Any]:
 
 
 def answer(connection: socket.socket) -> None:
-    """Forks the command of a connection; answers with its id and its outcome. Returns in the command's process only."""
+    """Runs a connection's command in a fork and sends its PID and outcome. Returns only in the command's process."""
     _, streams, _, _ = socket.recv_fds(connection, 1, 3)
     with connection.makefile("rb") as sent:
         asked = json.loads(sent.read())
@@ -132,7 +132,7 @@ def answer(connection: socket.socket) -> None:
 
 
 def serve(listener: socket.socket) -> None:
-    """Forks for every connection until stdin ends. Returns in the processes of commands only."""
+    """Forks for every connection until stdin is closed. Returns only in the processes of commands."""
     while True:
         readable, _, _ = select.select([listener, sys.stdin], [], [])
         if sys.stdin in readable:

@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz HOME [KIND [NUMBER]] [--seed N] [--scale X]`: runs cases and prints complaints."""
+"""`python -m tests.fuzz HOME [KIND [NUMBER]] [--seed N] [--scale X]`: runs fuzz cases and prints failures."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import argparse
 import collections
 from pathlib import Path
 
-import tests.conftest  # noqa: F401  compiles the kernels, which the cases share
+import tests.conftest  # noqa: F401  checks that the kernels are built
 from tests.fuzz.bases import make_bases
 from tests.fuzz.generators import cases
 from tests.fuzz.harness import Runner
 
 
 def main() -> None:
-    """Prints every complaint and the number of cases of each kind."""
+    """Prints every failed case and the number of failures of each kind."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
-    parser.add_argument("home", type=Path, help="a new folder for good inputs and cases")
-    parser.add_argument("kind", nargs="?", help="this kind alone, such as `rows`")
-    parser.add_argument("number", nargs="?", help="this case alone, which is shown whole")
+    parser.add_argument("home", type=Path, help="new folder for the valid inputs and the cases")
+    parser.add_argument("kind", nargs="?", help="run only cases of this kind, e.g. `rows`")
+    parser.add_argument("number", nargs="?", help="run only this case, and print its outcome even if it passes")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--scale", type=float, default=1.0, help="1: a thousand cases")
+    parser.add_argument("--scale", type=float, default=1.0, help="1 runs a thousand cases")
     asked = parser.parse_args()
     bases, wrong = make_bases(asked.home / "bases"), collections.Counter[str]()
     every: collections.Counter[str] = collections.Counter()

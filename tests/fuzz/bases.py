@@ -1,4 +1,4 @@
-"""Valid inputs of every kind, which the cases damage."""
+"""Valid inputs of every kind, which the fuzz cases damage."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from tests.tasks.texts import text_rows
 
 @dataclass(frozen=True)
 class Bases:
-    """Valid files and folders."""
+    """Paths of valid files and folders, of which the cases damage copies."""
 
     corpus: Path
-    run: Path  # of task pretrain, with snapshots, final/ and a report
+    run: Path  # of a pretraining run with snapshots, final/ and a report
     gguf: Path
-    decoder: Path  # Hugging Face folders
-    encoder: Path
+    decoder: Path  # Hugging Face folder
+    encoder: Path  # Hugging Face folder
     questions: Path
     graph: Path
     tags: Path  # CoNLL columns
     rows: dict[str, list[Path]]  # JSONL files of each task
-    trained: dict[str, Path]  # Hugging Face folders with the head of a task
+    trained: dict[str, Path]  # for each task, a Hugging Face folder with its head
     texts: Path
-    lessons: Path  # folder with a teacher's predictions of the texts
+    lessons: Path  # folder with a teacher's predictions for the texts
     prompts: Path
 
     @property
@@ -46,7 +46,7 @@ class Bases:
 
 
 def make_bases(home: Path) -> Bases:
-    """Trains and exports the tiny run, which takes about ten seconds."""
+    """Writes all valid inputs below `home`; training and exporting the tiny run takes about ten seconds."""
     home.mkdir(parents=True, exist_ok=True)
     corpus, run = write_corpus(home / "corpus.jsonl"), home / "run"
     chosen = {"data__dataset_name": corpus, "training__max_steps": 6, "training__sample_tokens": 4}
@@ -94,7 +94,7 @@ def make_bases(home: Path) -> Bases:
 
 
 def _with_head(encoder: Path, folder: Path, head: str) -> Path:
-    """Copies a model folder to `folder`, with a random head of two labels."""
+    """Copies a model folder and adds a randomly initialized head for two labels."""
     shutil.copytree(encoder, folder)
     getattr(transformers, f"AutoModel{head}").from_pretrained(encoder).save_pretrained(folder)
     return folder
@@ -131,5 +131,5 @@ def copy(source: Path, target: Path) -> Path:
 
 
 def member(draw: random.Random, folder: Path, endings: tuple[str, ...]) -> Path:
-    """Draws a file below a folder with one of these suffixes."""
+    """Draws a file whose name has one of these endings from a folder and its subfolders."""
     return draw.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.name.endswith(endings)))

@@ -1,4 +1,4 @@
-"""Cases with bad data, tokenizers, models and run folders."""
+"""Generates fuzz cases with bad data files, tokenizers, models and run folders."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def writes(name: str, content: bytes | str) -> Callable[[Path], object]:
 
 
 def rows(draw: random.Random, bases: Bases) -> Case:
-    """Draws a data file of any format and task, with odd values or damaged."""
+    """Draws a data file for any task, in any format, with odd values or damaged bytes."""
     task = draw.choice(
         (
             "pretrain",
@@ -64,7 +64,7 @@ def rows(draw: random.Random, bases: Bases) -> Case:
 
 
 def _command(draw: random.Random, bases: Bases, task: str, name: str) -> list[str]:
-    """Returns a command that reads the data file: a training, or a prediction for its rows."""
+    """Returns a command that trains on the data file or predicts its rows."""
     model = bases.trained.get(task)
     if model and draw.random() < 0.3:
         verb = "embed" if task == "embed" else "predict"
@@ -113,7 +113,7 @@ def _form(draw: random.Random, found: list[Any], task: str) -> tuple[str, bytes]
 
 
 def tokenizers(draw: random.Random, bases: Bases) -> Case:
-    """Draws a tokenizer.json with odd values, or damaged."""
+    """Draws a tokenizer.json with an odd value or damaged bytes."""
     source = draw.choice((bases.tokenizer, bases.decoder / "tokenizer.json", bases.encoder / "tokenizer.json"))
     content = source.read_bytes()
     if draw.random() < 0.7:
@@ -126,7 +126,7 @@ def tokenizers(draw: random.Random, bases: Bases) -> Case:
 
 
 def _changed_shallow(value: Any, draw: random.Random) -> Any:
-    """Replaces a value, but not in vocabularies or merges, which are most of a tokenizer."""
+    """Replaces a random value outside vocabularies and merges, which make up most of a tokenizer."""
     short = [place for place in places(value) if "vocab" not in place[:-1] and "merges" not in place[:-1]]
     *path, last = draw.choice(short)
     inner = value
@@ -166,7 +166,7 @@ def model_folders(draw: random.Random, bases: Bases) -> Case:
 
 
 def lessons(draw: random.Random, bases: Bases) -> Case:
-    """Draws a teacher's folder in which one file is changed or damaged, to complete or to train on."""
+    """Draws `distill` output with one changed or damaged file, and a command that resumes it or trains on it."""
     seed = draw.randrange(2**32)
     complete = ["distill", str(bases.final), "--data", str(bases.texts), "--max-length", "16", "--top-k", "4"]
     small = {"d_model": 32, "n_heads": 2, "n_layers": 1, "d_ff": 64, "max_seq_len": 32}
@@ -195,7 +195,7 @@ def lessons(draw: random.Random, bases: Bases) -> Case:
 
 
 def completions(draw: random.Random, bases: Bases) -> Case:
-    """Draws odd prompts, odd flags, or a damaged state of an earlier command, for `generate --data`."""
+    """Draws a `generate --data` command with odd prompts, odd flags or the odd state of an interrupted command."""
     model = draw.choice((bases.final, bases.decoder))
     command = ["generate", str(model), "--data", "prompts.jsonl", "--output", "out.jsonl", "--max-new-tokens", "2"]
     flags = {"--batch-size": NUMBERS, "--max-new-tokens": NUMBERS[:6], "--temperature": NUMBERS, "--top-p": NUMBERS}
@@ -219,11 +219,11 @@ def completions(draw: random.Random, bases: Bases) -> Case:
 
 
 _GGUF_COMMAND = ["generate", "m.gguf", "--prompt", "the", "--max-new-tokens", "2"]
-_GGUF_INTEGER = re.compile(rb"\w+\.[\w.]+\x04\0\0\0")  # a key and the type uint32, which the value follows
+_GGUF_INTEGER = re.compile(rb"\w+\.[\w.]+\x04\0\0\0")  # a key and its type, uint32; its value comes next
 
 
 def ggufs(draw: random.Random, bases: Bases) -> Case:
-    """Draws a GGUF file with a damaged header, a huge number in it, or an odd value of one of its settings."""
+    """Draws a GGUF file with a damaged header, an odd 64-bit number in the header, or an odd value of a key."""
     content = bytearray(bases.gguf.read_bytes())
     if draw.random() < 0.4:
         settings_at = [match.end() for match in _GGUF_INTEGER.finditer(content)]
@@ -251,7 +251,7 @@ RECORDS = ("metrics.jsonl", "environment.json", "config.yaml", "state.json", "MA
 
 
 def run_folders(draw: random.Random, bases: Bases) -> Case:
-    """Draws a run in which one file has an odd value or is damaged."""
+    """Draws a run folder in which one file has odd values, is damaged or is a pipe."""
     command, seed = draw.choice(_READERS), draw.randrange(2**32)
 
     def prepare(here: Path) -> None:
@@ -275,7 +275,7 @@ def run_folders(draw: random.Random, bases: Bases) -> Case:
             file.write_text(dumped(changed(json.loads(file.read_text()), again)))
         if (
             file.name == "state.json" and file.is_file() and again.random() < 0.7
-        ):  # as somebody would who wants it to be believed
+        ):  # with a matching hash, so that the odd values are read
             manifest = file.with_name("MANIFEST.json")
             values = json.loads(manifest.read_text())
             values["files"]["state.json"] = hashlib.sha256(file.read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""Cases by kind: each generator draws one case of bad input from good ones."""
+"""Generators of fuzz cases: each draws one case of bad input by changing valid input."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.fuzz.values import NOT_UTF8, NUMBERS, TEXTS, changed, damaged, dumped
 from tests.processes import settings
 
 FAST = ["--set", "training.timeout_seconds=3", "--set", "training.kernels=torch"]
-# A cache elsewhere has the kernels compiled anew, which takes a minute and is not what is tested.
+# All keys except the cache folder (a new cache makes a case slow) and the kernels (FAST sets them).
 KEYS = [key for key, _ in all_keys(Config) if key not in ("data.cache_dir", "training.kernels")]
 _MERGES = "a0: &a0 {k: 1}\n" + "".join(
     f"a{i}: &a{i} {{k{i}: 1, <<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 12)
 )
-TEXT_FILES = [  # (name, content) that no schema sees
+TEXT_FILES = [  # (name, content) of invalid configuration files
     ("a.yaml", "model: " + "[" * 500 + "]" * 500), ("a.yaml", "{" * 3000), ("a.yaml", "- " * 3000),
     ("a.yaml", "model: {d_model: !!int abc}"), ("a.yaml", "training: {until: !!timestamp x}"),
     ("a.yaml", "training: {until: 2025-02-30}"), ("a.yaml", "a: &a [*a]"), ("a.yaml", _MERGES),
@@ -42,7 +42,7 @@ Generator = Callable[[random.Random, Bases], Case]
 
 
 def _toml(values: dict[str, Any]) -> str:
-    """Formats flat sections as TOML, without nulls, which TOML lacks."""
+    """Formats sections as TOML, without top-level nulls, which TOML lacks."""
     top = [(k, v) for k, v in values.items() if not isinstance(v, dict)]
     sections = [(k, v) for k, v in values.items() if isinstance(v, dict)]
     lines = [f"{json.dumps(k)} = {json.dumps(v)}" for k, v in top if v is not None]
@@ -92,11 +92,11 @@ def configuration(draw: random.Random, bases: Bases) -> Case:
 
 
 def _small_data(text: str, bases: Bases) -> list[str]:
-    """Returns options that set a small corpus if the file names none: the default one takes too long."""
+    """Returns options that set a small corpus unless the file names a dataset; the default one takes too long."""
     return [] if "dataset_name" in text else ["--set", f"data.dataset_name={bases.corpus}"]
 
 
-# Options by command, each with values: text, number, or a word of its own. Paths for output stay inside the folder.
+# Per command: fixed arguments, and options to fuzz with the kind of their values. Output stays in the case's folder.
 _PATHS = ["~nosuchuser/x", NOT_UTF8, "", ".", "..", "x" * 300, "link", "a/b/c", "a\nb", "\x1b[31m", "file", "pipe"]
 _COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
     "train": (["--dry-run"], {
@@ -162,7 +162,7 @@ def flags(draw: random.Random, bases: Bases) -> Case:
             "path": lambda: draw.choice(_PATHS),
             "setting": lambda: f"{draw.choice(KEYS)}={draw.choice([*NUMBERS, *TEXTS])}",
         }[kind]()
-        # As one argument, so that a value may begin with a dash.
+        # `--option=value` is one argument, so that a value may begin with a dash.
         arguments += [value] if not option else [option, value] if option == "-f" else [f"{option}={value}"]
 
     def prepare(here: Path) -> None:
@@ -223,11 +223,11 @@ def variables(draw: random.Random, bases: Bases) -> Case:
         "--dry-run",
     ]
     commands = [train, train, ["runs", str(bases.run)], ["--version"], ["snapshots", "list", str(bases.run)]]
-    codes = (0, 1, 2) if "WORLD_SIZE" in chosen else (0, 2)  # another process that never comes is a failure at work
+    codes = (0, 1, 2) if "WORLD_SIZE" in chosen else (0, 2)  # 1: the other rank never joins
     return Case(draw.choice(commands), writes("file", "x"), codes, chosen, apart=True)
 
 
-# How many of a thousand are of each kind.
+# The generator of each kind and its number of cases in a thousand.
 KINDS: dict[str, tuple[Generator, int]] = {
     "configuration": (configuration, 170),
     "flags": (flags, 110),
@@ -246,7 +246,7 @@ KINDS: dict[str, tuple[Generator, int]] = {
 
 
 def cases(bases: Bases, seed: int, scale: float = 1.0) -> list[tuple[str, Case]]:
-    """Returns named cases of all kinds, equal for equal seeds; `scale` 1 makes a thousand."""
+    """Returns named cases of all kinds, which depend only on the seed; a `scale` of 1 gives a thousand."""
     found = []
     for kind, (generate, many) in KINDS.items():
         for number in range(max(1, round(many * scale))):

@@ -16,7 +16,7 @@ from typing import Any
 from tests.processes import environment, fork_server, messages
 
 HANG_SECONDS, MOST_BYTES, LONGEST_MESSAGE = 10.0, 2 << 30, 3000
-# A defect, as the command line shows what it did not foresee.
+# How the command line reports an unexpected exception, which is a defect.
 UNFORESEEN = re.compile(r"^sansgpu: \w+(Error|Exception|Interrupt|Warning)\b.*\(--debug shows where\)$")
 
 
@@ -28,7 +28,7 @@ class Case:
     prepare: Callable[[Path], object] = lambda folder: None
     codes: tuple[int, ...] = (0, 2)
     environment: dict[str, str] = field(default_factory=dict)
-    apart: bool = False  # in a process of its own: its environment acts when Python or torch starts
+    apart: bool = False  # run in a new process, because the environment acts when Python or torch starts
     about: str = ""
 
 
@@ -55,7 +55,7 @@ class Outcome:
         if self.peak_bytes > MOST_BYTES:
             return f"it took {self.peak_bytes / 1e9:.1f} GB"
         if any(UNFORESEEN.match(line) for line in lines):
-            return "an error that nobody foresaw"
+            return "an unexpected exception"
         if self.code not in case.codes:
             return f"the exit code is {self.code}"
         if self.code and "verify" not in case.arguments and (len(lines) != 1 or not lines[0].startswith("sansgpu: ")):
@@ -63,7 +63,7 @@ class Outcome:
         if self.code == 0 and lines:
             return "stderr has more than warnings"
         if any(len(line) > LONGEST_MESSAGE for line in lines):
-            return "a message without end"
+            return f"a message of more than {LONGEST_MESSAGE} characters"
         return None
 
 
@@ -119,4 +119,4 @@ class Runner:
         }
 
 
-START_SECONDS = 10.0  # of processor time that Python's imports may take on a slow machine
+START_SECONDS = 10.0  # CPU time that imports may take on a slow machine, which is not counted

@@ -1,4 +1,4 @@
-"""Cases with folders of any depth, names that are not UTF-8, weights that are not numbers, and odd chat templates."""
+"""Generates fuzz cases with deep folders, names that are not UTF-8, odd weights and odd chat templates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.processes import as_options, settings
 
 
 def make_deep(folder: Path, levels: int) -> Path:
-    """Creates folders that are nested `levels` deep, the innermost with a text."""
+    """Creates folders nested `levels` deep, with a text file in the innermost."""
     folder.mkdir(exist_ok=True)
     here = os.open(folder, os.O_RDONLY)
     for _ in range(levels):
@@ -36,12 +36,12 @@ def make_deep(folder: Path, levels: int) -> Path:
 
 
 def delete_deep(folder: Path) -> None:
-    """Deletes a folder of any depth; pytest ends in a RecursionError when it deletes an old one for its next run."""
+    """Deletes a folder of any depth; otherwise pytest's own cleanup would later fail with a RecursionError."""
     subprocess.run(["rm", "-rf", folder], check=True)
 
 
 def with_hashes(snapshot: Path) -> None:
-    """Updates a snapshot's manifest after a change of its files."""
+    """Writes the current hashes of a snapshot's files to its manifest."""
     file = snapshot / "MANIFEST.json"
     values = json.loads(file.read_text())
     files = {name: hashlib.sha256((snapshot / name).read_bytes()).hexdigest() for name in values["files"]}
@@ -49,7 +49,7 @@ def with_hashes(snapshot: Path) -> None:
 
 
 def folders(draw: random.Random, bases: Bases) -> Case:
-    """Draws a deep folder, or one with a name that is not UTF-8, as data, as a run, or inside a run."""
+    """Draws a deep folder, sometimes with a file name that is not UTF-8, as data or inside a run."""
     levels = draw.choice((30, 1500, 1500, 3000))
     places: dict[str, Callable[[Path], object]] = {
         "data": lambda here: make_deep(here / "data", levels),
@@ -81,7 +81,7 @@ def folders(draw: random.Random, bases: Bases) -> Case:
 
 
 def weights(draw: random.Random, bases: Bases) -> Case:
-    """Draws a run with an odd tensor among its weights or moments, and the hashes of the changed files."""
+    """Draws a run with an odd tensor in its weights or optimizer state, and with matching hashes."""
     seed = draw.randrange(2**32)
     commands = (
         ["generate", "run", "--prompt", "the", "--max-new-tokens", "3"],
@@ -109,7 +109,7 @@ def weights(draw: random.Random, bases: Bases) -> Case:
 
 
 def _odd_tensor(tensor: torch.Tensor, draw: random.Random) -> torch.Tensor:
-    """Returns a tensor with another shape, type or values."""
+    """Returns a copy with a different shape or dtype, or with infinite, NaN or huge values."""
     if (how := draw.random()) < 0.3:
         other = draw.choice((tensor[:1], tensor.flatten(), tensor[..., None], torch.zeros(0), torch.tensor(1.0)))
         return other.contiguous().clone()

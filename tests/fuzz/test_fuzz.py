@@ -1,6 +1,6 @@
-"""Bad input of every kind ends in one sentence, within seconds and bounded memory, and never in a traceback.
+"""Bad input of any kind causes a one-sentence error within time and memory limits, never a traceback.
 
-`SANSGPU_FUZZ_SEED` draws other cases. A case that fails is named; `python -m tests.fuzz KIND NUMBER` runs it alone.
+Set `SANSGPU_FUZZ_SEED` to draw different cases. `python -m tests.fuzz HOME KIND NUMBER` repeats one that failed.
 """
 
 import os

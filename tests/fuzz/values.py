@@ -1,4 +1,4 @@
-"""Values that no field expects, and changes to files and JSON values at random places."""
+"""Odd values that no field expects, and random changes to files and JSON values."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NUMBERS = [
 
 
 def odd(draw: random.Random) -> Any:
-    """Draws one of `ODD`, copied, because a change to a shared list would alter other cases."""
+    """Draws a copy of one of the `ODD` values, because changing a shared list would alter other cases."""
     return copy.deepcopy(draw.choice(ODD))
 
 

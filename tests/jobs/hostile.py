@@ -31,7 +31,7 @@ def bomb(path: Path, canary: Path) -> None:
 
 
 def write_module(folder: Path, canary: Path) -> Path:
-    """Writes a module with an objective, in a folder that is not on the path."""
+    """Writes a task module to a folder that is not in sys.path; importing it creates the canary."""
     folder.mkdir(exist_ok=True)
     (folder / f"{MODULE}.py").write_text(
         f"open({str(canary)!r}, 'w').close()\nfrom sansgpu.tasks.pretrain.task import *\n"
@@ -40,7 +40,7 @@ def write_module(folder: Path, canary: Path) -> Path:
 
 
 def with_code(model: Path, canary: Path) -> None:
-    """Adds code to a Hugging Face folder that replaces the classes of transformers."""
+    """Adds code to a Hugging Face folder that replaces transformers' classes; running it creates the canary."""
     (model / f"{REMOTE}.py").write_text(
         f"open({str(canary)!r}, 'w').close()\nfrom transformers import Qwen2Config as C, Qwen2ForCausalLM as M\n"
         "class EvilConfig(C): pass\nclass EvilModel(M): config_class = EvilConfig\n"
@@ -55,7 +55,7 @@ def with_code(model: Path, canary: Path) -> None:
 
 
 def copied(run: Path, to: Path, canary: Path, **settings: Any) -> Path:
-    """Copies a run, changes settings (`data__cache_dir`) in its config.yaml and adds pickles."""
+    """Copies a run, changes settings (e.g. `data__cache_dir`) in its config.yaml, and adds malicious pickles."""
     shutil.copytree(run, to)
     values = yaml.safe_load((to / "config.yaml").read_text())
     for key, value in settings.items():

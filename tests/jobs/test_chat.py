@@ -1,4 +1,4 @@
-"""`chat` repeats what a model has learned, and names models that cannot chat."""
+"""`chat` repeats answers that a model has learned, and refuses models that cannot chat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sansgpu generate --data` completes the rows of a file, skips bad ones, and continues after a kill."""
+"""`sansgpu generate --data` completes the rows of a file, skips bad ones, and resumes after it was killed."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_runs_complete_texts_and_skip_bad_rows(tmp_path: Path, capsys: Captured)
 
 @pytest.mark.long
 def test_in_a_terminal_the_result_follows_the_progress(tmp_path: Path) -> None:
-    """The progress is shown after a second, so prompts are completed one by one."""
+    """Progress is shown only after one second, so prompts are completed one by one to take longer."""
     data = write_rows(tmp_path / "rows.jsonl", ROWS * 3)
     command = [sys.executable, "-m", "sansgpu", "generate", str(model_folder("qwen2")), "--data", str(data)]
     command += ["--output", "out.jsonl", "--batch-size", "1", "--max-new-tokens", "150"]
@@ -145,7 +145,7 @@ def test_in_a_terminal_the_result_follows_the_progress(tmp_path: Path) -> None:
     with subprocess.Popen(command, cwd=tmp_path, stdout=other, stderr=other, env={**os.environ, "TERM": "xterm"}):
         os.close(other)
         printed = b""
-        with contextlib.suppress(OSError):  # the end, where the program has closed the terminal
+        with contextlib.suppress(OSError):  # raised once the program has closed the terminal
             while piece := os.read(main, 1 << 16):
                 printed += piece
     os.close(main)

@@ -1,4 +1,4 @@
-"""`sansgpu export --format gguf`, and generate, eval and chat with its file."""
+"""`sansgpu export --format gguf` writes a file that generate, eval and chat accept."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_any_snapshot_is_exported_and_takes_the_place_of_a_file_before(home: Pat
         assert text.startswith(f"Step {snapshot.step} of a run of task pretrain")
     assert len({*contents}) == len(contents) > 1
     assert said(capsys, "export", home / "plain", "--format", "gguf", "--output", home / "any.gguf")
-    assert (home / "any.gguf").read_bytes() == contents[-1], "the same run makes the same file"
+    assert (home / "any.gguf").read_bytes() == contents[-1], "exporting a run twice must write the same file"
 
 
 def test_a_fine_tuned_models_file_talks_as_the_run_does(home: Path, capsys: Captured) -> None:
@@ -94,7 +94,7 @@ def test_a_fine_tuned_models_file_talks_as_the_run_does(home: Path, capsys: Capt
     talking = ("--prompt", "red house", "--max-new-tokens", 12, "--temperature", 0)
     answer = said(capsys, "chat", file, *talking)
     assert answer == said(capsys, "chat", home / "qwen", *talking)
-    assert answer != said(capsys, "chat", model_folder("qwen2"), *talking), "what was learned is in it"
+    assert answer != said(capsys, "chat", model_folder("qwen2"), *talking), "the file must contain what was learned"
     assert said(capsys, "generate", file, *talking) == said(capsys, "generate", home / "qwen", *talking)
     loss = json.loads(said(capsys, "eval", file, "--data", home / "corpus.jsonl", "--json"))["loss"]
     final = json.loads(said(capsys, "eval", home / "qwen/final", "--data", home / "corpus.jsonl", "--json"))["loss"]
@@ -127,7 +127,7 @@ def test_a_chat_model_is_measured_on_the_answers_of_conversations(home: Path, ca
 
 
 def test_rows_that_are_not_whole_blocks_take_no_more_than_the_next_type(home: Path, capsys: Captured) -> None:
-    """The rows of this model have 64 and 96 values."""
+    """This model's rows have 64 and 96 values, but a block of a K-quant has 256."""
     sizes = {}
     for kind in ("q4_k", "q4_1", "q6_k", "q8_0"):
         file = home / f"{kind}.gguf"
@@ -145,7 +145,7 @@ def test_rows_that_are_not_whole_blocks_take_no_more_than_the_next_type(home: Pa
 
 def test_a_text_that_ends_right_after_the_prompt_is_explained(tmp_path: Path, capsys: Captured) -> None:
     model, tokenizer = base(tmp_path / "base", "llama")
-    model.lm_head.weight.data.zero_()  # the first token is then always chosen
+    model.lm_head.weight.data.zero_()  # all logits are equal, so token 0 is always chosen
     parts = replace(tokenizer_parts(tokenizer), eos_id=0)
     write_gguf(tmp_path / "silent.gguf", model.config.to_dict(), model.state_dict(), parts, "f32", ABOUT)
     capsys.readouterr()
@@ -159,7 +159,7 @@ def test_a_text_that_ends_right_after_the_prompt_is_explained(tmp_path: Path, ca
 
 
 def test_a_chat_model_in_a_file_runs_without_the_models_of_transformers(tmp_path: Path) -> None:
-    """Importing them takes more memory and time than a small quantized model."""
+    """Importing transformers' models takes more memory and time than a small quantized model."""
     model, tokenizer = base(tmp_path / "base", "llama3")
     model.config.rope_parameters = {"rope_type": "default", "rope_theta": 500.0}
     file = tmp_path / "model.gguf"

@@ -31,7 +31,7 @@ FEW = {
 }  # fmt: skip
 QUESTION = ("--question", "Who?", "--context", "The red fox.")
 
-# Runs each command as if no kernels were loaded yet, and notes its exit code and whether the canary is there after it.
+# Runs each command as if no kernels were loaded yet, and records its exit code and whether it created the canary.
 SCRIPT = """
 import json, os, sys
 from pathlib import Path
@@ -62,7 +62,7 @@ def fill(home: Path) -> None:
 
 
 def made(home: Path, task: str) -> Path:
-    """Trains two steps, once per name."""
+    """Trains a run of the task for two steps unless it already exists, and returns its folder."""
     run, model = home / f"innocent-{task}", home / f"model-{task}"
     if run.exists():
         return run
@@ -80,7 +80,7 @@ def made(home: Path, task: str) -> Path:
 
 
 def after(home: Path, canary: Path, commands: list[list[str]]) -> list[tuple[int, bool]]:
-    """Runs each command in a process; returns its exit code and whether the hostile code ran."""
+    """Runs the commands in a new process; returns each one's exit code and whether the hostile code ran."""
     own = {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(home / "modules")])}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(canary), json.dumps(commands), str(home / "found.json")],
@@ -256,14 +256,14 @@ def test_a_cache_that_others_can_write_is_not_loaded_from(tmp_path: Path) -> Non
     shared.chmod(0o777)
     with pytest.raises(NotPrivateError, match=f"{shared} is writable by other users"):
         private_in(shared / "cache")
-    (tmp_path / "way").symlink_to(shared / "cache")  # of whose target others may make another
+    (tmp_path / "way").symlink_to(shared / "cache")  # others could replace its target
     with pytest.raises(NotPrivateError, match="is writable by other users"):
         private_in(tmp_path / "way")
-    shared.chmod(0o1777)  # as /tmp: nobody renames what is another's
+    shared.chmod(0o1777)  # sticky, like /tmp: users cannot rename the files of others
     assert private_in(tmp_path / "way").parent.samefile(shared / "cache")
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root gives folders away")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can change a folder's owner")
 def test_a_cache_of_another_user_is_not_loaded_from(tmp_path: Path) -> None:
     foreign = private_in(tmp_path / "cache")
     os.chown(foreign, 12345, 12345)
@@ -292,7 +292,7 @@ def test_a_run_goes_on_where_no_folder_at_all_is_private(home: Path, tmp_path: P
     done = subprocess.run(command, env={**inherited, **own}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("is writable by other users") == 2
-    assert list(places["TMPDIR"].glob("sansgpu-compiled-*")) == []  # it is deleted at the end
+    assert list(places["TMPDIR"].glob("sansgpu-compiled-*")) == []  # deleted at the end of the run
 
 
 def test_a_shared_cache_costs_one_warning_and_no_run(home: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`sansgpu init` writes configurations that load, train, and explain themselves."""
+"""`sansgpu init` writes configurations that load and train, with a comment for every key."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_only_plan_says_how_much_of_the_text_is_read(capsys: Captured) -> None:
 
 
 def test_more_time_and_cores_give_a_larger_model(tmp_path: Path) -> None:
-    """Another machine's cores are as fast as those here, so the time and the cores alone decide."""
+    """`init` assumes that the cores of another machine are as fast as those of this one."""
     widths = []
     for machine in (["--hours", "10m", "--cores", "1"], ["--hours", "100h", "--cores", "64", "--memory", "256GB"]):
         assert cli(["init", "a.yaml", "--text", "python-stdlib", "--force", "--yes", *machine]) == 0

@@ -1,4 +1,4 @@
-"""The commands eval, generate, export and tokenizer."""
+"""`sansgpu eval`, `generate`, `export` and `tokenizer` give correct results for a tiny run."""
 
 import io
 import json
@@ -46,7 +46,7 @@ def test_eval_of_a_text_by_hand(home: Path, tmp_path: Path, capsys: pytest.Captu
     with torch.no_grad():
         logits = model(torch.tensor([ids[:-1]])).logits[0]
     total = float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum"))
-    assert len(ids) <= 33, "one window, so that the sum by hand is the sum"
+    assert len(ids) <= 33, "the text must fit into one window"
     for target in (home / "run", home / "run/final"):
         found = answer(capsys, "eval", target, "--data", tmp_path / "text.txt")
         assert found["loss"] == pytest.approx(total / (len(ids) - 1), rel=1e-4)
@@ -93,7 +93,7 @@ def test_generate_repeats_itself_with_a_seed_and_goes_beyond_the_context(
     best = min(events_of(home / "run", "eval"), key=lambda e: e["loss"])
     assert text("--seed", "1", "--snapshot", "best") == text("--seed", "1", "--snapshot", str(best["step"]))
     first = snapshots(home / "run/snapshots")[0].step
-    assert text("--seed", "1") != text("--seed", "1", "--snapshot", str(first)), "another snapshot writes another text"
+    assert text("--seed", "1") != text("--seed", "1", "--snapshot", str(first)), "snapshots must differ in their text"
     assert cli(["generate", str(home / "run"), "--top-p", "0"]) == 2
     assert cli(["generate", str(home / "run"), "--snapshot", "9999"]) == 2
 

@@ -1,4 +1,4 @@
-"""`sansgpu export --format onnx`, and its files in onnxruntime."""
+"""`sansgpu export --format onnx` writes files whose results in onnxruntime equal those of transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("home")
 
 Captured = pytest.CaptureFixture[str]
 Outputs = dict[str, NDArray[Any]]
-# Runs a file on each batch of inputs in a process that does not know sansgpu or torch.
+# Runs an ONNX file on each batch of inputs without importing sansgpu or torch.
 ELSEWHERE = """
 import sys, numpy, onnxruntime
 session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
@@ -48,7 +48,7 @@ def fill(home: Path) -> None:
 
 
 def exported(capsys: Captured, model: Path, *options: object) -> tuple[Path, str]:
-    """Returns the written file and the sentence about its check."""
+    """Exports a model; returns the written file and the message about its check."""
     capsys.readouterr()
     assert cli(["export", str(model), "--format", "onnx", *map(str, options)]) == 0, capsys.readouterr().err
     captured = capsys.readouterr()
@@ -65,7 +65,7 @@ def run_elsewhere(file: Path, batches: list[Any], folder: Path) -> list[Outputs]
 
 
 def assert_close(file: Path, model: Any, names: set[str], folder: Path, tolerance: float) -> None:
-    """Compares a file with a transformers model on batches of two shapes, one of them with padding."""
+    """Compares an ONNX file with a transformers model on batches of two shapes, one of them with padding."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent)
     texts = (["the red fox"], ["which colour has the fox", "a much longer text about quiet dark round words", "so"])
     batches = [tokenizer(part, padding=True, return_tensors="pt") for part in texts]

@@ -106,7 +106,7 @@ def test_rows_of_a_table_without_a_header_have_the_columns_of_the_training(tmp_p
 
 
 def test_each_question_of_nested_articles_is_answered(tmp_path: Path, capsys: Captured) -> None:
-    """SQuAD's own JSON gives the answers of flat rows, with the id of each question, even where ids repeat."""
+    """Nested SQuAD JSON gives the same answers as flat rows, plus each question's id, even if ids repeat."""
     ids = ["a", "b", "b"]
     articles = [
         {"paragraphs": [{"context": row["context"], "qas": [{"id": name, "question": row["question"]}]}]}

@@ -1,4 +1,4 @@
-"""A real chat model, SmolLM2-135M-Instruct in 4 bits, computes what transformers and llama.cpp compute."""
+"""A real chat model, SmolLM2-135M-Instruct in 4 bits, gives the same results as in transformers and llama.cpp."""
 
 import json
 import math
@@ -27,7 +27,7 @@ HARD = [
     "a" * 500,
 ]
 
-# Questions that are in none of the conversations, and a part of the right answer.
+# Questions that are not in the training conversations, and a part of each right answer.
 ASKED = {
     "At what time do you close?": "from 9 am to 6 pm",
     "May I park near the shop?": "free parking behind the mill",
@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(model: Path) -> tuple[Any, Any]:
-    """The model and the tokenizer as transformers reads them from the file, in fp32."""
+    """Returns the model, in fp32, and the tokenizer as transformers loads them from the GGUF file."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     loaded = AutoModelForCausalLM.from_pretrained(model.parent, gguf_file=NAME, dtype=torch.float32).eval()
@@ -59,7 +59,7 @@ def test_perplexity_equals_that_of_transformers(model: Path, theirs: tuple[Any, 
     code, shown, error = finish(evaluate, tmp_path / "cache")
     assert code == 0, error
     loaded, _ = theirs
-    # transformers does not read from the file that digits are tokens of their own, whatever their script.
+    # transformers' GGUF loader ignores that each digit, in any script, is a separate token.
     ids = Pretrain.load(ModelSource(str(model)))[1].backend.encode(content).ids
     total = 0.0
     for first in range(0, len(ids) - 1, WINDOW):
@@ -89,7 +89,7 @@ def test_it_answers_with_its_own_template(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_bakery_s_answers_are_learned(model: Path, tmp_path: Path) -> None:
-    """The configuration and the conversations are those of the README."""
+    """Uses the configuration and the conversations of the README."""
     example = ROOT / "examples/bakery.yaml"
     changes = [f"model.name_or_path={model}", f"data.dataset_name={ROOT / 'examples/bakery.jsonl'}"]
     overrides = [part for change in changes for part in ("--set", change)]

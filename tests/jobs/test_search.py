@@ -1,4 +1,4 @@
-"""`sansgpu search`: passages, their index, and the command."""
+"""`sansgpu search`: splitting files into passages, the index, and the command."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def words(texts: list[str]) -> list[Spans]:
 
 
 class HashedWords:
-    """Vectors that count words by a hash; remembers what it was asked for."""
+    """Encodes texts as vectors of hashed word counts, and records the texts it was given."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []

@@ -1,4 +1,4 @@
-"""Every command adds the same special tokens to a text as `tokenizer(text)` of transformers."""
+"""Every command adds the same special tokens to a text as transformers' `tokenizer(text)`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder(kind: str) -> Path:
 
 
 def loaded(kind: str) -> tuple[Any, Any]:
-    """Returns the model and tokenizer of transformers."""
+    """Returns transformers' model and tokenizer."""
     return AutoModelForCausalLM.from_pretrained(folder(kind)).eval(), AutoTokenizer.from_pretrained(folder(kind))
 
 
@@ -43,7 +43,7 @@ def answer(capsys: Captured, *arguments: object) -> dict[str, float]:
 
 
 def loss_of(model: Any, rows: list[tuple[list[int], int]]) -> float:
-    """Returns the summed cross-entropy of each row, starting at the given position."""
+    """Returns the cross-entropy summed over all rows, each from its given position on."""
     total = 0.0
     for ids, first in rows:
         with torch.no_grad():
@@ -62,7 +62,7 @@ def test_eval_begins_and_ends_a_text_as_transformers_does(kind: str, tmp_path: P
     found = answer(capsys, "eval", folder(kind), "--data", tmp_path / "texts.jsonl")
     assert found["loss"] == pytest.approx(total / tokens, rel=1e-4)
     size = sum(len(text.encode()) for text in texts)
-    if KINDS[kind] is None:  # the first token has none before it that it could be predicted from
+    if KINDS[kind] is None:  # no token precedes the first one, so it is not predicted
         size -= sum(tokenizer(text, return_offsets_mapping=True).offset_mapping[0][1] for text in texts)
     assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / size, rel=1e-4)
 
@@ -72,7 +72,7 @@ def test_every_window_of_a_long_text_begins_as_a_text_does(tmp_path: Path, capsy
     model = AutoModelForCausalLM.from_pretrained(folder("glm")).eval()
     ids = AutoTokenizer.from_pretrained(folder("glm"))(TEXT).input_ids
     before, rows, place = ids[:2], [(ids[:17], 1)], 16
-    while place + 1 < len(ids):  # 16 inputs: the two that begin a text, the last token of the window before, 13 more
+    while place + 1 < len(ids):  # 16 inputs: two special tokens, the previous window's last token, 13 more
         rows.append(([*before, *ids[place : place + 15]], 3))
         place += 14
     found = answer(capsys, "eval", folder("glm"), "--data", tmp_path / "text.txt", "--window", 16)
@@ -110,7 +110,7 @@ def test_training_reads_a_text_as_transformers_begins_it(kind: str, tmp_path: Pa
     model, tokenizer = loaded(kind)
     texts = [tokenizer(text).input_ids for text in (TEXT, "one")]
     ended = [ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id] for ids in texts]
-    first = 2 if kind == "glm" else 1  # none of the tokens that begin a text is learned
+    first = 2 if kind == "glm" else 1  # special tokens at the start are not targets
     total, tokens = loss_of(model, [(ids, first) for ids in ended]), sum(len(ids) - first for ids in ended)
     found = answer(capsys, "eval", run)
     assert found["loss"] == pytest.approx(total / tokens, rel=1e-4)
@@ -122,7 +122,7 @@ def test_training_reads_a_text_as_transformers_begins_it(kind: str, tmp_path: Pa
 
 @pytest.mark.parametrize("kind", ["wordpiece", "llama", "added", "char"])
 def test_bits_per_byte_of_training_count_the_bytes_of_the_text(kind: str, tmp_path: Path, capsys: Captured) -> None:
-    """WordPiece drops spaces and accents and joins unknown words, SentencePiece puts a space before a text."""
+    """WordPiece drops spaces and accents and replaces unknown words; SentencePiece prepends a space."""
     text = "Zoë's naïve café ▁ déjà vu 世界, ÄÖÜß! "
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in (text, "x" + text)))
     name = "char"

@@ -42,7 +42,7 @@ def arguments(*more: str, **changes: object) -> list[str]:
 
 
 def search(*more: str, **changes: object) -> tuple[dict[str, Any], str]:
-    """Returns the result and the messages of a search."""
+    """Runs a search; returns its JSON result and its messages."""
     code, out, error = finish(arguments("--json", *more, **changes), Path("cache").absolute())
     assert code == 0, error
     assert len(out.splitlines()) == 1
@@ -54,7 +54,7 @@ def begun(trial: int, ready: str = "snapshots/step-*") -> bool:
 
 
 def by_number(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the trials by number, without their times."""
+    """Returns a search's trials sorted by number, without their durations."""
     rows = sorted(result["trials"], key=lambda row: row["trial"])
     return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
@@ -75,7 +75,7 @@ def continued(home: Path) -> tuple[dict[str, Any], str]:
         written(SPACE)
         process = start(arguments("--trials", "2"), home / "cache")
         assert kill_when(process, lambda: begun(1)) == -signal.SIGKILL
-        deadline = time.monotonic() + 5  # the trial's process is killed by the kernel with its parent
+        deadline = time.monotonic() + 5  # the kernel kills the trial's process when its parent dies
         while time.monotonic() < deadline and still_trained(Path("search/trials/0001")):
             time.sleep(0.01)
         assert not still_trained(Path("search/trials/0001"))
@@ -119,7 +119,7 @@ def test_the_best_trial_is_compared_with_the_default(result: dict[str, Any]) -> 
 def test_the_best_configuration_has_the_best_parameters_and_else_what_was_given(result: dict[str, Any]) -> None:
     config, _ = load_config(Path("search/best.yaml"))
     assert config.training.learning_rate == result["best"]["parameters"]["training.learning_rate"]
-    assert config.training.eval_steps == 3  # the configuration's own, not the trials'
+    assert config.training.eval_steps == 3  # from the configuration; trials use a different value
     assert config.training.sample_tokens == 4
     assert Path(config.data.dataset_name).is_absolute()
 
@@ -295,7 +295,7 @@ def test_an_interrupt_is_saved_and_workers_may_join() -> None:
 
 @pytest.mark.long
 def test_trials_that_fail_are_told_and_a_hopeless_search_ends() -> None:
-    written({"d_model": [36, 32], "n_heads": [8, 2]})  # each will do alone, but 8 does not divide 36
+    written({"d_model": [36, 32], "n_heads": [8, 2]})  # each value is valid alone, but 8 does not divide 36
     result, said = search("--trials", "2")
     assert "trial   1  failed" in said
     assert [row["state"] for row in by_number(result)] == ["done", "failed"]
@@ -311,7 +311,7 @@ def test_trials_that_fail_are_told_and_a_hopeless_search_ends() -> None:
 
 @pytest.mark.long
 def test_a_trial_that_promises_little_is_pruned_and_leaves_no_weights() -> None:
-    written({"learning_rate": [1e-7, 0.004]})  # of which the first four trials have the second, first, second, first
+    written({"learning_rate": [1e-7, 0.004]})  # trials 0 to 3 use 0.004, 1e-7, 0.004, 1e-7
     result, said = search("--trials", "4", training__max_steps=24)
     ends = [line for line in said.splitlines() if line.startswith("trial   ")]
     assert ["left, done" in line for line in ends] == [True, True, True, False]

@@ -1,4 +1,4 @@
-"""`plan` and `bench` work without the dataset: with random tokens and without the length of an epoch."""
+"""If the dataset is unreachable, `plan` and `bench` use random tokens, and the length of an epoch is unknown."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")  # nobody listens there
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")  # no server
     use_cache(monkeypatch, tmp_path / "cache")
 
 
@@ -58,7 +58,7 @@ def test_a_plan_of_data_that_cannot_be_reached(kind: str, capsys: Captured) -> N
     plan = json.loads(captured.out)
     [warning] = [line for line in captured.err.splitlines() if line.startswith("warning: ")]
     assert 'dataset "wikitext" was not found' in warning
-    assert "OfflineModeIsEnabled" in warning  # it was not asked for again and again
+    assert "OfflineModeIsEnabled" in warning  # the Hub is not asked again
     assert "random tokens" in warning
     assert "the length of an epoch is unknown" in warning
     assert plan["memory_bytes"]["total"] > 0
@@ -87,7 +87,7 @@ def test_nodes_need_a_length(capsys: Captured) -> None:
 def test_a_bench_of_data_that_cannot_be_reached(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    """The name of the configuration is hostile: in start.sh it must not run anything."""
+    """The name of the configuration contains shell commands, which start.sh must not run."""
     monkeypatch.chdir(tmp_path)
     name = "x';touch pwned;'$(touch pwned)`touch pwned` \"#"
     Path(f"{name}.yaml").write_text("{}")
@@ -111,7 +111,7 @@ def test_training_does_not_begin(tmp_path: Path, capsys: Captured) -> None:
 
 
 class _Answers(BaseHTTPRequestHandler):
-    """Answers every request that the Hub client or a proxy's client may send with `status`."""
+    """Answers every request to a Hub or a proxy with `status`."""
 
     status = 200
     error = ""
@@ -140,7 +140,7 @@ def _server(status: int, error: str = "") -> Iterator[str]:
 
 
 def _is_reachable(address: str, **environment: str) -> bool:
-    """Asks in a new process, because a session of the Hub client reads proxies once."""
+    """Checks in a new process, because the Hub client reads the proxy variables only once."""
     code = f"from sansgpu.machine.hub import reachable; raise SystemExit(not reachable({address!r}))"
     bare = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
     return subprocess.run([sys.executable, "-c", code], env=bare | environment).returncode == 0
@@ -155,7 +155,7 @@ def test_a_hub_that_answers_is_reachable_unless_a_proxy_refuses_it() -> None:
 
 
 def test_a_name_that_the_hub_does_not_have_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The estimate needs no data, but a misspelled name is a mistake that the user wants to know now."""
+    """The estimate needs no data, but the user wants to learn of a misspelled name right away."""
     with _server(404, "RepoNotFound") as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub)
         code, _, error = finish_apart(["plan", *arguments("pretrain")], tmp_path)

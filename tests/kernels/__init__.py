@@ -1,3 +1,3 @@
 """Tests of kernels."""
 
-TEST_LIBRARIES = "SANSGPU_TEST_LIBRARIES"  # names a folder with other kernels than the installed ones
+TEST_LIBRARIES = "SANSGPU_TEST_LIBRARIES"  # a folder of kernels to test instead of the installed ones

@@ -14,7 +14,7 @@ from tests.kernels.guarded import GuardedCalls
 
 M_PERTURB = -6  # malloc.h
 INSTRUCTION_SETS = {instructions.name: instructions for instructions in supported()}
-# The best set and the one with the fewest registers differ most; those between them are for the long tests.
+# The first and the last instruction set differ most; only long tests use those in between.
 SETS = [
     pytest.param(name, marks=[] if place in (0, len(INSTRUCTION_SETS) - 1) else pytest.mark.long)
     for place, name in enumerate(INSTRUCTION_SETS)
@@ -46,7 +46,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(autouse=True)
 def _several_threads() -> None:
-    """Makes kernels share their work, so that ThreadSanitizer sees it; the conftest of all tests resets the number."""
+    """Makes kernels use two threads, so that ThreadSanitizer can see races; tests/conftest.py resets the number."""
     torch.set_num_threads(2)
 
 
@@ -64,7 +64,7 @@ def _poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _guarded_tensors() -> Iterator[None]:
-    """Makes a kernel crash that reads or writes beside its tensors. Sanitizers see the memory of torch itself."""
+    """Makes a kernel crash if it reads or writes outside its tensors. Sanitizers check torch's own memory instead."""
     with pytest.MonkeyPatch.context() as patch:
         if TEST_LIBRARIES not in os.environ:
             patch.setattr(library, "call", GuardedCalls())

@@ -1,5 +1,5 @@
-// The intrinsics of AMX as plain loops, to test code that uses them on any processor. What a processor refuses, such as
-// tiles that are not configured or do not match, ends the process.
+// The AMX intrinsics as plain loops, so that code that uses them can be tested on any processor. Whatever a processor
+// with AMX refuses, such as tiles that are not configured or do not match, aborts the process.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-"""Memory between two pages that no process may read or write, so that a kernel that leaves its tensors crashes."""
+"""Memory between two inaccessible pages, so that a kernel crashes if it reads or writes outside its tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sansgpu.kernels import library
 
 
 class Guarded:
-    """Room for one tensor of up to `most` bytes."""
+    """Memory for one tensor of up to `most` bytes, between two inaccessible pages."""
 
     def __init__(self, most: int) -> None:
         self.size = max(1, -(-most // mmap.PAGESIZE)) * mmap.PAGESIZE
@@ -32,9 +32,9 @@ class Guarded:
 
 
 class GuardedCalls:
-    """Calls kernels with tensors at the end of guarded memory in one call, and at its start in the next.
+    """Calls kernels with copies of their tensors, alternately at the end and at the start of guarded memory.
 
-    Tensors that a kernel also reaches through pointers in its structs stay where they are.
+    Tensors that a kernel also reaches through pointers in its structs are not copied.
     """
 
     def __init__(self) -> None:

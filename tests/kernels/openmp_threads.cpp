@@ -1,6 +1,6 @@
-// The OpenMP runtime of kernels that ThreadSanitizer checks. It does not see how the threads of GCC's runtime wait for
-// each other, and would report a race in every parallel region. Here each region starts threads and joins them, which
-// it does see, and which orders memory exactly as OpenMP promises. Nothing else of OpenMP is used by the kernels.
+// A minimal OpenMP runtime for ThreadSanitizer, which does not see how the threads of GCC's runtime wait for each other
+// and would report a race in every parallel region. Here each region starts threads and joins them, which it does see,
+// and which orders memory exactly as OpenMP promises. The kernels use nothing else of OpenMP.
 
 #include <thread>
 #include <vector>

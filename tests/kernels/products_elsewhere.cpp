@@ -1,5 +1,5 @@
-// Compares products with float64 and prints the largest error of each dtype, relative to the bound of rounding. Tests
-// compile it for other processors.
+// Compares matrix products with float64 and prints the largest error of each dtype, relative to the bound for rounding
+// errors. Tests compile it for other processors.
 
 #include <cstdio>
 #include <type_traits>
@@ -12,7 +12,7 @@ namespace {
 
 uint32_t state = 1;
 
-float draw() {  // exact in bf16, and of such different size that sums are rounded
+float draw() {  // exact in bf16; magnitudes differ so much that sums are rounded
   state = state * 1664525u + 1013904223u;
   return std::ldexp(static_cast<float>(static_cast<int>(state >> 24) - 128), -static_cast<int>(state >> 16 & 15));
 }
@@ -44,7 +44,7 @@ double error(int64_t M, int64_t N, int64_t K, int64_t gap, bool transposed, bool
       worst = std::max(worst, std::fabs(C[i * ldc + j] - sum) / bound);
     }
     for (int64_t j = N; j < ldc; ++j)
-      if (C[i * ldc + j] != before[i * ldc + j]) worst = 1e9;  // written beside C
+      if (C[i * ldc + j] != before[i * ldc + j]) worst = 1e9;  // written outside C
   }
   return worst;
 }

@@ -1,7 +1,7 @@
-"""Runs the tests of kernels with kernels that GCC's sanitizers check: `make sanitize`.
+"""Runs the kernel tests with kernels that are compiled with GCC's sanitizers: `make sanitize`.
 
-AddressSanitizer and UndefinedBehaviorSanitizer work together, ThreadSanitizer alone. Each must first report errors that
-are made on purpose, because a sanitizer that sees nothing also reports nothing.
+AddressSanitizer and UndefinedBehaviorSanitizer share a build; ThreadSanitizer needs its own. Each must first report
+deliberate errors, because a sanitizer that does not work reports nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from sansgpu.machine.instruction_sets import supported
 from tests.kernels import TEST_LIBRARIES
 
 ROOT = Path(__file__).parents[2]
-# They start processes of their own, and measure memory, of which sanitizers need more.
+# These tests start new processes or measure memory, and sanitizers need more of it.
 LEFT_OUT = ("test_library.py", "test_memory.py")
-CHECKED = "not torch and not emulated_amx"  # plain torch, and a library that CMakeLists.txt does not build
+CHECKED = "not torch and not emulated_amx"  # skips plain torch, and a library that CMake does not build
 PREPARE = """
 import torch
 from pathlib import Path
@@ -44,7 +44,7 @@ multiply(MatmulPrecision.of(a.dtype), *(Matmul(a, a, out) for _ in range(4)))
 
 @dataclass(frozen=True)
 class Sanitizer:
-    """Sanitizers that work together: their names for GCC, runtime library, settings, and errors with their reports."""
+    """Sanitizers that share a build: GCC's flags, runtime library, environment, and deliberate errors by report."""
 
     flags: str
     library: str
@@ -58,7 +58,7 @@ SANITIZERS = {
         "address,undefined",
         "libasan.so",
         {
-            # Python leaks at its end. New memory is filled as in conftest.
+            # Python does not free everything at exit. New memory is filled, as in conftest.py.
             "ASAN_OPTIONS": "detect_leaks=0:max_malloc_fill_size=1073741824:malloc_fill_byte=127",
             "UBSAN_OPTIONS": "print_stacktrace=1",
             "PYTHONMALLOC": "malloc",
@@ -68,9 +68,9 @@ SANITIZERS = {
     "thread": Sanitizer(
         "thread",
         "libtsan.so",
-        {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1"},  # torch and Python, whose accesses it sees in part
+        {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1"},  # torch and Python are not instrumented
         {"data race": TWO_THREADS_IN_ONE_PLACE},
-        ("test_no_rows.py::test_new_memory_is_poisoned",),  # it fills no memory
+        ("test_no_rows.py::test_new_memory_is_poisoned",),  # ThreadSanitizer does not fill new memory
     ),
 }
 
@@ -83,9 +83,9 @@ def main() -> None:
             script = PREPARE.format(libraries=folder / "libraries") + code
             done = start(folder, sanitizer, "-c", script, stderr=subprocess.PIPE)
             if done.returncode == 0 or report not in done.stderr:
-                raise SystemExit(f'sanitize: an error made on purpose was not reported as "{report}": {done.stderr}')
-            print(f"sanitize {name}: {report} was reported, as it must be.", flush=True)
-        # pytest would keep reports to itself, and lose them when a sanitizer ends the process.
+                raise SystemExit(f'sanitize: a deliberate error was not reported as "{report}": {done.stderr}')
+            print(f"sanitize {name}: {report} was reported, as expected.", flush=True)
+        # By default pytest captures reports, and loses them if a sanitizer ends the process.
         options = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--capture=sys", "-k", CHECKED)
         options += tuple(f"--ignore=tests/kernels/{file}" for file in LEFT_OUT)
         options += tuple(f"--deselect=tests/kernels/{test}" for test in sanitizer.left_out)
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def build(folder: Path, sanitizer: Sanitizer) -> None:
-    """Compiles the portable set, and the best one of this processor."""
+    """Compiles the kernels of the portable instruction set and of this processor's best one."""
     cmake, ninja = (str(Path(sys.executable).parent / tool) for tool in ("cmake", "ninja"))
     settings = {
         "SANITIZERS": sanitizer.flags,
@@ -110,7 +110,7 @@ def build(folder: Path, sanitizer: Sanitizer) -> None:
 def start(
     folder: Path, sanitizer: Sanitizer, *arguments: str, stderr: int | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs Python with the sanitizer's runtime, at addresses that are not random, which ThreadSanitizer needs."""
+    """Runs Python with the sanitizer's runtime and, as ThreadSanitizer requires, without random addresses."""
     runtimes = " ".join(library_of_gcc(name) for name in (sanitizer.library, "libstdc++.so"))
     own = {"LD_PRELOAD": runtimes, TEST_LIBRARIES: str(folder / "libraries"), **sanitizer.settings}
     command = ["setarch", platform.machine(), "-R", sys.executable, *arguments]

@@ -1,4 +1,4 @@
-"""Attention with decay by distance in graphs: distances against a search, kernels against plain float64 code."""
+"""Graph attention with distance decay: distances are compared with a search, kernels with plain float64 code."""
 
 from collections import deque
 
@@ -19,7 +19,7 @@ from tests.kernels.test_kernels import assert_near, with_gradients
 
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16])
 RANDOM = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-APART = 1000  # roots between two graphs of one row: no table reaches so far
+APART = 1000  # difference of root numbers between graphs of a row; no decay table is that long
 
 
 def steps_from(start: tuple[int, int], roots: int, leaves: int) -> dict[tuple[int, int], int]:
@@ -50,7 +50,7 @@ def test_distances_are_the_edges_of_the_shortest_way(roots: int, leaves: int, da
 
 
 def random_row(graphs: int, roots: int, slots: int, generator: torch.Generator) -> tuple[list[list[int]], list[int]]:
-    """Draws nodes of several graphs, in any order and with any leaves, and the graph of each node."""
+    """Draws shuffled nodes of several graphs with random leaves; returns them and the graph of each node."""
     nodes, documents = [], []
     for graph in range(graphs):
         leaf = torch.rand(roots, slots, generator=generator) < torch.rand((), generator=generator)
@@ -76,7 +76,7 @@ def random_graphs(
 def random_inputs(
     batch: int, heads: int, kv_heads: int, time: int, dim: int, dtype: torch.dtype, generator: torch.Generator
 ) -> list[torch.Tensor]:
-    """Returns q, k and v."""
+    """Returns random q (B, heads, T, dim), and k and v (B, kv_heads, T, dim)."""
     shapes = [(batch, count, time, dim) for count in (heads, kv_heads, kv_heads)]
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
@@ -158,7 +158,7 @@ def test_decayed_attention(
 def test_it_drops_the_same_weights_forward_and_backward(kernels: str, dtype: torch.dtype, added: bool) -> None:
     rate, generator = 0.3, torch.Generator().manual_seed(0)
     nodes, ranges = random_graphs(2, 2, 25, 3, False, generator)
-    time = nodes.shape[1] // 2 * 2  # an even width of heads
+    time = nodes.shape[1] // 2 * 2  # even, because it is also the head dimension here
     nodes, ranges = nodes[:, :time], ranges[:, :time].clamp(max=time)
     q, k, v = random_inputs(2, 3, 3, time, time, dtype, generator)
     weight = torch.randn(2, 3, time, time, generator=generator).to(dtype)

@@ -9,11 +9,11 @@ from tests.kernels.test_kernels import assert_near, with_gradients
 
 RANDOM = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
-BLOCK = 64  # queries that the kernel computes together; its keys are rounded to such blocks
+BLOCK = 64  # queries per block of the kernel, which rounds ranges of keys to blocks of this size
 
 
 def odd_ranges(queries: int, keys: int, generator: torch.Generator) -> torch.Tensor:
-    """Draws ranges (2, T, 2) of which many are reversed or empty, and whole blocks of queries see nothing."""
+    """Draws ranges (2, T, 2), many of them reversed or empty; some whole blocks of queries see no key."""
     ranges = torch.randint(0, keys + 1, (2, queries, 2), generator=generator, dtype=torch.int32)
     kind = torch.randint(0, 4, (2, queries, 1), generator=generator)
     blind = torch.rand(2, -(-queries // BLOCK), generator=generator) < 0.3

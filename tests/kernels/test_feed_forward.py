@@ -1,4 +1,4 @@
-"""Feed-forward networks and layers that share an input, against float64, forward and backward."""
+"""Compares feed-forward networks and layers that share an input with float64, forward and backward."""
 
 from collections.abc import Callable
 
@@ -40,7 +40,7 @@ def layers_of(sizes: list[tuple[int, int]], bias: bool, dtype: torch.dtype, froz
 
 
 def gradients(out: torch.Tensor, x: torch.Tensor, layers: nn.ModuleList) -> list[torch.Tensor | None]:
-    """Returns the result and the gradients of its weighted sum, which it resets."""
+    """Returns the output and the gradients of its weighted sum, and clears the gradients."""
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(out.dtype)
     out.backward(weight)
     leaves = [x, *layers.parameters()]

@@ -68,7 +68,7 @@ def test_a_confident_target_keeps_its_small_gradient(native_kernels: str) -> Non
     assert hidden.grad.item() == pytest.approx(-(others / (1 + others)).item(), rel=1e-2)
 
 
-@pytest.mark.parametrize("scale", [1.0, 200.0])  # so far apart that the shift of the exponentials must rise
+@pytest.mark.parametrize("scale", [1.0, 200.0])  # 200: the running maximum of the softmax must be updated
 def test_hits_are_the_targets_with_the_first_largest_logit(kernels: str, scale: float) -> None:
     hidden, head = (t.detach() for t in leaves(100, 16, 130, torch.float32))
     targets = (hidden @ head.T).argmax(1)

@@ -1,4 +1,4 @@
-"""Every kernel against plain float64 code, at random shapes, forward and backward; compiled C++ and plain torch."""
+"""Compares every kernel, in C++ and in plain torch, with float64 code at random shapes, forward and backward."""
 
 from typing import Any
 
@@ -67,7 +67,7 @@ def test_attention_of_few_queries_to_any_ranges_of_keys(
     ranges = torch.randint(0, keys + 1, (2, queries, 2), generator=generator).sort(dim=-1).values
     ranges[..., 1].clamp_(min=1)
     ranges[..., 0].clamp_(max=keys - 1)
-    ranges[..., 1] = ranges[..., 1].maximum(ranges[..., 0] + 1)  # softmax over nothing has no gradient to compare with
+    ranges[..., 1] = ranges[..., 1].maximum(ranges[..., 0] + 1)  # a softmax over no keys has no gradient
     ours = with_gradients(inputs, lambda q, k, v: attention(q, k, v, ranges.int()), weight)
     exact = with_gradients([t.double() for t in inputs], lambda q, k, v: reference_attention(q, k, v, ranges), weight)
     assert_near(ours, exact, dtype)
@@ -189,7 +189,7 @@ def test_linear_cross_entropy_survives_logits_of_any_size(kernels: str) -> None:
     ours = with_gradients([hidden, head], lambda h, w: linear_cross_entropy(h, w, targets), torch.ones(()))
     assert_near(ours, exact, torch.float32)
     nan = linear_cross_entropy(torch.tensor([[float("nan")]]), head, torch.tensor([0]))
-    assert not bool(nan.isfinite())  # the step must see it
+    assert not bool(nan.isfinite())  # so that the training step notices it
 
 
 @pytest.mark.parametrize("tokens", [40, 2 * cross_entropy.CHUNK_ROWS + 5])
@@ -204,7 +204,7 @@ def test_without_gradients_linear_cross_entropy_computes_only_logits(
         evaluated = linear_cross_entropy(hidden, head, targets)
     assert called <= {"cross_entropy_losses"}
     loss = linear_cross_entropy(hidden, head, targets)
-    assert len(called) == (1 + 3 if library.available() else 0)  # the products of both gradients, and the targets' rows
+    assert len(called) == (1 + 3 if library.available() else 0)  # and three kernels for the gradients
     assert torch.equal(evaluated, loss)
 
 
@@ -253,7 +253,7 @@ def test_adamw_updates_rows_that_have_had_a_gradient(kernels: str, dtype: torch.
     first, second, expected_first, expected_second = (torch.zeros_like(weight) for _ in range(4))
     working = weight.to(torch.bfloat16)
     common: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8}
-    for step in range(1, 4):  # the second of which has no gradient at all
+    for step in range(1, 4):  # step 2 has no gradient
         gradient = torch.zeros_like(weight)
         if step != 2:
             gradient[seen] = torch.randn(4, 100, generator=generator)
@@ -314,7 +314,7 @@ def test_orthogonalise_brings_singular_values_near_one_and_keeps_directions(
         torch.testing.assert_close(newton_schulz(matrix[None], torch.float64)[0], result)
         u, before, vh = torch.linalg.svd(matrix, full_matrices=False)
         core = u.T @ result @ vh.T
-        settled = before > 0.03 * before.norm()  # five steps do not lift what is almost nothing
+        settled = before > 0.03 * before.norm()  # five iterations do not raise tiny values to one
         assert torch.all((core.diagonal()[settled] > 0.3) & (core.diagonal()[settled] < 1.3))
         assert (core - core.diagonal().diag()).abs().max() < 1e-6
     assert reference_newton_schulz(matrices[0]).shape == (rows, columns)

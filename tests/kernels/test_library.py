@@ -1,4 +1,4 @@
-"""Loading the kernels, the best that are installed, or plain torch with one warning; and calling C functions."""
+"""The best installed kernels are loaded, or else plain torch with one warning; calls of C functions are checked."""
 
 import ctypes
 import shutil
@@ -28,12 +28,12 @@ NEEDS_TWO = pytest.mark.skipif(len(supported()) == 1, reason="this processor has
 
 @pytest.fixture
 def libraries(tmp_path: Path) -> Path:
-    """A copy of the installed kernels."""
+    """Returns a folder with a copy of the installed kernels."""
     return shutil.copytree(library.LIBRARIES, tmp_path / "libraries")
 
 
 def loaded(libraries: Path) -> list[str]:
-    """Returns the warnings of a process that loads the kernels in a folder, and the name of those that it uses."""
+    """Loads the kernels of a folder in a new process; returns its warnings and the name of the kernels it uses."""
     command = [sys.executable, "-c", SCRIPT, str(libraries)]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
 
@@ -67,7 +67,7 @@ def test_a_damaged_library_is_named(libraries: Path) -> None:
 
 
 def test_the_process_has_one_openmp_runtime() -> None:
-    """A second one would start threads of its own for each of ours."""
+    """A second runtime would start threads of its own, which would compete with those of the first."""
     script = (
         "from sansgpu.kernels import library\nfrom sansgpu.machine.kernel_files import openmp_files\n"
         "assert library.load() is None\nprint(len(openmp_files()))"
@@ -106,8 +106,8 @@ def test_python_reads_the_header_as_a_compiler_does(tmp_path: Path) -> None:
             checks[f"sizeof(((struct {name}*)0)->{field})"] = getattr(struct, field).size
     lines += [f'_Static_assert({name} == {value}, "{name}");' for name, value in checks.items()]
     for name, signature in declared().items():
-        # A pointer converts to and from void*, but a call with another number of arguments, or a number for a
-        # pointer, does not compile.
+        # A pointer converts to and from void*, but a call with a different number of arguments, or with a number
+        # for a pointer, does not compile.
         values = {ctypes.c_void_p: "(void*)0", ctypes.c_int64: "(int64_t)0", ctypes.c_double: "0.0"}
         arguments = ", ".join(values[parameter.c_type] for parameter in signature.parameters)
         result, keyword = ("int64_t", "return ") if signature.returns else ("void", "")
@@ -117,7 +117,7 @@ def test_python_reads_the_header_as_a_compiler_does(tmp_path: Path) -> None:
     command = ["c++", "-x", "c", "-std=c11", "-pedantic-errors", "-Werror", "-fsyntax-only", str(source)]
     subprocess.run(command, check=True)
     assert len(checks) > 100
-    assert HEADER.read_text().count("SANSGPU_CONSTANT(") == len(constants()) + 2  # and two definitions
+    assert HEADER.read_text().count("SANSGPU_CONSTANT(") == len(constants()) + 2  # and two macro definitions
 
 
 def test_an_int_is_converted_where_c_takes_a_double() -> None:
@@ -134,7 +134,7 @@ def test_an_int_is_converted_where_c_takes_a_double() -> None:
 def test_arguments_that_do_not_fit_are_refused_before_c_runs() -> None:
     x, seed = torch.ones(4), torch.zeros(1, dtype=torch.int64)
     fitting = (False, x, torch.empty(4), 4, 0.5, seed)
-    library.call("dropout", *fitting)  # a call that fits must not let others through
+    library.call("dropout", *fitting)  # a valid call must not let later invalid ones through
     for place, wrong, sentence in (
         (0, 0.0, "argument 1 of dropout must be an int, not float."),
         (3, x, "argument 4 of dropout must be an int, not Tensor."),

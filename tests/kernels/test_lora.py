@@ -9,12 +9,12 @@ from sansgpu.kernels.frozen_linear import lora_linear
 
 RANDOM = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
-ERROR = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7}  # relative, with two roundings in bf16
+ERROR = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7}  # relative error; bf16 rounds twice
 SCALE = 1.7
 
 
 def leaves(rows: int, inputs: int, outputs: int, rank: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    """Returns x, x after dropout, W, A and B, of which W needs no gradient."""
+    """Returns x, x after dropout, W, A and B; all but W require gradients."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(rows, inputs), (rows, inputs), (outputs, inputs), (rank, inputs), (outputs, rank)]
     values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
@@ -40,7 +40,7 @@ def exact(
     DTYPES, st.integers(0, 99),
 )  # fmt: skip
 @example(130, 66, 200, 16, True, False, torch.bfloat16, 0)
-@example(20, 8200, 70, 5, True, False, torch.float32, 0)  # more terms than one pass sums
+@example(20, 8200, 70, 5, True, False, torch.float32, 0)  # longer sums than one pass of the kernel computes
 def test_lora_linear(
     kernels: str, rows: int, inputs: int, outputs: int, rank: int, biased: bool, separate: bool, dtype: torch.dtype,
     seed: int,
@@ -56,7 +56,7 @@ def test_lora_linear(
         y.backward((grad.abs() if x is sizes[0] else grad).to(y.dtype))
         found.append([y.detach(), *(t.grad for t in (x, *([dropped] if separate else []), first, second))])
         assert weight.grad is None
-    for value, expected, size in zip(*found, strict=True):  # size: of the terms of the sums, which may cancel
+    for value, expected, size in zip(*found, strict=True):  # size: magnitude of the terms, which may cancel
         assert value is not None
         assert expected is not None
         assert size is not None

@@ -1,4 +1,4 @@
-"""Our matmuls and linear layers against float64, for every instruction set of this processor and for plain torch."""
+"""Compares matmuls and linear layers with float64, on every instruction set of this processor and in plain torch."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def assert_near(ours: torch.Tensor, exact: torch.Tensor, magnitudes: torch.Tensor, dtype: torch.dtype) -> None:
-    """Compares with a float64 result, whose sums have terms that are as large as `magnitudes` together."""
+    """Compares with a float64 result; `magnitudes` has the sums of the absolute values of its terms."""
     assert ours.shape == exact.shape
     bound = ROUNDING[dtype] * exact.abs() + 1e-6 * magnitudes
     assert bool(((ours.double() - exact).abs() <= bound).all())
@@ -36,9 +36,9 @@ def assert_near(ours: torch.Tensor, exact: torch.Tensor, magnitudes: torch.Tenso
     st.integers(1, 300), st.integers(1, 200), st.integers(1, 300), st.sampled_from(list(LAYOUTS)),
     st.sampled_from(list(LAYOUTS)), DTYPES, st.integers(0, 99),
 )  # fmt: skip
-@example(3, 70, 8195, "columns", "rows", torch.bfloat16, 0)  # more terms than one pass sums
+@example(3, 70, 8195, "columns", "rows", torch.bfloat16, 0)  # longer sums than one pass computes
 @example(5, 3, 8195, "rows", "columns", torch.float32, 0)
-@example(700, 20, 4100, "columns", "rows", torch.float32, 0)  # more than is packed at once
+@example(700, 20, 4100, "columns", "rows", torch.float32, 0)  # larger than the kernel packs at once
 @example(2, 9000, 900, "rows", "columns", torch.bfloat16, 0)
 @example(300, 70, 301, "columns", "rows", torch.bfloat16, 0)  # the kernel computes the transpose of this product
 @example(90, 70, 8195, "columns", "part", torch.float32, 0)

@@ -1,4 +1,4 @@
-"""The allocator of large tensors: blocks do not overlap, freed ones are reused, and merge if sizes vary."""
+"""The allocator of large tensors: blocks do not overlap; freed ones are reused, and merged if sizes vary."""
 
 import json
 import subprocess
@@ -10,8 +10,8 @@ import torch
 
 from tests.processes import environment
 
-# Tensors of many sizes come and go at random, each full of its own number; tells how much more memory the process had
-# at its end than the most that was in tensors at once.
+# Creates and frees tensors of many sizes at random, each filled with its own number. Prints the growth of peak memory
+# relative to the most bytes in tensors at once, and the memory that remains in use once all tensors are freed.
 SCRIPT = """
 import random, sys
 import torch
@@ -28,7 +28,7 @@ for number in range(1000):
         assert bool((tensor == key % 251).all()), key
         live -= tensor.nbytes
     else:
-        scale = 1 + number // 125  # of the sizes, which change as a run goes on
+        scale = 1 + number // 125  # sizes grow over time
         held[number] = torch.full((draw.randint(1 << 20, 2 << 20) * scale,), number % 251, dtype=torch.uint8)
         live += held[number].nbytes
         most = max(most, live)
@@ -51,7 +51,7 @@ def grown(kind: str) -> tuple[float, int]:
 def test_tensors_of_ever_other_sizes_take_little_more_memory_than_is_in_them() -> None:
     ratio, left = grown("varying")
     assert ratio < 2.2
-    assert left < 40e6  # all of it was given back
+    assert left < 40e6  # nearly all memory was returned to the system
 
 
 @pytest.mark.long
@@ -71,7 +71,7 @@ library.install_caching_allocator(varying=False, warn=sys.exit)
 tensor = torch.empty(100 << 20, dtype=torch.uint8)
 maps = [line for line in open("/proc/self/smaps") if line.startswith("VmFlags") and " hg" in line]
 print(len(maps) > 0)
-"""  # prints a tensor's huge pages: it has some only in memory of our allocator
+"""  # prints whether memory with huge pages exists, which only our allocator requests
 
 
 def test_the_environment_turns_the_allocator_off_and_doctor_says_so(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_request_that_cannot_be_met_is_an_error_and_no_crash() -> None:
         torch.empty(1 << 60, dtype=torch.uint8)
 
 
-# Trains a layer on 60 numbers of rows; tells how much memory the later ones have added.
+# Trains layers on batches of 60 different numbers of rows; prints how much memory the last 55 have added.
 FEW_ROWS = """
 import torch
 from sansgpu.kernels import library
@@ -115,7 +115,7 @@ print(Usage().rss_bytes() - before)
 
 
 def test_each_new_number_of_rows_takes_no_memory_of_its_own() -> None:
-    """torch compiles a matmul for each number of rows and keeps it."""
+    """torch caches a compiled matmul for every number of rows; our kernels do not."""
     command = [sys.executable, "-c", FEW_ROWS]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 10e6

@@ -1,4 +1,4 @@
-"""The loss of a student beside plain float64 code: compiled C++ and plain torch, any threads, confident students."""
+"""Compares the distillation loss, in C++ and in plain torch, with float64 code, also for confident students."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.kernels.test_kernels import DTYPES, RANDOM, assert_near, with_gradien
 
 
 def softened(tokens: int, vocabulary: int, top: int, weight: float, temperature: float, seed: int = 0) -> SoftTargets:
-    """Returns the targets of a teacher with random logits."""
+    """Returns soft targets from a teacher with random logits."""
     logits = 2 * torch.randn(tokens, vocabulary, generator=torch.Generator().manual_seed(seed))
     known, ids = torch.log_softmax(logits, dim=1).topk(top)
     rest = torch.log1p(-known.exp().sum(dim=1, keepdim=True)) if tokens else known[:, :1]
@@ -39,7 +39,7 @@ def test_linear_mixed_loss(
     generator = torch.Generator().manual_seed(seed)
     soft = softened(tokens, vocabulary, min(top, vocabulary - 1), weight, temperature, seed)
     targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
-    targets[::2] = soft.ids[::2, 0]  # some targets are also the teacher's
+    targets[::2] = soft.ids[::2, 0]  # some targets are the teacher's most likely token
     targets[torch.rand(tokens, generator=generator) < ignored] = -100
     valid, scale = targets != -100, torch.tensor(0.37, dtype=torch.float64)
 

@@ -1,4 +1,4 @@
-"""Nesterov's momentum and the descent along a direction, against float64; C++ and plain torch."""
+"""Compares Nesterov momentum and steps along a direction, in C++ and in plain torch, with float64."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sansgpu.kernels.update import WeightUpdate, descend, nesterov
 
 RANDOM = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-SIZES = st.lists(st.one_of(st.integers(0, 300), st.just(70_001)), min_size=1, max_size=3)  # more than one block
+SIZES = st.lists(st.one_of(st.integers(0, 300), st.just(70_001)), min_size=1, max_size=3)  # 70,001: several blocks
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
 BETA, SCALE, LR, DECAY = 0.9, 0.5, 0.1, 0.3
 

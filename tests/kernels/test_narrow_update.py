@@ -1,4 +1,4 @@
-"""AdamW with bf16 weights and with 8-bit moments, against float64; C++ and plain torch."""
+"""Compares AdamW with bf16 weights and with 8-bit moments, in C++ and in plain torch, with float64."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,7 @@ SHAPES = st.one_of(
 WIDTHS = st.sampled_from([torch.float32, torch.bfloat16])
 LR, DECAY, EPS, SCALE, BETA1, BETA2 = 1e-3, 0.1, 1e-8, 0.5, 0.9, 0.98
 SETTINGS = {"lr": LR, "betas": (BETA1, BETA2), "eps": EPS, "weight_decay": DECAY, "scale": SCALE}
-LARGE = 70_001  # more than one thread's share, and no multiple of anything
+LARGE = 70_001  # more than one thread's share, and not a multiple of any block size
 
 
 def normal(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -56,14 +56,14 @@ def test_bf16_weights_are_right_on_average(
     weight, gradient = normal(shape, seed, torch.bfloat16), normal(shape, seed + 1, width)
     first, second = normal(shape, seed + 2) / 3, normal(shape, seed + 3).square()
     exact, exact_first, exact_second = exact_step(weight, first, second, gradient, step)
-    torch.set_num_threads(1)  # many small steps
+    torch.set_num_threads(1)  # faster for many small steps
     draws = 100
     total = torch.zeros(shape, dtype=torch.float64)
     for draw in range(draws):
         drawn, m, v = weight.clone(), first.clone(), second.clone()
         adamw(drawn, m, v, gradient, None, step=step, seed=draw * 1_000_003 + seed, **SETTINGS)
         off = (drawn.double() - exact) / unit(exact)
-        assert off.abs().max() < 1.001  # a neighbour
+        assert off.abs().max() < 1.001  # one of the two nearest bf16 values
         total += off
     torch.testing.assert_close(m.double(), exact_first, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(v.double(), exact_second, rtol=1e-5, atol=1e-6)
@@ -92,7 +92,7 @@ def test_what_is_representable_stays_and_what_is_not_finite_too(kernels: str) ->
         assert weight.isfinite().sum() == 499
         for signed, moment in ((True, codes), (False, again)):
             values = dequantize(*moment, signed)
-            assert not values[:BLOCK].isfinite().any()  # the next step must see it
+            assert not values[:BLOCK].isfinite().any()  # so that the next step notices it
             assert torch.equal(values[BLOCK:], torch.zeros(500 - BLOCK))
 
 
@@ -129,13 +129,14 @@ def test_equal_seeds_give_equal_bits(
     torch.manual_seed(7)
     torch.set_num_threads(1)
     assert all(torch.equal(a, b) for a, b in zip(once, run(width, 2**63 - 1), strict=True))
-    for other in (2**63 - 2, 2**31 - 1):  # another low word, another high one
+    for other in (2**63 - 2, 2**31 - 1):  # a different low word, a different high word
         differs = [not torch.equal(a, b) for a, b in zip(once, run(width, other), strict=True)]
-        assert differs == [run is not of_a_step_in_fp32] + [False] * (len(once) - 1)  # only a bf16 weight draws
+        # Only bf16 weights are rounded at random.
+        assert differs == [run is not of_a_step_in_fp32] + [False] * (len(once) - 1)
 
 
 def weights_of_many_sizes() -> list[WeightUpdate]:
-    """Returns updates of small and large weights in fp32 and bf16, with decays and seeds of their own."""
+    """Returns updates of small and large weights in fp32 and bf16, each with its own weight decay and seed."""
     updates = []
     for number, size in enumerate((5, LARGE, 1, 300, 40_000)):
         width = torch.bfloat16 if number % 2 else torch.float32
@@ -189,7 +190,7 @@ def test_the_map_is_the_papers(signed: bool) -> None:
     assert torch.equal(values, values.unique(sorted=True))
     assert {0.0, 1.0} <= set(values.tolist())
     for decade in range(7):
-        cells = (64 if signed else 128) >> decade  # one bit more says which decade it is, the rest lie evenly within
+        cells = (64 if signed else 128) >> decade  # each smaller decade has half as many values, evenly spaced
         edges = torch.linspace(0.1, 1, cells + 1, dtype=torch.float64) * 10.0**-decade
         inside = values[(values > edges[0]) & (values < edges[-1])].double()
         torch.testing.assert_close(inside, (edges[1:] + edges[:-1]) / 2, rtol=1e-6, atol=0)
@@ -220,7 +221,7 @@ def test_quantised_values_are_the_nearest(shape: tuple[int, ...], signed: bool, 
 def test_blocks_of_zeros_are_exact(signed: bool) -> None:
     values = torch.zeros(3, BLOCK)
     values[1] = normal((BLOCK,), 0).abs()
-    values[2] = 1e-42  # its inverse is infinite
+    values[2] = 1e-42  # the inverse of this scale is infinite
     codes, scales = quantize(values, signed)
     assert scales[[0, 2]].tolist() == [0, 0]
     assert torch.equal(dequantize(codes, scales, signed)[[0, 2]], torch.zeros(2, BLOCK))
@@ -250,7 +251,7 @@ def test_adamw8_is_adamw_of_what_its_codes_say(
 ) -> None:
     weight, gradient = normal(shape, seed, wide), spread(shape, seed + 1).to(narrow)
     if across and len(shape) == 2:
-        gradient = gradient.t().contiguous().t()  # as products may leave it
+        gradient = gradient.t().contiguous().t()  # matmuls may leave such strides
     first = quantize(spread(shape, seed + 2), True)
     second = quantize(spread(shape, seed + 3).square(), False)
     exact, exact_first, exact_second = exact_step(
@@ -273,7 +274,7 @@ def test_compiled_code_finds_the_same_codes(kernels: str, signed: bool) -> None:
     """Runs a step whose moments become values at and around every boundary between two codes."""
     middles = ((MAPS[signed][1:] + MAPS[signed][:-1]) / 2).double()
     values = torch.cat([torch.ones(1).double(), MAPS[signed].double(), *(middles * (1 + e) for e in (-1e-4, 1e-4))])
-    values = torch.cat([torch.cat([values[:1], part]) for part in values.split(BLOCK - 1)])  # each block has its 1
+    values = torch.cat([torch.cat([values[:1], part]) for part in values.split(BLOCK - 1)])  # each block has a 1
     first, second = quantized_zeros(values), quantized_zeros(values)
     gradient = (values if signed else values.sqrt()).float()
     adamw8(
@@ -286,8 +287,8 @@ def test_compiled_code_finds_the_same_codes(kernels: str, signed: bool) -> None:
 
 @pytest.mark.parametrize("betas", [(0.9, 0.98), (0.9, 0.999), (0.95, 0.95)])
 def test_steps_stay_bounded_whatever_shares_a_block(kernels: str, betas: tuple[float, float]) -> None:
-    """|m| / sqrt(v) has a bound by Cauchy and Schwarz; rounding may exceed it a few times over, not a thousandfold."""
-    torch.set_num_threads(1)  # many small steps
+    """|m| / sqrt(v) is bounded by the Cauchy-Schwarz inequality; rounding may exceed the bound only a few times."""
+    torch.set_num_threads(1)  # faster for many small steps
     beta1, beta2 = betas
     bound = (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2)) if beta1**2 < beta2 else math.inf
     assert bound < 10
@@ -320,7 +321,7 @@ def regression_loss(update: Callable[[torch.Tensor, torch.Tensor, int], None], d
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_learns_as_fp32_does(kernels: str, dtype: torch.dtype) -> None:
-    torch.set_num_threads(1)  # many small steps
+    torch.set_num_threads(1)  # faster for many small steps
     common = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.01, "scale": 2.0}
     moments = [torch.zeros(60, 9), torch.zeros(60, 9)]
     small = [*quantized_zeros(moments[0]), *quantized_zeros(moments[0])]

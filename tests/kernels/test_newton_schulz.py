@@ -1,4 +1,4 @@
-"""Orthogonalization of batches of matrices, for every instruction set of this processor and for plain torch."""
+"""Compares the orthogonalization of batches of matrices, on every instruction set and in plain torch, with float64."""
 
 import pytest
 import torch
@@ -21,8 +21,8 @@ def normal(count: int, rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 )
 @example(2, 130, 300, torch.float32, 0)  # iterated through the Gram matrix
 @example(2, 300, 130, torch.float32, 0)
-@example(2, 70, 8200, torch.bfloat16, 0)  # more terms than one pass sums
-@example(1, 8200, 500, torch.float32, 0)  # more rows and columns than are packed at once
+@example(2, 70, 8200, torch.bfloat16, 0)  # longer sums than one pass computes
+@example(1, 8200, 500, torch.float32, 0)  # larger than the kernel packs at once
 def test_every_matrix_of_a_batch_is_as_in_float64(
     kernels: str, count: int, rows: int, columns: int, dtype: torch.dtype, seed: int
 ) -> None:

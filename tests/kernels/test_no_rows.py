@@ -33,7 +33,7 @@ def assert_zero_gradients(*leaves: torch.Tensor) -> None:
 
 
 def test_new_memory_is_poisoned() -> None:
-    """Without this the tests below could pass by luck."""
+    """If new memory were zero, the tests below could pass by luck."""
     if torch.ones(1).new_empty(3, 5).eq(0).all():
         pytest.skip("this C library cannot fill new memory")
     assert (torch.empty(200, 70) > 1e38).all()

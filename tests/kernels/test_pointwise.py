@@ -1,4 +1,4 @@
-"""Norms, rotary embedding and activations against plain float64 code, at random shapes, forward and backward."""
+"""Compares norms, rotary embedding and activations with float64 code at random shapes, forward and backward."""
 
 from collections.abc import Callable
 
@@ -59,7 +59,7 @@ def with_parameters(module: nn.Module, parameters: list[torch.Tensor], call: Cal
 @RANDOM
 @given(st.sampled_from(sorted(NORMS)), st.integers(1, 60), st.integers(1, 300), DTYPES, st.integers(0, 99))
 def test_norm(kernels: str, kind: str, rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
-    width += 7 * (kind == "layer")  # the gradient of LayerNorm of a few features is the difference of equal numbers
+    width += 7 * (kind == "layer")  # with few features, LayerNorm's gradient is a difference of nearly equal numbers
     parameters = [drawn(width, seed=seed + i) for i in range(2 if kind == "layer" else 1)]
 
     def ours(x: torch.Tensor, *given: torch.Tensor) -> object:
@@ -139,7 +139,7 @@ def test_activation(
     mine = results(function, inputs, 3)
     assert all(t.dtype == dtype for t in mine)
     assert_near(mine, results(exact, [t.double() for t in inputs], 3), TOLERANCE[dtype])
-    if kernels == "native":  # one rounding of the exact value, up to errors of fp32
+    if kernels == "native":  # the exact value, rounded once, up to fp32 errors
         unit = {torch.float32: 1e-6, torch.bfloat16: 2**-8}[dtype]
         value = exact(*[t.double() for t in inputs])
         assert torch.all((mine[0].double() - value).abs() <= unit * value.abs() + 2e-6)  # type: ignore[operator]
@@ -219,7 +219,7 @@ def test_frozen_weights_and_parts_without_a_gradient(kernels: str) -> None:
     norm = LayerNorm(8).requires_grad_(False)
     x, y = (drawn(4, 8, seed=i).requires_grad_() for i in range(2))
     total, _ = norm.branch(x, y)
-    total.sum().backward()  # the norm is not used
+    total.sum().backward()  # the norm's output is not used
     assert torch.equal(x.grad, torch.ones(4, 8))
     assert torch.equal(y.grad, torch.ones(4, 8))
     assert norm.weight.grad is None

@@ -1,4 +1,4 @@
-"""The matmuls of tiles in native/product.h, for every instruction set of this processor and for an emulated AMX."""
+"""Compares the matmul of native/product.h with float64, on every instruction set here and on an emulated AMX."""
 
 import shutil
 import subprocess
@@ -37,14 +37,14 @@ A_MEMORY, B_MEMORY, C_MEMORY = (Guarded(1 << 20) for _ in range(3))
 
 
 def padded(values: torch.Tensor, ld: int, filler: float) -> torch.Tensor:
-    """Returns rows of length `ld`, of which the last ends with its values."""
+    """Pads all rows but the last to the length `ld` and returns them flattened."""
     rows = torch.full((values.shape[0], ld), filler, dtype=values.dtype)
     rows[:, : values.shape[1]] = values
     return rows.flatten()[: rows.numel() - ld + values.shape[1]]
 
 
 def packed(values: torch.Tensor, ld: int) -> torch.Tensor:
-    """Returns B as `product` takes it: bf16 in pairs of rows."""
+    """Returns B in the layout that `product` requires: rows of bf16 are interleaved in pairs."""
     if values.dtype == torch.float32:
         return padded(values, ld, torch.nan)
     pairs = values.unflatten(0, (-1, 2)).transpose(1, 2).flatten(1)
@@ -54,7 +54,7 @@ def packed(values: torch.Tensor, ld: int) -> torch.Tensor:
 def run(
     library: Library, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, gaps: list[int], add: bool
 ) -> torch.Tensor:
-    """Computes A B, or C + A B with `add`, and checks that nothing beside C is written."""
+    """Computes A B, or C + A B with `add`, and checks that nothing outside C is written."""
     rows, length, columns = *a.shape, b.shape[1]
     lda, ldb, ldc = length + gaps[0], columns + gaps[1], columns + gaps[2]
     left, right = A_MEMORY.tensor(padded(a, lda, torch.nan)), B_MEMORY.tensor(packed(b, ldb))
@@ -115,7 +115,7 @@ def test_products_without_rows_or_columns(library: Library, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_does_not_depend_on_the_other_rows(library: Library, dtype: torch.dtype) -> None:
-    """Results do not depend on how work is divided only if every number of rows takes the same order of sums."""
+    """For results that do not depend on the division of work, sums need the same order for any number of rows."""
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     a, b = draw(64, 600).to(dtype), draw(600, 96).to(dtype)
     whole = run(library, a, b, torch.zeros(64, 96), [0, 0, 0], False)

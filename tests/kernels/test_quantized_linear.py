@@ -1,4 +1,4 @@
-"""Linear layers with block-quantized weights, compared with float64 of the values that gguf-py reads."""
+"""Block-quantized linear layers equal float64 layers with the values that gguf-py dequantizes."""
 
 import gguf
 import pytest
@@ -12,12 +12,12 @@ from sansgpu.kernels.frozen_linear import quantized_linear, quantized_lora_linea
 RANDOM = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 NAMES = st.sampled_from(list(FORMATS))
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
-ERROR = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7}  # relative, with two roundings in bf16
+ERROR = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7}  # relative error; bf16 rounds twice
 SCALE, RANK = 1.7, 5
 
 
 def new_weight(name: str, outputs: int, blocks: int, seed: int = 0) -> QuantizedWeight:
-    """Returns random blocks with scales of at most 2, in memory that cannot be written."""
+    """Returns random blocks with scales of at most 2, in read-only memory."""
     format, generator = FORMATS[name], torch.Generator().manual_seed(seed)
     data = torch.randint(0, 256, (outputs, blocks, format.bytes), dtype=torch.uint8, generator=generator)
     for high in {"q4_1": (1, 3), "q4_k": (1, 3), "q6_k": (-1,)}.get(name, (1,)):  # upper bytes of fp16 scales
@@ -59,7 +59,7 @@ def test_simple_formats_are_rounded_as_by_gguf_py(name: str) -> None:
     assert torch.equal(quantize_rows(values.double(), format), expected)
 
 
-# Relative square errors of llama.cpp (ggml_quantize_chunk of version 0.3.36 of llama-cpp-python) on these values.
+# Relative squared errors of llama.cpp (ggml_quantize_chunk in llama-cpp-python 0.3.36) on these values.
 @pytest.mark.parametrize(
     ("name", "tails", "expected"),
     [("q4_k", False, 5.10e-3), ("q4_k", True, 8.58e-3), ("q6_k", False, 3.14e-4), ("q6_k", True, 6.48e-4)],
@@ -97,8 +97,8 @@ def test_formats_of_precisions() -> None:
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @RANDOM
 @given(NAMES, st.integers(1, 200), st.integers(1, 200), st.integers(1, 9), st.booleans(), st.booleans(), DTYPES)
-@example("q4_k", 20, 65, 33, True, False, torch.float32)  # more terms than one pass sums
-@example("q6_k", 20, 8200, 1, True, False, torch.bfloat16)  # the same, backward
+@example("q4_k", 20, 65, 33, True, False, torch.float32)  # longer sums than one pass computes
+@example("q6_k", 20, 8200, 1, True, False, torch.bfloat16)  # the same in the backward pass
 @example("q4_1", 15, 70, 40, True, True, torch.bfloat16)  # few rows
 def test_products_and_gradients(
     kernels: str, name: str, rows: int, outputs: int, blocks: int, biased: bool, adapted: bool, dtype: torch.dtype
@@ -123,7 +123,7 @@ def test_products_and_gradients(
         grad = torch.linspace(-1, 1, y.numel()).view_as(y)
         y.backward((grad.abs() if x is sizes[0] else grad).to(y.dtype))
         found.append([y.detach(), *(t.grad for t in ((x, dropped, first, second) if adapted else (x,)))])
-    for value, expected, size in zip(*found, strict=True):  # size: of the terms of the sums, which may cancel
+    for value, expected, size in zip(*found, strict=True):  # size: magnitude of the terms, which may cancel
         assert value is not None
         assert expected is not None
         assert size is not None

@@ -1,4 +1,4 @@
-"""The C++ sources keep the limits of size that tests/test_layers.py checks for Python."""
+"""C++ files and functions obey the size limits that tests/test_layers.py checks for Python."""
 
 import re
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _NO_FUNCTION = re.compile(r"(?:template <[^(]*>\s*)?(?:namespace|struct|class)\b
 
 
 def functions(text: str) -> Iterator[tuple[str, int]]:
-    """Yields the head of each function, lambda and loop, and its lines, those of the head included."""
+    """Yields the head of each function, lambda and loop, and its number of lines, including the head."""
     text = _NO_CODE.sub(lambda match: "\n" * match[0].count("\n"), text)
     begun = []
     for place, sign in enumerate(text):

@@ -1,4 +1,4 @@
-"""Steps of a single weight."""
+"""Runs optimizer kernels on a single weight."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A limit of the address space (`ulimit -v`) counts as a limit of memory."""
+"""A limit on the address space (`ulimit -v`) is treated as a memory limit."""
 
 import shlex
 import subprocess

@@ -1,4 +1,4 @@
-"""Limits of containers are read from the files of the kernel."""
+"""Memory and CPU limits of containers are read from cgroup files."""
 
 from pathlib import Path
 

@@ -31,7 +31,7 @@ def test_an_automatic_micro_batch_divides_the_effective_batch(effective: int) ->
 
 
 def test_compiling_is_for_long_runs_that_our_kernels_do_not_compute() -> None:
-    assert missing_compiler() is None, "the tests want a C++ compiler"
+    assert missing_compiler() is None, "the tests need a C++ compiler"
     warnings: list[str] = []
 
     def resolved(
@@ -57,7 +57,7 @@ def test_compiling_is_for_long_runs_that_our_kernels_do_not_compute() -> None:
 @pytest.mark.long
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="needs AVX2")
 def test_torch_does_not_compile_programs_to_choose_vector_instructions(tmp_path: Path) -> None:
-    """They take seconds each, and follow each other before the first graph is compiled."""
+    """Such programs take seconds each, one after the other, before the first graph is compiled."""
     source = """
 from torch import nn
 from sansgpu.models.modules import compile_blocks
@@ -133,7 +133,7 @@ def test_threads_spin_briefly_unless_the_user_says_otherwise(
         monkeypatch.setenv(name, value)
     set_openmp()
     assert os.environ.get("GOMP_SPINCOUNT") == expected
-    monkeypatch.setenv("GOMP_SPINCOUNT", "")  # so that it is taken away again
+    monkeypatch.setenv("GOMP_SPINCOUNT", "")  # so that monkeypatch removes it afterwards
 
 
 def test_a_process_begins_with_its_randomness_settled_before_torch_is_there() -> None:
@@ -184,4 +184,4 @@ def test_cublas_is_made_deterministic_unless_cuda_was_used_before(monkeypatch: p
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda used=used: used)
         assert make_cublas_deterministic() is settled
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == (given or ":4096:8")
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is taken away again
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that monkeypatch removes it afterwards

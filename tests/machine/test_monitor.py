@@ -43,7 +43,7 @@ def test_work_and_writes_of_this_process_are_measured(tmp_path: Path) -> None:
             os.fsync(file.fileno())
 
     seen = watched(tmp_path, work)
-    assert seen["cpu_percent"] > 20  # other tests may have the core, too
+    assert seen["cpu_percent"] > 20  # other tests may use the core, too
     assert seen["rss_bytes"] > 10 << 20
     assert 0 < seen["memory_available_bytes"] < seen["memory_limit_bytes"]
     assert seen["disk_free_bytes"] > 0
@@ -100,12 +100,12 @@ def test_energy_is_summed_over_readable_packages(tmp_path: Path) -> None:
     for package, count in enumerate((3_000_000, 4_000_000)):
         (tmp_path / f"intel-rapl:{package}").mkdir()
         (tmp_path / f"intel-rapl:{package}" / "energy_uj").write_text(str(count))
-    (tmp_path / "intel-rapl:0:0").mkdir()  # a part of a package
+    (tmp_path / "intel-rapl:0:0").mkdir()  # part of package 0, which already counts it
     (tmp_path / "intel-rapl:0:0" / "energy_uj").write_text("1000000")
     assert energy_joules(tmp_path) == 7.0
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no processor affinity here")
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no CPU affinity")
 def test_processors_shared_with_the_runs_other_processes_count_once() -> None:
     own = os.sched_getaffinity(0)
     elsewhere = replace(this_process(), cpus=[max(own) + 1])

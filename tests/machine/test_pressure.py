@@ -57,9 +57,9 @@ def test_others_that_take_memory_are_expected_to_go_on() -> None:
     guard = machine.guard(16)
     guard.allowed(16)
     machine.passes(1.0, taken_by_others=1500 * MEGABYTE)
-    assert guard.allowed(16) == 16, "2,500 MB less another 1,500"
+    assert guard.allowed(16) == 16, "after one more second 1,000 MB would be free"
     machine.passes(1.0, taken_by_others=1500 * MEGABYTE)
-    assert guard.allowed(16) < 16, "1,000 MB less another 1,500"
+    assert guard.allowed(16) < 16, "after one more second nothing would be free"
 
 
 def test_a_forward_pass_is_ended_on_its_way_and_tried_again_smaller() -> None:

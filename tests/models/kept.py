@@ -17,7 +17,7 @@ def kept_bytes_of(
     execution: Execution,
     prepare: Callable[[], tuple[Callable[[], torch.Tensor], Iterable[torch.Tensor]]],
 ) -> int:
-    """Returns the bytes of all saved storages and the output.
+    """Returns the bytes of all tensors that the forward pass saves, and of its output.
 
     `prepare` returns a forward pass and its inputs, which do not count; it is called after the weights are cast.
     """
@@ -28,7 +28,7 @@ def kept_bytes_of(
     kept: dict[int, torch.Tensor] = {}
 
     class Recording(torch.autograd.graph.saved_tensors_hooks):
-        """Also records what hooks inside of the block save."""
+        """Records saved tensors, including those of saved-tensor hooks that the block itself installs."""
 
         def __init__(self, save: Callable[[torch.Tensor], object], load: Callable[[object], torch.Tensor]) -> None:
             def recorded(tensor: torch.Tensor) -> object:

@@ -11,7 +11,7 @@ import torch
 
 
 class LlamaFile:
-    """Tokens and logits of a file. Weights are not repacked, as llama.cpp's AMX kernels crash on some VMs."""
+    """Computes tokens and logits of a file. Weights are not repacked: llama.cpp's AMX kernels crash on some VMs."""
 
     def __init__(self, path: Path, context: int = 0) -> None:
         import llama_cpp
@@ -27,7 +27,7 @@ class LlamaFile:
         self._context = context
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Returns the ids of a text; with `special`, including leading special tokens."""
+        """Returns the token ids of a text; with `special`, they start with the model's special tokens."""
         raw = text.encode()
         ids = (ctypes.c_int32 * (len(raw) + 2))()
         count = self._api.llama_tokenize(self._vocabulary, raw, len(raw), ids, len(ids), special, False)
@@ -40,7 +40,7 @@ class LlamaFile:
         settings = api.llama_context_default_params()
         settings.n_ctx = settings.n_batch = settings.n_ubatch = len(ids)
         settings.n_threads = settings.n_threads_batch = 1
-        settings.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED  # which sums in f16
+        settings.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it sums in f16
         settings.type_k = settings.type_v = api.GGML_TYPE_F32
         context = api.llama_init_from_model(self._model, settings)
         batch = api.llama_batch_init(len(ids), 0, 1)

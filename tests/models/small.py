@@ -43,6 +43,6 @@ def tokens(rows: int, length: int, seed: int = 1) -> torch.Tensor:
 
 
 def text_of(model: TransformerLM, prompt: str, count: int, packs: bool = False, **sampling: object) -> str:
-    """Returns a continuation, computed by the steps of C++ if `packs`."""
+    """Returns the text generated after `prompt`; with `packs`, C++ computes whole steps."""
     batch = decoder_batch(model, TOKENIZER, packs)
     return "".join(stream(batch, batch.text_ids(prompt), count, Sampling(**sampling)))  # type: ignore[arg-type]

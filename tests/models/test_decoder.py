@@ -162,7 +162,7 @@ def test_labels_of_the_next_document_are_ignored() -> None:
 def test_a_model_is_made_without_reading_memory_nobody_wrote(layout: str) -> None:
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # with NaN
+    torch.utils.deterministic.fill_uninitialized_memory = True  # empty tensors are filled with NaN
     try:
         assert torch.empty(1).isnan().all()
         model = TransformerLM(config_of(layout), 3)

@@ -1,4 +1,4 @@
-"""`bench` refuses wrong options, projects the asked steps, and advises according to validation metrics."""
+"""`bench` refuses wrong options, projects requested numbers of steps, and bases advice on validation metrics."""
 
 from datetime import datetime, timedelta
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The command `plan --nodes`."""
+"""`sansgpu plan --nodes` estimates time, memory and cost on a cluster."""
 
 import io
 import json
@@ -39,7 +39,7 @@ def planned(home: Path, *arguments: str, **more: object) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def plan(home: Path) -> dict[str, Any]:
-    """A plan for four nodes."""
+    """Returns the plan of a run on four nodes."""
     return planned(home, "--nodes", "4", "--network", "1gbps", "--price", "0.40", **LONG)
 
 
@@ -93,7 +93,7 @@ def test_a_batch_that_grows_with_the_nodes_is_more_efficient(plan: dict[str, Any
     assert grown["tokens_per_step"] == 4 * plan["tokens_per_step"]
     assert grown["tokens_per_second"] == pytest.approx(4 * plan["tokens_per_second"] * grown["efficiency"])
     assert cluster["efficiency"] < grown["efficiency"] < 1
-    assert 0 < cluster["critical_batch_loss"] < 5.8  # ln 300, of one who guesses
+    assert 0 < cluster["critical_batch_loss"] < 5.8  # ln 300 = 5.7 is the loss of uniform guessing
 
 
 def test_what_nodes_share_takes_each_less_memory_and_an_hour_stays_an_hour(home: Path) -> None:

@@ -1,4 +1,4 @@
-"""The model of a step on several nodes agrees with a simulation of every hop."""
+"""The estimated time of a step on several nodes agrees with a simulation of every hop."""
 
 import math
 from dataclasses import replace
@@ -39,7 +39,7 @@ seconds = st.floats(0, 20)
 def simulated(sent: list[int], count: int, link: Link, backward: float) -> float:
     """Simulates every hop: a node proceeds once it has its own part of the previous bucket and its neighbor's."""
     clocks = [0.0] * count
-    left = sum(sent[:-1])  # backward's work, at a constant rate, until the last bucket
+    left = sum(sent[:-1])  # backward fills these buckets at a constant rate
     rate, at = left / backward if backward else math.inf, 0.0
     for number, size in enumerate(sent):
         at = backward if number == len(sent) - 1 else at + size / rate
@@ -103,7 +103,7 @@ def test_a_spread_update_is_shorter_and_costs_a_broadcast() -> None:
     share, spread = NodeShare(4, 2, 1), ShardingLayout(weights=100_000_000)
     whole, part = (step_of(replace(WORK, spread=s), share, GLOO) for s in (None, spread))
     assert whole.compute - part.compute == pytest.approx(0.1 * 3 / 4)
-    assert part.weights == pytest.approx(2 * (0.1 + 50e-6))  # two levels of a tree of four
+    assert part.weights == pytest.approx(2 * (0.1 + 50e-6))  # the broadcast tree of four nodes has two levels
     assert whole.weights == 0
 
 
@@ -134,7 +134,7 @@ def test_adding_nodes_pays_until_a_doubling_no_longer_does() -> None:
 
 
 def test_the_critical_batch_is_as_published() -> None:
-    """B* applies at a loss of 1; in figure 10, a language model near 3 nats has about a million tokens."""
+    """B* is the value at a loss of 1; in the paper's figure 10 it is about a million tokens near 3 nats."""
     assert critical_batch_tokens(1.0) == 2.1e8
     assert 0.5e6 < critical_batch_tokens(3.0) < 2e6
     assert critical_batch_tokens(2.5) > critical_batch_tokens(3.0)

@@ -1,4 +1,4 @@
-"""The commands `plan`, `bench` and `doctor`."""
+"""`sansgpu plan`, `bench` and `doctor` print the promised values, and training does what a plan predicts."""
 
 import io
 import json
@@ -24,7 +24,7 @@ from tests.processes import TINY, as_options, environment, events_of, overrides,
 
 pytestmark = pytest.mark.usefixtures("home")
 
-# What INTERFACE promises other programs.
+# Keys of the JSON output on which other programs may rely.
 PLAN_KEYS = {
     "parameters", "memory_bytes", "available_bytes", "fits", "batch_size", "gradient_accumulation_steps", "precision",
     "base_precision", "compile", "threads", "tokens_per_step", "tokens_per_second", "step_seconds", "total_steps",
@@ -93,7 +93,7 @@ def test_training_does_what_a_plan_says(home: Path, tmp_path: Path, capsys: pyte
 
 
 def test_what_takes_long_in_a_plan_is_shown(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_cache(monkeypatch, tmp_path / "cache")  # without measurements
+    use_cache(monkeypatch, tmp_path / "cache")  # a new cache has no measurements
     shown: list[str] = []
 
     def progress(doing: str, done: int, total: int, unit: str = "byte", /) -> None:
@@ -173,7 +173,7 @@ def test_a_preset_is_a_configuration(home: Path, tmp_path: Path, capsys: pytest.
 
 @pytest.fixture(scope="module")
 def bench(home: Path) -> dict[str, Any]:
-    """The measurements of a bench whose folder is `home / "bench"`."""
+    """Runs a bench in the folder `home / "bench"` and returns its measurements."""
     arguments = ["bench", *chosen(home), "--steps", "3", "--no-what-if", "--output-dir", str(home / "bench"), "--json"]
     with redirect_stdout(io.StringIO()) as out:
         assert cli([*arguments, "--from-step", "50", "--gpu-tflops", "100"]) == 0

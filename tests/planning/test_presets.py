@@ -1,4 +1,4 @@
-"""`plan --presets`: the memory of the presets, and their time by kind of processor."""
+"""`plan --presets` shows the memory of the presets and their training time on several kinds of processors."""
 
 import json
 import re
@@ -57,7 +57,7 @@ def test_the_presets_are_compared_without_compiling_or_timing_steps(tmp_path: Pa
     assert "timing matrix products" in done.stderr
     questions = [json.loads(file.read_text())["question"] for file in cache.rglob("*.json")]
     assert questions
-    assert all("gemm" in question for question in questions), "more than matrix products was measured"
+    assert all("gemm" in question for question in questions), "only matrix products may be measured"
 
 
 FLOPS_PER_TOKEN = {"m80": 575e6, "cpu_small": 71.5e6}

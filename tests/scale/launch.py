@@ -1,4 +1,4 @@
-"""Starts runs of several processes with each launcher."""
+"""Starts runs of several processes with torchrun, with mpirun or as forks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NEEDS_MPI = shutil.which("mpirun") is None
 def start(
     launcher: Sequence[str], arguments: Sequence[str], cache: Path, module: str = "sansgpu", **variables: str
 ) -> subprocess.Popen[str]:
-    """Starts a run of several processes in a new process group, which gets signals."""
+    """Starts a run of several processes in a new process group, to which tests can send signals."""
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
         [*launcher, module, *arguments],
@@ -48,7 +48,7 @@ def start(
 def finish(
     launcher: Sequence[str], arguments: Sequence[str], cache: Path, module: str = "sansgpu", **variables: str
 ) -> tuple[int, str]:
-    """Returns the exit code and all output."""
+    """Runs a command with several processes; returns its exit code and all output."""
     process = start(launcher, arguments, cache, module, **variables)
     try:
         out, _ = process.communicate(timeout=SECONDS)
@@ -59,9 +59,9 @@ def finish(
 
 
 def finish_forks(ranks: int, arguments: list[str], cache: Path, module: str = "sansgpu") -> tuple[int, str]:
-    """Runs `ranks` forks with the variables of torchrun; returns the largest exit code and all output.
+    """Runs `ranks` forks with torchrun's environment variables; returns the largest exit code and all output.
 
-    They start within a fraction of the time of a launcher and its processes.
+    Forks start much faster than a launcher and its processes.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -8,10 +8,9 @@ from sansgpu.events.controls import Controls
 
 
 class Steers(sansgpu.Callback):
-    """Requests a snapshot and an evaluation at step 2 and the end at step 6."""
+    """Requests a snapshot and an evaluation at step 2, and stops the run at step 6."""
 
     def on_step(self, event: dict[str, Any], run: Controls) -> None:
-        """Wishes by step."""
         if event["step"] == 2:
             run.save()
             run.evaluate()

@@ -1,4 +1,4 @@
-"""Run by several processes: compares gradients reduced over ranks with a float64 sum. Arguments: JSON of cases."""
+"""Compares gradients reduced over ranks with a float64 sum. Runs on every rank with a JSON list of cases."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from sansgpu.train.update_rules import TrainedWeight
 
 
 class Block(nn.Module):
-    """One parameter of a given shape."""
+    """A module with one parameter of a given shape."""
 
     def __init__(self, shape: list[int]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(shape))
 
     def forward(self, x: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-        """Adds a term whose gradient is `gradient`; None leaves the parameter out."""
+        """Adds a term whose gradient is `gradient`; None leaves the parameter unused."""
         return x * 1.0 if gradient is None else x + (self.weight * gradient).sum()
 
 
@@ -62,7 +62,7 @@ def check_gradients(group: Group, case: dict[str, Any]) -> None:
     )
     model = Model(case["shapes"])
     optimizer = Optimizer(model, training, torch.float32, group)
-    for _ in range(2):  # the second step shows that nothing of the first is left
+    for _ in range(2):  # the second step fails if state of the first one remains
         for piece in range(case["pieces"]):
             loss = model.loss(gradients_of(case, group.rank, piece))
             with optimizer.backward_pass(accumulates=case["pieces"] > 1, is_last=piece == case["pieces"] - 1):

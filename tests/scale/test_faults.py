@@ -1,4 +1,4 @@
-"""Killed processes, cut networks and full disks give correct weights or an error that names the lost rank."""
+"""A killed process, a cut network or a full disk ends in correct weights or an error that names the lost rank."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def test_a_killed_process_is_replaced_and_the_run_is_the_same(
     launcher = torchrun(2, "--max-restarts=1")
     code, out = finish(launcher, arguments(home, run), home / "cache", module="tests.scale.faulty", **fault)
     assert code == 0, out
-    assert Path(fault["FAULT_MARK"]).exists(), "nobody was killed"
+    assert Path(fault["FAULT_MARK"]).exists(), "no process was killed"
     assert f"rank {rank} of 2" in spoken(out)[0]
     assert last(home / run) == undisturbed
     steps = [event["step"] for event in record(home / run) if event["event"] == "step"]
-    assert steps == sorted(set(steps)), "no step is told twice"
+    assert steps == sorted(set(steps)), "a step was recorded twice"
 
 
 @LONG
@@ -93,7 +93,7 @@ def test_a_killed_process_is_named_and_nothing_hangs(home: Path, undisturbed: di
     assert f"rank {rank} of 2" in spoken(out)[0]
     assert "is lost" in spoken(out)[0]
     newest = max(int(path.name.removeprefix("step-")) for path in (home / run / "snapshots").glob("step-*"))
-    assert bool(newest % 7) == (rank == 1), "rank 0 had all of the last whole step, and saved it"
+    assert bool(newest % 7) == (rank == 1), "rank 0 must save the last complete step"
     code, out = finish(torchrun(2), [*arguments(home, run), "--resume", "latest"], home / "cache")
     assert code == 0, out
     assert last(home / run) == undisturbed
@@ -112,7 +112,7 @@ def test_a_killed_process_is_named_although_torch_communicates_by_itself(home: P
 
 
 @LONG
-@pytest.mark.skipif(NEEDS_MPI, reason="there is no mpirun")
+@pytest.mark.skipif(NEEDS_MPI, reason="mpirun is not installed")
 def test_under_mpirun_a_killed_process_ends_all(home: Path, undisturbed: dict[str, str]) -> None:
     fault = faulty(home, "mpi", "backward", 1, 300)
     code, out = finish(mpirun(2), arguments(home, "mpi"), home / "cache", module="tests.scale.faulty", **fault)
@@ -249,7 +249,7 @@ def test_a_network_that_is_gone_ends_both_sides(home: Path, hosts: tuple[Host, H
         process.kill()
     found = {path.name for path in (home / "gone/snapshots").glob("step-*")}
     steps = sorted(int(name.removeprefix("step-")) for name in found)
-    assert steps[-1] % 40, "rank 0 saved the last whole step"
+    assert steps[-1] % 40, "rank 0 must save the last complete step"
 
 
 @LONG
@@ -262,11 +262,11 @@ def test_torchrun_goes_on_with_fewer_hosts(home: Path, undisturbed: dict[str, st
     (home / "empty.yaml").write_text("{}")  # without a configuration, only an existing run can be resumed
     command = [*arguments(home, "elastic", **long), "--config", str(home / "empty.yaml"), "--resume", "latest"]
     first = started(agent, command, home / "cache")
-    time.sleep(1.0)  # it keeps the rendezvous
+    time.sleep(1.0)  # so that the first agent hosts the rendezvous
     second = started(agent, command, home / "cache")
     wait_for_snapshot(home / "elastic", first)
     gone = [psutil.Process(second.pid), *psutil.Process(second.pid).children(recursive=True)]
-    for each in gone:  # as when its host is
+    for each in gone:  # as if its host were lost
         each.kill()
     second.communicate()
     out, _ = first.communicate(timeout=2 * SECONDS)

@@ -17,7 +17,7 @@ from tests.processes import finish as alone
 from tests.scale.launch import NEEDS_MPI, finish, finish_forks, mpirun, spoken, start, torchrun
 
 STEPS = 50
-# 7 examples a step, which no number of processes divides, and an epoch's last batch shorter still.
+# 2, 3 or 4 processes cannot share 7 examples per step evenly, and an epoch's last batch is even smaller.
 SHAPE = {
     "model__dropout": 0, "training__max_steps": STEPS, "training__batch_size": 7,
     "training__gradient_accumulation_steps": 1, "training__save_steps": 20, "training__eval_steps": 10,
@@ -37,7 +37,7 @@ def arguments(home: Path, run: str, *more: str, **changes: object) -> list[str]:
 
 
 def completed(home: Path, run: str, launcher: Sequence[str], *more: str, **changes: object) -> Path:
-    """Trains a run once for all tests."""
+    """Trains a run unless it exists, so that several tests can use it."""
     if not (home / run / "final").exists():
         code, out = finish(launcher, arguments(home, run, *more, **changes), home / "cache")
         assert code == 0, out
@@ -100,7 +100,7 @@ def test_muon_updates_matrices_whose_rows_do_not_divide_evenly(home: Path) -> No
 def test_a_run_goes_on_with_any_number_of_processes_and_any_sharding(home: Path, one: Path) -> None:
     more: tuple[str, ...] = ()
     for stop, ranks, sharding in ((12, 1, ()), (20, 2, CUT), (30, 4, SHARDED), (36, 3, CUT), (44, 2, ())):
-        # The schedule is the whole run's: it is interrupted by a snapshot's step, not by a shorter plan.
+        # With a constant learning rate, a run of `stop` steps equals the beginning of a longer run.
         code, out = finish(torchrun(ranks), arguments(home, "changing", *more, *sharding,
                            training__save_steps=stop, training__max_steps=stop,
                            training__lr_scheduler="constant"), home / "cache")  # fmt: skip
@@ -118,7 +118,7 @@ def test_a_run_goes_on_with_any_number_of_processes_and_any_sharding(home: Path,
     assert all(abs(float(str(by_step[0][s])) - float(str(by_step[1][s]))) < 1e-4 for s in by_step[0])
 
 
-@pytest.mark.skipif(NEEDS_MPI, reason="there is no mpirun")
+@pytest.mark.skipif(NEEDS_MPI, reason="mpirun is not installed")
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long)])
 def test_mpirun_is_one_run(home: Path, one: Path, ranks: int) -> None:
     same_losses(completed(home, f"mpirun-{ranks}", mpirun(ranks)), one)
@@ -127,13 +127,13 @@ def test_mpirun_is_one_run(home: Path, one: Path, ranks: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_run_again_is_the_same_byte_by_byte(home: Path, ranks: int) -> None:
-    """This includes a repetition with another launcher."""
+    """The repetition uses a different launcher."""
     first, again = completed(home, f"torchrun-{ranks}", torchrun(ranks)), home / f"processes-{ranks}"
     flags = ("--processes", str(ranks), "--headless")
     code, out, error = alone(arguments(home, again.name, *flags), home / "cache")
     assert code == 0, error
     lines = [json.loads(line) for line in out.splitlines()]
-    assert [line["event"] for line in lines].count("end") == 1, "one process speaks"
+    assert [line["event"] for line in lines].count("end") == 1, "only one process may print events"
     assert lines[0]["world_size"] == ranks
     assert lines[0]["threads"] == 1
     assert last(again) == last(first)
@@ -175,7 +175,7 @@ def test_what_cannot_work_is_said_once(home: Path) -> None:
 def test_too_many_threads_are_refused(home: Path) -> None:
     many = len(os.sched_getaffinity(0))
     if many < 2:
-        pytest.skip("one processor cannot be oversubscribed by two threads each")
+        pytest.skip("at least two CPUs are needed")
     code, out = finish(torchrun(2), arguments(home, "threads", training__threads=many), home / "cache")
     assert code != 0
     assert len(spoken(out)) == 1

@@ -13,8 +13,8 @@ from tests.scale.launch import finish_forks
 
 
 def drawn(seed: int) -> dict[str, Any]:
-    """Draws shapes from one number to more than a bucket. Some parameters are unused by all ranks, by one rank, or in
-    all micro-batches but the first.
+    """Draws a case whose parameters have from one element to more than a bucket. Some are unused by all ranks, by one
+    rank, or in all micro-batches but the first.
     """
     draw = random.Random(seed)
     shapes = [[draw.randint(1, 40) for _ in range(draw.randint(1, 3))] for _ in range(draw.randint(2, 9))]

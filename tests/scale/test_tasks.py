@@ -33,7 +33,7 @@ GRAPH = {
     "data.leaf_mask_ratio": 0.5, "data.min_leaf_groups": 1, "training.sbo_weight": 0.5,
 }  # fmt: skip
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-EVERY_THIRD = 3  # graph row has triples
+EVERY_THIRD = 3  # one in three graph rows has triples
 
 
 def overrides_by_task(home: Path) -> dict[str, dict[str, object]]:
@@ -92,6 +92,6 @@ def test_every_task_learns_the_same_over_processes(
         assert len(losses(one)) == STEPS + 2
         assert losses(other) == pytest.approx(losses(one), abs=1e-5), name
         expected, found = (load_file(run / f"snapshots/step-{STEPS:06d}/model.safetensors") for run in (one, other))
-        # Biases are left out: the exact gradient of some is zero, and AdamW makes whole steps of its rounding errors.
+        # Biases are not compared: the exact gradient of some is zero, and AdamW turns rounding errors into full steps.
         for key, weight in expected.items():
             assert weight.ndim < 2 or (found[key] - weight).abs().max() < 1e-5, (name, key)

@@ -1,4 +1,4 @@
-"""Tiny fine-tuning runs."""
+"""Trains tiny fine-tuning runs, and reads the error messages of commands."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def settings(home: Path, task: str = "sft", **changes: object) -> list[str]:
 
 
 def made(home: Path, name: str, task: str = "sft", **changes: object) -> Path:
-    """Trains a run in this process, once per name."""
+    """Trains a run in this process unless one with this name exists, and returns its folder."""
     return train_once(home / name, settings(home, task, **changes))
 
 

@@ -19,7 +19,7 @@ WORDS = tuple(NAMES.split())
 
 @lru_cache(maxsize=32)
 def model_folder(architecture: str, **changes: Any) -> Path:
-    """A folder with a random model, built once per session."""
+    """Returns a folder with a tiny random model, built once per test session."""
     return make_folder(Path(mkdtemp(prefix=f"tiny-{architecture}-")), architecture, **changes)
 
 
@@ -28,7 +28,7 @@ def sentence(random_: random.Random, words: int) -> str:
 
 
 def chat_rows(path: Path, count: int = 24, seed: int = 0) -> Path:
-    """Conversations of one to three turns and other formats, of different lengths."""
+    """Writes rows for task sft in several formats, e.g. chats of one to three exchanges, with different lengths."""
     draw, rows = random.Random(seed), []
     for number in range(count):
         if number % 3 == 0:
@@ -46,7 +46,7 @@ def chat_rows(path: Path, count: int = 24, seed: int = 0) -> Path:
 
 
 def squad(path: Path, paragraphs: int = 8, words: int = 60, impossible: bool = False, seed: int = 0) -> Path:
-    """SQuAD's nested JSON; the answer is the word after a name."""
+    """Writes questions in SQuAD's nested JSON. The answer is always "brown"; `impossible` adds as many without one."""
     draw, articles = random.Random(seed), []
     for number in range(paragraphs):
         context = sentence(draw, words) + f". The fox{number} is brown. " + sentence(draw, draw.randint(1, words))
@@ -66,9 +66,9 @@ def squad(path: Path, paragraphs: int = 8, words: int = 60, impossible: bool = F
 
 
 def labeled_rows(path: Path, kind: str = "single", count: int = 48, pairs: bool = False, seed: int = 0) -> Path:
-    """Texts whose label says whether `red` (and, with several labels, which of three words) is in them.
+    """Writes labeled texts, which are "warm" if they contain the word red and otherwise "cold".
 
-    `kind` is that of data.label_kind; the score of a regression is the number of times.
+    `kind` is a value of data.label_kind. "multiple" lists which of three words occur; "regression" counts red.
     """
     draw, rows = random.Random(seed), []
     for _ in range(count):
@@ -85,7 +85,7 @@ def labeled_rows(path: Path, kind: str = "single", count: int = 48, pairs: bool 
 
 
 def conll(path: Path, sentences: int = 40, longest: int = 20, seed: int = 0) -> Path:
-    """Sentences with persons of two words and places of one, which have capital letters."""
+    """Writes CoNLL sentences. Capitalized words are names: persons have two words, places one."""
     draw, lines = random.Random(seed), []
     for _ in range(sentences):
         tags = [(word, "O") for word in sentence(draw, draw.randint(1, longest)).split()]
@@ -112,7 +112,7 @@ def tagged_rows(count: int = 12, seed: int = 0) -> tuple[list[dict[str, Any]], l
 
 
 def preference_rows(path: Path, count: int = 24, rated: bool = False, seed: int = 0) -> Path:
-    """Pairs of answers to prompts of one or two questions, or with `rated` one answer each; `red` is always bad."""
+    """Writes preference pairs, or with `rated` single rated answers. Good answers end in blue, bad ones in red."""
     draw, rows = random.Random(seed), []
     for number in range(count):
         turns = [{"role": "user", "content": sentence(draw, draw.randint(1, 12))}]

@@ -1,4 +1,4 @@
-"""Losses of a few steps, to compare with those of other trainers."""
+"""Settings and losses of short runs, to compare them with those of other trainers."""
 
 from __future__ import annotations
 

@@ -23,21 +23,21 @@ from sansgpu.train.loading import ModelRequest, open_model
 from tests.processes import digests, overrides, record
 from tests.tasks.folders import chat_rows, model_folder, squad
 
-# Value: several examples share a row.
+# True if several examples are packed into a row.
 PACKS = {
     "llama": True, "smollm": True, "qwen2": True, "qwen3": True, "gemma": True, "gemma2": True, "gemma3_text": True,
     "mistral": True, "phi": True, "phi3": True, "gpt2": True, "mixtral": True, "qwen2_moe": True, "mamba": False,
     "bert": True, "roberta": True, "distilbert": True, "modernbert": True,
 }  # fmt: skip
-# All kinds of layers with an adapter: separate and fused, with and without bias, Conv1D, new heads, beside experts and
-# in mixers of a state space model.
+# Trained with adapters on all kinds of layers: separate and fused projections, with and without bias, Conv1D, new
+# heads, layers next to experts, and mixers of a state space model.
 ADAPTED = ("llama", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "mixtral", "qwen2_moe", "mamba", "roberta",
            "distilbert", "modernbert")  # fmt: skip
 RUNS = [(name, "none") for name in PACKS] + [(name, "lora") for name in ADAPTED]
-# Dropout in the model, in adapters or nowhere; separate and fused layers; packed and padded rows.
+# Resumed even without long tests: dropout in the model, in adapters or nowhere; fused layers; packing and padding.
 RESUMED = {(name, "none") for name in ("gpt2", "gemma3_text", "modernbert")}
 RESUMED |= {(name, "lora") for name in ("gpt2", "phi3", "mixtral", "mamba", "roberta")}
-# Runs in bf16: their frozen weights are rounded during training.
+# Runs in bf16, which compute with rounded frozen weights.
 NARROW = [(name, "lora") for name in ADAPTED] + [("qwen2", "none"), ("qwen2", "dora"), ("gpt2", "dora")]
 OFTEN_NARROW = (("qwen2", "none"), ("gemma2", "lora"), ("mixtral", "lora"), ("gpt2", "dora"))
 ROWS = 8
@@ -74,7 +74,7 @@ def run_job(folder: Path, overrides: tuple[str, ...], resume: str | None = None)
 
 @cache
 def trained(home: Path, architecture: str, adapter: str, precision: str) -> tuple[Path, list[Event]]:
-    """A run of four steps, shared by all tests."""
+    """Returns the folder and the events of a run of four steps, which is trained once for all tests."""
     run = home / f"{architecture}-{adapter}-{precision}"
     chosen = {"model__adapter": adapter, "training__precision": precision}
     if adapter != "none":
@@ -139,7 +139,7 @@ def test_the_last_snapshot_exports_to_the_bytes_of_final(
 ) -> None:
     """Frozen weights equal the base model's bit by bit, although bf16 steps use rounded ones."""
     run, _ = trained(home, architecture, adapter, "bf16")
-    torch.set_num_threads(2)  # independent of the number of threads
+    torch.set_num_threads(2)  # the bytes do not depend on the number of threads
     assert cli(["export", str(run), "--output", str(tmp_path / "export")]) == 0
     names = {path.name for path in (run / "final").iterdir()}
     assert names == {path.name for path in (tmp_path / "export").iterdir()} >= {"model.safetensors", "config.json"}
@@ -166,7 +166,7 @@ def test_padding_that_was_asked_for_is_no_news(home: Path) -> None:
 
 
 def task_of(home: Path, overrides: tuple[str, ...]) -> Any:
-    """A task without dropout."""
+    """Returns a task with its model in evaluation mode, i.e. without dropout."""
     config, _ = load_config(None, overrides)
     kind: Any = TASKS[config.kind]
     config, corpus = kind.prepare(config, home / "cache", lambda *_: None)
@@ -176,7 +176,7 @@ def task_of(home: Path, overrides: tuple[str, ...]) -> Any:
 
 
 def losses(home: Path, architecture: str, pack: bool, micro_batches: list[int]) -> list[float]:
-    """The mean loss of the first batch for each micro-batch size."""
+    """Returns the mean loss of the first batch for each micro-batch size."""
     task = task_of(home, settings(home, architecture, model_folder(architecture), data__pack_sequences=pack))
     assert task.objective.unpadded.packs == (pack and PACKS[architecture])
     batch = task.batch(0)
@@ -190,5 +190,5 @@ def test_neither_packing_nor_micro_batches_change_the_loss(home: Path, architect
     """Examples are longer than the sliding windows of some of these models."""
     packed = losses(home, architecture, True, [1, 3, ROWS])
     padded = losses(home, architecture, False, [1, 3, ROWS])
-    assert packed == pytest.approx([padded[0]] * 3, rel=2e-5)  # the first has one example per micro-batch
+    assert packed == pytest.approx([padded[0]] * 3, rel=2e-5)  # padded[0]: one example per micro-batch, no padding
     assert padded == pytest.approx([padded[0]] * 3, rel=2e-5)

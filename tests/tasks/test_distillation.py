@@ -29,12 +29,12 @@ def fill(home: Path) -> None:
 
 
 def ignore(*_: object) -> None:
-    """Shows nothing."""
+    """Discards progress reports."""
 
 
 @pytest.fixture(scope="module")
 def teacher(home: Path) -> Path:
-    """A run of task pretrain."""
+    """Trains a tiny decoder with task pretrain, and returns the run's folder."""
     cache = home / "cache"
     command = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=20, model__dropout=0)
     code, _, error = finish(["train", *command, "--output-dir", str(home / "teacher")], cache)
@@ -58,7 +58,7 @@ def lessons(home: Path, teacher: Path) -> Path:
 
 
 def student(lessons: Path, **changes: object) -> list[str]:
-    """Arguments of a run that learns from a folder: it has no data of its own."""
+    """Returns the arguments of a run that learns from predictions in a folder, which replace its training data."""
     own = {"training__distillation__teacher": lessons, "model__dropout": 0, "training__max_steps": 6}
     arguments = settings(**{**own, **changes})
     ours = ("data.vocab_size", "data.validation_split")
@@ -81,7 +81,7 @@ def assert_predictions_of(folder: TeacherFolder, model: torch.nn.Module, example
     torch.testing.assert_close(found[:, :8], known.values, atol=0.05, rtol=0.02)
     torch.testing.assert_close(found.exp().sum(dim=1), torch.ones(len(found)), atol=2e-3, rtol=0)
     at_ids = expected.gather(1, torch.from_numpy(records["ids"].astype(np.int64)))
-    torch.testing.assert_close(at_ids, known.values, atol=0.05, rtol=0.02)  # near ties may change places
+    torch.testing.assert_close(at_ids, known.values, atol=0.05, rtol=0.02)  # near ties may swap
 
 
 def test_predictions_are_those_of_the_exported_teacher(teacher: Path, lessons: Path) -> None:
@@ -135,14 +135,14 @@ def test_a_student_resumes_exactly_and_learns_the_same_in_any_division(home: Pat
     for name in ("divided", "ranks"):
         for key in ("loss", "kl", "grad_norm"):
             assert [e[key] for e in steps[name]] == pytest.approx([e[key] for e in steps["straight"]], rel=1e-4)
-    # The loss is that of a run without a teacher on the same tokens.
+    # The loss equals that of a run without a teacher on the same tokens.
     plain = settings(
         data__dataset_name=home / "corpus.jsonl", data__tokenizer=lessons, data__validation_split=0.01,
         training__max_steps=6, model__dropout=0, data__max_length=32, data__vocab_size="",
     )  # fmt: skip
     assert cli(["train", *plain, "--output-dir", str(runs["alone"])]) == 0
     first_loss = [events_of(runs[name], "step")[0]["loss"] for name in ("alone", "straight")]
-    assert first_loss[0] == pytest.approx(first_loss[1], rel=0.02)  # only the first updates differ
+    assert first_loss[0] == pytest.approx(first_loss[1], rel=0.02)  # only few updates differ so far
     evals = [events_of(runs[name], "eval")[0] for name in ("alone", "straight")]
     assert evals[0]["bits_per_byte"] / evals[0]["loss"] == pytest.approx(evals[1]["bits_per_byte"] / evals[1]["loss"])
     assert (runs["straight"] / "final/tokenizer.json").read_bytes() == (lessons / "tokenizer.json").read_bytes()

@@ -31,7 +31,7 @@ SOME_BAD = "some-bad.jsonl"
 
 
 def fill(home: Path) -> None:
-    """Writes conversations, questions, a question that is too long, and twelve valid questions with three bad ones."""
+    """Writes rows of all kinds: valid ones, a question that is too long, and a file with three bad rows."""
     chat_rows(home / "chat.jsonl")
     squad(home / "squad.json", impossible=True)
     good = flat_questions()
@@ -52,11 +52,11 @@ def assert_equal_outputs(exported: Any, run: Path, task: str = "sft") -> None:
     torch.testing.assert_close(outputs(exported), outputs(ours), rtol=1e-4, atol=1e-4)
 
 
-# Processes
+# Runs in separate processes
 
 
 def outcome(run: Path) -> tuple[dict[str, str], list[dict[str, object]]]:
-    """Digests of the last snapshot and final/, and all events without times."""
+    """Returns the digests of the last snapshot and final/, and all events without times."""
     kept = {k: v for k, v in digests(run).items() if k.startswith(("snapshots/step-000010", "final"))}
     assert len(kept) == 3
     return kept, record(run)
@@ -86,7 +86,7 @@ def test_two_runs_and_one_that_was_killed_are_byte_identical(home: Path, changes
     assert outcome(killed) == outcome(first)
 
 
-# What is trained, saved and exported
+# Training, saving and exporting
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A task is a folder and a line: copies of the package without one task, and with one more."""
+"""A task is one folder and one line: copies of the package work without a task, and with an additional one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SETTINGS = TaskSettings(
     metrics=(Metric("accuracy", form="{:.1%}", better="higher"),),
 )
 '''
-# An editable installation would find its own package first.
+# Disables editable installations, which would be imported instead of the copied package.
 UNINSTALL = """
 import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_editable")]
@@ -41,7 +41,7 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__mod
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of the package that a test may change."""
+    """Returns a copy of the package, which the test may change."""
     package = tmp_path / "copy/sansgpu"
     source = ROOT / "src/sansgpu"
     shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__", "libraries"))

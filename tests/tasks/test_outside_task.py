@@ -62,7 +62,7 @@ def configured(home: Path, **changes: object) -> list[str]:
 
 
 def ran(home: Path, *arguments: str) -> str:
-    """Runs a command in a process and returns what it prints."""
+    """Runs a command in a separate process and returns its standard output."""
     code, out, error = finish([*arguments], home / "cache")
     assert code == 0, error
     return out

@@ -53,7 +53,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scaled_folder(folder: Path, architecture: str) -> Path:
-    """A model whose rotary frequencies depend on the length of its input."""
+    """Writes a random model whose rotary frequencies depend on the length of its input."""
     made = model_folder(architecture)
     config = {**json.loads((made / "config.json").read_text()), **SCALED[architecture], "initializer_range": 0.2}
     folder.mkdir()
@@ -65,7 +65,7 @@ def scaled_folder(folder: Path, architecture: str) -> Path:
 
 
 def by_itself(folder: Path, tokens: torch.Tensor, targets: torch.Tensor) -> float:
-    """The summed loss of one example in a fresh transformers model."""
+    """Returns the summed loss of one example in a newly loaded transformers model."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         logits = model(tokens[None]).logits[0]
@@ -106,7 +106,7 @@ def test_texts_of_any_length_are_evaluated_as_each_by_itself(
 
 
 def test_a_model_whose_positions_begin_elsewhere_is_padded(tmp_path: Path) -> None:
-    """MRA's positions start at 2, unlike those of packed rows."""
+    """MRA's position ids start at 2, but those of packed rows start at 0."""
     folder = model_folder("bert")
     mra = tmp_path / "mra"
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -131,7 +131,7 @@ def test_a_model_whose_positions_begin_elsewhere_is_padded(tmp_path: Path) -> No
 def test_examples_are_tried_beyond_every_window_that_the_configuration_names(
     named: dict[str, Any], packs: bool
 ) -> None:
-    """This model mixes each token with the one 200 positions earlier, even of another example."""
+    """The model of this test mixes each token with the one 200 positions earlier, even across examples."""
     shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=100, use_cache=False, **shape, **named)).eval()
@@ -143,7 +143,7 @@ def test_examples_are_tried_beyond_every_window_that_the_configuration_names(
 
     model.model.embed_tokens.register_forward_hook(mixed)
     assert UnpaddedModel(model, pack=True, longest=512).packs == packs
-    assert UnpaddedModel(model, pack=True, longest=100).packs, "examples are no longer than this"
+    assert UnpaddedModel(model, pack=True, longest=100).packs, "mixing does not reach across examples of 100 tokens"
 
 
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
@@ -154,7 +154,7 @@ def test_a_model_that_amplifies_rounding_is_packed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Products of few rows round the weights of this model in another way, by 12 % of its outputs in 4 bits."""
+    """Matmuls of few rows round differently, which changes this model's outputs by up to 12 % with int4 weights."""
     monkeypatch.setattr(library, "_library", library.load_library(instructions))
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)

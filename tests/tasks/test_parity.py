@@ -1,4 +1,4 @@
-"""Losses equal those of Hugging Face's Trainer on the same batches: masks, packing, weighting."""
+"""Losses equal those of Hugging Face's Trainer on the same batches, with and without packing."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_conversations(tmp_path: Path, architecture: str, pack: bool) -> None:
 @pytest.mark.parametrize("pack", PACK)
 @pytest.mark.parametrize("architecture", ["bert", "roberta"])
 def test_questions(tmp_path: Path, architecture: str, pack: bool) -> None:
-    """Their loss includes padding in the softmax, so they get single windows without padding."""
+    """The Trainer's loss includes padding in the softmax, so it gets single windows, which need no padding."""
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     asked = settings("qa", model_folder(architecture, **still), squad(tmp_path / "squad.json", paragraphs=60), pack)
     ours = our_losses(asked, micro_batch=ROWS)
@@ -118,5 +118,5 @@ def test_our_adapters_train_as_those_of_peft(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(lora, "MIN_ROWS", least_rows)
         losses.append(our_losses([*asked, "model.adapter=lora", "training.learning_rate=0.01"], micro_batch=ROWS))
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
-    assert losses[0] != losses[1]  # they sum in another order
+    assert losses[0] != losses[1]  # both ran: they sum in different orders
     assert losses[0][-1] < losses[0][0] - 0.5

@@ -42,11 +42,11 @@ def quantized_layers(model: torch.nn.Module) -> dict[str, QuantizedLayer]:
 
 
 def dequantized(base: Path, precision: str, folder: Path) -> Path:
-    """Writes a folder with the values that the quantized base stands for, in fp32."""
+    """Writes a folder with the weights of the quantized base, dequantized to fp32."""
     model, weights = loaded(base, precision), load_file(base / "model.safetensors")
     weights |= {name: value.detach().float() for name, value in model.named_parameters()}
     for name, layer in quantized_layers(model).items():
-        if f"{name}.weight" in weights:  # a tied head is not
+        if f"{name}.weight" in weights:  # a tied head has no weight of its own
             transposed = getattr(layer, "transposed", False)
             weights[f"{name}.weight"] = (layer.dequantize().T if transposed else layer.dequantize()).contiguous()
     copytree(base, folder)
@@ -113,7 +113,7 @@ def test_an_adapter_alone_is_used_with_the_base_that_it_names(home: Path, tmp_pa
         capsys.readouterr()
     assert texts[0] == texts[1]
     on_top = made(tmp_path, "on-top", data__dataset_name=rows, model__name_or_path=final, model__adapter="lora")
-    assert events_of(on_top, "eval")[0]["loss"] < events_of(run, "eval")[0]["loss"], "it starts where the run ended"
+    assert events_of(on_top, "eval")[0]["loss"] < events_of(run, "eval")[0]["loss"], "the trained adapter is not used"
     for arguments, said in [
         (["export", str(final)], "is not a run; set --output"),
         (
@@ -163,7 +163,7 @@ def test_a_killed_run_resumes_byte_for_byte(home: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def wide_run(home: Path) -> Path:
-    """A run of a model whose rows are a multiple of 256, which q4_k and q6_k need."""
+    """Trains LoRA on a model whose row lengths are multiples of 256, which q4_k and q6_k require."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     base = make_folder(home / "wide-base", "llama", **sizes)
     return made(home, "wide", model__name_or_path=base, model__adapter="lora", training__max_steps=2)
@@ -244,7 +244,7 @@ def test_a_plan_knows_what_is_quantized(home: Path, wide_run: Path, capsys: Capt
         assert cli(["plan", *settings(home, model__name_or_path=home / "wide-base", **chosen), "--json"]) == 0
         plans[precision] = json.loads(capsys.readouterr().out)
     assert [plan["base_precision"] for plan in plans.values()] == ["bf16", "int8", "int4"]
-    numbers = 2 * (256 * 64 * (4 + 2 + 2 + 4) + 3 * 256 * 512)  # in the layers of two blocks
+    numbers = 2 * (256 * 64 * (4 + 2 + 2 + 4) + 3 * 256 * 512)  # in the linear layers of two blocks
     tables = 2 * 1024 * 256
     weights = {precision: plan["memory_bytes"]["weights"] for precision, plan in plans.items()}
     assert weights["bf16"] - weights["int8"] == (numbers + tables) * (2 - 34 / 32)

@@ -1,4 +1,4 @@
-"""Rows of texts for the tests of embedding models."""
+"""Training rows and settings for the tests of embedding models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.tasks.folders import sentence
 
 
 def text_rows(path: Path, form: str, count: int = 60, seed: int = 0) -> Path:
-    """Random rows of one form; those of `triplets` have one to three negatives."""
+    """Writes random rows of a form: "scores", "labels", "pairs", or "triplets" with one to three negatives."""
     draw = random.Random(seed)
 
     def row(number: int) -> dict[str, Any]:
@@ -30,6 +30,6 @@ def text_rows(path: Path, form: str, count: int = 60, seed: int = 0) -> Path:
 
 
 def embed_settings(model: Path, rows: Path, **changes: object) -> list[str]:
-    """Returns overrides of a tiny run of task embed."""
+    """Returns the settings of a tiny run of task embed."""
     own = {"task": "embed", "model.name_or_path": model, "data.dataset_name": rows, "data.max_length": 24}
     return overrides(TINY, own, changes)

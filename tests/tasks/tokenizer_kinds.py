@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 TEXT = "The naïve café sells 3 crêpes, and Zoë's dog. " * 3 + "▁ Ünïcödé 世界 end."
-# The post-processor template of tokenizer.json; None: no post-processor.
+# The template of the post-processor, which adds special tokens; None: no post-processor.
 KINDS = {
     "llama": "<s> $A",
     "gemma": "<s> $A",
@@ -25,7 +25,7 @@ SPECIAL = ["<unk>", "<s>", "</s>", "<t>", "<|endoftext|>"]
 
 
 def tokenizer_of(kind: str) -> Tokenizer:
-    """A tokenizer with a post-processor, trained on TEXT without its Chinese characters."""
+    """Returns a tokenizer of a kind in KINDS, trained on TEXT without its Chinese characters."""
     texts, trainer = [TEXT.replace("世界", "")] * 3, trainers.BpeTrainer
     more: dict[str, Any] = {}
     if kind in ("gpt2", "qwen"):
@@ -56,7 +56,7 @@ def tokenizer_of(kind: str) -> Tokenizer:
 
 
 def folder_of(folder: Path, kind: str) -> Path:
-    """A Llama of random weights with this tokenizer."""
+    """Writes a random Llama model with a tokenizer of this kind, and returns its folder."""
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     if kind in ("gpt2", "qwen"):
         names = {"eos_token": "<|endoftext|>", **({"bos_token": "<|endoftext|>"} if kind == "gpt2" else {})}

@@ -1,4 +1,4 @@
-"""Pretraining whose batch of step 4 hangs or fails in a data worker, or whose fifth step does in C."""
+"""Pretraining tasks with a fault: the batch of step 4 hangs or fails, or the fifth step hangs in C."""
 
 import threading
 from pathlib import Path
@@ -29,7 +29,7 @@ class Exiting(Hanging):
 
 
 class Stuck(Pretrain):
-    """The fifth step hangs in C if there is a file `stuck` beside the data."""
+    """Hangs in C at the fifth step if there is a file `stuck` next to the data."""
 
     steps = 0
 

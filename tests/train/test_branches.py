@@ -14,7 +14,7 @@ from tests.processes import digests, environment, events_of, json_lines, record,
 
 pytestmark = pytest.mark.usefixtures("home")
 
-# Evaluations at 3, 6, 9, 12, of which some are the best; regular snapshots at 4, 8, 12.
+# Regular snapshots at steps 4, 8 and 12; evaluations at 3, 6, 9 and 12, with a snapshot if the loss is the best.
 SHAPE = {"training__max_steps": 12, "training__keep_last": 9, "training__save_steps": 4}
 FIRST = "abandoned-from-step-000004"
 
@@ -164,7 +164,7 @@ def test_an_abandoned_branch_is_gone_on_with(
 def test_branches_of_an_abandoned_branch_are_renamed_to_where_they_leave_the_run(home: Path, run: Path) -> None:
     train(home, run, "--resume", "8", training__max_steps=10)
     train(home, run, "--resume", "4", training__max_steps=5)
-    assert names(run, f"{FIRST}-2") == ["step-000009", "step-000012"], "step 8 is not among the run's any more"
+    assert names(run, f"{FIRST}-2") == ["step-000009", "step-000012"], "the run no longer has step 8"
     assert names(run, FIRST)[:3] == ["step-000006", "step-000008", "step-000009"]
 
 
@@ -173,7 +173,7 @@ def test_a_fork_of_an_abandoned_snapshot_has_its_record(home: Path, run: Path, t
     fork = tmp_path / "fork"
     chosen = f"{FIRST}/step-000008"
     assert cli(["snapshots", "fork", str(run), "--snapshot", chosen, "--output-dir", str(fork)]) == 0
-    assert names(fork) == ["step-000006", "step-000008"], "with the best one until then"
+    assert names(fork) == ["step-000006", "step-000008"], "a fork includes the best snapshot"
     assert said_steps(fork / "metrics.jsonl", "step") == [2, 4, 6, 8]
 
 

@@ -34,7 +34,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Pretrain:
 def test_the_metrics_are_those_of_the_whole_part_computed_plainly(task: Pretrain) -> None:
     windows = task.corpus.validation
     batch = windows.batch(np.arange(len(windows)))
-    assert len(windows) % EXECUTION.micro_batch != 0, "the last batch is to be short"
+    assert len(windows) % EXECUTION.micro_batch != 0, "the last batch must be smaller"
     with torch.no_grad():
         task.model.eval()
         logits = task.model(batch.inputs, batch.positions, batch.document_ids).flatten(0, 1)
@@ -87,7 +87,7 @@ def test_a_signal_before_the_first_step_leaves_nothing_that_hinders_a_resume(tmp
     process = start(arguments, tmp_path / "cache")
     metrics = tmp_path / "r/metrics.jsonl"
     code = kill_when(process, lambda: metrics.exists() and metrics.stat().st_size > 0, signal.SIGTERM)
-    assert code in (143, -15, 0)  # by its handler, before there was one, or after four quick steps
+    assert code in (143, -15, 0)  # by the handler, before it was installed, or after the last step
     assert finish([*arguments, "--resume"], tmp_path / "cache")[0] == 0
     assert record(tmp_path / "r")[-1]["step"] == 4
 
@@ -102,7 +102,7 @@ def test_an_evaluation_on_start_comes_first_and_changes_no_result(tmp_path: Path
     events = record(tmp_path / "with")
     assert [(event["event"], event["step"]) for event in events[:2]] == [("start", 0), ("eval", 0)]
     last = [event["loss"] for event in events if event["event"] == "eval"][-1]
-    assert last > events[1]["loss"], "the untrained weights are to be the best, of which there is no snapshot"
+    assert last > events[1]["loss"], "the untrained weights, which have no snapshot, must be the best"
     weights = [(tmp_path / name / "final/model.safetensors").read_bytes() for name in ("without", "with")]
     assert weights[0] == weights[1]
     code, shown, _ = finish(["snapshots", "list", str(tmp_path / "with")], tmp_path / "cache")

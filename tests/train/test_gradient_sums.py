@@ -1,4 +1,4 @@
-"""Gradients of several micro-batches are added up in fp32, in place where our matmuls compute them."""
+"""Gradients of several micro-batches are summed in fp32, in place if our matmuls compute them."""
 
 from collections.abc import Callable
 
@@ -12,11 +12,11 @@ from sansgpu.kernels import library
 from sansgpu.kernels.linear import Linear
 from sansgpu.train.optim import Optimizer
 
-ROWS = 300  # enough for our kernel
+ROWS = 300  # enough for our matmul kernels to be used
 
 
 class Layers(nn.Module):
-    """A layer that is used twice, once recomputed, and one whose weight is also used by torch."""
+    """A layer that is used twice, once with checkpointing, and a layer whose weight torch also uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def summed_gradients(model: Layers, inputs: list[torch.Tensor], between: Callabl
             loss.backward()
         between()
     names = [weight.name for weight in optimizer.weights]
-    assert sorted(told) == sorted(names * len(inputs))  # once each pass, when the gradient is complete
+    assert sorted(told) == sorted(names * len(inputs))  # once per pass
     gradients = {weight.name: weight.gradient for weight in optimizer.weights}
     optimizer.release_state()
     return [gradients[name] for name, _ in model.named_parameters()]  # type: ignore[misc]
@@ -51,7 +51,7 @@ def test_gradients_are_added_up_in_fp32_whatever_computes_them(monkeypatch: pyte
     model, inputs = Layers(), [torch.randn(ROWS, 24) for _ in range(3)]
 
     def other_gradients() -> None:
-        """Computes gradients that are no part of the sums."""
+        """Computes gradients that are not part of the sums."""
         with torch.autocast("cpu", torch.bfloat16):
             x = torch.randn(ROWS, 24, requires_grad=True)
             torch.autograd.grad(model.mixed(x).sum(), [x, model.mixed.weight])

@@ -57,7 +57,7 @@ def test_a_run_names_its_set_and_resuming_with_another_one_is_not_exact(
     train += ["--output-dir", str(tmp_path / "run")]
     code, out, error = finish([*train, "--max-steps", "2"], portable)
     assert code == 0, error
-    assert "parameters, int16, 1 thread, native portable kernels" in out  # portable has no bf16 products
+    assert "parameters, int16, 1 thread, native portable kernels" in out  # portable kernels have no bf16 matmuls
     monkeypatch.delenv("SANSGPU_ISA")
     assert allowed()[-1].name != "portable"
     difference = f"was written with kernels native portable, now {library.name()}"

@@ -12,7 +12,7 @@ from sansgpu.config import Config, TrainingConfig, acting_values, default_values
 from tests.processes import record, settings, train, write_corpus
 
 SFT = {"task": "sft", "model": {"name_or_path": "m"}, "data": {"dataset_name": "rows.jsonl"}}
-# With windows of 8 tokens, orthogonalizing the matrices is most of the work of a step, and `auto` means adamw.
+# With windows of 8 tokens, orthogonalization would be most of the work of a step, so `auto` chooses adamw.
 ADAMW = {"training__optimizer": "auto", "model__d_model": 64, "model__max_seq_len": 8, "training__max_steps": 2}
 MUON = {**ADAMW, "model__max_seq_len": 32, "training__gradient_accumulation_steps": 256, "training__batch_size": 64}
 
@@ -68,11 +68,11 @@ def test_a_written_configuration_leaves_the_rate_to_a_run_that_chooses_its_optim
     assert default_values(values)["training.learning_rate"] == values["training"]["learning_rate"] == 0.0005
     defaults = default_values(acting_values(Config()))
     assert defaults["training.learning_rate"] == TrainingConfig().learning_rate
-    assert "training.batch_size: auto" in yaml.safe_dump(defaults)  # the report of a run writes them as YAML
+    assert "training.batch_size: auto" in yaml.safe_dump(defaults)  # run reports show them as YAML
 
 
 def test_a_run_resumes_with_its_recorded_rate_unless_another_is_given() -> None:
-    """A run of an earlier version recorded another default."""
+    """A run of an earlier version may have recorded a different default."""
     changes = {"training__optimizer": "adamw", "training__lr_scheduler": "constant", "training__save_steps": 2}
     assert train(Path(), Path("run"), training__learning_rate=0.009, training__max_steps=2, **changes) == 0
     assert train(Path(), Path("run"), "--resume", training__max_steps=4, **changes) == 0

@@ -31,7 +31,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 def assert_same_up_to_rounding(one: Path, other: Path) -> None:
     first, second = weights(one), weights(other)
-    # In the whole: Adam makes full steps of gradients that are next to nothing, and so of their rounding.
+    # Compares the norm over all weights: Adam turns tiny gradients, and so their rounding errors, into full steps.
     apart = sum(float((second[name] - first[name]).double().square().sum()) for name in first) ** 0.5
     assert apart < 1e-4 * sum(float(first[name].double().square().sum()) for name in first) ** 0.5
 
@@ -48,7 +48,7 @@ def test_a_micro_batch_is_cut_on_its_way_and_the_batch_stays(
     )  # fmt: skip
     assert cli(["train", *chosen, "--output-dir", str(tmp_path / "plenty")]) == 0
     looks = iter(range(10**9))
-    # Memory is short at some looks, most of them inside a forward pass, and there again after each cut.
+    # Memory is short at three checks, most of them in a forward pass, and sufficient again after each reduction.
     monkeypatch.setattr("sansgpu.machine.pressure.CHECK_SECONDS", 1e-9)
     monkeypatch.setattr(loop, "available_memory", lambda device: 1 << 20 if next(looks) in (9, 30, 60) else 1 << 40)
     assert cli(["train", *chosen, "--output-dir", str(tmp_path / "short")]) == 0
@@ -71,7 +71,7 @@ def memory_group(limit: int) -> Iterator[Path]:
     except OSError as error:
         with contextlib.suppress(OSError):
             group.rmdir()
-        pytest.skip(f"no cgroup can be made here: {error}")
+        pytest.skip(f"cannot create a cgroup: {error}")
     try:
         yield group
     finally:
@@ -80,7 +80,7 @@ def memory_group(limit: int) -> Iterator[Path]:
 
 
 def train_inside(group: Path, arguments: list[str], cache: Path) -> subprocess.CompletedProcess[str]:
-    """Runs `sansgpu train` in a process of that cgroup."""
+    """Runs `sansgpu train` in a new process in the cgroup."""
     enter = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); os.execv(sys.executable, sys.argv[2:])"
     command = [sys.executable, "-m", "sansgpu", "train", *arguments]
     return subprocess.run(

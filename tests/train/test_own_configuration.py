@@ -1,4 +1,4 @@
-"""A damaged config.yaml of a run is restored or refused in one sentence."""
+"""A run's config.yaml is refused in one sentence if it is damaged or describes a different model or data order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_cut_off_configuration_is_refused_or_means_the_same(run: Path, capsys:
     for end in sorted({*ends, *(end + 7 for end in ends), *range(len(text) - 40, len(text))}):
         file.write_text(text[:end])
         try:
-            assert open_run(run)[0] == known, f"cut at {end}, it is another configuration"
+            assert open_run(run)[0] == known, f"cut at {end}, it loads as a different configuration"
         except ConfigError:
             refused += 1
     assert refused > len(ends)
@@ -82,7 +82,7 @@ def test_what_changes_neither_may_be_altered(run: Path) -> None:
 
 
 def test_a_run_resumed_with_another_value_goes_on_before_its_first_snapshot(run: Path) -> None:
-    """A run that is killed earlier has the value only in its mark."""
+    """If a run is killed before its first snapshot, only .sansgpu.json records the new value."""
     arguments = ["train", "--resume", "--output-dir", str(run), "--max-steps", "6"]
     before = {path: path.read_bytes() for path in (run / "metrics.jsonl", run / "environment.json")}
     assert cli([*arguments, "--set", "model.dropout=0.2"]) == 0
@@ -130,8 +130,8 @@ def test_new_folders_and_the_configuration_are_on_the_disk_before_a_snapshot_is(
     chosen = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=4)
     assert cli(["train", *chosen, "--output-dir", str(run), "--set", f"training.checkpoint_dir={deep}"]) == 0
     for made in (run.parent, run, deep.parent.parent, deep.parent, deep, deep / "step-000004"):
-        assert made.parent in synced, f"the name {made} may be lost"
-    assert run in synced  # the names of config.yaml and of the record
+        assert made.parent in synced, f"a crash may lose the entry of {made}"
+    assert run in synced  # it has the entries of config.yaml and metrics.jsonl
 
 
 def test_a_run_means_the_same_files_in_every_working_directory(

@@ -1,4 +1,4 @@
-"""Weight decay and Muon apply by the role of a parameter, also in mixtures of experts and convolutions."""
+"""Weight decay and Muon depend on the role of a parameter, including in mixtures of experts and convolutions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_decay_is_for_all_that_multiplies_and_muon_for_matrices(name: str, optim
         step = (parameter.detach() - before[n] * decay) / 0.01
         if is_table_or_vector(n, parameter) or "conv.conv" in n or optimizer == "adamw":
             expected = -gradients[n].sign()  # the first step of AdamW
-        else:  # of a stack, each matrix by itself
+        else:  # Muon updates each matrix of a stack separately
             stack = gradients[n].view(-1, *gradients[n].shape[-2:])
             expected = -torch.stack([newton_schulz(matrix[None], torch.float32)[0] for matrix in stack])
             expected = expected.view_as(step) * 0.2 * math.sqrt(max(stack.shape[1:]))

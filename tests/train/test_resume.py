@@ -22,7 +22,7 @@ from tests.processes import (
 )
 
 STEPS = 24
-# A little larger than TINY, so that there is time to be killed in.
+# A little larger than TINY, so that tests have time to kill the run.
 SHAPE = {"model__d_model": 64, "model__n_layers": 4, "training__max_steps": STEPS, "training__sample_tokens": 4}
 
 
@@ -163,7 +163,7 @@ def test_workers_and_prefetch_change_nothing(home: Path, straight: Path) -> None
 
 @pytest.mark.parametrize("precision", ["auto", "int16"])
 def test_the_number_of_threads_changes_nothing_where_our_kernels_run(home: Path, precision: str) -> None:
-    """Micro-batches of 256 tokens or more, for which matmuls are ours."""
+    """Micro-batches have at least 256 tokens, for which our matmul kernels are used."""
     large = {"model__max_seq_len": 128, "training__max_steps": 3, "training__precision": precision}
     names = ((n, f"threads-{n}-{precision}") for n in (1, 2))
     runs = [completed(home, name, apart=n > 1, training__threads=n, **large) for n, name in names]
@@ -202,7 +202,7 @@ def test_exact_with_other_choices(home: Path, changes: dict[str, object]) -> Non
 def test_sigkill_many_times_over(home: Path, straight: Path, trial: int) -> None:
     run, draw = home / f"often-{trial}", random.Random(1000 + trial)
     more: list[str] = []
-    for _ in range(4):  # a moment from the start of the process on: imports, tokenising and all
+    for _ in range(4):  # any moment: during imports, tokenization or training
         process = start_apart([*arguments(home, run.name), *more], home / f"cache-{trial}")
         deadline = time.monotonic() + draw.uniform(2.0, 7.0)
         kill_when(process, lambda until=deadline: time.monotonic() > until)
@@ -238,6 +238,6 @@ def test_a_run_by_the_clock_that_is_killed_still_ends_in_its_time(tmp_path: Path
     events = events_of(run)
     assert events[-1]["reason"] == "out_of_time"
     assert 0.85 * 36 < events[-1]["seconds"] <= 36
-    assert in_all < 36 + 2  # the start of two processes, before they look at the clock
+    assert in_all < 36 + 2  # the start of two processes, which their budget does not count
     rates = [event["lr"] for event in events if event["event"] == "step"]
     assert rates[-1] < 0.05 * max(rates)

@@ -63,7 +63,7 @@ def test_a_run_simulated_on_a_clock_of_its_own_ends_within_its_budget(
         if evaluate and done % evaluate == 0 and done < total:
             clock += evaluation
             budget.record_evaluation(evaluation)
-    clock += evaluation  # the last one
+    clock += evaluation  # the final evaluation
     allowed = hours * 3600
     assert clock <= max(allowed, 30 + 3 * step + evaluation)
     assert clock >= 0.9 * allowed - 2 * evaluation - 4 * step
@@ -83,7 +83,7 @@ def test_steps_left_are_as_many_as_fit_with_what_falls_due_between_them(
     budget.record_save(saving)
 
     def takes(steps: int) -> float:
-        between = range(done, done + steps)  # the step at hand is evaluated and saved unless it is the last
+        between = range(done, done + steps)  # the current step is evaluated and saved unless it is the last
         pauses = sum((n % every == 0) * evaluation + (saves > 0 and n % max(1, saves) == 0) * saving for n in between)
         return steps * step + pauses + evaluation
 

@@ -1,4 +1,4 @@
-"""MFU compares with the best GEMM rate of this machine and is never above 100 %."""
+"""MFU is relative to the best GEMM rate of this machine and never exceeds 100%."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Graph:
 
 
 def log_of(task: Graph, rate: float, folder: Path, system: SystemStatistics = lambda: None) -> StepLog:
-    """Returns a log of a run whose GEMM rate was `rate` at its start."""
+    """Returns the step log of a run that measured the GEMM rate `rate` when it started."""
     config = Config(data=DataConfig(cache_dir=str(folder)))
     execution, memory = Execution(8, kernels="native", threads=2), Memory(0, 0, 0, 0, 0, 0, 0)
     run = TrainingRun(config, execution, total_steps=5, memory=memory, available=0, gemm_flops_per_second=rate)
@@ -45,7 +45,7 @@ def event_of(log: StepLog, seconds: float) -> dict[str, Any]:
 
 
 def test_a_step_that_beats_the_gemm_rate_has_it_measured_again(task: Graph, tmp_path: Path) -> None:
-    log = log_of(task, 1.0, tmp_path)  # FLOP/s, as beside a very busy neighbor
+    log = log_of(task, 1.0, tmp_path)  # FLOP/s, as if other programs were very busy
     event = event_of(log, seconds=100.0)
     assert event["gemm_flops_per_second"] > 1e6
     assert event["mfu"] < 0.5
@@ -55,7 +55,7 @@ def test_a_step_that_beats_the_gemm_rate_has_it_measured_again(task: Graph, tmp_
 def test_mfu_is_unknown_if_the_model_exceeds_every_measurement(task: Graph, tmp_path: Path) -> None:
     event = event_of(log_of(task, 1.0, tmp_path), seconds=1e-12)
     assert event["mfu"] is None
-    assert event["gemm_flops_per_second"] < 1e15  # measured, not made to fit
+    assert event["gemm_flops_per_second"] < 1e15  # a measured rate, not one derived from the step
     console = Console(file=StringIO(), width=200)
     Terminal(console).emit({**event, "eta_seconds": 1.0})
     assert "MFU unknown" in console.file.getvalue()
@@ -70,7 +70,7 @@ def test_the_gemm_rate_is_measured_again_when_the_machine_is_quieter(task: Graph
 
 
 def test_a_resumed_run_compares_with_the_same_rate(task: Graph, tmp_path: Path) -> None:
-    """The rate is the record's if the earlier processes ran under the same conditions."""
+    """A resumed run uses the recorded rate if the earlier processes ran under the same conditions."""
     start = {"event": "start", "device": "cpu", "isa": isa(), "precision": "fp32", "threads": 2, "world_size": 1}
     recorded = [start, {"event": "step", "step": 1, "gemm_flops_per_second": 9e15}]
     other = [{**start, "threads": 64}, {"event": "step", "step": 2, "gemm_flops_per_second": 9e18}]

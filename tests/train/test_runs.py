@@ -1,4 +1,4 @@
-"""Length, events and files of whole runs."""
+"""Whole runs have the requested length and write the promised events and files."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from tests.processes import digests, events_of, finish, json_lines, record, sett
 
 pytestmark = pytest.mark.usefixtures("home")
 
-# What the documentation promises other programs.
+# Keys that the documentation promises to other programs.
 STEP_KEYS = {
     "event", "step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "step_seconds", "it/s", "mfu",
     "rss_bytes", "cpu_percent", "eta_seconds", "elapsed_seconds", "total_steps", "phase_seconds", "system",
@@ -101,18 +101,18 @@ def test_max_hours_ends_the_run_in_time_with_its_decay_behind_it(home: Path, tmp
     changes = {
         "training__max_hours": 0.004, "training__max_steps": "null", "training__lr_scheduler": "wsd",
         "training__warmup_steps": 1000, "training__logging_steps": 1,
-        # Pauses that are rare beside the steps: on a busy machine one of them may take as long as many steps.
+        # Pauses must be rare, because on a busy machine one of them may take as long as many steps.
         "training__eval_steps": 20, "training__save_steps": 24, "training__sample_tokens": 0,
     }  # fmt: skip
     events = train(home, tmp_path / "r", **changes)
-    assert time.monotonic() - started < allowed + 1  # this process was there before it
+    assert time.monotonic() - started < allowed + 1  # this process has already started
     end, steps = of(events, "end")[0], of(events, "step")
     assert end["reason"] == "out_of_time"
     assert 0.5 * allowed < end["seconds"] < allowed
     rates = [event["lr"] for event in steps]
     peak = rates.index(max(rates))
-    assert 0 < peak < 0.25 * len(rates), "a warm-up too long for the time is cut"
-    assert rates[-1] < 0.2 * max(rates)  # two steps of a hundred are 0.02; other work may take the last few
+    assert 0 < peak < 0.25 * len(rates), "a warmup that is too long must be shortened"
+    assert rates[-1] < 0.2 * max(rates)  # on a busy machine the last few steps may be missing
     assert of(events, "eval")[-1]["step"] == end["step"] == snapshots(tmp_path / "r/snapshots")[-1].step
     assert (tmp_path / "r/final/model.safetensors").exists()
 
@@ -192,7 +192,7 @@ def test_batch_size_auto_keeps_the_effective_batch(home: Path, tmp_path: Path) -
     assert start["tokens_per_step"] == 6 * 32
 
 
-@pytest.mark.long  # what is measured beside other work is not kept
+@pytest.mark.long  # a busy machine's measurements are not cached
 def test_a_long_run_measures_its_micro_batch_once(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -255,7 +255,7 @@ def test_tensorboard_holds_the_same_numbers(home: Path, tmp_path: Path) -> None:
         key = tag.split("/")[1]
         told = [(event["step"], event[part] if part else event) for event in of(events, kind)]
         wanted = [(step, pytest.approx(values[key], rel=1e-6)) for step, values in told if values]
-        assert wanted, f"the run took more than a second, so it recorded {tag}"
+        assert wanted, f"the run must have recorded {tag}"
         assert [(scalar.step, scalar.value) for scalar in board.Scalars(tag)] == wanted
     for event in of(events, "step"):
         assert event["it/s"] * event["step_seconds"] == pytest.approx(1)
@@ -291,13 +291,13 @@ def test_what_is_said_before_the_start_is_recorded_once(home: Path, tmp_path: Pa
     assert code == 0, error
     said = [line for line in out.splitlines() if json.loads(line)["event"] == "warning" and "compile" in line]
     assert len(said) == 1
-    assert json.loads(out.splitlines()[0])["event"] == "start", "first of all, whatever was said before it"
+    assert json.loads(out.splitlines()[0])["event"] == "start", "`start` must be the first event"
     metrics = tmp_path / "r/metrics.jsonl"
-    assert metrics.read_text() == out, "what was said before is recorded, too"
+    assert metrics.read_text() == out, "earlier warnings must be recorded, too"
     again = [*command, "--max-steps=3", "--resume"]
     _, out, _ = finish(again, home / "cache")
     assert said[0] in out
-    assert metrics.read_text().splitlines().count(said[0]) == 1, "and once"
+    assert metrics.read_text().splitlines().count(said[0]) == 1, "a warning must be recorded once"
 
 
 def test_a_missing_compiler_is_named_where_compiling_would_pay(home: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The learning rate and the length of a run."""
+"""Schedules of the learning rate and the window, and the length of a run."""
 
 from itertools import pairwise
 

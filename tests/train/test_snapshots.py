@@ -1,4 +1,4 @@
-"""Snapshots are complete or reported, kept or pruned, and never lost to bad input."""
+"""Damaged snapshots are reported, old ones are pruned, and bad input never deletes one."""
 
 import json
 import resource
@@ -137,7 +137,7 @@ def test_another_thread_count_is_named_and_refused_when_strict(
 
 
 def test_a_disk_that_fills_while_saving_leaves_the_last_snapshot(home: Path, tmp_path: Path) -> None:
-    """The limit on file sizes allows the files of the small model and not of a larger one."""
+    """A limit just below the size of the largest snapshot file simulates a full disk."""
     run = tmp_path / "full"
     assert train(home, run, training__max_steps=4) == 0
     largest = max(path.stat().st_size for path in (run / "snapshots").rglob("*"))

@@ -16,7 +16,7 @@ CLASSIC = {**MODERN, "activation": "gelu", "tie_embeddings": False}
 
 
 class Memorise:
-    """A task with a loss and an additional sum."""
+    """A minimal task with a loss and no additional sums."""
 
     def __init__(self, model: TransformerLM) -> None:
         self.model = model
@@ -31,7 +31,7 @@ class Memorise:
 def model_of(settings: dict[str, object], seed: int = 3) -> TransformerLM:
     model = TransformerLM(ModelConfig.model_validate(settings), seed)
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():  # zero-initialised projections would hide half of the gradients
+    with torch.no_grad():  # zero-initialized projections would hide half of the gradients
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
     return model
@@ -243,5 +243,5 @@ def test_dropout_depends_on_the_step_and_on_nothing_left_over() -> None:
     assert loss(3, disturb=1) == loss(3, disturb=2)
     torch.manual_seed(1)
     first = loss(3, disturb=1)
-    assert torch.equal(torch.rand(1), expected), "the step draws from no global state"
+    assert torch.equal(torch.rand(1), expected), "a step must not use the global random state"
     assert len({first, loss(4, disturb=1)}) == 2

@@ -54,7 +54,7 @@ def endless(home: Path, **changes: object) -> tuple[str, ...]:
     return tuple(overrides(TINY, own, changes))
 
 
-@pytest.mark.skipif(available_cores() < 2, reason="one core has no thread to give up")
+@pytest.mark.skipif(available_cores() < 2, reason="at least two cores are needed")
 def test_a_run_gives_way_to_its_neighbors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, neighbors: None) -> None:
     use_cache(monkeypatch, tmp_path / "cache")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

@@ -26,7 +26,7 @@ def fill(home: Path) -> None:
 
 
 def tensors(seed: int, rows: int = 700) -> Tensors:
-    """Returns tensors of several blocks, of every layout, whose sizes are no multiples of a page."""
+    """Returns tensors of various layouts and dtypes, some larger than a block, of sizes that do not fill pages."""
     draw = torch.Generator().manual_seed(seed)
     return {
         "ünïcode": torch.randn(rows, 1001, generator=draw),

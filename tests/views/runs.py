@@ -1,4 +1,4 @@
-"""Tiny runs for the tests of reports."""
+"""Trains and writes tiny runs for the tests of reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Event = dict[str, Any]
 
 
 def train(home: Path, name: str, **changes: object) -> Path:
-    """Trains a tiny model on made-up sentences in this process, once per name."""
+    """Trains a tiny model on random sentences in this process, unless the run exists."""
     corpus = home / "corpus.jsonl"
     if not corpus.exists():
         write_corpus(corpus)

@@ -27,7 +27,7 @@ from tests.processes import environment, settings, write_corpus
 
 
 def shown(steps: int, cores: int = 2, news: int = 0, sample: str = "", keys: bool = True) -> ScreenState:
-    """Returns the view after a number of step events."""
+    """Returns the state of the live view after a number of step events."""
     known = ScreenState(start={"step": 0, "output_dir": "runs/a-name", "total_steps": 5000}, keys=keys)
     known.stepped = time.monotonic()
     known.training = [(10 * i, 3 + 4 / i) for i in range(1, steps + 1)]
@@ -96,7 +96,7 @@ def test_what_a_person_looks_for_is_there(width: int, height: int) -> None:
 
 
 class Terminal:
-    """A command in a new pseudo-terminal."""
+    """Runs a command in a new pseudo-terminal."""
 
     def __init__(self, arguments: list[str], cache: Path, shell: str = "{}") -> None:
         self._main, self.other = pty.openpty()
@@ -125,7 +125,7 @@ class Terminal:
                 self.text += os.read(self._main, 65536)
 
     def ended(self) -> int:
-        """Waits for the exit code."""
+        """Waits until the command ends and returns its exit code."""
         self.until(lambda: self.process.poll() is not None)
         while select.select([self._main], [], [], 0.2)[0]:
             self.text += os.read(self._main, 65536)
@@ -150,7 +150,7 @@ def test_output_that_a_launcher_forwards_has_no_terminal_codes(
     )  # fmt: skip
     os.close(other)
     text = b""
-    with contextlib.suppress(OSError):  # the end of a pseudo-terminal
+    with contextlib.suppress(OSError):  # raised at the end of a pseudo-terminal
         while part := os.read(main, 65536):
             text += part
     assert process.wait() == 0
@@ -179,7 +179,7 @@ def test_keys_save_evaluate_pause_and_end_a_run(long_run: tuple[list[str], Path]
     arguments, run = long_run
     terminal = Terminal(arguments, tmp_path / "cache")
     terminal.until(lambda: events(run, "step"))
-    assert termios.tcgetattr(terminal.other)[3] & termios.ICANON == 0  # keys come one by one
+    assert termios.tcgetattr(terminal.other)[3] & termios.ICANON == 0  # keys are read one by one
     terminal.press("s")
     terminal.until(lambda: events(run, "snapshot"))
     terminal.press("e")
@@ -205,7 +205,7 @@ def test_keys_save_evaluate_pause_and_end_a_run(long_run: tuple[list[str], Path]
 
 def test_a_second_signal_leaves_the_terminal_as_it_was(long_run: tuple[list[str], Path], tmp_path: Path) -> None:
     arguments, run = long_run
-    slow = ["--set", "model.n_layers=64", "--set", "training.gradient_accumulation_steps=1000"]  # many seconds a step
+    slow = ["--set", "model.n_layers=64", "--set", "training.gradient_accumulation_steps=1000"]  # many seconds per step
     terminal = Terminal([*arguments, *slow], tmp_path / "cache")
     terminal.until(lambda: b"Waiting for the first steps" in terminal.text)
     time.sleep(1.0)

@@ -1,4 +1,4 @@
-"""Reports and lists of real tiny runs, of old, killed and broken ones, and of very long ones."""
+"""Reports and lists of runs work for tiny real runs, old, killed and broken runs, and very long runs."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def fill(home: Path) -> None:
 
 
 def figures(page: str) -> dict[str, Any]:
-    """Returns the plots of a page by name; plotly accepts each figure."""
+    """Returns the plots of a page by name, and checks that plotly accepts each of them."""
     found = re.findall(r'data-name="(\w+)">.*?application/json">(.*?)</script>', page, re.DOTALL)
     made = {name: json.loads(text) for name, text in found}
     for value in made.values():
-        graph_objects.Figure(value)  # refuses what plotly does not know
+        graph_objects.Figure(value)  # raises if the figure is not valid
     return made
 
 
@@ -108,7 +108,7 @@ def test_png_has_the_dots_of_print(home: Path, tmp_path: Path) -> None:
     (written_file,) = write_plots([drawn(home / "a/tiny")["loss"]], tmp_path, "png")
     header = written_file.read_bytes()
     assert header.startswith(b"\x89PNG")
-    assert int.from_bytes(header[16:20], "big") == 1050  # 3.5 inches of 300 dots
+    assert int.from_bytes(header[16:20], "big") == 1050  # 3.5 inches at 300 dpi
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_who_looks_at_a_run_that_nobody_trains_leaves_it_free(home: Path, capsys
     (home / "a/tiny/.lock").touch()
     assert listed(capsys, str(home / "a"))["tiny"]["state"] == "done"
     with lock_run(home / "a/tiny"):
-        assert listed(capsys, str(home / "a"))["tiny"]["state"] == "done"  # it has ended, and is gone on with
+        assert listed(capsys, str(home / "a"))["tiny"]["state"] == "done"  # a finished run is resumed
 
 
 def test_no_runs_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
@@ -294,7 +294,7 @@ def test_figures_say_what_plots_say(home: Path) -> None:
 
 
 def test_the_rows_of_a_plot_are_in_the_order_of_the_runs(home: Path, tmp_path: Path) -> None:
-    """The order holds even if only a later run has some phase."""
+    """The order holds even if a phase occurs only in a later run."""
     unstarted = changed(home / "a/tiny", lambda e: {**e, "elapsed_seconds": 0.0} if e["event"] == "step" else e)
     run = written(tmp_path / "at once", unstarted, home / "a/tiny")
     plot = drawn(run, home / "b/tiny")["time"]

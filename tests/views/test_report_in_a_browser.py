@@ -83,12 +83,12 @@ def test_a_curve_tells_its_values_where_it_is_pointed_at(opened: Any) -> None:
     plot = page.locator("figure[data-name=loss] .nsewdrag").first
     plot.scroll_into_view_if_needed()
     box = plot.bounding_box()
-    for aside in range(2):  # plotly tells where a pointer moves, not where it is
+    for aside in range(2):  # plotly reacts only if the pointer moves
         page.mouse.move(box["x"] + 0.65 * box["width"] + aside, box["y"] + box["height"] / 2)
     label = page.locator("figure[data-name=loss] .hoverlayer")
     until(lambda: "one: training" in label.text_content())
     titles = page.locator("figure[data-name=loss] .modebar-btn").evaluate_all("all => all.map((b) => b.dataset.title)")
-    assert titles == ["Zoom", "Pan", "Reset axes"]  # and none that uploads
+    assert titles == ["Zoom", "Pan", "Reset axes"]  # and no button that uploads
 
 
 def test_a_run_is_hidden_in_every_plot_at_once(opened: Any) -> None:
@@ -124,7 +124,7 @@ def test_plots_follow_light_and_dark(opened: Any) -> None:
     page.emulate_media(color_scheme="dark")
     until(lambda: page.evaluate(NOW) != light)
     assert page.evaluate(paper) != white
-    page.click("#scheme")  # against what the machine says
+    page.click("#scheme")  # overrides the system's color scheme
     until(lambda: page.evaluate(NOW) == light)
     assert page.evaluate(paper) == white
 

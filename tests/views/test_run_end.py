@@ -1,4 +1,4 @@
-"""A finished run ends with its curve, what the model wrote, its report, and commands that work."""
+"""A finished run prints its loss curve, samples of the model, the path of its report, and commands that work."""
 
 import shlex
 from pathlib import Path
@@ -25,7 +25,7 @@ SAMPLED = {
 
 @pytest.fixture(scope="module")
 def ended(home: Path) -> tuple[Path, str]:
-    """A run and everything that it printed."""
+    """Trains a run; returns its folder and everything that it printed."""
     run, given = home / "ended run", processes.settings(data__dataset_name=home / "corpus.jsonl", **SAMPLED)
     code, out, _ = processes.finish(["train", *given, "--output-dir", str(run)], home / "cache")
     assert code == 0

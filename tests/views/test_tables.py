@@ -1,4 +1,4 @@
-"""Tables fit the screen without cutting heads or cells."""
+"""Tables fit the screen without truncating headers or cells."""
 
 import io
 

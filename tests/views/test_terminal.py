@@ -1,4 +1,4 @@
-"""The terminal shows the metrics that a task declares, and those that it does not."""
+"""The terminal shows the metrics of a task, whether or not the task declares them."""
 
 import io
 import time

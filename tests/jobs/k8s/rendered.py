@@ -1,4 +1,4 @@
-"""The files that `k8s` writes, as objects."""
+"""Runs `sansgpu k8s` and parses the files that it writes."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def arguments(*more: str, config: Path = CONFIG, **options: object) -> list[str]
 
 
 class Rendered:
-    """The files that one `k8s` command writes."""
+    """The parsed files that one `sansgpu k8s` command wrote."""
 
     def __init__(self, folder: Path) -> None:
         self.texts = {path.name: path.read_text() for path in folder.iterdir()}

@@ -1,4 +1,4 @@
-"""The container image that `k8s` describes."""
+"""The Dockerfile that `sansgpu k8s` writes."""
 
 import importlib.metadata
 import re
@@ -48,7 +48,7 @@ def test_the_image_copies_files_of_a_checkout() -> None:
 
 
 def test_the_dockerfile_of_the_repository_is_the_one_that_is_written() -> None:
-    """To update it: `sansgpu k8s` with the image sansgpu:VERSION, and copy both files."""
+    """To update the two files, run `sansgpu k8s` with `--image sansgpu:VERSION` and copy them."""
     rendered = render(image=f"sansgpu:{__version__}")
     assert (ROOT / "Dockerfile").read_text() == rendered.dockerfile.replace("-f out/Dockerfile ", "")
     assert (ROOT / ".dockerignore").read_text() == rendered.texts["Dockerfile.dockerignore"]
@@ -65,9 +65,7 @@ def test_the_image_pins_its_packages_and_runs_unprivileged() -> None:
     assert all("--no-cache-dir" in line for line in installs)
     assert all(re.search("-c (/opt/sansgpu/)?constraints.txt|==", line) for line in installs)
     assert f'test "$(sansgpu --version)" = {__version__}' in text
-    assert (
-        f"\nUSER {USER}:{USER}\nWORKDIR /data\n" in text.rpartition("\nRUN ")[2]
-    )  # the last user, and the last folder
+    assert f"\nUSER {USER}:{USER}\nWORKDIR /data\n" in text.rpartition("\nRUN ")[2]  # no later line changes them
     assert '.whl)[hf,report,wandb]"' in render("--set", "training.report_to=[wandb]").dockerfile
     assert {*requirements("sansgpu")} - {*pinned()} == {"sansgpu", "torch"}
 
@@ -79,14 +77,14 @@ def pinned() -> Iterator[str]:
 
 
 def requirements(name: str, seen: set[str] | None = None) -> set[str]:
-    """Returns the names of a package and its requirements on this machine; of extras, only those of the image."""
+    """Returns the names of a package and its installed requirements, with only those extras that the image has."""
     seen = set() if seen is None else seen
     name = name.lower().replace("_", "-")
     if name not in seen:
         try:
             needed = importlib.metadata.requires(name) or []
         except importlib.metadata.PackageNotFoundError:
-            return seen  # for another platform or Python
+            return seen  # for a different platform or Python version
         seen.add(name)
         for line in needed:
             inner = re.match(r"[A-Za-z0-9._-]+", line)

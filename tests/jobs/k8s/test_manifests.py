@@ -30,7 +30,7 @@ MODELS = {
 
 
 def as_in_schema(manifest: dict[str, Any]) -> Any:
-    """Returns the object as its published schema writes it, without unknown fields."""
+    """Returns the object after a round trip through its published schema, which drops unknown fields."""
     if manifest["kind"] == "PyTorchJob":
         client = ApiClient()
         read = client.deserialize(SimpleNamespace(data=json.dumps(manifest)), "KubeflowOrgV1PyTorchJob")
@@ -99,7 +99,7 @@ def test_a_claim_without_room_for_the_snapshots_is_noted(capsys: pytest.CaptureF
         ("PyTorchJob", ("spec", "pytorchReplicaSpecs", "Worker", "template", "spec", "terminationGracePeriod")),
         ("PyTorchJob", ("spec", "pytorchReplicaSpecs", "Worker", "template", "spec", "containers", 0, "workDir")),
         ("TrainJob", ("spec", "trainer", "numProcsPerNode")),
-        ("TrainingRuntime", ("spec", "mlPolicy", "torch", "numProcPerNode")),  # Trainer 2.3 has it no more
+        ("TrainingRuntime", ("spec", "mlPolicy", "torch", "numProcPerNode")),  # removed in Trainer 2.3
         ("TrainingRuntime", ("spec", "template", "spec", "failurePolicy", "maxRestart")),
         ("Pod", ("spec", "securityContext", "fsgroup")),
         ("ConfigMap", ("datas",)),
@@ -123,12 +123,12 @@ def test_a_pytorchjob_is_elastic() -> None:
     assert rendered.objects["PyTorchJob"]["apiVersion"] == "kubeflow.org/v1"
     assert job["elasticPolicy"].items() >= {"rdzvBackend": "c10d", "minReplicas": 2, "maxReplicas": 4}.items()
     assert job["elasticPolicy"]["maxRestarts"] > 0
-    assert "nProcPerNode" not in job["elasticPolicy"]  # deprecated, and refused beside spec.nprocPerNode
+    assert "nProcPerNode" not in job["elasticPolicy"]  # deprecated, and refused together with spec.nprocPerNode
     assert job["pytorchReplicaSpecs"].keys() == {"Worker"}
     assert (rendered.worker["replicas"], rendered.worker["restartPolicy"]) == (4, "OnFailure")
     assert rendered.container["name"] == "pytorch"
     assert rendered.container["command"] == TRAIN.format("cpu-80m").split()
-    assert job["runPolicy"]["cleanPodPolicy"] == "None"  # its pods stay, and their logs
+    assert job["runPolicy"]["cleanPodPolicy"] == "None"  # keeps the pods and their logs
     assert "ttlSecondsAfterFinished" not in job["runPolicy"]
     assert job["runPolicy"]["backoffLimit"] >= 4
 
@@ -157,12 +157,12 @@ def test_a_lost_pod_restarts_a_trainjob_and_is_not_a_failure() -> None:
     policy = rendered.runtime["template"]["spec"]["failurePolicy"]
     assert policy["maxRestarts"] > 0
     [rule] = policy["rules"]
-    assert re.fullmatch("[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", rule["name"])  # as JobSet wants it
+    assert re.fullmatch("[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", rule["name"])  # JobSet requires this
     assert (rule["action"], rule["onJobFailureReasons"]) == ("RestartJobSetAndIgnoreMaxRestarts", ["PodFailurePolicy"])
     job = rendered.node["template"]["spec"]
     assert job["backoffLimit"] == 0
     assert job["podFailurePolicy"]["rules"][0]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
-    assert job["template"]["spec"]["restartPolicy"] == "Never"  # which a podFailurePolicy needs
+    assert job["template"]["spec"]["restartPolicy"] == "Never"  # required by podFailurePolicy
 
 
 def test_all_persistent_data_is_on_the_volume_claim() -> None:
@@ -197,7 +197,7 @@ def test_pods_have_the_label_of_the_run_and_no_sidecar_proxy() -> None:
         [spread] = template["spec"]["topologySpreadConstraints"]
         assert spread["labelSelector"]["matchLabels"].items() <= labels.items()
         assert not spread["labelSelector"]["matchLabels"].items() <= files.items()
-    assert "app.kubernetes.io/instance" not in files  # else its pod were among the logs
+    assert "app.kubernetes.io/instance" not in files  # otherwise `kubectl logs` would show this pod
 
 
 def test_pods_have_no_privileges() -> None:

@@ -24,7 +24,7 @@ def test_pods_are_guaranteed() -> None:
     for resources in [*(c["resources"] for c in containers), rendered.trainer["resourcesPerNode"]]:
         assert resources["requests"] == resources["limits"]
         assert resources["limits"].keys() == {"cpu", "memory"}
-        assert resources["limits"]["cpu"].isdigit()  # whole, so that a static CPU manager gives cores
+        assert resources["limits"]["cpu"].isdigit()  # the static CPU manager needs an integer
     for resources in (rendered.container["resources"], rendered.trainer["resourcesPerNode"]):
         assert resources["limits"] == {"cpu": "16", "memory": "64Gi"}
 
@@ -36,8 +36,8 @@ def test_pods_are_guaranteed() -> None:
 def test_processes_share_the_cpus_of_a_pod(cpus: int, processes: int, threads: int) -> None:
     rendered = render(nodes=1, cpus=cpus, processes_per_node=processes)
     assert rendered.env["OMP_NUM_THREADS"] == str(threads)
-    assert rendered.elastic["nprocPerNode"] == str(processes)  # Training Operator wants a string
-    assert rendered.trainer["numProcPerNode"] == processes  # and Trainer a number
+    assert rendered.elastic["nprocPerNode"] == str(processes)  # Training Operator requires a string
+    assert rendered.trainer["numProcPerNode"] == processes  # Trainer requires a number
     assert rendered.trainer["env"] == rendered.container["env"]
 
 
@@ -69,7 +69,7 @@ def test_the_grace_period_exceeds_a_step_and_its_snapshots() -> None:
     [grace] = graces
     needed = step + 2 * snapshot / DISK_BYTES_PER_SECOND
     assert needed + 30 < grace < needed + 60
-    # torchrun gives its processes 30 seconds, whatever the pod has.
+    # By default torchrun kills its processes after 30 seconds, whatever the pod's grace period is.
     assert needed + 20 < int(rendered.env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < grace
     larger = render("--set", "model.d_model=2304", "--set", "model.n_heads=36")
     assert larger.training_pods[0]["terminationGracePeriodSeconds"] > 2 * grace

@@ -1,4 +1,4 @@
-"""A Slurm cluster of two nodes on this machine, with its own daemons, ports, key and folders."""
+"""Runs a Slurm cluster of two nodes on this machine, with its own daemons, ports, key and folders."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
-# Names of this machine, because processes look up the first node's name.
+# Both are names of this machine, because processes resolve the first node's name.
 NODES = (socket.gethostname(), "localhost")
-# Slurm starts a job that is queued again after its old credentials have expired: two minutes by default.
+# cred_expire is short because Slurm restarts a requeued job only once its credentials expire (default: 2 minutes).
 _CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -55,7 +55,7 @@ def missing() -> str | None:
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[None]:
-    """Starts the daemons and sets SLURM_CONF while the context lasts."""
+    """Runs the daemons and sets SLURM_CONF within the context."""
     ports = []
     with ExitStack() as taken:
         for _ in range(3):
@@ -108,7 +108,7 @@ def wait_until(ready: object, seconds: float) -> None:
 
 
 def submit(script: Path) -> str:
-    """Submits a script from the current folder and returns the number of the job."""
+    """Submits a script from the current folder and returns the job ID."""
     done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -80,7 +80,7 @@ def test_shells_accept_the_script(setting: str, capsys: Captured) -> None:
 
 
 def test_the_script_passes_settings_on_as_they_are(tmp_path: Path, capsys: Captured) -> None:
-    """Stand-ins for the commands of a cluster: srun prints what it would start."""
+    """Shell functions replace the cluster's commands; srun prints the command that it would start."""
     setting = "data.text_column=a'b $(touch x) `touch x` \"c"
     script = _script(capsys, "--nodes", "1", "--set", setting)
     stubs = 'srun() { printf "%s\\n" "$MASTER_ADDR" "$@"; }; scontrol() { echo first; echo second; }\n'

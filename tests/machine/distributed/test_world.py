@@ -39,7 +39,7 @@ SRUN = {
         (OPEN_MPI, "Open MPI", 1, "127.0.0.1"),
         (MPICH, "MPICH or Intel MPI", 2, "127.0.0.1"),
         (SRUN, "srun", 0, "10.0.0.1"),
-        ({**OPEN_MPI, **SRUN}, "Open MPI", 1, "127.0.0.1"),  # mpirun in an allocation of Slurm
+        ({**OPEN_MPI, **SRUN}, "Open MPI", 1, "127.0.0.1"),  # mpirun inside a Slurm allocation
         ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT": "1"}, "torchrun", 0, "head"),
     ],
 )
@@ -104,7 +104,7 @@ def test_the_thread_count_that_torchrun_sets_is_ignored() -> None:
 
 
 def machine(folder: Path, nodes: int, cores_each: int, threads: int) -> Path:
-    """Writes /sys/devices/system of a machine that numbers second hardware threads after all cores, like Linux."""
+    """Writes a /sys/devices/system in which, as usual, second hardware threads are numbered after all cores."""
     whole = nodes * cores_each
     for node in range(nodes):
         numbers = [t * whole + node * cores_each + c for t in range(threads) for c in range(cores_each)]

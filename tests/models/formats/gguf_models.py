@@ -25,7 +25,7 @@ LLAMA3: dict[str, Any] = {
     "rope_parameters": {"rope_type": "llama3", **_ROPE, "original_max_position_embeddings": 64},
     "rms_norm_eps": 1e-5,
 }
-BASES: dict[str, tuple[str, dict[str, Any]]] = {  # the architecture of a folder, and what is changed in its config.json
+BASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (architecture, changes to its config.json)
     "llama": ("llama", {}),
     "tied": ("smollm", {}),
     "llama3": ("llama", LLAMA3),
@@ -52,7 +52,7 @@ def write_ours(
 
 
 def base(folder: Path, name: str) -> tuple[PreTrainedModel, Any]:
-    """Returns a transformers model with weights large enough to matter, and its tokenizer."""
+    """Returns a transformers model, with noise added to all weights so that errors show, and its tokenizer."""
     architecture, changes = BASES[name]
     given = ModelConfig(name_or_path=str(make_folder(folder, architecture, **changes)))
     model = load_pretrained(given, Head("causal"), 0).eval()

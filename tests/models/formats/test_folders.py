@@ -40,7 +40,7 @@ def configuration_of(settings: dict[str, object]) -> transformers.PretrainedConf
 
 
 def theirs_of(settings: dict[str, object]) -> transformers.PreTrainedModel:
-    """Returns a transformers model with weights large enough to matter."""
+    """Returns a transformers model whose random weights are large enough for errors to show in its logits."""
     model = AutoModelForCausalLM.from_config(configuration_of(settings)).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -180,7 +180,7 @@ def test_weights_saved_without_the_head_are_read(tmp_path: Path, settings: dict[
 def test_causal_masks_among_the_weights_are_passed_over(tmp_path: Path) -> None:
     theirs_of(GPT2).base_model.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    for layer in range(2):  # as GPT-2's own files on the hub have them
+    for layer in range(2):  # GPT-2's files on the Hub contain these buffers
         weights[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 24, 24).tril()
         weights[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})

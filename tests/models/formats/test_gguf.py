@@ -27,13 +27,13 @@ from sansgpu.train.loading import ModelRequest, open_model
 from tests.models.formats.gguf_models import ABOUT, BASES, base, logits_of, parts_of, write_base, write_ours
 from tests.models.small import IN_GGUF, TEXT, TOKENIZER, model_of, tokens
 
-# How far a number may be from the one written: a share of itself, or of the largest of its 32 in q8_0, whose scale is
-# f16; and half of f16's smallest number, as often as it is taken.
+# Largest rounding errors as (share, count): a share of the number itself, or in q8_0 of the largest number in its block
+# of 32, plus `count` times half of f16's smallest positive number, because q8_0 stores its scales in f16.
 HALF_STEPS = {"f32": (0, 0), "f16": (2**-11, 1), "bf16": (2**-8, 0), "q8_0": (0.5 / 127 + 2**-11, 127)}
 
 
 def read(path: Path) -> TransformerLM:
-    """Reads a file and dequantizes what stayed quantized."""
+    """Returns the decoder of a GGUF file, with all quantized layers dequantized to fp32."""
     decoder = load_gguf_decoder(open_gguf(path))
     assert decoder is not None
     dequantize_layers(decoder, torch.float32)
@@ -118,13 +118,13 @@ def test_what_the_file_says_of_itself(tmp_path: Path) -> None:
     assert said["tokenizer.ggml.bos_token_id"] == said["tokenizer.ggml.eos_token_id"] == TOKENIZER.end_id
     assert said["tokenizer.ggml.add_bos_token"] is True
     types = dict(zip(said["tokenizer.ggml.tokens"], said["tokenizer.ggml.token_type"], strict=True))
-    assert len(types) == 320  # llama.cpp wants each to be another
+    assert len(types) == 320  # llama.cpp requires all tokens to be different
     assert types["<|endoftext|>"] == gguf.TokenType.CONTROL
     assert types["[PAD319]"] == gguf.TokenType.UNUSED
 
 
 def test_rows_that_q8_0_cannot_hold_are_f16(tmp_path: Path) -> None:
-    choices = write_ours(tmp_path / "model.gguf", model_of("modern"), "q8_0")  # d_ff is 40
+    choices = write_ours(tmp_path / "model.gguf", model_of("modern"), "q8_0")  # d_ff is 40, not a multiple of 32
     apart = [name for name, choice in choices.items() if choice.used != choice.wanted]
     assert apart == ["blk.0.ffn_down.weight", "blk.1.ffn_down.weight"]
     types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
@@ -136,7 +136,7 @@ def test_rows_that_q8_0_cannot_hold_are_f16(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["q4_1", "q8_0"])
 @pytest.mark.parametrize("name", ["tied", "llama", "qwen3", "gpt2"])
 def test_a_quantized_file_stays_quantized_in_our_decoder(name: str, kind: GGUFType, tmp_path: Path) -> None:
-    """Its norms may have any epsilon, and its logits are those of the dequantized values in transformers."""
+    """The logits equal those of transformers with dequantized weights, also with an unusual epsilon in the norms."""
     model, tokenizer = base(tmp_path / "base", name)
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):

@@ -16,7 +16,7 @@ from tests.models.llama import LlamaFile
 from tests.models.small import IN_GGUF, TEXT, model_of, tokens
 
 pytest.importorskip("llama_cpp")
-# Of logits up to 3. It rounds activations as the weights are, takes GELU from a table of f16, and both we do not.
+# Allowed differences of logits up to 3. Unlike ours, llama.cpp rounds activations and reads GELU from an f16 table.
 APART = {"f32": 1e-5, "f16": 5e-3, "bf16": 3e-2, "q8_0": 8e-2}
 APART_BY_GELU = 3e-3
 ODD = [
@@ -64,7 +64,7 @@ def test_logits_and_tokens_of_what_fine_tuning_goes_on_from(name: str, tmp_path:
 def test_odd_texts_become_the_same_tokens(tokenizer: Tokenizer, tmp_path: Path) -> None:
     write_ours(tmp_path / "model.gguf", model_of("modern", vocab_size=704), "f16", tokenizer)
     theirs = LlamaFile(tmp_path / "model.gguf")
-    underscore = "▁"  # which llama.cpp takes for a space where characters are tokens
+    underscore = "▁"  # llama.cpp reads it as a space in character tokenizers
     texts = [text for text in [*ODD, *random_texts(3000)] if underscore not in text]
     assert [text for text in texts if theirs.encode(text) != tokenizer.encode(text)] == []
     assert theirs.encode("x", special=True) == [tokenizer.end_id, *tokenizer.encode("x")]

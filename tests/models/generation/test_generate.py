@@ -40,7 +40,7 @@ GREEDY, RANDOM = Sampling(temperature=0), Sampling(temperature=1.0, top_p=0.95, 
 WORDS = TEXT[0].split()
 PROMPTS = [" ".join(WORDS[: 1 + number % 7] * (1 + number % 3)) for number in range(9)]
 CONTEXT = 96
-# Those with sliding windows cannot share a cache.
+# True if several prompts can be completed in one batch. Models with sliding windows cannot share a key-value cache.
 ARCHITECTURES = {
     "llama": True,
     "qwen2": True,
@@ -82,7 +82,7 @@ def test_a_batch_of_our_decoder_writes_what_each_prompt_gives_alone(layout: str)
     batch = decoder_batch(model, TOKENIZER)
     alone = ["".join(generate(model, TOKENIZER, p, 5 + 3 * n, GREEDY)) for n, p in enumerate(PROMPTS)]
     assert any(alone)
-    for slots in (1, 4, 20):  # with refills, and without
+    for slots in (1, 4, 20):  # fewer slots than prompts, so that slots are reused, and more
         assert [TOKENIZER.decode(row.ids) for row in completions(batch, slots, GREEDY)] == alone
 
 
@@ -107,7 +107,7 @@ def test_a_batch_of_a_transformers_model_writes_what_each_prompt_gives_alone(arc
 
 @pytest.mark.parametrize(("architecture", "narrow"), [("qwen2", False), ("qwen2", True), ("phi", True)])
 def test_texts_depend_on_seed_and_row_but_not_on_the_batch(architecture: str, narrow: bool) -> None:
-    """In bf16, the rotary embedding of Phi returns keys in fp32."""
+    """Phi is tested in bf16 because its rotary embedding then returns fp32 keys."""
     unpadded, tokenizer = pretrained(architecture)
     if narrow:
         narrow_matrices(unpadded.model)
@@ -120,7 +120,7 @@ def test_texts_depend_on_seed_and_row_but_not_on_the_batch(architecture: str, na
     ids = [batch.text_ids(prompt) for prompt in PROMPTS[4:]]
     with torch.inference_mode():
         later = complete(batch.open_reader(3, CONTEXT), ids, batch.ends, limits, RANDOM, first=4)
-        assert sorted(later) == expected[4:]  # as after an interruption
+        assert sorted(later) == expected[4:]  # as when an interrupted job continues
     other = completions(batch, 9, Sampling(temperature=1.0, top_p=0.95, seed=4))
     assert [row.ids for row in other] != [row.ids for row in expected]
     same = completions(batch, 9, RANDOM, prompts=[PROMPTS[0]] * 9)

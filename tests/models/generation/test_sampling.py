@@ -14,12 +14,12 @@ from sansgpu.models.generation.generate import decoder_step, generate
 from sansgpu.models.generation.sampling import Sampling, sample_tokens
 from tests.models.small import TEXT, TOKENIZER, config_of, model_of, text_of
 
-TOKENIZERS = {"bpe": TOKENIZER, "char": CharTokenizer.train(["ab"])}  # one that has no é but its bytes
+TOKENIZERS = {"bpe": TOKENIZER, "char": CharTokenizer.train(["ab"])}  # "char" encodes é as bytes
 LIKELIEST = Sampling(temperature=0)
 
 
 def greedy(model: TransformerLM, ids: list[int], count: int) -> list[int]:
-    """Continues ids greedily, recomputing the whole context for each token; keeps its newer half when it is full."""
+    """Continues ids greedily and recomputes the context for each token. A full context keeps only its newer half."""
     context = model.config.max_seq_len
     ids, held = list(ids), ids[-context:]
     for _ in range(count):
@@ -31,9 +31,9 @@ def greedy(model: TransformerLM, ids: list[int], count: int) -> list[int]:
 
 
 def writer_of(ids: list[int], end: int, vocabulary: int) -> TransformerLM:
-    """Returns a model whose likeliest text is `ids` (all different), then the end token.
+    """Returns a model that greedily generates `ids` (all different), then the end token.
 
-    The blocks of a new model add nothing, so the head sees only the embedding of the last token.
+    The blocks of a new model output zeros, so the head sees only the embedding of the last token.
     """
     model = TransformerLM(config_of("modern", tie_embeddings=False, vocab_size=vocabulary), 0).eval()
     with torch.no_grad():
@@ -51,7 +51,7 @@ def written(tokenizer: Tokenizer, text: str, count: int = 99) -> list[str]:
 @pytest.mark.parametrize("layout", ["modern", "grouped", "classic"])
 def test_generation_is_greedy_at_temperature_zero_and_at_one_choice(layout: str) -> None:
     model = model_of(layout, vocab_size=300)
-    prompt = [TOKENIZER.end_id, *TOKENIZER.encode("The quick")]  # a prompt begins a document and does not end it
+    prompt = [TOKENIZER.end_id, *TOKENIZER.encode("The quick")]  # it starts a document and does not end it
     expected = greedy(model, prompt, 8)[len(prompt) :]
     if TOKENIZER.end_id in expected:
         expected = expected[: expected.index(TOKENIZER.end_id)]
@@ -97,11 +97,11 @@ def test_pieces_join_to_the_text_and_tear_no_character(name: str) -> None:
     text = "aé世b🎉"  # eleven bytes, all different
     pieces = written(TOKENIZERS[name], text)
     assert "".join(pieces) == text
-    assert len(pieces) > 3  # as it comes: every one of them whole, or the joined text would not be the text
+    assert len(pieces) > 3  # streamed in several pieces, none of which splits a character
 
 
 def test_what_never_becomes_a_character_is_shown_at_the_end() -> None:
-    ids = TOKENIZER.encode("a🎉")[:-1]  # one byte short
+    ids = TOKENIZER.encode("a🎉")[:-1]  # without the emoji's last byte
     model = writer_of(ids, TOKENIZER.end_id, TOKENIZER.vocab_size)
     assert "".join(generate(model, TOKENIZER, "", 99, LIKELIEST)) == TOKENIZER.decode(ids) == "a\ufffd"
 
@@ -114,7 +114,7 @@ def test_pieces_of_a_random_text_join_to_what_its_tokens_say() -> None:
         ids += sample_tokens(model(torch.tensor([ids]))[:, -1].detach(), sampling, [generator])
     assert TOKENIZER.end_id not in ids[1:]
     text = TOKENIZER.decode(ids[1:])
-    assert "\ufffd" in text  # random bytes are seldom characters
+    assert "\ufffd" in text  # random bytes are rarely valid UTF-8
     pieces = list(generate(model, TOKENIZER, "", 80, sampling))
     assert "".join(pieces) == text
     assert len(pieces) > 5
@@ -135,12 +135,12 @@ def test_generation_needs_no_dropout_and_leaves_the_model_in_the_mode_it_was_in(
     model.train()
     pieces = generate(model, TOKENIZER, "The", 8, LIKELIEST)
     next(pieces)
-    pieces.close()  # as when a reader has enough
+    pieces.close()  # as when the caller stops reading early
     assert model.training
 
 
 def reference_choices(logits: torch.Tensor, sampling: Sampling) -> dict[int, float]:
-    """Computes token -> probability in plain Python."""
+    """Returns the probability of each token that may be drawn, computed in plain Python."""
     weights = ((logits.double() / sampling.temperature) - logits.max() / sampling.temperature).exp().tolist()
     best = sorted(range(len(weights)), key=lambda token: -weights[token])
     best = best[: sampling.top_k] if sampling.top_k else best
@@ -170,4 +170,4 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(
     assert set(drawn) <= set(expected)
     for token, probability in expected.items():
         spread = (probability * (1 - probability) / draws) ** 0.5
-        assert abs(drawn.count(token) / draws - probability) <= 5 * spread + 5 / draws  # the latter for the rarest
+        assert abs(drawn.count(token) / draws - probability) <= 5 * spread + 5 / draws  # 5 / draws: rare tokens

@@ -128,7 +128,7 @@ def test_a_softcapped_model_keeps_its_attention_and_its_loss(tmp_path: Path, mon
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
-        parameter.data.mul_(3)  # so that caps are felt
+        parameter.data.mul_(3)  # large enough for soft caps to change the results
     model.save_pretrained(tmp_path)
     ours = HuggingFaceLM(str(tmp_path))
     assert ours.model.config._attn_implementation != NAME

@@ -29,13 +29,13 @@ def tiny(name: str, **changes: object) -> Any:
     auto = transformers.AutoModelForMaskedLM if name in ENCODERS else transformers.AutoModelForCausalLM
     model = auto.from_config(config)
     with torch.no_grad():
-        for parameter in model.parameters():  # norms that differ from 1
+        for parameter in model.parameters():  # so that norm weights differ from 1
             parameter.add_(torch.randn(parameter.shape), alpha=0.1)
     return model.train()
 
 
 def replaced(model: nn.Module, before: nn.Module) -> set[str]:
-    """Returns the names of the classes whose element-wise operations are fused."""
+    """Returns the class names of replaced modules, except for linear, dropout and embedding layers."""
     names = {name: type(module) for name, module in before.named_modules()}
     changed = [name for name, module in model.named_modules() if type(module) is not names[name]]
     return {names[name].__name__ for name in changed} - {"Linear", "Dropout", "Embedding"}
@@ -50,9 +50,9 @@ def replaced(model: nn.Module, before: nn.Module) -> set[str]:
         ("Qwen3", {}, {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3DecoderLayer", "Qwen3Attention"}),
         ("Llama", {"hidden_act": "relu"}, {"LlamaRMSNorm", "LlamaDecoderLayer", "LlamaAttention"}),
         ("Granite", {"residual_multiplier": 0.5}, {"GraniteRMSNorm", "GraniteMLP", "GraniteAttention"}),
-        ("Olmo2", {}, {"Olmo2RMSNorm", "Olmo2MLP"}),  # its norms follow the branches
+        ("Olmo2", {}, {"Olmo2RMSNorm", "Olmo2MLP"}),  # its norms come after attention and MLP
         ("Gemma", {}, {"GELUTanh", "GemmaAttention"}),  # its norms multiply by 1 + weight
-        ("Nemotron", {}, set()),  # it rotates half of each head
+        ("Nemotron", {}, set()),  # it rotates only half of each head
         ("GPT2", {"n_embd": 16, "n_head": 2, "n_layer": 2}, {"LayerNorm", "NewGELUActivation"}),
         ("Bert", {}, {"LayerNorm", "GELUActivation", *(f"Bert{part}" for part in BERT_LAYERS)}),
         ("Bert", {"hidden_act": "relu"}, {"LayerNorm", "BertSelfAttention", "BertSelfOutput", "BertOutput"}),
@@ -62,7 +62,7 @@ def replaced(model: nn.Module, before: nn.Module) -> set[str]:
             DISTILBERT,
             {"LayerNorm", "GELUActivation", "DistilBertSelfAttention", "FFN", "TransformerBlock"},
         ),
-        ("MPNet", {}, {"LayerNorm", "GELUActivation", "MPNetOutput"}),  # its attention has a bias by distance
+        ("MPNet", {}, {"LayerNorm", "GELUActivation", "MPNetOutput"}),  # its attention has a relative position bias
         ("RobertaPreLayerNorm", {}, {"LayerNorm", "GELUActivation", "RobertaPreLayerNormSelfAttention"}),
     ],
 )

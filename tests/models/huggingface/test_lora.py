@@ -23,7 +23,7 @@ Called = list[object]
 
 
 def adapted(**changes: Any) -> Any:
-    """Returns a model with trained adapters, computed by peft."""
+    """Returns a model with random LoRA adapters, which peft's own code computes."""
     torch.manual_seed(0)
     model: Any = transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(**SIZES))
     config = peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", **changes)
@@ -43,7 +43,7 @@ def ours(model: nn.Module) -> Any:
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> Called:
-    """Records the calls of our kernel, and lets it run on few rows."""
+    """Records the calls of our kernel, which is then used for any number of rows."""
     calls: Called = []
     original: Callable[..., torch.Tensor] = lora.lora_linear
 
@@ -57,7 +57,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Called:
 
 
 def results(model: Any) -> list[torch.Tensor]:
-    """Returns the loss and the gradients of what is trained."""
+    """Returns the loss and the gradients of all trainable parameters."""
     torch.manual_seed(7)
     loss = model(input_ids=TOKENS, labels=TOKENS).loss
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -89,7 +89,7 @@ def merged(model: Any) -> Iterator[None]:
     [
         ({"use_dora": True}, trained, 0),
         ({"lora_bias": True}, trained, 0),
-        ({"bias": "all"}, trained, 4),  # three layers have a bias
+        ({"bias": "all"}, trained, 4),  # peft computes q, k and v, which have biases
         ({"rank_pattern": {".*": lora.MAX_RANK + 1}}, trained, 0),
         ({}, merged, 0),
         ({}, lambda model: model.disable_adapter(), 0),

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("home")
 
 
 def fill(home: Path) -> None:
-    """Writes rows, and encoders with the head of a masked language model, as they are published."""
+    """Writes training rows, and encoders with a masked language model head, as they are published on the Hub."""
     chat_rows(home / "chat.jsonl")
     conll(home / "tags.conll")
     squad(home / "squad.json")
@@ -30,7 +30,7 @@ def fill(home: Path) -> None:
 def test_an_encoder_does_not_continue_texts(
     home: Path, tmp_path: Path, capsys: Captured, architecture: str, command: str
 ) -> None:
-    """transformers would load it as a causal model whose tokens attend to the ones that they are to predict."""
+    """transformers would load it as a causal model, although its tokens attend to those that they have to predict."""
     model = home / architecture
     chosen = {"task": "sft", "model.name_or_path": model, "data.dataset_name": home / "chat.jsonl"}
     arguments = {
@@ -60,7 +60,7 @@ def test_a_head_that_transformers_does_not_have_is_named(home: Path, tmp_path: P
 def test_a_model_whose_weights_transformers_names_differently_is_not_called_damaged(
     home: Path, tmp_path: Path, capsys: Captured
 ) -> None:
-    """Question answering models of Qwen and Llama do not read the weights of their language models."""
+    """transformers names weights differently in Qwen's and Llama's QA models than in their language models."""
     model = model_folder("qwen2")
     chosen = {"task": "qa", "model.name_or_path": model, "data.dataset_name": home / "squad.json"}
     capsys.readouterr()
@@ -73,7 +73,7 @@ def test_a_model_whose_weights_transformers_names_differently_is_not_called_dama
 
 @pytest.mark.long
 def test_an_operation_that_onnx_does_not_have_is_named(tmp_path: Path, capsys: Captured) -> None:
-    """The exporter gives pages of advice to its developers instead."""
+    """torch's exporter would instead print pages of advice for its developers."""
     folder = tmp_path / "model"
     AutoModel.from_pretrained(model_folder("mixtral")).save_pretrained(folder)
     AutoTokenizer.from_pretrained(model_folder("mixtral")).save_pretrained(folder)

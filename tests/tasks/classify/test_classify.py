@@ -39,7 +39,7 @@ def settings(data: Path, **changes: object) -> list[str]:
 
 
 def made(home: Path, name: str, kind: str = "single", **changes: object) -> Path:
-    """Trains a run in this process, once per name."""
+    """Trains a run in this process unless one with this name exists, and returns its folder."""
     return train_once(home / name, settings(home / f"{kind}.jsonl", **changes))
 
 
@@ -153,7 +153,7 @@ def test_rare_labels_count_as_much_as_frequent_ones(tmp_path: Path, capsys: Capt
     assert balanced_weights(np.array([0] * 30 + [1] * 3), 2).tolist() == pytest.approx(expected.tolist())
 
 
-# Promises of every task
+# Behavior that every task guarantees
 
 
 def test_a_resumed_adapter_is_that_of_the_run_that_was_not_interrupted(home: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_plan_counts_padding_only_where_texts_are_padded(tmp_path: Path, capsy
         return planned
 
     packed, padded = activations("bert", pack=True), activations("bert", pack=False)
-    assert padded > 3 * packed, "a batch of 32 rows as long as the longest, instead of a random batch"
+    assert padded > 3 * packed, "the plan does not pad all 32 rows of a batch to the longest row"
 
 
 def test_an_adapter_has_a_trained_head_and_merges_into_the_same_model(home: Path, tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_a_run_without_vectors_is_refused_with_the_folder_that_has_some(home: Pa
 
 
 def test_a_pair_of_flags_needs_no_names_of_columns(home: Path, tmp_path: Path, capsys: Captured) -> None:
-    """A model that was trained on columns with other names takes --text with --text-pair, and nothing less."""
+    """--text and --text-pair work whatever the names of the training data's columns, and both are required."""
     rows = [{"query": f"red {n}", "passage": "old house", "label": n % 2} for n in range(12)]
     chosen = settings(write_rows(tmp_path / "rows.jsonl", rows), data__text_column="query",
                       data__text_pair_column="passage", training__max_steps=1)  # fmt: skip
@@ -331,7 +331,7 @@ def test_a_pair_of_flags_needs_no_names_of_columns(home: Path, tmp_path: Path, c
 
 
 def test_an_evaluation_leaves_bad_rows_out_and_counts_them(home: Path, tmp_path: Path, capsys: Captured) -> None:
-    """The setting that skips rows is one of training, so a command without settings must not ask for it."""
+    """data.on_bad_row is a setting of training, so `eval`, which has no settings, must not ask for it."""
     good = [json.loads(line) for line in (home / "single.jsonl").read_text().splitlines()]
     rows = write_rows(tmp_path / "rows.jsonl", [*good, {"text": "red"}, {"text": "red", "label": "blue"}])
     run = str(made(home, "exported"))

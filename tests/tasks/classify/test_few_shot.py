@@ -1,4 +1,4 @@
-"""Few-shot classification: learning, exports, promises of every task, and what it refuses."""
+"""Few-shot classification: it learns, exports and resumes like every task, and refuses rows it cannot use."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def settings(data: Path, **changes: object) -> list[str]:
 
 
 def made(home: Path, name: str, **changes: object) -> Path:
-    """Trains a run in this process, once per name."""
+    """Trains a run in this process unless one with this name exists, and returns its folder."""
     return train_once(home / name, settings(home / "rows.jsonl", **changes))
 
 
@@ -106,8 +106,8 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(
 ) -> None:
     straight = made(home, f"straight-{len(changes)}", **changes)
     before = printed(capsys, "predict", straight, "--snapshot", "2", "--data", home / "rows.jsonl")
-    assert len({row["label"] for row in before}) > 1, "snapshots that were not evaluated have a fitted classifier"
-    for step in ("2", "4"):  # within the training on pairs, and after it
+    assert len({row["label"] for row in before}) > 1, "the classifier of a snapshot without an evaluation is not fitted"
+    for step in ("2", "4"):  # during the training on pairs, and after it
         resumed = fork_snapshot(straight, step, home / f"resumed-{step}-{len(changes)}", pytest.fail)
         again = ["--output-dir", str(resumed), "-f", str(resumed / "config.yaml")]
         assert cli(["train", "--resume", "latest", *again]) == 0
@@ -132,7 +132,7 @@ def test_an_onnx_file_has_the_logits(home: Path, capsys: Captured) -> None:
     assert torch.tensor(logits[0]).softmax(0).tolist() == pytest.approx(list(found["scores"].values()), abs=1e-4)
 
 
-# Numbers
+# Losses and the fitted classifier
 
 
 def test_the_loss_is_that_of_all_pairs() -> None:
@@ -166,7 +166,7 @@ def test_the_classifier_does_not_depend_on_the_threads() -> None:
 
 
 def refusal(capsys: Captured, tmp_path: Path, path: Path, **changes: object) -> str:
-    chosen = settings(path, **changes)  # may make the model, which prints
+    chosen = settings(path, **changes)  # may build the base model, which prints messages
     capsys.readouterr()
     assert cli(["train", *chosen, "--output-dir", str(tmp_path / "refused")]) == 2
     return sentence(capsys)

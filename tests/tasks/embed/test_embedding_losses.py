@@ -44,7 +44,7 @@ def prepared(asked: list[str]) -> TextEmbedding:
 
 
 def columns(batch: TextGroups) -> list[dict[str, torch.Tensor]]:
-    """The padded inputs of all anchors, all positives, and so on, which need equal numbers of negatives."""
+    """Returns the padded inputs of all anchors, all positives, and so on. Rows must have equally many texts."""
     texts = batch.tokens.split(batch.lengths.tolist())
     count = int(batch.counts[0])
     assert (batch.counts == count).all()
@@ -74,7 +74,7 @@ def their_losses(folder: Path, kind: str, batches: Sequence[TextGroups], lr: flo
 def test_first_losses_are_those_of_sentence_transformers(tmp_path: Path, kind: str) -> None:
     form = {"triplet": "triplets", "matryoshka": "pairs"}.get(kind, kind)
     rows = text_rows(tmp_path / "rows.jsonl", form)
-    if form == "triplets":  # theirs needs equal numbers of negatives
+    if form == "triplets":  # Sentence Transformers needs equally many negatives per row
         rows.write_text("".join(line for line in rows.open(encoding="utf-8") if '"negative": [' not in line))
     more = {"triplet": {"training__embedding_loss": "triplet"}, "matryoshka": {"training__matryoshka_dims": [64, 16]}}
     folder = model_folder("bert", **STILL)
@@ -90,7 +90,7 @@ def test_first_losses_are_those_of_sentence_transformers(tmp_path: Path, kind: s
 
 @pytest.mark.parametrize("form", ["triplets", "labels"])
 def test_cached_gradients_are_those_of_the_whole_step(tmp_path: Path, form: str) -> None:
-    """With dropout, whose masks the second pass of a micro-batch repeats."""
+    """The model uses dropout: the second pass of a micro-batch must repeat the masks of the first."""
     rows = text_rows(tmp_path / "rows.jsonl", form)
     task = prepared(embed_settings(model_folder("bert"), rows, data__validation_name=rows))
     task.model.train()

@@ -1,4 +1,4 @@
-"""Runs of embedding models export Sentence Transformers folders, and write vectors; errors are one sentence."""
+"""Embedding runs export Sentence Transformers folders, and compute vectors; errors are one sentence."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_sentence_transformers_folder_is_fine_tuned_as_it_is(home: Path, tmp_p
 
 
 def test_prompts_of_sentence_transformers_precede_texts(home: Path, tmp_path: Path, capsys: Captured) -> None:
-    """Sentence Transformers chooses prompts by name, or else by default; queries and passages have their own."""
+    """Prompts are chosen by name or by default, as in Sentence Transformers; queries and documents have their own."""
     folder, texts = tmp_path / "model", tmp_path / "texts"
     shutil.copytree(made(home, "measured-pairs", "pairs") / "final", folder)
     settings = folder / "config_sentence_transformers.json"
@@ -152,7 +152,7 @@ def test_vectors_keep_the_columns_of_their_rows(home: Path, tmp_path: Path) -> N
     table = pyarrow.parquet.read_table(tmp_path / "a.parquet")
     assert table.column_names == ["text", "n", "embedding"]
     assert table["text"].to_pylist() == TEXTS
-    np.testing.assert_allclose(np.array(table["embedding"].to_pylist()), expected, atol=0.02)  # perhaps in bf16
+    np.testing.assert_allclose(np.array(table["embedding"].to_pylist()), expected, atol=0.02)  # bf16 on some CPUs
     assert expected.dtype == np.float32
 
 

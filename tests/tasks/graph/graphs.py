@@ -35,7 +35,7 @@ TOOLS = ("spoon", "flask", "drill", "knife", "brush", "clamp", "funnel", "needle
 
 
 def rows(count: int = 10) -> list[dict[str, Any]]:
-    """Texts with distinct words and two triples per head, whose tails only the relation distinguishes."""
+    """Returns texts, each with two triples that have the same head and differ in relation and tail."""
     found = []
     for number in range(count):
         names = (DRUGS, ILLS, PLACES, BEASTS, COLOURS, TOOLS)
@@ -60,14 +60,14 @@ SETTINGS = [
 
 
 def prepared(tmp_path: Path, *changes: str, count: int = 10) -> tuple[Config, GraphCorpus]:
-    """The configuration and corpus of a tiny model."""
+    """Returns the configuration and the prepared corpus of a tiny model."""
     data = write_rows(tmp_path / "rows.jsonl", rows(count))
     config, _ = load_config(None, [*SETTINGS, f"data.dataset_name={data}", *changes])
     return Graph.prepare(config, tmp_path / "cache", lambda *_: None)
 
 
 def trained(config: Config, corpus: GraphCorpus, steps: int) -> Graph:
-    """Training steps of the task itself."""
+    """Returns a model after some training steps on the batches of the task."""
     task = Graph(config, corpus, effective_batch(config.training))
     state = TrainState.create(task.model, config.training, Execution(8))
     for step in range(steps):
@@ -78,10 +78,10 @@ def trained(config: Config, corpus: GraphCorpus, steps: int) -> Graph:
 
 
 def filled(task: Graph, config: Config, corpus: GraphCorpus, leaf_ratio: float = 0.5) -> dict[str, float]:
-    """Accuracy on the training split, with masks that training did not use."""
+    """Returns the evaluation metrics on the training split, with masks that training did not use."""
     changed = config.model_copy(update={"data": config.data.model_copy(update={"leaf_mask_ratio": leaf_ratio})})
     train = corpus.train
-    repeated = replace(train, examples=train.examples * 5)  # each epoch has other masks
+    repeated = replace(train, examples=train.examples * 5)  # each copy is masked differently
     masking = Masking(repeated, mask_rules(changed, corpus.codec.tokenizer), seed=99)
     metrics = evaluate(MaskedEvaluation(task.objective, masking, majority_of(train)), Execution(8))
     assert metrics is not None

@@ -47,7 +47,7 @@ def _ratio(config: Config, ratio: float) -> tuple[Config]:
 
 
 def plain_vectors(task: Graph, corpus: GraphCorpus) -> torch.Tensor:
-    """Vectors of all entities, (E, D) fp64: the mean of a name's tokens and the projected vector."""
+    """Returns entity vectors (E, D) in fp64: the mean embedding of the name's tokens plus the projected own vector."""
     table, embedding = task.model.entities, task.model.embedding.weight.double()
     assert table is not None
     own = table.own.weight[1:].double() @ table.project.weight.double().T
@@ -56,7 +56,7 @@ def plain_vectors(task: Graph, corpus: GraphCorpus) -> torch.Tensor:
 
 
 def complex_tails(task: Graph, heads: torch.Tensor, relations: torch.Tensor) -> torch.Tensor:
-    """The normalized ComplEx product of heads (M, D) and relations (M,), (M, D) fp64."""
+    """Returns the normalized ComplEx products (M, D) in fp64 of heads (M, D) and relations (M,)."""
     table = task.model.entities
     assert table is not None
     turned = [torch.complex(*x.chunk(2, dim=1)) for x in (heads, table.relation.weight[relations].double())]
@@ -67,7 +67,7 @@ def complex_tails(task: Graph, heads: torch.Tensor, relations: torch.Tensor) -> 
 
 
 def mean_loss(logits: torch.Tensor, numbers: torch.Tensor) -> float:
-    """Mean cross-entropy; targets are entity ids 1, 2, ..."""
+    """Returns the mean cross-entropy over all entities; entity ids start at 1."""
     return float(torch.nn.functional.cross_entropy(logits, numbers - 1))
 
 
@@ -148,7 +148,7 @@ def test_unknown_entities_are_known_by_their_names_and_equal_ones_share_a_score(
     placed = example.placed[0]
     question = TailQuery(example.tokens, placed.root, placed.head_length, placed.relation, placed.entities[0])
     scores = candidates.scores(predictor, [question])[0][candidates.column].numpy()
-    assert candidates.column.tolist() == [0, 1, 1, 0]  # an unknown id is found by its name if that is unique
+    assert candidates.column.tolist() == [0, 1, 1, 0]  # an unknown id is matched by its name if that is unique
     assert np.exp(scores[:2]).sum() == pytest.approx(1, abs=1e-5)
     tails = candidates.best(candidates.scores(predictor, [question])[0].numpy(), 5, without=known.name)
     assert [tail.text for tail in tails] == ["unheard thing"]

@@ -51,13 +51,13 @@ QUESTIONS = [
 
 
 def step(predictor: TailPredictor, asked: TailQuery, before: Sequence[int], length: int) -> np.ndarray:
-    """Log-probabilities of the next leaf's token, given the previous ones."""
+    """Returns the log-probabilities of the token of the next leaf, given the previous tokens."""
     leaves = np.array([[*before, *[TOKENIZER.mask_id] * (length - len(before))]])
     return predictor.log_probabilities([asked], leaves)[0, len(before)].double().numpy()
 
 
 def searched(predictor: TailPredictor, asked: TailQuery, width: int, count: int) -> list[tuple[str, float]]:
-    """A beam search in plain loops that drops no beam early."""
+    """Returns the best tails and their scores by a beam search in plain loops, without early pruning."""
     found: dict[str, float] = {}
     for length in range(1, LEAVES + 1):
         beams: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
@@ -171,14 +171,14 @@ def test_a_least_score_leaves_out_the_rest(predictor: TailPredictor) -> None:
 
 
 def test_each_window_of_a_long_text_is_read_and_what_is_found_twice_is_given_once(predictor: TailPredictor) -> None:
-    windows = ["the fox saw the old owl , red", "the fox saw the new owl , red"]  # of eight words
+    windows = ["the fox saw the old owl , red", "the fox saw the new owl , red"]  # eight words fill a window
     [whole] = read(predictor, text_of(" ".join(windows)), heads=("fox",), per_query=4)
     apart = [read(predictor, text_of(window), heads=("fox",), per_query=4)[0].triples for window in windows]
     best: dict[tuple[str, str, str], float] = {}
     for *key, score in itertools.chain(*apart):
         triple = key[0], key[1], key[2]
         best[triple] = max(score, best.get(triple, EVERY))
-    assert len(best) < sum(map(len, apart)), "nothing was found twice"
+    assert len(best) < sum(map(len, apart)), "no triple was found in both windows"
     assert {(t.head, t.relation, t.tail): pytest.approx(t.score, abs=2e-4) for t in whole.triples} == best
 
 

@@ -72,7 +72,7 @@ def test_every_weight_is_trained(tmp_path: Path) -> None:
     named = dict(task.model.named_parameters())
     assert {w.name for w in optimizer.weights} == set(named)
     still = [w.name for w in optimizer.weights if w.gradient is None or not bool(w.gradient.abs().sum() > 0)]
-    assert [name for name in still if not name.endswith("attention.k.bias")] == []  # softmax ignores it
+    assert [name for name in still if not name.endswith("attention.k.bias")] == []  # it adds the same to all logits
 
 
 def test_no_relation_stays_zero(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_losses_are_means_over_tokens_and_over_leaves(tmp_path: Path) -> None:
     assert loss == pytest.approx(said["mlm_loss"] + 0.7 * said["mnm_loss"], rel=1e-5)
     assert (said["mlm_count"], said["mnm_count"]) == batch.counts()
     vocabulary = config.model.vocab_size or 0
-    assert said["mlm_loss"] == pytest.approx(np.log(vocabulary), rel=0.05)  # before training
+    assert said["mlm_loss"] == pytest.approx(np.log(vocabulary), rel=0.05)  # untrained, so nearly uniform
     pooled = task.loss(batch.weighed(1.0, 1.0, pooled=True)) / batch.target_count()
     roots, leaves = batch.counts()
     mean = (said["mlm_loss"] * roots + said["mnm_loss"] * leaves) / (roots + leaves)

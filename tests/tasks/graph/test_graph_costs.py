@@ -62,7 +62,7 @@ def test_flops_of_a_node_by_hand() -> None:
     matmul = 2 * (4 * 4 * 4 + 2 * 4 * 8)
     work = costs(config, nodes=10, masked=0.5).work(1)
     assert work.matmul == 6 * matmul
-    assert work.attention == 2 * 3 * 2 * 2 * 4 * 10  # layers, passes, two products of two operations a number
+    assert work.attention == 2 * 3 * 2 * 2 * 4 * 10  # layers, passes, matmuls, FLOPs, width, nodes
     assert work.loss == 6 * 0.5 * (64 * 4 + 4 * 4)
 
 
@@ -70,8 +70,8 @@ def test_triples_that_are_learned_without_text_are_multiplied_by_all_entities() 
     config = shape(d_model=4, n_heads=1, n_layers=2, d_ff=8, n_entities=50)
     execution = Execution(100, 1, "fp32", "off", "native", "adamw")
     without, learned = (costs(config, nodes=10, masked=0.1, facts=facts) for facts in (0, 6))
-    assert learned.work(20).loss - without.work(20).loss == 6 * 2 * 6 * 50 * 4  # two graphs with six triples each
-    more_rows = 600 - 100  # triples of a micro-batch, and its masked nodes
+    assert learned.work(20).loss - without.work(20).loss == 6 * 2 * 6 * 50 * 4  # FLOPs, graphs, facts, entities, width
+    more_rows = 600 - 100  # triples minus masked nodes in a micro-batch
     assert learned.memory(execution).logits - without.memory(execution).logits > more_rows * 50 * 4
 
 

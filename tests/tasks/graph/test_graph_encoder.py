@@ -32,7 +32,7 @@ def shape(**changes: object) -> ModelConfig:
 
 
 def scaled(model: GraphEncoder) -> GraphEncoder:
-    """Returns a model with weights large enough to matter."""
+    """Scales up a model's weights so that errors show in its outputs, and returns it."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
@@ -110,7 +110,7 @@ def test_a_low_rank_relation_is_the_product_of_its_two_matrices() -> None:
     whole.load_state_dict({"matrix.weight": product.flatten(1), "attention.weight": low.attention.weight})
     x, triples = torch.randn(9, 32), torch.tensor([[2, 0, 3, 7, 2], [1, 4, 1, 6, 1]])
     torch.testing.assert_close(low(x, triples), whole(x, triples), rtol=1e-4, atol=1e-5)
-    assert torch.equal(low(x, triples)[:6], x[:6])  # roots stay
+    assert torch.equal(low(x, triples)[:6], x[:6])  # roots are unchanged
 
 
 def test_order_is_known_by_distance_alone() -> None:
@@ -127,7 +127,7 @@ def test_order_is_known_by_distance_alone() -> None:
 def test_multiplied_logits_smooth_where_added_ones_decay() -> None:
     """Compares the attention to a far key when a near key matches better."""
     nodes = torch.tensor([[[0, 0], [0, 1], [30, 0]]], dtype=torch.int32)  # a root, its leaf, a far root
-    ranges = torch.tensor([[[1, 3]] * 3], dtype=torch.int32)  # of the two others
+    ranges = torch.tensor([[[1, 3]] * 3], dtype=torch.int32)  # keys: leaf and far root
     q = torch.tensor([2.0, 0.0]).expand(1, 1, 3, 2).contiguous()
     k = torch.tensor([[0.0, 0.0], [1.0, 0.0], [-4.0, 0.0]])[None, None]
     v = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0]])[None, None]  # the first number is the far key's weight
@@ -136,7 +136,7 @@ def test_multiplied_logits_smooth_where_added_ones_decay() -> None:
         table = GraphEncoder(shape(decay=decay, max_seq_len=40), 0).decay_table()
         with_decay = None if table is None else Decay(nodes, table[:1].detach(), decay == "additive_log")
         seen[decay] = float(attention(q, k, v, ranges, 0.0, with_decay)[0, 0, 0, 0])
-    assert seen["multiply_logits"] > 5 * seen["none"]  # its negative logit rose to almost 0
+    assert seen["multiply_logits"] > 5 * seen["none"]  # the far key's negative logit rose to almost 0
     assert seen["additive_log"] < 0.2 * seen["none"]
 
 

@@ -67,7 +67,7 @@ def settings(home: Path, **changes: object) -> list[str]:
 
 
 def made(home: Path, name: str, **changes: object) -> Path:
-    """Trains a run in this process, once per name."""
+    """Trains a run in this process unless one with this name exists, and returns its folder."""
     return train_once(home / name, settings(home, **changes))
 
 
@@ -122,7 +122,7 @@ def test_eval_gives_what_the_run_found_with_intervals(home: Path, capsys: Captur
     run = made(home, "graph")
     found, then = printed(capsys, "eval", str(run), "--json"), events_of(run, "eval")[-1]
     assert found.pop("event") == then.pop("event")
-    then.pop("seconds")  # of the clock
+    then.pop("seconds")  # measured time
     assert {key: found[key] for key in then} == pytest.approx(then, rel=1e-5)
     low, high = found["mlm_interval"]
     assert 0 <= low <= found["mlm_acc"] <= high <= 1
@@ -220,7 +220,7 @@ def test_a_plan_knows_what_an_encoder_costs(home: Path, capsys: Captured) -> Non
     assert plan["memory_bytes"]["total"] > 4e8
 
 
-# Text alone, and encoders of transformers
+# Masked language models: texts without triples, and transformers' encoders
 
 
 def test_text_alone_becomes_bert_and_goes_on_as_one(home: Path, capsys: Captured) -> None:
@@ -240,7 +240,7 @@ def test_text_alone_becomes_bert_and_goes_on_as_one(home: Path, capsys: Captured
 
 @pytest.mark.parametrize("architecture", ["bert", "roberta", "distilbert", "modernbert"])
 def test_gaps_are_filled_as_transformers_fills_them(architecture: str, tmp_path: Path) -> None:
-    """Logits at masked tokens of two texts of different lengths equal those of the whole model on each text."""
+    """Our logits at the masked tokens of two packed texts equal those of transformers for each text alone."""
     folder = tmp_path / architecture
     plain: Any = AutoModelForMaskedLM.from_pretrained(model_folder(architecture)).eval()
     plain.save_pretrained(folder)

@@ -12,7 +12,7 @@ from tests.tasks.graph.graph_files import GOOD, Write, facts, opened, read
 
 
 def parts(graphs: GraphSources) -> list[list[str]]:
-    """The ids of the documents of each split."""
+    """Returns the document ids of the training, validation and test split."""
     sources = [graphs.train, graphs.validation, graphs.test]
     return [[document.id for document in source.documents()] if source else [] for source in sources]
 

@@ -198,4 +198,4 @@ def test_four_of_five_masked_tokens_become_the_mask() -> None:
     assert abs((fates == shown.targets[chosen]).mean() - 0.1) < 0.03
     assert fates[fates != 5].min() >= 10
     other = mask_example(example, rules, 0, 1, 0)
-    assert not np.array_equal(other.targets, shown.targets)  # another epoch has other masks
+    assert not np.array_equal(other.targets, shown.targets)  # masks differ between epochs

@@ -45,7 +45,7 @@ def words_tokenizer(*texts: str) -> MaskTokenizer:
 
 
 def untrained(tokenizer: MaskTokenizer, relations: int, **shape: object) -> GraphObjective:
-    """Weights are scaled up, because otherwise all scores would be nearly equal."""
+    """Returns an untrained model with weights scaled up, because otherwise all scores would be nearly equal."""
     model = {**SHAPE, **STILL, "vocab_size": tokenizer.vocab_size, "n_relations": relations, **shape}
     objective = GraphObjective(Config.model_validate({"task": "graph", "model": model}))
     with torch.no_grad():
@@ -57,11 +57,11 @@ def untrained(tokenizer: MaskTokenizer, relations: int, **shape: object) -> Grap
 
 
 def quiet(*said: object) -> None:
-    """Ignores progress."""
+    """Discards progress reports."""
 
 
 class World:
-    """Documents with all kinds of entities: with equal names, without text, with a name that is too long."""
+    """A small knowledge graph with special cases: equal names, a text without the head, a name that is too long."""
 
     def __init__(self) -> None:
         draws = np.random.default_rng(1)
@@ -99,7 +99,7 @@ class World:
         return LinkPrediction(predictor, codec, leafy_rules(self.objective.config), self.known)
 
     def log_probabilities(self, question: TailQuery, length: int) -> np.ndarray:
-        """Log-probabilities on the masked leaves of one graph, in float64."""
+        """Returns log-probabilities (length, V) of masked leaves in fp64, computed for this question alone."""
         leaves = np.full(length, self.tokenizer.mask_id)
         placed = PlacedTriple(question.root, question.head_length, question.relation, leaves, Triple("", "", ""))
         graph = LeafyExample(question.tokens, np.zeros(0, bool), [placed])
@@ -112,7 +112,7 @@ class World:
         return torch.log_softmax(logits.double(), dim=-1).numpy()
 
     def ranks(self) -> list[tuple[str, float]]:
-        """The relation and rank of every held-out triple, computed one candidate at a time."""
+        """Returns the relation and the rank of every held-out triple, computed one candidate at a time."""
         triples = [t for d in (*self.trained, *self.held) for t in d.triples]
         entities = sorted({(t.head_id, t.head) for t in triples} | {(t.tail_id, t.tail) for t in triples})
         true = {t.key for t in triples}
@@ -153,7 +153,7 @@ def test_ranks_are_those_of_plain_loops(world: World) -> None:
     report = world.ranking.report(world.held, inverse=False, limit=None, progress=quiet)["tail"]
     expected = world.ranks()
     ranks = np.array([rank for _, rank in expected])
-    assert any(rank % 1 for rank in ranks), "no tie was tried"
+    assert any(rank % 1 for rank in ranks), "no candidates tie, so ties are not tested"
     assert report["mrr"] == pytest.approx((1 / ranks).mean(), rel=1e-9)
     assert [report[f"hits_at_{k}"] for k in (1, 3, 10)] == [float((ranks <= k).mean()) for k in (1, 3, 10)]
     for name in ("r1", "r2", "r9"):
@@ -166,7 +166,7 @@ def test_what_cannot_be_asked_is_counted_as_a_guess(world: World) -> None:
     report = world.ranking.report(world.held, inverse=False, limit=None, progress=quiet)["tail"]
     queries = sum(len(d.triples) for d in world.held)
     assert report["queries"] == queries
-    assert report["covered"] == (queries - 3) / queries  # long tail, unknown relation, head without text
+    assert report["covered"] == (queries - 3) / queries  # except long tail, unknown relation, missing head
     entities = report["candidates"]
     assert report["relations"]["r9"]["mrr"] == 2 / (entities + 1)
     assert report["random_mrr"] == pytest.approx((math.log(entities) + 0.5772) / entities)
@@ -209,8 +209,8 @@ def test_relation_frequency_by_hand() -> None:
 
     trained = [said("h1", "a", "b"), said("h2", "a", "b"), said("h3", "a", "c"), said("h4", "a")]
     held = [said("h5", "b", "a", "h1"), said("h3", "b")]
-    # Of a, b, c and h1 .. h5 the counts are 4, 2, 1 and 0. h5: b is first behind a, which is known, so 1; a is 1; h1
-    # follows c, as the others are known, among h1 .. h5, so 2 to 6. h3: b comes first, as a and c are known.
+    # Tail counts: a 4, b 2, c 1, h1 .. h5 0. Other known tails are filtered out. Query h5: b and a rank first; h1 comes
+    # after c and ties with h2 .. h5, so its rank is the mean of 2 to 6. Query h3: b ranks first without a and c.
     ranks = [1, 1, 2 + 4 / 2, 1]
     tokenizer = words_tokenizer("a b c h1 h2 h3 h4 h5 is here")
     objective = untrained(tokenizer, 1)
@@ -251,7 +251,7 @@ def test_an_untrained_model_ranks_at_random() -> None:
 
 
 def run_of(folder: Path, dataset: Path, steps: int, **changes: object) -> Path:
-    """A run that memorizes very little data."""
+    """Trains a tiny graph encoder that memorizes its few triples, and returns the run's folder."""
     chosen = {
         "task": "graph", "data.dataset_name": dataset, "data.validation_name": dataset, "data.vocab_size": 320,
         **{f"model.{key}": value for key, value in {**SHAPE, **STILL, "d_model": 48}.items()},
@@ -265,7 +265,7 @@ def run_of(folder: Path, dataset: Path, steps: int, **changes: object) -> Path:
 
 
 def knowledge(folder: Path) -> Path:
-    """A folder of facts about animals."""
+    """Writes a folder with facts about animals, and returns it."""
     folder.mkdir()
     facts = [(a, "has_colour", COLOURS[n * 3 % 5]) for n, a in enumerate(ANIMALS)]
     facts += [(a, "lives_in", PLACES[n * 2 % 3]) for n, a in enumerate(ANIMALS)]

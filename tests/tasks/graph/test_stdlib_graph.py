@@ -127,7 +127,7 @@ def found(tmp_path: Path) -> dict[str, GraphDocument]:
 
 
 def facts(document: GraphDocument) -> set[tuple[str, str]]:
-    """Relations and tails of the document's own name."""
+    """Returns (relation, tail) of the triples whose head is the document's own definition."""
     own = document.id.rpartition(":")[2].rpartition(".")[2]
     return {(t.relation, t.tail) for t in document.triples if t.head in (own, document.id)}
 

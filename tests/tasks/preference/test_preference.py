@@ -127,7 +127,7 @@ def test_rows_that_do_not_fit_the_loss_or_the_rows_before_are_refused() -> None:
 
 
 def formulas(policy: torch.Tensor, reference: torch.Tensor, counts: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns the losses of the papers as TRL writes them, with beta 0.3, gamma 0.5, label smoothing 0.1 in DPO."""
+    """Computes the papers' losses with TRL's formulas: beta 0.3, gamma 0.5 and, for DPO, label smoothing 0.1."""
     beta, (chosen, rejected) = 0.3, (policy - reference).unbind(1)
     mean, (mean_chosen, mean_rejected) = policy / counts, ((policy - reference) / counts).unbind(1)
     odds = mean[:, 0] - mean[:, 1] - (torch.log1p(-mean[:, 0].exp()) - torch.log1p(-mean[:, 1].exp()))
@@ -166,7 +166,7 @@ def random_answers() -> PreferenceExamples:
 
     sizes = [(9, 4, 7), (1, 1, 3), (30, 2, 1), (17, 40, 5)]
     found = [Answers(ids(p), (ids(c), ids(r)), (np.ones(c, np.bool_), np.ones(r, np.bool_))) for p, c, r in sizes]
-    found[3].learned[0][5:9] = False  # a turn of the user between two of the assistant
+    found[3].learned[0][5:9] = False  # a user turn between two assistant turns
     return PreferenceExamples(found)
 
 
@@ -212,7 +212,7 @@ def test_batches_are_cut_between_examples() -> None:
     assert (len(empty), empty.target_count(), whole.target_count()) == (1, 0, 4)
     rated = [Answers(e.prompt, e.ids[:1], e.learned[:1], number != 2) for number, e in enumerate(part.examples)]
     mixed = with_other_answers(rated, max_length=20)
-    assert [len(one.ids[1]) for one in mixed] == [1, 19, 1, 2]  # of the next answer, cut to fit
+    assert [len(one.ids[1]) for one in mixed] == [1, 19, 1, 2]  # those of the next example, truncated to max_length
 
 
 def arguments(home: Path, run: Path, rows: Path, **changes: object) -> list[str]:
@@ -258,7 +258,7 @@ def test_the_reference_is_computed_once_and_a_damaged_one_is_named(tmp_path: Pat
     rows = preference_rows(tmp_path / "rows.jsonl", 80)
     chosen: dict[str, object] = {"training__max_steps": 1, "training__precision": "bf16"}
     assert cli(arguments(tmp_path, tmp_path / "one", rows, **chosen)) == 0
-    # Both compute with the same rounded weights, so no answer has become more or less likely before the first update.
+    # Policy and reference use the same rounded weights, so their margin is 0 before the first update.
     assert events_of(tmp_path / "one", "step")[0]["margin"] == pytest.approx(0, abs=1e-6)
     files = sorted((tmp_path / "cache/reference").glob("*/log_probabilities.npy"))
     times = [file.stat().st_mtime_ns for file in files]
@@ -298,4 +298,4 @@ def test_a_plan_counts_the_reference(tmp_path: Path, capsys: Captured) -> None:
         capsys.readouterr()
         assert cli(["plan", *own[1:-2], "--json"]) == 0
         hours.append(json.loads(capsys.readouterr().out)["total_seconds"])
-    assert hours[0] > hours[1]  # their steps are timed once for both
+    assert hours[0] > hours[1]  # the plans share measured step times, and only dpo needs a reference

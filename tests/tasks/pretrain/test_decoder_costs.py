@@ -55,12 +55,12 @@ def test_the_parts_add_up_to_the_model(
 def test_flops_of_a_token_by_hand() -> None:
     modern = ModelConfig(vocab_size=10, d_model=4, n_heads=1, n_layers=1, d_ff=8, max_seq_len=8)
     matmul = 4 * 4 * 4 + 3 * 4 * 8  # q k v o, gate up down
-    attention = 3 * 2 * 2 * 4 * (1 + 2 + 3) / 3  # two products a key, over an average of two keys
+    attention = 3 * 2 * 2 * 4 * (1 + 2 + 3) / 3  # passes, matmuls, FLOPs, d_model, mean number of keys
     work = costs(modern, window=3).work(5)
     assert (work.matmul, work.loss, work.attention) == (5 * 6 * matmul, 5 * 6 * 10 * 4, 5 * attention)
     assert work.needed == 5 * (6 * (matmul + 40) + attention)
     classic = ModelConfig(vocab_size=10, d_model=4, n_heads=1, n_layers=2, d_ff=8, activation="gelu")
-    matmul = 2 * (4 * 4 * 4 + 2 * 4 * 8)  # neither biases nor positions are multiplied by
+    matmul = 2 * (4 * 4 * 4 + 2 * 4 * 8)  # biases and position embeddings are not in matmuls
     assert costs(classic, window=3).work(1).needed == 6 * (matmul + 10 * 4) + 2 * attention
 
 

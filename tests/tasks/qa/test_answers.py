@@ -19,7 +19,7 @@ Logits = list[tuple[np.ndarray, np.ndarray]]
 
 
 def window_of(question: Question, first: int, length: int, asked: int) -> QuestionWindow:
-    """[CLS] question [SEP] `length` words of the context, starting at word `first`, [SEP]; each word is one token."""
+    """Returns [CLS] question [SEP] `length` context words from word `first` on [SEP]; each word is one token."""
     stops = np.cumsum([len(word) + 1 for word in question.context.split(" ")]) - 1
     starts = np.concatenate([[0], stops[:-1] + 1])
     offsets = np.full((asked + length + 3, 2), -1, np.int32)
@@ -33,7 +33,7 @@ def question_of(words: int) -> Question:
 
 
 def logits_of(window: QuestionWindow, peaks: dict[int, tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """Logits of -9, except at the tokens with given (start, end) logits."""
+    """Returns start and end logits, which are -9 except at the tokens in `peaks`."""
     start, end = np.full(len(window.ids), -9.0, np.float32), np.full(len(window.ids), -9.0, np.float32)
     for place, (of_start, of_end) in peaks.items():
         start[place], end[place] = of_start, of_end
@@ -43,7 +43,7 @@ def logits_of(window: QuestionWindow, peaks: dict[int, tuple[float, float]]) -> 
 def plain_answer(
     question: Question, windows: list[QuestionWindow], logits: Logits, rules: AnswerRules, may_be_null: bool
 ) -> tuple[str, list[dict[str, Any]], float | None]:
-    """The computation of utils_qa.py, one candidate at a time: (text, n-best, score difference)."""
+    """Returns (text, n-best, score difference) as in transformers' utils_qa.py, one candidate at a time."""
     found: list[dict[str, Any]] = []
     null: dict[str, Any] = {"score": float("inf")}
     for window, (start, end) in zip(windows, logits, strict=True):
@@ -112,7 +112,7 @@ def test_a_short_list_of_the_best_is_that_of_utils_qa(
     rules = AnswerRules(size, 30, 0.0)
     spans = best_answers(question, windows, logits, rules, may_be_null=False).nbest
     null = best_answers(question, windows, logits, rules, may_be_null=True).nbest
-    if "start" in spans[0] and any("start" in candidate for candidate in null):  # else utils_qa has no real span
+    if "start" in spans[0] and any("start" in candidate for candidate in null):  # otherwise utils_qa.py finds no span
         assert_as_plain(case, rules, may_be_null)
 
 
@@ -201,13 +201,13 @@ def test_ties_go_to_the_earlier_window_and_token() -> None:
 
 
 def normalised(text: str) -> list[str]:
-    """Words of SQuAD's evaluate script: lower case, no punctuation, no articles."""
+    """Returns the words that SQuAD's evaluation script compares: lower case, no punctuation, no articles."""
     kept = "".join(character for character in text.lower() if character not in string.punctuation)
     return [word for word in kept.split() if word not in ("a", "an", "the")]
 
 
 def plain_scores(prediction: str, answers: list[str]) -> tuple[float, float]:
-    """(exact match, F1) of one question."""
+    """Returns (exact match, F1) of the prediction for one question."""
     exact, f1 = 0.0, 0.0
     words = normalised(prediction)
     for known in map(normalised, answers):

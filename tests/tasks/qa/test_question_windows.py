@@ -19,13 +19,13 @@ WORDS = ["the", "cat", "sat", "on", "mats", "who", "?", "cafés", "日本", "�
 
 
 def word_piece() -> Any:
-    """BERT: [CLS] question [SEP] context [SEP], with token types; `mats` and `cafes` are two tokens each."""
+    """A tokenizer like BERT's: [CLS] question [SEP] context [SEP]; `mats` and `cafes` are two tokens each."""
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "mat", "who", "?", "cafe", "##s"]
     return BertTokenizerFast(vocab={piece: number for number, piece in enumerate(pieces)})
 
 
 def byte_level() -> Any:
-    """RoBERTa: <s> question </s></s> context </s>, without token types; a rare character is several tokens."""
+    """A tokenizer like RoBERTa's: <s> question </s></s> context </s>; rare characters are several tokens."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -39,7 +39,7 @@ def byte_level() -> Any:
 
 
 def left_padding() -> Any:
-    """XLNet: context <sep> question <sep> <cls>."""
+    """A tokenizer like XLNet's: context <sep> question <sep> <cls>."""
     vocab = {name: number for number, name in enumerate(["<pad>", "<unk>", "<cls>", "<sep>", *WORDS])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -67,7 +67,7 @@ def ask(context: str, answer: str | None = None, question: str = "who ?") -> Que
 
 
 def context_tokens(window: QuestionWindow) -> list[tuple[int, int, int]]:
-    """(id, start, stop) of the window's context tokens, in characters."""
+    """Returns the id and the character range of each context token: (id, start, stop)."""
     inside = window.offsets[:, 0] >= 0
     return [(int(i), int(a), int(b)) for i, (a, b) in zip(window.ids[inside], window.offsets[inside], strict=True)]
 
@@ -117,7 +117,7 @@ def test_types_are_those_of_the_tokenizer() -> None:
 
 
 def run_qa_label(window: QuestionWindow, begin: int, stop: int) -> tuple[int, int]:
-    """The labels of run_qa.py, limited to the context."""
+    """Returns the start and end labels of transformers' run_qa.py, limited to the context."""
     places = [place for place, (a, _) in enumerate(window.offsets.tolist()) if a >= 0]
     start, end = places[0], places[-1]
     if not (window.offsets[start, 0] <= begin and window.offsets[end, 1] >= stop):

@@ -1,4 +1,4 @@
-"""Exactly the assistant's words have a loss, for every chat template; errors name the invalid row."""
+"""Exactly the assistant's words are trained on, with every chat template; errors name the invalid row."""
 
 from collections.abc import Callable
 from typing import Any
@@ -93,7 +93,7 @@ def learned_text(tokenizer: Any, masked: MaskedConversation) -> str:
     return str(tokenizer.decode([t for t, kept in zip(masked.ids, masked.learned, strict=True) if kept]))
 
 
-# For each template, the text of a turn with a loss, given its content and whether it is the last turn.
+# For each template, the trained text of an assistant turn, given its content and whether it is the last turn.
 FAMILIES: dict[str, tuple[str, Callable[[str, bool], str]]] = {
     "chatml": (CHATML, lambda content, last: content + "<|im_end|>"),
     "llama": (LLAMA, lambda content, last: content.strip() + "<|eot|>"),
@@ -249,7 +249,7 @@ def test_without_a_template_the_prompt_is_tokenized_as_when_the_model_is_asked()
     tokenizer = tokenizer_of(None)
     masked = mask_of(tokenizer, prompt="the ans", completion="wer is")
     prompt, answer = pieces(tokenizer, "the ans"), [*pieces(tokenizer, "wer is"), tokenizer.eos_token_id]
-    assert pieces(tokenizer, "the answer is") != prompt + answer[:-1]  # the joined text has other tokens
+    assert pieces(tokenizer, "the answer is") != prompt + answer[:-1]  # the joined text has different tokens
     assert masked == MaskedConversation(prompt + answer, [False] * len(prompt) + [True] * len(answer))
     masked = mask_of(tokenizer, instruction="Add.", input="1 2", output="3")
     assert show_masked(masked.ids, masked.learned, tokenizer) == (

@@ -57,7 +57,7 @@ def test_a_shortened_conversation_has_its_prompt_and_answers_where_they_were() -
     found, _ = within(tokenizer, limit, prompt=prompt, completion=more)
     assert found == shown("Be brief.", "why?", "so").replace("so<|im_end|>", "⟦so<|im_end|>⟧")
     unanswered = [*prompt, *completion, {"role": "user", "content": "more?"}]
-    assert within(tokenizer, limit, messages=unanswered) == (None, False)  # there would be no answer
+    assert within(tokenizer, limit, messages=unanswered) == (None, False)  # no answer would be left
 
 
 def test_calls_of_tools_stay_with_their_question() -> None:

@@ -1,4 +1,4 @@
-"""Docstrings become questions and answers."""
+"""Docstrings of the standard library become rows of questions and answers for task sft."""
 
 from itertools import islice
 from pathlib import Path

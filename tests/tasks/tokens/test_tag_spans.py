@@ -43,7 +43,7 @@ def test_scores_are_those_of_seqeval(pairs: list[list[tuple[str, str]]]) -> None
     gold, predicted = ([[pair[side] for pair in sentence] for sentence in pairs] for side in (0, 1))
     found = [span_counts(spans_of(g), spans_of(p)) for g, p in zip(gold, predicted, strict=True)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about scores without anything to count
+        warnings.simplefilter("ignore")  # seqeval warns about undefined scores
         expected = precision_recall_fscore_support(gold, predicted, average="micro")[:3]
         report = classification_report(gold, predicted, output_dict=True)
     assert list(scores(*_total(c for counts in found for c in counts.values())).values()) == pytest.approx(expected)

@@ -22,7 +22,7 @@ WORDS = [
     "New\u00a0York", "end", ".",
 ]  # fmt: skip
 TEXT = "The naïve café sells 3 crêpes, and Zoë's dog. Ünïcödé 世界 end."
-# Tokenizers whose tokens do not cross words. Those of the other kinds do, as they were trained on one text.
+# Tokenizers whose tokens never span two words. Those of the other kinds do, because they were trained on one text.
 WITHIN_WORDS = ("wordpiece", "unigram", "roberta", "gpt2", "qwen")
 
 
@@ -37,7 +37,7 @@ def tokenizer(kind: str) -> Any:
         backend.train_from_iterator([TRAINED] * 3, trainer)
     else:
         backend = tokenizer_of("gpt2" if kind == "roberta" else kind)
-    if kind == "roberta":  # puts a space before every word, also the first
+    if kind == "roberta":  # it adds a space before every word, even the first
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     if kind in ("roberta", "unigram"):
         ids = [(name, backend.token_to_id(name)) for name in ("<s>", "</s>")]
@@ -85,7 +85,7 @@ def test_each_word_is_scored_at_its_first_token(kind: str, row: dict[str, Any]) 
         assert kind not in WITHIN_WORDS or start <= text.starts[word]
     assert (np.diff(window.words) > 0).all()
     missing = {text.word(n) for n in range(len(text.starts))} - {text.word(n) for n in window.words}
-    # A space to the tokenizer, and parts of the token of the word before.
+    # Words without a token of their own: a space to the tokenizer, and parts of the previous word's token.
     assert kind not in WITHIN_WORDS or missing <= {"▁", "s", ".", "界"}
 
 

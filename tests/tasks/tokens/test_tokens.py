@@ -28,7 +28,7 @@ LEARNING = {
     "training__max_steps": 40, "training__batch_size": 8, "training__gradient_accumulation_steps": 1,
     "training__learning_rate": 0.005, "training__save_steps": 40, "training__eval_steps": 40,
 }  # fmt: skip
-LONG = " ".join(["red", "Ada", "Zoe", "green", "Rome", "fast", "slow"] * 30)  # of several windows
+LONG = " ".join(["red", "Ada", "Zoe", "green", "Rome", "fast", "slow"] * 30)  # fills several windows
 
 
 def fill(home: Path) -> None:
@@ -37,7 +37,7 @@ def fill(home: Path) -> None:
 
 
 def learned(home: Path, **changes: object) -> Path:
-    """A run that learned to find the entities."""
+    """Returns a run that has learned to find the entities; it is trained once per set of changes."""
     chosen = {**LEARNING, "data__max_length": 128, "data__validation_name": home / "held.conll", **changes}
     return made(home, "learned" + "-".join(map(str, changes.values())).replace("/", ""), "tokens", **chosen)
 
@@ -130,7 +130,7 @@ def test_no_entity_of_a_long_text_is_lost(home: Path, tmp_path: Path, capsys: Ca
 
 @pytest.mark.parametrize("architecture", ["roberta", "modernbert", "qwen2"])
 def test_other_models_learn_and_predict(home: Path, tmp_path: Path, architecture: str, capsys: Captured) -> None:
-    """Tokens of Qwen2, a decoder, see only the ones before them."""
+    """Qwen2 is a decoder: its tokens attend only to earlier ones."""
     run = learned(home, model__name_or_path=model_folder(architecture))
     assert events_of(run, "eval")[-1]["entity_f1"] > 0.5
     whole, alone = (predicted(capsys, run, [{"text": "red Ada Zoe"}] * count, tmp_path)[0] for count in (9, 1))

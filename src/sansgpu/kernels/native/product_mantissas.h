@@ -6,8 +6,10 @@
 
 #include "block_floats.h"
 #include "product_vectors.h"
-#if defined(__x86_64__) || defined(_M_X64)
+#if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 namespace sansgpu {
