@@ -65,7 +65,7 @@ class MachineReport:
     caching_allocator: bool
     caching_allocator_problem: str | None
     cache_problem: str | None
-    gemm_flops_per_second: dict[str, float | None]  # by precision; None: this machine only emulates it, or has no kernels
+    gemm_flops_per_second: dict[str, float | None]  # by precision; None: no instructions or no kernels
     memory_bandwidth_bytes_per_second: float
     busy_cores: float  # used by other programs
     advice: tuple[Advice, ...] = ()

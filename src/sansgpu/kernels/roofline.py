@@ -16,7 +16,7 @@ import torch
 
 from sansgpu.config import TrainingConfig
 from sansgpu.kernels import library
-from sansgpu.kernels.matmul import Matmul, MatmulPrecision, multiply
+from sansgpu.kernels.matmul import Matmul, matmul_precision, multiply
 from sansgpu.machine.measurements import best_measurement
 from sansgpu.machine.probe import has_native_bf16, is_emulated
 
@@ -44,13 +44,13 @@ def best_seconds(work: Callable[[], object], device: str = "cpu", min_seconds: f
     return best
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, precision: str) -> Callable[[], object]:
-    """Returns a function that multiplies a and b: our kernel for int16, otherwise torch's."""
-    if precision != "int16":
+def _product(a: torch.Tensor, b: torch.Tensor, precision: str, ours: bool = False) -> Callable[[], object]:
+    """Returns a function that multiplies a and b: with our kernel for int16 or if `ours`, otherwise with torch's."""
+    if precision != "int16" and not ours:
         return lambda: torch.mm(a, b)
     library.load()
     matmul = Matmul(a, b, a.new_empty(a.shape[0], b.shape[1]))
-    return lambda: multiply(MatmulPrecision.INT16, matmul)
+    return lambda: multiply(matmul_precision(a.dtype, precision == "int16"), matmul)
 
 
 def gemm_rate(size: int, precision: str, device: str = "cpu") -> float:
@@ -93,14 +93,19 @@ def bandwidth() -> float:
     return 2 * COPY_BYTES / best_seconds(lambda: target.copy_(source))
 
 
-def product_seconds(tokens: int, shape: Shape, precision: str, min_seconds: float = ENOUGH_SECONDS) -> float:
-    """Times the three products of a linear layer: forward, and the gradients of its input and its weight."""
+def product_seconds(
+    tokens: int, shape: Shape, precision: str, min_seconds: float = ENOUGH_SECONDS, ours: bool = False
+) -> float:
+    """Times the three products of a linear layer: forward, and the gradients of its input and its weight.
+
+    With `ours`, fp32 and bf16 are timed with our kernels, too.
+    """
     inputs, outputs = shape
     dtype = DTYPES[precision]
     x, grad = torch.ones(tokens, inputs, dtype=dtype), torch.ones(tokens, outputs, dtype=dtype)
     weight = torch.ones(outputs, inputs, dtype=dtype)
     operands = ((x, weight.T), (grad, weight), (grad.T, x))
-    products = (_product(a, b, precision) for a, b in operands)
+    products = (_product(a, b, precision, ours) for a, b in operands)
     return sum(best_seconds(product, min_seconds=min_seconds) for product in products)
 
 
@@ -130,23 +135,23 @@ def measure_roofline(tokens: int, block: Mapping[Shape, int], head: Shape, preci
     return Roofline(flops / seconds, head_flops / product_seconds(tokens, head, of_head), bandwidth())
 
 
-def resolve_precision(training: TrainingConfig, device: torch.device, integers: bool = False) -> str:
+def resolve_precision(training: TrainingConfig, device: torch.device, ours: bool = False) -> str:
     """Returns the precision of matmuls: `auto` becomes bf16 if the processor supports it, if timed products are faster.
 
-    With `integers`, for training with our kernels, it becomes int16 on a processor without bf16, on the same condition.
+    With `ours`, for training with our kernels, it becomes int16 on a processor without bf16, on the same condition.
     """
     precision = training.wanted_precision
     if precision != "auto":
         return precision
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    narrow = "bf16" if has_native_bf16() else "int16" if integers else None
-    return narrow if narrow is not None and layer_seconds(narrow) < layer_seconds("fp32") else "fp32"
+    narrow = "bf16" if has_native_bf16() else "int16" if ours else None
+    return narrow if narrow and layer_seconds(narrow, ours) < layer_seconds("fp32", ours) else "fp32"
 
 
-def layer_seconds(precision: str) -> float:
-    """Times the products of a typical linear layer.
+def layer_seconds(precision: str, ours: bool) -> float:
+    """Times the products of a typical linear layer, with our kernels if `ours`.
 
     Flags do not suffice: virtual machines may emulate bf16, and an emulation may be slow in only one layout.
     """
-    return product_seconds(LAYER_TOKENS, (LAYER_WIDTH, LAYER_WIDTH), precision, min_seconds=0.0)
+    return product_seconds(LAYER_TOKENS, (LAYER_WIDTH, LAYER_WIDTH), precision, 0.0, ours)
