@@ -69,17 +69,19 @@ def settings(model: Path, data: Path, adapter: str, **more: object) -> dict[str,
 
 
 def contestants(
-    model: Path, data: Path, adapters: Sequence[str], steps: int, threads: int, folder: Path
+    model: Path, data: Path, adapters: Sequence[str], precision: str, steps: int, threads: int, folder: Path
 ) -> list[Contestant]:
-    """Returns sansgpu and the Trainer, each with every adapter."""
+    """Returns sansgpu and the Trainer, each with every adapter. With int16, the Trainer computes in fp32."""
     found = []
     total = WARM_UP + steps
     frugal: dict[str, object] = {"training.master_weights": "bf16", "training.optimizer_state": "8bit"}
     for adapter in adapters:
         label = ADAPTERS[adapter]
         asked = {k: v for k, v in settings(model, data, adapter).items() if k != "training.window_warmup_ratio"}
-        asked |= {"training.max_steps": total, "training.threads": threads}
-        variants: dict[str, dict[str, object]] = {"": {}, ", bf16 weights, 8-bit moments": frugal}
+        asked |= {"training.max_steps": total, "training.threads": threads, "training.precision": precision}
+        variants: dict[str, dict[str, object]] = {"": {}}
+        if precision == "bf16":
+            variants[", bf16 weights, 8-bit moments"] = frugal
         if adapter != "none":
             by_row: dict[str, object] = {"training.batch_size": 1, "training.gradient_accumulation_steps": ROWS}
             variants = {"": {}}
@@ -128,6 +130,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="rows in a format of task sft")
     parser.add_argument("--model", type=Path, help="Hugging Face folder; default: random weights, Qwen2.5-0.5B's shape")
     parser.add_argument("--adapters", nargs="+", choices=ADAPTERS, default=list(ADAPTERS), help="default: all")
+    parser.add_argument("--precision", choices=("bf16", "int16"), default="bf16", help="int16: the Trainer uses fp32")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -136,7 +139,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="sansgpu-fine-tuning-") as name:
         folder = Path(name)
         model = arguments.model or made_model(folder / "model")
-        given = (model.absolute(), arguments.data.absolute(), arguments.adapters, arguments.steps, arguments.threads)
+        options = (arguments.adapters, arguments.precision, arguments.steps, arguments.threads)
+        given = (model.absolute(), arguments.data.absolute(), *options)
         field = contestants(*given, folder)
         rows = take_turns(field, arguments.rounds)
         for row in rows:
@@ -147,7 +151,7 @@ def main() -> None:
                 row["peak_gb"] = row["peak_rss_bytes"] / 1e9
     peer = f"{HF}, {ADAPTERS[arguments.adapters[0]]}"
     add_ratios(rows, "tokens_per_second", peer)
-    print_table(f"4 rows a step, bf16; speed against {peer}", COLUMNS, rows)
+    print_table(f"4 rows a step, {arguments.precision}; speed against {peer}", COLUMNS, rows)
     asked: dict[str, Any] = {**vars(arguments), "data": str(arguments.data), "model": str(arguments.model)}
     write_json(arguments.json, "fine_tuning", asked, rows)
 

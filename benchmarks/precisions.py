@@ -20,16 +20,18 @@ from benchmarks.corpus import PYTHON_STDLIB
 
 STEPS = "training.max_steps"
 SIZES: dict[str, dict[str, object]] = {
-    "3M": {"model.d_model": 256, "model.n_layers": 4, "model.n_heads": 4, "model.d_ff": 704, STEPS: 100},
-    "11M": {"model.d_model": 384, "model.n_layers": 6, "model.n_heads": 6, "model.d_ff": 1024, STEPS: 50},
+    "1M": {"model.d_model": 128, "model.n_layers": 4, "model.n_heads": 2, "model.d_ff": 384, STEPS: 300},
+    "3M": {"model.d_model": 256, "model.n_layers": 4, "model.n_heads": 4, "model.d_ff": 704, STEPS: 120},
 }
 COMMON: dict[str, object] = {
-    "data.vocab_size": 4000,
+    "data.vocab_size": 2000,
     "data.validation_split": 0.05,
     "model.max_seq_len": 256,
     "training.batch_size": 8,
     "training.gradient_accumulation_steps": 1,
-    "training.warmup_steps": 10,
+    "training.warmup_steps": 20,
+    "training.optimizer": "adamw",
+    "training.learning_rate": 0.002,
     "training.save_steps": 0,
     "training.eval_steps": 0,
     "training.eval_batches": 64,

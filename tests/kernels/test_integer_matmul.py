@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sansgpu.kernels.block_quantization import FORMATS, QuantizedWeight, quantize_rows
-from sansgpu.kernels.frozen_linear import lora_linear, quantized_linear, quantized_lora_linear
+from sansgpu.kernels.frozen_linear import Adapter, lora_linear, quantized_linear, quantized_lora_linear
 from sansgpu.kernels.linear import Linear
 from sansgpu.kernels.matmul import Matmul, MatmulPrecision, multiply
 from tests.kernels.test_matmul import LAYOUTS
@@ -160,9 +160,9 @@ def test_an_adapter_is_added_in_fp32(native_kernels: str, quantized: bool) -> No
     weight = QuantizedWeight(quantize_rows(wide, FORMATS["q8_0"]), FORMATS["q8_0"])
     values, grad = weight.dequantized(torch.float32) if quantized else wide, torch.randn(40, 70, generator=generator)
     found = (
-        quantized_lora_linear(x, x, weight, bias, first, second, 0.5, integer=True)
+        quantized_lora_linear(x, x, weight, bias, Adapter(first, second, 0.5), integer=True)
         if quantized
-        else lora_linear(x, x, wide, bias, first, second, 0.5, integer=True)
+        else lora_linear(x, x, wide, bias, Adapter(first, second, 0.5), integer=True)
     )
     gradients = torch.autograd.grad(found, (x, first, second), grad)
     low = torch.autograd.grad(0.5 * (x @ first.T) @ second.T, (x, first, second), grad)

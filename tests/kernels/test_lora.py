@@ -5,7 +5,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from sansgpu.kernels.frozen_linear import lora_linear
+from sansgpu.kernels.frozen_linear import Adapter, lora_linear
 
 RANDOM = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -22,15 +22,9 @@ def leaves(rows: int, inputs: int, outputs: int, rank: int, dtype: torch.dtype, 
 
 
 def exact(
-    x: torch.Tensor,
-    dropped: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    scale: float,
+    x: torch.Tensor, dropped: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, adapter: Adapter
 ) -> torch.Tensor:
-    y = x @ weight.T + scale * (dropped @ first.T) @ second.T
+    y = x @ weight.T + adapter.scale * (dropped @ adapter.first.T) @ adapter.second.T
     return y if bias is None else y + bias
 
 
@@ -51,7 +45,7 @@ def test_lora_linear(
     bias = torch.arange(outputs) / 10.0 if biased else None
     found = []
     for (x, dropped, weight, first, second), compute in ((ours, lora_linear), (theirs, exact), (sizes, exact)):
-        y = compute(x, dropped if separate else x, weight, bias, first, second, SCALE)
+        y = compute(x, dropped if separate else x, weight, bias, Adapter(first, second, SCALE))
         grad = torch.linspace(-1, 1, y.numel()).view_as(y)
         y.backward((grad.abs() if x is sizes[0] else grad).to(y.dtype))
         found.append([y.detach(), *(t.grad for t in (x, *([dropped] if separate else []), first, second))])
@@ -73,7 +67,7 @@ def test_results_do_not_depend_on_the_threads(
     before, results = torch.get_num_threads(), []
     for threads in (1, 2, 5, 5):
         torch.set_num_threads(threads)
-        y = lora_linear(x, x, weight, None, first, second, SCALE)
+        y = lora_linear(x, x, weight, None, Adapter(first, second, SCALE))
         results.append([y, *torch.autograd.grad(y.sum(), (x, first, second))])
     torch.set_num_threads(before)
     for others in results[1:]:
@@ -89,4 +83,4 @@ def test_an_adapter_that_does_not_fit_is_refused(native_kernels: str) -> None:
         (x, x[:2], weight, None, first, second),
     ):
         with pytest.raises(RuntimeError, match="match a layer"):
-            lora_linear(*refused, SCALE)
+            lora_linear(*refused[:4], Adapter(*refused[4:], SCALE))

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from sansgpu.kernels import linear
 from sansgpu.kernels.linear import Linear
-from sansgpu.kernels.matmul import Matmul, matmul_into, multiply, sum_of_matmuls
+from sansgpu.kernels.matmul import Matmul, MatmulPrecision, matmul_into, multiply, sum_of_matmuls
 
 RANDOM = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -76,7 +76,9 @@ def test_matmuls_in_one_call(
     results = [torch.full((m, n), 9.0).to(dtype) for m, n, _ in sizes]
     sums = [torch.full((m,), 9.0) for m, _, _ in sizes]
     given = zip(pairs, results, biases, sums, strict=True)
-    multiply(dtype, *(Matmul(a, b, out, bias, row_sums=of_rows) for (a, b), out, bias, of_rows in given))
+    multiply(
+        MatmulPrecision.of(dtype), *(Matmul(a, b, out, bias, row_sums=of_rows) for (a, b), out, bias, of_rows in given)
+    )
     for (a, b), out, bias, of_rows in zip(pairs, results, biases, sums, strict=True):
         exact, magnitudes = a.double() @ b.double() + bias.double(), a.double().abs() @ b.double().abs() + 4
         assert_near(out, exact, magnitudes, dtype)
@@ -93,7 +95,7 @@ def test_sums_of_matmuls(native_kernels: str, terms: list[int], rows: int, colum
         for k in terms
     ]
     out = torch.full((rows, columns), 9.0).to(dtype)
-    multiply(dtype, *sum_of_matmuls(pairs, out))
+    multiply(MatmulPrecision.of(dtype), *sum_of_matmuls(pairs, out))
     exact = sum(a.double() @ b.double() for a, b in pairs)
     assert isinstance(exact, torch.Tensor)
     assert_near(out, exact, sum(a.double().abs() @ b.double().abs() for a, b in pairs) + 4, dtype)
@@ -123,8 +125,8 @@ def test_results_do_not_depend_on_the_threads(
         torch.set_num_threads(threads)
         y, x_grad, weight_grad = x.new_empty(rows, outputs), torch.empty_like(x), torch.empty_like(weight)
         sums = torch.empty(outputs)
-        multiply(dtype, Matmul(x, weight.T, y))
-        multiply(dtype, Matmul(y, weight, x_grad), Matmul(y.T, x, weight_grad, row_sums=sums))
+        multiply(MatmulPrecision.of(dtype), Matmul(x, weight.T, y))
+        multiply(MatmulPrecision.of(dtype), Matmul(y, weight, x_grad), Matmul(y.T, x, weight_grad, row_sums=sums))
         results.append([y, x_grad, weight_grad, sums])
     torch.set_num_threads(before)
     for others in results[1:]:

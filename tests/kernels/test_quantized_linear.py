@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sansgpu.kernels.block_quantization import FORMATS, QuantizedWeight, dequantize_rows, format_for, quantize_rows
-from sansgpu.kernels.frozen_linear import quantized_linear, quantized_lora_linear
+from sansgpu.kernels.frozen_linear import Adapter, quantized_linear, quantized_lora_linear
 
 RANDOM = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 NAMES = st.sampled_from(list(FORMATS))
@@ -113,7 +113,7 @@ def test_products_and_gradients(
     for x, dropped, first, second in (ours, exact, sizes):
         if x is ours[0]:
             y = (
-                quantized_lora_linear(x, dropped, weight, bias, first, second, SCALE)
+                quantized_lora_linear(x, dropped, weight, bias, Adapter(first, second, SCALE))
                 if adapted
                 else quantized_linear(x, weight, bias)
             )
@@ -140,7 +140,7 @@ def test_results_do_not_depend_on_the_threads(native_kernels: str, rows: int, dt
     results = []
     for threads in (1, 2, 5, 5):
         torch.set_num_threads(threads)
-        y = quantized_lora_linear(x, x, weight, None, first, second, SCALE)
+        y = quantized_lora_linear(x, x, weight, None, Adapter(first, second, SCALE))
         plain = quantized_linear(x, weight)
         results.append([y, plain, *torch.autograd.grad((y + plain).sum(), (x, first, second))])
     for others in results[1:]:
@@ -156,7 +156,7 @@ def test_what_does_not_fit_is_refused(kernels: str) -> None:
         (x, dropped, weight, torch.ones(4), first, second),
     ):
         with pytest.raises(RuntimeError, match="does not match a quantized weight"):
-            quantized_lora_linear(*refused, SCALE)
+            quantized_lora_linear(*refused[:4], Adapter(*refused[4:], SCALE))
         with pytest.raises(RuntimeError, match="does not match a quantized weight"):
             quantized_linear(refused[0], weight, refused[3])
     with pytest.raises(RuntimeError, match=r"q4_k requires rows whose length is a multiple of 256, got 300"):

@@ -33,45 +33,42 @@ class _FrozenLayer(NamedTuple):
         return matmul_precision(x.dtype, self.integer)
 
 
+class Adapter(NamedTuple):
+    """A LoRA adapter, which adds scale (x A^T) B^T."""
+
+    first: torch.Tensor  # A (R, I)
+    second: torch.Tensor  # B (O, R)
+    scale: float
+
+
 def lora_linear(
     x: torch.Tensor,
     dropped: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    scale: float,
+    adapter: Adapter,
     integer: bool = False,
 ) -> torch.Tensor:
     """Computes x W^T + bias + scale (dropped A^T) B^T; W and bias get no gradient. `dropped` is x after dropout, or x.
 
-    x and dropped (N, I), weight W (O, I), bias (O,), first A (R, I), second B (O, R); returns (N, O). With `integer`,
+    x and dropped (N, I), weight W (O, I), bias (O,), adapter A (R, I) and B (O, R); returns (N, O). With `integer`,
     fp32 inputs are multiplied with W in INT16.
     """
-    if is_native(x, dropped, weight, first, second):
-        frozen_layer = _FrozenLayer(weight, NOT_QUANTIZED, bias, integer)
-        return _native_lora_linear(x, dropped, frozen_layer, first, second, scale)
+    if is_native(x, dropped, weight, adapter.first, adapter.second):
+        return _native_lora_linear(x, dropped, _FrozenLayer(weight, NOT_QUANTIZED, bias, integer), adapter)
     frozen = F.linear(x, weight.detach(), None if bias is None else bias.detach().to(x.dtype))
-    return _add_lora(frozen, dropped, first, second, scale)
+    return _add_lora(frozen, dropped, adapter)
 
 
-def _add_lora(
-    frozen: torch.Tensor, dropped: torch.Tensor, first: torch.Tensor, second: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Adds scale (dropped A^T) B^T to the result of a frozen layer with torch's matmuls."""
-    return frozen + F.linear(F.linear(dropped, first), second) * scale
+def _add_lora(frozen: torch.Tensor, dropped: torch.Tensor, adapter: Adapter) -> torch.Tensor:
+    """Adds an adapter's product to the result of a frozen layer with torch's matmuls."""
+    return frozen + F.linear(F.linear(dropped, adapter.first), adapter.second) * adapter.scale
 
 
-def _native_lora_linear(
-    x: torch.Tensor,
-    dropped: torch.Tensor,
-    frozen: _FrozenLayer,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
+def _native_lora_linear(x: torch.Tensor, dropped: torch.Tensor, frozen: _FrozenLayer, adapter: Adapter) -> torch.Tensor:
     """Computes `lora_linear` with our kernel."""
     separate = None if dropped is x else dropped
+    first, second, scale = adapter
     return cast(torch.Tensor, _LoraFunction.apply(x, separate, first, second, frozen, scale))
 
 
@@ -143,20 +140,18 @@ def quantized_lora_linear(
     dropped: torch.Tensor,
     weight: QuantizedWeight,
     bias: torch.Tensor | None,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    scale: float,
+    adapter: Adapter,
     integer: bool = False,
 ) -> torch.Tensor:
     """Computes `lora_linear` with a quantized weight: x W^T + bias + scale (dropped A^T) B^T.
 
-    x and dropped (N, I), weight W (O, I), bias (O,), first A (R, I), second B (O, R); returns (N, O).
+    x and dropped (N, I), weight W (O, I), bias (O,), adapter A (R, I) and B (O, R); returns (N, O).
     """
     _require_fit(x, weight, bias)
-    if is_native(x, dropped, first, second):
+    if is_native(x, dropped, adapter.first, adapter.second):
         frozen = _FrozenLayer(weight.data, weight.format.number, bias, integer)
-        return _native_lora_linear(x, dropped, frozen, first, second, scale)
-    return _add_lora(quantized_linear(x, weight, bias), dropped, first, second, scale)
+        return _native_lora_linear(x, dropped, frozen, adapter)
+    return _add_lora(quantized_linear(x, weight, bias, integer), dropped, adapter)
 
 
 class _FrozenLinearFunction(torch.autograd.Function):

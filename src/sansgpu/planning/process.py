@@ -57,28 +57,9 @@ def configure_process(
     kernels = load_kernels("torch" if plain else training.kernels, device, warn)
     if kernels != "torch":
         library.install_caching_allocator(config.settings.varying_length, warn)
-    begun_in = before["precision"] if before and training.wanted_precision == "auto" else None
-    begun_in = None if begun_in == "int16" and kernels == "torch" else begun_in
-    precision = group.broadcast_object(lambda: begun_in or resolve_precision(training, device, kernels != "torch"))
-    if precision == "int16" and kernels == "torch":
-        where = "a GPU" if device.type == "cuda" else "PyTorch's operators (training.kernels torch)"
-        raise ConfigError(
-            f"training.precision is int16, which {where} cannot compute; set it to auto, or use the CPU with "
-            "sansgpu's C++ kernels."
-        )
-    if training.use_amp and precision == "fp32" and group.is_main:
-        slower = (
-            "bf16 is slower than fp32 on this processor"
-            if has_native_bf16()
-            else "this processor does not support bf16"
-        )
-        reason = "it started in fp32" if begun_in else slower
-        warn(f"training.use_amp is true, but this run computes in fp32, because {reason}.")
-    if training.wanted_precision == precision and is_emulated(precision, device.type) and group.is_main:
-        warn(
-            f"training.precision is {precision}, which this processor only emulates: a step takes "
-            f"{EMULATION_COST['torch' if kernels == 'torch' else 'native']} as long as in fp32; set it to auto or fp32."
-        )
+    precision = group.broadcast_object(lambda: _precision(training, before, device, kernels))
+    if group.is_main:
+        _warn_of_precision(training, before, precision, device, kernels, warn)
     available = min(group.all_gather_object(memory_for_run(device, len(group.local_ranks))))
     return Execution(
         precision=precision,
@@ -89,6 +70,42 @@ def configure_process(
         device=device,
         group=group,
     ), available
+
+
+def _precision(training: TrainingConfig, before: Environment | None, device: torch.device, kernels: str) -> str:
+    """Returns the precision of matmuls. Raises ConfigError if it is int16 without our kernels."""
+    begun_in = before["precision"] if before and training.wanted_precision == "auto" else None
+    if begun_in is not None and not (begun_in == "int16" and kernels == "torch"):
+        return begun_in
+    precision = resolve_precision(training, device, kernels != "torch")
+    if precision == "int16" and kernels == "torch":
+        where = "a GPU" if device.type == "cuda" else "PyTorch's operators (training.kernels torch)"
+        raise ConfigError(
+            f"training.precision is int16, which {where} cannot compute; set it to auto, or use the CPU with "
+            "sansgpu's C++ kernels."
+        )
+    return precision
+
+
+def _warn_of_precision(
+    training: TrainingConfig,
+    before: Environment | None,
+    precision: str,
+    device: torch.device,
+    kernels: str,
+    warn: Warn,
+) -> None:
+    """Warns of fp32 in spite of `use_amp`, and of bf16 that the processor only emulates."""
+    if training.use_amp and precision == "fp32":
+        slower = "bf16 is slower than fp32 on this processor"
+        unsupported = slower if has_native_bf16() else "this processor does not support bf16"
+        reason = "it started in fp32" if before else unsupported
+        warn(f"training.use_amp is true, but this run computes in fp32, because {reason}.")
+    if training.wanted_precision == precision and is_emulated(precision, device.type):
+        warn(
+            f"training.precision is {precision}, which this processor only emulates: a step takes "
+            f"{EMULATION_COST['torch' if kernels == 'torch' else 'native']} as long as in fp32; set it to auto or fp32."
+        )
 
 
 def _gpu_of_rank(training: TrainingConfig, group: Group) -> torch.device:

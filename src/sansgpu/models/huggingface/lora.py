@@ -8,7 +8,7 @@ import torch
 from peft.tuners.lora import Linear as PeftLinear
 from torch import nn
 
-from sansgpu.kernels.frozen_linear import MAX_RANK, lora_linear, quantized_lora_linear
+from sansgpu.kernels.frozen_linear import MAX_RANK, Adapter, lora_linear, quantized_lora_linear
 from sansgpu.kernels.linear import MIN_ROWS, Linear, autocasted
 from sansgpu.kernels.matmul import is_native
 from sansgpu.models.quantized_layers import QuantizedLinear
@@ -22,22 +22,22 @@ class LoraLinear(PeftLinear):
         source, adapter = autocasted(x), self.single_adapter()
         if args or kwargs or adapter is None or source.numel() < MIN_ROWS * base.in_features:
             return super().forward(x, *args, **kwargs)
-        first, second, scale = adapter
-        quantized = isinstance(base, QuantizedLinear)
-        if len(first) > MAX_RANK or not is_native(source, *(() if quantized else (base.weight,)), first, second):
+        quantized, matrices = isinstance(base, QuantizedLinear), (adapter.first, adapter.second)
+        if len(adapter.first) > MAX_RANK or not is_native(source, *(() if quantized else (base.weight,)), *matrices):
             return super().forward(x)
         source = source.reshape(-1, base.in_features)
         product, weight = (quantized_lora_linear, base.blocks) if quantized else (lora_linear, base.weight)
         dropped = self.lora_dropout[self.active_adapters[0]](source)
-        y = product(source, dropped, weight, base.bias, first, second, scale, base.integer)
+        y = product(source, dropped, weight, base.bias, adapter, base.integer)
         return y.view(*x.shape[:-1], base.out_features)
 
-    def single_adapter(self) -> tuple[torch.Tensor, torch.Tensor, float] | None:
-        """Returns A, B and the scaling of their product; None unless the layer is a frozen one plus one plain LoRA."""
+    def single_adapter(self) -> Adapter | None:
+        """Returns the adapter; None unless the layer is a frozen one plus one plain LoRA."""
         if self._is_unusual():
             return None
         (name,) = self.active_adapters
-        return cast(Any, self.lora_A[name]).weight, cast(Any, self.lora_B[name]).weight, self.scaling[name]
+        first, second = cast(Any, self.lora_A[name]).weight, cast(Any, self.lora_B[name]).weight
+        return Adapter(first, second, self.scaling[name])
 
     def _is_unusual(self) -> bool:
         """Returns True unless exactly one plain LoRA adapter is active and not merged, on a frozen linear layer."""
