@@ -28,7 +28,9 @@ from sansgpu.machine import instruction_sets
 LIMITS = {
     "portable": ("SSE41", "default", "SSE4_2"),
     "avx2": ("AVX2", "avx2", "AVX2"),
+    "avx_vnni": ("AVX2_VNNI", "avx2", "AVX2"),
     "avx512": ("AVX512_CORE", "avx512", "AVX512"),
+    "avx512_vnni": ("AVX512_CORE_VNNI", "avx512", "AVX512_E1"),
     "avx512_bf16": ("AVX512_CORE_BF16", "avx512", "AVX512_E3"),
     "amx": ("AVX512_CORE_AMX", "avx512", "AVX512_E4"),
 }
