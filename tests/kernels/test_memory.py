@@ -74,6 +74,7 @@ print(len(maps) > 0)
 """  # prints whether memory with huge pages exists, which only our allocator requests
 
 
+@pytest.mark.long
 def test_the_environment_turns_the_allocator_off_and_doctor_says_so(tmp_path: Path) -> None:
     for value, used in (("sansgpu", True), ("system", False)):
         settings = {**environment(tmp_path), "SANSGPU_ALLOCATOR": value}
