@@ -1,4 +1,4 @@
-"""What a precision of matmuls costs in quality: trains the same models in each precision and compares them with fp32.
+"""Measures what a precision of matmuls costs in quality: trains equal models in each one and compares their losses.
 
     python -m benchmarks.precisions --data TEXT [TEXT ...] [--precisions int16] [--seeds 3] [--json OUT]
 

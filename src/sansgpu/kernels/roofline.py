@@ -25,7 +25,7 @@ MIN_CALLS, ENOUGH_SECONDS = 3, 0.05  # minimum calls and time to measure one pro
 SMALL_SIZE, LONG_SECONDS = 256, 1.0  # a GEMM that would take longer than this is estimated from one of this size
 GEMM_SIZE = 2048  # large enough for the peak rate, and takes only tenths of a second on a slow core
 LAYER_TOKENS, LAYER_WIDTH = 1024, 768  # a typical layer, timed to choose the precision
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int16": torch.float32}  # of operands
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int16": torch.float32}  # dtypes of the operands
 
 Shape = tuple[int, int]  # (inputs, outputs) of a linear layer
 

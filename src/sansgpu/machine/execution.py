@@ -42,7 +42,7 @@ class Execution:
 
     micro_batch: int = 1
     accumulation: int = 1  # micro-batches of a step in each process
-    precision: str = "fp32"  # of matmuls: fp32, bf16, or int16 for integers made from fp32 tensors
+    precision: str = "fp32"  # matmuls are in fp32, bf16, or int16, which is made from fp32 tensors
     compile: str = "off"  # or on
     kernels: str = "torch"  # or native and the instruction set
     optimizer: str = "adamw"  # adamw | adam | sgd | muon

@@ -14,7 +14,7 @@
 
 namespace sansgpu {
 
-constexpr int64_t BLOCK_WORDS = 1 + BLOCK_TERMS / 2;  // of a whole block with its scale
+constexpr int64_t BLOCK_WORDS = 1 + BLOCK_TERMS / 2;  // a whole block has a scale and pairs of mantissas
 
 // Adds the products of one pair of A and a vector of pairs of B to `sums`.
 inline Ints add_pairs(Ints sums, int32_t a, Ints b) {
