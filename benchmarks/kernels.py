@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_args()
     torch.set_num_threads(available_cores())
-    keep_freed_memory()  # as training runs do
+    keep_freed_memory()  # training runs keep it, so kernels are measured as they run there
     if reason := library.load():
         say(f"the C++ kernels are not available, so PyTorch operators are measured: {reason}")
     torch.manual_seed(0)

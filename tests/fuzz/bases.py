@@ -23,7 +23,7 @@ class Bases:
     """Paths of valid files and folders, of which the cases damage copies."""
 
     corpus: Path
-    run: Path  # of a pretraining run with snapshots, final/ and a report
+    run: Path  # the folder of a pretraining run with snapshots, final/ and a report
     gguf: Path
     decoder: Path  # Hugging Face folder
     encoder: Path  # Hugging Face folder

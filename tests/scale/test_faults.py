@@ -266,7 +266,7 @@ def test_torchrun_goes_on_with_fewer_hosts(home: Path, undisturbed: dict[str, st
     second = started(agent, command, home / "cache")
     wait_for_snapshot(home / "elastic", first)
     gone = [psutil.Process(second.pid), *psutil.Process(second.pid).children(recursive=True)]
-    for each in gone:  # as if its host were lost
+    for each in gone:  # the test plays a host that was lost
         each.kill()
     second.communicate()
     out, _ = first.communicate(timeout=2 * SECONDS)

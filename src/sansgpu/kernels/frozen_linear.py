@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from sansgpu.kernels import library
 from sansgpu.kernels.block_quantization import NOT_QUANTIZED, QuantizedWeight, by_number, dequantize_rows, row_length
 from sansgpu.kernels.c_functions import structs
-from sansgpu.kernels.matmul import MatmulPrecision, is_native, matmul_precision
+from sansgpu.kernels.matmul import MatmulPrecision, is_native
 
 MAX_RANK = 64  # above this, adding products in fp32 takes longer than separate matmuls
 
@@ -30,7 +30,7 @@ class _FrozenLayer(NamedTuple):
 
     def precision(self, x: torch.Tensor) -> MatmulPrecision:
         """Returns the precision of the products of x with the weight; those of an adapter are in the dtype of x."""
-        return matmul_precision(x.dtype, self.integer)
+        return MatmulPrecision.of(x.dtype, self.integer)
 
 
 class Adapter(NamedTuple):

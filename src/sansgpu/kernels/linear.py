@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sansgpu.kernels.matmul import Matmul, MatmulPrecision, is_native, matmul_precision, multiply, sum_of_matmuls
+from sansgpu.kernels.matmul import Matmul, MatmulPrecision, is_native, multiply, sum_of_matmuls
 
 # With fewer rows, as in generation, torch is faster. With more rows, torch compiles a matmul for each new number of
 # rows, and packed examples have a new one in every micro-batch. Compiling takes milliseconds, and the code stays in
@@ -101,7 +101,7 @@ def use_kernel(x: torch.Tensor, *layers: Linear) -> bool:
 
 def precision_of(x: torch.Tensor, *layers: Linear) -> MatmulPrecision:
     """Returns the precision in which these layers multiply x, already in autocast's dtype."""
-    return matmul_precision(x.dtype, all(layer.integer for layer in layers))
+    return MatmulPrecision.of(x.dtype, all(layer.integer for layer in layers))
 
 
 def linear_each(x: torch.Tensor, *layers: Linear) -> tuple[torch.Tensor, ...]:

@@ -26,20 +26,17 @@ class MatmulPrecision(IntEnum):
     INT16 = constants()["INT16"]
 
     @classmethod
-    def of(cls, dtype: torch.dtype) -> MatmulPrecision:
-        """Returns the precision that multiplies operands of this dtype as they are."""
-        return cls.BF16 if dtype == torch.bfloat16 else cls.FP32
+    def of(cls, dtype: torch.dtype, integer: bool = False) -> MatmulPrecision:
+        """Returns the precision that multiplies operands of this dtype as they are, or fp32 as INT16 if `integer`."""
+        if dtype == torch.bfloat16:
+            return cls.BF16
+        return cls.INT16 if integer and dtype == torch.float32 else cls.FP32
 
 
 def is_native(*matrices: torch.Tensor) -> bool:
     """Returns True if our kernel supports these matrices; otherwise torch must multiply them."""
     dtype = matrices[0].dtype
     return library.takes(*matrices) and all(m.dtype == dtype and m.numel() > 0 for m in matrices)
-
-
-def matmul_precision(dtype: torch.dtype, integer: bool) -> MatmulPrecision:
-    """Returns the precision of matmuls with operands of this dtype: INT16 for fp32 if `integer`."""
-    return MatmulPrecision.INT16 if integer and dtype == torch.float32 else MatmulPrecision.of(dtype)
 
 
 class Matmul:

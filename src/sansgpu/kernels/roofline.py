@@ -16,7 +16,7 @@ import torch
 
 from sansgpu.config import TrainingConfig
 from sansgpu.kernels import library
-from sansgpu.kernels.matmul import Matmul, matmul_precision, multiply
+from sansgpu.kernels.matmul import Matmul, MatmulPrecision, multiply
 from sansgpu.machine.measurements import best_measurement
 from sansgpu.machine.probe import has_native_bf16, is_emulated
 
@@ -50,7 +50,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, precision: str, ours: bool = Fals
         return lambda: torch.mm(a, b)
     library.load()
     matmul = Matmul(a, b, a.new_empty(a.shape[0], b.shape[1]))
-    return lambda: multiply(matmul_precision(a.dtype, precision == "int16"), matmul)
+    return lambda: multiply(MatmulPrecision.of(a.dtype, precision == "int16"), matmul)
 
 
 def gemm_rate(size: int, precision: str, device: str = "cpu") -> float:

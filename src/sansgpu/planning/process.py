@@ -99,7 +99,7 @@ def _warn_of_precision(
     if training.use_amp and precision == "fp32":
         slower = "bf16 is slower than fp32 on this processor"
         unsupported = slower if has_native_bf16() else "this processor does not support bf16"
-        reason = "it started in fp32" if before else unsupported
+        reason = "it started in fp32" if before and before["precision"] == "fp32" else unsupported
         warn(f"training.use_amp is true, but this run computes in fp32, because {reason}.")
     if training.wanted_precision == precision and is_emulated(precision, device.type):
         warn(

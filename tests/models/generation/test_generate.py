@@ -120,7 +120,7 @@ def test_texts_depend_on_seed_and_row_but_not_on_the_batch(architecture: str, na
     ids = [batch.text_ids(prompt) for prompt in PROMPTS[4:]]
     with torch.inference_mode():
         later = complete(batch.open_reader(3, CONTEXT), ids, batch.ends, limits, RANDOM, first=4)
-        assert sorted(later) == expected[4:]  # as when an interrupted job continues
+        assert sorted(later) == expected[4:]  # an interrupted job continues with the later rows
     other = completions(batch, 9, Sampling(temperature=1.0, top_p=0.95, seed=4))
     assert [row.ids for row in other] != [row.ids for row in expected]
     same = completions(batch, 9, RANDOM, prompts=[PROMPTS[0]] * 9)

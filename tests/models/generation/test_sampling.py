@@ -135,7 +135,7 @@ def test_generation_needs_no_dropout_and_leaves_the_model_in_the_mode_it_was_in(
     model.train()
     pieces = generate(model, TOKENIZER, "The", 8, LIKELIEST)
     next(pieces)
-    pieces.close()  # as when the caller stops reading early
+    pieces.close()  # a caller that stops reading early closes the iterator, too
     assert model.training
 
 

@@ -34,6 +34,7 @@ struct BlockScale {
   // Blocks below 2^-70 become zero.
   explicit BlockScale(int32_t largest) {
     constexpr int32_t LEAST = 127 - 60, FRACTION = 10;  // mantissas are below 2^(FRACTION + 1)
+    static_assert(LARGEST_MANTISSA == (2 << FRACTION) - 1, "sums of a block fit if mantissas do");
     constexpr float ROUNDED_UP = 1.0f + 0x1p-11f;  // the largest value must not round up to another bit
     float value;
     std::memcpy(&value, &largest, 4);
@@ -77,7 +78,7 @@ class ColumnBlock {
 
   // Finds the scales of a block with `terms` rows.
   ColumnBlock(const float* from, int64_t ld, int64_t terms, int64_t columns)
-      : from_(from), ld_(ld), terms_(terms), columns_(columns) {
+      : from_(from), ld_(ld), terms_(terms) {
     int32_t largest[MOST] = {};
     for (int64_t k = 0; k < terms; ++k)
       for (int64_t j = 0; j < columns; ++j) largest[j] = std::max(largest[j], magnitude_bits(from[k * ld + j]));
@@ -102,7 +103,7 @@ class ColumnBlock {
 
  private:
   const float* from_;
-  const int64_t ld_, terms_, columns_;
+  const int64_t ld_, terms_;
   float scales_[MOST], inverses_[MOST];
 };
 
