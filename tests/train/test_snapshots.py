@@ -13,7 +13,7 @@ import pytest
 from sansgpu.cli import run as cli
 from sansgpu.train.snapshots import clear_leftovers, snapshots
 from tests import processes
-from tests.processes import environment, json_lines, record, settings, write_corpus
+from tests.processes import environment, json_lines, record, settings, write_corpus, write_rows
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -124,6 +124,31 @@ def test_other_data_is_named_and_refused_when_strict(
     assert train(home, run, "--resume", "--strict", **more) == 2
     assert "different data" in capsys.readouterr().err
     assert train(home, run, "--resume", **more) == 0
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe", "char"])
+def test_a_run_keeps_its_tokenizer_when_its_data_changes(
+    home: Path, tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model would read a newly trained tokenizer's ids as different words."""
+
+    def write(words: str) -> Path:
+        return write_rows(tmp_path / "data.jsonl", [{"text": f"{number} {words}"} for number in range(200)])
+
+    data = write("otters and badgers and otters")
+    values = {"data__dataset_name": data, "data__tokenizer": tokenizer, "training__max_steps": 4}
+    assert train(home, tmp_path / "r", **values) == 0
+    files = ["tokenizer/tokenizer.json", "final/tokenizer.json"]
+    before = [(tmp_path / "r" / file).read_bytes() for file in files]
+    recorded = (tmp_path / "r/config.yaml").read_text()
+    write("zebras quickly ran over every hill: §")
+    assert train(home, tmp_path / "r", "--resume", **{**values, "training__max_steps": 6}) == 0
+    assert "different data" in capsys.readouterr().out
+    assert [(tmp_path / "r" / file).read_bytes() for file in files] == before
+    assert (tmp_path / "r/config.yaml").read_text() == recorded.replace("max_steps: 4", "max_steps: 6")
+    last = [line for line in json_lines(tmp_path / "r/metrics.jsonl") if line["event"] == "eval"][-1]
+    assert cli(["eval", str(tmp_path / "r"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(last["loss"], rel=1e-5)
 
 
 def test_another_thread_count_is_named_and_refused_when_strict(

@@ -93,7 +93,8 @@ PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT = (
 )  # fmt: skip
 SIMPLE_TEMPLATE = "simple"  # the built-in chat template
 # Built-in names that are valid values of keys that otherwise take a path.
-BUILT_IN_NAMES = (PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT, SIMPLE_TEMPLATE, "bpe", "char")
+TRAINED_TOKENIZERS = "bpe", "char"  # values of data.tokenizer for which a run trains its own tokenizer
+BUILT_IN_NAMES = (PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT, SIMPLE_TEMPLATE, *TRAINED_TOKENIZERS)
 
 # Keys and nested sections that have an effect only in tasks that list their group. Keys of a single task are in its
 # `own_keys`. All other keys have an effect in every task.

@@ -18,6 +18,7 @@ import numpy as np
 from filelock import FileLock
 
 from sansgpu.config import ConfigError, DataConfig
+from sansgpu.config.tasks import TRAINED_TOKENIZERS
 from sansgpu.data.files import Piece
 from sansgpu.data.rows import SourceRow
 from sansgpu.data.sources import Source
@@ -79,7 +80,7 @@ class TokenStore:
 
 def build_tokenizer(data: DataConfig, source: Source, cache: Path, progress: ReportProgress) -> Tokenizer:
     """Loads the configured tokenizer. "bpe" and "char" are trained on `source` and cached."""
-    if data.tokenizer not in ("bpe", "char"):
+    if data.tokenizer not in TRAINED_TOKENIZERS:
         return load_tokenizer(data.tokenizer)
     settings = (data.vocab_size, data.tokenizer_sample_mb) if data.tokenizer == "bpe" else ()
     key = cache_key("tokenizer", source.fingerprint, data.tokenizer, *settings)

@@ -12,11 +12,11 @@ from sansgpu.data.sources import has_conversations
 from sansgpu.jobs.runs import require_run
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.probe import cache_dir
-from sansgpu.tasks.registry import TASKS, task_of
+from sansgpu.tasks.registry import TASKS
 from sansgpu.tasks.task import Corpus, DetailedEvaluator, EvaluationRequest, PredictionWriter, Verb
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.loading import ModelRequest, class_of_model, open_model
-from sansgpu.train.run_folders import with_objective
+from sansgpu.train.run_folders import prepare_data, with_objective
 
 
 def evaluate_model(
@@ -46,8 +46,7 @@ def evaluate_model(
 
     def own_corpus() -> Corpus:
         allowed = with_objective(config, source.path, objective)
-        corpus: Corpus = task_of(allowed).prepare(allowed, cache, progress)[1]
-        return corpus
+        return prepare_data(allowed, cache, progress, source.tokenizer)[1]
 
     request = EvaluationRequest(data, window, objective, own_corpus, cache, progress, warn)
     evaluator = task_class.evaluator_for(loaded, request)

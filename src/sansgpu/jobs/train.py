@@ -91,6 +91,7 @@ class _RunTarget:
     folder: Path
     snapshot: Snapshot | None
     before: Environment | None  # the one recorded in the snapshot
+    tokenizer: Path | None  # the folder of the one that the run trained, unless the configuration asks for another
     open_settings: tuple[str, ...]  # recorded values of keys whose default may have changed since the first start
 
 
@@ -187,16 +188,24 @@ def _find_target(
             "folder": str(folder),
             "snapshot": str(snapshot.folder) if snapshot else None,
             "before": snapshot.environment() if snapshot else None,
+            "keeps_tokenizer": recorded is not None and _keeps_tokenizer(config, recorded),
             "open": [] if recorded is None else _open_settings(config, recorded),
         }
 
     found = group.broadcast_object(find)
+    folder = Path(found["folder"])
     return _RunTarget(
-        Path(found["folder"]),
+        folder,
         Snapshot(Path(found["snapshot"])) if found["snapshot"] else None,
         found["before"],
+        run_paths(folder, config).tokenizer if found["keeps_tokenizer"] else None,
         tuple(found["open"]),
     )
+
+
+def _keeps_tokenizer(config: Config, recorded: dict[str, Any]) -> bool:
+    before, now = recorded.get("data") or {}, config.data
+    return (before.get("tokenizer"), before.get("vocab_size")) == (now.tokenizer, now.vocab_size)
 
 
 def _open_settings(config: Config, recorded: dict[str, Any]) -> list[str]:
@@ -211,7 +220,7 @@ def _open_settings(config: Config, recorded: dict[str, Any]) -> list[str]:
 def _train_in(
     target: _RunTarget, config: Config, request: TrainRequest, group: Group, output: _Output
 ) -> TrainingRun | TrainingResult:
-    options = ResolveOptions(shortage="begin" if request.force else "refuse")
+    options = ResolveOptions("begin" if request.force else "refuse", tokenizer=target.tokenizer)
     run = resolve_run(config, output.progress, output.warn, options, target.before, group)
     run = replace(run, paths=run_paths(target.folder, config), started=request.started)
     if group.is_main:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -28,6 +29,7 @@ from sansgpu.tasks.task import Corpus
 from sansgpu.train.calibrate import LONG, Calibration, Timing
 from sansgpu.train.optim import choose_optimizer
 from sansgpu.train.run import TrainingRun
+from sansgpu.train.run_folders import prepare_data
 from sansgpu.train.run_length import finish_time
 from sansgpu.train.schedule import UNKNOWN_STEPS, total_steps, warmup_problem
 
@@ -44,6 +46,7 @@ class ResolveOptions:
     shortage: Shortage = "refuse"
     data: Data = "needed"
     timed: Timed = "if useful"
+    tokenizer: Path | None = None  # folder of the tokenizer that the resumed run trained
 
 
 TRAIN = ResolveOptions()
@@ -70,7 +73,7 @@ def resolve_run(
     config = _with_finish(config)
     _require_share(config, group.size)
     execution, available = configure_process(config, before, warn, group)
-    config, corpus = _corpus(config, progress, warn, options.data, group)
+    config, corpus = _corpus(config, progress, warn, options, group)
     tokens = math.ceil(corpus.example_tokens if corpus else config.window)
     config, steps, seconds = _with_length(config, execution, corpus)
     if problem := warmup_problem(config.training, steps):
@@ -145,33 +148,35 @@ def _with_finish(config: Config) -> Config:
 
 
 def _corpus(
-    config: Config, progress: ReportProgress, warn: Warn, data: Data, group: Group
+    config: Config, progress: ReportProgress, warn: Warn, options: ResolveOptions, group: Group
 ) -> tuple[Config, Corpus | None]:
     """Prepares the data, first on one process of each machine, which fills the cache for the others."""
     leads = group.rank == group.local_ranks[0]
     if not leads:
         group.all_gather_object(None)
-    found = (config, None) if data == "unread" else _read(config, progress, warn, data)
+    found = (config, None) if options.data == "unread" else _read(config, progress, warn, options)
     if leads:
         group.all_gather_object(None)
     progress("planning the run", 0, 0)
     return found
 
 
-def _read(config: Config, progress: ReportProgress, warn: Warn, data: Data) -> tuple[Config, Corpus | None]:
-    task, training = task_of(config), config.training
+def _read(
+    config: Config, progress: ReportProgress, warn: Warn, options: ResolveOptions
+) -> tuple[Config, Corpus | None]:
+    training = config.training
     try:
-        config, corpus = task.prepare(config, cache_dir(config.data.cache_dir), progress)
+        config, corpus = prepare_data(config, cache_dir(config.data.cache_dir), progress, options.tokenizer)
     except ConfigError as error:
         limited = training.max_steps or training.max_tokens or training.time_limited
         known = limited and training.num_epochs is None  # the run's length does not depend on the data
-        if data == "needed" or not (known or isinstance(error, UnreachableError)):
+        if options.data == "needed" or not (known or isinstance(error, UnreachableError)):
             raise
         warn(
             f"{str(error).rstrip('.')}; the estimate below assumes random tokens and the default vocabulary size"
             + ("." if known else ", and the length of an epoch is unknown.")
         )
-        return task.with_vocabulary(config), None
+        return task_of(config).with_vocabulary(config), None
     for note in corpus.notes:
         warn(note)
     return config, corpus

@@ -32,11 +32,14 @@ from sansgpu.config import (
 )
 from sansgpu.config.parse import read_values
 from sansgpu.config.paths import RUNS, local_path
-from sansgpu.config.tasks import is_outside
+from sansgpu.config.tasks import TRAINED_TOKENIZERS, is_outside
+from sansgpu.data.shards import ReportProgress
 from sansgpu.events.escape import printable_line
 from sansgpu.files.atomic import cleanup_of, make_folder, scratch_folder, write_failures_as, write_text
 from sansgpu.files.marks import MARK, FolderMark, is_output, read_mark, write_mark
 from sansgpu.files.ownership import require_folder, require_no_links
+from sansgpu.tasks.registry import task_of
+from sansgpu.tasks.task import Corpus
 from sansgpu.train.snapshots import snapshots
 
 PROBE_SECONDS = 0.5  # how long to wait for the lock, because `is_locked` in another process holds it for a moment
@@ -178,6 +181,23 @@ def recorded_file(folder: Path, resume: str) -> Path | None:
     places = (open_run(folder)[1].snapshots / resume, Path(resume))
     of_branch = [place.with_name(own.name) for place in places if place.parent.name.startswith(ABANDONED_FOLDER)]
     return next((file for file in of_branch if file.is_file()), own)
+
+
+def prepare_data(
+    config: Config, cache: Path, progress: ReportProgress, tokenizer: Path | None = None
+) -> tuple[Config, Corpus]:
+    """Reads and tokenizes the data, and fills in the settings that depend on it. Raises ConfigError.
+
+    `tokenizer` is the folder of the tokenizer that the run trained earlier. It is used instead of training one again,
+    because a dataset that has changed since then would give tokens that the model did not learn.
+    """
+    task = task_of(config)
+    trains = config.data.tokenizer in TRAINED_TOKENIZERS and task.settings.acts("data.tokenizer")
+    if tokenizer is None or not trains or not (tokenizer / "tokenizer.json").is_file():
+        return task.prepare(config, cache, progress)
+    kept = _with_values(config, ["data"], {"tokenizer": str(tokenizer.absolute())})
+    prepared, corpus = task.prepare(kept, cache, progress)
+    return _with_values(prepared, ["data"], {"tokenizer": config.data.tokenizer}), corpus
 
 
 def no_run_to_resume(folder: Path) -> ConfigError:
