@@ -41,7 +41,7 @@ class Metric:
 
     @property
     def title(self) -> str:
-        """The label for reports, with the unit if it is per cent."""
+        """The label for reports, with the unit if it is a percentage."""
         return f"{self.label} (%)" if self.unit == "%" else self.label
 
     def number(self, value: Any) -> float | None:
@@ -56,7 +56,7 @@ class Metric:
 
 
 def percentage(name: str, label: str, short: str = "") -> Metric:
-    """Describes a score that events record in per cent."""
+    """Describes a score that events record as a percentage."""
     return Metric(name, label, "{:.2f} %", unit="%", better="higher", short=short)
 
 
@@ -65,7 +65,7 @@ def interval(name: str, within: str) -> Metric:
 
 
 def share(name: str, label: str = "", short: str = "", within: str = "") -> Metric:
-    """Describes a score between 0 and 1 that is shown in per cent."""
+    """Describes a score between 0 and 1 that is shown as a percentage."""
     return Metric(name, label, "{:.1%}", unit="%", scale=100.0, better="higher", short=short, within=within)
 
 
