@@ -3,7 +3,7 @@
     python -m benchmarks.live_view [--pictures 60] [--columns 160]
 
 All steps are from one run in one process. Separate runs, or blocks of a run with and without the view, would differ by
-several percent for other reasons, while the view costs about 0.5 %. Steps within seconds of each other run under the
+several percent for other reasons, while the view costs about 0.5%. Steps within seconds of each other run under the
 same conditions. The view draws to a pseudo-terminal that a thread reads.
 """
 

@@ -57,11 +57,11 @@ class Metric:
 
 def percentage(name: str, label: str, short: str = "") -> Metric:
     """Describes a score that events record as a percentage."""
-    return Metric(name, label, "{:.2f} %", unit="%", better="higher", short=short)
+    return Metric(name, label, "{:.2f}%", unit="%", better="higher", short=short)
 
 
 def interval(name: str, within: str) -> Metric:
-    return Metric(name, "95 % interval", "{0[0]:.1%} to {0[1]:.1%}", within=within, reported=False)
+    return Metric(name, "95% interval", "{0[0]:.1%} to {0[1]:.1%}", within=within, reported=False)
 
 
 def share(name: str, label: str = "", short: str = "", within: str = "") -> Metric:
