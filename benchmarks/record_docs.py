@@ -33,6 +33,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FILE_NAME = re.compile(r"# (\w+\.py)\n")
 PROMPT, ELLIPSIS = "$ ", "..."
 SHORTENED = ", ...}"  # ends a line of JSON of which a page shows the first keys
+WIDTH = "120"  # columns of the terminal
 SIMILAR = 0.6  # minimum difflib ratio of lines that correspond to each other
 MOST_GROWTH = 2  # a new part has at most this many times the lines of the old part
 
@@ -137,7 +138,7 @@ def copy_checkout(folder: Path) -> None:
 def runner(folder: Path) -> Run:
     """Returns a function that runs commands in a folder, and ends this process if they fail."""
     path = os.pathsep.join((str(Path(sys.prefix) / "bin"), os.environ["PATH"]))
-    variables = {**os.environ, "PATH": path, "SANSGPU_CACHE": str(folder / ".cache"), "PYTHONUNBUFFERED": "1"}
+    variables = {**os.environ, "PATH": path, "SANSGPU_CACHE": str(folder / ".cache"), "PYTHONUNBUFFERED": "1", "COLUMNS": WIDTH}
 
     def run(commands: str) -> str:
         say(commands.strip())
