@@ -47,7 +47,7 @@ def _elapsed(event: Event) -> float:
 
 
 def draw(run: Path, step: int | None, columns: int) -> str:
-    """Returns the live view at `step` (default: 80 % of the run) as SVG."""
+    """Returns the live view at `step` (default: 80% of the run) as SVG."""
     events = read_events(RunPaths(run).metrics)
     steps = [event["step"] for event in events if event["event"] == "step"]
     step = step or steps[int(0.8 * (len(steps) - 1))]

@@ -3,7 +3,7 @@
     python -m benchmarks.live_view [--pictures 60] [--columns 160]
 
 All steps are from one run in one process. Separate runs, or blocks of a run with and without the view, would differ by
-several per cent for other reasons, while the view costs about 0.5 %. Steps within seconds of each other run under the
+several percent for other reasons, while the view costs about 0.5%. Steps within seconds of each other run under the
 same conditions. The view draws to a pseudo-terminal that a thread reads.
 """
 
@@ -46,7 +46,7 @@ class Counted(LiveView):
 
 
 class Clock(Callback):
-    """Records the duration of every step and the number of drawings at its end. Stops the run after enough drawings."""
+    """Records the duration of every step and the number of redraws so far. Stops the run after enough redraws."""
 
     def __init__(self, view: Counted, pictures: int) -> None:
         self._view, self._pictures = view, pictures
@@ -80,9 +80,9 @@ def main() -> None:
         train(request, [quiet, view, CallbackSink(clock, request.controls)], quiet)
         view.close()
     result = _result(clock.steps)
-    print(f"a step takes {result['step_seconds']:.4f} s, with a drawing {result['extra_seconds'] * 1e3:.2f} ms more "
-          f"(standard error {result['standard_error'] * 1e3:.2f}, {result['pictures']} drawings)")  # fmt: skip
-    print(f"a drawing every {result['seconds_between']:.1f} s: speed with / without the view {result['ratio']:.4f}")
+    print(f"a step takes {result['step_seconds']:.4f} s; a redraw adds {result['extra_seconds'] * 1e3:.2f} ms "
+          f"(standard error {result['standard_error'] * 1e3:.2f}, {result['pictures']} redraws)")  # fmt: skip
+    print(f"the view is redrawn every {result['seconds_between']:.1f} s: {result['ratio']:.4f} of the speed without it")
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
 

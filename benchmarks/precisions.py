@@ -5,7 +5,7 @@
 For each dataset, model size and seed, all precisions read the same tokens in the same order, from the same initial
 weights. Prints the validation loss and its difference to fp32, and beside it how far apart the losses of fp32 are with
 different seeds. The optimizer is Muon: with AdamW, the losses of early steps depend so much on rounding that those of
-two fp32 kernels differ by 2 %.
+two fp32 kernels differ by 2%.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# Pages whose commands take long.
+# Pages whose commands take a long time.
 SLOW = (
     "assistant", "bench", "classify", "configuration", "data", "distill", "embed", "entities", "fine-tuning", "graph",
     "kubernetes", "laptops", "plan", "preference", "python", "questions", "report", "resume", "scaling", "search",

@@ -90,8 +90,8 @@ def fit(
     """Trains like `sansgpu train`, with the same files and results.
 
     `config` is a Config, a dict, a file, a preset's name, or None for the built-in default. `overrides` are strings
-    like `key.path=value`. `resume` is "latest" or a snapshot. Ctrl-C or a notebook's stop button saves and returns.
-    With several processes (torchrun), only rank 0 prints and calls the callbacks.
+    like `key.path=value`. `resume` is "latest" or a snapshot. On Ctrl-C or a notebook's stop button, saves a snapshot
+    and returns. With several processes (torchrun), only rank 0 prints and calls the callbacks.
     Raises ConfigError before any work is done, and SansGPUError if training fails.
     """
     if output_dir is not None and not str(output_dir):

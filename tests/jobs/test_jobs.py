@@ -93,7 +93,7 @@ def test_generate_repeats_itself_with_a_seed_and_goes_beyond_the_context(
     best = min(events_of(home / "run", "eval"), key=lambda e: e["loss"])
     assert text("--seed", "1", "--snapshot", "best") == text("--seed", "1", "--snapshot", str(best["step"]))
     first = snapshots(home / "run/snapshots")[0].step
-    assert text("--seed", "1") != text("--seed", "1", "--snapshot", str(first)), "snapshots must differ in their text"
+    assert text("--seed", "1") != text("--seed", "1", "--snapshot", str(first)), "the texts of snapshots must differ"
     assert cli(["generate", str(home / "run"), "--top-p", "0"]) == 2
     assert cli(["generate", str(home / "run"), "--snapshot", "9999"]) == 2
 

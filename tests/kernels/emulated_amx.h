@@ -1,5 +1,5 @@
-// The AMX intrinsics as plain loops, so that code that uses them can be tested on any processor. Whatever a processor
-// with AMX refuses, such as tiles that are not configured or do not match, aborts the process.
+// The AMX intrinsics as plain loops, so that code that uses them can be tested on any processor. They abort the process
+// where a processor with AMX would raise an error, e.g. if tiles are not configured or their shapes do not match.
 #pragma once
 
 #include <cstdint>

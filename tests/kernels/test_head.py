@@ -163,7 +163,7 @@ def test_a_quantized_head_computes_what_its_values_do(
 
 
 def soft_targets(tokens: int, vocabulary: int) -> SoftTargets:
-    """Returns five likely tokens for each of `tokens`."""
+    """Returns a random teacher's five most likely tokens at each of `tokens` positions."""
     logits = torch.randn(tokens, vocabulary, generator=torch.Generator().manual_seed(3))
     known, ids = torch.log_softmax(logits, dim=1).topk(5)
     rest = (1 - known.exp().sum(dim=1, keepdim=True)).log()

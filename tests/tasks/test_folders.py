@@ -1,4 +1,7 @@
-"""A task is one folder and one line: copies of the package work without a task, and with an additional one."""
+"""A task consists of one folder and one line in config/tasks.py.
+
+Copies of the package work without one of the tasks, and with an additional task.
+"""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_a_model_that_amplifies_rounding_is_packed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Matmuls of few rows round differently, which changes this model's outputs by up to 12 % with int4 weights."""
+    """Matmuls of few rows round differently, which changes this model's outputs by up to 12% with int4 weights."""
     monkeypatch.setattr(library, "_library", library.load_library(instructions))
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)

@@ -53,7 +53,7 @@ def test_few_rows_that_measure_little_are_shown_as_such(tmp_path: Path, capsys: 
     low, high = last["accuracy_interval"]
     assert 0 <= low <= last["accuracy"] <= high <= 1
     assert high - low > 0.3
-    assert f"accuracy {last['accuracy']:.1%} (95 % interval {low:.1%} to {high:.1%})" in said
+    assert f"accuracy {last['accuracy']:.1%} (95% interval {low:.1%} to {high:.1%})" in said
 
 
 def test_enough_rows_have_no_interval_and_data_with_a_validation_part_is_not_split(

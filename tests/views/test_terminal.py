@@ -17,11 +17,11 @@ from sansgpu.views.terminal import PreparationBar, RunConsole, Terminal
     ("kind", "metrics", "text"),
     [
         ("pretrain", {"perplexity": 3.0, "bits_per_byte": None}, "perplexity 3.00, bits per byte not finite"),
-        ("qa", {"f1": 50.0, "exact_match": 25.0, "questions": 4.0}, "exact match 25.00 %, F1 50.00 %, 4 questions"),
+        ("qa", {"f1": 50.0, "exact_match": 25.0, "questions": 4.0}, "exact match 25.00%, F1 50.00%, 4 questions"),
         (
             "graph",
             {"entity_loss": 2.5, "entity_acc": 0.5, "entity_hits": 1.0, "entity_count": 2.0, "entity_interval": [0, 1]},
-            "50.0% of 2 unfiltered entity queries correct (loss 2.5000, 95 % interval 0.0% to 100.0%)",
+            "50.0% of 2 unfiltered entity queries correct (loss 2.5000, 95% interval 0.0% to 100.0%)",
         ),
         ("somewhere.tasks:Order", {"order_acc": 0.5, "named": "x", "found": [1]}, "order acc 0.5000"),
     ],

@@ -60,7 +60,7 @@ class _KubernetesOptions:
         ),
     ] = None
     min_nodes: Annotated[
-        int, option("Minimum number of pods with which the run continues (PyTorchJob only).", _PODS, min=1)
+        int, option("Minimum number of pods that the run needs to continue (PyTorchJob only).", _PODS, min=1)
     ] = 1
     processes_per_node: Annotated[int, option("Processes per pod, e.g. one per NUMA node.", _PODS, min=1)] = 1
     node_selector: Annotated[

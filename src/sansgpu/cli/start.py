@@ -68,8 +68,8 @@ class _PlanOptions:
     memory: Annotated[
         str | None,
         option(
-            "List the ways to train CONFIG (also a model folder, GGUF file or Hub name) that fit in this much memory, "
-            "e.g. 8GB.",
+            "List the ways to train CONFIG in this much memory, e.g. 8GB. CONFIG may also be a model folder, GGUF file "
+            "or Hub name.",
             CONFIGURATION,
             metavar="SIZE",
         ),
@@ -205,9 +205,9 @@ class _BenchOptions:
             metavar="KEY.PATH=VALUE,...",
         ),
     ] = None
-    forward_only: Annotated[bool, flag("Time only forward passes, without data.", _MEASUREMENT, "--forward-only")] = (
-        False
-    )
+    forward_only: Annotated[
+        bool, flag("Time only forward passes, on random tokens. No data is read.", _MEASUREMENT, "--forward-only")
+    ] = False
     gpu_tflops: Annotated[
         float | None, number_option("Compare with an estimate for a GPU with this many TFLOP/s.", _MEASUREMENT, least=0)
     ] = None
@@ -268,7 +268,9 @@ class _InitOptions:
         str | None,
         option("Memory of the machine that will train, e.g. 64GB. Default: this machine's.", _ANSWERS, metavar="SIZE"),
     ] = None
-    yes: Annotated[bool, flag("Use the default for every question without an option.", None, "--yes", "-y")] = False
+    yes: Annotated[
+        bool, flag("Use the default for every question that the options do not answer.", None, "--yes", "-y")
+    ] = False
     force: Annotated[bool, flag("Replace an existing file.", None, "--force")] = False
     as_json: JsonOption = False
 

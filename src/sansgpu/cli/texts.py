@@ -79,7 +79,7 @@ class _GenerateOptions:
 
 @with_fields
 def generate(given: _GenerateOptions) -> None:
-    """Continue a prompt, or complete the prompts of a file.
+    """Continue a prompt, or complete the prompts in a file.
 
     With --data: rows have a prompt, messages or a text. The output contains each row with its completion.
     Run the command again to continue after an interruption.

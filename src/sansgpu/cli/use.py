@@ -54,7 +54,11 @@ class _EvaluateOptions:
     ] = False
     limit: Annotated[
         int | None,
-        option("With --link-prediction: maximum number of triples to rank, each for heads and tails.", _GRAPH, min=1),
+        option(
+            "With --link-prediction: maximum number of tail queries and, with data.inverse_relations, of head queries.",
+            _GRAPH,
+            min=1,
+        ),
     ] = None
     trust_remote_code: RemoteCodeOption = False
     objective: ObjectiveOption = None
@@ -109,13 +113,13 @@ class _PredictOptions:
             metavar="RUN", help="Run of task qa, classify or tokens, or a Hugging Face model of such a task."
         ),
     ]
-    text: Annotated[str | None, option("Text to predict.")] = None
+    text: Annotated[str | None, option("Text to classify or to find entities in.")] = None
     text_pair: Annotated[str | None, option("With --text: second text, for models that classify pairs of texts.")] = (
         None
     )
     question: Annotated[str | None, option("With --context: question to answer.")] = None
     context: Annotated[str | None, option("With --question: text that contains the answer.")] = None
-    data: Annotated[str | None, option("Rows to predict (file, folder or Hub name).")] = None
+    data: Annotated[str | None, option("Dataset to make predictions for (file, folder or Hub name).")] = None
     null_answers: Annotated[
         bool | None,
         flag("Allow an empty answer. Default: as in training.", None, "--null-answers/--no-null-answers"),

@@ -79,7 +79,7 @@ class ModelConfig(Section):
         ge=0,
         le=MAX_LEAVES,
         description="leaf slots per text token, each for one token of a triple's tail; 0: train on text without "
-        "triples. Default: enough for 99 % of the tails in the data",
+        "triples. Default: enough for 99% of the tails in the data",
     )
     n_relations: int | None = Field(
         None, ge=1, description="number of relation embeddings. Default: the number of relations in the data"

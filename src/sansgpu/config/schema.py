@@ -127,7 +127,7 @@ class DataConfig(Section):
     long_tails: Literal["refuse", "drop"] = Field(
         "refuse",
         description="what to do with training triples whose tail has more tokens than model.leaves; refuse: stop if "
-        "they are more than 1 % of all triples; drop: drop them and report their number",
+        "they are more than 1% of all triples; drop: drop them and report their number",
     )
     doc_stride: int = Field(128, ge=0, description="overlap in tokens between consecutive windows of a long text")
     n_best_size: int = Field(20, ge=1, description="number of best candidate answers to consider per question")

@@ -41,7 +41,7 @@ class Metric:
 
     @property
     def title(self) -> str:
-        """The label for reports, with the unit if it is per cent."""
+        """The label for reports, with the unit if it is a percentage."""
         return f"{self.label} (%)" if self.unit == "%" else self.label
 
     def number(self, value: Any) -> float | None:
@@ -56,16 +56,16 @@ class Metric:
 
 
 def percentage(name: str, label: str, short: str = "") -> Metric:
-    """Describes a score that events record in per cent."""
-    return Metric(name, label, "{:.2f} %", unit="%", better="higher", short=short)
+    """Describes a score that events record as a percentage."""
+    return Metric(name, label, "{:.2f}%", unit="%", better="higher", short=short)
 
 
 def interval(name: str, within: str) -> Metric:
-    return Metric(name, "95 % interval", "{0[0]:.1%} to {0[1]:.1%}", within=within, reported=False)
+    return Metric(name, "95% interval", "{0[0]:.1%} to {0[1]:.1%}", within=within, reported=False)
 
 
 def share(name: str, label: str = "", short: str = "", within: str = "") -> Metric:
-    """Describes a score between 0 and 1 that is shown in per cent."""
+    """Describes a score between 0 and 1 that is shown as a percentage."""
     return Metric(name, label, "{:.1%}", unit="%", scale=100.0, better="higher", short=short, within=within)
 
 

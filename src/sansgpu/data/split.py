@@ -11,7 +11,7 @@ import numpy as np
 from sansgpu.config.wording import counted
 from sansgpu.data.shards import TokenSizes, TokenStore
 
-FEW_HELD_OUT = 30  # with fewer examples, the 95 % confidence interval of an accuracy can be 1/3 wide or wider
+FEW_HELD_OUT = 30  # with fewer examples, the 95% confidence interval of an accuracy can be 1/3 wide or wider
 
 
 def describe_split(train: int, held: int, what: str, share: float) -> str:

@@ -64,7 +64,8 @@ class SoftTargets:
         student = torch.log_softmax(torch.cat((known, rest.log()[:, None]), dim=1) / at_temperature, dim=1)
         teacher = torch.log_softmax(self.log_probabilities.float() / at_temperature, dim=1)
         kl = (teacher.exp() * (teacher - student)).sum(dim=1)
-        # `grad`: gradients of the classes' log-probabilities. `pull`: gradient of the z-loss / the logit's probability.
+        # `grad`: gradients of the classes' log-probabilities. `pull`: a logit's gradient from the z-loss, divided by
+        # its token's probability.
         grad = self.weight * at_temperature * (student.exp() - teacher.exp())
         pull = 2 * z_loss * lse
         share = own + pull + grad[:, -1] / rest
@@ -185,7 +186,7 @@ def _native_sums(head: HeadOperands, soft: SoftTargets, options: LossOptions) ->
 
 
 def _revise(head: HeadOperands, soft: SoftTargets, options: LossOptions, sums: torch.Tensor, chunk: Chunk) -> Chunk:
-    """Adds a chunk's loss, cross-entropy and KL divergence to `sums` (3,); returns it with the loss's gradients.
+    """Adds a chunk's loss, cross-entropy and KL divergence to `sums` (3,); returns the chunk with the loss's gradients.
 
     For the teacher's tokens, replaces the exponentials with the gradients divided by the row's share. A correction
     added to a large exponential would be lost in rounding.

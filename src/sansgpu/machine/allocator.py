@@ -16,7 +16,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from glibc's malloc.h
 def keep_freed_memory() -> bool:
     """Makes glibc reuse large blocks instead of returning them to the kernel, which causes page faults.
 
-    Saves 10-25 % of a step of a 7M-parameter model. Returns whether glibc accepted the settings.
+    Saves 10-25% of a step of a 7M-parameter model. Returns whether glibc accepted the settings.
     """
     if not sys.platform.startswith("linux"):
         return False

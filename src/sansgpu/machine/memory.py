@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 
 from sansgpu.config import TrainingConfig
 
-MARGIN = 1.05  # required memory / estimate; estimates are a few per cent off, and other programs' memory changes
+MARGIN = 1.05  # required memory / estimate; estimates are a few percent off, and other programs' memory changes
 MICRO_BATCH_TOKENS = 4096  # default limit: beyond it matmuls gain little, and activations no longer fit the cache
 MAX_MICRO_BATCH_TOKENS = 16384  # the largest micro-batch to calibrate
 

@@ -181,7 +181,7 @@ def _smaller_micro_batch(config: Config, execution: Execution) -> Options:
     for size in _halves(config.training.batch_size)[1:]:
         if batch % size == 0:
             settings = (f"training.batch_size={size}", f"{KEEP_BATCH}={batch // size}")
-            yield settings, "same effective batch size, a few per cent slower"
+            yield settings, "same effective batch size, a few percent slower"
 
 
 def _bf16(config: Config, execution: Execution) -> Options:

@@ -33,7 +33,8 @@ from sansgpu.train.run_folders import prepare_data
 from sansgpu.train.run_length import finish_time
 from sansgpu.train.schedule import UNKNOWN_STEPS, total_steps, warmup_problem
 
-# needed: prepare the data or fail. wanted: do without it if it is unavailable and the estimate allows. unread: skip it.
+# needed: prepare the data or fail. wanted: continue without it if it is unreachable, or if it cannot be read and the
+# run's length does not depend on it. unread: do not read it.
 Data = Literal["needed", "wanted", "unread"]
 Timed = Literal["always", "if useful", "never"]  # when to time steps to choose the micro-batch
 WORTH_TIMING_SECONDS = 120  # runs shorter than this gain less from the fastest micro-batch than it takes to find it
@@ -41,7 +42,7 @@ WORTH_TIMING_SECONDS = 120  # runs shorter than this gain less from the fastest 
 
 @dataclass(frozen=True)
 class ResolveOptions:
-    """How much is read and timed to resolve a run, and what happens if it does not fit into memory."""
+    """Options of `resolve_run`: what to read and to time, and what to do if the run does not fit into memory."""
 
     shortage: Shortage = "refuse"
     data: Data = "needed"
@@ -98,7 +99,7 @@ def resolve_run(
 def _compilation(
     config: Config, execution: Execution, before: Environment | None, seconds: float, warn: Warn
 ) -> tuple[float, str]:
-    """Returns rank 0's `seconds` of the run, and whether to compile: on or off."""
+    """Returns rank 0's estimate of the run's duration in seconds, and whether to compile: on or off."""
     training, recorded = config.training, before["compile"] if before else None
     device, kernels = execution.device.type, execution.kernels
 
@@ -118,7 +119,7 @@ def _compilation(
 
 
 def _with_length(config: Config, execution: Execution, corpus: Corpus | None) -> tuple[Config, int, float]:
-    """Returns the configuration with its optimizer, the total steps, and the assumed seconds of the run."""
+    """Returns the configuration with its optimizer, the number of steps, and the estimated duration in seconds."""
     training, effective = config.training, effective_batch(config.training)
     tokens_per_step = round(effective * (corpus.example_tokens if corpus else config.window))
     config, work = with_optimizer(config, tokens_per_step)
@@ -132,7 +133,7 @@ def _with_length(config: Config, execution: Execution, corpus: Corpus | None) ->
 
 
 def with_optimizer(config: Config, tokens_per_step: int) -> tuple[Config, StepWork]:
-    """Returns the configuration with the optimizer that `auto` means and its learning rate, and the work of a step."""
+    """Returns the configuration with `auto` replaced by an optimizer and its learning rate, and the FLOPs of a step."""
     work = task_of(config).costs(config).work(tokens_per_step)
     optimizer = choose_optimizer(config.training.optimizer, work.needed, work.muon)
     return change_config(config, [("training.optimizer", optimizer)]), work
@@ -242,7 +243,10 @@ def _measured(calibration: Calibration, sizes: list[int], progress: ReportProgre
 def _resumed_micro_batch(
     config: Config, execution: Execution, recorded: int, available: int, sizes: list[int], warn: Warn
 ) -> int:
-    """Returns the recorded micro-batch, or the largest one below it that fits this machine's memory and share."""
+    """Returns the recorded micro-batch size, or the largest smaller one if the recorded one is not possible here.
+
+    A size is possible if it fits into memory and, with several ranks, divides a rank's share of the batch.
+    """
     if execution.world_size > 1:
         return max((size for size in sizes if size <= recorded), default=min(sizes))
     if estimate_memory(config, replace(execution, micro_batch=recorded)).fits(available):

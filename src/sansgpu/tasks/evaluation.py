@@ -140,11 +140,11 @@ def text_metrics(sums: Sums) -> dict[str, float]:
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits}
 
 
-WILSON_Z = 1.96  # normal quantile of a two-sided 95 % interval
+WILSON_Z = 1.96  # normal quantile of a two-sided 95% interval
 
 
 def wilson(share: float, count: float) -> list[float]:
-    """Returns the Wilson 95 % confidence interval [low, high] of a proportion `share` of `count` samples."""
+    """Returns the Wilson 95% confidence interval [low, high] of a proportion `share` of `count` samples."""
     z2 = WILSON_Z**2 / count
     middle = (share + z2 / 2) / (1 + z2)
     half = WILSON_Z / (1 + z2) * math.sqrt(share * (1 - share) / count + z2 / (4 * count))

@@ -14,7 +14,7 @@ MIN_EVENTS = 20  # step events before the loss is judged
 MIN_WINDOW = 5  # smallest number of step events in a mean loss
 RISE_RATIO = 0.03  # warn if the mean loss exceeds the lowest mean by this share of that mean,
 RISE_STANDARD_ERRORS = 4.0  # and by this many standard errors
-FLAT_RATIO = 0.003  # relative change of the loss between two halves; under a power law of -0.1 it would be 1.7 %
+FLAT_RATIO = 0.003  # relative change of the loss between two halves; under a power law of -0.1 it would be 1.7%
 FLAT_WINDOW_RATIO = 0.3  # test for a flat loss over this share of the steps so far, the latest ones
 FLAT_EXPECTED_RATIO = 0.8  # after this share of all steps a flat loss is normal
 SPIKE_FACTOR = 10.0  # gradient norm / median gradient norm
@@ -190,7 +190,7 @@ def _limited_by_container(event: Event) -> str | None:
     if withheld < THROTTLED_PERCENT:
         return None
     return (
-        f"the container's CPU limit paused the run for {withheld:.0f} % of the time: lower training.threads to the "
+        f"the container's CPU limit paused the run for {withheld:.0f}% of the time: lower training.threads to the "
         "container's number of cores, or raise the limit."
     )
 

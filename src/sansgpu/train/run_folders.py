@@ -264,7 +264,7 @@ def mark_other_folders(paths: RunPaths, until_end: ExitStack) -> None:
     """Marks snapshot and log folders outside of the run's folder. Raises ConfigError if one cannot be written.
 
     The run's folder is marked first: a process killed in between must not leave folders that belong to no run.
-    `until_end` finally removes the mark of a folder that the run did not use.
+    When `until_end` closes, the marks are removed from folders that the run has not used.
     """
     mark = _mark_of(paths.root)
     for folder, kind, key in _elsewhere(paths):

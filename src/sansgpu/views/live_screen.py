@@ -175,10 +175,10 @@ def _machine(system: dict[str, Any]) -> list[Cell]:
         return []
     cores = system["core_percent"]
     blocks = "".join(_BLOCKS[min(7, int(percent / 12.5))] for percent in cores)
-    each = " ".join(f"{percent:.0f}" for percent in cores) + " %"
-    load = each if len(cores) <= _MAX_LISTED_CORES else f"{mean(cores):.0f} % of {len(cores)}"
+    each = " ".join(f"{percent:.0f}" for percent in cores) + "%"
+    load = each if len(cores) <= _MAX_LISTED_CORES else f"{mean(cores):.0f}% of {len(cores)}"
     others = system["other_percent"]
-    others_load = f", others {others:.0f} %" if others >= 10 else ""
+    others_load = f", others {others:.0f}%" if others >= 10 else ""
     limit, left = system["memory_limit_bytes"], system["memory_available_bytes"]
     near = left < NEAR_LIMIT * limit
     used = f"{system['rss_bytes'] / 1e9:.1f} GB, {left / 1e9:.1f} of {limit / 1e9:.0f} left"

@@ -165,7 +165,7 @@ _FORMATS: dict[str, Callable[[RunSummary], str | None]] = {
     "parameters": parameter_words,
     "training tokens": lambda found: None if found.tokens is None else f"{found.tokens:,}",
     "tokens/s, median": _known("tokens_per_second", "{:,.0f}"),
-    "MFU, median": _known("mfu", "{:.1f} %", 100),
+    "MFU, median": _known("mfu", "{:.1f}%", 100),
     "time": lambda found: duration(found.seconds) if found.seconds else None,
     "memory, peak": lambda found: storage(found.peak_memory_bytes) if found.peak_memory_bytes else None,
     "processor energy": energy_words,

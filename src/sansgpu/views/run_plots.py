@@ -211,7 +211,7 @@ def _used_memory(event: Event) -> float | None:
 
 # Name, title, unit, True if the y axis starts at zero (then additional all-zero series are omitted), and series.
 _RESOURCES: list[tuple[str, str, str, bool, dict[str, Getter]]] = [
-    ("processor", "Processor, 100 % per core", "%", True,
+    ("processor", "Processor, 100% per core", "%", True,
      {"this run": lambda event: _system("cpu_percent")(event) or event.get("cpu_percent"),
       "others": _system("other_percent"), "stolen by the host": _system("stolen_percent"),
       "throttled by the container's limit": _system("withheld_percent")}),

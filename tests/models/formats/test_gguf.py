@@ -27,8 +27,8 @@ from sansgpu.train.loading import ModelRequest, open_model
 from tests.models.formats.gguf_models import ABOUT, BASES, base, logits_of, parts_of, write_base, write_ours
 from tests.models.small import IN_GGUF, TEXT, TOKENIZER, model_of, tokens
 
-# Largest rounding errors as (share, count): a share of the number itself, or in q8_0 of the largest number in its block
-# of 32, plus `count` times half of f16's smallest positive number, because q8_0 stores its scales in f16.
+# (share, count) for the maximum rounding error of a number x: share * |x| + count * 2^-25, where 2^-25 is half of f16's
+# smallest positive number. For q8_0, x is the largest number in the block of 32, whose scale is stored in f16.
 HALF_STEPS = {"f32": (0, 0), "f16": (2**-11, 1), "bf16": (2**-8, 0), "q8_0": (0.5 / 127 + 2**-11, 127)}
 
 

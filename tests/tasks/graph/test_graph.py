@@ -1,4 +1,4 @@
-"""A model learns texts and triples, from files to held-out accuracy."""
+"""Tests of tiny graph models: memorization, losses, gradients, masks and batches."""
 
 from dataclasses import replace
 from pathlib import Path

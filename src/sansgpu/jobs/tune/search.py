@@ -201,7 +201,7 @@ def _best(trials: list[FrozenTrial]) -> FrozenTrial | None:
 
 
 def pruners() -> dict[str, optuna.pruners.BasePruner]:
-    """Returns the pruners by their command-line name. Their steps are per cent of a trial."""
+    """Returns the pruners by their command-line name. Their steps are percentages of a trial."""
     return {
         "median": optuna.pruners.MedianPruner(PRUNER_STARTUP_TRIALS, PRUNER_WARMUP_PERCENT),
         "hyperband": optuna.pruners.HyperbandPruner(min_resource=10, max_resource=100),

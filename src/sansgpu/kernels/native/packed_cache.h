@@ -1,4 +1,5 @@
-// KV cache for generation, stored in the packed layout of `product`, so that decoding steps do not have to pack it.
+// KV cache for generation, stored in the layout that matmuls read (`pack` in tiles.h), so that decoding steps do not
+// have to convert it.
 //
 // S is the maximum number of tokens of a sequence, a multiple of CACHE_BLOCK; d is the head dim.
 #pragma once
@@ -24,8 +25,9 @@ struct PackedCache {
 
   const T* key_block(int64_t block) const { return keys + block * CACHE_BLOCK * d; }
 
-  // Stores the key and value of a token. Earlier tokens must be stored first. `values` after the last token, up to a
-  // multiple of LANES, must be 0, because they are multiplied by attention weights of 0.
+  // Stores the key and value of a token. Earlier tokens must be stored first. The first of LANES tokens sets the
+  // `values` of all of them to 0: attention multiplies those after the last token by weights of 0, and NaN in
+  // uninitialized memory would remain NaN.
   void store(int64_t position, const T* key, const T* value) const {
     T* to = keys + position / CACHE_BLOCK * CACHE_BLOCK * d + position % CACHE_BLOCK * PAIR;
     for (int64_t i = 0; i < d; i += PAIR) std::memcpy(to + i * CACHE_BLOCK, key + i, PAIR * sizeof(T));

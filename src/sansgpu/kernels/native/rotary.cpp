@@ -58,7 +58,7 @@ struct Rotation {
     to.write(token * width, width, out);
   }
 
-  // Calls work(unit, token, scratch) for each token.
+  // Calls work(unit, first token, end token, scratch) for each unit of tokens.
   template <typename F>
   void each(int64_t H, const F& work) const {
     const int64_t rows = tokens_of_unit(H);

@@ -131,7 +131,7 @@ class UnpaddedModel:
 
     @property
     def has_plain_rows(self) -> bool:
-        """True for a causal model that packs with key ranges as the only mask, and without length-dependent RoPE."""
+        """True for a causal model that packs with key ranges as its only mask and has no length-dependent RoPE."""
         return self.packs and self.causal and self._by_ranges and not self._rotary
 
     @property
@@ -224,7 +224,7 @@ class UnpaddedModel:
         lengths: torch.Tensor,
         types: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Gathers, for each of the N tokens, what `run` computes from the model's keyword arguments: (N, ...)."""
+        """Calls `run` with the model's keyword arguments and returns its output for each of the N tokens: (N, ...)."""
         parts = []
         for indices, group in self._groups(lengths):
             inputs, flat = self._inputs(tokens[indices], group, None if types is None else types[indices])
@@ -265,10 +265,10 @@ def _in_order(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """Returns False for models whose attention masks do not allow it. Does not run the model.
+    """Returns whether the model's attention masks allow packing, without running the model.
 
-    These are encoders with windows that our masks do not support, and models with a mask of fixed size, such as
-    GPT-Neo, in which packed examples may be longer than the mask.
+    They do not if an encoder has windows that our masks do not support, or if the mask has a fixed size, as in GPT-Neo,
+    because packed examples may be longer than the mask.
     """
     config = model.config.get_text_config()
     places = getattr(config, "max_position_embeddings", None)

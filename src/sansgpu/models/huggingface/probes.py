@@ -81,7 +81,7 @@ def copies_for_kernels(rows: int) -> int:
     """Returns how often to repeat `rows` tokens so that the same matmul kernel runs as for many tokens.
 
     Different kernels compute matmuls with few rows and round differently. A comparison of passes with few and with many
-    rows would measure that: 4-bit models amplify it to 4 % of their outputs.
+    rows would measure that: 4-bit models amplify it to 4% of their outputs.
     """
     return -(-MIN_ROWS // rows)
 

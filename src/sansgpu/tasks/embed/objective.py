@@ -69,7 +69,7 @@ class EmbeddingObjective(FineTuning):
 
     @classmethod
     def with_vocabulary(cls, config: Config) -> Config:
-        """Sets data.max_length, by default to the model's."""
+        """Sets data.max_length to the model's maximum unless the configuration has a value."""
         if config.data.max_length is not None:
             return config
         layout = read_layout(config.model)

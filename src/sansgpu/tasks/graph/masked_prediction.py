@@ -224,7 +224,7 @@ class MaskedEvaluation:
         return {} if self._ranking is None else self._ranking.metrics(device, precision, progress)
 
     def detailed(self, metrics: dict[str, float]) -> dict[str, Any]:
-        """Adds a 95 % confidence interval to each accuracy (Wilson 1927)."""
+        """Adds a 95% confidence interval to each accuracy (Wilson 1927)."""
         result: dict[str, Any] = dict(metrics)
         for name in (*NODE_TARGETS, ENTITY, "tail"):
             if count := metrics.get(f"{name}_count"):

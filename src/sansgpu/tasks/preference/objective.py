@@ -73,7 +73,9 @@ class KTOObjective(PreferenceObjective):
 
     def step_loss(self, outputs: torch.Tensor, batches: Sequence[AnswerPairs]) -> torch.Tensor:
         loss, sums = self.measured(outputs, AnswerPairs.joined(batches))
-        self._step_sums.add(sums)  # on every rank: sums over all ranks, whose ratios stay correct
+        # Every rank adds the sums of the whole step, so the totals over ranks are world_size times too large. Metrics
+        # are correct, because they are ratios of totals.
+        self._step_sums.add(sums)
         return loss
 
     def measured(self, policy: torch.Tensor, batch: AnswerPairs) -> tuple[torch.Tensor, Sums]:
