@@ -5,8 +5,8 @@
 
 The data folder has `sst2` (train.tsv and test.tsv with sentence and label), `stsb` (sts-train.csv, whose genres are the
 labels of first sentences) and `wn18rr` (definitions, labeled with four of WordNet's topics). In each draw, both learn
-from the same rows with their default settings and are tested on the same 500 other rows. Seconds are those of the whole
-process, including imports and tests. CPU seconds do not depend on the load by other programs.
+from the same rows with their default settings and are tested on the same 500 other rows. Seconds are measured for the
+whole process, including imports and tests. CPU seconds do not depend on the load by other programs.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ NET = "10.77.{}.{}"
 
 
 def refused() -> str | None:
-    """Returns the reason why hosts cannot be emulated here, or None."""
+    """Returns the reason why hosts cannot be emulated on this machine, or None."""
     if not (shutil.which("ip") and shutil.which("unshare") and os.geteuid() == 0):
         return "network namespaces need root, iproute2 and unshare"
     probe = f"sansgpu-probe-{os.getpid()}"

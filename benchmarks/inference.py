@@ -6,8 +6,7 @@
 Task encode compares the engine of `sansgpu embed` with SentenceTransformer.encode; task predict that of `sansgpu
 predict` with the pipeline for text classification. All compute in bf16. Half of the texts are sentences, and half are
 pieces of documents that fill the model's context. Seconds include tokenization but not loading, and are measured after
-a warm-up pass; CPU seconds are those of the measured passes. Peers try each batch size; sansgpu chooses its batches
-itself.
+a warm-up pass; CPU seconds cover the measured passes. Peers try each batch size; sansgpu chooses its batches itself.
 """
 
 from __future__ import annotations

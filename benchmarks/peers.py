@@ -28,7 +28,7 @@ from benchmarks.contest import (
 )
 from benchmarks.sizes import LEARNING_RATE, SIZES, WEIGHT_DECAY, Job, Size
 
-# Attention in packed windows: "apart" masks other documents, and "seen across" attends to them.
+# In packed windows, tokens do not attend to other documents ("apart"), or they do ("seen across").
 APART, ACROSS = "apart", "seen across"
 NEEDS = {  # packages that are not dependencies of sansgpu
     "hf-fp32": ("accelerate",),
@@ -115,7 +115,9 @@ def add_arguments(parser: argparse.ArgumentParser, peers: str, rounds: int = 2) 
     )
     parser.add_argument("--data", default=corpus.PYTHON_STDLIB, help="value of data.dataset_name (%(default)s)")
     parser.add_argument("--steps", type=int, default=8, help=f"measured steps after a warm-up of {WARM_UP}")
-    parser.add_argument("--rounds", type=int, default=rounds, help="runs of every contestant in every condition")
+    parser.add_argument(
+        "--rounds", type=int, default=rounds, help="number of runs of each contestant under each condition"
+    )
     parser.add_argument("--json", type=Path, metavar="OUT")
 
 
@@ -124,7 +126,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     args = parser.parse_args()
     args.peers = [name for name in args.peers.split(",") if name]
     if unknown := [name for name in args.peers if name not in NEEDS]:
-        parser.error(f"--peers {', '.join(unknown)}: known are {', '.join(NEEDS)}")
+        parser.error(f"--peers: unknown {', '.join(unknown)}; choose from {', '.join(NEEDS)}")
     if args.steps < 1 or args.rounds < 1:
         parser.error("--steps and --rounds must be at least 1")
     return args
@@ -141,7 +143,11 @@ def arguments() -> argparse.Namespace:
         "step_seconds (a list that starts with the warm-up) and loss",
     )
     parser.add_argument(
-        "--precisions", default=[], nargs="+", choices=("fp32", "bf16", "int16"), help="also run sansgpu in these"
+        "--precisions",
+        default=[],
+        nargs="+",
+        choices=("fp32", "bf16", "int16"),
+        help="also run sansgpu in these precisions",
     )
     parser.add_argument("--nanogpt", type=Path, metavar="FOLDER", help="checkout of nanoGPT; runs its CPU example, too")
     args = parse(parser)

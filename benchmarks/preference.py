@@ -7,7 +7,7 @@
 Both train on the same pairs in the same order, without dropout, with AdamW and the same learning rates. TRL runs in a
 separate virtual environment with trl and sansgpu's dependencies. By default, TRL's reference is a second copy of the
 model. sansgpu computes the reference log-probabilities once before the first step, which its seconds include. Speed
-is that of all steps except the first; memory is that of the whole process. In fp32, the largest difference of the
+is measured over all steps except the first, memory over the whole process. In fp32, the largest difference of the
 losses should be below 1e-4.
 """
 
@@ -70,7 +70,7 @@ class Trained:
 
 
 def settings(args: argparse.Namespace) -> dict[str, object]:
-    """Returns the settings of both; all other keys have the defaults of the task."""
+    """Returns the settings of both contestants; all other keys have the task's defaults."""
     return {
         **MEASURED,
         "task": "preference",

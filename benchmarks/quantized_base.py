@@ -3,7 +3,7 @@
     python -m benchmarks.quantized_base [--size 7b|3b|1.5b|0.5b|135m] [--bases int4 int8 bf16] [--tokens 512]
         [--steps 5] [--checkpointing] [--threads N] [--json FILE]
 
-The weights are written to a temporary folder (6 GB for 3b), which is deleted. Peak memory is that of the whole process,
+The weights are written to a temporary folder (6 GB for 3b), which is deleted. Peak memory covers the whole process,
 including loading, quantization, training and the snapshot. The first steps are not timed.
 """
 

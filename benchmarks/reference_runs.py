@@ -28,7 +28,7 @@ from benchmarks.outcome import file_digests, record
 
 RENAMED_KEYS: dict[str, str] = {}  # old key of a JSON result -> its current name
 SAVE_STEPS = 8
-# Values of `plan --json` that do not depend on the machine's state; for memory, those without measured overhead.
+# Keys of `plan --json` that do not depend on the machine's state. `memory_bytes` does, but only in MEASURED_MEMORY.
 PLANNED = (
     "parameters", "parameters_by_part", "batch_size", "gradient_accumulation_steps", "window", "precision", "optimizer",
     "tokens_per_step", "train_tokens", "total_steps", "total_tokens", "epochs",
@@ -95,7 +95,7 @@ def _sansgpu(*arguments: str) -> str:
 
 
 def record_all(kinds: Sequence[str]) -> dict[str, Results]:
-    """Returns the results of every kind whose name contains one of `kinds`, or of all kinds."""
+    """Returns the results of every kind whose name contains one of `kinds`, or of all kinds if it is empty."""
     found: dict[str, Results] = {}
     with tempfile.TemporaryDirectory(prefix="sansgpu-reference-") as folder:
         for number, kind in enumerate(make_kinds(Path(folder))):

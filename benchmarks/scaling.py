@@ -15,7 +15,7 @@ from benchmarks.contest import WARM_UP, Row, print_table, row_of, say, spawn, wr
 from benchmarks.corpus import PYTHON_STDLIB
 
 Settings = dict[str, object]
-BASE: Settings = {  # the built-in default's model; data.vocab_size is fixed, so that all runs use the same tokens
+BASE: Settings = {  # the default configuration's model; data.vocab_size is fixed, so that all runs use the same tokens
     "model.d_model": 256,
     "model.n_heads": 4,
     "model.n_layers": 6,

@@ -2,7 +2,7 @@
 
     python -m benchmarks.score FOLDER KEY=VALUE ...
 
-The settings are those of the training; FOLDER replaces `model.name_or_path`. Prints the eval event as a JSON line.
+Pass the settings of the training run; FOLDER replaces `model.name_or_path`. Prints the eval event as a JSON line.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@
 Both train in bf16 on the same rows in the same order with the same learning rates; the initialization of the head and
 dropout differ. The peer is Hugging Face's Trainer, or SentenceTransformerTrainer for task embed; it pads each batch.
 Both models are evaluated on the held-out rows with sansgpu's metrics. Padding does not count as tokens. Speed and
-memory are those of training, without the first step and without the preparation of batches, which overlaps with
-sansgpu's steps. CPU seconds are those of the whole process, including imports and reading. With several seeds, medians
-are reported.
+memory are measured during training. Speed excludes the first step and the preparation of batches, which overlaps with
+sansgpu's steps. CPU seconds cover the whole process, including imports and reading the data. With several seeds,
+medians are reported, except for memory: the highest peak.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from benchmarks.contest import NoResultError, Outcome, Row, add_ratios, print_ta
 from benchmarks.ours import command, overrides
 
 OURS, HF, ST = "sansgpu", "Hugging Face Trainer", "Sentence Transformers"
-# The measure of quality is the first of these metrics that the evaluation has.
+# The first of these metrics that the evaluation reports is the measure of quality.
 MEASURES = {"entity_f1": "entity F1", "f1": "F1", "accuracy": "accuracy", "spearman": "Spearman", "mrr": "MRR"}
 COLUMNS = {
     "": ("name", "s"),
     "quality": ("quality", ".4g"),
-    "of each seed": ("qualities", "s"),
+    "per seed": ("qualities", "s"),
     "training, s": ("seconds", ",.1f"),
     "real tokens/s": ("tokens_per_second", ",.0f"),
     "speed": ("ratio", ".2f"),
@@ -67,7 +67,7 @@ class Learned:
 
 
 def settings(args: argparse.Namespace, seed: int) -> dict[str, object]:
-    """Returns the settings of both contestants; all other keys have the defaults of the task."""
+    """Returns the settings of both contestants; all other keys have the task's defaults."""
     length = {} if args.max_length is None else {"data.max_length": args.max_length}
     return {
         "task": args.task,
@@ -143,7 +143,7 @@ def finished(line: list[str], event: str) -> Outcome:
 
 
 def row(name: str, runs: list[Learned]) -> Row:
-    """Returns medians over seeds."""
+    """Returns medians over seeds, and the highest peak memory."""
     found = [run.metrics[run.measure] for run in runs]
     return {
         "name": name,

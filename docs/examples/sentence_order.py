@@ -31,7 +31,7 @@ LABELS = ("in order", "swapped")
 
 
 class OrderClassifier(nn.Module):
-    """A bidirectional encoder whose first state of each pair predicts the label."""
+    """A bidirectional encoder. The hidden state of a pair's first token predicts its label."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class SentenceOrder(Predicts, TaskBase):
 
 
 def sentence_pairs(source: Source) -> list[tuple[str, str]]:
-    """Returns all neighboring sentences of each document. Raises ConfigError if there are too few."""
+    """Returns all pairs of neighboring sentences in each document. Raises ConfigError if there are too few."""
     documents = (re.split(r"(?<=[.!?])\s+", piece.text.strip()) for piece in source.read())
     pairs = [pair for sentences in documents for pair in pairwise(sentences)]
     if len(pairs) < 2:
@@ -109,7 +109,7 @@ def sentence_pairs(source: Source) -> list[tuple[str, str]]:
 
 
 def joined(texts: Sequence[tuple[str, str]], labels: np.ndarray, tokenizer: Tokenizer, window: int) -> LabeledSequences:
-    """Tokenizes pairs, of which those with label 1 are swapped."""
+    """Tokenizes pairs of sentences, and swaps the two sentences if the label is 1."""
     pairs = [pair[::-1] if label else pair for pair, label in zip(texts, labels, strict=True)]
     halves = [tokenizer.encode_batch([pair[side] for pair in pairs]) for side in (0, 1)]
     end = [tokenizer.end_id]

@@ -20,7 +20,7 @@ from tests.tasks.texts import text_rows
 
 @dataclass(frozen=True)
 class Bases:
-    """Paths of valid files and folders, of which the cases damage copies."""
+    """Paths of valid files and folders. The cases damage copies of them."""
 
     corpus: Path
     run: Path  # the folder of a pretraining run with snapshots, final/ and a report

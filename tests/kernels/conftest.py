@@ -36,7 +36,7 @@ def native_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture(params=[*SETS, "torch"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs each test like `native_kernels`, and with plain torch."""
+    """Runs each test with the same kernels as `native_kernels`, and with plain torch."""
     if request.param == "torch":
         monkeypatch.setattr(library, "_loaded", False)
     else:
@@ -57,14 +57,17 @@ def _poisoned_memory() -> Iterator[None]:
     if mallopt is None:
         yield
         return
-    mallopt(M_PERTURB, 0x80)  # new memory gets the inverse of this byte
+    mallopt(M_PERTURB, 0x80)  # glibc fills new memory with the complement of this byte
     yield
     mallopt(M_PERTURB, 0)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _guarded_tensors() -> Iterator[None]:
-    """Makes a kernel crash if it reads or writes outside its tensors. Sanitizers check torch's own memory instead."""
+    """Makes a kernel crash if it reads or writes outside its tensors.
+
+    Tensors are not guarded under sanitizers, which check torch's own memory.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if TEST_LIBRARIES not in os.environ:
             patch.setattr(library, "call", GuardedCalls())

@@ -1,4 +1,4 @@
-"""Compares the matmul of native/product.h with float64, on every instruction set here and on an emulated AMX."""
+"""Compares the matmul of native/product.h with float64, on every instruction set of this processor and emulated AMX."""
 
 import shutil
 import subprocess

@@ -19,7 +19,7 @@ def kept_bytes_of(
 ) -> int:
     """Returns the bytes of all tensors that the forward pass saves, and of its output.
 
-    `prepare` returns a forward pass and its inputs, which do not count; it is called after the weights are cast.
+    `prepare` returns a forward pass and its inputs, which are not counted; it is called after the weights are cast.
     """
     dtype = torch.bfloat16 if execution.precision == "bf16" else torch.float32
     optimizer = Optimizer(model, TrainingConfig(optimizer="adamw"), dtype)

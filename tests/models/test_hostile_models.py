@@ -1,4 +1,7 @@
-"""Models, tokenizers and templates that hang, abort or fill memory are refused in one sentence, within bounds."""
+"""Models, tokenizers and templates that hang, abort or fill memory are refused with a one-sentence error.
+
+Their time and memory are limited.
+"""
 
 import base64
 import json

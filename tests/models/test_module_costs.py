@@ -1,4 +1,4 @@
-"""Estimated memory of transformers models matches real blocks."""
+"""The estimated memory of transformers models matches what their blocks save for the backward pass."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ def kept_by_a_block(model: Any, execution: Execution) -> int:
     def prepare() -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
         x = torch.randn(1, TOKENS, model.config.hidden_size, requires_grad=True)
         angles = model.model.rotary_emb(x, torch.arange(TOKENS)[None])
-        # `x * 1` makes the block's input count: in a model, it is the output of the previous block.
+        # The memory of `x` is not counted, but that of `x * 1` is: in a model, the previous block computes the input.
         return lambda: model.model.layers[0](x * 1, position_embeddings=angles), [x, *angles]
 
     return kept_bytes_of(model.train(), execution, prepare)
@@ -47,7 +47,7 @@ def test_a_fused_encoder_block_keeps_what_is_said(name: str, precision: str, tmp
 
     def prepare() -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
         x = torch.randn(1, TOKENS, 128, requires_grad=True)
-        return lambda: blocks_of(model)[0](x * 1).sum(), [x]  # summed, so that the block's output does not count
+        return lambda: blocks_of(model)[0](x * 1).sum(), [x]  # summed, so that the block's output is not counted
 
     execution = Execution(1, 1, precision, "off", "native", "adamw")
     assert costs.saved_bytes(execution) == pytest.approx(kept_bytes_of(model, execution, prepare), rel=0.03)
@@ -62,7 +62,8 @@ def test_a_fused_block_keeps_what_is_said(precision: str, tmp_path: Path) -> Non
         )  # fmt: skip
         config.save_pretrained(tmp_path)
         model = ModelConfig(name_or_path=str(tmp_path), vocab_size=64, max_seq_len=TOKENS)
-        shape = pretrained_shape(model.model_copy(update={"rope_theta": float(width)}), Head("causal"))  # new cache key
+        # The results of `pretrained_shape` are cached by ModelConfig, and both models have the same path.
+        shape = pretrained_shape(model.model_copy(update={"rope_theta": float(width)}), Head("causal"))
         execution = Execution(1, 1, precision, "off", "native", "adamw")
         costs = PretrainedCosts(model, TrainingConfig(), TOKENS, TOKENS, shape=shape)
         kept = kept_by_a_block(transformers.AutoModelForCausalLM.from_config(config), execution)

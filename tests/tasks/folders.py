@@ -46,7 +46,10 @@ def chat_rows(path: Path, count: int = 24, seed: int = 0) -> Path:
 
 
 def squad(path: Path, paragraphs: int = 8, words: int = 60, impossible: bool = False, seed: int = 0) -> Path:
-    """Writes questions in SQuAD's nested JSON. The answer is always "brown"; `impossible` adds as many without one."""
+    """Writes questions in SQuAD's nested JSON. The answer is always "brown".
+
+    `impossible` adds a question without an answer to each paragraph.
+    """
     draw, articles = random.Random(seed), []
     for number in range(paragraphs):
         context = sentence(draw, words) + f". The fox{number} is brown. " + sentence(draw, draw.randint(1, words))

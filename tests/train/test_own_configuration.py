@@ -1,4 +1,4 @@
-"""A run's config.yaml is refused in one sentence if it is damaged or describes a different model or data order."""
+"""A run's config.yaml that is damaged, or for a different model or data order, is refused with a one-sentence error."""
 
 from __future__ import annotations
 

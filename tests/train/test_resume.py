@@ -238,6 +238,6 @@ def test_a_run_by_the_clock_that_is_killed_still_ends_in_its_time(tmp_path: Path
     events = events_of(run)
     assert events[-1]["reason"] == "out_of_time"
     assert 0.85 * 36 < events[-1]["seconds"] <= 36
-    assert in_all < 36 + 2  # the start of two processes, which their budget does not count
+    assert in_all < 36 + 2  # the start of two processes, which is not part of their budget
     rates = [event["lr"] for event in events if event["event"] == "step"]
     assert rates[-1] < 0.05 * max(rates)

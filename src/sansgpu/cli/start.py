@@ -104,7 +104,7 @@ def plan(given: _PlanOptions) -> None:
         others = given.presets, given.override, given.hours is not None, given.nodes is not None
         if given.config is None or any(others):
             raise ConfigError(
-                "--memory requires a model or a configuration and works only with --json; remove all other options."
+                "--memory requires a model or a configuration, and only --json can be added; remove all other options."
             )
         _show_memory_options(str(given.config), given.memory, given.as_json)
         return
@@ -332,8 +332,10 @@ def _answers(given: _InitOptions, ask: Ask) -> InitAnswers:
 
 
 def _machine(ask: Ask) -> tuple[int | None, str | None]:
-    """Asks for the machine's cores and memory; both are None for this one."""
-    cores = ask("--cores", "Which machine will train? Its number of cores, or `this`", "this", _cores)
+    """Asks for the cores and memory of the machine that will train. Returns None for both if it is this machine."""
+    cores = ask(
+        "--cores", "Which machine will train? Enter its number of cores, or `this` for this one", "this", _cores
+    )
     if cores == "this":
         return None, None
     return int(cores), ask("--memory", "How much memory does it have? E.g. 64GB", "16GB", _bytes)
@@ -359,7 +361,7 @@ def _one_of(names: list[str]) -> Callable[[str], None]:
 
 
 def _asker(yes: bool) -> Ask:
-    """Returns a function that asks on the terminal, or with `yes` takes the default."""
+    """Returns a function that asks a question on the terminal or, with `yes`, returns the default."""
     from sansgpu.config import ConfigError
 
     def ask(name: str, question: str, default: str, check: Callable[[str], object]) -> str:

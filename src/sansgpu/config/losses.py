@@ -11,7 +11,7 @@ from sansgpu.config.section import Section
 PreferenceLoss = Literal["dpo", "dpo_norm", "ipo", "simpo", "orpo", "kto"]
 
 
-# The lower end of the range in the SimPO paper, and the value of Tülu 3 (dpo_norm).
+# For simpo, the lower end of the range in its paper; for dpo_norm, the value of Tülu 3. The others have 0.1.
 _DEFAULT_BETA: dict[PreferenceLoss, float] = {"simpo": 2.0, "dpo_norm": 5.0}
 
 

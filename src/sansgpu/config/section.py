@@ -24,7 +24,7 @@ MAX_SUGGESTION_LENGTH = 40  # longer keys get no "did you mean"
 def problems(
     error: ValidationError, root: type[BaseModel], with_unknown: bool = True, section: tuple[str, ...] = ()
 ) -> list[str]:
-    """Returns clauses about the first wrong keys, and one with the number of the remaining ones.
+    """Returns clauses for an error message: one for each of the first wrong keys, then the number of others.
 
     `root` is the class of the full configuration, and `section` the path of the validated section. pydantic reports
     an error for every member of a union; these become one clause with alternatives.
@@ -135,7 +135,9 @@ class Section(BaseModel):
         return {**given, **{key: section.given_values() for key, section in inner.items()}}
 
     def _take(self, other: Section, before: Section) -> None:
-        """Copies the values that are set in `other` or differ from those in `before`; the task's defaults stay.
+        """Applies a change: `other` is a validated copy with the change, and `before` is the section without it.
+
+        Copies the values that are set in `other` or differ between the two. Others, e.g. the task's defaults, stay.
 
         Nested sections are updated in place, because a caller may hold references to them.
         """
@@ -149,7 +151,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _with_own_names(cls, values: Any) -> Any:
-        """Replaces the keys of other trainers, so that `TrainingConfig(bf16=True)` is read as in a file."""
+        """Renames other trainers' keys to sansgpu's, so that `TrainingConfig(bf16=True)` works as it does in a file."""
         return section_with_own_names(cls.section_name, values) if isinstance(values, dict) else values
 
     @model_validator(mode="before")

@@ -60,7 +60,7 @@ def all_documents(store: TokenStore) -> TokenRanges:
 
 
 def split_documents(store: TokenStore, share: float) -> tuple[TokenRanges, TokenRanges]:
-    """Splits a store into training and validation documents. Documents with equal content get into the same split.
+    """Splits a store into training and validation documents. Documents with the same content are in the same split.
 
     Documents are held out in the order of their content hash until they have `share` of the tokens, so the split does
     not depend on the order of files. To hold out exactly that share, the last one is cut and only its end is held out,
@@ -97,7 +97,7 @@ def split_documents(store: TokenStore, share: float) -> tuple[TokenRanges, Token
 
 
 def split_examples(contents: Sequence[bytes], sizes: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the indices of training and validation examples. Examples with equal content get into the same split.
+    """Returns the indices of training and validation examples. Examples with the same content are in the same split.
 
     Examples are held out in the order of their content hash until they have `share` of the total size.
     """

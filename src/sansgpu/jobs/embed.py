@@ -149,7 +149,7 @@ def _npy(path: Path, width: int) -> Iterator[WriteVectors]:
 
 @contextmanager
 def _parquet(path: Path, width: int) -> Iterator[WriteVectors]:
-    """Writes the column `embedding` after the columns of the input, whose types are those of the first chunk."""
+    """Writes the column `embedding` after the columns of the input, whose types are taken from the first chunk."""
     import pyarrow
     import pyarrow.parquet
 

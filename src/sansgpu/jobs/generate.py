@@ -203,7 +203,7 @@ def _slots(model: BatchModel, requested: int | None, rows: int, length: int) -> 
 
 
 def _in_order(completions: Iterable[Completion], first: int) -> Iterator[Completion]:
-    """Yields completions by row number, from `first` on."""
+    """Yields completions by row number, starting at `first`."""
     early: dict[int, Completion] = {}
     for completion in completions:
         early[completion.row] = completion

@@ -143,7 +143,7 @@ def _from_scratch(answers: InitAnswers, progress: ReportProgress) -> tuple[Confi
 def _fine_tuned(
     answers: InitAnswers, purpose: Purpose, progress: ReportProgress, warn: Callable[[str], None]
 ) -> tuple[Config, str]:
-    """Returns a fine-tuning configuration that fits into memory, if that can be estimated here, and a comment."""
+    """Returns a fine-tuning configuration, which fits into memory if that can be estimated, and a comment."""
     model = answers.model or purpose.model
     config = as_config(
         {
@@ -168,7 +168,7 @@ def _fine_tuned(
 def _fitting(config: Config, answers: InitAnswers, progress: ReportProgress, warn: Callable[[str], None]) -> Config:
     """Returns the configuration with the mildest changes that make it fit. Raises ConfigError if nothing does.
 
-    If the model cannot be read from here, calls `warn` and returns the configuration as it is.
+    If the model cannot be read from this machine, calls `warn` and returns the configuration unchanged.
     """
     progress("estimating memory", 0, 0)
     from sansgpu.config import change_config

@@ -38,7 +38,7 @@ def predict(
 ) -> PredictedRows:
     """Loads a model and predicts each row, in order. `data` is the name of a dataset, or one row.
 
-    `options` are those of the model's task. Raises ConfigError if the task predicts nothing. Rows are read and
+    `options` are passed to the model's task. Raises ConfigError if the task predicts nothing. Rows are read and
     predicted in chunks while the result is consumed, which raises ConfigError if there are none, or one is invalid.
     """
     loaded = open_model(model, "predict", warn, progress)

@@ -1,7 +1,8 @@
 """Loads the C++ kernels for this processor. Without them, the plain torch code runs instead.
 
-The kernels are plain C functions of pointers, so they depend on no version of Python or torch. CMakeLists.txt compiles
-one library for each set in `machine.instruction_sets`, when sansgpu is installed from source or a wheel is built.
+The kernels are plain C functions that take pointers, so they depend on no version of Python or torch. CMakeLists.txt
+compiles one library for each set in `machine.instruction_sets`, when sansgpu is installed from source or a wheel is
+built.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def install_caching_allocator(varying: bool, warn: Callable[[str], None]) -> Non
 
 
 def load() -> str | None:
-    """Loads the best kernels for this processor that are installed.
+    """Loads the best installed kernels for this processor.
 
     Returns None, or the reason why plain torch runs instead. Raises ConfigError if SANSGPU_ISA names an instruction set
     that this processor does not have.

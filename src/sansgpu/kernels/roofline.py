@@ -67,7 +67,7 @@ def gemm_rate(size: int, precision: str, device: str = "cpu") -> float:
 def peak_gemm_rate(
     folder: Path, precision: str, device: str, threads: int, processes: int = 1, again: bool = False
 ) -> float:
-    """Returns the best rate of a square product in FLOP/s that was measured here, now or earlier.
+    """Returns the best rate of a square product in FLOP/s measured on this machine, now or earlier.
 
     Other programs make a measurement too low, never too high, so the cache `folder` keeps the best one. Each process
     measures once, and once more with `again`. `threads` and `processes`, the run's number of processes on this machine,

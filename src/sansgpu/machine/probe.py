@@ -157,7 +157,7 @@ def limit_tokenizer_threads(threads: int) -> None:
 
 @cache
 def isa() -> str:
-    """Returns the instruction set of torch's kernels here, e.g. `avx512+amx_bf16+avx512_bf16`."""
+    """Returns the instruction set that torch's kernels use on this machine, e.g. `avx512+amx_bf16+avx512_bf16`."""
     flags = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512_vnni") if torch.cpu.get_capabilities().get(flag)]
     return "+".join([torch.backends.cpu.get_cpu_capability().lower(), *flags])
 

@@ -72,7 +72,7 @@ def require_examples(nodes: int, config: Config, processes: int = 1) -> None:
 
 
 def plan_nodes(run: TrainingRun, cluster: Cluster, progress: ReportProgress) -> ClusterPlan:
-    """Returns the `cluster` object of `plan --json`. Raises ConfigError if no step could be timed here."""
+    """Returns the `cluster` object of `plan --json`. Raises ConfigError if no step could be timed on this machine."""
     if run.timing is None:
         raise ConfigError(
             "the model is too large to time on this machine (three of its layers do not fit into memory), so --nodes "

@@ -224,7 +224,7 @@ def roofline_of(run: TrainingRun, progress: ReportProgress) -> Roofline:
 
 
 def _add_time(plan: RunPlan, run: TrainingRun, progress: ReportProgress) -> None:
-    """Adds speed and duration, unless the model is too large to time here."""
+    """Adds speed and duration, unless the model is too large to time on this machine."""
     training = run.config.training
     steps: int | None = None if run.total_steps == UNKNOWN_STEPS else run.total_steps
     if run.timing is not None:

@@ -64,7 +64,7 @@ class MeasureRequest:
     steps: int
     example_tokens: int | None = None  # length of random examples; None: the maximum
     with_data: bool = False  # also prepare the data without the cache, evaluate and save
-    snapshots: bool = False  # also save; the times that need data are 0
+    snapshots: bool = False  # also time snapshots; times that need data are reported as 0
     forward_only: bool = False
     profiled: bool = False
 
@@ -76,7 +76,7 @@ def measure_in_subprocess(request: MeasureRequest) -> Measured:
             return pool.submit(measure, request).result()
         except BrokenProcessPool:
             raise SansGPUError(
-                "the process that measures was killed, most likely because memory ran out; stop other programs or "
+                "the measuring process was killed, most likely because memory ran out; stop other programs or "
                 "choose a smaller model."
             ) from None
         except SansGPUError:

@@ -72,7 +72,7 @@ def _preset(name: str, overrides: Sequence[str]) -> Config:
 
 
 def this_machine(config: Config) -> Processor:
-    """Measures matrix products here, which takes tenths of a second."""
+    """Measures matrix products on this machine, which takes tenths of a second."""
     threads = resolve_threads(config.training)
     torch.set_num_threads(threads)
     precision = resolve_precision(config.training, torch.device("cpu"))

@@ -243,7 +243,7 @@ def _measured(calibration: Calibration, sizes: list[int], progress: ReportProgre
 def _resumed_micro_batch(
     config: Config, execution: Execution, recorded: int, available: int, sizes: list[int], warn: Warn
 ) -> int:
-    """Returns the recorded micro-batch size, or the largest smaller one if the recorded one is not possible here.
+    """Returns the recorded micro-batch size or, if it is not possible on this machine, the largest smaller one.
 
     A size is possible if it fits into memory and, with several ranks, divides a rank's share of the batch.
     """

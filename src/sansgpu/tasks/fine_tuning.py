@@ -288,7 +288,7 @@ def passes(lengths: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def split_rows(rows: Sequence[T], contents: Sequence[bytes], share: float) -> tuple[list[T], list[T]]:
-    """Splits off `share` of the rows for validation. Rows with equal `contents` get into the same part."""
+    """Splits off `share` of the rows for validation. Rows with the same `contents` are in the same part."""
     train, held = split_examples(contents, np.ones(len(rows)), share)
     return [rows[number] for number in train], [rows[number] for number in held]
 

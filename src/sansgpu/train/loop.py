@@ -35,7 +35,7 @@ from sansgpu.train.state import TrainState
 from sansgpu.train.step import train_step
 
 PAUSE_SECONDS = 0.1  # polling interval while paused
-FORWARD_SECONDS = 3.0  # a launcher may forward a signal that its processes already received within this time
+FORWARD_SECONDS = 3.0  # within this time, a launcher may forward a signal that its processes have already received
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Trainer:
         """Prepares model and optimizer for training.
 
         `controls` supplies requests to save, evaluate, pause or stop; `system` supplies machine statistics. `progress`
-        shows what is done between events.
+        displays work that emits no events, such as saving.
         """
         execution = run.execution
         self._task, self._run, self._training, self._sinks, self._show = task, run, run.config.training, sinks, progress
@@ -152,13 +152,13 @@ class Trainer:
             self._saver.close()
 
     def _run_steps(self, prefetch: Prefetcher) -> int | None:
-        """Trains until the run is finished, or until a signal, which is returned, interrupts it."""
+        """Trains until the run is finished or a signal interrupts it; returns the signal or None."""
         first = self._progress.step
         if first:
             self._do(self._due())
         while (stopped_by := self._follow_commands()) is None and not self._length.is_finished():
             self._show_first_steps(first)
-            # The first step of a process compiles, so its duration predicts nothing.
+            # The first step of a process compiles, so its duration says nothing about later steps.
             self._one_step(prefetch, is_timed=self._progress.step > first)
             self._saver.flush_if_written()
             if self._length.replan():
@@ -167,7 +167,7 @@ class Trainer:
         return stopped_by
 
     def _follow_commands(self) -> int | None:
-        """Follows requests, waits while the run is paused, and returns the signal that ends it, or None."""
+        """Handles requests, and waits while the run is paused. Returns the signal that ends the run, or None."""
         while True:
             number, request = self._control.command()
             if number is not None:
@@ -202,7 +202,7 @@ class Trainer:
         return Due(is_last or _is_due(training.eval_steps, step), is_last or _is_due(training.save_steps, step))
 
     def _do(self, due: Due) -> None:
-        """Evaluates and saves the current step, and also saves the best one.
+        """Evaluates and saves the current step if due; also saves it if its validation loss is the lowest so far.
 
         If an interrupt ends the evaluation, nothing is saved, and the step is evaluated on resume.
         """
@@ -219,7 +219,7 @@ class Trainer:
             self._length.budget.record_save(time.perf_counter() - start)
 
     def _evaluate(self, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Evaluates the current step unless that was done; returns whether there is a new result."""
+        """Evaluates the current step unless it has been evaluated already. Returns whether there is a new result."""
         event = self._validation.evaluate(stop)
         if event is not None:
             self._log.emit(event)
@@ -230,7 +230,7 @@ class Trainer:
         self._saver.save(self._validation.metrics, is_last=self._length.is_finished())
 
     def _show_first_steps(self, first: int) -> None:
-        """Shows the steps before the first logged one, because the first step may compile for a minute."""
+        """Displays progress up to the first logged step, because the first step may spend a minute compiling."""
         every, step = self._training.logging_steps, self._progress.step
         logged = min(first - first % every + every if every else UNKNOWN_STEPS, self._length.total_steps)
         if step < logged < UNKNOWN_STEPS:
@@ -260,7 +260,7 @@ class Trainer:
 
 
 def _is_due(every: int, step: int) -> bool:
-    """Returns whether something that happens after every `every` steps, or never if 0, is due after `step`."""
+    """Returns whether an action that is due every `every` steps (0: never) is due after `step`."""
     return every > 0 and step % every == 0
 
 

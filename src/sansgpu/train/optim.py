@@ -29,7 +29,7 @@ from sansgpu.train.sharding import (
 from sansgpu.train.update_rules import TrainedWeight, UpdateStep, rule_for
 
 MUON_MAX_TIME_RATIO = 0.1  # `auto` chooses Muon if orthogonalization takes less than this share of a step
-MUON_RELATIVE_FLOP_COST = 0.6  # seconds per Muon FLOP / seconds per step FLOP; measured, as Muon is all large matmuls
+MUON_RELATIVE_FLOP_COST = 0.6  # seconds per Muon FLOP / seconds per step FLOP; measured; Muon consists of large matmuls
 PROFILED_AS = "sansgpu update"  # the profiler's name for the gradient norm and the update
 
 Named = list[tuple[str, nn.Parameter]]
@@ -116,7 +116,7 @@ class Optimizer:
     def backward_pass(self, accumulates: bool, is_last: bool = False) -> Iterator[None]:
         """Collects the gradients of the backward passes inside it, which belong to one micro-batch of a step.
 
-        `accumulates` is True if the step has several micro-batches. Sums are then fp32 from the first one on, because
+        `accumulates` is True if the step has several micro-batches. Gradient sums are then fp32 from the start, because
         changing the dtype later would fragment the heap, and matmuls add to them in place. During this rank's last
         micro-batch of the step, the all-reduce may overlap with the backward pass.
         """
@@ -128,7 +128,7 @@ class Optimizer:
         try:
             yield
         finally:
-            self._set_summed(False)  # gradients of other backward passes, as in a custom loss, stay apart
+            self._set_summed(False)  # so that other backward passes, e.g. in a custom loss, do not add to the sums
 
     def _set_summed(self, summed: bool) -> None:
         for weight in self.weights:

@@ -5,7 +5,7 @@ weight has its master weight and moments (ZeRO-1, arXiv 1910.02054). `full`: in 
 their gradients are split by rows and gathered only while in use (ZeRO-3, with torch's fully_shard).
 
 torch's ZeroRedundancyOptimizer and DTensor are not used for two reasons. A snapshot holds unsharded, named tensors, so
-that a run can be resumed with another sharding. And an error in any transfer must name the lost rank.
+that a run can be resumed with a different sharding mode. And an error in any transfer must name the lost rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Placement(Protocol):
     """The placement of a tensor on ranks. `shape` is always the unsharded shape."""
 
     def shard(self, full: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part, on the meta device if it has none."""
+        """Returns this rank's part, or a tensor on the meta device if it has none."""
 
     def gather_to_main(self, local: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Returns the unsharded tensor on rank 0, undefined on other ranks. All ranks call it in the same order."""
@@ -99,7 +99,7 @@ class RowSharded:
 
 
 def assign_owners(sizes: dict[str, int], ranks: int) -> dict[str, int]:
-    """Assigns each weight, given its number of elements, to a rank: contiguous ranges of about equal size."""
+    """Assigns weights, given their numbers of elements, to ranks: contiguous ranges of about the same size."""
     total, seen, owners = sum(sizes.values()), 0, {}
     for name, size in sizes.items():
         owners[name] = min(ranks - 1, (seen + size // 2) * ranks // max(1, total))
@@ -133,7 +133,7 @@ def shard_blocks(model: nn.Module, group: Group, compute_dtype: torch.dtype) -> 
 
 
 def register_gradient_hooks(model: nn.Module, used: dict[str, Callable[[], None]]) -> None:
-    """Registers hooks that call `used[name]` when backward computes a gradient of sharded parameter `name` here.
+    """Registers hooks that call `used[name]` when backward computes a gradient of parameter `name` on this rank.
 
     The hooks are on the gathered parameters, which are the same objects in every pass. Hooks on the sharded parameters
     would also fire for unused ones, to which fully_shard assigns zero gradients.

@@ -31,7 +31,7 @@ KEYS = (
     ("e", "evaluate now", "eval"),
     ("q", "save and stop", "end"),
 )
-WIDE = 104  # terminal columns from which the table is placed next to the curve
+WIDE = 104  # minimum terminal columns for placing the table next to the curve
 CURVE_SECONDS = 10.0  # minimum time between redraws of the curve
 MIN_CURVE_ROWS = 5
 SAMPLE_ROWS, NEWS_ROWS = 4, 3  # the sample includes its frame
@@ -80,7 +80,7 @@ def _headline(shown: ScreenState, width: int) -> Text:
     step, total = (shown.step or shown.start).get("step", 0), _total(shown)
     place = f"step {step:,}" + (f" of {total:,}" if total else "")
     state_style = {"training": "bold green", "paused": "bold yellow"}.get(shown.state, "bold cyan")
-    name = printable_line(str(shown.start.get("output_dir", "")))  # escaping makes it longer, so it precedes the layout
+    name = printable_line(str(shown.start.get("output_dir", "")))  # before the layout, because escaping lengthens it
     line = Text(no_wrap=True, overflow="ellipsis")
     line.append(f" {shown.state} ", state_style + " reverse")
     line.append(f"  {place}", "bold")

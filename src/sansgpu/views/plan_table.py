@@ -16,7 +16,7 @@ from sansgpu.views.terminal import batch_shape, clock
 
 
 def figure(number: float) -> str:
-    """Formats a number with three significant digits, or without decimals from 100 on."""
+    """Formats a number with three significant digits, or without decimals if it is at least 100."""
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
 
 

@@ -60,7 +60,7 @@ class Terminal:
     """A sink that prints events as plain lines."""
 
     def __init__(self, console: Console, settings: TaskSettings | None = None, evaluated: str = "validation") -> None:
-        """`settings` are those of the task. Default: according to the start event. `evaluated` names the data."""
+        """`settings` describe the task. Default: according to the start event. `evaluated` names the data."""
         self._console, self._settings = console, settings or settings_of(DEFAULT_TASK)
         self._total, self._evaluated = 0, evaluated
         self._folder: str | None = None  # the folder of the run, known from its start event on

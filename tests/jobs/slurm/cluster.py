@@ -43,7 +43,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str | None:
-    """Returns why no cluster can run here, or None."""
+    """Returns the reason why no cluster can run on this machine, or None."""
     if absent := [name for name in DAEMONS if shutil.which(name) is None]:
         return f"{', '.join(absent)} not found; install slurm-wlm and munge"
     if os.geteuid() != 0:

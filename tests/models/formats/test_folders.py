@@ -1,4 +1,4 @@
-"""Hugging Face folders: transformers and our decoder load each other's folders with equal logits."""
+"""Hugging Face folders: transformers and our decoder load each other's folders, and their logits match."""
 
 import json
 import math

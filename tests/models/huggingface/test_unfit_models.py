@@ -1,4 +1,4 @@
-"""Models that a task or a format cannot use are refused in one sentence."""
+"""Models that a task or a format cannot use are refused with a one-sentence error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fill(home: Path) -> None:
 def test_an_encoder_does_not_continue_texts(
     home: Path, tmp_path: Path, capsys: Captured, architecture: str, command: str
 ) -> None:
-    """transformers would load it as a causal model, although its tokens attend to those that they have to predict."""
+    """transformers would load it as a causal model, although its tokens attend to those they should predict."""
     model = home / architecture
     chosen = {"task": "sft", "model.name_or_path": model, "data.dataset_name": home / "chat.jsonl"}
     arguments = {

@@ -44,7 +44,7 @@ def prepared(asked: list[str]) -> TextEmbedding:
 
 
 def columns(batch: TextGroups) -> list[dict[str, torch.Tensor]]:
-    """Returns the padded inputs of all anchors, all positives, and so on. Rows must have equally many texts."""
+    """Returns the padded inputs of all anchors, all positives, and so on. Rows must have the same number of texts."""
     texts = batch.tokens.split(batch.lengths.tolist())
     count = int(batch.counts[0])
     assert (batch.counts == count).all()
@@ -74,7 +74,7 @@ def their_losses(folder: Path, kind: str, batches: Sequence[TextGroups], lr: flo
 def test_first_losses_are_those_of_sentence_transformers(tmp_path: Path, kind: str) -> None:
     form = {"triplet": "triplets", "matryoshka": "pairs"}.get(kind, kind)
     rows = text_rows(tmp_path / "rows.jsonl", form)
-    if form == "triplets":  # Sentence Transformers needs equally many negatives per row
+    if form == "triplets":  # Sentence Transformers needs the same number of negatives in each row
         rows.write_text("".join(line for line in rows.open(encoding="utf-8") if '"negative": [' not in line))
     more = {"triplet": {"training__embedding_loss": "triplet"}, "matryoshka": {"training__matryoshka_dims": [64, 16]}}
     folder = model_folder("bert", **STILL)

@@ -22,7 +22,7 @@ WORDS = [
     "New\u00a0York", "end", ".",
 ]  # fmt: skip
 TEXT = "The naïve café sells 3 crêpes, and Zoë's dog. Ünïcödé 世界 end."
-# Tokenizers whose tokens never span two words. Those of the other kinds do, because they were trained on one text.
+# Tokenizers whose tokens never span two words. Some tokens of the others do, because they were trained on one text.
 WITHIN_WORDS = ("wordpiece", "unigram", "roberta", "gpt2", "qwen")
 
 
@@ -85,7 +85,7 @@ def test_each_word_is_scored_at_its_first_token(kind: str, row: dict[str, Any]) 
         assert kind not in WITHIN_WORDS or start <= text.starts[word]
     assert (np.diff(window.words) > 0).all()
     missing = {text.word(n) for n in range(len(text.starts))} - {text.word(n) for n in window.words}
-    # Words without a token of their own: a space to the tokenizer, and parts of the previous word's token.
+    # Words that may lack their own token: one that is read as a space, and parts of the previous word's token.
     assert kind not in WITHIN_WORDS or missing <= {"▁", "s", ".", "界"}
 
 

@@ -222,8 +222,8 @@ class KeyBlocks {
     for (int64_t i = 0; i < rows; ++i) store_row(p_.q_grad.at(b_, start + i, h_), dq_rows_ + i * s.d, s.d);
   }
 
-  // Computes the contributions to the gradients of the queries from `start` on, and of `whole` keys from `low` on, some
-  // of which may be past the last key.
+  // Computes the contributions to the gradients of the queries starting at `start` and of the keys [low, low + whole),
+  // some of which may be past the last key.
   void multiply(int64_t start, int64_t low, int64_t whole) {
     const Shape& s = p_.s;
     const DecayBlock with{nodes_, start, p_.graph.entries, p_.graph.table + h_ * p_.graph.entries, table_grad_};

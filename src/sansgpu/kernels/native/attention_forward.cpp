@@ -92,7 +92,7 @@ class QueryBlocks {
     if constexpr (decay != NONE) nodes_.fill(p_.graph.nodes + 2 * b * s.T, s.T, padded_);
   }
 
-  // Computes the block of queries from `start` on of head h, whose keys are packed.
+  // Computes the output of head h for the block of queries that starts at `start`. Its keys must be packed.
   void compute(int64_t b, int64_t h, int64_t start) {
     constexpr int64_t PAIR = std::is_same_v<T, bf16> ? 2 : 1;
     const Shape& s = p_.s;
@@ -117,8 +117,8 @@ class QueryBlocks {
   }
 
  private:
-  // Converts a query's scores for `width` keys from `low` on to attention weights. Returns the inverse of the sum of
-  // the weights before dropout, or 0 if the query has no keys.
+  // Converts a query's scores for the keys [low, low + width) to attention weights that are not normalized. Returns
+  // the inverse of their sum before dropout, or 0 if the query has no keys.
   float weigh(int64_t b, int64_t h, int64_t query, int64_t low, int64_t width, float* row, T* weights) {
     const Dropout drop = p_.dropout;  // a local copy, because the compiler cannot rule out that writes alias it
     const int32_t* range = p_.ranges + 2 * (b * p_.s.T + query);

@@ -91,7 +91,7 @@ class ColumnBlock {
 
   const float* scales() const { return scales_; }
 
-  // Converts `count` columns from `start` on of two rows, from row k on, to pairs.
+  // Converts the columns [start, start + count) of the rows k and k + 1 to pairs.
   void convert(int64_t k, int64_t start, int64_t count, uint32_t* to) const {
     const float *first = from_ + k * ld_ + start, *inverses = inverses_ + start;
     if (k + 1 < terms_)

@@ -72,7 +72,7 @@ class NibbleValues {
     each_ = _mm512_fmadd_ps(codes, _mm512_set1_ps(scale), _mm512_set1_ps(offset));
   }
 
-  // Stores the values of 16 codes, those that start at bit `shift` of each byte.
+  // Dequantizes 16 codes, which start at bit `shift` of each byte.
   void store(Codes bytes, int shift, float* to) const {
     const __m512i codes = _mm512_srli_epi32(_mm512_cvtepu8_epi32((__m128i)bytes), static_cast<unsigned>(shift));
     _mm512_storeu_ps(to, _mm512_permutexvar_ps(codes, each_));  // uses only the lowest 4 bits of each index

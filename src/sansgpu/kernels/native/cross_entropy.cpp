@@ -45,7 +45,7 @@ struct Head {
   const int64_t* targets;  // (N,), in [0, V)
 };
 
-// Returns `count` values of a row of the weight, from `start` on. Dequantizes quantized rows into `scratch`.
+// Returns `count` values of a row of the weight, starting at `start`. Dequantizes quantized rows into `scratch`.
 template <typename T>
 const T* values_of(const Operand<T>& weight, int64_t row, int64_t start, int64_t, T*) {
   return weight.at + row * weight.ld + start;

@@ -7,7 +7,8 @@ namespace {
 
 constexpr int64_t WIDTH_OF_UNIT = 64;  // columns per unit of work
 
-// Adds the rows whose indices are in [first, end) to `total`, in order; only WIDTH_OF_UNIT columns, from `column` on.
+// Adds the rows whose indices are in [first, end) to `total`, in order; only WIDTH_OF_UNIT columns, the first of which
+// is `column`.
 template <typename T>
 void add_rows(int64_t N, int64_t D, const int64_t* indices, const T* rows, const float* factors, float* total,
               int64_t first, int64_t end, int64_t column) {

@@ -35,7 +35,7 @@ struct Nodes {
     }
   }
 
-  // Writes the distances from node `one` to the `count` nodes from `start` on, clamped to `most`.
+  // Writes the distances from node `one` to the nodes [start, start + count), clamped to `most`.
   void distances(int64_t one, int64_t start, int64_t count, int32_t most, int32_t* __restrict to) const {
     const int32_t *roots = root + start, *leaves = leaf + start, *places = place + start;
     const int32_t r = root[one], l = leaf[one], p = place[one];

@@ -1,6 +1,6 @@
 // Matmuls of block floating point operands (block_floats.h), whose 32-bit sums stay in vector registers.
 //
-// Operands are read in words of 32 bits: pairs of mantissas, and before each block its scale. The integer sums are
+// Operands are read as 32-bit words: for each block its scale, followed by pairs of mantissas. The integer sums are
 // exact, so the result is the same with every instruction set.
 #pragma once
 
@@ -33,8 +33,9 @@ inline Ints add_pairs(Ints sums, int32_t a, Ints b) {
 #endif
 }
 
-// Multiplies `blocks` blocks of ROWS rows of A with VECTORS vectors of B, over one block of terms of `words` words.
-// Stores the result in C or, with `add`, adds it. lda and ldb are in words.
+// Multiplies `blocks` times ROWS rows of A by VECTORS vectors of columns of B. In the K dimension, covers one block of
+// mantissas with `words` words, including its scale. Stores the result in C or, with `add`, adds it. lda and ldb are in
+// words.
 template <int64_t ROWS, int64_t VECTORS>
 [[gnu::flatten]] void multiply_mantissas(int64_t blocks, int64_t words, const int32_t* A, int64_t lda, const int32_t* B,
                                          int64_t ldb, float* C, int64_t ldc, bool add) {
@@ -54,7 +55,8 @@ template <int64_t ROWS, int64_t VECTORS>
       const float scale = load_as<float>(A + i * lda);
       unrolled<VECTORS>([&](auto j) {
         float* to = C + i * ldc + j * WIDTH;
-        // Powers of two multiply exactly, so each element is rounded as it is converted and as it is added.
+        // Scales are powers of two, so multiplying by them is exact. An element is rounded only when its sum is
+        // converted to fp32 and when it is added to C.
         Floats product = __builtin_convertvector(sums[i][j], Floats) * (scale * load_as<Floats>(B + j * WIDTH));
         if (add) product += load_as<Floats>(to);
         std::memcpy(to, &product, VECTOR_BYTES);

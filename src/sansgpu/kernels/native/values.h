@@ -11,8 +11,8 @@ struct Input {
   bool narrow;       // bf16
   Input(const void* data, int64_t narrow) : data(data), narrow(narrow != 0) {}
 
-  // Returns `count` fp32 values from `start` on: a pointer into the tensor if it is fp32, otherwise converted values in
-  // `scratch`.
+  // Returns the fp32 values [start, start + count): a pointer into the tensor if it is fp32, otherwise converted values
+  // in `scratch`.
   const float* read(int64_t start, int64_t count, float* scratch) const {
     if (!narrow) return static_cast<const float*>(data) + start;
     const bf16* from = static_cast<const bf16*>(data) + start;
@@ -27,7 +27,7 @@ struct Output {
   bool narrow;
   Output(void* data, int64_t narrow) : data(data), narrow(narrow != 0) {}
 
-  // Returns where to compute the values from `start` on: in the tensor if it is fp32, otherwise in `scratch`.
+  // Returns where to compute the values starting at `start`: in the tensor if it is fp32, otherwise in `scratch`.
   float* place(int64_t start, float* scratch) const { return narrow ? scratch : static_cast<float*>(data) + start; }
 
   // If the tensor is bf16, converts `count` values in `scratch` and stores them in it.

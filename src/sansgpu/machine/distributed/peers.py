@@ -45,7 +45,7 @@ class Peer:
     pid: int
     machine: str  # equal for processes on the same machine and in the same container
     address: str  # its own address on the route to rank 0
-    master: str  # rank 0's address as resolved here
+    master: str  # rank 0's address as resolved on this host
     cpus: list[int]  # processors it may run on
 
 
@@ -99,7 +99,7 @@ class Heartbeats:
         return tuple(json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def ended(self, rank: int) -> LostRankError | None:
-        """Returns the error to raise here if a rank has reported that it ended, or None."""
+        """Returns the error to raise on this rank if `rank` has reported that it ended, or None."""
         failure = self.reported_error(rank)
         if failure is None:
             return None

@@ -25,7 +25,7 @@ from sansgpu.models.formats.safetensors_file import require_short_header
 
 MODEL_TYPE = "sansgpu-graph"  # model_type in the config.json of graph encoders, which transformers cannot load
 ADAPTER_CONFIG = "adapter_config.json"
-MAX_PARTS = 10_000  # maximum layers, experts or heads in a config.json, each of which may be a module
+MAX_PARTS = 10_000  # maximum layers, experts or heads in a config.json, because each may become a module
 ALLOWED_LAYERS = 128  # up to this depth a model is built even if weights are missing: torch then reports their names
 MAX_WIDTH = 1 << 24  # maximum size of a vocabulary or a hidden layer in a config.json
 _WIDTHS = re.compile(r"(size|dim)$|^(n_embd|n_inner|d_\w+)$")
@@ -66,8 +66,8 @@ def export_module(model: nn.Module, config: ModelConfig, tokenizer: SavedTokeniz
 def validate_model_folder(folder: Path) -> None:
     """Raises ConfigError if a library should not read a model folder.
 
-    That is if it holds a pipe or a device, a safetensors file with a very long header, an index that names files
-    outside the folder, or a config with impossible sizes.
+    The folder must not contain a pipe or a device, a safetensors file with a very long header, an index that names
+    files outside the folder, or a config with impossible sizes.
     """
     for path in sorted(folder.iterdir()):
         require_regular_file(path)

@@ -37,7 +37,7 @@ from sansgpu.models.huggingface.sentence_embedding import (
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedModel
 
-FILES = {"f32": "model.onnx", "int8": "model_quantized.onnx"}  # by weight type; the names are those of Optimum
+FILES = {"f32": "model.onnx", "int8": "model_quantized.onnx"}  # by weight type; named as in Optimum
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 TOLERANCE = 1e-4  # maximum difference between an f32 file and the torch model, relative for outputs above 1
 # Names of a transformers model's outputs, by type of head.

@@ -33,7 +33,7 @@ class SlotCache:
         return sum(layer.nbytes for layer in self._layers.values()) // (self.slots * self.length)
 
     def start_prompts(self, first: int, lengths: Sequence[int]) -> None:
-        """Prepares for a pass over complete prompts, concatenated in one row, that go to the slots from `first` on."""
+        """Prepares for a pass over complete prompts, concatenated in one row, whose slots start at `first`."""
         self._separate, counts = list(lengths), torch.tensor(lengths)
         slots = torch.arange(first, first + len(counts))
         self.lengths[slots] = counts

@@ -159,7 +159,8 @@ def with_even_steps(config: Config, rows: int) -> Config:
 def pair_loss(vectors: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Returns the squared error of the cosine similarity over all pairs of normalized embeddings (B, D): () fp32.
 
-    The target is 1 for pairs with equal labels (B,) and 0 for others. Both kinds have the same total weight.
+    The target is 1 for pairs with the same value in `labels` (B,), and 0 for others. Both kinds have the same total
+    weight.
     """
     with torch.autocast(vectors.device.type, enabled=False):
         alike = labels[:, None] == labels

@@ -98,7 +98,7 @@ def _retrieval(vectors: torch.Tensor, texts: TextGroups) -> dict[str, float]:
     """Ranks the positives of all examples by their similarity to each anchor.
 
     Excludes other positives with the same meaning as the anchor or its positive, because they are not wrong. Positives
-    with equal similarities share their mean rank.
+    with the same similarity share their mean rank.
     """
     unit = F.normalize(vectors, dim=-1)
     anchors = texts.starts

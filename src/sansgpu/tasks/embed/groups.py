@@ -19,7 +19,7 @@ class TextGroups(ExampleBatch):
 
     tokens: torch.Tensor  # (N,) int64
     lengths: torch.Tensor  # (S,) int64: tokens of each text
-    meanings: torch.Tensor  # (S,) int64: texts with equal numbers are never negatives of each other
+    meanings: torch.Tensor  # (S,) int64: texts with the same number are never negatives of each other
     counts: torch.Tensor  # (B,) int64: texts of each example
     scores: torch.Tensor  # (B,) float32: similarity of the two texts; 0 in data without scores
     has_loss: torch.Tensor  # (B,) bool: False for padding examples

@@ -56,7 +56,7 @@ class GraphEncoderCosts(Costs):
     def work(self, tokens: float) -> StepWork:
         """Counts 6 FLOPs per node and matmul parameter, and 12 L D T per node for attention within graphs.
 
-        The output head counts for masked nodes only. Relation fusion is less than a thousandth, so it does not count.
+        The output head is counted for masked nodes only. Relation fusion is not counted: it is less than a thousandth.
         """
         d, shapes = self.width, self.products()
         head = shapes.head[1] * d + d * d

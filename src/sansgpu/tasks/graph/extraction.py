@@ -258,7 +258,7 @@ class Agreement:
             self._given.append(None if best is None else bool(right))
 
     def _spelled(self, tails: Iterable[str]) -> dict[str, str]:
-        """Normalizes tails by encoding and decoding them, so that tails with equal tokens compare equal."""
+        """Normalizes tails by encoding and decoding them, so that tails with the same tokens compare equal."""
         names = list(dict.fromkeys(tails))
         ids = self._tokenizer.encode_names(names)
         return {name: normal(self._tokenizer.decode(tokens)) for name, tokens in zip(names, ids, strict=True)}

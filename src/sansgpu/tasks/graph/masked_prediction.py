@@ -174,7 +174,7 @@ class MaskedEvaluation:
         weights: tuple[float, float, float] = (1.0, 1.0, 1.0),
         ranking: Ranking | None = None,
     ) -> None:
-        """`weights` are those of masked tokens, masked leaves and entity queries in `loss`."""
+        """`weights` are the weights of masked tokens, masked leaves and entity queries in `loss`."""
         self._model, self._masking, self._majority, self._weights = masked_model, masking, majority, weights
         self._ranking = ranking
 

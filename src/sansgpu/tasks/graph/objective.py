@@ -89,8 +89,8 @@ class GraphObjective:
     ) -> torch.Tensor:
         """Returns the predicted entity vectors, (M, D). Their products with candidates' vectors are the logits.
 
-        `states` (M, D) are those of masked leaves, `heads` (M,) rows in the entity table or 0, and `vectors` (E, D) the
-        entity table; relations are (M,).
+        `states` (M, D) are hidden states of masked leaves, `heads` (M,) rows in the entity table or 0, and `vectors`
+        (E, D) the entity table; relations are (M,).
         """
         assert self.model.entities is not None
         known = embed((heads - 1).clamp(min=0)[None], vectors)[0]

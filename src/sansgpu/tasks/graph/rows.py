@@ -30,7 +30,7 @@ class Fact(NamedTuple):
 
 
 class EntityText(NamedTuple):
-    """The description of an entity, which is an ordinary document in a source without facts."""
+    """The description of an entity. If the source has no facts, it is used like any other document."""
 
     name: str
     document: GraphDocument
@@ -72,7 +72,7 @@ def text_document(
 
 
 def _is_given(value: Any) -> bool:
-    return value is not None and value != ""  # rows of CSV and Parquet files have all columns, also if empty
+    return value is not None and value != ""  # in CSV and Parquet files, rows have all columns, even empty ones
 
 
 def _location(row: SourceRow) -> str:
@@ -250,7 +250,7 @@ def has_bare_triples(path: Path, data: DataConfig) -> bool:
 def _is_triple(path: Path, first: tuple[str, ...]) -> bool:
     """Returns whether the first line is a triple rather than a header.
 
-    It is if its relation recurs in a later line and, moreover, its head or tail recurs or cannot be a column name.
+    It is a triple if its relation recurs in a later line, and its head or tail also recurs or cannot be a column name.
     """
     head, relation, tail = first
     has_relation, has_end = False, any(_is_no_name(end) for end in (head, tail))

@@ -84,7 +84,7 @@ class Triple(NamedTuple):
 
 
 class GraphDocument(NamedTuple):
-    """A text with its triples. Documents of the same `group` get into the same split."""
+    """A text with its triples. Documents in the same `group` are in the same split."""
 
     id: str
     group: str

@@ -22,7 +22,10 @@ class Prompt:
     text: str = ""
 
     def completed(self, completion: str, reason: str) -> dict[str, Any]:
-        """Returns the row with its `completion`, which is also appended to a `text`; `messages` get a turn instead."""
+        """Returns the row with the completion: as a new turn in `messages`, if it has them, otherwise as `completion`.
+
+        If the prompt is a `text`, the completion is also appended to it.
+        """
         row = {**self.row, "completion": completion, "finish_reason": reason}
         if "messages" in row:
             row["messages"] = [*row["messages"], {"role": "assistant", "content": row.pop("completion")}]
@@ -50,7 +53,7 @@ def read_prompt(row: SourceRow) -> Prompt:
         raise bad_row(where, f"has a value of type {type(content).__name__} instead of a string in text")
     turns = ordered_turns(where, content, name)
     if not turns or turns[-1]["role"] not in ("user", "tool"):
-        raise bad_row(where, f"has no user message at the end of its {name} to answer")
+        raise bad_row(where, f"has no user message to answer at the end of its {name}")
     return Prompt(where, value, turns)
 
 
@@ -92,7 +95,7 @@ class Conversation:
         return [n for n, role in turns if role == "user" and n < last_answer][1:]
 
     def from_question(self, number: int) -> Conversation:
-        """Returns the conversation without the turns before this one, but with the system message."""
+        """Returns the conversation from turn `number`, a question, to its end, preceded by the system message."""
         system = self.turns[: next(n for n, turn in enumerate(self.turns) if turn["role"] == "user")]
         first = max(0, self.first - number + len(system))
         return replace(self, turns=system + self.turns[number:], first=first)
@@ -171,7 +174,7 @@ def _nonempty(where: str, row: dict[str, Any], column: str) -> str:
 
 
 def read_turns(where: str, values: Any, column: str, before: int = 0) -> Iterator[Message]:
-    """Yields the turns in a row's column. Messages number them after `before` preceding turns."""
+    """Yields the turns in a row's column. `before` is the number of turns before them, for turn numbers in errors."""
     if not isinstance(values, (list, tuple)):
         raise bad_row(
             where,
@@ -214,7 +217,7 @@ def _joined(content: Any) -> Any:
 
 
 def check_turns(where: str, turns: Sequence[Message], first: int) -> tuple[Message, ...]:
-    """Returns `turns` after checking their order, and that there is an assistant turn from index `first` on."""
+    """Checks the order of turns, and that there is an assistant turn at index `first` or later. Returns the turns."""
     in_order = _in_order(where, turns)
     if not any(turn["role"] == "assistant" for turn in turns[first:]):
         raise bad_row(where, "has no assistant turn to learn from")
