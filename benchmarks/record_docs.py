@@ -138,7 +138,13 @@ def copy_checkout(folder: Path) -> None:
 def runner(folder: Path) -> Run:
     """Returns a function that runs commands in a folder, and ends this process if they fail."""
     path = os.pathsep.join((str(Path(sys.prefix) / "bin"), os.environ["PATH"]))
-    variables = {**os.environ, "PATH": path, "SANSGPU_CACHE": str(folder / ".cache"), "PYTHONUNBUFFERED": "1", "COLUMNS": WIDTH}
+    variables = {
+        **os.environ,
+        "PATH": path,
+        "SANSGPU_CACHE": str(folder / ".cache"),
+        "PYTHONUNBUFFERED": "1",
+        "COLUMNS": WIDTH,
+    }
 
     def run(commands: str) -> str:
         say(commands.strip())

@@ -37,7 +37,9 @@ Ask = Callable[[str, str, str, Callable[[str], object]], str]
 MAX_CORES = 100_000
 _ANSWERS = "Answers"
 _PROPOSAL, _CLUSTER, _MEASUREMENT = "Proposal", "Cluster", "Measurement"
-_HoursOption = Annotated[float | None, number_option("Propose the best configuration for a run of this many hours.", _PROPOSAL)]
+_HoursOption = Annotated[
+    float | None, number_option("Propose the best configuration for a run of this many hours.", _PROPOSAL)
+]
 
 
 def doctor(as_json: JsonOption = False) -> None:
@@ -183,7 +185,9 @@ class _BenchOptions:
     from_step: Annotated[int, option("Also project the time of a run resumed from this step.", _MEASUREMENT, min=0)] = 0
     targets: Annotated[
         str | None,
-        option("Step counts to project the training time for. Default: 100 to 100,000.", _MEASUREMENT, metavar="N,N,..."),
+        option(
+            "Step counts to project the training time for. Default: 100 to 100,000.", _MEASUREMENT, metavar="N,N,..."
+        ),
     ] = None
     start: Annotated[
         str | None,
