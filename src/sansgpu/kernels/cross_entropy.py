@@ -17,7 +17,7 @@ from sansgpu.kernels import library
 from sansgpu.kernels.block_quantization import NOT_QUANTIZED, Matrix, as_values, row_length, stored
 from sansgpu.kernels.embedding import add_rows
 from sansgpu.kernels.linear import autocasted
-from sansgpu.kernels.matmul import is_native, matmul_into
+from sansgpu.kernels.matmul import MatmulPrecision, is_native, matmul_into
 
 CHUNK_ROWS = 1024  # tokens per chunk; with fewer, accumulating the (V, D) gradient takes longer than the matmuls
 PLAIN_ROWS = 256  # tokens per chunk in plain torch, which holds several tensors of the size of the logits
@@ -31,6 +31,7 @@ class LossOptions:
     label_smoothing: float = 0.0  # probability mass spread evenly over the vocabulary (arXiv 1512.00567)
     z_loss: float = 0.0  # coefficient of log(sum(exp(logits)))^2, which keeps logits from drifting (arXiv 2204.02311)
     softcap: float = 0.0  # logits become softcap * tanh(logits / softcap) (arXiv 2408.00118); 0 disables it
+    integer: bool = False  # multiplies fp32 operands in MatmulPrecision.INT16
 
 
 DEFAULT_LOSS_OPTIONS = LossOptions()
@@ -321,33 +322,60 @@ def native_chunks(
     `revise` may change a chunk, also in place, before the gradients are computed from it. Chunks store exponentials
     instead of logits, because rounding logits to bf16 would be the largest error of the losses.
     """
+    precision = MatmulPrecision.of(head.hidden.dtype, options.integer and len(head.weight) > 1)
     buffer, scaled = head.buffer(), torch.empty_like(head.hidden[:CHUNK_ROWS])
     for part in _parts(head, CHUNK_ROWS):
-        chunk = _losses(head, part, buffer, options, count)
+        chunk = _losses(head, part, buffer, options, count, precision)
         if revise is not None:
             chunk = revise(chunk)
-        hidden, exponentials = head.hidden[part], chunk.exponentials
-        if head.hidden_grad is not None:
-            library.call(
-                "cross_entropy_hidden", hidden.dtype == torch.bfloat16, head.format, *hidden.shape, len(head.weight),
-                exponentials, head.weight, head.targets[part], chunk.shares, chunk.at_target, head.hidden_grad[part],
-            )  # fmt: skip
-        if head.weight_grad is not None and exponentials is not None:
-            rows = torch.mul(hidden, chunk.shares[:, None], out=scaled[: len(hidden)])
-            matmul_into(head.weight_grad, exponentials.T, rows, add=part.start > 0)
-            add_rows(head.weight_grad, head.targets[part], hidden, chunk.at_target)
+        if chunk.exponentials is not None:
+            _add_gradients(head, chunk, chunk.exponentials, precision, scaled[: len(head.hidden[part])])
         yield chunk
 
 
-def _losses(head: HeadOperands, part: slice, buffer: torch.Tensor | None, options: LossOptions, count: bool) -> Chunk:
+def _add_gradients(
+    head: HeadOperands, chunk: Chunk, exponentials: torch.Tensor, precision: MatmulPrecision, scaled: torch.Tensor
+) -> None:
+    """Stores a chunk's gradients of the hidden states, and adds those of the weight. Overwrites the exponentials.
+
+    `scaled` (N, D) is memory for scaled hidden states.
+    """
+    part, hidden, shares = chunk.rows, head.hidden[chunk.rows], chunk.shares
+    if precision is MatmulPrecision.INT16:
+        scales = torch.empty_like(shares)
+        library.call("pack_exponentials", *exponentials.shape, exponentials, scales)
+    if head.hidden_grad is not None:
+        library.call(
+            "cross_entropy_hidden", int(precision), head.format, *hidden.shape, len(head.weight), exponentials,
+            head.weight, head.targets[part], shares, chunk.at_target, head.hidden_grad[part],
+        )  # fmt: skip
+    if head.weight_grad is None:
+        return
+    add = part.start > 0
+    if precision is MatmulPrecision.INT16:
+        rows = torch.mul(hidden, (shares * scales)[:, None], out=scaled)
+        library.call("cross_entropy_weight", *hidden.shape, len(head.weight), exponentials, rows, add, head.weight_grad)
+    else:
+        matmul_into(head.weight_grad, exponentials.T, torch.mul(hidden, shares[:, None], out=scaled), add)
+    add_rows(head.weight_grad, head.targets[part], hidden, chunk.at_target)
+
+
+def _losses(
+    head: HeadOperands,
+    part: slice,
+    buffer: torch.Tensor | None,
+    options: LossOptions,
+    count: bool,
+    precision: MatmulPrecision,
+) -> Chunk:
     """Calls the kernel for a part of the rows; `buffer` receives the exponentials."""
     hidden = head.hidden[part]
     losses, shares, at_target = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
     above = torch.zeros(len(hidden), dtype=torch.int64) if count else None
     exponentials = None if buffer is None else buffer[: len(hidden)]
     library.call(
-        "cross_entropy_losses", hidden.dtype == torch.bfloat16, head.format, *hidden.shape, len(head.weight), hidden,
-        head.weight, head.targets[part], options.label_smoothing, options.z_loss, options.softcap, exponentials, above,
-        losses, shares, at_target,
+        "cross_entropy_losses", int(precision), head.format, *hidden.shape, len(head.weight), hidden, head.weight,
+        head.targets[part], options.label_smoothing, options.z_loss, options.softcap, exponentials, above, losses,
+        shares, at_target,
     )  # fmt: skip
     return Chunk(part, losses, shares, at_target, above, exponentials)

@@ -180,7 +180,7 @@ def _plain_sums(head: HeadOperands, soft: SoftTargets, options: LossOptions) -> 
 def _native_sums(head: HeadOperands, soft: SoftTargets, options: LossOptions) -> tuple[torch.Tensor, torch.Tensor]:
     sums = torch.zeros(3)
     revise = partial(_revise, head, soft, options, sums)
-    for _ in native_chunks(head, LossOptions(softcap=options.softcap), revise=revise):
+    for _ in native_chunks(head, LossOptions(softcap=options.softcap, integer=options.integer), revise=revise):
         pass
     return sums[0].clone(), sums[1:].clone()
 

@@ -126,14 +126,17 @@ SANSGPU_KERNEL void attention_backward(int64_t narrow, const struct AttentionSiz
     const int64_t* v_grad_strides, float* table_grad);
 
 // native/cross_entropy.cpp
-SANSGPU_KERNEL void cross_entropy_losses(int64_t narrow, int64_t format, int64_t N, int64_t D, int64_t V,
+SANSGPU_KERNEL void cross_entropy_losses(int64_t precision, int64_t format, int64_t N, int64_t D, int64_t V,
     const void* hidden, const void* weight, const int64_t* targets, double smoothing, double z_loss, double softcap,
     void* exponentials, int64_t* above, float* losses, float* shares, float* at_target);
 SANSGPU_KERNEL void head_logits_at(int64_t narrow, int64_t format, int64_t N, int64_t D, int64_t K,
     const void* hidden, const void* weight, const int64_t* places, double softcap, float* logits);
-SANSGPU_KERNEL void cross_entropy_hidden(int64_t narrow, int64_t format, int64_t N, int64_t D, int64_t V,
+SANSGPU_KERNEL void pack_exponentials(int64_t N, int64_t V, float* exponentials, float* scales);
+SANSGPU_KERNEL void cross_entropy_hidden(int64_t precision, int64_t format, int64_t N, int64_t D, int64_t V,
     const void* exponentials, const void* weight, const int64_t* targets, const float* shares, const float* at_target,
     void* to);
+SANSGPU_KERNEL void cross_entropy_weight(int64_t N, int64_t D, int64_t V, const void* exponentials, const float* rows,
+    int64_t add, float* to);
 
 // native/quantized_linear.cpp
 SANSGPU_KERNEL void quantized_forward(int64_t precision, int64_t format, int64_t N, int64_t I, int64_t O,

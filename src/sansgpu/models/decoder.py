@@ -8,6 +8,7 @@ B batch, T time, D width, H query heads, K key-value heads, d head dim, V vocabu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -26,7 +27,7 @@ from sansgpu.kernels.linear import Linear, linear, linear_each
 from sansgpu.kernels.norm import LayerNorm, RMSNorm, residual
 from sansgpu.kernels.pointwise import Activation, dropout
 from sansgpu.kernels.rotary import rotate_heads
-from sansgpu.models.modules import INIT_STD, Table, compile_blocks, materialize_empty
+from sansgpu.models.modules import INIT_STD, Table, compile_blocks, materialize_empty, multiplies_integers
 from sansgpu.models.quantized_layers import QuantizedEmbedding, matrix_of
 
 # Values of model.activation. GELU is the tanh approximation, as in GPT-2.
@@ -237,6 +238,7 @@ class TransformerLM(nn.Module):
     ) -> torch.Tensor:
         """Returns the cross-entropy summed over targets (B, T) other than -100, without storing all logits at once."""
         hidden = self.hidden(inputs, positions, document_ids)
+        options = replace(options, integer=multiplies_integers(self))
         return linear_cross_entropy(hidden.flatten(0, 1), self.head_matrix, targets.flatten(), options)
 
     def compile_blocks(self) -> None:

@@ -59,11 +59,16 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return list(max(lists, key=len, default=[]))
 
 
-def multiply_integers(model: nn.Module) -> None:
-    """Makes the linear layers of a model multiply 16-bit integers, except its output head; see MatmulPrecision."""
+def multiply_integers(model: nn.Module, integer: bool = True) -> None:
+    """Sets whether the linear layers and the loss of a model multiply 16-bit integers; see MatmulPrecision."""
     for module in model.modules():
         if isinstance(module, Linear):
-            module.integer = True
+            module.integer = integer
+
+
+def multiplies_integers(model: nn.Module) -> bool:
+    """Returns whether a model multiplies 16-bit integers, as `multiply_integers` has set."""
+    return next((module.integer for module in model.modules() if isinstance(module, Linear)), False)
 
 
 def compile_blocks(model: nn.Module) -> None:

@@ -21,6 +21,7 @@ from sansgpu.kernels.frozen_linear import quantized_linear
 from sansgpu.kernels.matmul import is_native, matmul_into
 from sansgpu.kernels.mixed_loss import LEAST_REST, SoftTargets, linear_mixed_loss, mixed_loss_of_logits
 from sansgpu.models.decoder import IGNORED_LABEL, TransformerLM
+from sansgpu.models.modules import multiplies_integers
 from sansgpu.models.quantized_layers import matrix_of
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def student_loss(
     """Computes `linear_mixed_loss` of a transformers model, and returns the same: () and (2,)."""
     states, head = model.head_inputs(tokens, lengths), model.head
     if head is not None:
-        options = LossOptions(z_loss=z_loss, softcap=model.softcap)
+        options = LossOptions(z_loss=z_loss, softcap=model.softcap, integer=multiplies_integers(model.model))
         return linear_mixed_loss(states, matrix_of(head), targets, soft, options)
     valid = targets != IGNORED_LABEL
     return mixed_loss_of_logits(states[valid], targets[valid], soft.rows(valid), z_loss)

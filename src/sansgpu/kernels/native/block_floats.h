@@ -12,12 +12,22 @@ namespace sansgpu {
 
 constexpr int64_t BLOCK_TERMS = 512, LARGEST_MANTISSA = 2047;
 constexpr int64_t SCALE_PLACES = sizeof(float) / sizeof(bfp16);
-static_assert(BLOCK_TERMS * LARGEST_MANTISSA * LARGEST_MANTISSA <= std::numeric_limits<int32_t>::max());
+// Dithering may round the largest mantissa of one of the operands up.
+static_assert(BLOCK_TERMS * LARGEST_MANTISSA * (LARGEST_MANTISSA + 1) <= std::numeric_limits<int32_t>::max());
 static_assert(BLOCK_TERMS % 2 == 0, "a pair of mantissas is in one block");
 
 template <>
 constexpr int64_t padded<bfp16>(int64_t terms) {
   return round_up(terms, 2) + SCALE_PLACES * divide_up(terms, BLOCK_TERMS);
+}
+
+// A matrix of packed rows. A submatrix that is read as its transpose must not cross a block of columns.
+template <>
+inline Operand<bfp16> Operand<bfp16>::from(int64_t row, int64_t column) const {
+  const auto place = [&](int64_t down, int64_t across) {
+    return down * ld + across + SCALE_PLACES * (across / BLOCK_TERMS);
+  };
+  return {at + (transposed ? place(column, row) : place(row, column)), ld, transposed};
 }
 
 inline int32_t magnitude_bits(float x) {
@@ -60,12 +70,16 @@ inline uint32_t rounded_bits(float x) {
   return bits;
 }
 
+inline int32_t largest_magnitude_bits(const float* from, int64_t count) {
+  int32_t largest = 0;
+  for (int64_t k = 0; k < count; ++k) largest = std::max(largest, magnitude_bits(from[k]));
+  return largest;
+}
+
 // Converts a block of a row, `terms` contiguous values, to mantissas in pairs. Returns its scale.
 inline float convert_row(const float* from, int64_t terms, bfp16* mantissas) {
   const auto to = reinterpret_cast<uint16_t*>(mantissas);
-  int32_t largest = 0;
-  for (int64_t k = 0; k < terms; ++k) largest = std::max(largest, magnitude_bits(from[k]));
-  const BlockScale block(largest);
+  const BlockScale block(largest_magnitude_bits(from, terms));
   for (int64_t k = 0; k < terms; ++k) to[k] = static_cast<uint16_t>(rounded_bits(from[k] * block.inverse));
   if (terms % 2) to[terms] = 0;
   return block.scale;
@@ -114,9 +128,21 @@ void each_block(int64_t terms, const F& run) {
     run(k, std::min(BLOCK_TERMS, terms - k), place);
 }
 
+// Packs `terms` terms of at most ColumnBlock::MOST rows of A, from A^T. `convert(k, pairs)` stores the pairs of all rows
+// with the terms k and k + 1. The distance of rows in `to` is ld.
+template <typename F>
+void pack_pairs(int64_t rows, int64_t terms, bfp16* to, int64_t ld, const F& convert) {
+  constexpr int64_t PAIRS = 32;  // transposed at once
+  alignas(64) uint32_t pairs[PAIRS * ColumnBlock::MOST];
+  for (int64_t done = 0; done < divide_up(terms, 2); done += PAIRS) {
+    const int64_t some = std::min(PAIRS, divide_up(terms, 2) - done);
+    for (int64_t i = 0; i < some; ++i) convert(2 * (done + i), pairs + i * ColumnBlock::MOST);
+    transpose(pairs, ColumnBlock::MOST, some, rows, reinterpret_cast<uint32_t*>(to) + done, ld / 2);
+  }
+}
+
 // Packs rows of A, whose distance in `to` is ld.
 inline void pack_rows(const Operand<float>& a, int64_t rows, int64_t terms, bfp16* to, int64_t ld) {
-  constexpr int64_t PAIRS = 32;  // transposed at once
   each_block(terms, [&](int64_t k, int64_t count, int64_t place) {
     if (!a.transposed) {
       for (int64_t row = 0; row < rows; ++row) {
@@ -131,13 +157,29 @@ inline void pack_rows(const Operand<float>& a, int64_t rows, int64_t terms, bfp1
       const ColumnBlock columns(a.at + k * a.ld + row, a.ld, count, width);
       bfp16* block = to + row * ld + place;
       for (int64_t i = 0; i < width; ++i) std::memcpy(block + i * ld, columns.scales() + i, sizeof(float));
-      alignas(64) uint32_t pairs[PAIRS * ColumnBlock::MOST];
-      for (int64_t done = 0; done < divide_up(count, 2); done += PAIRS) {
-        const int64_t some = std::min(PAIRS, divide_up(count, 2) - done);
-        for (int64_t i = 0; i < some; ++i) columns.convert(2 * (done + i), 0, width, pairs + i * ColumnBlock::MOST);
-        transpose(pairs, ColumnBlock::MOST, some, width,
-                  reinterpret_cast<uint32_t*>(block + SCALE_PLACES) + done, ld / 2);
-      }
+      pack_pairs(width, count, block + SCALE_PLACES, ld,
+                 [&](int64_t pair, uint32_t* pairs) { columns.convert(pair, 0, width, pairs); });
+    }
+  });
+}
+
+// Packs rows of the transpose of packed rows. Leaves out the scales of those: they must be factors of the columns of
+// the other operand.
+inline void pack_rows(const Operand<bfp16>& a, int64_t rows, int64_t terms, bfp16* to, int64_t ld) {
+  constexpr float ONE = 1.0f;
+  each_block(terms, [&](int64_t k, int64_t count, int64_t place) {
+    for (int64_t row = 0; row < rows; row += ColumnBlock::MOST) {
+      const int64_t width = std::min(ColumnBlock::MOST, rows - row);
+      const auto from = reinterpret_cast<const uint16_t*>(a.at + k * a.ld + SCALE_PLACES + row);
+      bfp16* block = to + row * ld + place;
+      for (int64_t i = 0; i < width; ++i) std::memcpy(block + i * ld, &ONE, sizeof(ONE));
+      pack_pairs(width, count, block + SCALE_PLACES, ld, [&](int64_t term, uint32_t* pairs) {
+        const uint16_t *first = from + term * a.ld, *second = first + a.ld;
+        if (term + 1 < count)
+          for (int64_t i = 0; i < width; ++i) pairs[i] = first[i] | uint32_t{second[i]} << 16;
+        else
+          std::copy_n(first, width, pairs);
+      });
     }
   });
 }

@@ -4,6 +4,9 @@
 // matmul, so that neither the maximum nor the sum of its logits takes another pass over memory. The target's
 // exponential is stored as 0 and handled separately: if it is close to the sum of all exponentials, the loss and its
 // gradient are small differences that would be lost in rounding.
+//
+// With P = bfp16, matmuls are in block floating point. Then the stored exponentials become packed rows in their place,
+// each with a single scale, so that both gradients read half of the memory.
 
 #include <atomic>
 #ifdef __AVX__
@@ -216,7 +219,7 @@ void compute_results(int64_t N, int64_t tiles, const float* sums, const Tokens& 
   });
 }
 
-template <typename T, typename Weight>
+template <typename P, typename T, typename Weight>
 void compute_losses(const Head<T, Weight>& head, const Options& options, T* exponentials, int64_t* above,
                     const Results& results) {
   const int64_t tiles = divide_up(head.V, COLUMNS);
@@ -225,65 +228,125 @@ void compute_losses(const Head<T, Weight>& head, const Options& options, T* expo
   const Exponentials<T> finish{head.N, head.V, head.targets, tokens, options, exponentials, sums};
   const Product<T, Weight> product{head.N,  head.V, head.D, {head.hidden, head.D, false}, head.weight.turned(),
                                    nullptr, false,  nullptr};
-  Multiplication<T, Exponentials<T>, Weight> logits_product(product, finish);
+  Multiplication<T, Exponentials<T>, Weight, P> logits_product(product, finish);
   compute_shifts(head, options, tokens);
   logits_product.run();
   if (raise_shifts(head.N, tokens)) logits_product.run();
   compute_results(head.N, tiles, sums, tokens, options, results);
 }
 
-template <typename T, typename Weight>
-void compute_hidden_gradient(const Head<T, Weight>& head, const T* exponentials, const float* shares,
-                             const float* at_target, T* to) {
-  using Finish = HiddenGradient<T, Weight>;
-  const Operand<T> left{exponentials, head.V, false};
-  const Product<T, Weight> product{head.N, head.D, head.V, left, head.weight, nullptr, false, nullptr};
-  Multiplication<T, Finish, Weight>(product, Finish{head, shares, at_target, to}).run();
+template <typename P>
+Operand<P> exponentials_of(const void* at, int64_t V) {
+  constexpr int64_t PLACES = std::is_same_v<P, bfp16> ? sizeof(float) / sizeof(bfp16) : 1;  // in place of a value
+  return {static_cast<const P*>(at), V * PLACES, false};
 }
 
-// Calls compute(weight, to) with typed arguments: the weight (., D) in a block format or NOT_QUANTIZED, and `to` as a
-// pointer to bf16 values if `narrow`, otherwise to fp32 values, the dtype of all other tensors.
+template <typename P, typename T, typename Weight>
+void compute_hidden_gradient(const Head<T, Weight>& head, const void* exponentials, const float* shares,
+                             const float* at_target, T* to) {
+  using Finish = HiddenGradient<T, Weight>;
+  const Product<P, Weight> product{head.N,      head.D,  head.V, exponentials_of<P>(exponentials, head.V),
+                                   head.weight, nullptr, false,  nullptr};
+  Multiplication<P, Finish, Weight>(product, Finish{head, shares, at_target, to}).run();
+}
+
+// A number from 0 to 1 for each position. Those of consecutive positions are evenly distributed.
+float dither(uint32_t position) {
+  const uint32_t bits = position * 2654435769u >> 9 | 0x3F800000u;  // multiples of the golden ratio, modulo 1
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value - 1.0f;
+}
+
+// Packs a row of V exponentials with one scale, and returns it. Most of them are far below the largest. Dithering keeps
+// the sum of those that are smaller than a unit. Its positions begin at a number that differs between rows and steps.
+float pack_row(int64_t V, uint32_t row, const float* from, bfp16* to) {
+  const int32_t largest = largest_magnitude_bits(from, V);
+  const BlockScale block(largest);
+  const uint32_t start = static_cast<uint32_t>(largest) * 0x85EBCA6Bu + row * 0xC2B2AE35u;
+  each_block(V, [&](int64_t first, int64_t count, int64_t place) {
+    std::memcpy(to + place, &block.scale, sizeof(float));
+    const auto mantissas = reinterpret_cast<int16_t*>(to + place + SCALE_PLACES);
+    for (int64_t j = 0; j < count; ++j) {
+      const float added = dither(start + static_cast<uint32_t>(first + j));
+      mantissas[j] = static_cast<int16_t>(static_cast<int32_t>(std::floor(from[first + j] * block.inverse + added)));
+    }
+    if (count % 2) mantissas[count] = 0;
+  });
+  return block.scale;
+}
+
+// Calls compute(weight, to, P()) with typed arguments: the weight (., D) in a block format or NOT_QUANTIZED, and `to`
+// as a pointer to values of the dtype of all other tensors. P is the type of the numbers that are multiplied.
 template <typename F>
-void with_weight(int64_t narrow, int64_t format, const void* weight, int64_t D, void* to, const F& compute) {
-  const auto call_with = [&]<typename T>(T* typed) {
-    with_matrix<T>(format, weight, D, [&](const auto& matrix) { compute(matrix, typed); });
+void with_weight(int64_t precision, int64_t format, const void* weight, int64_t D, void* to, const F& compute) {
+  const auto call_with = [&]<typename T, typename P>(T* typed, P numbers) {
+    with_matrix<T>(format, weight, D, [&](const auto& matrix) { compute(matrix, typed, numbers); });
   };
-  narrow ? call_with(static_cast<bf16*>(to)) : call_with(static_cast<float*>(to));
+  precision == BF16    ? call_with(static_cast<bf16*>(to), bf16())
+  : precision == INT16 ? call_with(static_cast<float*>(to), bfp16())
+                       : call_with(static_cast<float*>(to), float());
 }
 
 }  // namespace
 
 // Computes the losses. `exponentials` (N, V) and `above` (N,), which must be zeroed by the caller, may be null. See
 // Tokens and Results for the other outputs.
-SANSGPU_KERNEL void cross_entropy_losses(int64_t narrow, int64_t format, int64_t N, int64_t D, int64_t V,
+SANSGPU_KERNEL void cross_entropy_losses(int64_t precision, int64_t format, int64_t N, int64_t D, int64_t V,
                                          const void* hidden, const void* weight, const int64_t* targets,
                                          double smoothing, double z_loss, double softcap, void* exponentials,
                                          int64_t* above, float* losses, float* shares, float* at_target) {
   const Options options{static_cast<float>(smoothing), static_cast<float>(z_loss), static_cast<float>(softcap)};
-  with_weight(narrow, format, weight, D, exponentials, [&]<typename T, typename Weight>(const Weight& w, T* to) {
-    const Head<T, Weight> head{N, D, V, static_cast<const T*>(hidden), w, targets};
-    compute_losses(head, options, to, above, {losses, shares, at_target});
-  });
+  with_weight(precision, format, weight, D, exponentials,
+              [&]<typename T, typename Weight, typename P>(const Weight& w, T* to, P) {
+                const Head<T, Weight> head{N, D, V, static_cast<const T*>(hidden), w, targets};
+                compute_losses<P>(head, options, to, above, {losses, shares, at_target});
+              });
 }
 
 // Stores the logits of the vocabulary entries `places` (N, K), all in [0, V), in `logits` (N, K).
 SANSGPU_KERNEL void head_logits_at(int64_t narrow, int64_t format, int64_t N, int64_t D, int64_t K, const void* hidden,
                                    const void* weight, const int64_t* places, double softcap, float* logits) {
   const Options options{0.0f, 0.0f, static_cast<float>(softcap)};
-  with_weight(narrow, format, weight, D, nullptr, [&]<typename T, typename Weight>(const Weight& w, T*) {
-    each_logit(N, D, K, static_cast<const T*>(hidden), w, places, options,
-               [&](int64_t i, float logit) { logits[i] = logit; });
+  with_weight(narrow ? BF16 : FP32, format, weight, D, nullptr,
+              [&]<typename T, typename Weight, typename P>(const Weight& w, T*, P) {
+                each_logit(N, D, K, static_cast<const T*>(hidden), w, places, options,
+                           [&](int64_t i, float logit) { logits[i] = logit; });
+              });
+}
+
+// Packs the rows of exponentials (N, V) fp32 in place, for gradients in INT16. Stores their scales in `scales` (N,). V
+// must be at least 2.
+SANSGPU_KERNEL void pack_exponentials(int64_t N, int64_t V, float* exponentials, float* scales) {
+  parallel_units(N, [&](Units& drawn) {
+    Buffer<float> values(V);
+    for (int64_t row; drawn.draw(row);) {
+      float* at = exponentials + row * V;
+      std::copy_n(at, V, static_cast<float*>(values));
+      scales[row] = pack_row(V, static_cast<uint32_t>(row), values, reinterpret_cast<bfp16*>(at));
+    }
   });
 }
 
-// Computes the gradient of `hidden` and stores it in `to` (N, D).
-SANSGPU_KERNEL void cross_entropy_hidden(int64_t narrow, int64_t format, int64_t N, int64_t D, int64_t V,
+// Computes the gradient of `hidden` and stores it in `to` (N, D). With INT16, the exponentials must be packed.
+SANSGPU_KERNEL void cross_entropy_hidden(int64_t precision, int64_t format, int64_t N, int64_t D, int64_t V,
                                          const void* exponentials, const void* weight, const int64_t* targets,
                                          const float* shares, const float* at_target, void* to) {
-  with_weight(narrow, format, weight, D, to, [&]<typename T, typename Weight>(const Weight& w, T* out) {
-    const Head<T, Weight> head{N, D, V, nullptr, w, targets};
-    compute_hidden_gradient(head, static_cast<const T*>(exponentials), shares, at_target, out);
-  });
+  with_weight(precision, format, weight, D, to,
+              [&]<typename T, typename Weight, typename P>(const Weight& w, T* out, P) {
+                const Head<T, Weight> head{N, D, V, nullptr, w, targets};
+                compute_hidden_gradient<P>(head, exponentials, shares, at_target, out);
+              });
+}
+
+// Stores the product of the transpose of packed exponentials, without their scales, and `rows` (N, D) in `to` (V, D),
+// or adds it with `add`.
+SANSGPU_KERNEL void cross_entropy_weight(int64_t N, int64_t D, int64_t V, const void* exponentials, const float* rows,
+                                         int64_t add, float* to) {
+  const Product<bfp16, Operand<float>> product{
+      V, D, N, exponentials_of<bfp16>(exponentials, V).turned(), {rows, D, false}, to, add != 0, nullptr};
+  const auto ignore = [](int64_t, int64_t, int64_t, const float*) {};
+  Multiplication<bfp16, decltype(ignore), Operand<float>>(product, ignore).run();
 }
 
 }  // namespace sansgpu

@@ -60,17 +60,18 @@ struct Product {
 };
 
 // Computes a matmul and calls finish(row, column, count, sums) for each part of a row of C. The operands are packed as
-// values of type P.
+// values of type P. A may consist of packed rows already.
 template <typename T, typename Finish, typename Right = Operand<T>, typename P = T>
 class Multiplication {
   static constexpr bool CONVERTS = !std::is_same_v<P, T>;
+  static constexpr bool IS_PACKED = std::is_same_v<T, bfp16>;  // the rows of A
 
  public:
   Multiplication(const Product<T, Right>& product, Finish finish)
       : turned_(!CONVERTS && product.better_turned()),
         c_(turned_ ? product.turned() : product),
         finish_(finish),
-        pack_a_(CONVERTS || c_.a.transposed || c_.K % (4 / sizeof(T)) != 0),
+        pack_a_(CONVERTS || c_.a.transposed || (!IS_PACKED && c_.K % (4 / sizeof(T)) != 0)),
         rows_(c_.symmetric ? COLUMNS : tile_rows(c_.M, c_.N, c_.K)),
         ld_(padded<P>(std::min(c_.K, TERMS)) + GAP),
         strip_(pack_a_ ? at_once(PACKED_A, rows_, c_.M) : c_.M),
@@ -163,8 +164,9 @@ class Multiplication {
   void pack_strip(int64_t m, int64_t y, int64_t n, int64_t k) {
     const int64_t row = m + y * rows_, count = std::min(rows_, c_.M - row);
     pack_rows(c_.a.from(row, k), count, terms(k), packed_a_ + y * rows_ * ld_, ld_);
-    if (c_.row_sums != nullptr && !turned_ && n == 0)
-      sum_columns(c_.a.from(row, k).at, c_.a.ld, terms(k), count, c_.row_sums + row, k > 0);
+    if constexpr (!IS_PACKED)
+      if (c_.row_sums != nullptr && !turned_ && n == 0)
+        sum_columns(c_.a.from(row, k).at, c_.a.ld, terms(k), count, c_.row_sums + row, k > 0);
   }
 
   void pack_panel(int64_t n, int64_t x, int64_t k) {
@@ -180,13 +182,13 @@ class Multiplication {
     const int64_t column = n + x * COLUMNS, columns = std::min(COLUMNS, c_.N - column);
     const P* left = packed_a_ + y * rows_ * ld_;
     if constexpr (!CONVERTS)
-      if (!pack_a_) left = c_.a.at + row * c_.a.ld + k;
+      if (!pack_a_) left = c_.a.from(row, k).at;
     const P* right = packed_b_ + x * COLUMNS * places;
     const bool in_place = c_.total != nullptr && !turned_, last = k + terms(k) == c_.K;
     float* to = in_place ? c_.total + row * c_.N + column : sums;
     const int64_t ld = in_place ? c_.N : COLUMNS;
     for (int64_t j = 0; j < columns; j += PANEL<P>) {
-      const int64_t width = std::min(PANEL<P>, columns - j), ld_right = CONVERTS ? PANEL<P> : width;
+      const int64_t width = std::min(PANEL<P>, columns - j), ld_right = std::is_same_v<P, bfp16> ? PANEL<P> : width;
       product<P>(count, width, places, left, pack_a_ ? ld_ : c_.a.ld, right + j * places, ld_right, to + j, ld,
                  in_place && (c_.add || k > 0));
     }

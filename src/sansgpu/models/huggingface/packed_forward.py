@@ -6,6 +6,7 @@ B examples, N tokens in total, T tokens in the longest example, D width, V vocab
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from sansgpu.models.huggingface.probes import (
     packs_well,
 )
 from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
+from sansgpu.models.modules import multiplies_integers
 from sansgpu.models.quantized_layers import matrix_of
 
 if TYPE_CHECKING:  # transformers is optional and slow to import
@@ -108,7 +110,7 @@ class UnpaddedModel:
         options: LossOptions = DEFAULT_LOSS_OPTIONS,
     ) -> torch.Tensor:
         """Returns the cross-entropy of a causal model, summed over targets (N,) other than -100: ()."""
-        options = LossOptions(options.label_smoothing, options.z_loss, self.softcap)
+        options = replace(options, softcap=self.softcap, integer=multiplies_integers(self.model))
         states, head = self.head_inputs(tokens, lengths), self.head
         if head is not None:
             return linear_cross_entropy(states, matrix_of(head), targets, options)

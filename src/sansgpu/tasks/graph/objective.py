@@ -8,8 +8,9 @@ import torch
 
 from sansgpu.config import Config, derive_seed
 from sansgpu.data.batch import IGNORE
-from sansgpu.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_and_hits
+from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy, linear_cross_entropy_and_hits
 from sansgpu.kernels.embedding import embed
+from sansgpu.models.modules import multiplies_integers
 from sansgpu.tasks.graph.batch import HEAD_ENTITY, QUERY_TAIL, RELATION, TAIL_START, GraphBatch
 from sansgpu.tasks.graph.encoder import GraphEncoder
 from sansgpu.tasks.graph.entities import NameBags
@@ -30,6 +31,10 @@ class GraphObjective:
         )
         self._names = names
         self._bags: NameBags | None = None
+
+    @property
+    def _loss_options(self) -> LossOptions:
+        return LossOptions(integer=multiplies_integers(self.model))
 
     def entity_vectors(self) -> torch.Tensor:
         """Returns the vectors of all entities, (E, D) fp32."""
@@ -57,7 +62,7 @@ class GraphObjective:
         for name, rows, weight in zip(NODE_TARGETS, (~leaves, leaves), batch.weights[:2], strict=True):
             if bool(rows.any()):
                 head = self.model.embedding.weight
-                loss, hits = linear_cross_entropy_and_hits(predicted[rows], head, targets[rows])
+                loss, hits = linear_cross_entropy_and_hits(predicted[rows], head, targets[rows], self._loss_options)
                 total = total + weight * loss
                 self._sums.add_target(name, loss=float(loss.detach()), hits=float(hits), count=float(rows.sum()))
         if self.model.entities is not None:
@@ -80,7 +85,7 @@ class GraphObjective:
         predicted = self.predicted_entities(
             states[rows[:, TAIL_START]], rows[:, HEAD_ENTITY], rows[:, RELATION], vectors
         )
-        loss, hits = linear_cross_entropy_and_hits(predicted, vectors, rows[:, QUERY_TAIL] - 1)
+        loss, hits = linear_cross_entropy_and_hits(predicted, vectors, rows[:, QUERY_TAIL] - 1, self._loss_options)
         sums.add_target(ENTITY, loss=float(loss.detach()), hits=float(hits), count=float(len(rows)))
         return loss
 
@@ -102,7 +107,7 @@ class GraphObjective:
         assert self.model.entities is not None
         head, relation, tail = batch.facts.flatten(0, 1).unbind(1)
         predicted = self.model.entities.predict_tails(embed(head[None] - 1, vectors)[0], relation)
-        loss = linear_cross_entropy(predicted, vectors, tail - 1)
+        loss = linear_cross_entropy(predicted, vectors, tail - 1, self._loss_options)
         sums.add_target(KGE, loss=float(loss.detach()), count=float(len(tail)))
         return loss
 
@@ -124,7 +129,7 @@ class GraphObjective:
         offsets = batch.nodes[chosen, 0].long() - bounds[:, 0] - 1
         before, after = (bounds + batch.first_nodes()[chosen, None]).unbind(1)
         rows = self.model.boundary(embed(before[None], states)[0], embed(after[None], states)[0], offsets)
-        loss = linear_cross_entropy(rows, self.model.embedding.weight, batch.targets[chosen])
+        loss = linear_cross_entropy(rows, self.model.embedding.weight, batch.targets[chosen], self._loss_options)
         self._sums.add_target(SBO, loss=float(loss.detach()), count=float(len(rows)))
         return self.config.training.sbo_weight * loss
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from sansgpu.data.batch import Batch
 from sansgpu.kernels.cross_entropy import LossOptions
 from sansgpu.kernels.mixed_loss import linear_mixed_loss
 from sansgpu.models import TransformerLM
+from sansgpu.models.modules import multiplies_integers
 from sansgpu.tasks.base import ObjectiveBase
 from sansgpu.tasks.distillation import StudentLoss, student_metrics
 from sansgpu.tasks.task import Sums
@@ -31,7 +33,8 @@ class PretrainObjective(ObjectiveBase):
         if (soft := self._student.soft_targets(batch)) is not None:
             hidden = self.model.hidden(batch.inputs, batch.positions, batch.document_ids).flatten(0, 1)
             targets = batch.targets.flatten()
-            mixed, parts = linear_mixed_loss(hidden, self.model.head_weight, targets, soft, self._loss_options)
+            options = replace(self._loss_options, integer=multiplies_integers(self.model))
+            mixed, parts = linear_mixed_loss(hidden, self.model.head_weight, targets, soft, options)
             self._student.add(parts, targets)
             return mixed
         loss: torch.Tensor = self.model.summed_loss(
