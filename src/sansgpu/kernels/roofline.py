@@ -18,13 +18,14 @@ from sansgpu.config import TrainingConfig
 from sansgpu.kernels import library
 from sansgpu.kernels.matmul import Matmul, MatmulPrecision, multiply
 from sansgpu.machine.measurements import best_measurement
-from sansgpu.machine.probe import has_native_bf16, is_emulated
+from sansgpu.machine.probe import cache_dir, has_native_bf16, is_emulated
 
 COPY_BYTES = 64 << 20  # size of the copy that measures bandwidth: larger than most caches, small enough for any machine
 MIN_CALLS, ENOUGH_SECONDS = 3, 0.05  # minimum calls and time to measure one product
 SMALL_SIZE, LONG_SECONDS = 256, 1.0  # a GEMM that would take longer than this is estimated from one of this size
 GEMM_SIZE = 2048  # large enough for the peak rate, and takes only tenths of a second on a slow core
 LAYER_TOKENS, LAYER_WIDTH = 1024, 768  # a typical layer, timed to choose the precision
+LAYER_ROUNDS = 2  # times that each precision is timed
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int16": torch.float32}  # dtypes of the operands
 
 Shape = tuple[int, int]  # (inputs, outputs) of a linear layer
@@ -124,21 +125,17 @@ class Roofline:
 
 
 def measure_roofline(tokens: int, block: Mapping[Shape, int], head: Shape, precision: str) -> Roofline:
-    """Times a copy and the matrix products of a block and of the head; `block` maps shapes to counts.
-
-    The head stays in fp32 with int16.
-    """
-    of_head = "fp32" if precision == "int16" else precision
+    """Times a copy and the matrix products of a block and of the head; `block` maps shapes to counts."""
     flops = sum(6.0 * tokens * i * o * count for (i, o), count in block.items())
     seconds = sum(product_seconds(tokens, shape, precision) * count for shape, count in block.items())
     head_flops = 6.0 * tokens * head[0] * head[1]
-    return Roofline(flops / seconds, head_flops / product_seconds(tokens, head, of_head), bandwidth())
+    return Roofline(flops / seconds, head_flops / product_seconds(tokens, head, precision), bandwidth())
 
 
 def resolve_precision(training: TrainingConfig, device: torch.device, ours: bool = False) -> str:
     """Returns the precision of matmuls: `auto` becomes bf16 if the processor supports it, if timed products are faster.
 
-    With `ours`, for training with our kernels, it becomes int16 on a processor without bf16, on the same condition.
+    With `ours`, for models that use our kernels, it becomes int16 on a processor without bf16, on the same condition.
     """
     precision = training.wanted_precision
     if precision != "auto":
@@ -146,12 +143,25 @@ def resolve_precision(training: TrainingConfig, device: torch.device, ours: bool
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     narrow = "bf16" if has_native_bf16() else "int16" if ours else None
-    return narrow if narrow and layer_seconds(narrow, ours) < layer_seconds("fp32", ours) else "fp32"
+    return narrow if narrow and _is_faster(narrow, "fp32", ours) else "fp32"
 
 
-def layer_seconds(precision: str, ours: bool) -> float:
-    """Times the products of a typical linear layer, with our kernels if `ours`.
+def _is_faster(precision: str, other: str, ours: bool) -> bool:
+    """Compares the times of a typical linear layer in two precisions, with our kernels if `ours`.
 
-    Flags do not suffice: virtual machines may emulate bf16, and an emulation may be slow in only one layout.
+    Flags do not suffice: virtual machines may emulate bf16, and an emulation may be slow in only one layout. Other
+    programs make a measurement too slow, never too fast, so the best ones count: of this process, which measures
+    alternately, and of earlier processes.
     """
-    return product_seconds(LAYER_TOKENS, (LAYER_WIDTH, LAYER_WIDTH), precision, 0.0, ours)
+    folder, rates = cache_dir(None), dict.fromkeys((precision, other), 0.0)
+    for _ in range(LAYER_ROUNDS):
+        for name, rate in rates.items():
+            seconds = product_seconds(LAYER_TOKENS, (LAYER_WIDTH, LAYER_WIDTH), name, 0.0, ours)
+            rates[name] = max(rate, 1 / seconds)
+    of_layer = {
+        "gemm": [LAYER_TOKENS, LAYER_WIDTH, LAYER_WIDTH],
+        "kernels": library.name() if ours else f"torch {torch.backends.cpu.get_cpu_capability()}",
+        "threads": torch.get_num_threads(),
+    }
+    best = {name: best_measurement(folder, {**of_layer, "precision": name}, rate) for name, rate in rates.items()}
+    return best[precision] > best[other]
