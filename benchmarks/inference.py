@@ -1,12 +1,13 @@
 """Computes vectors or labels of texts of mixed lengths, compared with Sentence Transformers or transformers' pipeline.
 
     python -m benchmarks.inference --task encode|predict --model FOLDER --data DOCUMENTS.jsonl
-        [--texts 400] [--batches 32 8 128] [--rounds 2] [--threads N] [--json FILE]
+        [--precision bf16] [--texts 400] [--batches 32 8 128] [--rounds 2] [--threads N] [--json FILE]
 
 Task encode compares the engine of `sansgpu embed` with SentenceTransformer.encode; task predict that of `sansgpu
-predict` with the pipeline for text classification. All compute in bf16. Half of the texts are sentences, and half are
-pieces of documents that fill the model's context. Seconds include tokenization but not loading, and are measured after
-a warm-up pass; CPU seconds cover the measured passes. Peers try each batch size; sansgpu chooses its batches itself.
+predict` with the pipeline for text classification. Half of the texts are sentences, and half are pieces of documents
+that fill the model's context. Peers compute in fp32 if `--precision` is fp32 or int16. Seconds include tokenization but
+not loading, and are measured after a warm-up pass; CPU seconds cover the measured passes. Peers try each batch size;
+sansgpu chooses its batches itself.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ def main() -> None:
     parser.add_argument("--task", choices=PEERS, required=True)
     parser.add_argument("--model", type=Path, required=True, help="Sentence Transformers folder or trained classifier")
     parser.add_argument("--data", type=Path, required=True, help="documents: JSON lines, each with a `text`")
+    parser.add_argument("--precision", choices=["bf16", "fp32", "int16"], default="bf16", help="of sansgpu")
     parser.add_argument("--texts", type=int, default=400)
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 8, 128], help="batch sizes of the peer")
     parser.add_argument("--rounds", type=int, default=2)
@@ -92,7 +94,7 @@ def main() -> None:
         texts = list(islice(mixed_texts(args.data), args.texts))
         (folder / "texts.json").write_text(json.dumps(texts))
         common = {"task": args.task, "model": str(args.model.absolute()), "passes": PASSES, "threads": args.threads}
-        job = {**common, "folder": str(folder), "batches": args.batches}
+        job = {**common, "folder": str(folder), "batches": args.batches, "precision": args.precision}
         for turn in range(args.rounds):
             for contestant in (PEERS[args.task], OURS):  # the peer first, because sansgpu compares its results
                 say(f"round {turn + 1} of {args.rounds}: {contestant}")
@@ -108,7 +110,7 @@ def main() -> None:
     add_ratios(rows, "texts_per_second", best)
     for one in rows:
         one["cpu_ratio"] = min(other["cpu_ms"] for other in rows[:-1]) / one["cpu_ms"]
-    print_table(f"{len(texts)} texts, bf16, {args.threads} threads; speed against {best}", COLUMNS, rows)
+    print_table(f"{len(texts)} texts, {args.precision}, {args.threads} threads; speed against {best}", COLUMNS, rows)
     write_json(args.json, "inference", vars(args), rows)
 
 

@@ -15,8 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-Job = dict[str, Any]
+Job = dict[str, Any]  # `precision` is that of sansgpu: bf16, fp32 or int16
 Results = np.ndarray  # vectors (texts, D), or the label of each text
+
+
+def peer_dtype(job: Job) -> torch.dtype:
+    return torch.bfloat16 if job["precision"] == "bf16" else torch.float32
 
 
 def our_encoder(job: Job, texts: list[str]) -> tuple[Callable[[], Results], Callable[[], Any]]:
@@ -26,14 +30,14 @@ def our_encoder(job: Job, texts: list[str]) -> tuple[Callable[[], Results], Call
     from sansgpu.tasks.embed.objective import encode_texts
     from sansgpu.train.loading import ModelRequest
 
-    loaded = open_encoder(ModelRequest(job["model"]), print, lambda *_: None, "bf16")
+    loaded = open_encoder(ModelRequest(job["model"]), print, lambda *_: None, job["precision"])
     return lambda: encode_texts(loaded, texts), lambda: tokenize(texts, loaded.tokenizer, loaded.config.window, "")
 
 
 def their_encoder(job: Job, texts: list[str], batch: int) -> tuple[Callable[[], Results], Callable[[], Any]]:
     from sentence_transformers import SentenceTransformer
 
-    model = SentenceTransformer(job["model"], device="cpu", model_kwargs={"dtype": torch.bfloat16})
+    model = SentenceTransformer(job["model"], device="cpu", model_kwargs={"dtype": peer_dtype(job)})
 
     def tokenize() -> None:
         by_length = sorted(texts, key=len, reverse=True)
@@ -45,14 +49,16 @@ def their_encoder(job: Job, texts: list[str], batch: int) -> tuple[Callable[[], 
 
 def our_predictor(job: Job, texts: list[str]) -> tuple[Callable[[], Results], None]:
     from sansgpu.jobs.predict import CHUNK_ROWS
+    from sansgpu.models.modules import multiply_integers
     from sansgpu.train.loading import ModelRequest, open_model
 
     assert len(texts) <= CHUNK_ROWS
     loaded = open_model(ModelRequest(job["model"]), "predict", print, lambda *_: None)
     task_class: Any = loaded.task_class
+    multiply_integers(loaded.objective.model, job["precision"] == "int16")
 
     def predict() -> Results:
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=job["precision"] == "bf16"):
             return np.array([one["label"] for one in task_class.predict(loaded, [{"text": text} for text in texts])])
 
     return predict, None
@@ -61,7 +67,7 @@ def our_predictor(job: Job, texts: list[str]) -> tuple[Callable[[], Results], No
 def their_predictor(job: Job, texts: list[str], batch: int) -> tuple[Callable[[], Results], None]:
     from transformers import pipeline
 
-    pipe: Any = pipeline("text-classification", model=job["model"], device="cpu", dtype=torch.bfloat16)
+    pipe: Any = pipeline("text-classification", model=job["model"], device="cpu", dtype=peer_dtype(job))
 
     def predict() -> Results:
         return np.array([one["label"] for one in pipe(texts, batch_size=batch, truncation=True, max_length=256)])

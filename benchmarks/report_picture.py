@@ -10,7 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
-WINDOW = {"width": 1200, "height": 760}
+WIDTH, HEIGHT = 1200, 760  # pixels
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -25,7 +25,7 @@ def take(report: Path, picture: Path, section: str, dark: bool, browser_path: st
 
     with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
-        page = browser.new_page(viewport=WINDOW, color_scheme="dark" if dark else "light")
+        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="dark" if dark else "light")
         page.goto(f"{report.resolve().as_uri()}#{section}")
         page.wait_for_selector("html[data-drawn]", state="attached")
         page.screenshot(path=picture)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 tokenizer = typer.Typer(no_args_is_help=True, help="Train a byte-level BPE tokenizer, or encode text.")
 LARGEST_BATCH = 65536  # prompts at once
+_PRECISIONS = "auto", "fp32", "bf16", "int16"  # of config.training.Precision, whose import would slow down --help
 TemperatureOption = Annotated[
     float, number_option("Sampling temperature. 0: always choose the most likely token.", SAMPLING)
 ]
@@ -216,7 +217,10 @@ class _EmbedOptions:
     ] = None
     precision: Annotated[
         str,
-        option("Precision of matrix products. auto: bf16 if that is faster on this machine.", metavar="auto|fp32|bf16"),
+        option(
+            "Precision of matrix products. auto: bf16, or int16 without bf16, if that is faster on this machine.",
+            metavar="|".join(_PRECISIONS),
+        ),
     ] = "auto"
     snapshot: SnapshotOption = "latest"
     trust_remote_code: RemoteCodeOption = False
@@ -230,8 +234,8 @@ def embed(given: _EmbedOptions) -> None:
 
     Example: sansgpu embed runs/embedder --data texts.jsonl --output vectors.npy
     """
-    if given.precision not in ("auto", "fp32", "bf16"):
-        raise typer.BadParameter(f"--precision is {given.precision}, but must be auto, fp32 or bf16")
+    if given.precision not in _PRECISIONS:
+        raise typer.BadParameter(f"--precision is {given.precision}, but must be {', '.join(_PRECISIONS)}")
     with preparation_bar() as bar:
         from sansgpu.jobs.embed import EmbedRequest
         from sansgpu.jobs.embed import embed as job

@@ -24,10 +24,11 @@ from sansgpu.data.sources import dataset_files, open_single
 from sansgpu.files.atomic import atomic_write, write_failures_as
 from sansgpu.files.ownership import require_file
 from sansgpu.files.reading import require_regular_file
+from sansgpu.kernels import library
 from sansgpu.kernels.roofline import resolve_precision
 from sansgpu.machine.private_folder import make_private, private_cache
 from sansgpu.models.formats.weights import weights_sha256
-from sansgpu.models.modules import narrow_matrices
+from sansgpu.models.modules import multiply_integers, narrow_matrices
 from sansgpu.tasks.embed.index import FoundPassage, PassageIndex, PassageRules, Spans, require_usearch
 from sansgpu.tasks.embed.objective import encode_texts
 from sansgpu.tasks.task import TrainedModel
@@ -86,12 +87,17 @@ def open_encoder(
 ) -> TrainedModel:
     """Loads a run of task embed, a Sentence Transformers folder or any Hugging Face encoder, for `encode_texts`.
 
-    Precision auto is bf16 if that is faster on this machine. Raises ConfigError if the model cannot embed text.
+    Precision auto is bf16 or int16 if that is faster on this machine. Raises ConfigError if the model cannot embed text
+    or cannot be computed in this precision.
     """
     loaded = open_model(model, "embed", warn, progress)
-    chosen = resolve_precision(TrainingConfig(precision=precision), loaded.device)
+    ours = library.available()
+    if precision == "int16" and not ours:
+        raise ConfigError("int16 requires sansgpu's kernels, which are not loaded; set --precision to auto or fp32.")
+    chosen = resolve_precision(TrainingConfig(precision=precision), loaded.device, ours)
     if chosen == "bf16":
         narrow_matrices(loaded.objective.model)
+    multiply_integers(loaded.objective.model, chosen == "int16")
     return replace(loaded, precision=chosen)
 
 

@@ -14,6 +14,7 @@ from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.kernels.library import load_kernels
 from sansgpu.kernels.roofline import resolve_precision
 from sansgpu.machine.probe import limit_tokenizer_threads, resolve_threads
+from sansgpu.models.modules import multiply_integers
 from sansgpu.tasks.capabilities import can
 from sansgpu.tasks.registry import TASKS, task_of
 from sansgpu.tasks.task import ModelSource, TaskClass, TrainedModel, Verb
@@ -67,6 +68,7 @@ def open_model(
     progress(f"loading {target}", 0, 0)
     loaded, tokenizer, config = task.load(source)
     loaded.model.eval().to(device)
+    multiply_integers(loaded.model, precision == "int16")
     return TrainedModel(task, source, loaded, tokenizer, config, device, precision)
 
 
@@ -124,8 +126,10 @@ def _set_up(source: ModelSource, warn: Callable[[str], None]) -> tuple[torch.dev
     training, device = config.training, config.training.get_effective_device()
     torch.set_num_threads(resolve_threads(training))
     limit_tokenizer_threads(config.data.preprocessing_num_workers)
-    load_kernels(training.kernels, device, warn)
+    kernels = load_kernels(training.kernels, device, warn)
     precision = str(source.snapshot.state()["environment"]["precision"]) if source.snapshot else "fp32"
     if device.type != "cpu" or precision == "bf16":
         precision = resolve_precision(training, device)
+    if precision == "int16" and kernels == "torch":
+        precision = "fp32"
     return device, precision

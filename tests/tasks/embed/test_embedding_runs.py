@@ -50,6 +50,14 @@ def vectors(target: Path, home: Path, output: Path, *more: str) -> np.ndarray:
     return found
 
 
+def test_vectors_in_16_bit_integers_are_close_to_those_in_fp32(home: Path, tmp_path: Path) -> None:
+    run = made(home, "bert2", "pairs", "bert")
+    exact = vectors(run, home, tmp_path / "fp32.npy")
+    rounded = vectors(run, home, tmp_path / "int16.npy", "--precision", "int16")
+    assert not np.array_equal(rounded, exact)
+    assert (rounded * exact).sum(axis=1) == pytest.approx(1.0, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("model", "changes"),
     [("bert", {}), ("qwen2", {}), ("modernbert", {"model__pooling": "cls"}), ("bert", {"model__adapter": "lora"})],
