@@ -85,6 +85,15 @@ def test_estimates_agree_with_the_speeds_that_were_measured_without_amx(size: st
     assert speed == pytest.approx(tokens / float(measured[1]), rel=0.1)
 
 
+@pytest.mark.parametrize(("size", "column"), [("m80", 2), ("cpu_small", 4)])
+def test_estimates_agree_with_the_speeds_that_were_measured_with_avx2(size: str, column: int) -> None:
+    row = next(line for line in BENCHMARKS.splitlines() if line.startswith("| **sansgpu** | 6"))
+    kind = next(processor for processor in PROCESSORS if processor.name.startswith("AVX2"))
+    rate = kind.gemm_flops_per_second * 2 / kind.cores
+    speed = Processor("2 cores", 2, kind.precision, rate).tokens_per_second(FLOPS_PER_TOKEN[size])
+    assert speed == pytest.approx(float(row.split("|")[column + 1].replace(",", "")), rel=0.15)
+
+
 def test_the_documentation_shows_the_tables() -> None:
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     rows = compare_presets(())

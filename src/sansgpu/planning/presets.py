@@ -14,6 +14,7 @@ import torch
 
 from sansgpu.config import PRESETS, Config, change_config, load_config
 from sansgpu.config.wording import counted
+from sansgpu.kernels import library
 from sansgpu.kernels.roofline import peak_gemm_rate, resolve_precision
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import MARGIN, Memory, effective_batch, micro_batch_choices, usual_micro_batch
@@ -23,8 +24,9 @@ from sansgpu.tasks.registry import task_of
 from sansgpu.train.optim import choose_optimizer
 
 OPTIMAL_TOKENS = 20  # compute-optimal training tokens per parameter (Hoffmann et al., arXiv 2203.15556)
-# Measured rate of matrix products / published peak rate at the base clock: of vector units, and of AMX.
-VECTOR_SHARE, AMX_SHARE = 0.8, 0.45
+# Measured rate of matrix products / published peak rate at the base clock: of vector units in floating point and for
+# 16-bit integers (with AVX2), and of AMX.
+VECTOR_SHARE, INT16_SHARE, AMX_SHARE = 0.8, 0.65, 0.45
 # FLOPs of the model for which one core spends a second outside matrix products; measured for 11M to 92M parameters.
 FLOPS_PER_OTHER_SECOND = 0.8e12
 
@@ -49,9 +51,10 @@ def _processor(name: str, cores: int, precision: str, flops_per_cycle: int, hert
 
 
 PROCESSORS = (
-    _processor("AVX2", 4, "fp32", 32, 3.5e9, VECTOR_SHARE),  # two FMA units of 8 lanes; a desktop's Core i5 or Ryzen 5
+    # Two units of 16 multiplications of 16-bit integers; a desktop's Core i5 or Ryzen 5.
+    _processor("AVX2", 4, "int16", 64, 3.5e9, INT16_SHARE),
     _processor("ARM", 8, "fp32", 32, 2.6e9, VECTOR_SHARE),  # Neoverse V1 (Graviton3)
-    _processor("AVX-512", 8, "fp32", 64, 2.3e9, VECTOR_SHARE),  # Ice Lake (Xeon 8380)
+    _processor("AVX-512", 8, "int16", 128, 2.3e9, INT16_SHARE),  # Ice Lake with VNNI (Xeon 8380)
     _processor("AVX512_BF16", 8, "bf16", 64, 3.25e9, VECTOR_SHARE),  # Zen 4 (EPYC 9354)
     # Sapphire Rapids (Xeon 8480+)
     *(_processor("AMX", cores, "bf16", 1024, 2.0e9, AMX_SHARE) for cores in (16, 32, 56)),
@@ -75,7 +78,7 @@ def this_machine(config: Config) -> Processor:
     """Measures matrix products on this machine, which takes tenths of a second."""
     threads = resolve_threads(config.training)
     torch.set_num_threads(threads)
-    precision = resolve_precision(config.training, torch.device("cpu"))
+    precision = resolve_precision(config.training, torch.device("cpu"), library.load() is None)
     name = f"this one, {counted(threads, 'core')}"
     return Processor(name, threads, precision, peak_gemm_rate(cache_dir(None), precision, "cpu", threads))
 
