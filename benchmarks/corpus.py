@@ -1,4 +1,4 @@
-"""Token ids for the peers: the data that sansgpu trains on, as one array, from sansgpu's tokenizer and cache.
+"""Token ids of sansgpu's training data as one array, so that other trainers can be compared on the same tokens.
 
 `python -m benchmarks.corpus` runs in a separate process, because the measuring process must need little memory.
 """

@@ -185,7 +185,7 @@ def test_a_run_from_python_depends_neither_on_hashes_nor_on_the_order_of_imports
     assert digests(runs[0]) == digests(runs[1])
 
 
-def test_a_notebook_shows_one_output_that_is_drawn_anew(tmp_path: Path, overrides: list[str]) -> None:
+def test_a_notebook_shows_one_output_that_is_updated(tmp_path: Path, overrides: list[str]) -> None:
     from sansgpu.views.page import NotebookView
 
     InteractiveShell.instance()

@@ -161,7 +161,7 @@ def test_time_as_planned_is_measured_beside_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_two_hosts_are_measured_beside_what_is_reckoned(tmp_path: Path) -> None:
+def test_measurements_on_two_hosts_are_compared_with_estimates(tmp_path: Path) -> None:
     if reason := refused():
         pytest.skip(reason)
     arguments = ["--size", "toy", "--steps", "2"]
@@ -291,7 +291,7 @@ def test_graphs_are_learned_beside_a_plain_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_every_part_of_the_method_is_left_out_in_turn(tmp_path: Path) -> None:
+def test_the_ablation_benchmark_leaves_out_each_part_of_the_method(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", rows(30))
     changes = as_options((*TINY_GRAPH, f"data.dataset_name={data}"))
     arguments = [*changes, "--steps", "2", "--set", "data.validation_split=0.3"]

@@ -120,7 +120,7 @@ def test_a_message_with_a_very_long_name_keeps_its_beginning_and_end(capsys: pyt
     assert len(said) < 600
 
 
-def test_a_gpu_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_reported(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert train("--target-device", "gpu") == 2
     said = sentence(capsys)
@@ -149,7 +149,7 @@ def test_a_launcher_that_says_half_is_refused(
     assert f"{variable} is 2, but " in sentence(capsys)
 
 
-def test_a_folder_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     Path("out").write_text("a file where the folder should be")
     assert train() == 2
     assert "is a file, not a folder" in sentence(capsys)

@@ -1,4 +1,4 @@
-"""Imports between packages point downwards, packages keep to their own tasks, and files and functions stay short."""
+"""Packages import only lower layers, few files may print or read the environment, and files and functions are short."""
 
 import ast
 import builtins
@@ -123,7 +123,7 @@ def used_names(module: Module, called: bool = False) -> Iterator[str]:
             yield ".".join([root, *parts])
 
 
-def test_imports_point_downwards_only_and_siblings_never() -> None:
+def test_packages_import_only_lower_layers() -> None:
     seen = 0
     for module in modules():
         for found in imports(module):
@@ -148,7 +148,7 @@ def folder_of(module: str) -> str:
     return parts[2] if parts[:2] == ["sansgpu", "tasks"] and len(parts) > 3 and parts[2] in TASKS else ""
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_there_are_no_circular_imports() -> None:
     """Imports in functions and imports for type checkers count, too."""
     names = {module.name for module in modules()}
     graph = {}
@@ -182,7 +182,7 @@ def test_files_and_functions_fit_on_a_few_screens() -> None:
     assert [name for name, size in sizes.items() if size > 1] == []
 
 
-def test_folders_are_taken_in_at_a_glance() -> None:
+def test_folders_contain_few_files() -> None:
     counts = {folder: len(list(folder.glob("*.py"))) for folder in SOURCE.rglob("*") if folder.is_dir()}
     assert [folder.name for folder, files in counts.items() if files > MAX_FILES] == []
 
@@ -199,7 +199,7 @@ def test_functions_have_few_parameters() -> None:
     assert found <= {"attention_forward", "compute_reference", "_add"}
 
 
-def test_one_file_prints_and_one_makes_consoles() -> None:
+def test_only_one_file_prints_and_only_one_creates_consoles() -> None:
     """Both files escape control characters, whatever the source of a text."""
     doors = {"builtins.print": "cli/options.py", "rich.console.Console": "views/terminal.py"}
     for module in modules():
@@ -207,7 +207,7 @@ def test_one_file_prints_and_one_makes_consoles() -> None:
             assert str(module.path.relative_to(SOURCE)) == doors[name], f"{module.path} calls {name}"
 
 
-def test_one_file_expands_home_folders() -> None:
+def test_only_one_file_expands_home_folders() -> None:
     """That file reports a home folder that does not exist; pathlib raises a RuntimeError."""
     names = ("expanduser", "Path.home")
     found = {m.path.relative_to(SOURCE).as_posix() for m in modules() if any(n in m.path.read_text() for n in names)}
@@ -228,7 +228,7 @@ def test_the_configuration_imports_no_torch() -> None:
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
 
 
-def test_there_is_no_room_for_odds_and_ends() -> None:
+def test_there_are_no_utility_modules() -> None:
     assert not list(SOURCE.rglob("util*.py"))
 
 
@@ -253,11 +253,11 @@ def loaded(arguments: list[str], heavy: set[str], cache: Path) -> str:
     return done.stdout.splitlines()[-1]
 
 
-def test_help_loads_nothing_of_weight(tmp_path: Path) -> None:
+def test_help_imports_no_heavy_packages(tmp_path: Path) -> None:
     assert loaded(["--help"], {"torch", "pydantic", "transformers", "datasets", "numpy"}, tmp_path) == "0 []"
 
 
-def test_a_run_loads_nothing_of_weight_that_it_does_not_need(tmp_path: Path) -> None:
+def test_a_run_imports_no_heavy_packages_that_it_does_not_need(tmp_path: Path) -> None:
     """Importing any of these takes half a second to three seconds at every start."""
     corpus = write_corpus(tmp_path / "corpus.jsonl", documents=20)
     chosen = settings(data__dataset_name=corpus, training__max_steps=1)
@@ -282,7 +282,7 @@ def test_a_table_whose_columns_are_unclear_is_refused_before_torch_is_loaded(
 
 
 def test_loading_the_tasks_imports_no_metrics() -> None:
-    """`sansgpu generate` and `chat` load all tasks to find that of the model; torchmetrics would import scipy."""
+    """`sansgpu generate` and `chat` load all tasks to find the model's; torchmetrics would import scipy."""
     load = "from sansgpu.tasks.registry import TASKS; list(TASKS.values())"
     program = f"import sys; {load}; print('torchmetrics' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"

@@ -142,7 +142,7 @@ def test_no_command_touches_somebody_elses_files(
 
 
 @pytest.mark.parametrize("target", ["full", ".", "", "link", "dangling", "thesis.tex"])
-def test_training_from_python_does_not_either(target: str, home: Path, project: Path) -> None:
+def test_training_from_python_changes_no_foreign_files(target: str, home: Path, project: Path) -> None:
     before = state(project)
     with pytest.raises(ConfigError):
         sansgpu.fit({"data": {"dataset_name": str(home / "corpus.jsonl")}}, target, quiet=True)

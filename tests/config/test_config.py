@@ -98,12 +98,12 @@ def test_a_file_written_for_llm_trainer_loads_unchanged(values: dict[str, object
         ("=3", "write --set key.path=value"),
     ],
 )
-def test_what_cannot_work_is_said_in_one_sentence(override: str, words: str) -> None:
+def test_overrides_that_cannot_work_are_reported_in_one_sentence(override: str, words: str) -> None:
     overrides = ["model.d_model=256", override] if override == "model.d_model.x=3" else [override]
     assert words in refusal(*overrides)
 
 
-def test_all_problems_are_said_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     message = refusal("model.n_layers=-1", "training.seed=x", "data.nonsense=1")
     assert all(word in message for word in ("model.n_layers", "training.seed", "data.nonsense"))
 
@@ -207,7 +207,7 @@ def test_yaml_switches_are_read_as_written(tmp_path: Path, text: str, expected: 
     assert load_config(tmp_path / "a.yaml")[0].training.compile == expected
 
 
-def test_the_three_forms_say_the_same(tmp_path: Path) -> None:
+def test_yaml_toml_and_json_give_the_same_configuration(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("device: cpu\nmodel:\n  d_model: 64\ntraining:\n  learning_rate: 1e-3\n")
     (tmp_path / "a.toml").write_text('device = "cpu"\n[model]\nd_model = 64\n[training]\nlearning_rate = 1e-3\n')
     (tmp_path / "a.json").write_text('{"device": "cpu", "model": {"d_model": 64}, "training": {"learning_rate": 1e-3}}')
@@ -216,7 +216,7 @@ def test_the_three_forms_say_the_same(tmp_path: Path) -> None:
     assert loaded[0].training.learning_rate == 0.001
 
 
-def test_a_prefetch_factor_beside_no_workers_is_dropped_and_said_once() -> None:
+def test_a_prefetch_factor_without_workers_is_dropped_with_one_note() -> None:
     config, notes = load_config(None, ["training.dataloader_num_workers=0", "training.dataloader_prefetch_factor=2"])
     assert config.training.dataloader_prefetch_factor is None
     assert config.training.prefetch == 0

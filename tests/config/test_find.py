@@ -44,7 +44,7 @@ data: {dataset_name: texts, validation_name: texts/held.txt, chat_template: simp
 """
 
 
-def test_paths_are_found_beside_the_configuration_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_also_found_next_to_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     beside, here = tmp_path / "beside", tmp_path / "here"
     for folder in (beside / "texts", beside / "base", here):
         folder.mkdir(parents=True)

@@ -159,7 +159,7 @@ def test_a_name_too_long_for_the_file_system_is_refused(door: str) -> None:
     assert_refused("too long", *DOORS[door])
 
 
-def test_the_doors_open_for_what_is_sound(tmp_path: Path) -> None:
+def test_valid_data_is_accepted(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus.jsonl")
     code, said = outcome("tokenizer", "train", corpus, "--vocab-size", 300, "--output", tmp_path / "made")
     assert code == 0, said

@@ -90,7 +90,7 @@ def test_a_tokenizers_sample_is_spread_over_the_whole_text(tmp_path: Path) -> No
     assert len(tokenizer.encode(" zebrafish")) == 1
 
 
-def test_progress_is_said_up_to_all_of_the_text(tmp_path: Path) -> None:
+def test_progress_is_reported_up_to_the_whole_text(tmp_path: Path) -> None:
     source = open_sources(data_of(write_corpus(tmp_path / "a.jsonl"))).train
     said: list[tuple[str, int, int]] = []
     tokenizer = build_tokenizer(data_of(tmp_path / "a.jsonl"), source, tmp_path / "cache", silent)
@@ -200,7 +200,7 @@ def test_damaged_tokens_are_noticed(tmp_path: Path, damage: bytes) -> None:
         prepare(config, tmp_path / "cache")
 
 
-def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "a.jsonl")
     (tmp_path / "cache").write_text("a file where the folder should be")
     with pytest.raises(ConfigError, match=r"cannot be written.*cache_dir"):

@@ -222,7 +222,7 @@ def test_a_saved_dataset_is_loaded_from_its_folder(tmp_path: Path, with_validati
 
 
 @pytest.mark.parametrize("name", ["missing.txt", "./missing", "a.bin"])
-def test_what_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_missing_data_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.bin").write_bytes(b"x")
     with pytest.raises(ConfigError, match=r"does not exist|has an unknown suffix"):

@@ -162,7 +162,7 @@ def test_equal_documents_fall_on_one_side(documents: list[list[int]], share: flo
 
 
 @pytest.mark.parametrize(("size", "cut"), [(1000, 900), (1001, 900), (1009, 908), (10, 9)])
-def test_of_a_single_text_the_last_tenth_is_held_out(size: int, cut: int) -> None:
+def test_the_last_tenth_of_a_single_text_is_held_out(size: int, cut: int) -> None:
     train, held = split_documents(store_of([[1] * (size - 1)]), 0.1)
     assert (train.starts.tolist(), train.stops.tolist()) == ([0], [cut])
     assert (held.starts.tolist(), held.stops.tolist()) == ([cut], [size])

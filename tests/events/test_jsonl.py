@@ -138,7 +138,9 @@ def test_what_reads_a_run_takes_an_evaluation_that_is_not_finite(
     assert "so there is no best one" in capsys.readouterr().err
 
 
-def test_in_a_terminal_it_is_said_in_words(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_shows_a_loss_that_is_not_finite_in_words(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train(home, tmp_path / "r", **BROKEN) == 0
     out = capsys.readouterr().out
     assert "validation at step 1: loss not finite" in out

@@ -175,7 +175,7 @@ def test_other_files_of_a_run_are_refused_by_name_and_field(
         ("MANIFEST.json", lambda v: v.update(step={}), "step is {}"),
     ],
 )
-def test_a_snapshot_of_other_types_is_torn(
+def test_a_snapshot_with_values_of_wrong_types_is_damaged(
     run: Path, name: str, change: Callable[[Values], object], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = snapshot_file(run, name)

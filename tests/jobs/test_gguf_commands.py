@@ -179,7 +179,7 @@ print(any(name in ("transformers.modeling_utils", "sympy") for name in sys.modul
     assert found.splitlines()[-1] == "False"
 
 
-def test_a_file_is_gone_on_from(home: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_training_continues_from_a_gguf_file(home: Path, tmp_path: Path, capsys: Captured) -> None:
     file = said(capsys, "export", home / "qwen", "--format", "gguf", "--type", "q8_0").strip()
     chosen = {**ADAPTED, "data.dataset_name": home / "chat.jsonl", "model.name_or_path": file}
     assert cli(["train", *options(chosen), "--output-dir", str(tmp_path / "run")]) == 0

@@ -98,7 +98,7 @@ def after(home: Path, canary: Path, commands: list[list[str]]) -> list[tuple[int
 @pytest.mark.parametrize(
     "task", ["pretrain", "sft", *(pytest.param(task, marks=pytest.mark.long) for task in ("graph", "qa", "classify"))]
 )
-def test_no_command_runs_what_a_run_brings(home: Path, tmp_path: Path, task: str) -> None:
+def test_no_command_executes_code_from_the_folder_of_a_run(home: Path, tmp_path: Path, task: str) -> None:
     canary = tmp_path / "canary"
     write_module(home / "modules", canary)
     innocent = made(home, task)
@@ -120,7 +120,7 @@ def test_no_command_runs_what_a_run_brings(home: Path, tmp_path: Path, task: str
         (["train", "--resume", "--output-dir", run, "--max-steps", "3"], 2),
         (["export", run, "--output", f"{out}-hf"], 0),
     ]
-    own_eval = 0 if task == "graph" else 2  # the objective would prepare the data
+    own_eval = 0 if task == "graph" else 2  # 2: preparing the run's own data would execute its objective
     corpus = {
         "pretrain": "corpus.jsonl", "sft": "chat.jsonl", "qa": "squad.json", "graph": "graph.jsonl",
         "classify": "labeled.jsonl",
@@ -151,7 +151,7 @@ def test_no_command_runs_what_a_run_brings(home: Path, tmp_path: Path, task: str
 
 
 @pytest.mark.long
-def test_what_the_command_line_allows_does_run(home: Path, tmp_path: Path) -> None:
+def test_code_that_the_command_line_allows_is_executed(home: Path, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     write_module(home / "modules", canary)
     run = copied(made(home, "pretrain"), tmp_path / "run", canary, objective=OBJECTIVE)
@@ -168,7 +168,7 @@ def test_what_the_command_line_allows_does_run(home: Path, tmp_path: Path) -> No
     assert after(home, canary, commands[1:]) == [(0, True), (0, True)]
 
 
-def test_a_model_that_is_code_is_refused_in_one_sentence(home: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_model_with_custom_code_is_refused_in_one_sentence(home: Path, tmp_path: Path, capsys: Captured) -> None:
     canary = tmp_path / "canary"
     model = shutil.copytree(made(home, "sft").parent / "model-sft", tmp_path / "model")
     with_code(model, canary)
@@ -195,7 +195,7 @@ def test_a_model_that_is_code_is_refused_in_one_sentence(home: Path, tmp_path: P
         assert not canary.exists(), command
 
 
-def test_pickles_tags_templates_and_adapters_run_nothing(
+def test_pickles_yaml_tags_templates_and_adapters_execute_no_code(
     home: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     canary = tmp_path / "canary"
@@ -241,7 +241,7 @@ def test_pickles_tags_templates_and_adapters_run_nothing(
     assert not canary.exists()
 
 
-def test_a_cache_that_others_can_write_is_not_loaded_from(tmp_path: Path) -> None:
+def test_a_cache_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     assert private_in(mine).stat().st_mode & 0o777 == 0o700
     private_in(mine).chmod(0o770)
@@ -264,7 +264,7 @@ def test_a_cache_that_others_can_write_is_not_loaded_from(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can change a folder's owner")
-def test_a_cache_of_another_user_is_not_loaded_from(tmp_path: Path) -> None:
+def test_a_cache_of_another_user_is_refused(tmp_path: Path) -> None:
     foreign = private_in(tmp_path / "cache")
     os.chown(foreign, 12345, 12345)
     with pytest.raises(NotPrivateError, match="belongs to another user"):
@@ -280,7 +280,7 @@ def compiled(home: Path) -> list[str]:
     return options(processes.TINY, FEW, own)
 
 
-def test_a_run_goes_on_where_no_folder_at_all_is_private(home: Path, tmp_path: Path) -> None:
+def test_a_run_works_if_no_folder_is_private(home: Path, tmp_path: Path) -> None:
     """Simulates a container in which every volume is writable by all users."""
     places = {name: tmp_path / name for name in ("SANSGPU_CACHE", "XDG_CACHE_HOME", "TMPDIR")}
     for place in places.values():
@@ -295,7 +295,7 @@ def test_a_run_goes_on_where_no_folder_at_all_is_private(home: Path, tmp_path: P
     assert list(places["TMPDIR"].glob("sansgpu-compiled-*")) == []  # deleted at the end of the run
 
 
-def test_a_shared_cache_costs_one_warning_and_no_run(home: Path, tmp_path: Path) -> None:
+def test_a_shared_cache_causes_one_warning_and_does_not_stop_the_run(home: Path, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)

@@ -61,7 +61,7 @@ def _answer(line: str) -> tuple[str, float]:
         ({"question": "fox " * 600, "context": "a"}, "rows.jsonl, line 3 has "),
     ],
 )
-def test_a_bad_row_of_a_later_chunk_is_named_and_nothing_is_write_rows(
+def test_a_bad_row_of_a_later_chunk_is_reported_and_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured, row: Any, sentence: str
 ) -> None:
     monkeypatch.setattr(job, "CHUNK_ROWS", 2)

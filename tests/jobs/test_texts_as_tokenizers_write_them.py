@@ -82,7 +82,7 @@ def test_every_window_of_a_long_text_begins_as_a_text_does(tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_text_is_gone_on_with_from_what_begins_it_and_before_what_ends_it(kind: str) -> None:
+def test_a_text_is_continued_after_its_first_tokens_and_without_its_end_token(kind: str) -> None:
     model, tokenizer = loaded(kind)
     ids = tokenizer("The café").input_ids
     ids = ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids

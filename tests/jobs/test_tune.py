@@ -178,7 +178,7 @@ def test_a_dry_run_shows_the_space_and_how_long_it_takes(capsys: pytest.CaptureF
         (("--trials", "2", "--workers", "4096"), {"training__threads": 2}, "only 2 threads can run"),
     ],
 )
-def test_what_is_no_search_is_refused(
+def test_an_invalid_search_is_refused(
     more: tuple[str, ...], changes: dict[str, object], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli(arguments(*more, **changes)) == 2
@@ -294,7 +294,7 @@ def test_an_interrupt_is_saved_and_workers_may_join() -> None:
 
 
 @pytest.mark.long
-def test_trials_that_fail_are_told_and_a_hopeless_search_ends() -> None:
+def test_failed_trials_are_reported_and_a_hopeless_search_ends() -> None:
     written({"d_model": [36, 32], "n_heads": [8, 2]})  # each value is valid alone, but 8 does not divide 36
     result, said = search("--trials", "2")
     assert "trial   1  failed" in said

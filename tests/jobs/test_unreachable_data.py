@@ -105,7 +105,7 @@ def test_a_bench_of_data_that_cannot_be_reached(
     assert not Path("pwned").exists()
 
 
-def test_training_does_not_begin(tmp_path: Path, capsys: Captured) -> None:
+def test_training_on_unreachable_data_is_refused(tmp_path: Path, capsys: Captured) -> None:
     assert cli(["train", *arguments("pretrain"), "--output-dir", str(tmp_path / "run")]) == 2
     assert 'dataset "wikitext" was not found' in capsys.readouterr().err
 

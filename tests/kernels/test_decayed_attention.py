@@ -213,7 +213,7 @@ def test_entries_of_any_size_stay_exact(kernels: str, added: bool, size: float) 
     assert_exact([*inputs, table], ranges, nodes, added, weight, torch.float32)
 
 
-def test_a_distance_beyond_the_table_is_refused_where_it_is_seen(kernels: str) -> None:
+def test_a_distance_beyond_the_table_is_refused_if_attention_uses_it(kernels: str) -> None:
     q, k, v = random_inputs(1, 2, 2, 4, 8, torch.float32, torch.Generator().manual_seed(0))
     nodes = torch.tensor([[[0, 0], [1, 0], [5, 0], [5, 1]]], dtype=torch.int32)
     apart = bidirectional_ranges(torch.tensor([[0, 0, 1, 1]]))

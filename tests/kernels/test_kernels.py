@@ -106,7 +106,7 @@ def test_a_query_that_sees_nothing_attends_to_nothing(kernels: str) -> None:
     assert all(bool(t.grad.isfinite().all()) for t in (q, k, v) if t.grad is not None)
 
 
-def test_what_lies_outside_is_refused_and_not_read(native_kernels: str) -> None:
+def test_indices_out_of_bounds_are_refused_and_not_read(native_kernels: str) -> None:
     q, k, v = (torch.randn(1, 2, 9, 8) for _ in range(3))
     for wrong in (torch.tensor([0, 10]), torch.tensor([-1, 3])):
         with pytest.raises(IndexError, match="out of bounds"):

@@ -320,7 +320,7 @@ def regression_loss(update: Callable[[torch.Tensor, torch.Tensor, int], None], d
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_learns_as_fp32_does(kernels: str, dtype: torch.dtype) -> None:
+def test_narrow_weights_and_moments_learn_as_well_as_fp32(kernels: str, dtype: torch.dtype) -> None:
     torch.set_num_threads(1)  # faster for many small steps
     common = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.01, "scale": 2.0}
     moments = [torch.zeros(60, 9), torch.zeros(60, 9)]

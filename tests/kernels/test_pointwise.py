@@ -104,7 +104,7 @@ def test_residual_branches(
 
 
 @pytest.mark.parametrize(("rows", "width"), [(3, 5), (50, 1000), (2, 40_000)])  # the mask changes every 32,768 values
-def test_a_branch_drops_what_dropout_drops(kernels: str, rows: int, width: int) -> None:
+def test_a_fused_residual_branch_drops_the_same_values_as_dropout(kernels: str, rows: int, width: int) -> None:
     x, y, norm = drawn(rows, width, seed=0), drawn(rows, width, seed=1), RMSNorm(width, 1e-5)
 
     def masked(function: Callable[..., object]) -> list[torch.Tensor]:

@@ -34,7 +34,7 @@ def test_version_2_counts_the_tightest_group_above_and_leaves_files_out(tmp_path
     assert cgroup.cpu_quota(tmp_path, process) == 1.5
 
 
-def test_version_1_beside_version_2(tmp_path: Path, process: Path) -> None:
+def test_cgroup_version_1_beside_version_2(tmp_path: Path, process: Path) -> None:
     process.write_text("5:memory:/docker/x\n3:cpu,cpuacct:/docker/x\n0::/\n")
     write(
         tmp_path,
@@ -57,7 +57,7 @@ def test_a_container_that_sees_its_own_group_as_the_root(tmp_path: Path, process
     assert cgroup.available_memory(tmp_path, process) == 0
 
 
-def test_files_in_use_are_no_hindrance_beyond_programs(tmp_path: Path, process: Path) -> None:
+def test_cached_files_count_as_available_memory_except_a_share_of_active_ones(tmp_path: Path, process: Path) -> None:
     process.write_text("0::/\n")
     gigabyte = 1 << 30
     files = f"inactive_file {gigabyte}\nactive_file {3 * gigabyte}"

@@ -33,7 +33,7 @@ def kept_by_a_block(model: Any, execution: Execution) -> int:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", ["Bert", "DistilBert"])
-def test_a_fused_encoder_block_keeps_what_is_said(name: str, precision: str, tmp_path: Path) -> None:
+def test_a_fused_encoder_block_saves_the_estimated_bytes(name: str, precision: str, tmp_path: Path) -> None:
     sizes = {"dim": 128, "n_heads": 4, "n_layers": 1, "hidden_dim": 512} if name == "DistilBert" else {}
     given = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4, **sizes}
     config = getattr(transformers, f"{name}Config")(vocab_size=64, max_position_embeddings=TOKENS, **given)
@@ -54,7 +54,7 @@ def test_a_fused_encoder_block_keeps_what_is_said(name: str, precision: str, tmp
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_fused_block_keeps_what_is_said(precision: str, tmp_path: Path) -> None:
+def test_a_fused_block_saves_the_estimated_bytes(precision: str, tmp_path: Path) -> None:
     for width, inner in [(256, 512), (128, 1024)]:
         config = transformers.Qwen2Config(
             vocab_size=64, hidden_size=width, intermediate_size=inner, num_hidden_layers=1, num_attention_heads=4,

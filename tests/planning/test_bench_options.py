@@ -40,7 +40,7 @@ def test_wrong_options_are_refused_before_anything_is_measured(
     assert error.count("\n") == 1
 
 
-def test_every_value_asked_for_is_a_variation_with_its_cost() -> None:
+def test_every_requested_value_is_a_variation_with_its_cost() -> None:
     config = Config.model_validate({"model": {"vocab_size": 500}})
     asked = ["model.n_layers=2, 4", "training.threads=1", "training.batch_size=2", "training.learning_rate=0.1"]
     changes = asked_changes(config, asked)

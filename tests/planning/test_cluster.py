@@ -56,7 +56,9 @@ def test_a_plan_for_a_cluster_has_the_promised_keys(cluster: dict[str, Any]) -> 
     assert cluster["memory_bytes"]["total"] > 0
 
 
-def test_a_step_takes_what_is_computed_and_sent(plan: dict[str, Any], cluster: dict[str, Any]) -> None:
+def test_a_step_takes_the_time_of_computation_and_exposed_communication(
+    plan: dict[str, Any], cluster: dict[str, Any]
+) -> None:
     assert (cluster["nodes"], cluster["network_bits_per_second"], cluster["latency_seconds"]) == (4, 1e9, 50e-6)
     assert cluster["gradient_bytes"] == 4 * plan["parameters"]
     assert cluster["gloo_bytes_per_second"] > 1e6
@@ -64,7 +66,7 @@ def test_a_step_takes_what_is_computed_and_sent(plan: dict[str, Any], cluster: d
     assert cluster["step_seconds"] == pytest.approx(cluster["compute_seconds"] + sent)
 
 
-def test_the_curve_goes_as_far_as_the_batch_has_examples(cluster: dict[str, Any]) -> None:
+def test_the_curve_has_times_up_to_one_node_per_example(cluster: dict[str, Any]) -> None:
     curve = cluster["curve"]
     assert [row["nodes"] for row in curve] == [1 << n for n in range(11)]
     assert cluster["most_nodes"] == 16
@@ -82,7 +84,7 @@ def test_one_node_takes_as_long_as_the_plan_without_nodes(plan: dict[str, Any], 
     assert alone["speed_up"] == alone["efficiency"] == 1
 
 
-def test_each_node_is_paid_by_the_hour(cluster: dict[str, Any]) -> None:
+def test_cost_is_the_price_of_the_node_hours(cluster: dict[str, Any]) -> None:
     for row in cluster["curve"][:5]:
         assert row["node_hours"] == pytest.approx(row["nodes"] * row["total_seconds"] / 3600)
         assert row["cost"] == pytest.approx(0.4 * row["node_hours"])
@@ -96,7 +98,7 @@ def test_a_batch_that_grows_with_the_nodes_is_more_efficient(plan: dict[str, Any
     assert 0 < cluster["critical_batch_loss"] < 5.8  # ln 300 = 5.7 is the loss of uniform guessing
 
 
-def test_what_nodes_share_takes_each_less_memory_and_an_hour_stays_an_hour(home: Path) -> None:
+def test_sharding_reduces_memory_per_node_and_max_hours_fixes_the_time(home: Path) -> None:
     more = {"training__max_hours": 1, "training__max_steps": "null", "training__sharding": "optimizer"}
     wide = {"model__d_model": 256, "training__optimizer": "adamw", "training__gradient_reduction": "bf16"}
     plan = planned(home, "--nodes", "2", "--latency", "0.2ms", **more, **wide)
@@ -111,7 +113,7 @@ def test_what_nodes_share_takes_each_less_memory_and_an_hour_stays_an_hour(home:
         assert 600 < row["total_steps"] * row["step_seconds"] < 3600
 
 
-def test_it_is_read_on_a_small_terminal(
+def test_the_plan_of_a_cluster_fits_in_80_columns(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -129,7 +131,7 @@ def test_it_is_read_on_a_small_terminal(
     assert "critical batch size" in " ".join(said.split())
 
 
-def test_without_nodes_nothing_is_said_of_a_cluster(home: Path) -> None:
+def test_a_plan_without_nodes_has_no_cluster(home: Path) -> None:
     assert "cluster" not in planned(home, training__max_steps=10)
 
 
@@ -158,7 +160,7 @@ def test_without_nodes_nothing_is_said_of_a_cluster(home: Path) -> None:
         (["--price", "1"], "--network, --latency and --price require --nodes"),
     ],
 )
-def test_what_makes_no_cluster_is_refused(
+def test_invalid_cluster_options_are_refused(
     arguments: list[str], said: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli(["plan", *settings(data__dataset_name=home / "corpus.jsonl"), *arguments]) == 2
@@ -168,6 +170,6 @@ def test_what_makes_no_cluster_is_refused(
 
 
 @pytest.mark.parametrize("others", [["--presets"], ["--hours", "1"]])
-def test_nodes_are_about_one_configuration(others: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_nodes_require_a_single_configuration(others: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["plan", "--nodes", "2", *others]) == 2
     assert "--nodes plans a single configuration" in capsys.readouterr().err

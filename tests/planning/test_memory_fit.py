@@ -50,7 +50,7 @@ def test_processes_share_a_step_and_with_sharding_its_memory() -> None:
     assert spread[1].least < spread[0].least < whole.least
 
 
-def test_processes_short_of_memory_are_told_to_share_it() -> None:
+def test_processes_short_of_memory_are_advised_to_shard_the_optimizer() -> None:
     execution = replace(EXECUTION, world_size=4)
     config = config_of(optimizer="adamw", gradient_accumulation_steps=4)
     wide = {"vocab_size": 1000, "n_layers": 16, "d_model": 1024, "n_heads": 16, "d_ff": 4096}

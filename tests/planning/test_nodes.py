@@ -51,7 +51,7 @@ def simulated(sent: list[int], count: int, link: Link, backward: float) -> float
 
 
 @given(sizes, nodes, links, seconds)
-def test_what_backward_does_not_hide_is_what_a_simulation_of_the_ring_says(
+def test_exposed_communication_matches_a_simulation_of_the_ring(
     sent: list[int], count: int, link: Link, backward: float
 ) -> None:
     said = exposed_seconds(sent, count, link, backward)
@@ -59,7 +59,7 @@ def test_what_backward_does_not_hide_is_what_a_simulation_of_the_ring_says(
 
 
 @given(sizes, nodes, links, seconds)
-def test_the_last_bucket_is_never_hidden_and_no_more_than_all_is_exposed(
+def test_at_least_the_last_bucket_and_at_most_all_buckets_are_exposed(
     sent: list[int], count: int, link: Link, backward: float
 ) -> None:
     each = [ring_seconds(size, count, link) for size in sent]
@@ -69,7 +69,7 @@ def test_the_last_bucket_is_never_hidden_and_no_more_than_all_is_exposed(
 
 
 @given(st.integers(0, 1 << 32), st.integers(0, 1 << 30))
-def test_buckets_hold_all_gradients_and_the_embeddings_leave_last(others: int, last: int) -> None:
+def test_buckets_hold_all_gradients_and_embeddings_are_sent_last(others: int, last: int) -> None:
     sent = buckets(others + last, last)
     assert sum(sent) == others + last
     assert all(size <= BUCKET_BYTES for size in sent[:-1])
@@ -99,7 +99,7 @@ def test_a_slower_network_and_more_bytes_never_make_a_step_shorter(link: Link, f
         assert step.seconds >= step.compute
 
 
-def test_a_spread_update_is_shorter_and_costs_a_broadcast() -> None:
+def test_a_sharded_update_is_shorter_and_needs_a_broadcast() -> None:
     share, spread = NodeShare(4, 2, 1), ShardingLayout(weights=100_000_000)
     whole, part = (step_of(replace(WORK, spread=s), share, GLOO) for s in (None, spread))
     assert whole.compute - part.compute == pytest.approx(0.1 * 3 / 4)
@@ -108,7 +108,7 @@ def test_a_spread_update_is_shorter_and_costs_a_broadcast() -> None:
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 300))
-def test_every_node_has_work_and_all_examples_are_done(size: int, pieces: int, count: int) -> None:
+def test_every_node_has_work_and_all_examples_are_processed(size: int, pieces: int, count: int) -> None:
     for batch_size in (size, "auto"):
         training = TrainingConfig(batch_size=batch_size, gradient_accumulation_steps=pieces)
         batch = effective_batch(training)
@@ -119,7 +119,7 @@ def test_every_node_has_work_and_all_examples_are_done(size: int, pieces: int, c
             assert count * (share.pieces - 1) * share.micro_batch < batch
 
 
-def test_the_slower_of_network_and_gloo_counts_and_delays_add_up() -> None:
+def test_the_slower_of_network_and_gloo_sets_the_rate_and_latencies_add_up() -> None:
     fast, slow = link_of(1e11, 20e-6, GLOO), link_of(1e9, 20e-6, GLOO)
     assert fast.bytes_per_second == GLOO.bytes_per_second
     assert slow.bytes_per_second == pytest.approx(117.5e6)
@@ -133,8 +133,8 @@ def test_adding_nodes_pays_until_a_doubling_no_longer_does() -> None:
     assert pays_until({1: MIN_SCALING, 2: 1.0, 4: 0.99}) == 2
 
 
-def test_the_critical_batch_is_as_published() -> None:
-    """B* is the value at a loss of 1; in the paper's figure 10 it is about a million tokens near 3 nats."""
+def test_the_critical_batch_matches_the_paper() -> None:
+    """B* is the critical batch at a loss of 1; figure 10 of Kaplan et al. shows about a million tokens near 3 nats."""
     assert critical_batch_tokens(1.0) == 2.1e8
     assert 0.5e6 < critical_batch_tokens(3.0) < 2e6
     assert critical_batch_tokens(2.5) > critical_batch_tokens(3.0)

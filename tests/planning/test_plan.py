@@ -246,7 +246,7 @@ def test_bench_of_the_model_alone_needs_no_data(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.long
-def test_bench_answers_what_if(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_measures_variations_with_what_if(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["bench", *chosen(home), "--steps", "3", "--what-if", "--output-dir", str(tmp_path / "bench")]
     result = printed(capsys, arguments)
     names = [row["name"] for row in result["what_if"]]

@@ -141,7 +141,7 @@ def test_a_run_again_is_the_same_byte_by_byte(home: Path, ranks: int) -> None:
 
 
 @pytest.mark.long
-def test_a_folder_that_is_taken_is_said_once(home: Path) -> None:
+def test_an_output_folder_with_a_run_is_reported_by_one_rank_only(home: Path) -> None:
     completed(home, "torchrun-2", torchrun(2))
     code, _, error = alone(arguments(home, "torchrun-2", "--processes=2"), home / "cache")
     assert code == 2
@@ -164,7 +164,7 @@ def test_an_interrupt_saves_once_and_the_run_goes_on(home: Path, one: Path, numb
 
 
 @pytest.mark.long
-def test_what_cannot_work_is_said_once(home: Path) -> None:
+def test_an_impossible_run_is_reported_by_one_rank_only(home: Path) -> None:
     code, out = finish(torchrun(2), arguments(home, "none", training__batch_size=1), home / "cache")
     assert code != 0
     assert spoken(out) == ["a step has 1 example for 2 processes, and each needs at least one; raise "
@@ -199,7 +199,7 @@ def test_hosts_with_another_configuration_are_refused(home: Path) -> None:
     assert "training.learning_rate is 0.5 on rank 1 and 0.0" in out, out
 
 
-def test_wishes_on_rank_0_are_heeded_by_all(home: Path) -> None:
+def test_requests_on_rank_0_are_followed_by_all_ranks(home: Path) -> None:
     chosen = overrides(TINY, SHAPE, {"data.dataset_name": home / "corpus.jsonl"})
     code, out = finish_forks(2, [str(home / "steered"), *chosen], home / "cache", "tests.scale.steered")
     assert code == 0, out

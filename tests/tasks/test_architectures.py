@@ -154,7 +154,7 @@ def test_the_last_snapshot_exports_to_the_bytes_of_final(
 
 
 @pytest.mark.parametrize(("architecture", "packs"), PACKS.items())
-def test_what_cannot_be_packed_is_padded_and_that_is_said_once(home: Path, architecture: str, packs: bool) -> None:
+def test_models_that_cannot_be_packed_are_padded_with_one_warning(home: Path, architecture: str, packs: bool) -> None:
     _, events = trained(home, architecture, "none", "fp32")
     assert len(warnings_of(events, "does not support packing")) == (0 if packs else 1)
 

@@ -218,7 +218,7 @@ def test_a_kill_while_snapshots_are_set_aside_loses_none(
     assert digests(run)["final/model.safetensors"] == digests(trained)["final/model.safetensors"]
 
 
-def test_a_list_of_moves_that_leads_elsewhere_is_refused(
+def test_a_list_of_moves_outside_the_run_is_refused(
     home: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine").mkdir()

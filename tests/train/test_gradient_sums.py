@@ -16,7 +16,7 @@ ROWS = 300  # enough for our matmul kernels to be used
 
 
 class Layers(nn.Module):
-    """A layer that is used twice, once with checkpointing, and a layer whose weight torch also uses."""
+    """A layer that is used twice, once with checkpointing, and a layer whose weight a torch operation also uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def summed_gradients(model: Layers, inputs: list[torch.Tensor], between: Callabl
     return [gradients[name] for name, _ in model.named_parameters()]  # type: ignore[misc]
 
 
-def test_gradients_are_added_up_in_fp32_whatever_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_summed_in_fp32_by_our_kernels_and_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, inputs = Layers(), [torch.randn(ROWS, 24) for _ in range(3)]
 

@@ -46,7 +46,7 @@ def test_a_loss_that_falls_by_a_power_law_is_well(seed: int, power: float, noise
     assert causes(events) == []
 
 
-def test_a_rising_loss_is_said_once_until_it_falls_again() -> None:
+def test_a_rising_loss_is_reported_once_until_it_falls_again() -> None:
     falls = [step(n, 6 - 0.05 * n) for n in range(1, 41)]
     rises = [step(n, 4 + 0.1 * (n - 40)) for n in range(41, 61)]
     falls_again = [step(n, 6 - 0.15 * (n - 60)) for n in range(61, 80)]
@@ -56,7 +56,7 @@ def test_a_rising_loss_is_said_once_until_it_falls_again() -> None:
     assert causes(falls + rises)[0] == "rising"
 
 
-def test_a_flat_loss_is_said_but_not_near_the_end() -> None:
+def test_a_flat_loss_is_reported_but_not_near_the_end() -> None:
     events = [step(n, 5.0 + 0.001 * (n % 3)) for n in range(1, 100)]
     assert causes(events) == ["flat"]
     assert causes([{**event, "total_steps": event["step"] + 5} for event in events]) == []
@@ -93,14 +93,14 @@ def test_overfitting_names_the_best_step() -> None:
         ("data", {"data": 0.4}),
     ],
 )
-def test_what_the_machine_suffers_is_said_when_it_lasts(cause: str, told: dict[str, float]) -> None:
+def test_a_lasting_problem_of_the_machine_causes_one_warning(cause: str, told: dict[str, float]) -> None:
     well, ill = step(1, 5.0), step(2, 4.9, **told)
     assert causes([well, ill, well, ill]) == []
     assert causes([well, ill, ill, ill, ill]) == [cause]
     assert causes([ill, ill, well, ill, ill]) == [cause, cause]
 
 
-def test_nothing_is_said_of_what_is_not_told() -> None:
+def test_unknown_measurements_cause_no_warning() -> None:
     unknown = dict.fromkeys(WELL)
     events: list[dict[str, Any]] = [{**step(n, 5 / n), "system": told} for n in (1, 2, 3) for told in (None, unknown)]
     assert causes(events) == []

@@ -73,7 +73,7 @@ def test_another_model_or_data_order_is_refused_unless_it_is_asked_for(
         assert "is not the configuration that its run" in said
 
 
-def test_what_changes_neither_may_be_altered(run: Path) -> None:
+def test_settings_that_change_neither_model_nor_data_may_be_altered(run: Path) -> None:
     alter(run, **{"training.learning_rate": "1e-3", "training.keep_last": 1, "training.max_steps": 6,
                   "training.batch_size": 4, "training.gradient_accumulation_steps": 1})  # fmt: skip
     assert cli(["eval", str(run)]) == 0

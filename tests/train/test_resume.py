@@ -187,7 +187,7 @@ def test_another_seed_gives_another_model(home: Path, straight: Path) -> None:
     ],
 )
 @pytest.mark.long
-def test_exact_with_other_choices(home: Path, changes: dict[str, object]) -> None:
+def test_resuming_is_exact_with_other_settings(home: Path, changes: dict[str, object]) -> None:
     name = "-".join(map(str, changes.values()))
     whole = completed(home, f"whole-{name}", **changes)
     run = home / f"stopped-{name}"

@@ -94,7 +94,7 @@ def test_steps_left_are_as_many_as_fit_with_what_falls_due_between_them(
     assert takes(found + 1) > room - 1e-6
 
 
-def test_without_a_limit_nothing_is_laid() -> None:
+def test_without_a_limit_the_remaining_time_is_infinite() -> None:
     budget = Budget(TrainingConfig(), lambda: 5.0, 1.0, 0, 0)
     assert not budget.should_replan()
     assert budget.seconds_left() == float("inf")

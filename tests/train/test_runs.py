@@ -117,13 +117,15 @@ def test_max_hours_ends_the_run_in_time_with_its_decay_behind_it(home: Path, tmp
     assert (tmp_path / "r/final/model.safetensors").exists()
 
 
-def test_a_limit_that_ends_the_run_long_before_its_time_is_said(home: Path, tmp_path: Path) -> None:
+def test_a_limit_that_ends_the_run_long_before_its_time_is_reported(home: Path, tmp_path: Path) -> None:
     events = train(home, tmp_path / "r", training__max_hours=100, training__max_steps=40)
     assert of(events, "end")[0]["reason"] == "done"
     assert [e["message"] for e in of(events, "warning") if "long before its time limit" in e["message"]]
 
 
-def test_no_time_is_left(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_end_time_in_the_past_or_of_wrong_form_is_refused(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     chosen = settings(data__dataset_name=home / "corpus.jsonl")
     assert cli(["train", *chosen, "--until", "2020-01-01T07:00", "--output-dir", str(tmp_path / "r")]) == 2
     assert "is in the past; set a later time" in capsys.readouterr().err
@@ -267,7 +269,7 @@ def test_no_board_is_written_where_none_is_wanted(home: Path, tmp_path: Path) ->
     assert not (tmp_path / "r/tensorboard").exists()
 
 
-def test_a_failing_sink_is_dropped_and_the_others_are_told() -> None:
+def test_a_failing_sink_is_removed_and_the_others_get_a_warning() -> None:
     class Failing:
         def emit(self, event: Event) -> None:
             raise OSError("disk full")
@@ -284,7 +286,7 @@ def test_a_failing_sink_is_dropped_and_the_others_are_told() -> None:
     assert "disk full" in collecting.events[1]["message"]
 
 
-def test_what_is_said_before_the_start_is_recorded_once(home: Path, tmp_path: Path) -> None:
+def test_warnings_before_the_start_are_recorded_once(home: Path, tmp_path: Path) -> None:
     chosen = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=2, training__compile="on")
     command = ["train", *chosen, "--headless", "--output-dir", str(tmp_path / "r")]
     code, out, error = finish(command, home / "cache")

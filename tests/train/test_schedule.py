@@ -23,7 +23,7 @@ def test_warm_up_rises_by_equal_steps_to_the_peak(scheduler: str) -> None:
 
 
 @pytest.mark.parametrize("scheduler", ["cosine", "linear", "polynomial", "wsd"])
-def test_the_decay_is_laid_over_exactly_the_steps_of_the_run(scheduler: str) -> None:
+def test_the_decay_spans_exactly_the_steps_of_the_run(scheduler: str) -> None:
     for total in (20, 400):
         curve = rates(total, lr_scheduler=scheduler)
         assert curve[-1] < 3 / total

@@ -47,7 +47,7 @@ def test_a_snapshot_holds_safetensors_and_json_and_nothing_else(run: Path) -> No
     assert files == {"model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"}
 
 
-def test_the_last_few_and_the_best_are_kept(home: Path, tmp_path: Path) -> None:
+def test_the_newest_and_the_best_snapshots_are_kept(home: Path, tmp_path: Path) -> None:
     assert train(home, tmp_path / "r", training__keep_last=1, training__save_steps=2, training__eval_steps=6) == 0
     assert names(tmp_path / "r")[-1] == "step-000012"
     best = json.loads((tmp_path / "r/snapshots/step-000012/state.json").read_text())["progress"]["best_step"]
@@ -55,7 +55,7 @@ def test_the_last_few_and_the_best_are_kept(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["altered", "truncated", "no manifest", "torn manifest"])
-def test_a_damaged_snapshot_is_named_and_the_one_before_is_taken(
+def test_a_damaged_snapshot_is_reported_and_the_previous_one_is_used(
     home: Path, run: Path, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     newest, before = snapshots(run / "snapshots")[-1], snapshots(run / "snapshots")[-2]
@@ -87,14 +87,16 @@ def test_the_snapshot_that_a_run_resumes_from_is_not_shown_as_saved(
     assert recorded[-2:] == ["step-000012", "step-000013"]
 
 
-def test_where_none_is_whole_nothing_is_resumed(home: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_an_intact_snapshot_is_not_resumed(
+    home: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for snapshot in snapshots(run / "snapshots"):
         alter(snapshot.folder / "state.json")
     assert train(home, run, "--resume") == 2
     assert "nothing to resume" in capsys.readouterr().err
 
 
-def test_a_damaged_snapshot_asked_for_by_name_is_refused(
+def test_a_damaged_snapshot_requested_by_name_is_refused(
     home: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     alter(run / "snapshots/step-000012/model.safetensors")
@@ -102,7 +104,7 @@ def test_a_damaged_snapshot_asked_for_by_name_is_refused(
     assert "model.safetensors is damaged" in capsys.readouterr().err
 
 
-def test_another_models_snapshot_is_refused_and_the_run_stays_as_it_was(
+def test_a_snapshot_of_a_different_model_is_refused_and_the_run_is_unchanged(
     home: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and "tensorboard" not in str(p)}
@@ -111,12 +113,14 @@ def test_another_models_snapshot_is_refused_and_the_run_stays_as_it_was(
     assert {p: p.read_bytes() for p in before} == before
 
 
-def test_another_optimizers_snapshot_is_refused(home: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_snapshot_of_a_different_optimizer_is_refused(
+    home: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train(home, run, "--resume", training__optimizer="adamw") == 2
     assert "a different optimizer" in capsys.readouterr().err
 
 
-def test_other_data_is_named_and_refused_when_strict(
+def test_different_data_is_reported_and_refused_if_strict(
     home: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = write_corpus(tmp_path / "other.jsonl", seed=5)
@@ -151,7 +155,7 @@ def test_a_run_keeps_its_tokenizer_when_its_data_changes(
     assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(last["loss"], rel=1e-5)
 
 
-def test_another_thread_count_is_named_and_refused_when_strict(
+def test_a_different_thread_count_is_reported_and_refused_if_strict(
     home: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = {"training__threads": 2, "training__max_steps": 14}
@@ -181,7 +185,7 @@ def test_a_disk_that_fills_while_saving_leaves_the_last_snapshot(home: Path, tmp
     assert names(run) == ["step-000003", "step-000004"]
 
 
-def test_a_disk_that_fills_during_a_fork_is_one_short_sentence(
+def test_a_disk_that_fills_during_a_fork_is_reported_in_one_short_sentence(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before, unlimited = names(run), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -197,7 +201,7 @@ def test_a_disk_that_fills_during_a_fork_is_one_short_sentence(
     assert names(run) == before
 
 
-def test_leftovers_of_a_killed_process_go_and_a_replaced_snapshot_comes_back(run: Path) -> None:
+def test_leftovers_of_a_killed_process_are_deleted_and_a_replaced_snapshot_is_restored(run: Path) -> None:
     folder = run / "snapshots"
     (folder / ".step-000099.partial").mkdir()
     (folder / "step-000012").rename(folder / ".step-000012.replaced")
@@ -227,7 +231,7 @@ def test_list_show_verify_prune(run: Path, capsys: pytest.CaptureFixture[str]) -
     assert len(names(run)) <= 2
 
 
-def test_a_fork_goes_on_by_itself_and_leaves_its_origin_alone(home: Path, run: Path, tmp_path: Path) -> None:
+def test_a_fork_trains_independently_and_leaves_its_origin_unchanged(home: Path, run: Path, tmp_path: Path) -> None:
     step = snapshots(run / "snapshots")[0].step
     before = names(run)
     fork = tmp_path / "fork"

@@ -66,7 +66,7 @@ def test_what_changes_while_a_snapshot_is_written_is_not_in_it(tmp_path: Path) -
     assert [snapshot.problem() for snapshot in kept] == [None] * 3
 
 
-def test_without_room_for_a_copy_training_waits_and_is_told_once(tmp_path: Path) -> None:
+def test_without_memory_for_a_copy_training_waits_with_one_warning(tmp_path: Path) -> None:
     said: list[str] = ["nothing yet"]
     made = a_writer(tmp_path, said, available=lambda: 0)
     for step in (1, 2):
@@ -77,7 +77,7 @@ def test_without_room_for_a_copy_training_waits_and_is_told_once(tmp_path: Path)
     assert "training pauses" in said[1]
 
 
-def test_a_disk_that_refuses_is_heard_of_once_and_the_rest_stays(tmp_path: Path) -> None:
+def test_a_failed_write_is_reported_once_and_earlier_snapshots_stay_intact(tmp_path: Path) -> None:
     made = a_writer(tmp_path)
     made.submit(1, tensors(1), tensors(2), {}, None)
     made.wait()
@@ -139,7 +139,7 @@ def test_a_signal_while_a_snapshot_is_written(home: Path, straight: Path, monkey
     assert record(home / "signalled") == record(straight)
 
 
-def test_a_disk_that_refuses_ends_the_run_and_what_was_saved_goes_on(
+def test_a_failed_write_ends_the_run_which_resumes_from_an_earlier_snapshot(
     home: Path, straight: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(step: int) -> None:

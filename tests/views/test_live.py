@@ -71,7 +71,7 @@ def test_the_screen_fits_every_terminal(
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (160, 40)])
-def test_what_a_person_looks_for_is_there(width: int, height: int) -> None:
+def test_the_screen_shows_the_most_important_values(width: int, height: int) -> None:
     console = Console(width=width, height=height, force_terminal=False)
     with console.capture() as captured:
         console.print(screen(shown(300), width, height))
@@ -234,7 +234,7 @@ def test_a_run_that_is_suspended_gives_the_terminal_back(long_run: tuple[list[st
     assert termios.tcgetattr(terminal.other) == terminal.modes
 
 
-def test_plain_asks_for_lines(long_run: tuple[list[str], Path], tmp_path: Path) -> None:
+def test_the_option_plain_prints_lines(long_run: tuple[list[str], Path], tmp_path: Path) -> None:
     arguments, _ = long_run
     terminal = Terminal([*arguments, "--plain", "--max-steps", "2"], tmp_path / "cache")
     assert terminal.ended() == 0

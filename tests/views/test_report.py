@@ -77,7 +77,7 @@ def test_the_configuration_in_a_report_is_the_run_s(home: Path, tmp_path: Path) 
     assert load_config(tmp_path / "config.yaml") == load_config(home / "a/tiny/config.yaml")
 
 
-def test_several_runs_are_told_apart_and_beside_each_other(home: Path, tmp_path: Path) -> None:
+def test_several_runs_are_compared_and_have_different_colors(home: Path, tmp_path: Path) -> None:
     page = tmp_path / "both.html"
     assert cli(["report", str(home / "a/tiny"), str(home / "b/tiny"), "--output", str(page)]) == 0
     text, made = text_of(page.read_text()), figures(page.read_text())
@@ -271,7 +271,7 @@ def test_runs_are_listed_with_their_states(home: Path, tmp_path: Path, capsys: C
     assert any("broken: " in line or "broken" in line.split(":")[0] for line in lines[7:])
 
 
-def test_who_looks_at_a_run_that_nobody_trains_leaves_it_free(home: Path, capsys: Captured) -> None:
+def test_listing_a_run_does_not_lock_it(home: Path, capsys: Captured) -> None:
     (home / "a/tiny/.lock").touch()
     assert listed(capsys, str(home / "a"))["tiny"]["state"] == "done"
     with lock_run(home / "a/tiny"):

@@ -78,7 +78,7 @@ def until(ready: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_a_curve_tells_its_values_where_it_is_pointed_at(opened: Any) -> None:
+def test_a_curve_shows_its_values_under_the_pointer(opened: Any) -> None:
     page = opened()
     plot = page.locator("figure[data-name=loss] .nsewdrag").first
     plot.scroll_into_view_if_needed()
@@ -107,7 +107,7 @@ def test_a_run_is_hidden_in_every_plot_at_once(opened: Any) -> None:
     assert lines(page) == before
 
 
-def test_curves_are_laid_along_steps_tokens_or_time(opened: Any, report: Path) -> None:
+def test_curves_are_plotted_over_steps_tokens_or_time(opened: Any, report: Path) -> None:
     page = opened()
     learned = [event["tokens"] for event in events_of(report.parent / "one", "step")][-1]
     ends = "document.querySelector('figure[data-name=loss] .plot').data[0].x.at(-1)"

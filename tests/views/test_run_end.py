@@ -83,7 +83,7 @@ def test_every_task_names_what_can_be_done_with_its_models(kind: str, tmp_path: 
     assert all(line.startswith("sansgpu ") and "MODEL" not in line for line in found)
 
 
-def test_programs_get_no_more_than_before(home: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headless_output_is_only_json_lines(home: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     processes.use_cache(monkeypatch, home / "cache")
     assert processes.train(home, home / "headless", "--headless", **SAMPLED) == 0
     assert all(line.startswith("{") for line in capsys.readouterr().out.splitlines())

@@ -1,4 +1,4 @@
-"""Numbers, values and errors in sentences."""
+"""Formats numbers, values and errors for messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _plural(noun: str) -> str:
     return f"{noun}es" if noun.endswith(("s", "x", "ch", "sh")) else f"{noun}s"
 
 
-MAX_SHOWN_CHARACTERS = 200  # messages cut longer values
+MAX_SHOWN_CHARACTERS = 200  # longer values are truncated in messages
 
 
 def shown(value: object) -> str:

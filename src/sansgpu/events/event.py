@@ -19,7 +19,7 @@ MEASURED_KEYS = (
     "eta_seconds", "seconds", "elapsed_seconds", "phase_seconds", "system",
 )  # fmt: skip
 EVALUATION_KEYS = ("event", "step", "seconds", "sample", "time")  # fields of an eval event that are not metrics
-# Warnings with these causes depend on the machine's state, so only one of two identical runs may have them.
+# Warnings with these causes depend on the machine's state, so two otherwise identical runs may differ in them.
 MEASURED_CAUSES = ("memory", "swap", "data", "threads", "neighbour", "heat", "report", "callback")
 
 NEAR_LIMIT = 0.08  # warn if a smaller fraction of memory is available

@@ -15,7 +15,7 @@ from sansgpu.kernels.c_functions import constants, structs
 
 
 class MatmulPrecision(IntEnum):
-    """The numbers that are multiplied: the operands as they are, or 16-bit integers made from fp32 operands.
+    """The number format in which a matmul multiplies: its operands' own, or 16-bit integers made from fp32 operands.
 
     The integers are block floating point: 512 consecutive terms of a row share a power of two as their scale, and each
     has 12 bits (native/block_floats.h). Results are fp32.
@@ -43,7 +43,7 @@ class Matmul:
     """A matmul to pass to `multiply`: stores a (M, K) times b (K, N), plus bias (N,), in `to`.
 
     `to` has the dtype of a and b, or fp32. With `add`, the product is added to `to`, which must be fp32. `rounded`
-    receives an fp32 result in the dtype of a and b, and `row_sums` (M,) fp32 the sums of the rows of a.
+    receives a copy of an fp32 result, rounded to the dtype of a and b. `row_sums` (M,) fp32 receives the row sums of a.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Matmul:
 
 
 def multiply(precision: MatmulPrecision, *matmuls: Matmul) -> None:
-    """Computes matmuls whose operands are bf16 for BF16, otherwise fp32. None may read the output of another one."""
+    """Computes matmuls whose operands are bf16 for BF16, otherwise fp32. No matmul may read the output of another."""
     library.call("matmuls", int(precision), tuple(matmul.struct for matmul in matmuls), len(matmuls))
 
 

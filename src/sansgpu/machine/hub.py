@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-ANSWER_SECONDS = 5.0  # time limit of DNS, connection and answer; the client itself would retry for about half a minute
+ANSWER_SECONDS = 5.0  # time limit for DNS, connection and response; the client would retry for about half a minute
 
 
 def quiet_hub() -> None:
@@ -18,7 +18,7 @@ def quiet_hub() -> None:
 
 @contextmanager
 def reading_hub() -> Iterator[None]:
-    """Switches to offline mode, which reads only the Hub's cache, while the Hub is unreachable; avoids slow retries."""
+    """Context that enables offline mode, i.e. uses only the cache, if the Hub is unreachable; avoids slow retries."""
     import datasets.config
     from huggingface_hub import constants
 

@@ -132,7 +132,7 @@ class Calibration:
         return median(passes), median(updates)
 
     def _later_pass(self, trial: Objective, batch: ExampleBatch) -> float:
-        """Returns the seconds of a pass that is not the first of its step, with its share of a GradientCache."""
+        """Returns the seconds of a pass after the first of a step, with the forward pass that a GradientCache adds."""
         seconds = self._forward_and_backward(trial, batch)
         if isinstance(trial, StepWideObjective):
             start = time.perf_counter()

@@ -16,7 +16,7 @@ from tests.jobs.k8s.rendered import CONFIG, ROOT, refused, render
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
-def test_pods_are_guaranteed() -> None:
+def test_pods_have_the_guaranteed_quality_of_service() -> None:
     rendered = render()
     containers = [container for pod in rendered.pods for container in pod["containers"]]
     assert len(containers) == 3
@@ -41,7 +41,7 @@ def test_processes_share_the_cpus_of_a_pod(cpus: int, processes: int, threads: i
     assert rendered.trainer["env"] == rendered.container["env"]
 
 
-def test_a_pod_computes_with_the_threads_that_plan_chooses_for_its_cpus(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pod_uses_as_many_threads_as_plan_chooses_for_its_cpus(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     config = ROOT / "configs/tiny.yaml"
     assert cli(["plan", str(config), "--set", f"data.dataset_name={ROOT / 'docs'}", "--json"]) == 0
@@ -92,7 +92,7 @@ def test_insufficient_memory_is_reported(capsys: pytest.CaptureFixture[str]) -> 
     assert "each process needs about" in capsys.readouterr().err
 
 
-def test_a_display_of_progress_learns_what_takes_time() -> None:
+def test_slow_stages_are_reported_as_progress() -> None:
     shown: list[str] = []
 
     def progress(doing: str, done: int, total: int, unit: str = "byte", /) -> None:

@@ -49,7 +49,7 @@ def test_every_launcher_is_understood(environment: dict[str, str], launcher: str
     assert world.port > 0
 
 
-def test_what_torchrun_says_besides() -> None:
+def test_restarts_and_the_store_of_torchrun_are_recognized() -> None:
     world = find_world(TORCHRUN)
     assert world.hosted
     assert world.restarts == 1
@@ -63,7 +63,7 @@ def test_one_process_alone_is_no_group() -> None:
     assert find_world({}).note is None
 
 
-def test_one_process_where_more_were_asked_for_is_said() -> None:
+def test_a_single_process_of_several_requested_ones_is_reported() -> None:
     note = find_world({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}).note
     assert note is not None
     assert "start it with srun" in note

@@ -99,7 +99,7 @@ def test_files_of_the_model_before_are_deleted_and_others_stay(others: bool, tmp
     assert sorted(path.name for path in folder.iterdir()) == [mark, "model.safetensors", *notes]
 
 
-def test_an_export_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_an_export_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(SansGPUError, match=r"file/final cannot be written"):
         export_model(model_of("modern"), TOKENIZER, tmp_path / "file" / "final")

@@ -281,7 +281,7 @@ def test_a_number_that_f16_cannot_hold_leaves_the_file_before_as_it_was(tmp_path
     assert [file.name for file in tmp_path.iterdir()] == ["model.gguf"]
 
 
-def test_a_file_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(SansGPUError, match=r"file/model.gguf cannot be written"):
         write_ours(tmp_path / "file/model.gguf", model_of("modern"), "f32")
@@ -371,7 +371,7 @@ def test_a_tokenizer_that_is_not_known_is_refused(tmp_path: Path) -> None:
         open_model(ModelRequest(str(path)), "generate", pytest.fail)
 
 
-def test_a_file_that_changed_is_read_anew(tmp_path: Path) -> None:
+def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
     for layout in ("modern", "classic"):
         write_ours(tmp_path / "model.gguf", model_of(layout), "f32")
         assert read(tmp_path / "model.gguf").config.activation == model_of(layout).config.activation

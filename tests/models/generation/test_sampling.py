@@ -72,7 +72,7 @@ def test_a_step_takes_any_number_of_query_heads_of_a_key_value_head() -> None:
 
 @pytest.mark.parametrize("layout", ["modern", "classic"])
 @pytest.mark.parametrize("prompt", ["", TEXT[0] * 4], ids=["short", "long"])
-def test_beyond_the_context_the_later_half_is_read_anew(layout: str, prompt: str) -> None:
+def test_beyond_the_context_the_later_half_is_read_again(layout: str, prompt: str) -> None:
     model = model_of(layout, vocab_size=300, tie_embeddings=False)
     with torch.no_grad():
         model.head_weight[TOKENIZER.end_id] = 0

@@ -96,7 +96,7 @@ def test_generation_with_a_cache_writes_the_same(name: str) -> None:
     assert torch.equal(model.generate(tokens(2, 9), **settings), theirs)
 
 
-def test_ranges_are_of_runs_only() -> None:
+def test_ranges_require_contiguous_keys() -> None:
     mask = torch.tensor([[[[True, True, False], [False, True, True], [False, False, False]]]])
     ranges = ranges_of(mask)
     assert ranges is not None

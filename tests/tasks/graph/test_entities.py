@@ -123,7 +123,7 @@ def test_a_graph_of_135_entities_is_learned_in_minutes(home: Path, capsys: Captu
     assert tail["mrr"] > tail["relation_frequency_mrr"] + 0.1
 
 
-def test_leaf_slots_follow_the_tails_and_the_cost_is_told(home: Path, capsys: Captured) -> None:
+def test_leaf_slots_follow_the_tails_and_their_cost_is_reported(home: Path, capsys: Captured) -> None:
     run = trained(home, "fitted")
     model, said = config_of(run)["model"], "".join(capsys.readouterr())
     config, corpus = corpus_of(home)

@@ -40,7 +40,7 @@ def test_eight_texts_are_learned_by_heart(memorised: tuple[Graph, object, object
     assert metrics["mlm_majority_acc"] < 0.3
 
 
-def test_tails_are_told_by_their_relation_and_their_head(memorised: tuple[Graph, object, object]) -> None:
+def test_tails_are_predicted_from_their_relation_and_their_head(memorised: tuple[Graph, object, object]) -> None:
     task, config, corpus = memorised
     whole = filled(task, config, corpus, 1.0)["mnm_acc"]  # type: ignore[arg-type]
     other = [
@@ -134,7 +134,7 @@ def test_losses_are_means_over_tokens_and_over_leaves(tmp_path: Path) -> None:
     assert task.step_sums() == {}
 
 
-def test_leaves_are_weighed_more_and_more(tmp_path: Path) -> None:
+def test_the_weight_of_the_leaf_loss_increases(tmp_path: Path) -> None:
     config, corpus = prepared(tmp_path, "training.mnm_ramp_steps=4", "training.mnm_reduction=pooled")
     task = Graph(config, corpus, 8)
     assert [task.batch(step).weights[1] for step in (0, 1, 3, 9)] == [0.25, 0.5, 1.0, 1.0]

@@ -45,7 +45,7 @@ def test_the_parts_add_up_to_the_model(
     assert sum(costs(config, longest_span=longest).parameters().values()) == model.parameter_count
 
 
-def test_the_proposed_model_has_the_parameters_that_were_counted() -> None:
+def test_a_model_of_the_size_of_bert_base_has_the_expected_parameters() -> None:
     config = shape(
         d_model=768, n_heads=12, n_layers=12, d_ff=3072, vocab_size=8000, n_relations=12, max_seq_len=512,
         position="learned",
@@ -66,7 +66,7 @@ def test_flops_of_a_node_by_hand() -> None:
     assert work.loss == 6 * 0.5 * (64 * 4 + 4 * 4)
 
 
-def test_triples_that_are_learned_without_text_are_multiplied_by_all_entities() -> None:
+def test_triples_without_text_are_scored_against_all_entities() -> None:
     config = shape(d_model=4, n_heads=1, n_layers=2, d_ff=8, n_entities=50)
     execution = Execution(100, 1, "fp32", "off", "native", "adamw")
     without, learned = (costs(config, nodes=10, masked=0.1, facts=facts) for facts in (0, 6))
@@ -94,7 +94,7 @@ def kept_by_a_block(config: ModelConfig, execution: Execution, nodes: int) -> in
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_block_keeps_what_is_said(precision: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_saves_the_estimated_bytes(precision: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_loaded", kernels == "native")
     for width, feed_forward, heads in [(128, 512, 2), (256, 256, 4)]:
         config = shape(d_model=width, d_ff=feed_forward, n_heads=heads, n_layers=1, max_seq_len=256)
@@ -105,7 +105,7 @@ def test_a_block_keeps_what_is_said(precision: str, kernels: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_takes_more_memory_is_said_to(precision: str) -> None:
+def test_settings_that_take_more_memory_have_larger_estimates(precision: str) -> None:
     config = shape(d_model=128, n_heads=2, n_layers=4, d_ff=512, vocab_size=1000)
 
     def total(nodes: int = 1000, kernels: str = "native", optimizer: str = "adamw", **changes: object) -> int:

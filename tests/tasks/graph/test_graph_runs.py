@@ -109,7 +109,7 @@ def test_a_run_that_was_killed_goes_on_without_one_bit_of_difference(home: Path,
     assert record(whole) == record(killed)
 
 
-def test_events_tell_both_kinds_of_gaps(home: Path) -> None:
+def test_events_report_metrics_of_tokens_and_leaves(home: Path) -> None:
     run = made(home, "graph")
     step, evaluated = events_of(run, "step")[0], events_of(run, "eval")[-1]
     assert {"mlm_loss", "mlm_acc", "mlm_count"} <= step.keys()

@@ -49,7 +49,7 @@ def document(*triples: Triple, text: str = TEXT, name: str = "d") -> GraphDocume
     return GraphDocument(name, name, text, triples)
 
 
-def test_a_triple_hangs_on_the_first_token_of_its_head(tokenizer: MaskTokenizer) -> None:
+def test_a_triple_is_attached_to_the_first_token_of_its_head(tokenizer: MaskTokenizer) -> None:
     graphs = build(tokenizer, [document(ISA)])
     example = graphs.example(0)
     decoded = [tokenizer.backend.id_to_token(int(token)) for token in example.tokens]
@@ -77,7 +77,7 @@ def test_the_batch_names_each_nodes_root_and_slot(tokenizer: MaskTokenizer) -> N
     assert batch.rows(1, 2).placed_triples().tolist() == batch.rows(0, 1).placed_triples().tolist()
 
 
-def test_what_cannot_hang_is_counted_by_why(tokenizer: MaskTokenizer) -> None:
+def test_triples_that_cannot_be_attached_are_counted_by_reason(tokenizer: MaskTokenizer) -> None:
     known = Triple("glucose", "isa", "type")
     triples = [
         ISA,
@@ -95,7 +95,7 @@ def test_what_cannot_hang_is_counted_by_why(tokenizer: MaskTokenizer) -> None:
     assert build(tokenizer, [document(ISA)]).note() is None
 
 
-def test_a_known_fact_is_known_the_other_way_round() -> None:
+def test_an_inverse_triple_is_the_same_fact() -> None:
     assert Triple("a", "inverse of isa", "b", None, "1", "2").fact == Triple("b", "isa", "a", None, "2", "1").fact
 
 
@@ -116,7 +116,7 @@ def test_a_head_is_found_at_whole_tokens_only(tokenizer: MaskTokenizer) -> None:
     assert graphs.example(0).placed[0].root > 1
 
 
-def test_a_head_with_a_span_stands_there(tokenizer: MaskTokenizer) -> None:
+def test_a_head_with_a_span_is_placed_at_that_span(tokenizer: MaskTokenizer) -> None:
     text = "glucose and glucose"
     graphs = build(tokenizer, [document(Triple("glucose", "isa", "type", (12, 19)), text=text)])
     (placed,) = graphs.example(0).placed

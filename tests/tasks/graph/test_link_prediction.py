@@ -162,7 +162,7 @@ def test_ranks_are_those_of_plain_loops(world: World) -> None:
         assert report["relations"][name]["queries"] == len(own)
 
 
-def test_what_cannot_be_asked_is_counted_as_a_guess(world: World) -> None:
+def test_triples_that_cannot_be_queried_count_as_random_guesses(world: World) -> None:
     report = world.ranking.report(world.held, inverse=False, limit=None, progress=quiet)["tail"]
     queries = sum(len(d.triples) for d in world.held)
     assert report["queries"] == queries
@@ -302,12 +302,12 @@ def test_a_limit_takes_the_same_few_of_each_side(home: Path, run: Path) -> None:
     assert predicted(run, home / "kg", limit=16) == predicted(run, home / "kg")
 
 
-def test_what_a_run_trained_on_is_not_asked_of_its_own_data(run: Path) -> None:
+def test_training_triples_are_not_ranked_for_the_runs_own_data(run: Path) -> None:
     with pytest.raises(ConfigError, match="has no triples to rank"):
         predicted(run, None)
 
 
-def test_a_run_s_own_test_part_is_asked(home: Path) -> None:
+def test_link_prediction_uses_the_runs_own_test_split(home: Path) -> None:
     folder = knowledge(home / "parted")
     facts = (folder / "train.tsv").read_text("utf-8").splitlines(keepends=True)
     (folder / "train.tsv").write_text("".join(facts[2:]), "utf-8")

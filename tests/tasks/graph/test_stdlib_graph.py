@@ -47,7 +47,7 @@ def test_every_head_stands_at_its_span(documents: list[GraphDocument]) -> None:
 
 
 @pytest.mark.long
-def test_a_tail_is_one_name_and_no_triple_is_said_twice(documents: list[GraphDocument]) -> None:
+def test_a_tail_is_one_name_and_no_triple_is_repeated(documents: list[GraphDocument]) -> None:
     for document in documents:
         assert len(set(document.triples)) == len(document.triples)
         assert all(triple.tail.isidentifier() for triple in document.triples), document.id

@@ -117,7 +117,7 @@ def test_a_bad_row_is_named(row: object, words: str) -> None:
     assert words in str(error.value)
 
 
-def test_rows_that_do_not_fit_the_loss_or_the_rows_before_are_refused() -> None:
+def test_rows_that_do_not_match_the_loss_or_earlier_rows_are_refused() -> None:
     rated = {"messages": [*PROMPT, assistant(GOOD)], "label": True}
     pair = {"prompt": "a", "chosen": GOOD, "rejected": BAD}
     with pytest.raises(ConfigError, match=r"row 1 has a rated answer.*set training.preference.loss to kto"):
@@ -141,7 +141,7 @@ def formulas(policy: torch.Tensor, reference: torch.Tensor, counts: torch.Tensor
     }
 
 
-def test_losses_are_those_of_the_papers() -> None:
+def test_losses_match_the_papers() -> None:
     draw = torch.Generator().manual_seed(0)
     policy, reference = (-30 * torch.rand(8, 2, generator=draw, dtype=torch.float64) - 1 for _ in range(2))
     counts = torch.randint(1, 20, (8, 2), generator=draw)
@@ -254,7 +254,7 @@ def test_a_run_learns_to_prefer_and_is_evaluated_as_in_training(
     assert cli(["chat", str(run), "--prompt", "warm", "--max-new-tokens", "2"]) == 0
 
 
-def test_the_reference_is_computed_once_and_a_damaged_one_is_named(tmp_path: Path, capsys: Captured) -> None:
+def test_the_reference_is_computed_once_and_a_damaged_one_is_reported(tmp_path: Path, capsys: Captured) -> None:
     rows = preference_rows(tmp_path / "rows.jsonl", 80)
     chosen: dict[str, object] = {"training__max_steps": 1, "training__precision": "bf16"}
     assert cli(arguments(tmp_path, tmp_path / "one", rows, **chosen)) == 0
@@ -291,7 +291,7 @@ def test_a_run_killed_while_it_computes_the_reference_is_repeated_byte_for_byte(
     assert "name: pairs.jsonl (validation split)" in card
 
 
-def test_a_plan_counts_the_reference(tmp_path: Path, capsys: Captured) -> None:
+def test_a_plan_includes_the_time_of_the_reference(tmp_path: Path, capsys: Captured) -> None:
     rows, hours = preference_rows(tmp_path / "rows.jsonl", 200), []
     for loss in ("dpo", "simpo"):
         own = arguments(tmp_path, tmp_path / loss, rows, training__preference__loss=loss, training__max_steps=2)

@@ -88,7 +88,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("architecture", "precision", "kernels", "dropout"), KINDS)
-def test_a_block_keeps_what_is_said(
+def test_a_block_saves_the_estimated_bytes(
     architecture: str, precision: str, kernels: str, dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "_loaded", kernels == "native")
@@ -108,7 +108,9 @@ def test_a_block_keeps_what_is_said(
 
 @settings(max_examples=50)
 @given(st.sampled_from(ARCHITECTURES), st.sampled_from(["fp32", "bf16"]), st.sampled_from(["muon", "adamw"]))
-def test_what_takes_more_memory_is_said_to(architecture: str, precision: str, optimizer: str) -> None:
+def test_settings_that_take_more_memory_have_larger_estimates(
+    architecture: str, precision: str, optimizer: str
+) -> None:
     config = ModelConfig.model_validate({"vocab_size": 1000, "architecture": architecture})
     execution = Execution(4, 1, precision, "off", "native", optimizer)
     memory = costs(config, 256).memory(execution)

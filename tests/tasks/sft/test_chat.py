@@ -131,7 +131,7 @@ def test_the_assistants_words_and_their_end_tokens_are_learned(name: str, conten
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama", "qwen3", "generation"])
-def test_of_a_conversation_with_a_system_turn_an_open_question_is_not_learned(name: str) -> None:
+def test_an_unanswered_question_is_no_target_in_a_conversation_with_a_system_turn(name: str) -> None:
     messages = conversation_of("What?", "An answer", "Why?", system="Be brief.")
     masked = mask_of(TOKENIZERS[name], messages=messages)
     expected = FAMILIES[name][1]("An answer", False)
@@ -167,7 +167,7 @@ def test_calls_of_tools_are_learned_and_their_results_are_not(content: str | Non
 
 
 @pytest.mark.parametrize("name", ["chatml", "generation"])
-def test_of_a_prompt_with_answers_only_the_completion_is_learned(name: str) -> None:
+def test_only_the_completion_of_a_prompt_with_earlier_answers_is_learned(name: str) -> None:
     prompt, completion = conversation_of("a?", "b", "c?"), [{"role": "assistant", "content": "d"}]
     masked = mask_of(TOKENIZERS[name], prompt=prompt, completion=completion)
     assert learned_text(TOKENIZERS[name], masked) == "d<|im_end|>"

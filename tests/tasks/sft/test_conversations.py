@@ -32,7 +32,7 @@ def test_each_form_is_read_and_other_columns_are_ignored() -> None:
     assert read(instruction="a", input="?", output="b").turns[0]["content"] == "a\n\n?"
 
 
-def test_what_else_a_turn_has_is_kept_for_the_template() -> None:
+def test_other_fields_of_a_turn_are_kept_for_the_template() -> None:
     calls = [{"function": {"name": "look", "arguments": {}}}]
     asking = {"role": "assistant", "content": None, "tool_calls": calls, "name": None}
     told = {"role": "tool", "content": "x", "tool_call_id": "1", "name": "look"}
@@ -92,7 +92,7 @@ def test_a_bad_row_is_named(problem: str, value: Any) -> None:
         read_conversation(SourceRow(WHERE, value))
 
 
-def test_what_the_reader_found_is_passed_on() -> None:
+def test_the_readers_error_is_passed_on() -> None:
     with pytest.raises(
         BadRowError, match=rf"^{WHERE} is not valid JSON: Extra data at character 3; fix or remove the row\.$"
     ):

@@ -59,14 +59,14 @@ def test_public_definitions_are_asked_about_with_their_first_sentence(tmp_path: 
 
 
 @pytest.mark.long
-def test_every_machine_has_thousands_of_them() -> None:
+def test_the_standard_library_gives_thousands_of_rows() -> None:
     source = open_sources(STDLIB).train
     rows = {row.value["prompt"]: row.value["completion"] for row in source.rows()}
     assert len(rows) > 2000
     assert rows["What does shutil.copyfile do?"].startswith("Copy data from src to dst")
 
 
-def test_what_our_template_asks_for_is_how_an_answer_began(tmp_path: Path) -> None:
+def test_a_generation_prompt_has_the_tokens_that_precede_an_answer(tmp_path: Path) -> None:
     corpus = (row.value["completion"] for row in islice(open_sources(STDLIB).train.rows(), 500))
     BPETokenizer.train(corpus, 600).save(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)

@@ -91,7 +91,8 @@ def _shared_store(world: World, timeout: float) -> TCPStore:
 def _numbered_store(world: World, deadline: float, timeout: float) -> tuple[TCPStore, int]:
     """Returns the run's key-value store and the number of this launch.
 
-    If processes train twice, a rank may still reach the store that rank 0 is closing, so it connects again.
+    When the same processes start a second run, a rank may still reach the store of the first, which rank 0 is closing,
+    so it connects again.
     """
     while True:
         store = _shared_store(world, timeout)
@@ -106,8 +107,8 @@ def _numbered_store(world: World, deadline: float, timeout: float) -> tuple[TCPS
 def _launch_number(store: Store, world: World, deadline: float, timeout: float) -> int:
     """Returns the number of this launch of the run, counted by rank 0.
 
-    The store of a launcher that restarts all processes may still hold keys of earlier ones, so each process requests
-    the number under a unique name.
+    If a launcher hosts the store and restarts all processes, the store may still hold keys of earlier launches, so each
+    process requests the number under a unique name.
     """
     if world.rank:
         name = uuid.uuid4().hex

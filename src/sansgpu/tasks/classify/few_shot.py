@@ -40,7 +40,7 @@ _WEIGHT, _BIAS = "head_weight", "head_bias"  # buffers of the model, so that the
 
 
 class FewShotObjective(ClassifyObjective):
-    """An encoder with a loss over all pairs of texts in a step, and a fitted linear classifier of the embeddings."""
+    """An encoder with a loss over all pairs of texts in a step, and a linear classifier fitted to the embeddings."""
 
     head_type = "none"
 

@@ -1,6 +1,7 @@
 """Saves graph encoders in BERT's layout if possible, or else in sansgpu's own layout, and loads the latter.
 
-transformers loads BERT's layout, which requires plain text, learned positions, normalized embeddings and no decay.
+transformers can load BERT's layout. It requires an encoder of plain text, i.e. without leaves, with learned positions
+and normalized embeddings and without attention decay.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def exact_match_f1(questions: list[Question], predictions: dict[str, str]) -> di
     """Computes exact match and F1 in percent with SQuAD's normalization. A missing prediction counts as "".
 
     For an unanswerable question, "" is the correct prediction. If there are any, the result has separate scores for
-    questions with and without answer; `answerable` and `unanswerable` are their counts. Raises ConfigError if there
+    questions with and without an answer; `answerable` and `unanswerable` are their counts. Raises ConfigError if there
     are no questions.
     """
     if not questions:

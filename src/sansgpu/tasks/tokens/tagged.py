@@ -50,7 +50,7 @@ class TaggedText:
     starts: np.ndarray  # (W,) int32: start character of each word
     ends: np.ndarray  # (W,) int32: end character of each word
     tags: tuple[str, ...] = ()
-    moved_spans: int = 0  # annotated spans that do not start and end at word boundaries, or share all their words
+    moved_spans: int = 0  # spans that do not start and end at word boundaries, or have no words of their own
 
     def word(self, number: int) -> str:
         return self.text[self.starts[number] : self.ends[number]]
@@ -146,7 +146,7 @@ def _tagged(row: SourceRow) -> TaggedText:
 
 
 def _words(row: SourceRow) -> TaggedText:
-    """Joins the tokens of a row with spaces to a text, and returns it with these tokens as words."""
+    """Joins the tokens of a row with spaces into a text whose words are these tokens."""
     tokens = row.value["tokens"]
     if not isinstance(tokens, list) or not tokens:
         raise row.error("its tokens are not a non-empty list")
