@@ -9,7 +9,7 @@ namespace sansgpu {
 namespace {
 
 constexpr int64_t KEYS = 256;  // per block of keys
-static_assert(KEYS % QUERIES == 0, "a block of keys has whole blocks of scores");
+static_assert(KEYS % QUERIES == 0, "KEYS must be a multiple of QUERIES");
 
 int64_t key_blocks(const Shape& s) { return std::max<int64_t>(1, divide_up(s.S, KEYS)); }  // 1 if there are no keys
 
@@ -59,7 +59,7 @@ struct QueryBlock {
   }
 };
 
-// What the decay of a block needs: the nodes, the first query, the head's table entries and their gradients.
+// Inputs for the decay of a block: its nodes, its first query, the head's table entries and their gradients.
 struct DecayBlock {
   const Nodes& nodes;
   int64_t start, entries;
@@ -126,7 +126,7 @@ void add_heads(const Shape& s, const float* parts, const View<T>& grad) {
   });
 }
 
-// Sums `parts` (count, size) to `total` (size,) in order.
+// Sums `parts` (count, size) into `total` (size,) in order.
 void sum_parts(const float* parts, int64_t count, int64_t size, float* total) {
   std::fill_n(total, size, 0.0f);
   for (int64_t part = 0; part < count; ++part)
@@ -202,7 +202,7 @@ class KeyBlocks {
     if constexpr (decay != NONE) nodes_.fill(p_.graph.nodes + 2 * b_ * s.T, s.T, round_up(s.T, QUERIES));
   }
 
-  // Adds the contribution of a block of queries to the gradients of the keys. If this block of keys is the last one of
+  // Adds the contribution of a block of queries to the gradients of the keys. If this block of keys is the last one for
   // these queries, stores the gradients of the queries.
   void add_queries(int64_t block) {
     const Shape& s = p_.s;

@@ -15,7 +15,8 @@
 namespace sansgpu {
 
 constexpr int64_t MOST_ROWS = 128, LEAST_ROWS = 32;  // maximum and minimum rows of a tile of C
-constexpr int64_t LEAST_WORK = 4 << 20;  // minimum multiplications of a larger tile: at least 20 microseconds
+// Tiles with fewer multiplications than this are not made smaller; this many take at least 20 microseconds.
+constexpr int64_t LEAST_WORK = 4 << 20;
 constexpr int64_t PACKED_A = 8 << 20, PACKED_B = 16 << 20;  // bytes packed at once, which fit into shared caches
 constexpr int64_t GAP = 32;  // padding between packed rows of A, in values, which avoids cache conflicts
 
@@ -60,7 +61,7 @@ struct Product {
 };
 
 // Computes a matmul and calls finish(row, column, count, sums) for each part of a row of C. The operands are packed as
-// values of type P. A may consist of packed rows already.
+// values of type P. A may already consist of packed rows.
 template <typename T, typename Finish, typename Right = Operand<T>, typename P = T>
 class Multiplication {
   static constexpr bool CONVERTS = !std::is_same_v<P, T>;
