@@ -13,6 +13,7 @@ from sansgpu.kernels import linear
 from sansgpu.kernels.feed_forward import feed_forward
 from sansgpu.kernels.linear import Linear, linear_each
 from sansgpu.kernels.pointwise import Activation
+from tests.kernels.threads import assert_equal_on_all_threads
 
 RANDOM = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -108,16 +109,8 @@ def test_results_do_not_depend_on_the_threads(native_kernels: str, activation: A
     layers = layers_of(
         [(96, 200), (200, 96)] + [(96, 200)] * (activation is Activation.SWIGLU), True, torch.bfloat16, -1
     )
-    x, before, results = torch.randn(300, 96).bfloat16().requires_grad_(), torch.get_num_threads(), []
-    for threads in (1, 2, 5, 5):
-        torch.set_num_threads(threads)
-        results.append(gradients(feed_forward(x, activation, *layers), x, layers))
-    torch.set_num_threads(before)
-    for others in results[1:]:
-        assert all(
-            one is not None and other is not None and torch.equal(one, other)
-            for one, other in zip(results[0], others, strict=True)
-        )
+    x = torch.randn(300, 96).bfloat16().requires_grad_()
+    assert_equal_on_all_threads(lambda: gradients(feed_forward(x, activation, *layers), x, layers))
 
 
 def test_a_network_saves_no_activation(native_kernels: str) -> None:

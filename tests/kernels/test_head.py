@@ -13,6 +13,7 @@ from sansgpu.kernels.cross_entropy import (
 )
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.mixed_loss import SoftTargets, linear_mixed_loss
+from tests.kernels.threads import assert_equal_on_all_threads
 
 
 def leaves(tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,19 +32,14 @@ def random_targets(tokens: int, vocabulary: int) -> torch.Tensor:
 @pytest.mark.parametrize("options", [LossOptions(), LossOptions(0.1, 0.01), LossOptions(z_loss=0.01, softcap=5.0)])
 def test_gradients_do_not_depend_on_the_threads(native_kernels: str, options: LossOptions, dtype: torch.dtype) -> None:
     indices, targets = random_targets(300, 150), random_targets(300, 200)
-    before, results = torch.get_num_threads(), []
-    for threads in (1, 2, 5, 5):
-        torch.set_num_threads(threads)
+
+    def results() -> list[torch.Tensor | None]:
         hidden, head = leaves(300, 70, 200, dtype)
         table = torch.ones(150, 70, requires_grad=True)
         linear_cross_entropy(hidden + embed(indices, table).to(dtype), head, targets, options).backward()
-        results.append([hidden.grad, head.grad, table.grad])
-    torch.set_num_threads(before)
-    for others in results[1:]:
-        for one, other in zip(results[0], others, strict=True):
-            assert one is not None
-            assert other is not None
-            assert torch.equal(one, other)
+        return [hidden.grad, head.grad, table.grad]
+
+    assert_equal_on_all_threads(results)
 
 
 def test_losses_of_bf16_are_not_rounded_to_bf16(native_kernels: str) -> None:

@@ -10,6 +10,7 @@ from sansgpu.kernels.frozen_linear import Adapter, lora_linear, quantized_linear
 from sansgpu.kernels.linear import Linear
 from sansgpu.kernels.matmul import Matmul, MatmulPrecision, multiply
 from tests.kernels.test_matmul import LAYOUTS
+from tests.kernels.threads import assert_equal_on_all_threads
 
 RANDOM = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 BLOCK = 512  # terms that share a scale
@@ -104,16 +105,14 @@ def test_infinity_and_nan_reach_the_result(native_kernels: str, bad: float) -> N
 def test_results_do_not_depend_on_the_threads(native_kernels: str, rows: int, inputs: int, outputs: int) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(rows, inputs, generator=generator), torch.randn(outputs, inputs, generator=generator)
-    before, results = torch.get_num_threads(), []
-    for threads in (1, 2, 5):
-        torch.set_num_threads(threads)
+
+    def results() -> list[torch.Tensor | None]:
         y, x_grad, weight_grad = x.new_empty(rows, outputs), torch.empty_like(x), torch.empty_like(weight)
         multiply(MatmulPrecision.INT16, Matmul(x, weight.T, y))
         multiply(MatmulPrecision.INT16, Matmul(y, weight, x_grad), Matmul(y.T, x, weight_grad))
-        results.append([y, x_grad, weight_grad])
-    torch.set_num_threads(before)
-    for others in results[1:]:
-        assert all(torch.equal(one, other) for one, other in zip(results[0], others, strict=True))
+        return [y, x_grad, weight_grad]
+
+    assert_equal_on_all_threads(results)
 
 
 def test_a_layer_multiplies_integers_forward_and_backward(native_kernels: str) -> None:

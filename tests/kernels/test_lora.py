@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sansgpu.kernels.frozen_linear import Adapter, lora_linear
+from tests.kernels.threads import assert_equal_on_all_threads
 
 RANDOM = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -64,14 +65,12 @@ def test_results_do_not_depend_on_the_threads(
     native_kernels: str, rows: int, inputs: int, outputs: int, dtype: torch.dtype
 ) -> None:
     x, _, weight, first, second = leaves(rows, inputs, outputs, 16, dtype, 0)
-    before, results = torch.get_num_threads(), []
-    for threads in (1, 2, 5, 5):
-        torch.set_num_threads(threads)
+
+    def results() -> list[torch.Tensor | None]:
         y = lora_linear(x, x, weight, None, Adapter(first, second, SCALE))
-        results.append([y, *torch.autograd.grad(y.sum(), (x, first, second))])
-    torch.set_num_threads(before)
-    for others in results[1:]:
-        assert all(torch.equal(one, other) for one, other in zip(results[0], others, strict=True))
+        return [y, *torch.autograd.grad(y.sum(), (x, first, second))]
+
+    assert_equal_on_all_threads(results)
 
 
 def test_an_adapter_that_does_not_fit_is_refused(native_kernels: str) -> None:

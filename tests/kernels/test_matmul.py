@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from sansgpu.kernels import linear
 from sansgpu.kernels.linear import Linear
 from sansgpu.kernels.matmul import Matmul, MatmulPrecision, matmul_into, multiply, sum_of_matmuls
+from tests.kernels.threads import assert_equal_on_all_threads
 
 RANDOM = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -120,17 +121,15 @@ def test_results_do_not_depend_on_the_threads(
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, inputs, generator=generator).to(dtype)
     weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
-    before, results = torch.get_num_threads(), []
-    for threads in (1, 2, 5, 5):
-        torch.set_num_threads(threads)
+
+    def results() -> list[torch.Tensor | None]:
         y, x_grad, weight_grad = x.new_empty(rows, outputs), torch.empty_like(x), torch.empty_like(weight)
         sums = torch.empty(outputs)
         multiply(MatmulPrecision.of(dtype), Matmul(x, weight.T, y))
         multiply(MatmulPrecision.of(dtype), Matmul(y, weight, x_grad), Matmul(y.T, x, weight_grad, row_sums=sums))
-        results.append([y, x_grad, weight_grad, sums])
-    torch.set_num_threads(before)
-    for others in results[1:]:
-        assert all(torch.equal(one, other) for one, other in zip(results[0], others, strict=True))
+        return [y, x_grad, weight_grad, sums]
+
+    assert_equal_on_all_threads(results)
 
 
 @RANDOM

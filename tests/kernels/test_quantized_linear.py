@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from sansgpu.kernels.block_quantization import FORMATS, QuantizedWeight, dequantize_rows, format_for, quantize_rows
 from sansgpu.kernels.frozen_linear import Adapter, quantized_linear, quantized_lora_linear
+from tests.kernels.threads import assert_equal_on_all_threads
 
 RANDOM = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 NAMES = st.sampled_from(list(FORMATS))
@@ -137,14 +138,13 @@ def test_products_and_gradients(
 def test_results_do_not_depend_on_the_threads(native_kernels: str, rows: int, dtype: torch.dtype) -> None:
     weight = new_weight("q4_k", 300, 3)
     x, _, first, second = leaves(rows, weight, dtype)
-    results = []
-    for threads in (1, 2, 5, 5):
-        torch.set_num_threads(threads)
+
+    def results() -> list[torch.Tensor | None]:
         y = quantized_lora_linear(x, x, weight, None, Adapter(first, second, SCALE))
         plain = quantized_linear(x, weight)
-        results.append([y, plain, *torch.autograd.grad((y + plain).sum(), (x, first, second))])
-    for others in results[1:]:
-        assert all(torch.equal(one, other) for one, other in zip(results[0], others, strict=True))
+        return [y, plain, *torch.autograd.grad((y + plain).sum(), (x, first, second))]
+
+    assert_equal_on_all_threads(results)
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
