@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 tokenizer = typer.Typer(no_args_is_help=True, help="Train a byte-level BPE tokenizer, or encode text.")
 LARGEST_BATCH = 65536  # prompts at once
-_PRECISIONS = "auto", "fp32", "bf16", "int16"  # as in config.training, which takes long to import
+_PRECISIONS = "auto", "fp32", "bf16", "int16"  # the values of training.precision
 TemperatureOption = Annotated[
     float, number_option("Sampling temperature. 0: always choose the most likely token.", SAMPLING)
 ]

@@ -271,8 +271,7 @@ def _run(
     run: TrainingRun, task: Task, snapshot: Snapshot | None, request: TrainRequest, output: _Output
 ) -> TrainingResult:
     execution, paths = run.execution, run.paths
-    if execution.precision == "int16":
-        multiply_integers(task.model)
+    multiply_integers(task.model, execution.precision == "int16")
     if isinstance(task, ComparedWithReference):
         task.compute_reference(execution.device, execution.precision, run.cache, output.progress, execution.group)
     if execution.compile == "on":

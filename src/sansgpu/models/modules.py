@@ -59,7 +59,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return list(max(lists, key=len, default=[]))
 
 
-def multiply_integers(model: nn.Module, integer: bool = True) -> None:
+def multiply_integers(model: nn.Module, integer: bool) -> None:
     """Sets whether the linear layers and the loss of a model multiply 16-bit integers; see MatmulPrecision."""
     for module in model.modules():
         if isinstance(module, Linear):

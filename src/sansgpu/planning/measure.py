@@ -140,8 +140,7 @@ class _Bench:
         return {"step_seconds": seconds, "model_seconds": built, "peak_rss_bytes": peak_rss_bytes()}
 
     def _change_layers(self, model: torch.nn.Module) -> None:
-        if self._execution.precision == "int16":
-            multiply_integers(model)
+        multiply_integers(model, self._execution.precision == "int16")
         if self._is_compiled:
             compile_blocks(model)
 

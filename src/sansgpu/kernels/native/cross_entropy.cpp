@@ -276,8 +276,9 @@ float pack_row(int64_t V, uint32_t row, const float* from, bfp16* to) {
   return block.scale;
 }
 
-// Calls compute(weight, to, P()) with typed arguments: the weight (., D) in a block format or NOT_QUANTIZED, and `to`
-// as a pointer to values of the dtype of all other tensors. P is the type of the numbers that are multiplied.
+// Calls compute(weight, to, P()) with typed arguments. The weight (., D) is in a block format or NOT_QUANTIZED, `to`
+// points to bf16 values with BF16 and to fp32 values otherwise, like all other tensors, and P is the type to which
+// matmuls pack their operands.
 template <typename F>
 void with_weight(int64_t precision, int64_t format, const void* weight, int64_t D, void* to, const F& compute) {
   const auto call_with = [&]<typename T, typename P>(T* typed, P numbers) {
