@@ -84,9 +84,11 @@ def contestants(
             variants[", bf16 weights, 8-bit moments"] = frugal
         if adapter != "none":
             by_row: dict[str, object] = {"training.batch_size": 1, "training.gradient_accumulation_steps": ROWS}
-            variants = {"": {}}
+            int8: dict[str, object] = {"training.precision": "int8"}
+            variants = {"": {}, ", int8 products": int8}
             for base in ("int8", "int4"):
                 variants[f", {base} base"] = {"model.base_precision": base, **by_row}
+            variants[", int8 base and products"] = {"model.base_precision": "int8", **by_row, **int8}
         for suffix, changes in variants.items():
             name = f"{OURS}, {label}{suffix}"
             output = folder / f"{name.replace(' ', '-')}"

@@ -30,7 +30,7 @@ def our_encoder(job: Job, texts: list[str]) -> tuple[Callable[[], Results], Call
     from sansgpu.tasks.embed.objective import encode_texts
     from sansgpu.train.loading import ModelRequest
 
-    loaded = open_encoder(ModelRequest(job["model"]), print, lambda *_: None, job["precision"])
+    loaded = open_encoder(ModelRequest(job["model"], precision=job["precision"]), print, lambda *_: None)
     return lambda: encode_texts(loaded, texts), lambda: tokenize(texts, loaded.tokenizer, loaded.config.window, "")
 
 
@@ -49,16 +49,15 @@ def their_encoder(job: Job, texts: list[str], batch: int) -> tuple[Callable[[], 
 
 def our_predictor(job: Job, texts: list[str]) -> tuple[Callable[[], Results], None]:
     from sansgpu.jobs.predict import CHUNK_ROWS
-    from sansgpu.models.modules import multiply_integers
+    from sansgpu.machine.probe import mixed_precision
     from sansgpu.train.loading import ModelRequest, open_model
 
     assert len(texts) <= CHUNK_ROWS
-    loaded = open_model(ModelRequest(job["model"]), "predict", print, lambda *_: None)
+    loaded = open_model(ModelRequest(job["model"], precision=job["precision"]), "predict", print, lambda *_: None)
     task_class: Any = loaded.task_class
-    multiply_integers(loaded.objective.model, job["precision"] == "int16")
 
     def predict() -> Results:
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=job["precision"] == "bf16"):
+        with torch.no_grad(), mixed_precision(loaded.device, loaded.precision):
             return np.array([one["label"] for one in task_class.predict(loaded, [{"text": text} for text in texts])])
 
     return predict, None

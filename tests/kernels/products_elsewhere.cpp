@@ -61,19 +61,25 @@ double worst_error() {
   return worst;
 }
 
-// Multiplies integers of 11 bits in block floating point, which represents them exactly.
+// Multiplies integers that block floating point represents exactly: every block has the largest mantissa of P.
+template <typename P>
 double integer_error(int64_t M, int64_t N, int64_t K, bool transposed, bool add) {
-  const int64_t ld = padded<bfp16>(K) + 2, places = padded<bfp16>(K);
+  constexpr int64_t LARGEST = BlockFormat<P>::LARGEST;
+  const int64_t places = padded<P>(K), ld = places + PER_WORD<P>;
   Buffer<float> A(M * K), B(K * N), C(M * N), before(M * N);
-  Buffer<bfp16> left(M * ld), right(round_up(N, COLUMNS) * places);
-  const auto integer = [] { return draw(), static_cast<float>(static_cast<int>(state >> 21) - 1024); };
-  for (int64_t i = 0; i < M * K; ++i) A[i] = integer();
-  for (int64_t i = 0; i < K * N; ++i) B[i] = integer();
-  for (int64_t i = 0; i < M * N; ++i) before[i] = C[i] = integer();
-  pack_rows({A, K, false}, M, K, left, ld);
-  pack_columns({B, transposed ? K : N, transposed}, N, K, right);
-  for (int64_t j = 0; j < N; j += PANEL<bfp16>)
-    product<bfp16>(M, std::min(PANEL<bfp16>, N - j), places, left, ld, right + j * places, PANEL<bfp16>, C + j, N, add);
+  Buffer<P> left(M * ld), right(round_up(N, COLUMNS) * places);
+  const auto integer = [](int64_t k) {
+    draw();
+    const int64_t drawn = static_cast<int64_t>(state >> 16) % (2 * LARGEST + 1) - LARGEST;
+    return static_cast<float>(k % BLOCK_TERMS<P> == 0 ? LARGEST : drawn);
+  };
+  for (int64_t i = 0; i < M * K; ++i) A[i] = integer(i % K);
+  for (int64_t i = 0; i < K * N; ++i) B[i] = integer(transposed ? i % K : i / N);
+  for (int64_t i = 0; i < M * N; ++i) before[i] = C[i] = integer(1);
+  pack_rows(Operand<float>{A, K, false}, M, K, static_cast<P*>(left), ld);
+  pack_columns(Operand<float>{B, transposed ? K : N, transposed}, N, K, static_cast<P*>(right));
+  for (int64_t j = 0; j < N; j += PANEL<P>)
+    product<P>(M, std::min(PANEL<P>, N - j), places, left, ld, right + j * places, PANEL<P>, C + j, N, add);
   double worst = 0;
   for (int64_t i = 0; i < M; ++i)
     for (int64_t j = 0; j < N; ++j) {
@@ -88,13 +94,17 @@ double integer_error(int64_t M, int64_t N, int64_t K, bool transposed, bool add)
   return worst;
 }
 
+template <typename P>
 double worst_integer_error() {
   double worst = 0;
   for (const auto& [M, N, K] : SHAPES)
-    for (int64_t kind = 0; kind < 4; ++kind) worst = std::max(worst, integer_error(M, N, K, kind & 1, kind & 2));
+    for (int64_t kind = 0; kind < 4; ++kind) worst = std::max(worst, integer_error<P>(M, N, K, kind & 1, kind & 2));
   return worst;
 }
 
 }  // namespace
 
-int main() { std::printf("%.3f %.3f %.3f\n", worst_error<float>(), worst_error<bf16>(), worst_integer_error()); }
+int main() {
+  std::printf("%.3f %.3f %.3f %.3f\n", worst_error<float>(), worst_error<bf16>(), worst_integer_error<bfp16>(),
+              worst_integer_error<bfp8>());
+}

@@ -146,5 +146,5 @@ def test_products_of_arm(arm_build: Path, name: str) -> None:
     program = ["qemu-aarch64", "-cpu", "max", str(arm_build / f"products_{name}")]
     done = subprocess.run(program, check=True, capture_output=True, text=True)
     errors = [float(error) for error in done.stdout.split()]
-    assert len(errors) == 3
+    assert len(errors) == 4
     assert max(errors) < 1

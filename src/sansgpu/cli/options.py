@@ -91,6 +91,21 @@ def number_option(help: str, group: str | None = None, least: float = -math.inf)
     return option(help, group, parser=parse, metavar="NUMBER")
 
 
+PRECISIONS = "auto", "fp32", "bf16", "int16", "int8"  # the values of training.precision
+
+
+def precision_option(auto: str) -> Any:
+    """Returns an option for the precision of matrix products; `auto` describes what auto means."""
+
+    def parse(text: str) -> str:
+        if text not in PRECISIONS:
+            raise typer.BadParameter(f"{text} must be {', '.join(PRECISIONS)}")
+        return text
+
+    help = f"Precision of matrix products. int8: fastest on processors with VNNI, less exact. auto: {auto}"
+    return option(help, None, parser=parse, metavar="|".join(PRECISIONS))
+
+
 def path_option(help: str, metavar: str) -> Any:
     """Returns an option that takes an output path."""
     return option(help, OUTPUT, parser=written_path, metavar=metavar)
@@ -117,6 +132,11 @@ OverrideOption = Annotated[
     list[str] | None,
     option("Override a configuration key. Repeatable.", CONFIGURATION, "--set", metavar="KEY.PATH=VALUE"),
 ]
+# Of type Any, because the values of `parse` have the type Precision, whose import takes long.
+PrecisionOption = Annotated[
+    Any, precision_option("as in training; fp32 for models that are not runs, and for runs in bf16 without bf16 here.")
+]
+GenerationPrecisionOption = Annotated[Any, precision_option("bf16 if this machine multiplies it, otherwise fp32.")]
 SnapshotOption = Annotated[
     str,
     option(

@@ -7,13 +7,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sansgpu.cli.options import (
     LARGEST_INTEGER,
     SAMPLING,
+    GenerationPrecisionOption,
     JsonOption,
     ModelArgument,
     ObjectiveOption,
@@ -22,6 +23,7 @@ from sansgpu.cli.options import (
     number_option,
     option,
     path_option,
+    precision_option,
     preparation_bar,
     print_json,
     print_result,
@@ -33,12 +35,10 @@ from sansgpu.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from sansgpu.config.training import Precision
     from sansgpu.views.terminal import RunConsole
 
 tokenizer = typer.Typer(no_args_is_help=True, help="Train a byte-level BPE tokenizer, or encode text.")
 LARGEST_BATCH = 65536  # prompts at once
-_PRECISIONS = "auto", "fp32", "bf16", "int16"  # the values of training.precision
 TemperatureOption = Annotated[
     float, number_option("Sampling temperature. 0: always choose the most likely token.", SAMPLING)
 ]
@@ -72,6 +72,7 @@ class _GenerateOptions:
     top_k: TopKOption = 0
     top_p: TopPOption = 1.0
     seed: SeedOption = 0
+    precision: GenerationPrecisionOption = "auto"
     snapshot: SnapshotOption = "latest"
     trust_remote_code: RemoteCodeOption = False
     objective: ObjectiveOption = None
@@ -97,7 +98,7 @@ def generate(given: _GenerateOptions) -> None:
         from sansgpu.models.generation.sampling import Sampling
         from sansgpu.train.loading import ModelRequest
 
-        model = ModelRequest(given.run, given.snapshot, given.trust_remote_code, given.objective)
+        model = ModelRequest(given.run, given.snapshot, given.trust_remote_code, given.objective, given.precision)
         sampling = Sampling(given.temperature, given.top_k, given.top_p, given.seed)
         text, summary = given.prompt or "", None
         if given.data is not None and given.output is not None:
@@ -152,6 +153,7 @@ class _ChatOptions:
     top_k: TopKOption = 0
     top_p: TopPOption = 0.9
     seed: SeedOption = 0
+    precision: GenerationPrecisionOption = "auto"
     snapshot: SnapshotOption = "latest"
     trust_remote_code: RemoteCodeOption = False
     objective: ObjectiveOption = None
@@ -170,7 +172,7 @@ def chat(given: _ChatOptions) -> None:
         from sansgpu.models.generation.sampling import Sampling
         from sansgpu.train.loading import ModelRequest
 
-        model = ModelRequest(given.run, given.snapshot, given.trust_remote_code, given.objective)
+        model = ModelRequest(given.run, given.snapshot, given.trust_remote_code, given.objective, given.precision)
         conversation = ChatSession(model, given.system, warn, bar)
     interactive = given.prompt is None and sys.stdin.isatty()
     lines = iter([given.prompt]) if given.prompt is not None else _lines("> " if interactive else "")
@@ -215,13 +217,9 @@ class _EmbedOptions:
         str | None,
         option("Name of the model's prompt to put before each text. Default: the model's default prompt."),
     ] = None
-    precision: Annotated[
-        str,
-        option(
-            "Precision of matrix products. auto: bf16, or int16 without bf16, if that is faster on this machine.",
-            metavar="|".join(_PRECISIONS),
-        ),
-    ] = "auto"
+    precision: Annotated[Any, precision_option("bf16, or int16 without bf16, if that is faster on this machine.")] = (
+        "auto"
+    )
     snapshot: SnapshotOption = "latest"
     trust_remote_code: RemoteCodeOption = False
 
@@ -234,16 +232,14 @@ def embed(given: _EmbedOptions) -> None:
 
     Example: sansgpu embed runs/embedder --data texts.jsonl --output vectors.npy
     """
-    if given.precision not in _PRECISIONS:
-        raise typer.BadParameter(f"--precision is {given.precision}, but must be {', '.join(_PRECISIONS)}")
     with preparation_bar() as bar:
         from sansgpu.jobs.embed import EmbedRequest
         from sansgpu.jobs.embed import embed as job
         from sansgpu.train.loading import ModelRequest
 
-        model, column = ModelRequest(given.run, given.snapshot, given.trust_remote_code), _column(given.text_column)
-        precision = cast("Precision", given.precision)
-        count = job(EmbedRequest(model, given.data, given.output, column, given.prompt, precision), warn, bar)
+        model = ModelRequest(given.run, given.snapshot, given.trust_remote_code, precision=given.precision)
+        column = _column(given.text_column)
+        count = job(EmbedRequest(model, given.data, given.output, column, given.prompt), warn, bar)
     show(f"{given.output}: {count:,} vectors")
     suggest("search", given.run, "FOLDER", "WORDS")
 

@@ -25,6 +25,7 @@ from sansgpu.cli.options import (
     number_option,
     option,
     path_option,
+    precision_option,
     preparation_bar,
     print_json,
     show,
@@ -337,6 +338,7 @@ class _DistillOptions:
     text_column: Annotated[
         str | None, option("Column with the text. Default: `text`, `content` or the only column.")
     ] = None
+    precision: Annotated[Any, precision_option("bf16, if that is faster on this machine.")] = "auto"
     snapshot: SnapshotOption = "latest"
     trust_remote_code: RemoteCodeOption = False
     as_json: JsonOption = False
@@ -357,7 +359,7 @@ def distill(given: _DistillOptions) -> None:
         from sansgpu.train.loading import ModelRequest
 
         request = DistillRequest(
-            model=ModelRequest(given.teacher, given.snapshot, given.trust_remote_code),
+            model=ModelRequest(given.teacher, given.snapshot, given.trust_remote_code, precision=given.precision),
             data=given.data,
             output=given.output,
             top_k=given.top_k,

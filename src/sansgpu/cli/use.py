@@ -14,6 +14,7 @@ from sansgpu.cli.options import (
     JsonOption,
     ModelArgument,
     ObjectiveOption,
+    PrecisionOption,
     RemoteCodeOption,
     RunArgument,
     SnapshotOption,
@@ -46,6 +47,7 @@ class _EvaluateOptions:
         str | None,
         option("Dataset to evaluate on (file, folder or Hub name). Default: the run's validation split."),
     ] = None
+    precision: PrecisionOption = "auto"
     snapshot: SnapshotOption = "latest"
     window: Annotated[int | None, option("With --data: context length in tokens.", min=2)] = None
     link_prediction: Annotated[
@@ -91,7 +93,7 @@ def evaluate(given: _EvaluateOptions) -> None:
         from sansgpu.jobs.evaluate import evaluate_model, link_prediction
         from sansgpu.train.loading import ModelRequest
 
-        model = ModelRequest(given.run, given.snapshot, given.trust_remote_code, given.objective)
+        model = ModelRequest(given.run, given.snapshot, given.trust_remote_code, given.objective, given.precision)
         if given.link_prediction:
             result = link_prediction(model, given.data, given.limit, bar, warn)
         else:
@@ -127,6 +129,7 @@ class _PredictOptions:
     output: Annotated[Path | None, path_option("With --data: JSON lines file to write. Default: stdout.", "FILE")] = (
         None
     )
+    precision: PrecisionOption = "auto"
     snapshot: SnapshotOption = "latest"
     trust_remote_code: RemoteCodeOption = False
     objective: ObjectiveOption = None
@@ -153,7 +156,7 @@ def predict(given: _PredictOptions) -> None:
         from sansgpu.jobs.predict import predict as job
         from sansgpu.train.loading import ModelRequest
 
-        model = ModelRequest(given.run, given.snapshot, given.trust_remote_code, given.objective)
+        model = ModelRequest(given.run, given.snapshot, given.trust_remote_code, given.objective, given.precision)
         results, in_words = job(model, row if given.data is None else given.data, warn, bar, **options)
         if given.output is not None:
             write_json_lines(_with_progress(results, bar), given.output)
@@ -215,6 +218,7 @@ class _ExtractOptions:
     beams: Annotated[int, option("Beam width for generating tails token by token.", _QUERY, min=1)] = 10
     top: Annotated[int, option("Maximum number of tails per head and relation.", _QUERY, min=1)] = 1
     output: Annotated[Path | None, path_option("JSON lines file to write. Default: stdout.", "FILE")] = None
+    precision: PrecisionOption = "auto"
     snapshot: SnapshotOption = "latest"
     objective: ObjectiveOption = None
     as_json: Annotated[bool, flag("With --output: print counts and scores as one JSON object.", OUTPUT, "--json")] = (
@@ -245,7 +249,7 @@ def extract(given: _ExtractOptions) -> None:
         from sansgpu.train.loading import ModelRequest
 
         request = ExtractRequest(
-            model=ModelRequest(given.run, given.snapshot, objective=given.objective),
+            model=ModelRequest(given.run, given.snapshot, objective=given.objective, precision=given.precision),
             text=given.text,
             data=given.data,
             heads=given.head or (),

@@ -40,7 +40,7 @@ def default_learning_rate(optimizer: str, width: float, own: float | None = None
 
 
 Device = Literal["auto", "cpu", "cuda"]
-Precision = Literal["auto", "fp32", "bf16", "int16"]
+Precision = Literal["auto", "fp32", "bf16", "int16", "int8"]
 
 
 def _switch(value: object) -> object:
@@ -206,7 +206,8 @@ class TrainingConfig(Section):
     precision: Precision = Field(
         "auto",
         description="precision of matrix products; int16: 16-bit integers in block floating point, only with sansgpu's "
-        "kernels; auto: bf16 if the device supports it natively, otherwise int16, if it is faster than fp32",
+        "kernels; int8: 8-bit integers, with weight gradients and the output head in bf16 or int16, only with "
+        "sansgpu's kernels; auto: bf16 if the device supports it natively, otherwise int16, if it is faster than fp32",
     )
     use_amp: bool | None = Field(None, description="true: same as precision auto; false: same as precision fp32")
     compile: Switch = Field(
@@ -313,13 +314,13 @@ class TrainingConfig(Section):
             raise ValueError(
                 f"adapt_threads requires threads auto, but threads is {self.threads}; change one of the two"
             )
-        if self.use_amp is False and self.precision in ("bf16", "int16"):
+        if self.use_amp is False and self.precision in ("bf16", "int16", "int8"):
             raise ValueError(
                 f"use_amp false means precision fp32, but precision is {self.precision}; remove one of the two"
             )
         if self.use_amp and self.precision == "fp32":
             raise ValueError("use_amp true means mixed precision, but precision is fp32; remove one of the two")
-        if self.master_weights == "bf16" and self.wanted_precision in ("fp32", "int16"):
+        if self.master_weights == "bf16" and self.wanted_precision in ("fp32", "int16", "int8"):
             raise ValueError(
                 f"master_weights bf16 requires precision bf16, but precision is {self.wanted_precision}; "
                 "change one of the two"

@@ -30,10 +30,10 @@ from sansgpu.files.ownership import LOCK, require_no_links
 from sansgpu.kernels.roofline import resolve_precision
 from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.distributed.world import require_one_process
-from sansgpu.machine.probe import cache_dir
+from sansgpu.machine.probe import cache_dir, has_bf16_tensors, mixed_precision
 from sansgpu.models.formats.weights import weights_sha256
 from sansgpu.models.huggingface.pretrained import save_tokenizer
-from sansgpu.models.modules import narrow_matrices
+from sansgpu.models.modules import narrow_matrices, set_matmul_precision
 from sansgpu.models.teacher import Teacher
 from sansgpu.tasks.distillation import Lesson, vocabulary_fingerprint
 from sansgpu.tasks.fine_tuning import PASS_TOKENS
@@ -90,7 +90,9 @@ def distill(request: DistillRequest, warn: Callable[[str], None], progress: Repo
         "vocab_size": vocabulary,
         "top_k": request.top_k,
         "max_length": config.data.max_length,
-        "precision": _precision(loaded),
+        "precision": loaded.precision
+        if loaded.is_precision_chosen
+        else resolve_precision(TrainingConfig(), loaded.device),
     }
     with write_failures_as(SansGPUError, request.output, "--output"):
         folder = _folder(request, settings, lesson, tokenizer)
@@ -135,10 +137,6 @@ def _tokenizer(request: DistillRequest, loaded: TrainedModel) -> Any:
     return load_tokenizer(loaded.source.tokenizer)
 
 
-def _precision(loaded: TrainedModel) -> str:
-    return resolve_precision(TrainingConfig(), loaded.device)
-
-
 def _folder(request: DistillRequest, settings: dict[str, Any], lesson: Lesson, tokenizer: Any) -> TeacherFolder:
     """Creates the folder, or opens an existing one. Raises ConfigError if that was written with different settings."""
     root = request.output
@@ -150,8 +148,9 @@ def _folder(request: DistillRequest, settings: dict[str, Any], lesson: Lesson, t
 
         create_teacher_folder(root, settings, {**lesson.arrays, "counts": lesson.counts}, save)
     folder = open_teacher_folder(root)
+    ignored = NAMES if request.model.precision != "auto" else (*NAMES, "precision")
     for key, value in settings.items():
-        if key not in (*NAMES, "precision") and folder.settings.get(key) != value:
+        if key not in ignored and folder.settings.get(key) != value:
             raise ConfigError(
                 f"{root} was written with a different {key.replace('_', ' ')} ({folder.settings.get(key)}, now "
                 f"{value}); choose another --output, or delete it."
@@ -181,11 +180,12 @@ def _locked(root: Path) -> Iterator[None]:
 
 def _write_shards(folder: TeacherFolder, teacher: Teacher, lesson: Lesson, progress: ReportProgress) -> TeacherFolder:
     """Predicts the shards that are missing or damaged."""
-    narrow = folder.settings["precision"] == "bf16"
-    if narrow:
+    precision = folder.settings["precision"]
+    if has_bf16_tensors(precision):
         narrow_matrices(teacher.model)
+    set_matmul_precision(teacher.model, precision)
     done, total = 0, int(folder.counts.sum())
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+    with torch.no_grad(), mixed_precision(torch.device("cpu"), precision):
         for number, (first, stop) in enumerate(folder.shard_examples()):
             if not folder.has_shard(number):
                 parts: list[np.ndarray] = []

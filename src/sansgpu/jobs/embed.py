@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from sansgpu.config import ConfigError, DataConfig, SansGPUError, TrainingConfig
-from sansgpu.config.training import Precision
 from sansgpu.config.wording import first_line
 from sansgpu.data.files import SUFFIXES, file_form
 from sansgpu.data.rows import BadRowError, SourceRow, row_text
@@ -27,8 +26,9 @@ from sansgpu.files.reading import require_regular_file
 from sansgpu.kernels import library
 from sansgpu.kernels.roofline import resolve_precision
 from sansgpu.machine.private_folder import make_private, private_cache
+from sansgpu.machine.probe import has_bf16_tensors
 from sansgpu.models.formats.weights import weights_sha256
-from sansgpu.models.modules import multiply_integers, narrow_matrices
+from sansgpu.models.modules import narrow_matrices, set_matmul_precision
 from sansgpu.tasks.embed.index import FoundPassage, PassageIndex, PassageRules, Spans, require_usearch
 from sansgpu.tasks.embed.objective import encode_texts
 from sansgpu.tasks.task import TrainedModel
@@ -51,7 +51,6 @@ class EmbedRequest:
     output: Path
     text_column: str | int | None = None
     prompt: str | None = None
-    precision: Precision = "auto"
 
 
 def embed(request: EmbedRequest, warn: Callable[[str], None], progress: ReportProgress) -> int:
@@ -62,7 +61,7 @@ def embed(request: EmbedRequest, warn: Callable[[str], None], progress: ReportPr
     """
     data, output, prompt = request.data, request.output, request.prompt
     require_vector_file(output)
-    loaded = open_encoder(request.model, warn, progress, request.precision)
+    loaded = open_encoder(request.model, warn, progress)
     layout = loaded.objective.layout
     if prompt is not None and prompt not in layout.prompts:
         names = " ".join(layout.prompts) or "none"
@@ -82,22 +81,18 @@ def embed(request: EmbedRequest, warn: Callable[[str], None], progress: ReportPr
     return done
 
 
-def open_encoder(
-    model: ModelRequest, warn: Callable[[str], None], progress: ReportProgress, precision: Precision = "auto"
-) -> TrainedModel:
+def open_encoder(model: ModelRequest, warn: Callable[[str], None], progress: ReportProgress) -> TrainedModel:
     """Loads a run of task embed, a Sentence Transformers folder or any Hugging Face encoder, for `encode_texts`.
 
-    Precision auto is bf16 or int16 if that is faster on this machine. Raises ConfigError if the model cannot embed text
-    or cannot be computed in this precision.
+    Precision auto is bf16 or int16 if that is faster on this machine. Raises ConfigError if the model embeds no text.
     """
     loaded = open_model(model, "embed", warn, progress)
-    ours = library.available()
-    if precision == "int16" and not ours:
-        raise ConfigError("int16 requires sansgpu's kernels, which are not loaded; set --precision to auto or fp32.")
-    chosen = resolve_precision(TrainingConfig(precision=precision), loaded.device, ours)
-    if chosen == "bf16":
+    chosen = loaded.precision
+    if not loaded.is_precision_chosen:
+        chosen = resolve_precision(TrainingConfig(), loaded.device, library.available())
+    if has_bf16_tensors(chosen):
         narrow_matrices(loaded.objective.model)
-    multiply_integers(loaded.objective.model, chosen == "int16")
+    set_matmul_precision(loaded.objective.model, chosen)
     return replace(loaded, precision=chosen)
 
 

@@ -17,6 +17,7 @@ from sansgpu.data.headers import require_no_header
 from sansgpu.data.rows import LocatedRow, SourceRow
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single
+from sansgpu.machine.probe import has_bf16_tensors, mixed_precision
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import ModelRequest, open_model
@@ -48,7 +49,7 @@ def predict(
         rows: Iterator[Row] = rows_of(data, loaded.config.data, loaded.task_class.rows_to_predict)
     else:
         rows, loaded = iter([data]), _for_single_row(loaded, data)
-    if loaded.precision == "bf16":
+    if has_bf16_tensors(loaded.precision):
         narrow_matrices(loaded.objective.model, torch.nn.Linear)  # embeddings stay as they are, as with autocast
     progress("predicting", 0, 0)
     return PredictedRows(_predictions(loaded, rows, options), loaded.task_class.in_words)
@@ -76,7 +77,7 @@ def _flags(columns: Sequence[str]) -> str:
 
 
 def _predictions(loaded: TrainedModel, rows: Iterator[Row], options: dict[str, Any]) -> Iterator[Row]:
-    precision_of_evaluations = torch.autocast(loaded.device.type, torch.bfloat16, enabled=loaded.precision == "bf16")
+    precision_of_evaluations = mixed_precision(loaded.device, loaded.precision)
     while chunk := list(islice(rows, CHUNK_ROWS)):
         with torch.no_grad(), precision_of_evaluations:
             predicted = list(loaded.task_class.predict(loaded, chunk, **options))

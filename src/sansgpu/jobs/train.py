@@ -40,7 +40,7 @@ from sansgpu.machine.launch import has_random_hashes
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.monitor import Monitor
 from sansgpu.machine.probe import describe_machine
-from sansgpu.models.modules import compile_blocks, multiply_integers
+from sansgpu.models.modules import compile_blocks, set_matmul_precision
 from sansgpu.planning.resolve import ResolveOptions, resolve_run
 from sansgpu.tasks.registry import task_of
 from sansgpu.tasks.task import ComparedWithReference, Task
@@ -271,7 +271,7 @@ def _run(
     run: TrainingRun, task: Task, snapshot: Snapshot | None, request: TrainRequest, output: _Output
 ) -> TrainingResult:
     execution, paths = run.execution, run.paths
-    multiply_integers(task.model, execution.precision == "int16")
+    set_matmul_precision(task.model, execution.precision)
     if isinstance(task, ComparedWithReference):
         task.compute_reference(execution.device, execution.precision, run.cache, output.progress, execution.group)
     if execution.compile == "on":

@@ -31,7 +31,7 @@ class LossOptions:
     label_smoothing: float = 0.0  # probability mass spread evenly over the vocabulary (arXiv 1512.00567)
     z_loss: float = 0.0  # coefficient of log(sum(exp(logits)))^2, which keeps logits from drifting (arXiv 2204.02311)
     softcap: float = 0.0  # logits become softcap * tanh(logits / softcap) (arXiv 2408.00118); 0 disables it
-    integer: bool = False  # multiplies fp32 operands in MatmulPrecision.INT16
+    integer: bool = False  # multiplies fp32 operands in MatmulPrecision.INT16, also in models that use INT8
 
 
 DEFAULT_LOSS_OPTIONS = LossOptions()
@@ -322,7 +322,7 @@ def native_chunks(
     `revise` may change a chunk, also in place, before the gradients are computed from it. Chunks store exponentials
     instead of logits, because rounding logits to bf16 would be the largest error of the losses.
     """
-    precision = MatmulPrecision.of(head.hidden.dtype, options.integer and len(head.weight) > 1)
+    precision = MatmulPrecision.of(head.hidden.dtype, "int16" if options.integer and len(head.weight) > 1 else None)
     buffer, scaled = head.buffer(), torch.empty_like(head.hidden[:CHUNK_ROWS])
     for part in _parts(head, CHUNK_ROWS):
         chunk = _losses(head, part, buffer, options, count, precision)

@@ -14,13 +14,15 @@ import torch
 import torch.nn.functional as F
 
 from sansgpu.kernels import library
-from sansgpu.kernels.block_quantization import NOT_QUANTIZED, QuantizedWeight
+from sansgpu.kernels.block_quantization import NOT_QUANTIZED, Matrix, QuantizedWeight, stored
 from sansgpu.kernels.c_functions import constants, structs
+from sansgpu.kernels.matmul import Integer, MatmulPrecision
 from sansgpu.kernels.norm import RMSNorm
 from sansgpu.kernels.packed_cache import PackedCache
 from sansgpu.machine.probe import available_memory
 
 TILE = constants()["STEP_TILE"]  # outputs of a packed tile
+INT8_TILES = constants()["INT8_TILES"]  # the format of weights that are packed as 8-bit integers
 PACKED_RATIO = 0.25  # maximum share of the available memory for packed copies of the weights
 
 
@@ -104,15 +106,26 @@ def _takes(
 
 
 class DecoderStep:
-    """The layers of a decoder. Weights that are not quantized are copied to the packed layout of the C++ code."""
+    """The layers of a decoder. Weights that are not quantized are copied to the packed layout of the C++ code.
+
+    With `integer` int8, copies of all weights have 8-bit integers, and matmuls are computed as in
+    `MatmulPrecision.INT8`.
+    """
 
     def __init__(
-        self, layers: Sequence[StepLayer], last_norm: RMSNorm, head: StepWeight, head_dim: int, dtype: torch.dtype
+        self,
+        layers: Sequence[StepLayer],
+        last_norm: RMSNorm,
+        head: StepWeight,
+        head_dim: int,
+        dtype: torch.dtype,
+        integer: Integer | None = None,
     ) -> None:
         first = layers[0]
         heads, kv_heads = (first.qkv[place].shape[0] // head_dim for place in (0, 1))
         self._sizes = {"D": head.shape[1], "H": heads, "K": kv_heads, "d": head_dim, "F": first.gate.shape[0]}
         self._last_norm, self._vocabulary, self._dtype = last_norm, head.shape[0], dtype
+        self._precision = MatmulPrecision.of(dtype, "int8") if integer == "int8" else None
         self._tensors: list[torch.Tensor] = []  # keeps the tensors alive that C++ has pointers to
         self._head = self._weight(head)
         self._layers = tuple(self._layer(one) for one in layers)
@@ -162,11 +175,14 @@ class DecoderStep:
 
     def _weight(self, weight: StepWeight) -> Any:
         """Returns the struct StepWeight of native.h."""
-        quantized = weight.matrix if isinstance(weight.matrix, QuantizedWeight) else None
-        data = _packed(weight.matrix) if isinstance(weight.matrix, torch.Tensor) else weight.matrix.data
+        data, format = stored(weight.matrix)
+        if self._precision is not None:
+            data, format = _packed_integers(weight.matrix, self._precision), INT8_TILES
+        elif format == NOT_QUANTIZED:
+            data = _packed(data)
         struct = structs()["StepWeight"](
             data=self._pointer(data),
-            format=NOT_QUANTIZED if quantized is None else quantized.format.number,
+            format=format,
             N=weight.shape[0],
             bias=None if weight.bias is None else self._pointer(weight.bias.detach().float()),
         )
@@ -185,7 +201,12 @@ class DecoderStep:
 
 
 def step_of(
-    layers: Sequence[StepLayer | None], last_norm: Any, head: StepWeight, head_dim: int, dtype: torch.dtype
+    layers: Sequence[StepLayer | None],
+    last_norm: Any,
+    head: StepWeight,
+    head_dim: int,
+    dtype: torch.dtype,
+    integer: Integer | None = None,
 ) -> DecoderStep | None:
     """Returns a DecoderStep for the layers, or None if C++ does not support them or packed copies are too large."""
     found = [layer for layer in layers if layer is not None]
@@ -194,15 +215,32 @@ def step_of(
     if not _takes(found, last_norm, head, head_dim, dtype):
         return None
     weights = [head, *(weight for one in found for weight in one.weights)]
-    size = sum(weight.matrix.nbytes for weight in weights if isinstance(weight.matrix, torch.Tensor))
+    size = sum(_packed_bytes(weight, integer) for weight in weights)
     if size > PACKED_RATIO * available_memory(torch.device("cpu")):
         return None
-    return DecoderStep(found, last_norm, head, head_dim, dtype)
+    return DecoderStep(found, last_norm, head, head_dim, dtype, integer)
+
+
+def _packed_bytes(weight: StepWeight, integer: Integer | None) -> int:
+    """Returns about how many bytes a packed copy of a weight has."""
+    if integer == "int8":
+        return weight.shape[0] * weight.shape[1]
+    return weight.matrix.nbytes if isinstance(weight.matrix, torch.Tensor) else 0
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:
     """Returns a weight packed in tiles."""
     rows, terms = weight.shape
     packed = weight.new_empty(-(-rows // TILE) * TILE * terms, requires_grad=False)
-    library.call("pack_step_weight", weight.dtype == torch.bfloat16, weight.detach(), rows, terms, packed)
+    precision = MatmulPrecision.of(weight.dtype)
+    library.call("pack_step_weight", int(precision), NOT_QUANTIZED, weight.detach(), rows, terms, packed)
+    return packed
+
+
+def _packed_integers(matrix: Matrix, precision: MatmulPrecision) -> torch.Tensor:
+    """Returns a weight packed in tiles of 8-bit integers."""
+    data, format = stored(matrix)
+    rows, terms = StepWeight(matrix).shape
+    packed = torch.empty(-(-rows // TILE) * library.call("int8_tile_bytes", terms), dtype=torch.int8)
+    library.call("pack_step_weight", int(precision), format, data.detach(), rows, terms, packed)
     return packed

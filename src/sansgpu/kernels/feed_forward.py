@@ -18,7 +18,7 @@ from sansgpu.kernels.linear import (
     precision_of,
     use_kernel,
 )
-from sansgpu.kernels.matmul import Matmul, MatmulPrecision, sum_of_matmuls
+from sansgpu.kernels.matmul import Matmul, MatmulPrecision, multiply, sum_of_matmuls
 from sansgpu.kernels.pointwise import Activation, activate
 
 
@@ -65,17 +65,20 @@ class _FeedForwardFunction(torch.autograd.Function):
         grad = grad_outputs[0].reshape(-1, grad_outputs[0].shape[-1])
         activated, activated_grad = torch.empty_like(first), torch.empty_like(first)
         grads = [torch.empty_like(first) for _ in weights]
-        matmuls, gradients = parameter_gradients(
+        of_weights, gradients = parameter_gradients(
             [*grads, grad], [*[x] * len(grads), activated], ctx.needed, ctx.targets
         )
-        x_grad = None
+        of_inputs, x_grad = [], None
         if ctx.of_x:
             x_grad = first.new_empty(ctx.shape)
-            matmuls += sum_of_matmuls([*zip(grads, weights, strict=True)], x_grad.view(-1, ctx.shape[-1]))
+            of_inputs = sum_of_matmuls([*zip(grads, weights, strict=True)], x_grad.view(-1, ctx.shape[-1]))
         inputs, outputs = (activated_grad, first, second), (grads[0], grads[1] if second is not None else None)
         of_activated = [Matmul(grad, down, activated_grad)]
-        options = ctx.precision, ctx.activation
-        _call("feed_forward_gradient", *options, of_activated, matmuls, *inputs, *outputs, activated)
+        options, of_weight = (ctx.precision, ctx.activation), ctx.precision.of_weight_gradient
+        together = [*of_weights, *of_inputs] if of_weight == ctx.precision else of_inputs
+        _call("feed_forward_gradient", *options, of_activated, together, *inputs, *outputs, activated)
+        if together is of_inputs:
+            multiply(of_weight, *of_weights)
         return x_grad, None, None, None, *gradients
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from sansgpu.kernels import library
 from sansgpu.kernels.block_quantization import NOT_QUANTIZED, QuantizedWeight, by_number, dequantize_rows, row_length
 from sansgpu.kernels.c_functions import structs
-from sansgpu.kernels.matmul import MatmulPrecision, is_native
+from sansgpu.kernels.matmul import Integer, MatmulPrecision, is_native
 
 MAX_RANK = 64  # above this, adding products in fp32 takes longer than separate matmuls
 
@@ -26,7 +26,7 @@ class _FrozenLayer(NamedTuple):
     weight: torch.Tensor  # (O, I), or the data of a quantized weight
     format: int  # the number of the block format of the data, or NOT_QUANTIZED
     bias: torch.Tensor | None  # (O,)
-    integer: bool  # multiplies fp32 inputs with it in INT16
+    integer: Integer | None  # multiplies inputs with it in integers
 
     def precision(self, x: torch.Tensor) -> MatmulPrecision:
         """Returns the precision of the products of x with the weight; those of an adapter are in the dtype of x."""
@@ -47,12 +47,12 @@ def lora_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     adapter: Adapter,
-    integer: bool = False,
+    integer: Integer | None = None,
 ) -> torch.Tensor:
     """Computes x W^T + bias + scale (dropped A^T) B^T; W and bias get no gradient. `dropped` is x after dropout, or x.
 
     x and dropped (N, I), weight W (O, I), bias (O,), adapter A (R, I) and B (O, R); returns (N, O). With `integer`,
-    fp32 inputs are multiplied with W in INT16.
+    inputs are multiplied with W in integers; see MatmulPrecision.
     """
     if is_native(x, dropped, weight, adapter.first, adapter.second):
         return _native_lora_linear(x, dropped, _FrozenLayer(weight, NOT_QUANTIZED, bias, integer), adapter)
@@ -123,12 +123,12 @@ def _sizes(x: torch.Tensor, frozen: _FrozenLayer, first: torch.Tensor, second: t
 
 
 def quantized_linear(
-    x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None, integer: bool = False
+    x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None, integer: Integer | None = None
 ) -> torch.Tensor:
     """Computes x W^T + bias for x (N, I), W (O, I) and bias (O,); returns (N, O). W and bias get no gradient.
 
     W is dequantized to the dtype of x, or to fp32 if the kernel multiplies only a few rows. With `integer`, more rows
-    in fp32 are multiplied in INT16.
+    are multiplied in integers; see MatmulPrecision.
     """
     _require_fit(x, weight, bias)
     frozen = _FrozenLayer(weight.data, weight.format.number, bias, integer)
@@ -141,7 +141,7 @@ def quantized_lora_linear(
     weight: QuantizedWeight,
     bias: torch.Tensor | None,
     adapter: Adapter,
-    integer: bool = False,
+    integer: Integer | None = None,
 ) -> torch.Tensor:
     """Computes `lora_linear` with a quantized weight: x W^T + bias + scale (dropped A^T) B^T.
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sansgpu.kernels.matmul import Matmul, MatmulPrecision, is_native, multiply, sum_of_matmuls
+from sansgpu.kernels.matmul import Integer, Matmul, MatmulPrecision, is_native, multiply, sum_of_matmuls
 
 # With fewer rows, as in generation, torch is faster. With more rows, torch compiles a matmul for each new number of
 # rows, and packed examples have a new one in every micro-batch. Compiling takes milliseconds, and the code stays in
@@ -68,10 +68,10 @@ def autocasted(x: torch.Tensor) -> torch.Tensor:
 class Linear(nn.Linear):
     """nn.Linear with our matmuls where they are at least as fast: (..., inputs) -> (..., outputs).
 
-    With `integer`, matmuls of fp32 tensors are computed in INT16, forward and backward; see MatmulPrecision.
+    With `integer`, matmuls are computed in integers, forward and backward; see MatmulPrecision.
     """
 
-    integer = False
+    integer: Integer | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         x = autocasted(input)
@@ -101,7 +101,7 @@ def use_kernel(x: torch.Tensor, *layers: Linear) -> bool:
 
 def precision_of(x: torch.Tensor, *layers: Linear) -> MatmulPrecision:
     """Returns the precision in which these layers multiply x, already in autocast's dtype."""
-    return MatmulPrecision.of(x.dtype, all(layer.integer for layer in layers))
+    return MatmulPrecision.of(x.dtype, layers[0].integer)
 
 
 def linear_each(x: torch.Tensor, *layers: Linear) -> tuple[torch.Tensor, ...]:
@@ -153,6 +153,14 @@ def parameter_gradients(
     return matmuls, found
 
 
+def multiply_gradients(precision: MatmulPrecision, of_weights: list[Matmul], of_inputs: list[Matmul]) -> None:
+    """Computes the gradients of layers that multiply in `precision`."""
+    if precision.of_weight_gradient == precision:
+        return multiply(precision, *of_weights, *of_inputs)
+    multiply(precision.of_weight_gradient, *of_weights)
+    multiply(precision, *of_inputs)
+
+
 def _apply(x: torch.Tensor, *layers: Linear) -> tuple[torch.Tensor, ...]:
     parameters = parameters_of(layers)
     results = _LinearFunction.apply(x, precision_of(x, *layers), gradient_sums(parameters), *parameters)
@@ -182,9 +190,9 @@ class _LinearFunction(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         grads = [grad.reshape(-1, grad.shape[-1]) for grad in grad_outputs]
         matmuls, found = parameter_gradients(grads, [x] * len(grads), ctx.needed, ctx.targets)
-        x_grad = None
+        of_inputs, x_grad = [], None
         if weights:
             x_grad = grads[0].new_empty(ctx.shape)
-            matmuls += sum_of_matmuls([*zip(grads, weights, strict=True)], x_grad.view(-1, ctx.shape[-1]))
-        multiply(ctx.precision, *matmuls)
+            of_inputs = sum_of_matmuls([*zip(grads, weights, strict=True)], x_grad.view(-1, ctx.shape[-1]))
+        multiply_gradients(ctx.precision, matmuls, of_inputs)
         return x_grad, None, None, *found

@@ -7,30 +7,54 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Literal, get_args
 
 import torch
 
 from sansgpu.kernels import library
 from sansgpu.kernels.c_functions import constants, structs
 
+Integer = Literal["int16", "int8"]
+INTEGERS: tuple[Integer, ...] = get_args(Integer)
+
+
+def integer_of(precision: str) -> Integer | None:
+    """Returns the integers that a value of `training.precision` multiplies, or None if it multiplies floats."""
+    return next((integer for integer in INTEGERS if integer == precision), None)
+
 
 class MatmulPrecision(IntEnum):
-    """The number format in which a matmul multiplies: its operands' own, or 16-bit integers made from fp32 operands.
+    """The number format in which a matmul multiplies: its operands' own, or integers to which it converts them.
 
-    The integers are block floating point: 512 consecutive terms of a row share a power of two as their scale, and each
-    has 12 bits (native/block_floats.h). Results are fp32.
+    The integers are block floating point (native/block_floats.h). In INT16, 512 consecutive terms of a row share a
+    scale, and each has 12 bits. In INT8, 256 terms share a scale, and each has 8 bits. The operands are fp32, but bf16
+    for BF16 and INT8_OF_BF16.
     """
 
     FP32 = constants()["FP32"]
     BF16 = constants()["BF16"]
     INT16 = constants()["INT16"]
+    INT8 = constants()["INT8"]
+    INT8_OF_BF16 = constants()["INT8_OF_BF16"]
 
     @classmethod
-    def of(cls, dtype: torch.dtype, integer: bool = False) -> MatmulPrecision:
-        """Returns the precision that multiplies operands of this dtype as they are, or fp32 as INT16 if `integer`."""
+    def of(cls, dtype: torch.dtype, integer: Integer | None = None) -> MatmulPrecision:
+        """Returns the precision that multiplies operands of this dtype, as integers if `integer` is not None.
+
+        bf16 operands have more digits than int8 and are multiplied faster than int16, so int16 leaves them as they are.
+        """
         if dtype == torch.bfloat16:
-            return cls.BF16
-        return cls.INT16 if integer and dtype == torch.float32 else cls.FP32
+            return cls.INT8_OF_BF16 if integer == "int8" else cls.BF16
+        if integer is None or dtype != torch.float32:
+            return cls.FP32
+        return cls.INT8 if integer == "int8" else cls.INT16
+
+    @property
+    def of_weight_gradient(self) -> MatmulPrecision:
+        """The precision of weight gradients, which int8 would spoil (SwitchBack, arXiv 2304.13013)."""
+        return {MatmulPrecision.INT8: MatmulPrecision.INT16, MatmulPrecision.INT8_OF_BF16: MatmulPrecision.BF16}.get(
+            self, self
+        )
 
 
 def is_native(*matrices: torch.Tensor) -> bool:

@@ -37,11 +37,13 @@ SANSGPU_CONSTANT(Q6_K_NUMBER, 4); SANSGPU_CONSTANT(Q6_K_VALUES, 256); SANSGPU_CO
 SANSGPU_KERNEL void product(int64_t narrow, int64_t repeats, int64_t M, int64_t N, int64_t K, const void* A,
     int64_t lda, const void* B, int64_t ldb, float* C, int64_t ldc, int64_t add);
 
-// native/matmul.cpp Precisions of matmuls: the dtype of their operands, or INT16 for fp32 operands that are multiplied
-// in block floating point (native/block_floats.h).
+// native/matmul.cpp Precisions of matmuls: the dtype of their operands, or integers to which the operands are converted
+// (native/block_floats.h). The operands are bf16 for BF16 and INT8_OF_BF16, otherwise fp32.
 SANSGPU_CONSTANT(FP32, 0);
 SANSGPU_CONSTANT(BF16, 1);
 SANSGPU_CONSTANT(INT16, 2);
+SANSGPU_CONSTANT(INT8, 3);
+SANSGPU_CONSTANT(INT8_OF_BF16, 4);
 // Stores C (M, N) = A (M, K) B (K, N) + bias (N,) in `out`, in the dtype of A and B. If `total` is not null, A B is
 // also stored there in fp32 (or added to it, with `add`); `out` may then be null. `bias` and `row_sums` may be null;
 // see Product in native/matmul.h.
@@ -143,7 +145,7 @@ SANSGPU_KERNEL void quantized_forward(int64_t precision, int64_t format, int64_t
     const void* weight, const void* x, const float* bias, void* y);
 SANSGPU_KERNEL void quantized_backward(int64_t precision, int64_t format, int64_t N, int64_t I, int64_t O,
     const void* weight, const void* grad, void* x_grad);
-SANSGPU_KERNEL void dequantize_rows(int64_t precision, int64_t format, int64_t O, int64_t I, const void* weight,
+SANSGPU_KERNEL void dequantize_rows(int64_t narrow, int64_t format, int64_t O, int64_t I, const void* weight,
     void* values);
 
 // native/block_quantization.cpp
@@ -164,6 +166,7 @@ SANSGPU_KERNEL void lora_backward(int64_t precision, int64_t format, const struc
 // native/decoder_step.cpp
 SANSGPU_CONSTANT(CACHE_BLOCK, 64);  // tokens per block of a packed KV cache; its length is a multiple
 SANSGPU_CONSTANT(STEP_TILE, 64);    // outputs per tile of packed weights
+SANSGPU_CONSTANT(INT8_TILES, -2);   // the format of weights that are packed as block floats of 8 bits
 struct StepSizes {
   int64_t B, D, H, K, d, F, S, layers;
 };
@@ -171,7 +174,7 @@ struct StepSizes {
 // outputs.
 struct StepWeight {
   const void* data;            // packed weights, or rows in a block format
-  int64_t format, N;           // NOT_QUANTIZED if packed
+  int64_t format, N;           // NOT_QUANTIZED or INT8_TILES if packed
   const float* bias;           // (N,), may be null
   int64_t rank;                // rank of the LoRA adapter, which must be even; 0 without an adapter
   const void* first;           // the adapter's packed matrix A (rank, terms)
@@ -190,7 +193,9 @@ struct StepLayer {
 };
 SANSGPU_KERNEL void store_tokens(int64_t narrow, int64_t count, int64_t K, int64_t S, int64_t d, const int64_t* slots,
     const int64_t* positions, const void* keys, const void* values, void* to_keys, void* to_values);
-SANSGPU_KERNEL void pack_step_weight(int64_t narrow, const void* weight, int64_t N, int64_t terms, void* to);
+SANSGPU_KERNEL void pack_step_weight(int64_t precision, int64_t format, const void* weight, int64_t N, int64_t terms,
+    void* to);
+SANSGPU_KERNEL int64_t int8_tile_bytes(int64_t terms);
 SANSGPU_KERNEL void decoder_step(int64_t narrow, const struct StepSizes* sizes, double eps,
     const struct StepLayer* layers, const float* last_norm, const struct StepWeight* head, float* x, const float* cos,
     const float* sin, const int64_t* positions, void* logits);

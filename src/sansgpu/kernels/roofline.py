@@ -16,9 +16,9 @@ import torch
 
 from sansgpu.config import TrainingConfig
 from sansgpu.kernels import library
-from sansgpu.kernels.matmul import Matmul, MatmulPrecision, multiply
+from sansgpu.kernels.matmul import Matmul, MatmulPrecision, integer_of, multiply
 from sansgpu.machine.measurements import best_measurement
-from sansgpu.machine.probe import cache_dir, has_native_bf16, is_emulated
+from sansgpu.machine.probe import cache_dir, has_bf16_tensors, has_native_bf16, is_emulated
 
 COPY_BYTES = 64 << 20  # size of the copy that measures bandwidth: larger than most caches, small enough for any machine
 MIN_CALLS, ENOUGH_SECONDS = 3, 0.05  # minimum calls and time to measure one product
@@ -26,7 +26,6 @@ SMALL_SIZE, LONG_SECONDS = 256, 1.0  # a GEMM that would take longer than this i
 GEMM_SIZE = 2048  # large enough for the peak rate, and takes only tenths of a second on a slow core
 LAYER_TOKENS, LAYER_WIDTH = 1024, 768  # a typical layer, timed to choose the precision
 LAYER_ROUNDS = 2  # times that each precision is timed
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int16": torch.float32}  # dtypes of the operands
 
 Shape = tuple[int, int]  # (inputs, outputs) of a linear layer
 
@@ -45,20 +44,30 @@ def best_seconds(work: Callable[[], object], device: str = "cpu", min_seconds: f
     return best
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, precision: str, ours: bool = False) -> Callable[[], object]:
-    """Returns a function that multiplies a and b: with our kernel for int16 or if `ours`, otherwise with torch's."""
-    if precision != "int16" and not ours:
+def _operand_dtype(precision: str) -> torch.dtype:
+    return torch.bfloat16 if has_bf16_tensors(precision) else torch.float32
+
+
+def _product(
+    a: torch.Tensor, b: torch.Tensor, precision: str, ours: bool = False, of_weight: bool = False
+) -> Callable[[], object]:
+    """Returns a function that multiplies a and b: with our kernel for integers or if `ours`, otherwise with torch's.
+
+    With `of_weight`, it multiplies in the precision of weight gradients.
+    """
+    integer = integer_of(precision)
+    if integer is None and not ours:
         return lambda: torch.mm(a, b)
     library.load()
-    matmul = Matmul(a, b, a.new_empty(a.shape[0], b.shape[1]))
-    return lambda: multiply(MatmulPrecision.of(a.dtype, precision == "int16"), matmul)
+    matmul, chosen = Matmul(a, b, a.new_empty(a.shape[0], b.shape[1])), MatmulPrecision.of(a.dtype, integer)
+    return lambda: multiply(chosen.of_weight_gradient if of_weight else chosen, matmul)
 
 
 def gemm_rate(size: int, precision: str, device: str = "cpu") -> float:
     """Returns the FLOP/s of a square product, or of a smaller one if `size` would take too long (emulated bf16)."""
 
     def rate(size: int) -> float:
-        a = torch.ones(size, size, dtype=DTYPES[precision], device=device)
+        a = torch.ones(size, size, dtype=_operand_dtype(precision), device=device)
         return 2 * size**3 / best_seconds(_product(a, a, precision), device)
 
     small = rate(SMALL_SIZE)
@@ -102,11 +111,11 @@ def product_seconds(
     With `ours`, fp32 and bf16 are timed with our kernels, too.
     """
     inputs, outputs = shape
-    dtype = DTYPES[precision]
+    dtype = _operand_dtype(precision)
     x, grad = torch.ones(tokens, inputs, dtype=dtype), torch.ones(tokens, outputs, dtype=dtype)
     weight = torch.ones(outputs, inputs, dtype=dtype)
-    operands = ((x, weight.T), (grad, weight), (grad.T, x))
-    products = (_product(a, b, precision, ours) for a, b in operands)
+    operands = ((x, weight.T, False), (grad, weight, False), (grad.T, x, True))
+    products = (_product(a, b, precision, ours, of_weight) for a, b, of_weight in operands)
     return sum(best_seconds(product, min_seconds=min_seconds) for product in products)
 
 

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
-from sansgpu.machine.probe import isa
+from sansgpu.machine.probe import has_bf16_tensors, isa, mixed_precision
 
 CPU = torch.device("cpu")
 _Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -42,7 +42,7 @@ class Execution:
 
     micro_batch: int = 1
     accumulation: int = 1  # micro-batches of a step in each process
-    precision: str = "fp32"  # matmuls are in fp32, bf16, or int16, which is made from fp32 tensors
+    precision: str = "fp32"  # of matmuls: fp32, bf16, int16 or int8; see `machine.probe.has_bf16_tensors`
     compile: str = "off"  # or on
     kernels: str = "torch"  # or native and the instruction set
     optimizer: str = "adamw"  # adamw | adam | sgd | muon
@@ -56,16 +56,16 @@ class Execution:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of the operands of matmuls, and of saved activations."""
-        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+        return torch.bfloat16 if has_bf16_tensors(self.precision) else torch.float32
 
     @property
     def compute_dtype_name(self) -> str:
         """The name of `compute_dtype`: bf16 or fp32."""
-        return "bf16" if self.precision == "bf16" else "fp32"
+        return "bf16" if has_bf16_tensors(self.precision) else "fp32"
 
     def autocast(self) -> torch.autocast:
         """Returns a context for mixed precision: matmuls of operands in the compute dtype, weights and sums in fp32."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+        return mixed_precision(self.device, self.precision)
 
     def synchronize(self) -> None:
         """Waits for the queued work of a GPU; returns immediately on a CPU."""

@@ -17,7 +17,7 @@ from sansgpu.machine.monitor import LoadMeter
 BUSY_CORES = 0.25  # a measurement is not cached if other programs used more cores than this
 MIN_SECONDS = 0.5  # shorter measurements are always cached: the kernel's CPU times are too coarse to judge them
 # FLOP/s of a step per core. Assumed rather than measured, so that decisions that depend on it are reproducible.
-ASSUMED_FLOPS_PER_SECOND = {"fp32": 35e9, "bf16": 80e9, "int16": 55e9}
+ASSUMED_FLOPS_PER_SECOND = {"fp32": 35e9, "bf16": 80e9, "int16": 55e9, "int8": 100e9}
 
 
 def cached_measurement(cache: Path, question: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -170,6 +170,19 @@ def has_native_bf16() -> bool:
     return torch.backends.mkldnn.is_available() and instruction_sets.allowed()[-1].bf16
 
 
+def has_bf16_tensors(precision: str) -> bool:
+    """Returns whether tensors are bf16 in a precision of matmuls; otherwise they are fp32.
+
+    They are bf16 in bf16, and in int8 on processors that multiply bf16.
+    """
+    return precision == "bf16" or (precision == "int8" and has_native_bf16())
+
+
+def mixed_precision(device: torch.device, precision: str) -> torch.autocast:
+    """Returns a context in which matmuls of fp32 weights take bf16 operands, if `precision` has bf16 tensors."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=has_bf16_tensors(precision))
+
+
 def is_emulated(precision: str, device: str) -> bool:
     """Returns whether `device` has no instructions for products in this precision."""
     return precision == "bf16" and device == "cpu" and not has_native_bf16()

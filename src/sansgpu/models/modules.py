@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from sansgpu.kernels.linear import Linear
+from sansgpu.kernels.matmul import Integer, integer_of
 
 INIT_STD = 0.02  # standard deviation of initial weights, as in GPT-2, BERT and Qwen
 MAX_GRAPHS = 64  # torch.compile's recompile limit (default 8); each micro-batch size that is tried needs a graph
@@ -59,16 +60,21 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return list(max(lists, key=len, default=[]))
 
 
-def multiply_integers(model: nn.Module, integer: bool) -> None:
-    """Sets whether the linear layers and the loss of a model multiply 16-bit integers; see MatmulPrecision."""
+def set_matmul_precision(model: nn.Module, precision: str) -> None:
+    """Sets whether the linear layers and the loss of a model multiply integers: if `precision` is int16 or int8."""
     for module in model.modules():
         if isinstance(module, Linear):
-            module.integer = integer
+            module.integer = integer_of(precision)
+
+
+def integer_of_model(model: nn.Module) -> Integer | None:
+    """Returns the integers that a model multiplies, as `set_matmul_precision` has set, or None."""
+    return next((module.integer for module in model.modules() if isinstance(module, Linear)), None)
 
 
 def multiplies_integers(model: nn.Module) -> bool:
-    """Returns whether a model multiplies 16-bit integers, as `multiply_integers` has set."""
-    return next((module.integer for module in model.modules() if isinstance(module, Linear)), False)
+    """Returns whether a model multiplies integers."""
+    return integer_of_model(model) is not None
 
 
 def compile_blocks(model: nn.Module) -> None:

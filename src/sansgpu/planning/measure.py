@@ -27,7 +27,7 @@ from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.monitor import LoadMeter, peak_rss_bytes, process_age
 from sansgpu.machine.probe import cache_dir
 from sansgpu.machine.torch_compile import ignore_cached_graphs, is_compiled
-from sansgpu.models.modules import compile_blocks, multiply_integers
+from sansgpu.models.modules import compile_blocks, set_matmul_precision
 from sansgpu.planning.process import configure_process
 from sansgpu.tasks.registry import task_of
 from sansgpu.tasks.task import Corpus, Task
@@ -140,7 +140,7 @@ class _Bench:
         return {"step_seconds": seconds, "model_seconds": built, "peak_rss_bytes": peak_rss_bytes()}
 
     def _change_layers(self, model: torch.nn.Module) -> None:
-        multiply_integers(model, self._execution.precision == "int16")
+        set_matmul_precision(model, self._execution.precision)
         if self._is_compiled:
             compile_blocks(model)
 

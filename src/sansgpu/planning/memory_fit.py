@@ -10,7 +10,7 @@ from sansgpu.config import Config, ConfigError, change_config
 from sansgpu.machine.address_space import address_space_limit
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import Memory, effective_batch, micro_batch_choices, micro_batches_per_rank
-from sansgpu.machine.probe import has_native_bf16, memory_limit
+from sansgpu.machine.probe import has_bf16_tensors, has_native_bf16, memory_limit
 from sansgpu.models.costing import FULL
 from sansgpu.tasks.registry import task_of
 
@@ -64,7 +64,7 @@ def _sharded_memory(memory: Memory, parts: dict[str, int], sharding: str, execut
         gradients -= int(sharded_ratio * gradients / 2 * (1 - 1 / ranks))
         weights -= int(sharded_ratio * weights * (1 - 1 / ranks))
         weights += FULL * sum(parts.values())  # memory of the full model, built first, is not returned; measured
-    elif execution.precision == "bf16":
+    elif has_bf16_tensors(execution.precision):
         masters = FULL * parts.get("adapter", sum(parts.values()))
         weights -= int(masters * (1 - 1 / ranks))
     return replace(memory, weights=weights, gradients=gradients, optimizer=memory.optimizer // ranks, snapshot=0)

@@ -10,6 +10,7 @@ from sansgpu.config import Config, ConfigError, TrainingConfig
 from sansgpu.config.wording import counted
 from sansgpu.kernels import library
 from sansgpu.kernels.library import load_kernels
+from sansgpu.kernels.matmul import INTEGERS
 from sansgpu.kernels.roofline import resolve_precision
 from sansgpu.machine.allocator import keep_freed_memory
 from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
@@ -73,15 +74,15 @@ def configure_process(
 
 
 def _precision(training: TrainingConfig, before: Environment | None, device: torch.device, kernels: str) -> str:
-    """Returns the precision of matmuls. Raises ConfigError if it is int16 without our kernels."""
+    """Returns the precision of matmuls. Raises ConfigError if it is int16 or int8 without our kernels."""
     begun_in = before["precision"] if before and training.wanted_precision == "auto" else None
-    if begun_in is not None and not (begun_in == "int16" and kernels == "torch"):
+    if begun_in is not None and not (begun_in in INTEGERS and kernels == "torch"):
         return begun_in
     precision = resolve_precision(training, device, kernels != "torch")
-    if precision == "int16" and kernels == "torch":
+    if precision in INTEGERS and kernels == "torch":
         where = "a GPU" if device.type == "cuda" else "PyTorch's operators (training.kernels torch)"
         raise ConfigError(
-            f"training.precision is int16, which {where} cannot compute; set it to auto, or use the CPU with "
+            f"training.precision is {precision}, which {where} cannot compute; set it to auto, or use the CPU with "
             "sansgpu's C++ kernels."
         )
     return precision

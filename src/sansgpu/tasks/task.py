@@ -70,7 +70,8 @@ class TrainedModel:
     tokenizer: Any
     config: Config
     device: torch.device
-    precision: str  # dtype of matmuls: fp32 or bf16
+    precision: str  # of matmuls: fp32, bf16, int16 or int8
+    is_precision_chosen: bool = False  # by the user
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,13 @@ import torch
 
 from sansgpu.config import Config, ConfigError, RunPaths, task_class
 from sansgpu.config.paths import local_path
+from sansgpu.config.training import Precision
 from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.kernels.library import load_kernels
+from sansgpu.kernels.matmul import INTEGERS
 from sansgpu.kernels.roofline import resolve_precision
-from sansgpu.machine.probe import limit_tokenizer_threads, resolve_threads
-from sansgpu.models.modules import multiply_integers
+from sansgpu.machine.probe import has_bf16_tensors, limit_tokenizer_threads, resolve_threads
+from sansgpu.models.modules import narrow_matrices, set_matmul_precision
 from sansgpu.tasks.capabilities import can
 from sansgpu.tasks.registry import TASKS, task_of
 from sansgpu.tasks.task import ModelSource, TaskClass, TrainedModel, Verb
@@ -40,6 +42,7 @@ class ModelRequest:
     snapshot: str = "latest"
     remote_code: bool = False
     objective: str | None = None
+    precision: Precision = "auto"  # of matmuls; auto: as in training, and what suits the command for other models
 
 
 def open_model(
@@ -64,12 +67,16 @@ def open_model(
         source = ModelSource(target, request.remote_code)
     device, precision = torch.device("cpu"), "fp32"
     if verb not in task.verbs_without_kernels:
-        device, precision = _set_up(source, warn)
+        device, precision = _set_up(source, request.precision, warn)
     progress(f"loading {target}", 0, 0)
     loaded, tokenizer, config = task.load(source)
     loaded.model.eval().to(device)
-    multiply_integers(loaded.model, precision == "int16")
-    return TrainedModel(task, source, loaded, tokenizer, config, device, precision)
+    set_matmul_precision(loaded.model, precision)
+    if precision == "int8" and has_bf16_tensors(precision):
+        narrow_matrices(
+            loaded.model, torch.nn.Linear
+        )  # as in training
+    return TrainedModel(task, source, loaded, tokenizer, config, device, precision, request.precision != "auto")
 
 
 def class_of_run(folder: Path, config: Config, verb: Verb, objective: str | None) -> TaskClass:
@@ -120,16 +127,25 @@ def _tasks_with(verb: Verb) -> str:
     return " or ".join(dict.fromkeys(task.settings.task for task in TASKS.values() if can(task, verb)))
 
 
-def _set_up(source: ModelSource, warn: Callable[[str], None]) -> tuple[torch.device, str]:
-    """Sets the threads, loads the kernels, and returns the device and the precision of matrix products."""
+def _set_up(source: ModelSource, wanted: Precision, warn: Callable[[str], None]) -> tuple[torch.device, str]:
+    """Sets the threads, loads the kernels, and returns the device and the precision of matrix products.
+
+    Raises ConfigError if they cannot be computed in the wanted precision.
+    """
     config = source.config or Config()
     training, device = config.training, config.training.get_effective_device()
     torch.set_num_threads(resolve_threads(training))
     limit_tokenizer_threads(config.data.preprocessing_num_workers)
     kernels = load_kernels(training.kernels, device, warn)
+    if wanted in INTEGERS and kernels == "torch":
+        raise ConfigError(
+            f"{wanted} requires sansgpu's kernels, which are not loaded; set --precision to auto or fp32."
+        )
+    if wanted != "auto":
+        return device, wanted
     precision = str(source.snapshot.state()["environment"]["precision"]) if source.snapshot else "fp32"
     if device.type != "cpu" or precision == "bf16":
         precision = resolve_precision(training, device)
-    if precision == "int16" and kernels == "torch":
+    if precision in INTEGERS and kernels == "torch":
         precision = "fp32"
     return device, precision

@@ -1,31 +1,73 @@
-// Block floating point: operands of matmuls as integers that share scales, packed from fp32.
+// Block floating point: operands of matmuls as integers that share scales, packed from fp32 or bf16.
 //
-// A block is BLOCK_TERMS consecutive terms of a row of A or of a column of B. Its values are mantissas of 12 bits times
-// a power of two, so that the 32-bit sum of a block's products is exact. In packed matrices the scale of a block stands
-// before its first mantissa, in the place of two. Drumond et al. (2018), arXiv 1804.01526, train with such operands as
-// with fp32.
+// A block is consecutive terms of a row of A or of a column of B. Its values are integer mantissas times its scale, and
+// the 32-bit sum of a block's products is exact. Mantissas are packed in 32-bit words, and each block of a packed row
+// or column begins with a header of words, the first of which is its scale.
+//
+// bfp16 has mantissas of 12 bits and powers of two as scales; Drumond et al. (2018), arXiv 1804.01526, train with such
+// operands as with fp32. bfp8 has mantissas of 8 bits. Instructions of VNNI multiply unsigned by signed bytes, so the
+// mantissas of A are stored plus OFFSET. The second word of a header of B subtracts what this adds to the sum.
 #pragma once
 
 #include "operand.h"
+#include "product_vectors.h"
 
 namespace sansgpu {
 
-constexpr int64_t BLOCK_TERMS = 512, LARGEST_MANTISSA = 2047;
-constexpr int64_t SCALE_PLACES = sizeof(float) / sizeof(bfp16);
-// Dithering may round the largest mantissa of one of the operands up.
-static_assert(BLOCK_TERMS * LARGEST_MANTISSA * (LARGEST_MANTISSA + 1) <= std::numeric_limits<int32_t>::max());
-static_assert(BLOCK_TERMS % 2 == 0, "a pair of mantissas is in one block");
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+constexpr int32_t OFFSET = 128;
+#else
+constexpr int32_t OFFSET = 0;
+#endif
 
+// The format of a block of type P. FLIP is the bits of a word of A that the offset changes.
+template <BlockFloat P>
+struct BlockFormat;
+template <>
+struct BlockFormat<bfp16> {
+  static constexpr int64_t TERMS = 512, HEADER_WORDS = 1;
+  static constexpr int32_t LARGEST = 2047;
+  static constexpr uint32_t FLIP = 0;
+};
+template <>
+struct BlockFormat<bfp8> {
+  static constexpr int64_t TERMS = 256, HEADER_WORDS = 2;
+  static constexpr int32_t LARGEST = 127;
+  static constexpr uint32_t FLIP = OFFSET * 0x01010101u;
+};
+
+template <BlockFloat P>
+constexpr int64_t PER_WORD = 4 / sizeof(P);
+template <BlockFloat P>
+constexpr int64_t BLOCK_TERMS = BlockFormat<P>::TERMS;
+template <BlockFloat P>
+constexpr int64_t HEADER_WORDS = BlockFormat<P>::HEADER_WORDS;
+template <BlockFloat P>
+constexpr int64_t HEADER_PLACES = HEADER_WORDS<P> * PER_WORD<P>;
+
+// Dithering may round the largest mantissa of one of the operands up.
+static_assert(BLOCK_TERMS<bfp16> * 2047 * 2048 <= std::numeric_limits<int32_t>::max());
+static_assert(BLOCK_TERMS<bfp8> * 127 * (127 + OFFSET) < 1 << 24, "sums are exact in fp32, too");
+static_assert(BLOCK_TERMS<bfp16> % PER_WORD<bfp16> == 0 && BLOCK_TERMS<bfp8> % PER_WORD<bfp8> == 0);
+
+template <BlockFloat P>
+constexpr int64_t block_places(int64_t terms) {
+  return round_up(terms, PER_WORD<P>) + HEADER_PLACES<P> * divide_up(terms, BLOCK_TERMS<P>);
+}
 template <>
 constexpr int64_t padded<bfp16>(int64_t terms) {
-  return round_up(terms, 2) + SCALE_PLACES * divide_up(terms, BLOCK_TERMS);
+  return block_places<bfp16>(terms);
+}
+template <>
+constexpr int64_t padded<bfp8>(int64_t terms) {
+  return block_places<bfp8>(terms);
 }
 
 // A matrix of packed rows. A submatrix that is read as its transpose must not cross a block of columns.
 template <>
 inline Operand<bfp16> Operand<bfp16>::from(int64_t row, int64_t column) const {
   const auto place = [&](int64_t down, int64_t across) {
-    return down * ld + across + SCALE_PLACES * (across / BLOCK_TERMS);
+    return down * ld + across + HEADER_PLACES<bfp16> * (across / BLOCK_TERMS<bfp16>);
   };
   return {at + (transposed ? place(column, row) : place(row, column)), ld, transposed};
 }
@@ -36,31 +78,45 @@ inline int32_t magnitude_bits(float x) {
   return bits & 0x7FFFFFFF;
 }
 
-// The scale of a block, and the factor that turns its values into mantissas.
+inline float float_of(int32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// The scale of a block, and the factor that turns its values into mantissas. Takes the bits of the block's largest
+// magnitude. With infinity or NaN, the scale is NaN, so that all sums are. Blocks below 2^-60 become zero.
+template <BlockFloat P>
 struct BlockScale {
   float scale, inverse;
-
-  // Takes the bits of the block's largest magnitude. With infinity or NaN, the scale is NaN, so that all sums are.
-  // Blocks below 2^-70 become zero.
-  explicit BlockScale(int32_t largest) {
-    constexpr int32_t LEAST = 127 - 60, FRACTION = 10;  // mantissas are below 2^(FRACTION + 1)
-    static_assert(LARGEST_MANTISSA == (2 << FRACTION) - 1, "sums of a block fit if mantissas do");
-    constexpr float ROUNDED_UP = 1.0f + 0x1p-11f;  // the largest value must not round up to another bit
-    float value;
-    std::memcpy(&value, &largest, 4);
-    const int32_t exponent = std::max(magnitude_bits(value * ROUNDED_UP) >> 23, LEAST);
-    scale = exponent == 255 ? std::numeric_limits<float>::quiet_NaN() : power_of_two(exponent - FRACTION);
-    inverse = exponent == 255 ? 0.0f : power_of_two(254 - exponent + FRACTION);
-  }
-
- private:
-  static float power_of_two(int32_t biased) {
-    const int32_t bits = biased << 23;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-  }
+  explicit BlockScale(int32_t largest);
 };
+
+constexpr int32_t LEAST_EXPONENT = 127 - 60, NO_EXPONENT = 255;
+
+template <>
+inline BlockScale<bfp16>::BlockScale(int32_t largest) {
+  constexpr int32_t FRACTION = 10;  // mantissas are below 2^(FRACTION + 1)
+  static_assert(BlockFormat<bfp16>::LARGEST == (2 << FRACTION) - 1, "sums of a block fit if mantissas do");
+  constexpr float ROUNDED_UP = 1.0f + 0x1p-11f;  // the largest value must not round up to another bit
+  const int32_t exponent = std::max(magnitude_bits(float_of(largest) * ROUNDED_UP) >> 23, LEAST_EXPONENT);
+  const bool is_finite = exponent != NO_EXPONENT;
+  scale = is_finite ? float_of((exponent - FRACTION) << 23) : std::numeric_limits<float>::quiet_NaN();
+  inverse = is_finite ? float_of((254 - exponent + FRACTION) << 23) : 0.0f;
+}
+
+// The scale is rounded up to four significant bits, so that it has an inverse from a table, which is the same on every
+// processor, and products of two scales are exact.
+template <>
+inline BlockScale<bfp8>::BlockScale(int32_t largest) {
+  constexpr float INVERSES[] = {1.0f, 8.0f / 9, 8.0f / 10, 8.0f / 11, 8.0f / 12, 8.0f / 13, 8.0f / 14, 8.0f / 15};
+  constexpr int32_t BITS = 20;  // of an fp32 fraction that a scale does not have
+  const int32_t unit = magnitude_bits(float_of(largest) * (1.0f / BlockFormat<bfp8>::LARGEST));
+  const int32_t up = std::max(unit + ((1 << BITS) - 1), LEAST_EXPONENT << 23) >> BITS, exponent = up >> 3;
+  const bool is_finite = exponent < NO_EXPONENT;
+  scale = is_finite ? float_of(up << BITS) : std::numeric_limits<float>::quiet_NaN();
+  inverse = is_finite ? INVERSES[up & 7] * float_of((254 - exponent) << 23) : 0.0f;
+}
 
 // Returns the integer nearest to x in the lowest 16 bits: the sum has it in its last bits, because its unit is 1.
 inline uint32_t rounded_bits(float x) {
@@ -70,34 +126,38 @@ inline uint32_t rounded_bits(float x) {
   return bits;
 }
 
-inline int32_t largest_magnitude_bits(const float* from, int64_t count) {
+template <typename T>
+inline int32_t largest_magnitude_bits(const T* from, int64_t count) {
   int32_t largest = 0;
-  for (int64_t k = 0; k < count; ++k) largest = std::max(largest, magnitude_bits(from[k]));
+  for (int64_t k = 0; k < count; ++k) largest = std::max(largest, magnitude_bits(load(from + k)));
   return largest;
 }
 
-// Converts a block of a row, `terms` contiguous values, to mantissas in pairs. Returns its scale.
-inline float convert_row(const float* from, int64_t terms, bfp16* mantissas) {
-  const auto to = reinterpret_cast<uint16_t*>(mantissas);
-  const BlockScale block(largest_magnitude_bits(from, terms));
-  for (int64_t k = 0; k < terms; ++k) to[k] = static_cast<uint16_t>(rounded_bits(from[k] * block.inverse));
-  if (terms % 2) to[terms] = 0;
+// Converts a block of a row, `terms` contiguous values, to words of mantissas. Returns its scale.
+template <BlockFloat P, typename T>
+inline float convert_row(const T* from, int64_t terms, P* mantissas) {
+  using Bits = std::conditional_t<sizeof(P) == 1, uint8_t, uint16_t>;
+  const auto to = reinterpret_cast<Bits*>(mantissas);
+  const BlockScale<P> block(largest_magnitude_bits(from, terms));
+  for (int64_t k = 0; k < terms; ++k) to[k] = static_cast<Bits>(rounded_bits(load(from + k) * block.inverse));
+  for (int64_t k = terms; k < round_up(terms, PER_WORD<P>); ++k) to[k] = 0;
   return block.scale;
 }
 
 // The columns of a row-major matrix that are converted together, at most MOST.
+constexpr int64_t MOST = 64;
+
+template <BlockFloat P, typename T>
 class ColumnBlock {
  public:
-  static constexpr int64_t MOST = 64;
-
   // Finds the scales of a block with `terms` rows.
-  ColumnBlock(const float* from, int64_t ld, int64_t terms, int64_t columns)
-      : from_(from), ld_(ld), terms_(terms) {
+  ColumnBlock(const T* from, int64_t ld, int64_t terms, int64_t columns) : from_(from), ld_(ld), terms_(terms) {
     int32_t largest[MOST] = {};
     for (int64_t k = 0; k < terms; ++k)
-      for (int64_t j = 0; j < columns; ++j) largest[j] = std::max(largest[j], magnitude_bits(from[k * ld + j]));
+      for (int64_t j = 0; j < columns; ++j)
+        largest[j] = std::max(largest[j], magnitude_bits(load(from + k * ld + j)));
     for (int64_t j = 0; j < columns; ++j) {
-      const BlockScale block(largest[j]);
+      const BlockScale<P> block(largest[j]);
       scales_[j] = block.scale;
       inverses_[j] = block.inverse;
     }
@@ -105,60 +165,86 @@ class ColumnBlock {
 
   const float* scales() const { return scales_; }
 
-  // Converts the columns [start, start + count) of the rows k and k + 1 to pairs.
+  // Converts the columns [start, start + count) of the rows from k on to one word each.
   void convert(int64_t k, int64_t start, int64_t count, uint32_t* to) const {
-    const float *first = from_ + k * ld_ + start, *inverses = inverses_ + start;
-    if (k + 1 < terms_)
-      for (int64_t j = 0; j < count; ++j)
-        to[j] = (rounded_bits(first[j] * inverses[j]) & 0xFFFF) | rounded_bits(first[ld_ + j] * inverses[j]) << 16;
-    else
-      for (int64_t j = 0; j < count; ++j) to[j] = rounded_bits(first[j] * inverses[j]) & 0xFFFF;
+    switch (std::min(PER_WORD<P>, terms_ - k)) {
+      case 1: return convert_rows<1>(k, start, count, to);
+      case 2: return convert_rows<2>(k, start, count, to);
+      case 3: return convert_rows<3>(k, start, count, to);
+      default: return convert_rows<4>(k, start, count, to);
+    }
   }
 
  private:
-  const float* from_;
+  template <int64_t ROWS>
+  void convert_rows(int64_t k, int64_t start, int64_t count, uint32_t* to) const {
+    if constexpr (ROWS <= PER_WORD<P>) {
+      constexpr int BITS = 32 / PER_WORD<P>;
+      const T* first = from_ + k * ld_ + start;
+      const float* inverses = inverses_ + start;
+      for (int64_t j = 0; j < count; ++j) {
+        uint32_t word = 0;
+        for (int64_t row = 0; row < ROWS; ++row)
+          word |= (rounded_bits(load(first + row * ld_ + j) * inverses[j]) & ((1u << BITS) - 1)) << BITS * row;
+        to[j] = word;
+      }
+    }
+  }
+
+  const T* from_;
   const int64_t ld_, terms_;
   float scales_[MOST], inverses_[MOST];
 };
 
-// Calls run(first term, terms, place) for each block, where `place` is the index of its scale in a packed row.
-template <typename F>
+// Calls run(first term, terms, place) for each block, where `place` is the index of its header in a packed row.
+template <BlockFloat P, typename F>
 void each_block(int64_t terms, const F& run) {
-  for (int64_t k = 0, place = 0; k < terms; k += BLOCK_TERMS, place += BLOCK_TERMS + SCALE_PLACES)
-    run(k, std::min(BLOCK_TERMS, terms - k), place);
+  for (int64_t k = 0, place = 0; k < terms; k += BLOCK_TERMS<P>, place += BLOCK_TERMS<P> + HEADER_PLACES<P>)
+    run(k, std::min(BLOCK_TERMS<P>, terms - k), place);
 }
 
-// Packs `terms` terms of at most ColumnBlock::MOST rows of A, from A^T. `convert(k, pairs)` stores the pairs of all rows
-// with the terms k and k + 1. The distance of rows in `to` is ld.
-template <typename F>
-void pack_pairs(int64_t rows, int64_t terms, bfp16* to, int64_t ld, const F& convert) {
-  constexpr int64_t PAIRS = 32;  // transposed at once
-  alignas(64) uint32_t pairs[PAIRS * ColumnBlock::MOST];
-  for (int64_t done = 0; done < divide_up(terms, 2); done += PAIRS) {
-    const int64_t some = std::min(PAIRS, divide_up(terms, 2) - done);
-    for (int64_t i = 0; i < some; ++i) convert(2 * (done + i), pairs + i * ColumnBlock::MOST);
-    transpose(pairs, ColumnBlock::MOST, some, rows, reinterpret_cast<uint32_t*>(to) + done, ld / 2);
+// Packs `terms` terms of at most MOST rows of A, from A^T. `convert(k, words)` stores the words of all rows that begin
+// with term k. The distance of rows in `to` is ld.
+template <BlockFloat P, typename F>
+void pack_words(int64_t rows, int64_t terms, P* to, int64_t ld, const F& convert) {
+  constexpr int64_t WORDS = 32;  // transposed at once
+  alignas(64) uint32_t words[WORDS * MOST];
+  for (int64_t done = 0, all = divide_up(terms, PER_WORD<P>); done < all; done += WORDS) {
+    const int64_t some = std::min(WORDS, all - done);
+    for (int64_t i = 0; i < some; ++i) convert(PER_WORD<P> * (done + i), words + i * MOST);
+    transpose(words, MOST, some, rows, reinterpret_cast<uint32_t*>(to) + done, ld / PER_WORD<P>);
   }
 }
 
+// Adds the offset to the mantissas of a block of a row of A.
+template <BlockFloat P>
+void add_offset(P* mantissas, int64_t terms) {
+  const auto words = reinterpret_cast<uint32_t*>(mantissas);
+  if constexpr (BlockFormat<P>::FLIP != 0)
+    for (int64_t i = 0; i < divide_up(terms, PER_WORD<P>); ++i) words[i] ^= BlockFormat<P>::FLIP;
+}
+
 // Packs rows of A, whose distance in `to` is ld.
-inline void pack_rows(const Operand<float>& a, int64_t rows, int64_t terms, bfp16* to, int64_t ld) {
-  each_block(terms, [&](int64_t k, int64_t count, int64_t place) {
+template <BlockFloat P, typename T>
+inline void pack_rows(const Operand<T>& a, int64_t rows, int64_t terms, P* to, int64_t ld) {
+  each_block<P>(terms, [&](int64_t k, int64_t count, int64_t place) {
     if (!a.transposed) {
       for (int64_t row = 0; row < rows; ++row) {
-        bfp16* block = to + row * ld + place;
-        const float scale = convert_row(a.at + row * a.ld + k, count, block + SCALE_PLACES);
+        P* block = to + row * ld + place;
+        const float scale = convert_row(a.at + row * a.ld + k, count, block + HEADER_PLACES<P>);
         std::memcpy(block, &scale, sizeof(scale));
+        add_offset(block + HEADER_PLACES<P>, count);
       }
       return;
     }
-    for (int64_t row = 0; row < rows; row += ColumnBlock::MOST) {
-      const int64_t width = std::min(ColumnBlock::MOST, rows - row);
-      const ColumnBlock columns(a.at + k * a.ld + row, a.ld, count, width);
-      bfp16* block = to + row * ld + place;
+    for (int64_t row = 0; row < rows; row += MOST) {
+      const int64_t width = std::min(MOST, rows - row);
+      const ColumnBlock<P, T> columns(a.at + k * a.ld + row, a.ld, count, width);
+      P* block = to + row * ld + place;
       for (int64_t i = 0; i < width; ++i) std::memcpy(block + i * ld, columns.scales() + i, sizeof(float));
-      pack_pairs(width, count, block + SCALE_PLACES, ld,
-                 [&](int64_t pair, uint32_t* pairs) { columns.convert(pair, 0, width, pairs); });
+      pack_words(width, count, block + HEADER_PLACES<P>, ld,
+                 [&](int64_t term, uint32_t* words) { columns.convert(term, 0, width, words); });
+      for (int64_t i = 0; i < width; ++i) add_offset(block + i * ld + HEADER_PLACES<P>, count);
     }
   });
 }
@@ -167,13 +253,14 @@ inline void pack_rows(const Operand<float>& a, int64_t rows, int64_t terms, bfp1
 // the other operand.
 inline void pack_rows(const Operand<bfp16>& a, int64_t rows, int64_t terms, bfp16* to, int64_t ld) {
   constexpr float ONE = 1.0f;
-  each_block(terms, [&](int64_t k, int64_t count, int64_t place) {
-    for (int64_t row = 0; row < rows; row += ColumnBlock::MOST) {
-      const int64_t width = std::min(ColumnBlock::MOST, rows - row);
-      const auto from = reinterpret_cast<const uint16_t*>(a.at + k * a.ld + SCALE_PLACES + row);
+  constexpr int64_t HEADER = HEADER_PLACES<bfp16>;
+  each_block<bfp16>(terms, [&](int64_t k, int64_t count, int64_t place) {
+    for (int64_t row = 0; row < rows; row += MOST) {
+      const int64_t width = std::min(MOST, rows - row);
+      const auto from = reinterpret_cast<const uint16_t*>(a.at + k * a.ld + HEADER + row);
       bfp16* block = to + row * ld + place;
       for (int64_t i = 0; i < width; ++i) std::memcpy(block + i * ld, &ONE, sizeof(ONE));
-      pack_pairs(width, count, block + SCALE_PLACES, ld, [&](int64_t term, uint32_t* pairs) {
+      pack_words(width, count, block + HEADER, ld, [&](int64_t term, uint32_t* pairs) {
         const uint16_t *first = from + term * a.ld, *second = first + a.ld;
         if (term + 1 < count)
           for (int64_t i = 0; i < width; ++i) pairs[i] = first[i] | uint32_t{second[i]} << 16;
@@ -184,42 +271,57 @@ inline void pack_rows(const Operand<bfp16>& a, int64_t rows, int64_t terms, bfp1
   });
 }
 
+// Stores the second word of the header of each column of a panel of B, from its `words` words of mantissas.
+inline void store_corrections(uint32_t* panel, int64_t words) {
+  constexpr int64_t WIDTH = PANEL<bfp8>;
+  const uint32_t* from = panel + HEADER_WORDS<bfp8> * WIDTH;
+  int32_t sums[WIDTH] = {};
+  for (int64_t i = 0; i < words; ++i, from += WIDTH)
+    for (int64_t j = 0; j < WIDTH; ++j)
+      for (int shift = 0; shift < 32; shift += 8) sums[j] += static_cast<int32_t>(from[j] << shift) >> 24;
+  for (int64_t j = 0; j < WIDTH; ++j) panel[WIDTH + j] = static_cast<uint32_t>(-OFFSET * sums[j]);
+}
+
 // Packs a block of columns of B with `terms` terms into whole panels, whose distance in `to` is `ld` per column. The
 // columns beyond the last one are zero.
-inline void pack_block(const Operand<float>& b, int64_t columns, int64_t terms, bfp16* to, int64_t ld) {
-  constexpr int64_t WIDTH = PANEL<bfp16>;
-  const int64_t pairs = divide_up(terms, 2);
+template <BlockFloat P, typename T>
+inline void pack_block(const Operand<T>& b, int64_t columns, int64_t terms, P* to, int64_t ld) {
+  constexpr int64_t WIDTH = PANEL<P>, HEADER = HEADER_WORDS<P>;
+  const int64_t words = divide_up(terms, PER_WORD<P>);
   const auto panel_of = [&](int64_t column) { return reinterpret_cast<uint32_t*>(to + column * ld); };
-  if (columns % WIDTH) std::fill_n(panel_of(columns / WIDTH * WIDTH), (pairs + 1) * WIDTH, 0u);
+  if (columns % WIDTH) std::fill_n(panel_of(columns / WIDTH * WIDTH), (words + HEADER) * WIDTH, 0u);
   if (b.transposed) {
-    alignas(64) uint32_t rows[WIDTH * BLOCK_TERMS / 2];
+    alignas(64) uint32_t rows[WIDTH * BLOCK_TERMS<P> / PER_WORD<P>];
     for (int64_t start = 0; start < columns; start += WIDTH) {
       uint32_t* panel = panel_of(start);
       const int64_t width = std::min(WIDTH, columns - start);
       for (int64_t j = 0; j < width; ++j) {
-        const auto row = reinterpret_cast<bfp16*>(rows + j * pairs);
-        const float scale = convert_row(b.at + (start + j) * b.ld, terms, row);
+        const float scale = convert_row(b.at + (start + j) * b.ld, terms, reinterpret_cast<P*>(rows + j * words));
         std::memcpy(panel + j, &scale, sizeof(scale));
       }
-      transpose(rows, pairs, width, pairs, panel + WIDTH, WIDTH);
+      transpose(rows, words, width, words, panel + HEADER * WIDTH, WIDTH);
     }
-    return;
-  }
-  for (int64_t group = 0; group < columns; group += ColumnBlock::MOST) {
-    const int64_t together = std::min(ColumnBlock::MOST, columns - group);
-    const ColumnBlock block(b.at + group, b.ld, terms, together);
-    for (int64_t start = 0; start < together; start += WIDTH) {
-      uint32_t* panel = panel_of(group + start);
-      const int64_t width = std::min(WIDTH, together - start);
-      std::memcpy(panel, block.scales() + start, width * sizeof(float));
-      for (int64_t pair = 0; pair < pairs; ++pair) block.convert(2 * pair, start, width, panel + (1 + pair) * WIDTH);
+  } else {
+    for (int64_t group = 0; group < columns; group += MOST) {
+      const int64_t together = std::min(MOST, columns - group);
+      const ColumnBlock<P, T> block(b.at + group, b.ld, terms, together);
+      for (int64_t start = 0; start < together; start += WIDTH) {
+        uint32_t* panel = panel_of(group + start);
+        const int64_t width = std::min(WIDTH, together - start);
+        std::memcpy(panel, block.scales() + start, width * sizeof(float));
+        for (int64_t i = 0; i < words; ++i)
+          block.convert(PER_WORD<P> * i, start, width, panel + (HEADER + i) * WIDTH);
+      }
     }
   }
+  if constexpr (HEADER > 1)
+    for (int64_t start = 0; start < columns; start += WIDTH) store_corrections(panel_of(start), words);
 }
 
-inline void pack_columns(const Operand<float>& b, int64_t columns, int64_t terms, bfp16* to) {
-  each_block(terms, [&](int64_t k, int64_t count, int64_t place) {
-    pack_block(b.from(k, 0), columns, count, to + place * PANEL<bfp16>, padded<bfp16>(terms));
+template <BlockFloat P, typename T>
+inline void pack_columns(const Operand<T>& b, int64_t columns, int64_t terms, P* to) {
+  each_block<P>(terms, [&](int64_t k, int64_t count, int64_t place) {
+    pack_block(b.from(k, 0), columns, count, to + place * PANEL<P>, padded<P>(terms));
   });
 }
 

@@ -262,11 +262,11 @@ float dither(uint32_t position) {
 // the sum of those that are smaller than a unit. Its positions begin at a number that differs between rows and steps.
 float pack_row(int64_t V, uint32_t row, const float* from, bfp16* to) {
   const int32_t largest = largest_magnitude_bits(from, V);
-  const BlockScale block(largest);
+  const BlockScale<bfp16> block(largest);
   const uint32_t start = static_cast<uint32_t>(largest) * 0x85EBCA6Bu + row * 0xC2B2AE35u;
-  each_block(V, [&](int64_t first, int64_t count, int64_t place) {
+  each_block<bfp16>(V, [&](int64_t first, int64_t count, int64_t place) {
     std::memcpy(to + place, &block.scale, sizeof(float));
-    const auto mantissas = reinterpret_cast<int16_t*>(to + place + SCALE_PLACES);
+    const auto mantissas = reinterpret_cast<int16_t*>(to + place + HEADER_PLACES<bfp16>);
     for (int64_t j = 0; j < count; ++j) {
       const float added = dither(start + static_cast<uint32_t>(first + j));
       mantissas[j] = static_cast<int16_t>(static_cast<int32_t>(std::floor(from[first + j] * block.inverse + added)));

@@ -3,8 +3,8 @@
 //
 // B sequences, D width, H query heads, K key-value heads, d head dim, F feed-forward width, V vocabulary, S tokens per
 // KV cache. Plain weights are packed once, because packing them in every step would take a third of the time of its
-// matmuls. Quantized weights are dequantized in every step, so that memory holds them only once. Each value is computed
-// in the same order for any number of rows and threads.
+// matmuls. Quantized weights are dequantized in every step, so that memory holds them only once, or packed once as
+// block floats of 8 bits. Each value is computed in the same order for any number of rows and threads.
 
 #include "attention.h"
 #include "norm.h"
@@ -115,12 +115,37 @@ class Step {
     return low;
   }
 
+  // The input (B, terms) of weights, and its rows as block floats if one of the weights is packed as such.
+  struct Rows {
+    const T* values;
+    int64_t terms, ld;
+    Buffer<bfp8> packed;
+
+    Rows(const T* values, int64_t B, int64_t terms, const StepWeight* weights, int64_t count)
+        : values(values), terms(terms), ld(padded<bfp8>(terms)), packed(is_packed(weights, count) ? B * ld : 1) {
+      if (!is_packed(weights, count)) return;
+      parallel_each(divide_up(B, FEW), [&](int64_t unit) {
+        const int64_t first = unit * FEW;
+        pack_rows(Operand<T>{values + first * terms, terms, false}, std::min(FEW, B - first), terms,
+                  packed + first * ld, ld);
+      });
+    }
+
+   private:
+    static constexpr int64_t FEW = 8;  // rows that a thread packs at a time
+
+    static bool is_packed(const StepWeight* weights, int64_t count) {
+      return std::any_of(weights, weights + count, [](const StepWeight& one) { return one.format == INT8_TILES; });
+    }
+  };
+
   // Multiplies a (B, terms) with `count` weights. Stores their outputs side by side in `to` (B, outputs of all
   // weights).
   void multiply(const T* a, int64_t terms, const StepWeight* weights, int64_t count, T* to) {
     const LowRank low = LowRank::total(weights, count) > 0 ? low_rank(a, terms, weights, count) : LowRank(0, weights, 0);
     int64_t ld = 0, tiles = 0;
     for (int64_t i = 0; i < count; ++i) ld += weights[i].N, tiles += divide_up(weights[i].N, TILE);
+    const Rows inputs(a, s_.B, terms, weights, count);
     each_part(tiles, [&](int64_t tile, int64_t first, int64_t rows, Space& space) {
       const StepWeight* weight = weights;
       int64_t column = 0, rank = 0;
@@ -130,18 +155,23 @@ class Step {
         rank += weight->rank;
       }
       const T* own_low = low.values + first * low.ld + rank;
-      multiply_tile(*weight, tile, rows, a + first * terms, terms, own_low, low.ld, space.sums, space.widened);
+      multiply_tile(*weight, tile, inputs, first, rows, own_low, low.ld, space.sums, space.widened);
       const int64_t outputs = std::min(TILE, weight->N - tile * TILE);
       for (int64_t i = 0; i < rows; ++i)
         store_row(to + (first + i) * ld + column + tile * TILE, space.sums + i * TILE, outputs);
     });
   }
 
-  // Computes sums (rows, TILE) = a (rows, terms) times a tile of a weight, plus the bias and the adapter's product.
-  static void multiply_tile(const StepWeight& weight, int64_t tile, int64_t rows, const T* a, int64_t terms,
+  // Computes sums (rows, TILE) = `rows` rows of inputs times a tile of a weight, plus the bias and the adapter's
+  // product.
+  static void multiply_tile(const StepWeight& weight, int64_t tile, const Rows& inputs, int64_t first, int64_t rows,
                             const T* low, int64_t ld_low, float* sums, T* widened) {
-    const int64_t outputs = std::min(TILE, weight.N - tile * TILE);
-    if (weight.format == NOT_QUANTIZED)
+    const int64_t outputs = std::min(TILE, weight.N - tile * TILE), terms = inputs.terms;
+    const T* a = inputs.values + first * terms;
+    if (weight.format == INT8_TILES)
+      multiply_integers(static_cast<const bfp8*>(weight.data) + tile * TILE * inputs.ld, inputs.packed + first * inputs.ld,
+                        inputs.ld, rows, sums);
+    else if (weight.format == NOT_QUANTIZED)
       product<T>(rows, TILE, terms, a, terms, packed(weight.data, tile, terms), TILE, sums, TILE, false);
     else
       multiply_quantized(weight, tile * TILE, outputs, rows, a, terms, sums, widened);
@@ -150,6 +180,11 @@ class Step {
     if (weight.bias != nullptr)
       for (int64_t i = 0; i < rows; ++i)
         for (int64_t j = 0; j < outputs; ++j) sums[i * TILE + j] += weight.bias[tile * TILE + j];
+  }
+
+  static void multiply_integers(const bfp8* tile, const bfp8* a, int64_t ld, int64_t rows, float* sums) {
+    for (int64_t j = 0; j < TILE; j += PANEL<bfp8>)
+      product<bfp8>(rows, PANEL<bfp8>, ld, a, ld, tile + j * ld, PANEL<bfp8>, sums + j, TILE, false);
   }
 
   static void multiply_quantized(const StepWeight& weight, int64_t column, int64_t outputs, int64_t rows, const T* a,
@@ -168,12 +203,13 @@ class Step {
   // Computes silu(gate) * up. Rounds gate and up as the output of a linear layer first.
   void activate(const StepWeight* gate_up) {
     const LowRank low = low_rank(normed_, s_.D, gate_up, 2);
+    const Rows inputs(normed_, s_.B, s_.D, gate_up, 2);
     each_part(divide_up(s_.F, TILE), [&](int64_t tile, int64_t first, int64_t rows, Space& space) {
       float *gate = space.sums, *up = gate + rows * TILE;
       for (int64_t i = 0; i < 2; ++i) {
         const T* own_low = low.values + first * low.ld + i * gate_up->rank;
         float* sums = i == 0 ? gate : up;
-        multiply_tile(gate_up[i], tile, rows, normed_ + first * s_.D, s_.D, own_low, low.ld, sums, space.widened);
+        multiply_tile(gate_up[i], tile, inputs, first, rows, own_low, low.ld, sums, space.widened);
       }
       alignas(64) T rounded[TILE];
       const int64_t column = tile * TILE, count = std::min(TILE, s_.F - column);
@@ -251,6 +287,19 @@ void pack_tiles(const T* weight, int64_t N, int64_t terms, T* to) {
   });
 }
 
+// Packs a weight, which may be quantized, into tiles of block floats.
+template <typename Weight>
+void pack_integer_tiles(const Weight& weight, int64_t N, int64_t terms, bfp8* to) {
+  const auto columns = weight.turned();
+  const int64_t ld = padded<bfp8>(terms);
+  parallel_each(divide_up(N, TILE), [&](int64_t tile) {
+    bfp8* at = to + tile * TILE * ld;
+    const int64_t outputs = std::min(TILE, N - tile * TILE);
+    std::fill_n(reinterpret_cast<int8_t*>(at), TILE * ld, int8_t{0});  // a panel without any column
+    pack_columns(columns.from(0, tile * TILE), outputs, terms, at);
+  });
+}
+
 template <typename T>
 void store_tokens(int64_t count, int64_t K, int64_t S, int64_t d, const int64_t* slots, const int64_t* positions,
                   const T* keys, const T* values, void* to_keys, void* to_values) {
@@ -276,11 +325,22 @@ SANSGPU_KERNEL void store_tokens(int64_t narrow, int64_t count, int64_t K, int64
   narrow ? run(bf16()) : run(float());
 }
 
-// Packs a weight (N, terms) into tiles of TILE outputs.
-SANSGPU_KERNEL void pack_step_weight(int64_t narrow, const void* weight, int64_t N, int64_t terms, void* to) {
-  narrow ? pack_tiles(static_cast<const bf16*>(weight), N, terms, static_cast<bf16*>(to))
-         : pack_tiles(static_cast<const float*>(weight), N, terms, static_cast<float*>(to));
+// Packs a weight (N, terms) into tiles of TILE outputs: in its own dtype or, for INT8 and INT8_OF_BF16, as INT8_TILES,
+// for which it may also be in a block format. A weight in a block format is dequantized to fp32.
+SANSGPU_KERNEL void pack_step_weight(int64_t precision, int64_t format, const void* weight, int64_t N, int64_t terms,
+                                     void* to) {
+  with_precision(precision, [&]<typename T, typename P>(T, P) {
+    if constexpr (std::is_same_v<P, bfp8>)
+      with_matrix<T, float>(format, weight, terms, [&](const auto& matrix) {
+        pack_integer_tiles(matrix, N, terms, static_cast<bfp8*>(to));
+      });
+    else
+      pack_tiles(static_cast<const T*>(weight), N, terms, static_cast<T*>(to));
+  });
 }
+
+// Returns the bytes of a tile in the format INT8_TILES.
+SANSGPU_KERNEL int64_t int8_tile_bytes(int64_t terms) { return TILE * padded<bfp8>(terms); }
 
 // Computes logits (B, V). Logits, packed weights and caches are bf16 if `narrow`, otherwise fp32. x (B, D) has the
 // embeddings and is overwritten; cos and sin are (B, d); `positions` (B,) are the positions of the new tokens in their

@@ -116,18 +116,16 @@ struct Layer {
   }
 };
 
-// Calls run(layer) with a layer in bf16 for BF16, otherwise in fp32. The weight may be NOT_QUANTIZED.
+// Calls run(layer) with a layer that multiplies in a precision. The weight may be NOT_QUANTIZED.
 template <typename Run>
 void with_layer(int64_t precision, int64_t format, const LoraSizes& s, const void* weight, const void* first,
                 const void* second, double scale, const Run& run) {
-  const auto call = [&]<typename T, typename P>(T, P) {
-    with_matrix<T>(format, weight, s.I, [&]<typename Weight>(const Weight& matrix) {
+  with_precision(precision, [&]<typename T, typename P>(T, P) {
+    with_matrix<T, Dequantized<T, P>>(format, weight, s.I, [&]<typename Weight>(const Weight& matrix) {
       run(Layer<T, P, Weight>{s.N, s.I, s.O, s.R, matrix, static_cast<const T*>(first), static_cast<const T*>(second),
                            static_cast<float>(scale)});
     });
-  };
-  if (precision == BF16) return call(bf16(), bf16());
-  precision == INT16 ? call(float(), bfp16()) : call(float(), float());
+  });
 }
 
 }  // namespace

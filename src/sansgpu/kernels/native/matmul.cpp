@@ -11,7 +11,7 @@ Operand<T> operand(const void* at, int64_t ld, int64_t transposed) {
 }
 
 // Computes matmuls in parallel, but those that add to the same `total` one after another.
-template <typename T, typename P = T>
+template <typename T, typename P>
 void multiply(const Matmul* each, const Matmul* end) {
   while (each < end) {
     std::vector<Multiplication<T, StoreWithBias<T>, Operand<T>, P>> together;
@@ -32,9 +32,7 @@ void multiply(const Matmul* each, const Matmul* end) {
 // Computes independent matmuls of the same precision: none may read what another one stores. Matmuls with the same
 // `total` are computed one after another.
 SANSGPU_KERNEL void matmuls(int64_t precision, const Matmul* list, int64_t count) {
-  precision == BF16    ? multiply<bf16>(list, list + count)
-  : precision == INT16 ? multiply<float, bfp16>(list, list + count)
-                       : multiply<float>(list, list + count);
+  with_precision(precision, [&]<typename T, typename P>(T, P) { multiply<T, P>(list, list + count); });
 }
 
 }  // namespace sansgpu

@@ -189,7 +189,7 @@ class Multiplication {
     float* to = in_place ? c_.total + row * c_.N + column : sums;
     const int64_t ld = in_place ? c_.N : COLUMNS;
     for (int64_t j = 0; j < columns; j += PANEL<P>) {
-      const int64_t width = std::min(PANEL<P>, columns - j), ld_right = std::is_same_v<P, bfp16> ? PANEL<P> : width;
+      const int64_t width = std::min(PANEL<P>, columns - j), ld_right = BlockFloat<P> ? PANEL<P> : width;
       product<P>(count, width, places, left, pack_a_ ? ld_ : c_.a.ld, right + j * places, ld_right, to + j, ld,
                  in_place && (c_.add || k > 0));
     }
@@ -233,6 +233,18 @@ class Multiplication {
   Buffer<P> packed_a_, packed_b_;
   Buffer<float> own_;
 };
+
+// Calls run(T(), P()) with the dtype T of the operands of matmuls in a precision, and the type P that they are packed as.
+template <typename F>
+auto with_precision(int64_t precision, const F& run) {
+  switch (precision) {
+    case BF16: return run(bf16(), bf16());
+    case INT16: return run(float(), bfp16());
+    case INT8: return run(float(), bfp8());
+    case INT8_OF_BF16: return run(bf16(), bfp8());
+    default: return run(float(), float());
+  }
+}
 
 // Multiplies a contiguous A (M, K) with B (K, N), packed as values of type P.
 template <typename P, typename T, typename Finish>

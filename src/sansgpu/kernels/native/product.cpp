@@ -32,8 +32,13 @@ void product(int64_t M, int64_t N, int64_t K, const bf16* A, int64_t lda, const 
 template <>
 void product(int64_t M, int64_t N, int64_t K, const bfp16* A, int64_t lda, const bfp16* B, int64_t ldb, float* C,
              int64_t ldc, bool add) {
-  const auto words = [](const bfp16* at) { return reinterpret_cast<const int32_t*>(at); };
-  multiply_block_floats(M, N, K / 2, words(A), lda / 2, words(B), ldb, C, ldc, add);
+  multiply_block_floats(M, N, K, A, lda, B, ldb, C, ldc, add);
+}
+
+template <>
+void product(int64_t M, int64_t N, int64_t K, const bfp8* A, int64_t lda, const bfp8* B, int64_t ldb, float* C,
+             int64_t ldc, bool add) {
+  multiply_block_floats(M, N, K, A, lda, B, ldb, C, ldc, add);
 }
 
 void end_products() {

@@ -136,24 +136,25 @@ void pack_columns(const QuantizedRows<T>& b, int64_t columns, int64_t terms, T* 
 }
 
 // Dequantizes a block of terms at a time, and converts it.
-inline void pack_columns(const QuantizedRows<float>& b, int64_t columns, int64_t terms, bfp16* to) {
-  static_assert(BLOCK_TERMS % GROUP == 0 && TERMS % BLOCK_TERMS == 0, "a block has whole groups");
-  Buffer<float> values(COLUMNS * BLOCK_TERMS);
-  const int64_t ld = b.transposed ? BLOCK_TERMS : COLUMNS;
-  each_block(terms, [&](int64_t k, int64_t count, int64_t place) {
+template <BlockFloat P>
+void pack_columns(const QuantizedRows<float>& b, int64_t columns, int64_t terms, P* to) {
+  static_assert(BLOCK_TERMS<P> % GROUP == 0 && TERMS % BLOCK_TERMS<P> == 0, "a block has whole groups");
+  Buffer<float> values(COLUMNS * BLOCK_TERMS<P>);
+  const int64_t ld = b.transposed ? BLOCK_TERMS<P> : COLUMNS;
+  each_block<P>(terms, [&](int64_t k, int64_t count, int64_t place) {
     if (b.transposed)
       b.decode(b.at, b.ld, columns, b.start + k, count, values, ld);
     else
       b.decode(b.at + k * b.ld, b.ld, count, b.start, columns, values, ld);
-    pack_block({values, ld, b.transposed}, columns, count, to + place * PANEL<bfp16>, padded<bfp16>(terms));
+    pack_block(Operand<float>{values, ld, b.transposed}, columns, count, to + place * PANEL<P>, padded<P>(terms));
   });
 }
 
 constexpr int64_t FEW_ROWS = 16;  // matmuls with fewer rows read W once instead of packing it
 
 // Computes parts of rows of C = A W^T for M < FEW_ROWS rows of A.
-template <typename T, typename Finish>
-void multiply_few_rows(int64_t M, int64_t O, int64_t I, const T* a, const QuantizedRows<T>& w, const Finish& finish) {
+template <typename T, typename V, typename Finish>
+void multiply_few_rows(int64_t M, int64_t O, int64_t I, const T* a, const QuantizedRows<V>& w, const Finish& finish) {
   constexpr int64_t OUTPUTS = 16;
   Buffer<float> wide(M * I);
   for (int64_t i = 0; i < M * I; ++i) wide[i] = load(a + i);
@@ -169,19 +170,24 @@ void multiply_few_rows(int64_t M, int64_t O, int64_t I, const T* a, const Quanti
   });
 }
 
-template <typename P, typename T, typename Finish>
-void multiply_rows(int64_t M, int64_t N, int64_t K, const T* a, const QuantizedRows<T>& b, const Finish& finish) {
+// The type to which blocks are dequantized before operands are packed as type P. T is the dtype of the other operand.
+template <typename T, typename P>
+using Dequantized = std::conditional_t<BlockFloat<P>, float, T>;
+
+template <typename P, typename T, typename V, typename Finish>
+void multiply_rows(int64_t M, int64_t N, int64_t K, const T* a, const QuantizedRows<V>& b, const Finish& finish) {
   if (b.transposed && M < FEW_ROWS)
     multiply_few_rows(M, N, K, a, b, finish);
   else
-    Multiplication<T, Finish, QuantizedRows<T>, P>({M, N, K, {a, K, false}, b}, finish).run();
+    Multiplication<T, Finish, QuantizedRows<V>, P>({M, N, K, {a, K, false}, b}, finish).run();
 }
 
-// Calls compute(W) with a matrix W whose rows have I values, in a block format or, if NOT_QUANTIZED, of type T.
-template <typename T, typename F>
+// Calls compute(W) with a matrix W whose rows have I values, in a block format, whose values become type V, or, if
+// NOT_QUANTIZED, of type T.
+template <typename T, typename V = T, typename F>
 void with_matrix(int64_t format, const void* matrix, int64_t I, const F& compute) {
   format == NOT_QUANTIZED ? compute(Operand<T>{static_cast<const T*>(matrix), I, false})
-             : compute(QuantizedRows<T>(format, matrix, I));
+             : compute(QuantizedRows<V>(format, matrix, I));
 }
 
 }  // namespace sansgpu

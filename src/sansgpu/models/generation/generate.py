@@ -23,6 +23,7 @@ from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.formats.tokenizers import TextCodec
 from sansgpu.models.generation.kv_cache import LayerSlots, SlotCache
 from sansgpu.models.generation.sampling import Sampling, reading, sample_tokens
+from sansgpu.models.modules import integer_of_model
 from sansgpu.models.quantized_layers import matrix_of
 
 PROMPT_TOKENS = 2048  # maximum prompt tokens per forward pass: enough for full speed, with bounded memory
@@ -309,7 +310,7 @@ def decoder_step(model: TransformerLM) -> DecoderStep | None:
         head_norms = [attention.q_norm, attention.k_norm]
         layers.append(step_layer(block.attention_norm, block.feed_forward_norm, head_norms, weights))
     head = StepWeight(model.head_matrix)
-    return step_of(layers, model.norm, head, model.config.head_dim, model.dtype)
+    return step_of(layers, model.norm, head, model.config.head_dim, model.dtype, integer_of_model(model))
 
 
 def decoder_readers(model: TransformerLM, packs: bool = True) -> dict[str, Any]:

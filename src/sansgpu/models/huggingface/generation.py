@@ -20,7 +20,7 @@ from sansgpu.models.huggingface.fused_layers import PreNormLayer, SwiGLU
 from sansgpu.models.huggingface.packed_forward import UnpaddedModel, logits_of
 from sansgpu.models.huggingface.probes import autocast_of, close_outputs, copies_for_kernels
 from sansgpu.models.huggingface.rotary_attention import NORMS, PROJECTIONS, RotaryAttention
-from sansgpu.models.modules import blocks_of
+from sansgpu.models.modules import blocks_of, integer_of_model
 from sansgpu.models.quantized_layers import QuantizedLinear, matrix_of
 
 UNBOUNDED_CONTEXT = 4096  # tokens of context for models without max_position_embeddings
@@ -127,7 +127,7 @@ def pretrained_step(model: Any) -> DecoderStep | None:
         layers.append(step_layer(block.input_layernorm, block.post_attention_layernorm, head_norms, weights))
     with autocast_of(model):
         dtype = autocast_dtype(torch.empty(0)) or torch.float32
-    return step_of(layers, last_norm, head, blocks[0].self_attn.head_dim, dtype)
+    return step_of(layers, last_norm, head, blocks[0].self_attn.head_dim, dtype, integer_of_model(model))
 
 
 def _step_weight(layer: Any) -> StepWeight | None:

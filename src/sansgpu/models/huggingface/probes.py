@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sansgpu.kernels.linear import MIN_ROWS, Linear
-from sansgpu.models.modules import blocks_of
+from sansgpu.models.modules import blocks_of, integer_of_model
 from sansgpu.models.quantized_layers import QuantizedLinear
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -25,6 +25,7 @@ PROBE_FLOPS = 2e12  # a few seconds; if a probe would take more, only the first 
 # Keys of a config whose values cannot be window sizes.
 OTHER_SIZES = re.compile(r"_ids?$|vocab|hidden|intermediate|ffn|mlp|dim$|embd|d_model|^n_|^num_|max_position|head|rank")
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}  # relative to the largest output
+INTEGER_TOLERANCE = {"int16": 1e-2, "int8": 0.2}  # the same for models that multiply integers
 Output = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (concatenated examples, their lengths) -> outputs
 
 
@@ -157,7 +158,8 @@ def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _tolerance(model: PreTrainedModel) -> float:
-    return PROBE_TOLERANCE.get(_matrix_dtype(model), min(PROBE_TOLERANCE.values()))
+    of_dtype = PROBE_TOLERANCE.get(_matrix_dtype(model), min(PROBE_TOLERANCE.values()))
+    return max(of_dtype, INTEGER_TOLERANCE.get(integer_of_model(model) or "", 0.0))
 
 
 def autocast_of(model: PreTrainedModel) -> torch.autocast:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from sansgpu.config import Config, ConfigError
+from sansgpu.machine.probe import mixed_precision
 from sansgpu.models.huggingface.costs import PretrainedCosts
 from sansgpu.models.huggingface.pretrained import load_tokenizer_of
 from sansgpu.models.huggingface.sentence_embedding import EmbeddingLayout, Pooling, pool, read_layout, write_layout
@@ -110,7 +111,7 @@ def encode_texts(
     if empty := next((number for number, ids in enumerate(tokens, 1) if not len(ids)), None):
         raise ConfigError(f"text {empty} has no tokens; remove it.")
     vectors = np.empty((len(texts), loaded.objective.width), np.float32)
-    autocast = torch.autocast(loaded.device.type, torch.bfloat16, enabled=loaded.precision == "bf16")
+    autocast = mixed_precision(loaded.device, loaded.precision)
     with torch.inference_mode(), autocast:
         lengths, done = np.array([len(ids) for ids in tokens]), 0
         encoded(done)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from sansgpu.data.batch import IGNORE
+from sansgpu.machine.probe import mixed_precision
 from sansgpu.tasks.graph.batch import GraphBatch, MaskedExample
 from sansgpu.tasks.graph.entities import NameBags
 from sansgpu.tasks.graph.leafy import LeafyExample, PlacedTriple
@@ -125,7 +126,7 @@ class TailPredictor:
         """Returns the hidden states of the leaves, (Q, L, D) fp32."""
         graphs = [_leafy(question, row) for question, row in zip(questions, leaves, strict=True)]
         batch = GraphBatch.of(graphs, [_without_targets(graph) for graph in graphs]).to(self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+        with mixed_precision(self.device, self.precision):
             states = self.objective.states(batch)
         return states[batch.is_leaf].float().view(*leaves.shape, -1)
 

@@ -16,6 +16,7 @@ from sansgpu.data.shards import ReportProgress, cache_key, cached, rows_with_pro
 from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import describe_split
 from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
+from sansgpu.machine.probe import has_bf16_tensors
 from sansgpu.models.huggingface.pretrained import load_tokenizer_of, weights_fingerprint
 from sansgpu.models.modules import narrowed_matrices
 from sansgpu.tasks.evaluation import read_requested
@@ -197,7 +198,7 @@ def _log_probabilities(
 
     objective.model.to(device)  # type: ignore[arg-type]
     results = np.empty((len(batch), 2))
-    narrow = precision == "bf16"  # rounds weights as training does, for equal log-probabilities in step 1
+    narrow = has_bf16_tensors(precision)  # rounds weights as training does, for equal log-probabilities in step 1
     rounded = narrowed_matrices(objective.model) if narrow else nullcontext()
     with reading(objective.model), torch.no_grad(), rounded, torch.autocast(device.type, torch.bfloat16, narrow):
         for numbers in passes(batch.sizes.sum(1).numpy()):

@@ -24,6 +24,7 @@ from sansgpu.data.tokenizer import (
     parsed_tokenizer,
     special_tokens_around,
 )
+from sansgpu.machine.probe import has_bf16_tensors
 from sansgpu.models import TransformerLM
 from sansgpu.models.formats.decoder_folder import (
     HuggingFaceLM,
@@ -205,7 +206,7 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
     @classmethod
     def batch_model(cls, loaded: TrainedModel) -> BatchModel:
         model = loaded.objective.model
-        if loaded.precision == "bf16":
+        if has_bf16_tensors(loaded.precision):
             narrow_matrices(model)
         return decoder_batch(model, loaded.tokenizer)
 

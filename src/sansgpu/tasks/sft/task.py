@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import numpy as np
-import torch
 
 from sansgpu.config import Config
 from sansgpu.data.batch import ExampleBatch
@@ -15,7 +14,7 @@ from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import describe_split, split_examples
-from sansgpu.machine.probe import has_native_bf16
+from sansgpu.machine.probe import has_bf16_tensors, has_native_bf16
 from sansgpu.models.generation.generate import BatchModel, stream
 from sansgpu.models.generation.prompts import decoder_chat, prompt_ids
 from sansgpu.models.generation.sampling import Sampling, reading
@@ -154,12 +153,13 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
 
     @classmethod
     def batch_model(cls, loaded: TrainedModel) -> BatchModel:
+        # Each generated token reads all matrices, so bf16 is always faster if the processor multiplies it.
+        if has_bf16_tensors(loaded.precision) if loaded.is_precision_chosen else has_native_bf16():
+            narrow_matrices(loaded.objective.model)
         if isinstance(loaded.objective, DecoderChat):
-            _cast_to_bf16_if_faster(loaded.objective.model)
             return decoder_chat(loaded.objective.model, loaded.tokenizer)
         from sansgpu.models.huggingface.generation import pretrained_batch  # imports transformers
 
-        _cast_to_bf16_if_faster(loaded.objective.model)
         return pretrained_batch(loaded.objective.unpadded, loaded.tokenizer)
 
     @classmethod
@@ -174,9 +174,3 @@ def _context_of(objective: SFTObjective | DecoderChat) -> int | None:
         return objective.model.config.max_seq_len
     context: int | None = getattr(objective.model.config, "max_position_embeddings", None)
     return context
-
-
-def _cast_to_bf16_if_faster(model: torch.nn.Module) -> None:
-    """Converts matrices to bf16 if the CPU has bf16 instructions, because each generated token reads all of them."""
-    if has_native_bf16():
-        narrow_matrices(model)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import torch
 
 from sansgpu.config import Config
 from sansgpu.config.paths import local_path
@@ -18,6 +17,7 @@ from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_sources
 from sansgpu.data.split import describe_split
+from sansgpu.machine.probe import mixed_precision
 from sansgpu.models.formats.folders import has_architecture
 from sansgpu.models.huggingface.pretrained import load_tokenizer_of
 from sansgpu.tasks.capabilities import Predicts
@@ -124,7 +124,7 @@ class Tokens(Predicts, FineTuningTask):
         texts = [read_untagged(row) for row in located(rows)]
         part = tokenize_texts(texts, None, loaded.config, loaded.tokenizer, BadRows("fail"), in_training=False)
         evaluator = TagEvaluator(loaded.objective, part)
-        with torch.autocast(loaded.device.type, torch.bfloat16, enabled=loaded.precision == "bf16"):
+        with mixed_precision(loaded.device, loaded.precision):
             return evaluator.predictions(cls.evaluation_batch(loaded.config), loaded.device, rows)
 
     @staticmethod
