@@ -2,11 +2,12 @@
 time.
 
     python -m benchmarks.generation --model FOLDER --data DOCUMENTS.jsonl [--prompts 64] [--tokens 128] [--rounds 2]
-        [--batches 64 1] [--gguf FILE --llama-python PYTHON] [--threads N] [--json FILE]
+        [--batches 64 1] [--precision bf16 int8] [--peer-precision fp32] [--gguf FILE --llama-python PYTHON] [--threads N] [--json FILE]
 
-sansgpu and transformers compute in bf16. llama.cpp reads FILE, e.g. in Q8_0, with the llama-cpp-python of another
-virtual environment. All get the same prompts of 16 to 128 tokens and generate the same number of tokens, even past the
-end of a text. Seconds do not include loading. With batch size 1, transformers completes only an eighth of the prompts.
+sansgpu and transformers compute in bf16, unless --precision and --peer-precision say otherwise. llama.cpp reads FILE,
+e.g. in Q8_0, with the llama-cpp-python of another virtual environment. All get the same prompts of 16 to 128 tokens and
+generate the same number of tokens, even past the end of a text. Seconds do not include loading. With batch size 1,
+transformers completes only an eighth of the prompts.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128, help="number of new tokens per prompt")
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 1], help="batch sizes of transformers")
+    parser.add_argument("--precision", nargs="+", default=["bf16"], help="precisions of sansgpu")
+    parser.add_argument("--peer-precision", choices=["bf16", "fp32"], default="bf16", help="of transformers")
     parser.add_argument("--gguf", type=Path, help="GGUF file of the model for llama.cpp; default: omit llama.cpp")
     parser.add_argument("--llama-python", default=sys.executable, help="Python of an environment with llama-cpp-python")
     parser.add_argument("--rounds", type=int, default=2)
@@ -88,13 +91,18 @@ def main() -> None:
     prompts = prompts_of(args.model, args.data, args.prompts)
     common = {"model": str(args.model.absolute()), "tokens": args.tokens, "threads": args.threads, "prompts": prompts}
     jobs = {
-        f"transformers, batch {n}": ({**common, "contestant": "transformers", "batch": n}, sys.executable)
+        f"transformers, {args.peer_precision}, batch {n}": (
+            {**common, "contestant": "transformers", "batch": n, "precision": args.peer_precision},
+            sys.executable,
+        )
         for n in args.batches
     }
     if args.gguf:
         llama = {**common, "contestant": "llama.cpp", "model": str(args.gguf.absolute())}
         jobs[f"llama.cpp, {args.gguf.name}"] = (llama, args.llama_python)
-    jobs["sansgpu"] = ({**common, "contestant": "sansgpu"}, sys.executable)
+    for precision in args.precision:
+        job = {**common, "contestant": "sansgpu", "precision": precision}
+        jobs[f"sansgpu, {precision}"] = (job, sys.executable)
     passes: dict[str, list[Event]] = {}
     with tempfile.TemporaryDirectory(prefix="sansgpu-generation-") as name:
         for turn in range(args.rounds):

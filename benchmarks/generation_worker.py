@@ -25,7 +25,7 @@ def ours(job: Job) -> Callable[[Ids], Ids]:
     from sansgpu.train.loading import ModelRequest, open_model
 
     torch.set_num_threads(job["threads"])
-    loaded = open_model(ModelRequest(job["model"]), "chat", lambda text: None)
+    loaded = open_model(ModelRequest(job["model"], precision=job["precision"]), "chat", lambda text: None)
     task_class: Any = loaded.task_class
     model = task_class.batch_model(loaded)
 
@@ -41,7 +41,9 @@ def transformers(job: Job) -> Callable[[Ids], Ids]:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(job["threads"])
-    model: Any = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.bfloat16).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        job["model"], dtype=torch.bfloat16 if job["precision"] == "bf16" else torch.float32
+    ).eval()
 
     def run(prompts: Ids) -> Ids:
         found = []

@@ -1,11 +1,12 @@
 """Computes vectors or labels of texts of mixed lengths, compared with Sentence Transformers or transformers' pipeline.
 
     python -m benchmarks.inference --task encode|predict --model FOLDER --data DOCUMENTS.jsonl
-        [--precision bf16] [--texts 400] [--batches 32 8 128] [--rounds 2] [--threads N] [--json FILE]
+        [--precision bf16] [--peer-precision fp32] [--texts 400] [--batches 32 8 128] [--rounds 2] [--threads N]
+        [--json FILE]
 
 Task encode compares the engine of `sansgpu embed` with SentenceTransformer.encode; task predict that of `sansgpu
 predict` with the pipeline for text classification. Half of the texts are sentences, and half are pieces of documents
-that fill the model's context. Peers compute in fp32 if `--precision` is fp32 or int16. Seconds include tokenization but
+that fill the model's context. Seconds include tokenization but
 not loading, and are measured after a warm-up pass; CPU seconds cover the measured passes. Peers try each batch size;
 sansgpu chooses its batches itself.
 """
@@ -81,7 +82,8 @@ def main() -> None:
     parser.add_argument("--task", choices=PEERS, required=True)
     parser.add_argument("--model", type=Path, required=True, help="Sentence Transformers folder or trained classifier")
     parser.add_argument("--data", type=Path, required=True, help="documents: JSON lines, each with a `text`")
-    parser.add_argument("--precision", choices=["bf16", "fp32", "int16"], default="bf16", help="of sansgpu")
+    parser.add_argument("--precision", choices=["bf16", "fp32", "int16", "int8"], default="bf16", help="of sansgpu")
+    parser.add_argument("--peer-precision", choices=["bf16", "fp32"], help="default: fp32, but bf16 beside bf16")
     parser.add_argument("--texts", type=int, default=400)
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 8, 128], help="batch sizes of the peer")
     parser.add_argument("--rounds", type=int, default=2)
@@ -95,6 +97,7 @@ def main() -> None:
         (folder / "texts.json").write_text(json.dumps(texts))
         common = {"task": args.task, "model": str(args.model.absolute()), "passes": PASSES, "threads": args.threads}
         job = {**common, "folder": str(folder), "batches": args.batches, "precision": args.precision}
+        job["peer_precision"] = args.peer_precision or ("bf16" if args.precision == "bf16" else "fp32")
         for turn in range(args.rounds):
             for contestant in (PEERS[args.task], OURS):  # the peer first, because sansgpu compares its results
                 say(f"round {turn + 1} of {args.rounds}: {contestant}")

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-Job = dict[str, Any]  # `precision` is that of sansgpu: bf16, fp32 or int16
+Job = dict[str, Any]  # `precision` is that of sansgpu
 Results = np.ndarray  # vectors (texts, D), or the label of each text
 
 
 def peer_dtype(job: Job) -> torch.dtype:
-    return torch.bfloat16 if job["precision"] == "bf16" else torch.float32
+    return torch.bfloat16 if job["peer_precision"] == "bf16" else torch.float32
 
 
 def our_encoder(job: Job, texts: list[str]) -> tuple[Callable[[], Results], Callable[[], Any]]:

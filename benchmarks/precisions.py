@@ -1,6 +1,6 @@
 """Measures what a precision of matmuls costs in quality: trains equal models in each one and compares their losses.
 
-    python -m benchmarks.precisions --data TEXT [TEXT ...] [--precisions int16] [--seeds 3] [--json OUT]
+    python -m benchmarks.precisions --data TEXT [TEXT ...] [--precisions int16 int8] [--seeds 3] [--json OUT]
 
 For each dataset, model size and seed, all precisions read the same tokens in the same order, from the same initial
 weights. Prints the validation loss and its difference to fp32, and beside it how far apart the losses of fp32 are with
@@ -94,7 +94,7 @@ def compare(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", nargs="+", default=[PYTHON_STDLIB], help="values of data.dataset_name (%(default)s)")
-    parser.add_argument("--precisions", nargs="+", default=["int16"], choices=("bf16", "int16"))
+    parser.add_argument("--precisions", nargs="+", default=["int16", "int8"], choices=("bf16", "int16", "int8"))
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="steps of every run; default: of each size")

@@ -2,14 +2,15 @@
 
     python -m benchmarks.understanding --task qa|classify|tokens|embed --model FOLDER --train FILE --dev FILE
         [--epochs 3] [--batch 16] [--max-length N] [--learning-rate 5e-5] [--seeds 1] [--threads N] [--set KEY=VALUE]
-        [--json FILE]
+        [--precisions fp32 int16 int8] [--json FILE]
 
 Both train in bf16 on the same rows in the same order with the same learning rates; the initialization of the head and
 dropout differ. The peer is Hugging Face's Trainer, or SentenceTransformerTrainer for task embed; it pads each batch.
 Both models are evaluated on the held-out rows with sansgpu's metrics. Padding does not count as tokens. Speed and
 memory are measured during training. Speed excludes the first step and the preparation of batches, which overlaps with
 sansgpu's steps. CPU seconds cover the whole process, including imports and reading the data. With several seeds,
-medians are reported, except for memory: the highest peak.
+medians are reported, except for memory: the highest peak. With --precisions, sansgpu trains and evaluates in each of
+them instead of beside the peer.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import get_args
 
 from benchmarks.contest import NoResultError, Outcome, Row, add_ratios, print_table, say, spawn, write_json
 from benchmarks.ours import command, overrides
+from sansgpu.config.training import Precision
 
 OURS, HF, ST = "sansgpu", "Hugging Face Trainer", "Sentence Transformers"
 # The first of these metrics that the evaluation reports is the measure of quality.
@@ -97,9 +102,10 @@ def setting(text: str) -> tuple[str, str]:
 
 def learn_theirs(given: dict[str, object], folder: Path) -> Learned:
     """Trains with the peer and evaluates its model. Raises NoResultError if it fails."""
+    folder.mkdir()
     job, load, changes = folder / "job.json", os.getloadavg()[0], overrides(given)[1::2]
-    trained = folder / "theirs"
-    facts = {"threads": given["training.threads"], "cache": str(folder / "cache"), "folder": str(trained)}
+    trained = folder / "trained"
+    facts = {"threads": given["training.threads"], "cache": str(folder.parent / "cache"), "folder": str(trained)}
     job.write_text(json.dumps({"overrides": changes, **facts}))
     outcome = finished([sys.executable, "-m", "benchmarks.fine_tuning_peer", str(job)], "result")
     result = outcome.named("result")[0][1]
@@ -124,6 +130,11 @@ def learn_ours(given: dict[str, object], output: Path) -> Learned:
     tokens = [after - before for before, after in zip([0, *totals], totals, strict=False)]
     losses, seconds = ([step[key] for step in steps] for key in ("loss", "step_seconds"))
     return learned(outcome, outcome, losses, tokens, seconds, load)
+
+
+def learn_in(precision: str, given: dict[str, object], output: Path) -> Learned:
+    """Trains with sansgpu in another precision. Raises NoResultError if it fails."""
+    return learn_ours({**given, "training.precision": precision}, output)
 
 
 def learned(
@@ -174,25 +185,29 @@ def main() -> None:
     parser.add_argument(
         "--set", type=setting, action="append", default=[], metavar="KEY=VALUE", help="setting of both contestants"
     )
+    parser.add_argument(
+        "--precisions", nargs="+", choices=get_args(Precision), help="values of training.precision to compare"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    ours: list[Learned] = []
-    theirs: list[Learned] = []
     peer = ST if args.task == "embed" else HF
-    with tempfile.TemporaryDirectory(prefix="sansgpu-understanding-") as name:
+    learn: dict[str, Callable[[dict[str, object], Path], Learned]] = {OURS: learn_ours, peer: learn_theirs}
+    if args.precisions:
+        learn = {f"{OURS}, {precision}": partial(learn_in, precision) for precision in args.precisions}
+    runs: dict[str, list[Learned]] = {name: [] for name in learn}
+    with tempfile.TemporaryDirectory(prefix="sansgpu-understanding-") as folder:
         for seed in range(1, args.seeds + 1):
-            given, folder = settings(args, seed), Path(name)
-            try:
-                say(f"seed {seed} of {args.seeds}: {peer}")
-                theirs.append(learn_theirs(given, folder))
-                say(f"seed {seed} of {args.seeds}: {OURS}")
-                ours.append(learn_ours(given, folder / f"seed-{seed}"))
-            except NoResultError as failure:
-                sys.exit(str(failure))
-    rows = [row(OURS, ours), row(peer, theirs)]
-    add_ratios(rows, "tokens_per_second", peer)
-    add_ratios(rows, "peak_gb", peer, "memory_ratio")
-    title = f"task {args.task}, {args.epochs} epochs of {args.batch} rows a step, bf16, {args.threads} threads; "
+            for name, by in learn.items():
+                say(f"seed {seed} of {args.seeds}: {name}")
+                try:
+                    runs[name].append(by(settings(args, seed), Path(folder) / f"{name}-{seed}".replace(" ", "-")))
+                except NoResultError as failure:
+                    sys.exit(str(failure))
+    rows = [row(name, found) for name, found in runs.items()]
+    compared = next(iter(runs)) if args.precisions else peer
+    add_ratios(rows, "tokens_per_second", compared)
+    add_ratios(rows, "peak_gb", compared, "memory_ratio")
+    title = f"task {args.task}, {args.epochs} epochs of {args.batch} rows a step, {args.threads} threads; "
     print_table(f"{title}quality: {MEASURES[rows[0]['measure']]}", COLUMNS, rows)
     write_json(args.json, "understanding", vars(args), rows)
 

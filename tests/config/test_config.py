@@ -231,7 +231,7 @@ def test_use_amp_means_a_precision() -> None:
     assert TrainingConfig(use_amp=True).wanted_precision == "auto"
     assert TrainingConfig(use_amp=False).wanted_precision == "fp32"
     assert TrainingConfig(precision="bf16").wanted_precision == "bf16"
-    for precision in ("bf16", "int16"):
+    for precision in ("bf16", "int16", "int8"):
         assert f"precision is {precision}" in refusal("training.use_amp=false", f"training.precision={precision}")
     assert "use_amp true means mixed" in refusal("training.use_amp=true", "training.precision=fp32")
 

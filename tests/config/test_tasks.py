@@ -50,7 +50,7 @@ def test_keys_that_do_nothing_in_a_task_are_refused(tmp_path: Path) -> None:
     assert "set data.dataset_name" in refusal(tmp_path, data={})
     assert "lora_rank has no effect with adapter none" in refusal(tmp_path, model={"name_or_path": "m", "lora_rank": 4})
     assert "set optimizer to adamw" in refusal(tmp_path, training={"optimizer_state": "8bit", "optimizer": "muon"})
-    for precision in ("fp32", "int16"):
+    for precision in ("fp32", "int16", "int8"):
         narrow = {"master_weights": "bf16", "precision": precision}
         assert f"precision is {precision}" in refusal(tmp_path, training=narrow)
 

@@ -278,7 +278,7 @@ def test_a_proposal_is_written_and_runs(home: Path, tmp_path: Path, capsys: pyte
 def test_doctor_says_what_is_promised(capsys: pytest.CaptureFixture[str]) -> None:
     result = printed(capsys, ["doctor"])
     assert result.keys() >= DOCTOR_KEYS
-    assert result["gemm_flops_per_second"].keys() == {"fp32", "bf16", "int16"}
+    assert result["gemm_flops_per_second"].keys() == {"fp32", "bf16", "int16", "int8"}
     assert result["memory_bandwidth_bytes_per_second"] > 1e8
     gains = [advice["gain"] for advice in result["advice"]]
     assert gains == sorted(gains, reverse=True)

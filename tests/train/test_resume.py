@@ -161,7 +161,7 @@ def test_workers_and_prefetch_change_nothing(home: Path, straight: Path) -> None
     assert outcome(run) == outcome(straight) == outcome(more)
 
 
-@pytest.mark.parametrize("precision", ["auto", "int16"])
+@pytest.mark.parametrize("precision", ["auto", "int16", "int8"])
 def test_the_number_of_threads_changes_nothing_where_our_kernels_run(home: Path, precision: str) -> None:
     """Micro-batches have at least 256 tokens, for which our matmul kernels are used."""
     large = {"model__max_seq_len": 128, "training__max_steps": 3, "training__precision": precision}
@@ -184,6 +184,7 @@ def test_another_seed_gives_another_model(home: Path, straight: Path) -> None:
         {"training__compile": "on", "training__kernels": "torch"},
         {"training__precision": "bf16"},
         {"training__precision": "int16", "model__max_seq_len": 128},
+        {"training__precision": "int8", "model__max_seq_len": 128},
     ],
 )
 @pytest.mark.long

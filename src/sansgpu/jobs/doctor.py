@@ -11,6 +11,7 @@ import torch
 from sansgpu.config import TrainingConfig
 from sansgpu.data.shards import ReportProgress
 from sansgpu.kernels import library
+from sansgpu.kernels.matmul import INTEGERS
 from sansgpu.kernels.roofline import bandwidth, peak_gemm_rate
 from sansgpu.machine.description import hardware, software
 from sansgpu.machine.disk import free_disk_bytes
@@ -100,7 +101,10 @@ def doctor(progress: ReportProgress) -> MachineReport:
         gemm_flops_per_second={
             "fp32": peak_gemm_rate(cache, "fp32", "cpu", threads),
             "bf16": peak_gemm_rate(cache, "bf16", "cpu", threads) if bf16 else None,
-            "int16": peak_gemm_rate(cache, "int16", "cpu", threads) if library.available() else None,
+            **{
+                integer: peak_gemm_rate(cache, integer, "cpu", threads) if library.available() else None
+                for integer in INTEGERS
+            },
         },
         memory_bandwidth_bytes_per_second=bandwidth(),
         busy_cores=others["other_cores"] + others["stolen_cores"],

@@ -24,6 +24,7 @@ class InstructionSet:
     name: str
     needs: tuple[str, ...] = ()
     bf16: bool = False  # it multiplies bf16 faster than fp32
+    int8: bool = False  # our kernels multiply 8-bit integers faster than any other numbers
 
 
 _AVX2 = ("avx2", "fma3", "bmi2", "f16c")
@@ -32,10 +33,10 @@ _AVX512_BF16 = (*_AVX512, "avx512_vnni", "avx512_bf16")
 X86 = (
     InstructionSet("portable"),
     InstructionSet("avx2", _AVX2),
-    InstructionSet("avx_vnni", (*_AVX2, "avx_vnni")),
+    InstructionSet("avx_vnni", (*_AVX2, "avx_vnni"), int8=True),
     InstructionSet("avx512", _AVX512),
-    InstructionSet("avx512_vnni", (*_AVX512, "avx512_vnni")),
-    InstructionSet("avx512_bf16", _AVX512_BF16, bf16=True),
+    InstructionSet("avx512_vnni", (*_AVX512, "avx512_vnni"), int8=True),
+    InstructionSet("avx512_bf16", _AVX512_BF16, bf16=True, int8=True),
     InstructionSet("amx", (*_AVX512_BF16, "amx_tile", "amx_bf16"), bf16=True),
 )
 ARM = (

@@ -15,6 +15,7 @@ from sansgpu.kernels.roofline import resolve_precision
 from sansgpu.machine.allocator import keep_freed_memory
 from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
 from sansgpu.machine.execution import Environment, Execution
+from sansgpu.machine.instruction_sets import allowed
 from sansgpu.machine.probe import (
     has_native_bf16,
     is_emulated,
@@ -106,6 +107,11 @@ def _warn_of_precision(
         warn(
             f"training.precision is {precision}, which this processor only emulates: a step takes "
             f"{EMULATION_COST['torch' if kernels == 'torch' else 'native']} as long as in fp32; set it to auto or fp32."
+        )
+    if precision == "int8" and not allowed()[-1].int8:
+        warn(
+            "training.precision is int8, but this processor multiplies 8-bit integers no faster than other numbers; "
+            "auto is as fast and more exact."
         )
 
 

@@ -73,9 +73,7 @@ def open_model(
     loaded.model.eval().to(device)
     set_matmul_precision(loaded.model, precision)
     if precision == "int8" and has_bf16_tensors(precision):
-        narrow_matrices(
-            loaded.model, torch.nn.Linear
-        )  # as in training
+        narrow_matrices(loaded.model, torch.nn.Linear)  # as in training
     return TrainedModel(task, source, loaded, tokenizer, config, device, precision, request.precision != "auto")
 
 

@@ -9,6 +9,7 @@ import torch
 
 from sansgpu.config import ModelConfig
 from sansgpu.kernels import library
+from sansgpu.machine.probe import has_bf16_tensors
 from sansgpu.models.generation import generate as batched
 from sansgpu.models.generation.generate import (
     BatchModel,
@@ -32,7 +33,7 @@ from sansgpu.models.huggingface.lora import patch_adapter
 from sansgpu.models.huggingface.packed_forward import UnpaddedModel
 from sansgpu.models.huggingface.patches import patch_model
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained, load_tokenizer_of
-from sansgpu.models.modules import narrow_matrices
+from sansgpu.models.modules import narrow_matrices, set_matmul_precision
 from tests.models.small import TEXT, TOKENIZER, model_of
 from tests.tasks.folders import model_folder
 
@@ -127,16 +128,17 @@ def test_texts_depend_on_seed_and_row_but_not_on_the_batch(architecture: str, na
     assert len({tuple(row.ids[:5]) for row in same}) > 1
 
 
-@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_a_step_in_one_call_gives_the_same_bits_as_the_layers(architecture: str, narrow: bool) -> None:
+def test_a_step_in_one_call_gives_the_same_bits_as_the_layers(architecture: str, precision: str) -> None:
     unpadded, _ = pretrained(architecture)
     with torch.no_grad():
         for name, parameter in unpadded.model.named_parameters():
             if parameter.ndim == 1:  # norms and biases
                 parameter.normal_(0.5, 0.5, generator=torch.Generator().manual_seed(len(name)))
-    if narrow:
+    if has_bf16_tensors(precision):
         narrow_matrices(unpadded.model)
+    set_matmul_precision(unpadded.model, precision)
     fused = pretrained_step(unpadded.model)
     assert fused is not None
     readers = [PretrainedSlots(unpadded, 40, CONTEXT, one) for one in (fused, None)]
@@ -152,11 +154,14 @@ def test_a_step_in_one_call_gives_the_same_bits_as_the_layers(architecture: str,
         assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4", "bf16"])
-def test_a_step_in_one_call_computes_quantized_weights_and_adapters(precision: str) -> None:
+@pytest.mark.parametrize(
+    ("base", "precision"), [("int8", "bf16"), ("int4", "bf16"), ("bf16", "bf16"), ("int4", "int8")]
+)
+def test_a_step_in_one_call_computes_quantized_weights_and_adapters(base: str, precision: str) -> None:
     adapter = {"adapter": "lora", "lora_rank": 5, "lora_alpha": 10, "lora_targets": ["v_proj", "up_proj", "down_proj"]}
-    unpadded, tokenizer = pretrained("llama", base_precision=precision, **adapter)
+    unpadded, tokenizer = pretrained("llama", base_precision=base, **adapter)
     narrow_matrices(unpadded.model)
+    set_matmul_precision(unpadded.model, precision)
     fused = pretrained_step(unpadded.model)
     assert fused is not None
     steps = {}

@@ -50,12 +50,15 @@ def vectors(target: Path, home: Path, output: Path, *more: str) -> np.ndarray:
     return found
 
 
-def test_vectors_in_16_bit_integers_are_close_to_those_in_fp32(home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("precision", "distance"), [("int16", 1e-4), ("int8", 0.005)])
+def test_vectors_in_integers_are_close_to_those_in_fp32(
+    home: Path, tmp_path: Path, precision: str, distance: float
+) -> None:
     run = made(home, "bert2", "pairs", "bert")
     exact = vectors(run, home, tmp_path / "fp32.npy")
-    rounded = vectors(run, home, tmp_path / "int16.npy", "--precision", "int16")
+    rounded = vectors(run, home, tmp_path / "rounded.npy", "--precision", precision)
     assert not np.array_equal(rounded, exact)
-    assert (rounded * exact).sum(axis=1) == pytest.approx(1.0, abs=1e-4)
+    assert (rounded * exact).sum(axis=1) == pytest.approx(1.0, abs=distance)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Training with `training.precision: int16`, which multiplies integers in block floating point."""
+"""Training with `training.precision` int16 and int8, which multiply integers in block floating point."""
 
 from pathlib import Path
 
@@ -15,22 +15,24 @@ def final_loss(home: Path, precision: str) -> float:
     return float(events_of(home / precision, "eval")[-1]["loss"])
 
 
+@pytest.mark.parametrize(("precision", "share"), [("int16", 0.003), ("int8", 0.01)])
 def test_a_model_learns_as_well_as_in_fp32(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], precision: str, share: float
 ) -> None:
     use_cache(monkeypatch, tmp_path / "cache")
     write_corpus(tmp_path / "corpus.jsonl", 200)
-    exact, rounded = final_loss(tmp_path, "fp32"), final_loss(tmp_path, "int16")
-    assert "parameters, int16, 1 thread, native" in capsys.readouterr().out
-    assert rounded == pytest.approx(exact, rel=0.003)
-    assert set(digests(tmp_path / "fp32").values()).isdisjoint(digests(tmp_path / "int16").values())
+    exact, rounded = final_loss(tmp_path, "fp32"), final_loss(tmp_path, precision)
+    assert f"parameters, {precision}, 1 thread, native" in capsys.readouterr().out
+    assert rounded == pytest.approx(exact, rel=share)
+    assert set(digests(tmp_path / "fp32").values()).isdisjoint(digests(tmp_path / precision).values())
 
 
-def test_without_our_kernels_it_is_refused_in_one_sentence(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["int16", "int8"])
+def test_without_our_kernels_it_is_refused_in_one_sentence(tmp_path: Path, precision: str) -> None:
     write_corpus(tmp_path / "corpus.jsonl")
-    changes = {"training__precision": "int16", "training__kernels": "torch"}
+    changes = {"training__precision": precision, "training__kernels": "torch"}
     arguments = settings(data__dataset_name=tmp_path / "corpus.jsonl", **changes)
     code, out, error = finish(["train", *arguments, "--output-dir", str(tmp_path / "run")], tmp_path / "cache")
     (sentence,) = messages(error)
-    assert "training.precision is int16, which PyTorch's operators (training.kernels torch) cannot compute" in sentence
+    assert f"training.precision is {precision}, which PyTorch's operators (training.kernels torch) cannot" in sentence
     assert (code, out, (tmp_path / "run" / "final").exists()) == (2, "", False)
