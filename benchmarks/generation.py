@@ -2,7 +2,8 @@
 time.
 
     python -m benchmarks.generation --model FOLDER --data DOCUMENTS.jsonl [--prompts 64] [--tokens 128] [--rounds 2]
-        [--batches 64 1] [--precision bf16 int8] [--peer-precision fp32] [--gguf FILE --llama-python PYTHON] [--threads N] [--json FILE]
+        [--batches 64 1] [--precision bf16 int8] [--peer-precision fp32]
+        [--gguf FILE --llama-python PYTHON] [--threads N] [--json FILE]
 
 sansgpu and transformers compute in bf16, unless --precision and --peer-precision say otherwise. llama.cpp reads FILE,
 e.g. in Q8_0, with the llama-cpp-python of another virtual environment. All get the same prompts of 16 to 128 tokens and

@@ -102,7 +102,7 @@ def precision_option(auto: str) -> Any:
             raise typer.BadParameter(f"{text} must be {', '.join(PRECISIONS)}")
         return text
 
-    help = f"Precision of matrix products. int8: fastest on processors with VNNI, less exact. auto: {auto}"
+    help = f"Precision of matrix products. int8: usually the fastest, but rounds the most. auto: {auto}"
     return option(help, None, parser=parse, metavar="|".join(PRECISIONS))
 
 

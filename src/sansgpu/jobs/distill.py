@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from filelock import FileLock, Timeout
 
 from sansgpu.config import Config, ConfigError, SansGPUError, TrainingConfig, as_config
+from sansgpu.config.training import Precision
 from sansgpu.config.wording import counted
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.sequences import PackedSequences
@@ -65,7 +66,7 @@ def distill(request: DistillRequest, warn: Callable[[str], None], progress: Repo
         raise ConfigError(f"--task is {request.task}, but must be {' or '.join(DEFAULT_LENGTH)}.")
     _require_output(request.output)
     verb: Any = "distill" if request.task == "pretrain" else "chat"  # chat models have the template of conversations
-    loaded = open_model(request.model, verb, warn, progress)
+    loaded = open_model(replace(request.model, precision=_chosen_precision(request)), verb, warn, progress)
     teacher = loaded.task_class.teacher(loaded)
     config = _config(request, teacher)
     tokenizer = _tokenizer(request, loaded)
@@ -84,15 +85,13 @@ def distill(request: DistillRequest, warn: Callable[[str], None], progress: Repo
         "task": request.task,
         "teacher": request.model.target,
         "data": request.data,
+        "precision": _precision(loaded),
         "weights": weights_sha256(loaded.objective.model),
         "corpus": lesson.fingerprint,
         "vocabulary": vocabulary_fingerprint(backend),
         "vocab_size": vocabulary,
         "top_k": request.top_k,
         "max_length": config.data.max_length,
-        "precision": loaded.precision
-        if loaded.is_precision_chosen
-        else resolve_precision(TrainingConfig(), loaded.device),
     }
     with write_failures_as(SansGPUError, request.output, "--output"):
         folder = _folder(request, settings, lesson, tokenizer)
@@ -137,6 +136,19 @@ def _tokenizer(request: DistillRequest, loaded: TrainedModel) -> Any:
     return load_tokenizer(loaded.source.tokenizer)
 
 
+def _chosen_precision(request: DistillRequest) -> Precision:
+    """Returns the requested precision. auto becomes that of a folder that was begun before, maybe elsewhere."""
+    chosen = request.model.precision
+    if chosen == "auto" and is_teacher_folder(request.output):
+        begun = open_teacher_folder(request.output).settings["precision"]
+        return next((known for known in get_args(Precision) if known == begun), chosen)
+    return chosen
+
+
+def _precision(loaded: TrainedModel) -> str:
+    return loaded.precision if loaded.is_precision_chosen else resolve_precision(TrainingConfig(), loaded.device)
+
+
 def _folder(request: DistillRequest, settings: dict[str, Any], lesson: Lesson, tokenizer: Any) -> TeacherFolder:
     """Creates the folder, or opens an existing one. Raises ConfigError if that was written with different settings."""
     root = request.output
@@ -148,9 +160,8 @@ def _folder(request: DistillRequest, settings: dict[str, Any], lesson: Lesson, t
 
         create_teacher_folder(root, settings, {**lesson.arrays, "counts": lesson.counts}, save)
     folder = open_teacher_folder(root)
-    ignored = NAMES if request.model.precision != "auto" else (*NAMES, "precision")
     for key, value in settings.items():
-        if key not in ignored and folder.settings.get(key) != value:
+        if key not in NAMES and folder.settings.get(key) != value:
             raise ConfigError(
                 f"{root} was written with a different {key.replace('_', ' ')} ({folder.settings.get(key)}, now "
                 f"{value}); choose another --output, or delete it."
