@@ -1,5 +1,4 @@
-"""Completes many prompts greedily, compared with transformers' generate, and with llama.cpp, which completes one at a
-time.
+"""Completes many prompts greedily, compared with transformers' generate and llama.cpp.
 
     python -m benchmarks.generation --model FOLDER --data DOCUMENTS.jsonl [--prompts 64] [--tokens 128] [--rounds 2]
         [--batches 64 1] [--precision bf16 int8] [--peer-precision fp32]

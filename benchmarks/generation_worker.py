@@ -9,7 +9,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +59,46 @@ def transformers(job: Job) -> Callable[[Ids], Ids]:
 
 
 def llama_cpp(job: Job) -> Callable[[Ids], Ids]:
-    from llama_cpp import Llama
+    """Completes all prompts together, with the functions of llama.h: its Python classes complete one at a time."""
+    import llama_cpp as llama
+    import numpy as np
 
-    threads = {"n_threads": job["threads"], "n_threads_batch": job["threads"]}
-    context = max(map(len, job["prompts"])) + job["tokens"]
-    model = Llama(job["model"], n_ctx=context, verbose=False, **threads)
-    return lambda prompts: [list(islice(model.generate(ids, temp=0.0), job["tokens"])) for ids in prompts]
+    count, length = len(job["prompts"]), max(map(len, job["prompts"])) + job["tokens"]
+    llama.llama_backend_init()
+    model: Any = llama.llama_model_load_from_file(job["model"].encode(), llama.llama_model_default_params())
+    options = llama.llama_context_default_params()
+    options.n_ctx, options.n_seq_max, options.n_batch = count * (-(-length // 256) * 256), count, 2048
+    options.n_threads = options.n_threads_batch = job["threads"]
+    context: Any = llama.llama_init_from_model(model, options)
+    vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
+    batch = llama.llama_batch_init(options.n_batch, 0, 1)
+
+    def read(pieces: list[tuple[int, int, list[int]]]) -> list[int]:
+        """Adds tokens to sequences, given as (sequence, first position, tokens). Returns each next token."""
+        batch.n_tokens, lasts = 0, []
+        for sequence, start, tokens in pieces:
+            for place, token in enumerate(tokens):
+                n = batch.n_tokens
+                batch.token[n], batch.pos[n] = token, start + place
+                batch.n_seq_id[n], batch.seq_id[n][0] = 1, sequence
+                batch.logits[n] = place == len(tokens) - 1
+                batch.n_tokens += 1
+            lasts.append(batch.n_tokens - 1)
+        if llama.llama_decode(context, batch):
+            sys.exit("llama.cpp could not decode a batch")
+        logits = (llama.llama_get_logits_ith(context, last) for last in lasts)
+        return [int(np.argmax(np.ctypeslib.as_array(row, (vocabulary,)))) for row in logits]
+
+    def run(prompts: Ids) -> Ids:
+        llama.llama_memory_clear(llama.llama_get_memory(context), True)
+        found = [read([(n, 0, ids)]) for n, ids in enumerate(prompts)]
+        for step in range(job["tokens"] - 1):
+            added = [(n, len(ids) + step, found[n][-1:]) for n, ids in enumerate(prompts)]
+            for row, token in zip(found, read(added), strict=True):
+                row.append(token)
+        return found
+
+    return run
 
 
 CONTESTANTS = {"sansgpu": ours, "transformers": transformers, "llama.cpp": llama_cpp}
