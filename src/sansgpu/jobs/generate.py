@@ -22,11 +22,12 @@ from sansgpu.files.atomic import atomic_write, make_folder, sync_to_disk, write_
 from sansgpu.files.ownership import require_file
 from sansgpu.files.reading import read_object
 from sansgpu.machine.distributed.world import require_one_process
-from sansgpu.machine.probe import available_memory
+from sansgpu.machine.probe import available_memory, has_bf16_tensors
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.models.formats.weights import weights_sha256
 from sansgpu.models.generation.generate import BatchModel, Completion, complete, stream
 from sansgpu.models.generation.sampling import Sampling, reading, require_valid_sampling
+from sansgpu.models.modules import set_matmul_precision
 from sansgpu.tasks.sft.conversations import Prompt, read_prompt
 from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import ModelRequest, open_model
@@ -58,8 +59,16 @@ def generate_text(
     """Streams the continuation of `prompt` by a run, a Hugging Face model or a GGUF file."""
     require_valid_sampling(sampling)
     loaded = open_model(model, "generate", warn, progress)
-    opened = loaded.task_class.batch_model(loaded)
+    opened = _open_single(loaded)
     return stream(opened, opened.text_ids(prompt), max_new_tokens, sampling)
+
+
+def _open_single(loaded: TrainedModel) -> BatchModel:
+    """Returns a model for single texts, whose prompts are not read in 8-bit integers, because that is hardly faster."""
+    opened: BatchModel = loaded.task_class.batch_model(loaded)
+    if loaded.precision == "int8":
+        set_matmul_precision(loaded.objective.model, "bf16" if has_bf16_tensors("int8") else "int16")
+    return opened
 
 
 class ChatSession:
@@ -74,7 +83,7 @@ class ChatSession:
     ) -> None:
         """Raises ConfigError if there is no model, or if it has no chat template."""
         loaded = open_model(model, "chat", warn, progress)
-        self._model = loaded.task_class.batch_model(loaded)
+        self._model = _open_single(loaded)
         if self._model.chat_ids is None:
             raise ConfigError(
                 f"{model.target} has no chat template; use `sansgpu generate`, or set data.chat_template."

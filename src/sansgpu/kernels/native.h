@@ -167,8 +167,9 @@ SANSGPU_KERNEL void lora_backward(int64_t precision, int64_t format, const struc
 SANSGPU_CONSTANT(CACHE_BLOCK, 64);  // tokens per block of a packed KV cache; its length is a multiple
 SANSGPU_CONSTANT(STEP_TILE, 64);    // outputs per tile of packed weights
 SANSGPU_CONSTANT(INT8_TILES, -2);   // the format of weights that are packed as block floats of 8 bits
+// `parts` is the number of 8-bit integers, 1 or 2, whose sum is a value that is multiplied with weights in INT8_TILES.
 struct StepSizes {
-  int64_t B, D, H, K, d, F, S, layers;
+  int64_t B, D, H, K, d, F, S, layers, parts;
 };
 // A linear layer with a weight matrix (N, terms): y = x W^T + bias. Packed matrices consist of tiles of STEP_TILE
 // outputs.

@@ -154,6 +154,28 @@ def test_a_step_in_one_call_gives_the_same_bits_as_the_layers(architecture: str,
         assert torch.equal(*logits)
 
 
+def test_an_exact_step_in_integers_rounds_only_the_weights() -> None:
+    unpadded, _ = pretrained("llama")
+    with torch.no_grad():
+        for name, parameter in unpadded.model.named_parameters():
+            if parameter.ndim > 1 and "embed" not in name:  # numbers that 8-bit integers represent
+                whole = torch.randint(-127, 128, parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+                whole[:, ::256] = 127
+                parameter.copy_(whole * 2.0**-13)
+    set_matmul_precision(unpadded.model, "int8")
+    step = pretrained_step(unpadded.model)
+    assert step is not None
+    set_matmul_precision(unpadded.model, "fp32")
+    logits = []
+    for fused in (None, step, step.exact()):
+        reader = PretrainedSlots(unpadded, 2, CONTEXT, fused)
+        reader.add([[5, 6, 7], [8]])
+        logits.append(reader.step([9, 10]))
+    largest = float(logits[0].abs().max())
+    errors = [float((found - logits[0]).abs().max()) / largest for found in logits[1:]]
+    assert errors[1] < 1e-3 < errors[0]
+
+
 @pytest.mark.parametrize(
     ("base", "precision"), [("int8", "bf16"), ("int4", "bf16"), ("bf16", "bf16"), ("int4", "int8")]
 )

@@ -249,6 +249,19 @@ inline void pack_rows(const Operand<T>& a, int64_t rows, int64_t terms, P* to, i
   });
 }
 
+// Subtracts the values of a packed row of A from `values`.
+template <BlockFloat P>
+void subtract_row(const P* row, int64_t terms, float* values) {
+  each_block<P>(terms, [&](int64_t k, int64_t count, int64_t place) {
+    float scale;
+    std::memcpy(&scale, row + place, sizeof(scale));
+    const auto bytes = reinterpret_cast<const uint8_t*>(row + place + HEADER_PLACES<P>);
+    static_assert(sizeof(P) == 1, "mantissas are bytes");
+    for (int64_t i = 0; i < count; ++i)
+      values[k + i] -= scale * static_cast<float>(static_cast<int8_t>(bytes[i] ^ static_cast<uint8_t>(OFFSET)));
+  });
+}
+
 // Packs rows of the transpose of packed rows. Leaves out the scales of those: they must be factors of the columns of
 // the other operand.
 inline void pack_rows(const Operand<bfp16>& a, int64_t rows, int64_t terms, bfp16* to, int64_t ld) {

@@ -115,21 +115,34 @@ class Step {
     return low;
   }
 
-  // The input (B, terms) of weights, and its rows as block floats if one of the weights is packed as such.
+  // The input (B, terms) of weights, and its rows as block floats if one of the weights is packed as such. With two
+  // parts, another row follows each packed row: its rounding errors.
   struct Rows {
     const T* values;
-    int64_t terms, ld;
+    int64_t terms, ld, parts;
     Buffer<bfp8> packed;
 
-    Rows(const T* values, int64_t B, int64_t terms, const StepWeight* weights, int64_t count)
-        : values(values), terms(terms), ld(padded<bfp8>(terms)), packed(is_packed(weights, count) ? B * ld : 1) {
+    Rows(const T* values, const StepSizes& sizes, int64_t terms, const StepWeight* weights, int64_t count)
+        : values(values),
+          terms(terms),
+          ld(padded<bfp8>(terms)),
+          parts(sizes.parts),
+          packed(is_packed(weights, count) ? sizes.B * parts * ld : 1) {
       if (!is_packed(weights, count)) return;
-      parallel_each(divide_up(B, FEW), [&](int64_t unit) {
-        const int64_t first = unit * FEW;
-        pack_rows(Operand<T>{values + first * terms, terms, false}, std::min(FEW, B - first), terms,
-                  packed + first * ld, ld);
+      parallel_each(divide_up(sizes.B, FEW), [&](int64_t unit) {
+        Buffer<float> rest(terms);
+        for (int64_t row = unit * FEW; row < std::min(sizes.B, (unit + 1) * FEW); ++row) {
+          for (int64_t i = 0; i < terms; ++i) rest[i] = load(values + row * terms + i);
+          for (int64_t part = 0; part < parts; ++part) {
+            bfp8* to = packed + (row * parts + part) * ld;
+            pack_rows(Operand<float>{rest, terms, false}, 1, terms, to, ld);
+            subtract_row(to, terms, rest);
+          }
+        }
       });
     }
+
+    const bfp8* packed_row(int64_t row) const { return packed + row * parts * ld; }
 
    private:
     static constexpr int64_t FEW = 8;  // rows that a thread packs at a time
@@ -145,7 +158,7 @@ class Step {
     const LowRank low = LowRank::total(weights, count) > 0 ? low_rank(a, terms, weights, count) : LowRank(0, weights, 0);
     int64_t ld = 0, tiles = 0;
     for (int64_t i = 0; i < count; ++i) ld += weights[i].N, tiles += divide_up(weights[i].N, TILE);
-    const Rows inputs(a, s_.B, terms, weights, count);
+    const Rows inputs(a, s_, terms, weights, count);
     each_part(tiles, [&](int64_t tile, int64_t first, int64_t rows, Space& space) {
       const StepWeight* weight = weights;
       int64_t column = 0, rank = 0;
@@ -169,8 +182,7 @@ class Step {
     const int64_t outputs = std::min(TILE, weight.N - tile * TILE), terms = inputs.terms;
     const T* a = inputs.values + first * terms;
     if (weight.format == INT8_TILES)
-      multiply_integers(static_cast<const bfp8*>(weight.data) + tile * TILE * inputs.ld, inputs.packed + first * inputs.ld,
-                        inputs.ld, rows, sums);
+      multiply_integers(static_cast<const bfp8*>(weight.data) + tile * TILE * inputs.ld, inputs, first, rows, sums);
     else if (weight.format == NOT_QUANTIZED)
       product<T>(rows, TILE, terms, a, terms, packed(weight.data, tile, terms), TILE, sums, TILE, false);
     else
@@ -182,9 +194,12 @@ class Step {
         for (int64_t j = 0; j < outputs; ++j) sums[i * TILE + j] += weight.bias[tile * TILE + j];
   }
 
-  static void multiply_integers(const bfp8* tile, const bfp8* a, int64_t ld, int64_t rows, float* sums) {
-    for (int64_t j = 0; j < TILE; j += PANEL<bfp8>)
-      product<bfp8>(rows, PANEL<bfp8>, ld, a, ld, tile + j * ld, PANEL<bfp8>, sums + j, TILE, false);
+  static void multiply_integers(const bfp8* tile, const Rows& inputs, int64_t first, int64_t rows, float* sums) {
+    const int64_t ld = inputs.ld;
+    for (int64_t part = 0; part < inputs.parts; ++part)
+      for (int64_t j = 0; j < TILE; j += PANEL<bfp8>)
+        product<bfp8>(rows, PANEL<bfp8>, ld, inputs.packed_row(first) + part * ld, inputs.parts * ld, tile + j * ld,
+                      PANEL<bfp8>, sums + j, TILE, part > 0);
   }
 
   static void multiply_quantized(const StepWeight& weight, int64_t column, int64_t outputs, int64_t rows, const T* a,
@@ -203,7 +218,7 @@ class Step {
   // Computes silu(gate) * up. Rounds gate and up as the output of a linear layer first.
   void activate(const StepWeight* gate_up) {
     const LowRank low = low_rank(normed_, s_.D, gate_up, 2);
-    const Rows inputs(normed_, s_.B, s_.D, gate_up, 2);
+    const Rows inputs(normed_, s_, s_.D, gate_up, 2);
     each_part(divide_up(s_.F, TILE), [&](int64_t tile, int64_t first, int64_t rows, Space& space) {
       float *gate = space.sums, *up = gate + rows * TILE;
       for (int64_t i = 0; i < 2; ++i) {

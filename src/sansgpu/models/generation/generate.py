@@ -326,7 +326,9 @@ def decoder_readers(model: TransformerLM, packs: bool = True) -> dict[str, Any]:
 
     return {
         "open_reader": open_reader,
-        "open_single": lambda length: DecoderReader(model) if fused is None else open_reader(1, length),
+        "open_single": lambda length: (
+            DecoderReader(model) if fused is None else DecoderSlots(model, 1, length, fused.exact())
+        ),
         "context": model.config.max_seq_len,
         "together": on_cpu,
     }

@@ -170,7 +170,11 @@ def pretrained_batch(unpadded: UnpaddedModel, tokenizer: Any) -> BatchModel:
         return PretrainedSlots(unpadded, slots, length, fused)
 
     batch = _batch_model(model, tokenizer, open_reader, together=True)
-    return batch if fused is None else replace(batch, open_single=lambda length: open_reader(1, length))
+    return (
+        batch
+        if fused is None
+        else replace(batch, open_single=lambda length: PretrainedSlots(unpadded, 1, length, fused.exact()))
+    )
 
 
 def _batch_model(
