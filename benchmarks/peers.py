@@ -146,7 +146,7 @@ def arguments() -> argparse.Namespace:
         "--precisions",
         default=[],
         nargs="+",
-        choices=("fp32", "bf16", "int16"),
+        choices=("fp32", "bf16", "int16", "int8"),
         help="also run sansgpu in these precisions",
     )
     parser.add_argument("--nanogpt", type=Path, metavar="FOLDER", help="checkout of nanoGPT; runs its CPU example, too")

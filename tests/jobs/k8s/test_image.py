@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from sansgpu import __version__
 from sansgpu.jobs.k8s import LIBIOMP, TCMALLOC, USER
 from tests.jobs.k8s.rendered import ROOT, render
 
-IMAGE_EXTRAS = re.compile(r'extra == "(hf|gguf|parquet|report|tensorboard)"')
+IMAGE_EXTRAS = ("hf", "gguf", "parquet", "report", "tensorboard")
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
@@ -77,7 +78,7 @@ def pinned() -> Iterator[str]:
 
 
 def requirements(name: str, seen: set[str] | None = None) -> set[str]:
-    """Returns the names of a package and its installed requirements, with only those extras that the image has."""
+    """Returns the names of a package and its requirements here, with only those extras that the image has."""
     seen = set() if seen is None else seen
     name = name.lower().replace("_", "-")
     if name not in seen:
@@ -87,7 +88,8 @@ def requirements(name: str, seen: set[str] | None = None) -> set[str]:
             return seen  # for a different platform or Python version
         seen.add(name)
         for line in needed:
-            inner = re.match(r"[A-Za-z0-9._-]+", line)
-            if inner and ("extra ==" not in line or (name == "sansgpu" and IMAGE_EXTRAS.search(line))):
-                requirements(inner[0], seen)
+            inner = Requirement(line)
+            extras = IMAGE_EXTRAS if name == "sansgpu" else ("",)
+            if inner.marker is None or any(inner.marker.evaluate({"extra": extra}) for extra in extras):
+                requirements(inner.name, seen)
     return seen
