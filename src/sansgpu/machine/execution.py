@@ -42,7 +42,7 @@ class Execution:
 
     micro_batch: int = 1
     accumulation: int = 1  # micro-batches of a step in each process
-    precision: str = "fp32"  # of matmuls: fp32, bf16, int16 or int8; see `machine.probe.has_bf16_tensors`
+    precision: str = "fp32"  # the precision of matmuls: fp32, bf16, int16 or int8
     compile: str = "off"  # or on
     kernels: str = "torch"  # or native and the instruction set
     optimizer: str = "adamw"  # adamw | adam | sgd | muon

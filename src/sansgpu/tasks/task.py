@@ -70,8 +70,8 @@ class TrainedModel:
     tokenizer: Any
     config: Config
     device: torch.device
-    precision: str  # of matmuls: fp32, bf16, int16 or int8
-    is_precision_chosen: bool = False  # by the user
+    precision: str  # the precision of matmuls: fp32, bf16, int16 or int8
+    is_precision_chosen: bool = False  # True if the user chose the precision
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class ModelRequest:
     snapshot: str = "latest"
     remote_code: bool = False
     objective: str | None = None
-    precision: Precision = "auto"  # of matmuls; auto: as in training, and what suits the command for other models
+    precision: Precision = "auto"  # auto: the precision of the run; for other models, each command chooses
 
 
 def open_model(
