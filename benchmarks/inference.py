@@ -6,9 +6,8 @@
 
 Task encode compares the engine of `sansgpu embed` with SentenceTransformer.encode; task predict that of `sansgpu
 predict` with the pipeline for text classification. Half of the texts are sentences, and half are pieces of documents
-that fill the model's context. Seconds include tokenization but
-not loading, and are measured after a warm-up pass; CPU seconds cover the measured passes. Peers try each batch size;
-sansgpu chooses its batches itself.
+that fill the model's context. Seconds include tokenization but not loading, and are measured after a warm-up pass; CPU
+seconds cover the measured passes. Peers try each batch size; sansgpu chooses its batches itself.
 """
 
 from __future__ import annotations

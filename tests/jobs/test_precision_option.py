@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from sansgpu.cli import run as cli
+from sansgpu.cli.options import PRECISIONS
+from sansgpu.config.training import Precision
 from tests.processes import messages, settings, train_once, write_corpus, write_rows
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -63,6 +65,10 @@ def test_a_teacher_predicts_in_the_precision_that_its_folder_began_with(
     assert first["precision"] == "int8"
     assert result(capsys, *asked)["tokens"] == first["tokens"]
     assert "different precision (int8, now fp32)" in refused(capsys, *asked, "--precision", "fp32")
+
+
+def test_the_option_takes_the_values_of_the_configuration() -> None:
+    assert get_args(Precision) == PRECISIONS
 
 
 def test_an_unknown_precision_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

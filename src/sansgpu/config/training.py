@@ -314,13 +314,13 @@ class TrainingConfig(Section):
             raise ValueError(
                 f"adapt_threads requires threads auto, but threads is {self.threads}; change one of the two"
             )
-        if self.use_amp is False and self.precision in ("bf16", "int16", "int8"):
+        if self.use_amp is False and self.precision not in ("auto", "fp32"):
             raise ValueError(
                 f"use_amp false means precision fp32, but precision is {self.precision}; remove one of the two"
             )
         if self.use_amp and self.precision == "fp32":
             raise ValueError("use_amp true means mixed precision, but precision is fp32; remove one of the two")
-        if self.master_weights == "bf16" and self.wanted_precision in ("fp32", "int16", "int8"):
+        if self.master_weights == "bf16" and self.wanted_precision not in ("auto", "bf16"):
             raise ValueError(
                 f"master_weights bf16 requires precision bf16, but precision is {self.wanted_precision}; "
                 "change one of the two"

@@ -87,13 +87,13 @@ def open_encoder(model: ModelRequest, warn: Callable[[str], None], progress: Rep
     Precision auto is bf16 or int16 if that is faster on this machine. Raises ConfigError if the model embeds no text.
     """
     loaded = open_model(model, "embed", warn, progress)
-    chosen = loaded.precision
     if not loaded.is_precision_chosen:
         chosen = resolve_precision(TrainingConfig(), loaded.device, library.available())
-    if has_bf16_tensors(chosen):
+        set_matmul_precision(loaded.objective.model, chosen)
+        loaded = replace(loaded, precision=chosen)
+    if has_bf16_tensors(loaded.precision):
         narrow_matrices(loaded.objective.model)
-    set_matmul_precision(loaded.objective.model, chosen)
-    return replace(loaded, precision=chosen)
+    return loaded
 
 
 def _text_of(row: SourceRow, column: str | int | None) -> str:

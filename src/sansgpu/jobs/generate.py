@@ -223,11 +223,8 @@ def _in_order(completions: Iterable[Completion], first: int) -> Iterator[Complet
 
 def _fingerprint(request: GenerateRequest, loaded: TrainedModel, prompts: list[tuple[Prompt, list[int]]]) -> str:
     """Returns a hash of everything that determines the output, except the weights."""
-    digest = hashlib.sha256(
-        repr(
-            (request.model.target, loaded.source.step, loaded.precision, request.max_new_tokens, request.sampling)
-        ).encode()
-    )
+    model = request.model.target, loaded.source.step, loaded.precision
+    digest = hashlib.sha256(repr((*model, request.max_new_tokens, request.sampling)).encode())
     for prompt, ids in prompts:
         digest.update(json.dumps([prompt.row, ids]).encode())
     return digest.hexdigest()

@@ -11,6 +11,7 @@ from sansgpu.kernels.linear import (
     GradientSum,
     Linear,
     autocasted,
+    by_precision,
     gradient_sums,
     multiply_each,
     parameter_gradients,
@@ -30,7 +31,7 @@ def feed_forward(
     if not use_kernel(x, *inner, down):
         out: torch.Tensor = down(activate(activation, *[layer(x) for layer in inner]))
         return out
-    parameters, precision = parameters_of([*inner, down]), precision_of(x, *inner, down)
+    parameters, precision = parameters_of([*inner, down]), precision_of(x, down)
     result = _FeedForwardFunction.apply(x, precision, activation, gradient_sums(parameters), *parameters)
     return cast(torch.Tensor, result)
 
@@ -74,11 +75,11 @@ class _FeedForwardFunction(torch.autograd.Function):
             of_inputs = sum_of_matmuls([*zip(grads, weights, strict=True)], x_grad.view(-1, ctx.shape[-1]))
         inputs, outputs = (activated_grad, first, second), (grads[0], grads[1] if second is not None else None)
         of_activated = [Matmul(grad, down, activated_grad)]
-        options, of_weight = (ctx.precision, ctx.activation), ctx.precision.of_weight_gradient
-        together = [*of_weights, *of_inputs] if of_weight == ctx.precision else of_inputs
+        together, apart = by_precision(ctx.precision, of_weights, of_inputs)
+        options = ctx.precision, ctx.activation
         _call("feed_forward_gradient", *options, of_activated, together, *inputs, *outputs, activated)
-        if together is of_inputs:
-            multiply(of_weight, *of_weights)
+        if apart:
+            multiply(ctx.precision.of_weight_gradient, *apart)
         return x_grad, None, None, None, *gradients
 
 

@@ -99,9 +99,9 @@ def use_kernel(x: torch.Tensor, *layers: Linear) -> bool:
     return large and len(plain) == len(weights) and is_native(x, *plain)
 
 
-def precision_of(x: torch.Tensor, *layers: Linear) -> MatmulPrecision:
-    """Returns the precision in which these layers multiply x, already in autocast's dtype."""
-    return MatmulPrecision.of(x.dtype, layers[0].integer)
+def precision_of(x: torch.Tensor, layer: Linear) -> MatmulPrecision:
+    """Returns the precision in which a layer, like its whole model, multiplies x, already in autocast's dtype."""
+    return MatmulPrecision.of(x.dtype, layer.integer)
 
 
 def linear_each(x: torch.Tensor, *layers: Linear) -> tuple[torch.Tensor, ...]:
@@ -153,17 +153,17 @@ def parameter_gradients(
     return matmuls, found
 
 
-def multiply_gradients(precision: MatmulPrecision, of_weights: list[Matmul], of_inputs: list[Matmul]) -> None:
-    """Computes the gradients of layers that multiply in `precision`."""
-    if precision.of_weight_gradient == precision:
-        return multiply(precision, *of_weights, *of_inputs)
-    multiply(precision.of_weight_gradient, *of_weights)
-    multiply(precision, *of_inputs)
+def by_precision(
+    precision: MatmulPrecision, of_weights: list[Matmul], of_inputs: list[Matmul]
+) -> tuple[list[Matmul], list[Matmul]]:
+    """Divides the gradients of layers into those to compute in `precision`, and those in its `of_weight_gradient`."""
+    same = precision.of_weight_gradient == precision
+    return ([*of_weights, *of_inputs], []) if same else (of_inputs, of_weights)
 
 
 def _apply(x: torch.Tensor, *layers: Linear) -> tuple[torch.Tensor, ...]:
     parameters = parameters_of(layers)
-    results = _LinearFunction.apply(x, precision_of(x, *layers), gradient_sums(parameters), *parameters)
+    results = _LinearFunction.apply(x, precision_of(x, layers[0]), gradient_sums(parameters), *parameters)
     return cast(tuple[torch.Tensor, ...], results)
 
 
@@ -194,5 +194,8 @@ class _LinearFunction(torch.autograd.Function):
         if weights:
             x_grad = grads[0].new_empty(ctx.shape)
             of_inputs = sum_of_matmuls([*zip(grads, weights, strict=True)], x_grad.view(-1, ctx.shape[-1]))
-        multiply_gradients(ctx.precision, matmuls, of_inputs)
+        together, apart = by_precision(ctx.precision, matmuls, of_inputs)
+        multiply(ctx.precision, *together)
+        if apart:
+            multiply(ctx.precision.of_weight_gradient, *apart)
         return x_grad, None, None, *found

@@ -18,7 +18,7 @@ from sansgpu.config import TrainingConfig
 from sansgpu.kernels import library
 from sansgpu.kernels.matmul import Matmul, MatmulPrecision, integer_of, multiply
 from sansgpu.machine.measurements import best_measurement
-from sansgpu.machine.probe import cache_dir, has_bf16_tensors, has_native_bf16, is_emulated
+from sansgpu.machine.probe import cache_dir, has_native_bf16, is_emulated, tensor_dtype
 
 COPY_BYTES = 64 << 20  # size of the copy that measures bandwidth: larger than most caches, small enough for any machine
 MIN_CALLS, ENOUGH_SECONDS = 3, 0.05  # minimum calls and time to measure one product
@@ -44,10 +44,6 @@ def best_seconds(work: Callable[[], object], device: str = "cpu", min_seconds: f
     return best
 
 
-def _operand_dtype(precision: str) -> torch.dtype:
-    return torch.bfloat16 if has_bf16_tensors(precision) else torch.float32
-
-
 def _product(
     a: torch.Tensor, b: torch.Tensor, precision: str, ours: bool = False, of_weight: bool = False
 ) -> Callable[[], object]:
@@ -67,7 +63,7 @@ def gemm_rate(size: int, precision: str, device: str = "cpu") -> float:
     """Returns the FLOP/s of a square product, or of a smaller one if `size` would take too long (emulated bf16)."""
 
     def rate(size: int) -> float:
-        a = torch.ones(size, size, dtype=_operand_dtype(precision), device=device)
+        a = torch.ones(size, size, dtype=tensor_dtype(precision), device=device)
         return 2 * size**3 / best_seconds(_product(a, a, precision), device)
 
     small = rate(SMALL_SIZE)
@@ -111,7 +107,7 @@ def product_seconds(
     With `ours`, fp32 and bf16 are timed with our kernels, too.
     """
     inputs, outputs = shape
-    dtype = _operand_dtype(precision)
+    dtype = tensor_dtype(precision)
     x, grad = torch.ones(tokens, inputs, dtype=dtype), torch.ones(tokens, outputs, dtype=dtype)
     weight = torch.ones(outputs, inputs, dtype=dtype)
     operands = ((x, weight.T, False), (grad, weight, False), (grad.T, x, True))

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
-from sansgpu.machine.probe import has_bf16_tensors, isa, mixed_precision
+from sansgpu.machine.probe import has_bf16_tensors, isa, mixed_precision, tensor_dtype
 
 CPU = torch.device("cpu")
 _Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -56,7 +56,7 @@ class Execution:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of the operands of matmuls, and of saved activations."""
-        return torch.bfloat16 if has_bf16_tensors(self.precision) else torch.float32
+        return tensor_dtype(self.precision)
 
     @property
     def compute_dtype_name(self) -> str:

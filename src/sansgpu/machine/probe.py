@@ -178,6 +178,11 @@ def has_bf16_tensors(precision: str) -> bool:
     return precision == "bf16" or (precision == "int8" and has_native_bf16())
 
 
+def tensor_dtype(precision: str) -> torch.dtype:
+    """Returns the dtype of tensors in a precision of matmuls."""
+    return torch.bfloat16 if has_bf16_tensors(precision) else torch.float32
+
+
 def mixed_precision(device: torch.device, precision: str) -> torch.autocast:
     """Returns a context in which matmuls of fp32 weights take bf16 operands, if `precision` has bf16 tensors."""
     return torch.autocast(device.type, torch.bfloat16, enabled=has_bf16_tensors(precision))

@@ -97,7 +97,7 @@ def _warn_of_precision(
     kernels: str,
     warn: Warn,
 ) -> None:
-    """Warns of fp32 in spite of `use_amp`, and of bf16 that the processor only emulates."""
+    """Warns of fp32 in spite of `use_amp`, of emulated bf16, and of int8 that is no faster on this processor."""
     if training.use_amp and precision == "fp32":
         slower = "bf16 is slower than fp32 on this processor"
         unsupported = slower if has_native_bf16() else "this processor does not support bf16"

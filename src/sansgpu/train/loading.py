@@ -73,7 +73,8 @@ def open_model(
     loaded.model.eval().to(device)
     set_matmul_precision(loaded.model, precision)
     if precision == "int8" and has_bf16_tensors(precision):
-        narrow_matrices(loaded.model, torch.nn.Linear)  # as in training
+        # Our kernels multiply bf16 only with bf16. Under autocast alone, torch would multiply, and not in int8.
+        narrow_matrices(loaded.model, torch.nn.Linear)
     return TrainedModel(task, source, loaded, tokenizer, config, device, precision, request.precision != "auto")
 
 

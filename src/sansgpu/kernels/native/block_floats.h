@@ -46,8 +46,9 @@ template <BlockFloat P>
 constexpr int64_t HEADER_PLACES = HEADER_WORDS<P> * PER_WORD<P>;
 
 // Dithering may round the largest mantissa of one of the operands up.
-static_assert(BLOCK_TERMS<bfp16> * 2047 * 2048 <= std::numeric_limits<int32_t>::max());
-static_assert(BLOCK_TERMS<bfp8> * 127 * (127 + OFFSET) < 1 << 24, "sums are exact in fp32, too");
+constexpr int64_t LARGEST_16 = BlockFormat<bfp16>::LARGEST, LARGEST_8 = BlockFormat<bfp8>::LARGEST;
+static_assert(BLOCK_TERMS<bfp16> * LARGEST_16 * (LARGEST_16 + 1) <= std::numeric_limits<int32_t>::max());
+static_assert(BLOCK_TERMS<bfp8> * LARGEST_8 * (LARGEST_8 + OFFSET) < 1 << 24, "sums are exact in fp32, too");
 static_assert(BLOCK_TERMS<bfp16> % PER_WORD<bfp16> == 0 && BLOCK_TERMS<bfp8> % PER_WORD<bfp8> == 0);
 
 template <BlockFloat P>
@@ -144,15 +145,15 @@ inline float convert_row(const T* from, int64_t terms, P* mantissas) {
   return block.scale;
 }
 
-// The columns of a row-major matrix that are converted together, at most MOST.
-constexpr int64_t MOST = 64;
+constexpr int64_t MOST_COLUMNS = 64;  // converted together
 
+// The columns of a row-major matrix that are converted together, at most MOST_COLUMNS.
 template <BlockFloat P, typename T>
 class ColumnBlock {
  public:
   // Finds the scales of a block with `terms` rows.
   ColumnBlock(const T* from, int64_t ld, int64_t terms, int64_t columns) : from_(from), ld_(ld), terms_(terms) {
-    int32_t largest[MOST] = {};
+    int32_t largest[MOST_COLUMNS] = {};
     for (int64_t k = 0; k < terms; ++k)
       for (int64_t j = 0; j < columns; ++j)
         largest[j] = std::max(largest[j], magnitude_bits(load(from + k * ld + j)));
@@ -193,7 +194,7 @@ class ColumnBlock {
 
   const T* from_;
   const int64_t ld_, terms_;
-  float scales_[MOST], inverses_[MOST];
+  float scales_[MOST_COLUMNS], inverses_[MOST_COLUMNS];
 };
 
 // Calls run(first term, terms, place) for each block, where `place` is the index of its header in a packed row.
@@ -203,16 +204,16 @@ void each_block(int64_t terms, const F& run) {
     run(k, std::min(BLOCK_TERMS<P>, terms - k), place);
 }
 
-// Packs `terms` terms of at most MOST rows of A, from A^T. `convert(k, words)` stores the words of all rows that begin
+// Packs `terms` terms of at most MOST_COLUMNS rows of A, from A^T. `convert(k, words)` stores the words of all rows that begin
 // with term k. The distance of rows in `to` is ld.
 template <BlockFloat P, typename F>
 void pack_words(int64_t rows, int64_t terms, P* to, int64_t ld, const F& convert) {
   constexpr int64_t WORDS = 32;  // transposed at once
-  alignas(64) uint32_t words[WORDS * MOST];
+  alignas(64) uint32_t words[WORDS * MOST_COLUMNS];
   for (int64_t done = 0, all = divide_up(terms, PER_WORD<P>); done < all; done += WORDS) {
     const int64_t some = std::min(WORDS, all - done);
-    for (int64_t i = 0; i < some; ++i) convert(PER_WORD<P> * (done + i), words + i * MOST);
-    transpose(words, MOST, some, rows, reinterpret_cast<uint32_t*>(to) + done, ld / PER_WORD<P>);
+    for (int64_t i = 0; i < some; ++i) convert(PER_WORD<P> * (done + i), words + i * MOST_COLUMNS);
+    transpose(words, MOST_COLUMNS, some, rows, reinterpret_cast<uint32_t*>(to) + done, ld / PER_WORD<P>);
   }
 }
 
@@ -237,8 +238,8 @@ inline void pack_rows(const Operand<T>& a, int64_t rows, int64_t terms, P* to, i
       }
       return;
     }
-    for (int64_t row = 0; row < rows; row += MOST) {
-      const int64_t width = std::min(MOST, rows - row);
+    for (int64_t row = 0; row < rows; row += MOST_COLUMNS) {
+      const int64_t width = std::min(MOST_COLUMNS, rows - row);
       const ColumnBlock<P, T> columns(a.at + k * a.ld + row, a.ld, count, width);
       P* block = to + row * ld + place;
       for (int64_t i = 0; i < width; ++i) std::memcpy(block + i * ld, columns.scales() + i, sizeof(float));
@@ -250,13 +251,11 @@ inline void pack_rows(const Operand<T>& a, int64_t rows, int64_t terms, P* to, i
 }
 
 // Subtracts the values of a packed row of A from `values`.
-template <BlockFloat P>
-void subtract_row(const P* row, int64_t terms, float* values) {
-  each_block<P>(terms, [&](int64_t k, int64_t count, int64_t place) {
+inline void subtract_row(const bfp8* row, int64_t terms, float* values) {
+  each_block<bfp8>(terms, [&](int64_t k, int64_t count, int64_t place) {
     float scale;
     std::memcpy(&scale, row + place, sizeof(scale));
-    const auto bytes = reinterpret_cast<const uint8_t*>(row + place + HEADER_PLACES<P>);
-    static_assert(sizeof(P) == 1, "mantissas are bytes");
+    const auto bytes = reinterpret_cast<const uint8_t*>(row + place + HEADER_PLACES<bfp8>);
     for (int64_t i = 0; i < count; ++i)
       values[k + i] -= scale * static_cast<float>(static_cast<int8_t>(bytes[i] ^ static_cast<uint8_t>(OFFSET)));
   });
@@ -268,8 +267,8 @@ inline void pack_rows(const Operand<bfp16>& a, int64_t rows, int64_t terms, bfp1
   constexpr float ONE = 1.0f;
   constexpr int64_t HEADER = HEADER_PLACES<bfp16>;
   each_block<bfp16>(terms, [&](int64_t k, int64_t count, int64_t place) {
-    for (int64_t row = 0; row < rows; row += MOST) {
-      const int64_t width = std::min(MOST, rows - row);
+    for (int64_t row = 0; row < rows; row += MOST_COLUMNS) {
+      const int64_t width = std::min(MOST_COLUMNS, rows - row);
       const auto from = reinterpret_cast<const uint16_t*>(a.at + k * a.ld + HEADER + row);
       bfp16* block = to + row * ld + place;
       for (int64_t i = 0; i < width; ++i) std::memcpy(block + i * ld, &ONE, sizeof(ONE));
@@ -315,8 +314,8 @@ inline void pack_block(const Operand<T>& b, int64_t columns, int64_t terms, P* t
       transpose(rows, words, width, words, panel + HEADER * WIDTH, WIDTH);
     }
   } else {
-    for (int64_t group = 0; group < columns; group += MOST) {
-      const int64_t together = std::min(MOST, columns - group);
+    for (int64_t group = 0; group < columns; group += MOST_COLUMNS) {
+      const int64_t together = std::min(MOST_COLUMNS, columns - group);
       const ColumnBlock<P, T> block(b.at + group, b.ld, terms, together);
       for (int64_t start = 0; start < together; start += WIDTH) {
         uint32_t* panel = panel_of(group + start);

@@ -136,7 +136,7 @@ class Step {
           for (int64_t part = 0; part < parts; ++part) {
             bfp8* to = packed + (row * parts + part) * ld;
             pack_rows(Operand<float>{rest, terms, false}, 1, terms, to, ld);
-            subtract_row(to, terms, rest);
+            if (part + 1 < parts) subtract_row(to, terms, rest);
           }
         }
       });

@@ -16,7 +16,7 @@ from sansgpu.data.shards import ReportProgress, cache_key, cached, rows_with_pro
 from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import describe_split
 from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
-from sansgpu.machine.probe import has_bf16_tensors
+from sansgpu.machine.probe import has_bf16_tensors, mixed_precision
 from sansgpu.models.huggingface.pretrained import load_tokenizer_of, weights_fingerprint
 from sansgpu.models.modules import narrowed_matrices
 from sansgpu.tasks.evaluation import read_requested
@@ -198,9 +198,9 @@ def _log_probabilities(
 
     objective.model.to(device)  # type: ignore[arg-type]
     results = np.empty((len(batch), 2))
-    narrow = has_bf16_tensors(precision)  # rounds weights as training does, for equal log-probabilities in step 1
-    rounded = narrowed_matrices(objective.model) if narrow else nullcontext()
-    with reading(objective.model), torch.no_grad(), rounded, torch.autocast(device.type, torch.bfloat16, narrow):
+    # Rounds weights as training does, for equal log-probabilities in step 1.
+    rounded = narrowed_matrices(objective.model) if has_bf16_tensors(precision) else nullcontext()
+    with reading(objective.model), torch.no_grad(), rounded, mixed_precision(device, precision):
         for numbers in passes(batch.sizes.sum(1).numpy()):
             pieces = AnswerPairs.joined([batch.rows(number, number + 1) for number in numbers])
             results[numbers] = objective.log_probabilities(pieces.to(device)).cpu().numpy()
