@@ -20,10 +20,8 @@ import torch
 
 from benchmarks.contest import Row, print_table, say, write_json
 from sansgpu.config import Config, load_config
-from sansgpu.kernels import library
-from sansgpu.kernels.library import load_kernels
+from sansgpu.kernels.library import load_kernels_and_allocators
 from sansgpu.kernels.roofline import resolve_precision
-from sansgpu.machine.allocator import keep_freed_memory
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.probe import cache_dir, resolve_threads
@@ -122,9 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cache, device = cache_dir(None), torch.device("cpu")
     torch.set_num_threads(resolve_threads(config.training))
     torch.set_flush_denormal(True)
-    keep_freed_memory()
-    load_kernels(config.training.kernels, device, say)
-    library.install_caching_allocator(True, say)
+    load_kernels_and_allocators(config.training.kernels, device, True, say)
     config, corpus = Graph.prepare(config, cache, lambda *_: None)
     training = config.training
     work = Graph.costs(config).work(effective_batch(training) * corpus.example_tokens)

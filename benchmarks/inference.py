@@ -1,13 +1,18 @@
-"""Computes vectors or labels of texts of mixed lengths, compared with Sentence Transformers or transformers' pipeline.
+"""Computes vectors or labels of texts of mixed lengths, compared with other libraries.
 
     python -m benchmarks.inference --task encode|predict --model FOLDER --data DOCUMENTS.jsonl
-        [--precision bf16] [--peer-precision fp32] [--texts 400] [--batches 32 8 128] [--rounds 2] [--threads N]
-        [--json FILE]
+        [--precision bf16 int8] [--peers sentence-transformers:fp32 onnxruntime:int8 openvino:int8]
+        [--texts 400] [--batches 32 8 128] [--rounds 2] [--threads N] [--json FILE]
 
-Task encode compares the engine of `sansgpu embed` with SentenceTransformer.encode; task predict that of `sansgpu
-predict` with the pipeline for text classification. Half of the texts are sentences, and half are pieces of documents
-that fill the model's context. Seconds include tokenization but not loading, and are measured after a warm-up pass; CPU
-seconds cover the measured passes. Peers try each batch size; sansgpu chooses its batches itself.
+Task encode compares the engine of `sansgpu embed` with SentenceTransformer.encode, or with onnxruntime and OpenVINO
+running an ONNX file of the model; task predict that of `sansgpu predict` with the pipeline of transformers for text
+classification. Each contestant is a library and a precision. onnxruntime's int8 quantizes activations while it runs;
+OpenVINO's has fixed ranges of activations, found with some of the texts.
+
+Half of the texts are sentences, and half are pieces of documents that fill the model's context. Seconds include
+tokenization but not loading, and are measured after a warm-up pass; CPU seconds cover the measured passes. Peers try
+each batch size; sansgpu chooses its batches itself. `agreement` is the mean cosine similarity of a text's vector with
+that of the first peer, or the share of equal labels.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from statistics import median
 from benchmarks.contest import Event, NoResultError, Row, add_ratios, print_table, say, spawn, write_json
 
 OURS = "sansgpu"
-PEERS = {"encode": "Sentence Transformers", "predict": "pipeline"}
+PEERS = {"encode": ("sentence-transformers", "onnxruntime", "openvino"), "predict": ("pipeline",)}  # by task
 PASSES = 2  # measured passes per process
 PIECE = 2000  # characters of a piece of a document, more than fit in a context of 256 tokens
 COLUMNS = {
@@ -81,38 +86,43 @@ def main() -> None:
     parser.add_argument("--task", choices=PEERS, required=True)
     parser.add_argument("--model", type=Path, required=True, help="Sentence Transformers folder or trained classifier")
     parser.add_argument("--data", type=Path, required=True, help="documents: JSON lines, each with a `text`")
-    parser.add_argument("--precision", choices=["bf16", "fp32", "int16", "int8"], default="bf16", help="of sansgpu")
-    parser.add_argument("--peer-precision", choices=["bf16", "fp32"], help="default: fp32, but bf16 beside bf16")
+    parser.add_argument("--precision", nargs="+", choices=["bf16", "fp32", "int16", "int8"], default=["bf16"])
+    parser.add_argument("--peers", nargs="+", help="LIBRARY:PRECISION; default: the usual library in fp32 and bf16")
     parser.add_argument("--texts", type=int, default=400)
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 8, 128], help="batch sizes of the peer")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    peers = args.peers or [f"{PEERS[args.task][0]}:{precision}" for precision in ("fp32", "bf16")]
+    if unknown := [peer for peer in peers if peer.partition(":")[0] not in PEERS[args.task]]:
+        parser.error(f"--peers {unknown[0]}: the libraries are {' '.join(PEERS[args.task])}")
     passes: dict[str, list[Event]] = {}
     with tempfile.TemporaryDirectory(prefix="sansgpu-inference-") as name:
         folder = Path(name)
         texts = list(islice(mixed_texts(args.data), args.texts))
         (folder / "texts.json").write_text(json.dumps(texts))
         common = {"task": args.task, "model": str(args.model.absolute()), "passes": PASSES, "threads": args.threads}
-        job = {**common, "folder": str(folder), "batches": args.batches, "precision": args.precision}
-        job["peer_precision"] = args.peer_precision or ("bf16" if args.precision == "bf16" else "fp32")
+        common |= {"folder": str(folder), "batches": args.batches}
         for turn in range(args.rounds):
-            for contestant in (PEERS[args.task], OURS):  # the peer first, because sansgpu compares its results
-                say(f"round {turn + 1} of {args.rounds}: {contestant}")
+            for contestant in (*peers, *(f"{OURS}:{precision}" for precision in args.precision)):
+                library, _, precision = contestant.partition(":")
+                say(f"round {turn + 1} of {args.rounds}: {library} {precision}")
+                job = {**common, "peer": library if library != OURS else None, "precision": precision}
                 try:
-                    found = measure({**job, "ours": contestant == OURS}, folder)
+                    found = measure(job, folder)
                 except NoResultError as failure:
                     sys.exit(str(failure))
                 for one in found:
-                    label = contestant if contestant == OURS else f"{contestant}, batch {one['batch']}"
-                    passes.setdefault(label, []).append(one)
+                    batches = "" if library == OURS else f", batch {one['batch']}"
+                    passes.setdefault(f"{library} {precision}{batches}", []).append(one)
     rows = [row(label, found, len(texts)) for label, found in passes.items()]
-    best = max(rows[:-1], key=lambda row: row["texts_per_second"])["name"]
+    theirs = [one for one in rows if not one["name"].startswith(OURS)]
+    best = max(theirs, key=lambda row: row["texts_per_second"])["name"]
     add_ratios(rows, "texts_per_second", best)
     for one in rows:
-        one["cpu_ratio"] = min(other["cpu_ms"] for other in rows[:-1]) / one["cpu_ms"]
-    print_table(f"{len(texts)} texts, {args.precision}, {args.threads} threads; speed against {best}", COLUMNS, rows)
+        one["cpu_ratio"] = min(other["cpu_ms"] for other in theirs) / one["cpu_ms"]
+    print_table(f"{len(texts)} texts, {args.threads} threads; speed against {best}", COLUMNS, rows)
     write_json(args.json, "inference", vars(args), rows)
 
 

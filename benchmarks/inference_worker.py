@@ -1,6 +1,7 @@
 """Measures one contestant of `benchmarks.inference`: `python -m benchmarks.inference_worker JOB`.
 
-Prints a JSON line per measured pass. The peer writes its results to a file, and sansgpu's are compared with them.
+Prints a JSON line per measured pass. The first contestant writes its results to a file, and those of the others are
+compared with them.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
-Job = dict[str, Any]  # `precision` is that of sansgpu
+from benchmarks.onnx_encoders import onnx_encoder
+
+Job = dict[str, Any]
 Results = np.ndarray  # vectors (texts, D), or the label of each text
 
 
-def peer_dtype(job: Job) -> torch.dtype:
-    return torch.bfloat16 if job["peer_precision"] == "bf16" else torch.float32
+def dtype_of(job: Job) -> torch.dtype:
+    return torch.bfloat16 if job["precision"] == "bf16" else torch.float32
 
 
 def our_encoder(job: Job, texts: list[str]) -> tuple[Callable[[], Results], Callable[[], Any]]:
@@ -37,7 +40,7 @@ def our_encoder(job: Job, texts: list[str]) -> tuple[Callable[[], Results], Call
 def their_encoder(job: Job, texts: list[str], batch: int) -> tuple[Callable[[], Results], Callable[[], Any]]:
     from sentence_transformers import SentenceTransformer
 
-    model = SentenceTransformer(job["model"], device="cpu", model_kwargs={"dtype": peer_dtype(job)})
+    model = SentenceTransformer(job["model"], device="cpu", model_kwargs={"dtype": dtype_of(job)})
 
     def tokenize() -> None:
         by_length = sorted(texts, key=len, reverse=True)
@@ -66,7 +69,7 @@ def our_predictor(job: Job, texts: list[str]) -> tuple[Callable[[], Results], No
 def their_predictor(job: Job, texts: list[str], batch: int) -> tuple[Callable[[], Results], None]:
     from transformers import pipeline
 
-    pipe: Any = pipeline("text-classification", model=job["model"], device="cpu", dtype=peer_dtype(job))
+    pipe: Any = pipeline("text-classification", model=job["model"], device="cpu", dtype=dtype_of(job))
 
     def predict() -> Results:
         return np.array([one["label"] for one in pipe(texts, batch_size=batch, truncation=True, max_length=256)])
@@ -75,30 +78,33 @@ def their_predictor(job: Job, texts: list[str], batch: int) -> tuple[Callable[[]
 
 
 OURS: dict[str, Callable[..., Any]] = {"encode": our_encoder, "predict": our_predictor}
-THEIRS: dict[str, Callable[..., Any]] = {"encode": their_encoder, "predict": their_predictor}
+THEIRS: dict[str, Callable[..., Any]] = {
+    "sentence-transformers": their_encoder,
+    "onnxruntime": onnx_encoder,
+    "openvino": onnx_encoder,
+    "pipeline": their_predictor,
+}
 
 
 def agreement(found: Results, expected: Results) -> float:
-    """Returns the smallest cosine similarity between the two vectors of a text, or the share of equal labels."""
+    """Returns the mean cosine similarity of the two vectors of a text, or the share of equal labels."""
     if found.ndim == 1:
         return float((found == expected).mean())
     norms = np.linalg.norm(found, axis=1) * np.linalg.norm(expected, axis=1)
-    return float(((found * expected).sum(axis=1) / norms).min())
+    return float(((found * expected).sum(axis=1) / norms).mean())
 
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.set_num_threads(job["threads"])
     folder = Path(job["folder"])
-    texts, peer = json.loads((folder / "texts.json").read_text()), folder / "peer.npy"
-    for batch in [None] if job["ours"] else job["batches"]:
-        run, tokenize = OURS[job["task"]](job, texts) if job["ours"] else THEIRS[job["task"]](job, texts, batch)
-        event: Job = {"event": "pass", "batch": batch}
+    texts, first, peer = json.loads((folder / "texts.json").read_text()), folder / "first.npy", job["peer"]
+    for batch in job["batches"] if peer else [None]:
+        run, tokenize = THEIRS[peer](job, texts, batch) if peer else OURS[job["task"]](job, texts)
         results = run()
-        if job["ours"]:
-            event["agreement"] = agreement(results, np.load(peer))
-        else:
-            np.save(peer, results)
+        if not first.exists():
+            np.save(first, results)
+        event: Job = {"event": "pass", "batch": batch, "agreement": agreement(results, np.load(first))}
         start = time.perf_counter()
         if tokenize is not None:
             tokenize()

@@ -24,7 +24,7 @@ from sansgpu.files.atomic import atomic_write, write_failures_as
 from sansgpu.files.ownership import require_file
 from sansgpu.files.reading import require_regular_file
 from sansgpu.kernels import library
-from sansgpu.kernels.roofline import resolve_precision
+from sansgpu.kernels.roofline import is_faster, resolve_precision
 from sansgpu.machine.private_folder import make_private, private_cache
 from sansgpu.machine.probe import has_bf16_tensors
 from sansgpu.models.formats.weights import weights_sha256
@@ -35,6 +35,9 @@ from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import ModelRequest, open_model
 
 CHUNK = 4096  # maximum rows in memory
+# Precision auto compares int8 on a sample of the texts, which takes as long as LEAST_TEXTS texts may save.
+LEAST_TEXTS, SAMPLE_TEXTS = 512, 64
+LEAST_COSINE = 0.995  # with less mean cosine similarity of its vectors, int8 changes too much to be chosen unasked
 COLUMN = "embedding"  # the column of a .parquet file that holds the vectors
 
 WriteVectors = Callable[[Sequence[SourceRow], np.ndarray], None]  # writes a chunk of rows and their vectors (rows, D)
@@ -53,8 +56,31 @@ class EmbedRequest:
     prompt: str | None = None
 
 
-def embed(request: EmbedRequest, warn: Callable[[str], None], progress: ReportProgress) -> int:
-    """Writes the vector of each row's text to a .npy or .parquet file, in order, and returns the number of rows.
+@dataclass(frozen=True)
+class Agreement:
+    """Mean cosine similarity of the vectors of a sample of texts in int8 and in the precision `other`."""
+
+    cosine: float
+    other: str
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """The number of rows, the precision of matrix products, and how int8 agrees with another one, if compared."""
+
+    rows: int
+    precision: str
+    agreement: Agreement | None
+
+    def __str__(self) -> str:
+        if self.agreement is None:
+            return f"{self.rows:,} vectors"
+        cosine = f"mean cosine similarity of int8 and {self.agreement.other} {self.agreement.cosine:.4f}"
+        return f"{self.rows:,} vectors, computed in {self.precision} ({cosine})"
+
+
+def embed(request: EmbedRequest, warn: Callable[[str], None], progress: ReportProgress) -> Embedded:
+    """Writes the vector of each row's text to a .npy or .parquet file, in order.
 
     Raises ConfigError if there is no such prompt, the file has a different suffix, the model cannot embed text, or a
     row has no text.
@@ -70,15 +96,38 @@ def embed(request: EmbedRequest, warn: Callable[[str], None], progress: ReportPr
     column = loaded.config.data.text_column if request.text_column is None else request.text_column
     source = open_single(data, DataConfig(dataset_name=data, text_column=column), text_rows=True)
     rows, done = iter(source.rows()), 0
+    agreement: Agreement | None = None
     with write_failures_as(SansGPUError, output), atomic_write(output) as partial:
         with open_vector_file(partial, output.suffix, loaded.objective.width) as write:
             while chunk := list(islice(rows, CHUNK)):
-                count = counting(progress, "embedding", done, 0, "text")
-                write(chunk, encode_texts(loaded, [_text_of(row, column) for row in chunk], count, words))
+                texts = [_text_of(row, column) for row in chunk]
+                if not done:
+                    loaded, agreement = _fastest(loaded, texts, words)
+                write(chunk, encode_texts(loaded, texts, counting(progress, "embedding", done, 0, "text"), words))
                 done += len(chunk)
         if not done:
             raise ConfigError(f"{data} has no rows.")
-    return done
+    return Embedded(done, loaded.precision, agreement)
+
+
+def _fastest(loaded: TrainedModel, texts: Sequence[str], prompt: str) -> tuple[TrainedModel, Agreement | None]:
+    """Returns the model in int8 if precision is auto, int8 is faster, and the vectors of a sample of texts agree."""
+    other = loaded.precision
+    few = loaded.is_precision_chosen or len(texts) < LEAST_TEXTS
+    if few or not library.multiplies_int8() or not is_faster("int8", other, ours=True):
+        return loaded, None
+    sample = texts[:: len(texts) // SAMPLE_TEXTS][:SAMPLE_TEXTS]
+    expected, faster = encode_texts(loaded, sample, prompt=prompt), _in_precision(loaded, "int8")
+    found = encode_texts(faster, sample, prompt=prompt)
+    norms = np.linalg.norm(expected, axis=1) * np.linalg.norm(found, axis=1)
+    agreement = Agreement(float(((expected * found).sum(axis=1) / norms).mean()), other)
+    return (faster if agreement.cosine >= LEAST_COSINE else _in_precision(loaded, other)), agreement
+
+
+def _in_precision(loaded: TrainedModel, precision: str) -> TrainedModel:
+    """Sets the precision of a model's matrix products."""
+    set_matmul_precision(loaded.objective.model, precision)
+    return replace(loaded, precision=precision)
 
 
 def open_encoder(model: ModelRequest, warn: Callable[[str], None], progress: ReportProgress) -> TrainedModel:
@@ -88,9 +137,7 @@ def open_encoder(model: ModelRequest, warn: Callable[[str], None], progress: Rep
     """
     loaded = open_model(model, "embed", warn, progress)
     if not loaded.is_precision_chosen:
-        chosen = resolve_precision(TrainingConfig(), loaded.device, library.available())
-        set_matmul_precision(loaded.objective.model, chosen)
-        loaded = replace(loaded, precision=chosen)
+        loaded = _in_precision(loaded, resolve_precision(TrainingConfig(), loaded.device, library.available()))
     if has_bf16_tensors(loaded.precision):
         narrow_matrices(loaded.objective.model)
     return loaded

@@ -148,11 +148,11 @@ def resolve_precision(training: TrainingConfig, device: torch.device, ours: bool
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     narrow = "bf16" if has_native_bf16() else "int16" if ours else None
-    return narrow if narrow and _is_faster(narrow, "fp32", ours) else "fp32"
+    return narrow if narrow and is_faster(narrow, "fp32", ours) else "fp32"
 
 
-def _is_faster(precision: str, other: str, ours: bool) -> bool:
-    """Compares the times of a typical linear layer in two precisions, with our kernels if `ours`.
+def is_faster(precision: str, other: str, ours: bool) -> bool:
+    """Returns whether a typical linear layer is faster in one precision than in another, with our kernels if `ours`.
 
     Flags do not suffice: virtual machines may emulate bf16, and an emulation may be slow in only one layout. Other
     programs make a measurement too slow, never too fast, so the best ones count: of this process, which measures

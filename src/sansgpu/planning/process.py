@@ -8,11 +8,9 @@ import torch
 
 from sansgpu.config import Config, ConfigError, TrainingConfig
 from sansgpu.config.wording import counted
-from sansgpu.kernels import library
-from sansgpu.kernels.library import load_kernels
+from sansgpu.kernels.library import load_kernels_and_allocators
 from sansgpu.kernels.matmul import INTEGERS
 from sansgpu.kernels.roofline import resolve_precision
-from sansgpu.machine.allocator import keep_freed_memory
 from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
 from sansgpu.machine.execution import Environment, Execution
 from sansgpu.machine.instruction_sets import allowed
@@ -53,12 +51,10 @@ def configure_process(
     if deterministic != torch.are_deterministic_algorithms_enabled():  # setting it imports the compiler: 1 s
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
     _choose_vector_math()
-    keep_freed_memory()
     limit_tokenizer_threads(config.data.preprocessing_num_workers)
     plain = before is not None and before["kernels"] == "torch" and training.kernels == "auto"
-    kernels = load_kernels("torch" if plain else training.kernels, device, warn)
-    if kernels != "torch":
-        library.install_caching_allocator(config.settings.varying_length, warn)
+    requested = "torch" if plain else training.kernels
+    kernels = load_kernels_and_allocators(requested, device, config.settings.varying_length, warn)
     precision = group.broadcast_object(lambda: _precision(training, before, device, kernels))
     if group.is_main:
         _warn_of_precision(training, before, precision, device, kernels, warn)

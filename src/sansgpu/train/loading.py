@@ -12,7 +12,7 @@ from sansgpu.config import Config, ConfigError, RunPaths, task_class
 from sansgpu.config.paths import local_path
 from sansgpu.config.training import Precision
 from sansgpu.data.shards import ReportProgress, ignore_progress
-from sansgpu.kernels.library import load_kernels
+from sansgpu.kernels.library import load_kernels_and_allocators
 from sansgpu.kernels.matmul import INTEGERS
 from sansgpu.kernels.roofline import resolve_precision
 from sansgpu.machine.probe import has_bf16_tensors, limit_tokenizer_threads, resolve_threads
@@ -135,7 +135,7 @@ def _set_up(source: ModelSource, wanted: Precision, warn: Callable[[str], None])
     training, device = config.training, config.training.get_effective_device()
     torch.set_num_threads(resolve_threads(training))
     limit_tokenizer_threads(config.data.preprocessing_num_workers)
-    kernels = load_kernels(training.kernels, device, warn)
+    kernels = load_kernels_and_allocators(training.kernels, device, True, warn)
     if wanted in INTEGERS and kernels == "torch":
         raise ConfigError(
             f"{wanted} requires sansgpu's kernels, which are not loaded; set --precision to auto or fp32."

@@ -15,6 +15,8 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
 from sansgpu.cli import run as cli
+from sansgpu.jobs.embed import LEAST_TEXTS
+from sansgpu.kernels import library
 from tests.processes import as_options, events_of, write_rows
 from tests.tasks.fine_tuned import Captured, sentence
 from tests.tasks.folders import model_folder
@@ -59,6 +61,29 @@ def test_vectors_in_integers_are_close_to_those_in_fp32(
     rounded = vectors(run, home, tmp_path / "rounded.npy", "--precision", precision)
     assert not np.array_equal(rounded, exact)
     assert (rounded * exact).sum(axis=1) == pytest.approx(1.0, abs=distance)
+
+
+def test_many_texts_are_embedded_in_int8_only_if_a_sample_agrees(
+    home: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library.load()
+    if not library.multiplies_int8():
+        pytest.skip("this processor does not multiply int8 faster")
+    run = made(home, "bert2", "pairs", "bert")
+    write_rows(home / "many.jsonl", ({"text": TEXTS[number % len(TEXTS)]} for number in range(LEAST_TEXTS)))
+    answers = {}
+    for least in (0.5, 1.1):
+        monkeypatch.setattr("sansgpu.jobs.embed.LEAST_COSINE", least)
+        monkeypatch.setattr("sansgpu.jobs.embed.is_faster", lambda *_, ours: True)
+        capsys.readouterr()
+        assert (
+            cli(["embed", str(run), "--data", str(home / "many.jsonl"), "--output", str(tmp_path / f"{least}.npy")])
+            == 0
+        )
+        answers[least] = capsys.readouterr().out
+    assert "512 vectors, computed in int8 (mean cosine similarity of int8 and " in answers[0.5]
+    assert "512 vectors, computed in int8" not in answers[1.1]
+    assert "512 vectors, computed in " in answers[1.1]
 
 
 @pytest.mark.parametrize(
