@@ -53,6 +53,27 @@ def test_packed_windows_predict_every_token_once_from_the_one_before(documents: 
     assert learned(windows) == list(pairwise(stream))
 
 
+@given(DOCUMENTS, st.integers(2, 17), st.integers(0, 99))
+def test_recut_windows_have_the_same_tokens_in_another_order(
+    documents: list[list[int]], window: int, seed: int
+) -> None:
+    part = all_documents(store_of(documents))
+    windows = PackedWindows(part, window, END)
+    recut = windows.recut(np.random.default_rng(seed))
+    assert len(recut) == len(windows)
+    pairs = learned(recut)
+    assert sorted([pairs[0][0]] + [target for _, target in pairs[:-1]]) == sorted(part.tokens.tolist())
+    # Only where the first document was cut does a token follow another one than in its document.
+    joins = [*pairwise(part.tokens.tolist()), *((document[-1], END) for document in documents)]
+    assert sum((Counter(pairs) - Counter(joins)).values()) <= 1
+
+
+def test_recut_windows_begin_at_other_places_of_a_single_document() -> None:
+    windows = PackedWindows(all_documents(store_of([list(range(1, 50))])), 8, END)
+    firsts = {windows.recut(np.random.default_rng(seed)).batch(np.array([0])).inputs[0, 0].item() for seed in range(40)}
+    assert firsts == set(range(8))
+
+
 def reference_windows(part: TokenRanges, window: int) -> Iterator[list[tuple[int, int, int, int]]]:
     """Yields a list of (input, target, document id, position) per window, computed in a plain loop."""
     ranges = list(zip(part.starts.tolist(), part.stops.tolist(), strict=True))

@@ -78,7 +78,7 @@ def test_only_plan_says_how_much_of_the_text_is_read(capsys: Captured) -> None:
     head = [line for line in Path("a.yaml").read_text().splitlines() if line.startswith("# ")]
     assert "`sansgpu plan` measures how much of the data" in " ".join(line.removeprefix("# ") for line in head)
     assert " tokens" not in capsys.readouterr().out
-    assert "  # maximum passes over the training split\n  num_epochs: 16" in Path("a.yaml").read_text()
+    assert "  # maximum passes over the training split\n  num_epochs: 4" in Path("a.yaml").read_text()
 
 
 def test_more_time_and_cores_give_a_larger_model(tmp_path: Path) -> None:
@@ -90,6 +90,18 @@ def test_more_time_and_cores_give_a_larger_model(tmp_path: Path) -> None:
     assert widths[0] < widths[1]
     assert cli(["init", "b.yaml", "--cores", "64", "--hours", "100h", "--memory", "1GB", "--yes"]) == 0
     assert load_config(Path("b.yaml"))[0].model.d_model < widths[1]
+
+
+def test_short_texts_get_smaller_steps_and_more_weight_decay(tmp_path: Path) -> None:
+    found = []
+    for size in (200_000, 20_000_000):
+        text = tmp_path / f"{size}.txt"
+        text.write_text("A short text. " * (size // 14))
+        assert cli(["init", "a.yaml", "--text", str(text), "--hours", "10m", "--force", "--yes"]) == 0
+        training = load_config(Path("a.yaml"))[0].training
+        found.append((training.gradient_accumulation_steps, -training.weight_decay))
+    assert found[0][0] <= found[1][0]
+    assert found[0][1] < found[1][1]
 
 
 def test_a_file_is_replaced_only_on_request(capsys: Captured) -> None:

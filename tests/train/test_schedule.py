@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sansgpu.config import TrainingConfig
 from sansgpu.data.pack import piece_length
-from sansgpu.train.schedule import learning_rate, total_steps
+from sansgpu.train.schedule import learning_rate, repetition_problem, total_steps
 
 
 def rates(total: int, **settings: object) -> list[float]:
@@ -74,3 +74,12 @@ def test_the_first_limit_reached_decides(steps: int, tokens: int, epochs: int) -
 
 def test_without_a_limit_a_run_is_one_epoch() -> None:
     assert total_steps(TrainingConfig(), steps_per_epoch=17, tokens_per_epoch=1000) == 17
+
+
+def test_only_large_models_that_repeat_their_text_often_are_warned_about() -> None:
+    assert repetition_problem(8, 300_000, 5_000_000) is None
+    assert repetition_problem(100, 5_000_000, 300_000) is None
+    problem = repetition_problem(16, 300_000, 5_000_000)
+    assert problem is not None
+    assert "read its text 16 times" in problem
+    assert "set training.num_epochs to 4" in problem

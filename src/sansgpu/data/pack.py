@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -58,6 +59,21 @@ class PackedWindows:
 
     def __len__(self) -> int:
         return -(-int(self._offsets[-1]) // self._window)
+
+    def recut(self, draws: np.random.Generator) -> PackedWindows:
+        """Returns as many windows of the same documents, in a random order and cut at other places.
+
+        The beginning of the first document, less than a window, moves to the end, so that the places also change if
+        there is only one document.
+        """
+        order = draws.permutation(len(self._part.starts))
+        starts, stops = self._part.starts[order], self._part.stops[order]
+        moved = int(draws.integers(min(self._window, int(stops[0] - starts[0]))))
+        if moved:
+            cut = starts[0] + moved
+            starts, stops = np.append(starts, starts[0]), np.append(stops, cut)
+            starts[0] = cut
+        return PackedWindows(replace(self._part, starts=starts, stops=stops), self._window, self._end_id)
 
     def batch(self, indices: np.ndarray) -> Batch:
         """Returns windows of T tokens. Document ids count within a window, positions within a document's part of it."""

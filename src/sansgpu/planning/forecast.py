@@ -36,7 +36,6 @@ _FLOOR = 0.93
 _SIZE, _SIZE_POWER = 0.224, 0.65
 _DATA, _DATA_POWER = 0.65, 0.5
 _REPEATS = 15.4  # decay constant of the value of repeated epochs (Muennighoff et al., arXiv 2305.16264)
-MAX_EPOCHS = 16  # maximum epochs of a proposed run
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.files.atomic import write_failures_as, write_text
 from sansgpu.files.ownership import require_file
 from sansgpu.planning.forecast import (
-    MAX_EPOCHS,
     describe_plan,
     expected_bits_per_byte,
     forecast_of,
@@ -31,6 +30,7 @@ from sansgpu.planning.resolve import ResolveOptions, ignore_message, resolve_run
 from sansgpu.planning.results import PlanCandidate, ProposedPlan, RunPlan, length_text
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.run import TrainingRun
+from sansgpu.train.schedule import MAX_EPOCHS
 
 WIDTHS = (128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
 HEAD_DIM, WIDTH_PER_LAYER, MIN_LAYERS, FEED_FORWARD_RATIO = 64, 48, 4, 3
@@ -38,7 +38,10 @@ MEASURED_WIDTHS = (128, 384, 768)  # efficiency is measured at these widths and 
 LONG_WINDOW, LONG_WINDOW_MIN_WIDTH = 512, 512  # tokens, and the minimum width for this window
 WINDOW = 256
 # Tokens per step, tuned for runs of BATCH_REFERENCE_TOKENS; longer runs use larger batches.
-BATCH_TOKENS, BATCH_REFERENCE_TOKENS, MAX_BATCH_TOKENS = 4096, 10e6, 65536
+BATCH_TOKENS, BATCH_REFERENCE_TOKENS, MIN_BATCH_TOKENS, MAX_BATCH_TOKENS = 4096, 10e6, 2048, 65536
+# Short texts need more weight decay: weights that average their updates over about one epoch (Wang and Aitchison, arXiv
+# 2405.13698) have a decay of 1 / (learning rate x steps per epoch).
+MIN_WEIGHT_DECAY, MAX_WEIGHT_DECAY = 0.1, 3.0
 VOCABULARIES = ((2e6, 4096), (100e6, 8192), (1e9, 16384), (math.inf, 32768))  # (bytes of text, vocabulary size)
 DEFAULT_TEXT_BYTES = 10e6  # assumed if the size of the data is unknown
 BYTES_PER_TOKEN = 4  # bytes of text per token, assumed before the text is tokenized
@@ -78,6 +81,11 @@ def propose(
     efficiencies = [(width, _measured_efficiency(base, width, hours, progress)) for width in MEASURED_WIDTHS]
     candidates = [c for width in WIDTHS if (c := _candidate(base, width, hours, efficiencies, progress)) is not None]
     best = _best(candidates)
+    if best.epochs >= MAX_EPOCHS:
+        warn(
+            f"the text is short: the run reads it {MAX_EPOCHS} times and may end before its time is over, because a "
+            "model that reads it more often learns it by heart; add more text."
+        )
     config = _with_length(best, hours)
     plan = describe_plan(resolve_run(config, progress, warn, ResolveOptions("report", timed="always")), progress)
     _write(config, output, plan)
@@ -214,10 +222,12 @@ def _interpolated(width: int, efficiencies: list[tuple[int, float]]) -> float:
 
 def _with_length(best: ProposedRun, hours: float) -> Config:
     window = best.config.window
-    batch = BATCH_TOKENS * 2 ** round(math.log2(max(1.0, (best.tokens / BATCH_REFERENCE_TOKENS) ** 0.5)))
-    batch = min(batch, MAX_BATCH_TOKENS)
+    batch = BATCH_TOKENS * 2 ** round(math.log2((best.tokens / BATCH_REFERENCE_TOKENS) ** 0.5))
+    batch = min(max(batch, MIN_BATCH_TOKENS), MAX_BATCH_TOKENS)
     steps = best.tokens / batch
+    decay = best.epochs / (best.config.training.learning_rate * steps)
     settings = (
+        f"training.weight_decay={min(max(decay, MIN_WEIGHT_DECAY), MAX_WEIGHT_DECAY):.2g}",
         f"training.gradient_accumulation_steps={batch // window}",
         f"training.max_hours={hours}",
         f"training.num_epochs={MAX_EPOCHS}",

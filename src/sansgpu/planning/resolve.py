@@ -31,7 +31,7 @@ from sansgpu.train.optim import choose_optimizer
 from sansgpu.train.run import TrainingRun
 from sansgpu.train.run_folders import prepare_data
 from sansgpu.train.run_length import finish_time
-from sansgpu.train.schedule import UNKNOWN_STEPS, total_steps, warmup_problem
+from sansgpu.train.schedule import UNKNOWN_STEPS, repetition_problem, total_steps, warmup_problem
 
 # needed: prepare the data or fail. wanted: continue without it if it is unreachable, or if it cannot be read and the
 # run's length does not depend on it. unread: do not read it.
@@ -76,8 +76,10 @@ def resolve_run(
     execution, available = configure_process(config, before, warn, group)
     config, corpus = _corpus(config, progress, warn, options, group)
     tokens = math.ceil(corpus.example_tokens if corpus else config.window)
-    config, steps, seconds = _with_length(config, execution, corpus)
+    config, steps, seconds, share = _with_length(config, execution, corpus)
     if problem := warmup_problem(config.training, steps):
+        warn(problem)
+    if corpus is not None and before is None and (problem := _repetition_problem(config, corpus, steps * share)):
         warn(problem)
     seconds, execution.compile = _compilation(config, execution, before, seconds, warn)
     execution.optimizer = config.training.optimizer
@@ -118,8 +120,18 @@ def _compilation(
     return seconds, compiled
 
 
-def _with_length(config: Config, execution: Execution, corpus: Corpus | None) -> tuple[Config, int, float]:
-    """Returns the configuration with its optimizer, the number of steps, and the estimated duration in seconds."""
+def _repetition_problem(config: Config, corpus: Corpus, steps: float) -> str | None:
+    if config.task != "pretrain" or config.training.distillation.teacher is not None:
+        return None
+    epochs = steps / steps_per_epoch(corpus.train_examples, effective_batch(config.training))
+    return repetition_problem(epochs, corpus.train_tokens, sum(task_of(config).costs(config).parameters().values()))
+
+
+def _with_length(config: Config, execution: Execution, corpus: Corpus | None) -> tuple[Config, int, float, float]:
+    """Returns the configuration with its optimizer, the number of steps, and estimates.
+
+    These are the duration in seconds, and the share of the steps for which there is time.
+    """
     training, effective = config.training, effective_batch(config.training)
     tokens_per_step = round(effective * (corpus.example_tokens if corpus else config.window))
     config, work = with_optimizer(config, tokens_per_step)
@@ -129,7 +141,8 @@ def _with_length(config: Config, execution: Execution, corpus: Corpus | None) ->
         without = training.model_copy(update={"num_epochs": None})
         steps = total_steps(without, UNKNOWN_STEPS, UNKNOWN_STEPS * tokens_per_step)
     seconds = assumed_seconds(work.needed * steps, execution.precision, execution.threads)
-    return config, steps, min(seconds, seconds_allowed(config))
+    allowed = min(seconds, seconds_allowed(config))
+    return config, steps, allowed, allowed / seconds
 
 
 def with_optimizer(config: Config, tokens_per_step: int) -> tuple[Config, StepWork]:

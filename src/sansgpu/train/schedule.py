@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 
 from sansgpu.config import TrainingConfig
-from sansgpu.config.wording import counted
+from sansgpu.config.wording import count, counted
 
 MAX_WARMUP_DIVISOR = 10  # the warm-up of a time-limited run takes at most total_steps / this
+MAX_EPOCHS = (
+    4  # beyond, repeated text teaches little (arXiv 2305.16264), and models with more weights than tokens overfit
+)
 UNKNOWN_STEPS = 1 << 40  # total steps of a time-limited run before any step was timed
 
 
@@ -47,6 +50,20 @@ def warmup_problem(training: TrainingConfig, total_steps: int) -> str | None:
         f"training.warmup_steps is {warmup}, but the run ends after {counted(total_steps, 'step')}, when the learning "
         f"rate has reached only {total_steps / (warmup + 1):.0%} of training.learning_rate; set warmup_steps to "
         f"{total_steps // MAX_WARMUP_DIVISOR}."
+    )
+
+
+def repetition_problem(epochs: float, tokens: int, parameters: int) -> str | None:
+    """Describes a training from scratch that repeats its text so often that the model will overfit.
+
+    Allows twice MAX_EPOCHS, because the number of epochs of a time-limited run is an estimate.
+    """
+    if epochs <= 2 * MAX_EPOCHS or parameters <= tokens:
+        return None
+    return (
+        f"this run would read its text {epochs:.0f} times, and the model has {count(parameters)} parameters for "
+        f"{count(tokens)} tokens: after about {MAX_EPOCHS} epochs it learns the text by heart, and the validation loss "
+        f"rises; set training.num_epochs to {MAX_EPOCHS}, or use more text."
     )
 
 

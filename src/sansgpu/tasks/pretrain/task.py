@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,8 +12,8 @@ import torch
 from sansgpu.config import Config, ConfigError, DataConfig, derive_seed
 from sansgpu.config.paths import local_path
 from sansgpu.data.batch import Batch
-from sansgpu.data.order import batch_indices
-from sansgpu.data.pack import PackedWindows, TextWindows, piece_length
+from sansgpu.data.order import batch_indices, generator, steps_per_epoch
+from sansgpu.data.pack import PackedWindows, TextWindows, Windows, piece_length
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress, build_store, build_tokenizer
 from sansgpu.data.sources import open_single, open_sources
@@ -74,6 +75,8 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
         self.evaluator = LanguageModeling(self.model, corpus.validation)
         self.fingerprint = corpus.fingerprint
         self.flops_per_token = self.costs(config).work(1).needed
+        # This epoch's windows, and the next one's for prefetched batches.
+        self._windows = lru_cache(maxsize=2)(partial(_windows_of_epoch, corpus, config.training.seed))
 
     @staticmethod
     def prepare(config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, TextCorpus]:
@@ -134,8 +137,9 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
     def batch(self, step: int, total_steps: int | None = None) -> Batch:
         """Returns the global batch of a step, whose windows are cut into pieces during sequence length warm-up."""
         training, window = self.config.training, self.config.window
-        indices = batch_indices(training.seed, step, len(self.corpus.train), self._effective_batch)
-        batch: Batch = self.corpus.train.batch(indices)
+        count = len(self.corpus.train)
+        indices = batch_indices(training.seed, step, count, self._effective_batch)
+        batch: Batch = self._windows(step // steps_per_epoch(count, self._effective_batch)).batch(indices)
         if self.corpus.teacher is not None:
             batch = self.corpus.teacher.add_to(batch, indices)
         piece = window if total_steps is None else piece_length(training, window, step, total_steps)
@@ -222,6 +226,16 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
             tokenizer.backend.to_str(), end, end, end, begins=True
         )  # the end-of-text token is also the first token of a document
         return hugging_face_config(decoder.config, end), weights, parts
+
+
+def _windows_of_epoch(corpus: TextCorpus, seed: int, epoch: int) -> Windows:
+    """Returns the training windows of an epoch. After the first epoch, documents are shuffled and cut anew.
+
+    A teacher's predictions belong to the windows of the first epoch.
+    """
+    if epoch == 0 or corpus.teacher is not None or not isinstance(corpus.train, PackedWindows):
+        return corpus.train
+    return corpus.train.recut(generator(seed, "cut", epoch))
 
 
 def _is_path(target: str) -> bool:
