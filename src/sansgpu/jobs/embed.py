@@ -57,7 +57,7 @@ class EmbedRequest:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class Int8Agreement:
     """Mean cosine similarity of the vectors of a sample of texts in int8 and in the precision `other`."""
 
     cosine: float
@@ -70,7 +70,7 @@ class Embedded:
 
     rows: int
     precision: str
-    agreement: Agreement | None
+    agreement: Int8Agreement | None
 
     def __str__(self) -> str:
         if self.agreement is None:
@@ -96,7 +96,7 @@ def embed(request: EmbedRequest, warn: Callable[[str], None], progress: ReportPr
     column = loaded.config.data.text_column if request.text_column is None else request.text_column
     source = open_single(data, DataConfig(dataset_name=data, text_column=column), text_rows=True)
     rows, done = iter(source.rows()), 0
-    agreement: Agreement | None = None
+    agreement: Int8Agreement | None = None
     with write_failures_as(SansGPUError, output), atomic_write(output) as partial:
         with open_vector_file(partial, output.suffix, loaded.objective.width) as write:
             while chunk := list(islice(rows, CHUNK)):
@@ -110,7 +110,7 @@ def embed(request: EmbedRequest, warn: Callable[[str], None], progress: ReportPr
     return Embedded(done, loaded.precision, agreement)
 
 
-def _fastest(loaded: TrainedModel, texts: Sequence[str], prompt: str) -> tuple[TrainedModel, Agreement | None]:
+def _fastest(loaded: TrainedModel, texts: Sequence[str], prompt: str) -> tuple[TrainedModel, Int8Agreement | None]:
     """Returns the model in int8 if precision is auto, int8 is faster, and the vectors of a sample of texts agree."""
     other = loaded.precision
     few = loaded.is_precision_chosen or len(texts) < LEAST_TEXTS
@@ -120,7 +120,7 @@ def _fastest(loaded: TrainedModel, texts: Sequence[str], prompt: str) -> tuple[T
     expected, faster = encode_texts(loaded, sample, prompt=prompt), _in_precision(loaded, "int8")
     found = encode_texts(faster, sample, prompt=prompt)
     norms = np.linalg.norm(expected, axis=1) * np.linalg.norm(found, axis=1)
-    agreement = Agreement(float(((expected * found).sum(axis=1) / norms).mean()), other)
+    agreement = Int8Agreement(float(((expected * found).sum(axis=1) / norms).mean()), other)
     return (faster if agreement.cosine >= LEAST_COSINE else _in_precision(loaded, other)), agreement
 
 

@@ -66,13 +66,17 @@ class Calibration:
     def fastest(self, sizes: Sequence[int], progress: ReportProgress) -> Timing:
         """Returns the timing of the fastest micro-batch size, compiled if `training.compile` is on.
 
-        Sizes are timed in ascending order until a larger one is slower per example.
+        Sizes are timed in ascending order until two in a row are slower per example than the best; a single one may be
+        slow because another program ran.
         """
         tried: list[Timing] = []
+        slower = 0
         for size in sorted(sizes):
             progress(f"timing steps with micro-batches of {counted(size, 'example')}", 0, 0)
             tried.append(self.time_parts(size))
-            if self._seconds_per_example(tried[-1]) * MARGIN > self._seconds_per_example(self._best(tried)):
+            is_slower = self._seconds_per_example(tried[-1]) * MARGIN > self._seconds_per_example(self._best(tried))
+            slower = slower + 1 if is_slower else 0
+            if slower == 2:
                 break
         return self._best(tried)
 
