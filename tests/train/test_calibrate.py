@@ -17,7 +17,7 @@ from sansgpu.train.calibrate import Calibration, Timing
 class Recorded(Calibration):
     """Returns recorded seconds per example instead of timing steps."""
 
-    seconds: tuple[float, ...] = ()  # of 1, 2, 4, ... examples
+    seconds: tuple[float, ...] = ()  # the first is that of micro-batches of 1 example, then 2, 4, ...
 
     def time_parts(self, size: int) -> Timing:
         seconds = self.seconds[size.bit_length() - 1]

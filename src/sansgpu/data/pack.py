@@ -61,10 +61,10 @@ class PackedWindows:
         return -(-int(self._offsets[-1]) // self._window)
 
     def recut(self, draws: np.random.Generator) -> PackedWindows:
-        """Returns as many windows of the same documents, in a random order and cut at other places.
+        """Returns as many windows of the same documents, concatenated in a random order.
 
-        The beginning of the first document, less than a window, moves to the end, so that the places also change if
-        there is only one document.
+        The beginning of the first document, less than a window, moves to the end, so that windows also begin at other
+        tokens if there is only one document.
         """
         order = draws.permutation(len(self._part.starts))
         starts, stops = self._part.starts[order], self._part.stops[order]

@@ -229,7 +229,7 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
 
 
 def _windows_of_epoch(corpus: TextCorpus, seed: int, epoch: int) -> Windows:
-    """Returns the training windows of an epoch. After the first epoch, documents are shuffled and cut anew.
+    """Returns the training windows of an epoch. Each epoch after the first has its own order of documents.
 
     A teacher's predictions belong to the windows of the first epoch.
     """
