@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from benchmarks.onnx_encoders import onnx_encoder
 
@@ -90,8 +91,7 @@ def agreement(found: Results, expected: Results) -> float:
     """Returns the mean cosine similarity of the two vectors of a text, or the share of equal labels."""
     if found.ndim == 1:
         return float((found == expected).mean())
-    norms = np.linalg.norm(found, axis=1) * np.linalg.norm(expected, axis=1)
-    return float(((found * expected).sum(axis=1) / norms).mean())
+    return float(F.cosine_similarity(torch.from_numpy(found), torch.from_numpy(expected)).mean())
 
 
 def main() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +35,14 @@ class Batches:
         order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
         for start in range(0, len(order), size):
             numbers = order[start : start + size]
-            yield (
-                numbers,
-                dict(
-                    self.tokenizer(
-                        [texts[number] for number in numbers],
-                        padding=True,
-                        truncation=True,
-                        max_length=self.max_length,
-                        return_tensors="np",
-                    )
-                ),
+            feed = self.tokenizer(
+                [texts[number] for number in numbers],
+                padding=True,
+                truncation=True,
+                max_length=self.max_length,
+                return_tensors="np",
             )
+            yield numbers, dict(feed)
 
 
 def exported(model: Path, folder: Path) -> Path:
@@ -60,19 +54,11 @@ def exported(model: Path, folder: Path) -> Path:
     return folder / FILES["f32"]
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silences onnxruntime's advice to simplify the graph, which the exporter did."""
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 def quantize_dynamically(source: Path, target: Path) -> Path:
     """Quantizes the weights of all linear layers to 8 bits, and their inputs while the model runs."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    from sansgpu.models.formats.onnx import quiet
 
     if not target.exists():
         with quiet():
@@ -84,6 +70,8 @@ def quantize_statically(source: Path, target: Path, feeds: Iterator[Feed]) -> Pa
     """Quantizes the weights and inputs of all linear layers to 8 bits, the inputs with ranges observed in `feeds`."""
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+    from sansgpu.models.formats.onnx import quiet
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]
         def get_next(self) -> Feed | None:
@@ -107,12 +95,10 @@ def quantize_statically(source: Path, target: Path, feeds: Iterator[Feed]) -> Pa
     return target
 
 
-def onnxruntime_model(path: Path, threads: int) -> Model:
-    import onnxruntime
+def onnxruntime_model(path: Path) -> Model:
+    from sansgpu.models.formats.onnx import open_session
 
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    session = open_session(path)
     return lambda feed: np.asarray(session.run([OUTPUT], feed)[0])
 
 
@@ -138,17 +124,14 @@ def load(job: dict[str, Any], batches: Batches, texts: list[str]) -> Model:
         if precision not in ("fp32", "int8"):
             raise SystemExit(f"onnxruntime has no {precision} on CPUs; choose fp32 or int8.")
         path = plain if precision == "fp32" else quantize_dynamically(plain, folder / "dynamic-int8.onnx")
-        return onnxruntime_model(path, threads)
+        return onnxruntime_model(path)
     if precision != "int8":
         return openvino_model(plain, threads, {"fp32": "f32"}.get(precision, precision))
     feeds = (feed for _, feed in batches(texts[:CALIBRATION_TEXTS], CALIBRATION_BATCH))
     return openvino_model(quantize_statically(plain, folder / "static-int8.onnx", feeds), threads, "f32")
 
 
-def onnx_encoder(
-    job: dict[str, Any], texts: list[str], batch: int
-) -> tuple[Callable[[], np.ndarray], Callable[[], Any]]:
-    """Returns functions that encode and that only tokenize the texts."""
+def onnx_encoder(job: dict[str, Any], texts: list[str], batch: int) -> Encoder:
     batches = Batches(Path(job["model"]))
     model = load(job, batches, texts)
 

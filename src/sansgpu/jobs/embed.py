@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 
 from sansgpu.config import ConfigError, DataConfig, SansGPUError, TrainingConfig
 from sansgpu.config.wording import first_line
@@ -119,8 +121,8 @@ def _fastest(loaded: TrainedModel, texts: Sequence[str], prompt: str) -> tuple[T
     sample = texts[:: len(texts) // SAMPLE_TEXTS][:SAMPLE_TEXTS]
     expected, faster = encode_texts(loaded, sample, prompt=prompt), _in_precision(loaded, "int8")
     found = encode_texts(faster, sample, prompt=prompt)
-    norms = np.linalg.norm(expected, axis=1) * np.linalg.norm(found, axis=1)
-    agreement = Int8Agreement(float(((expected * found).sum(axis=1) / norms).mean()), other)
+    cosines = F.cosine_similarity(torch.from_numpy(expected), torch.from_numpy(found))
+    agreement = Int8Agreement(float(cosines.mean()), other)
     return (faster if agreement.cosine >= LEAST_COSINE else _in_precision(loaded, other)), agreement
 
 

@@ -76,10 +76,10 @@ def resolve_run(
     execution, available = configure_process(config, before, warn, group)
     config, corpus = _corpus(config, progress, warn, options, group)
     tokens = math.ceil(corpus.example_tokens if corpus else config.window)
-    config, steps, seconds, share = _with_length(config, execution, corpus)
+    config, steps, seconds, affordable = _with_length(config, execution, corpus)
     if problem := warmup_problem(config.training, steps):
         warn(problem)
-    if corpus is not None and before is None and (problem := _repetition_problem(config, corpus, steps * share)):
+    if corpus is not None and before is None and (problem := _repetition_problem(config, corpus, affordable)):
         warn(problem)
     seconds, execution.compile = _compilation(config, execution, before, seconds, warn)
     execution.optimizer = config.training.optimizer
@@ -130,7 +130,7 @@ def _repetition_problem(config: Config, corpus: Corpus, steps: float) -> str | N
 def _with_length(config: Config, execution: Execution, corpus: Corpus | None) -> tuple[Config, int, float, float]:
     """Returns the configuration with its optimizer, the number of steps, and estimates.
 
-    These are the duration in seconds, and the share of the steps for which there is time.
+    These are the duration in seconds, and the number of steps for which there is time.
     """
     training, effective = config.training, effective_batch(config.training)
     tokens_per_step = round(effective * (corpus.example_tokens if corpus else config.window))
@@ -142,7 +142,7 @@ def _with_length(config: Config, execution: Execution, corpus: Corpus | None) ->
         steps = total_steps(without, UNKNOWN_STEPS, UNKNOWN_STEPS * tokens_per_step)
     seconds = assumed_seconds(work.needed * steps, execution.precision, execution.threads)
     allowed = min(seconds, seconds_allowed(config))
-    return config, steps, allowed, allowed / seconds
+    return config, steps, allowed, steps * allowed / seconds
 
 
 def with_optimizer(config: Config, tokens_per_step: int) -> tuple[Config, StepWork]:

@@ -8,9 +8,8 @@ from sansgpu.config import TrainingConfig
 from sansgpu.config.wording import count, counted
 
 MAX_WARMUP_DIVISOR = 10  # the warm-up of a time-limited run takes at most total_steps / this
-MAX_EPOCHS = (
-    4  # beyond, repeated text teaches little (arXiv 2305.16264), and models with more weights than tokens overfit
-)
+# Beyond, repeated text teaches little (arXiv 2305.16264), and models with more weights than tokens overfit.
+MAX_EPOCHS = 4
 UNKNOWN_STEPS = 1 << 40  # total steps of a time-limited run before any step was timed
 
 

@@ -71,15 +71,12 @@ def test_many_texts_are_embedded_in_int8_only_if_a_sample_agrees(
         pytest.skip("this processor does not multiply int8 faster")
     run = made(home, "bert2", "pairs", "bert")
     write_rows(home / "many.jsonl", ({"text": TEXTS[number % len(TEXTS)]} for number in range(LEAST_TEXTS)))
-    answers = {}
+    monkeypatch.setattr("sansgpu.jobs.embed.is_faster", lambda *_, ours: True)
+    asked, answers = ["embed", str(run), "--data", str(home / "many.jsonl"), "--output"], {}
     for least in (0.5, 1.1):
         monkeypatch.setattr("sansgpu.jobs.embed.LEAST_COSINE", least)
-        monkeypatch.setattr("sansgpu.jobs.embed.is_faster", lambda *_, ours: True)
         capsys.readouterr()
-        assert (
-            cli(["embed", str(run), "--data", str(home / "many.jsonl"), "--output", str(tmp_path / f"{least}.npy")])
-            == 0
-        )
+        assert cli([*asked, str(tmp_path / f"{least}.npy")]) == 0
         answers[least] = capsys.readouterr().out
     assert "512 vectors, computed in int8 (mean cosine similarity of int8 and " in answers[0.5]
     assert "512 vectors, computed in int8" not in answers[1.1]

@@ -204,8 +204,8 @@ void each_block(int64_t terms, const F& run) {
     run(k, std::min(BLOCK_TERMS<P>, terms - k), place);
 }
 
-// Packs `terms` terms of at most MOST_COLUMNS rows of A, from A^T. `convert(k, words)` stores the words of all rows that begin
-// with term k. The distance of rows in `to` is ld.
+// Packs `terms` terms of at most MOST_COLUMNS rows of A, from A^T. `convert(k, words)` stores the words of all rows that
+// begin with term k. The distance of rows in `to` is ld.
 template <BlockFloat P, typename F>
 void pack_words(int64_t rows, int64_t terms, P* to, int64_t ld, const F& convert) {
   constexpr int64_t WORDS = 32;  // transposed at once

@@ -34,7 +34,8 @@ from sansgpu.models.huggingface.sentence_embedding import (
     write_layout,
 )
 
-if TYPE_CHECKING:  # transformers takes seconds to import
+if TYPE_CHECKING:  # onnxruntime is optional, and transformers takes seconds to import
+    from onnxruntime import InferenceSession
     from transformers import PreTrainedModel
 
 FILES = {"f32": "model.onnx", "int8": "model_quantized.onnx"}  # by weight type; named as in Optimum
@@ -219,7 +220,7 @@ def _pool(hidden: torch.Tensor, mask: torch.Tensor, layout: EmbeddingLayout) -> 
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silences warnings of the exporter and the quantizer about their own code."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -236,7 +237,7 @@ def _trace(model: _TracedModel, path: Path, name: str) -> None:
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
-    with _quiet(), torch.no_grad():
+    with quiet(), torch.no_grad():
         try:
             program = torch.onnx.export(
                 model,
@@ -272,7 +273,7 @@ def _quantize(path: Path) -> Path:
     data = path.with_name(f"{path.name}.data")
     size = sum(file.stat().st_size for file in (path, data) if file.exists())
     quantized = path.with_name(FILES["int8"])
-    with _quiet():
+    with quiet():
         quantize_dynamic(
             path,
             quantized,
@@ -286,16 +287,21 @@ def _quantize(path: Path) -> Path:
     return quantized
 
 
+def open_session(path: Path) -> InferenceSession:
+    """Opens a file with onnxruntime, with as many threads as torch has."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
 def _compare(model: _TracedModel, path: Path, name: str) -> OnnxCheck:
     """Runs a file and the torch model on random inputs of two shapes, with padding.
 
     Raises ConfigError if the file takes only inputs of one shape.
     """
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    session = open_session(path)
     if any(isinstance(size, int) for given in session.get_inputs() for size in given.shape):
         raise ConfigError(
             f"{name} cannot be exported as ONNX: the exporter unrolls its recurrence, so that the file would take only "
