@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sansgpu.config import ModelConfig, SansGPUError, TrainingConfig
+from sansgpu.config import ConfigError, ModelConfig, SansGPUError, TrainingConfig
 from sansgpu.data.batch import IGNORE, Batch
 from sansgpu.machine.execution import Execution
 from sansgpu.models import TransformerLM
@@ -245,3 +245,22 @@ def test_dropout_depends_on_the_step_and_on_nothing_left_over() -> None:
     first = loss(3, disturb=1)
     assert torch.equal(torch.rand(1), expected), "a step must not use the global random state"
     assert len({first, loss(4, disturb=1)}) == 2
+
+
+class Scattered(Memorise):
+    """Computes its loss with an operation that torch refuses where results must be deterministic, as on a GPU."""
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        loss = super().loss(batch)
+        return loss + torch.zeros(1).put_(torch.zeros(1, dtype=torch.int64), loss.detach()[None]).sum()
+
+
+def test_an_operation_that_is_not_deterministic_is_named() -> None:
+    task = Scattered(model_of(MODERN))
+    state = state_of(task.model, TrainingConfig(optimizer="adamw"))
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(ConfigError, match="the model uses put_, which is not deterministic on a GPU"):
+            train_step(state, task, batch_of(2), lr=0.0)
+    finally:
+        torch.use_deterministic_algorithms(False)

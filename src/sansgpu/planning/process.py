@@ -49,7 +49,9 @@ def configure_process(
     torch.set_flush_denormal(True)
     deterministic = device.type == "cuda"
     if deterministic != torch.are_deterministic_algorithms_enabled():  # setting it imports the compiler: 1 s
-        torch.use_deterministic_algorithms(deterministic, warn_only=True)
+        # With warn_only, the backward passes of attention would only warn and stay nondeterministic.
+        torch.use_deterministic_algorithms(deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     _choose_vector_math()
     limit_tokenizer_threads(config.data.preprocessing_num_workers)
     plain = before is not None and before["kernels"] == "torch" and training.kernels == "auto"

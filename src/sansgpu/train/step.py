@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from sansgpu.config import SansGPUError, derive_seed
+from sansgpu.config import ConfigError, SansGPUError, derive_seed
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.machine.distributed.group import Group
 from sansgpu.machine.execution import Execution
@@ -73,7 +74,7 @@ def train_step(
 
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     pieces = batch.micro_batches(execution.micro_batch, group.rank, group.size)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _deterministic():
         for index, (loss, is_last) in enumerate(split_to_fit(pieces, forward, guard)):
             phases.lap("forward")
             with optimizer.backward_pass(accumulates=index > 0 or not is_last, is_last=is_last):
@@ -95,6 +96,21 @@ def train_step(
     optimizer.step(lr, state.progress.step + 1, scale)
     phases.lap("update")
     return StepResult(total, targets, batch.token_count(), grad_norm, sums, phases.seconds)
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Explains torch's error if an operation of the model has only a nondeterministic implementation on a GPU."""
+    try:
+        yield
+    except RuntimeError as error:
+        operation, found, _ = str(error).partition(" does not have a deterministic implementation")
+        if not found:
+            raise
+        raise ConfigError(
+            f"the model uses {operation}, which is not deterministic on a GPU, so that a resumed run could have other "
+            "results; set device to cpu."
+        ) from error
 
 
 LossFunction = Callable[[ExampleBatch, Iterable[ExampleBatch], int], torch.Tensor]
