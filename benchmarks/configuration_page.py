@@ -85,7 +85,8 @@ GROUPS = (
     Group(
         "Datasets and validation",
         "files, Hub datasets, the validation part, bad rows",
-        "data.dataset_name data.dataset_config data.validation_name data.validation_split data.on_bad_row",
+        "data.dataset_name data.dataset_config data.max_tokens data.streaming data.validation_name "
+        "data.validation_split data.on_bad_row",
     ),
     Group(
         "Columns and labels",

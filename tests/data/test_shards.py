@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sansgpu.config import Config, ConfigError, DataConfig
+from sansgpu.config import Config, ConfigError, DataConfig, as_config
 from sansgpu.data import files, shards
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.files import Piece
@@ -205,3 +205,25 @@ def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
     with pytest.raises(ConfigError, match=r"cannot be written.*cache_dir"):
         prepare(Config(data=data_of(corpus)), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe", "char"])
+def test_no_more_than_max_tokens_are_read(tokenizer: str, tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "a.jsonl")
+    data = data_of(corpus, tokenizer=tokenizer)
+    source = open_sources(data).train
+    trained = build_tokenizer(data, source, tmp_path / "cache", silent)
+    whole = build_store(source, trained, tmp_path / "cache", silent)
+    for limit in (1, 2, 333, len(whole.tokens) - 1, len(whole.tokens), len(whole.tokens) + 1):
+        store = build_store(source, trained, tmp_path / "cache", silent, limit)
+        assert store.tokens.tolist() == whole.tokens[:limit].tolist()
+        assert store.documents["end"][-1] == len(store.tokens)
+
+
+def test_max_tokens_limits_what_a_run_trains_on(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "a.jsonl")
+    for limit in (None, 2000):
+        model = {"d_model": 16, "n_heads": 1, "n_layers": 1, "max_seq_len": 16}
+        config = as_config({"model": model, "data": {"dataset_name": str(corpus), "max_tokens": limit}})
+        _, prepared = Pretrain.prepare(config, tmp_path / "cache", silent)
+        assert (prepared.train_tokens + prepared.validation_tokens <= 2000) is (limit is not None)

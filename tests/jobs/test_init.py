@@ -117,7 +117,7 @@ def test_a_file_is_replaced_only_on_request(capsys: Captured) -> None:
     ("arguments", "words"),
     [
         (["--text", "missing.txt"], "missing.txt does not exist"),
-        (["--task", "classify"], "task classify has no built-in data"),
+        (["--task", "classify"], "task classify cannot learn from python-stdlib"),
         (["--task", "poetry"], "must be one of pretrain"),
         (["--hours", "soon"], "write hours or minutes"),
         (["--hours", "0"], "write hours or minutes"),
@@ -171,3 +171,27 @@ def test_questions_are_asked_again_until_the_answers_are_good(tmp_path: Path) ->
     assert "Written to sansgpu.yaml" in out
     config, _ = load_config(Path("sansgpu.yaml"))
     assert (config.data.dataset_name, config.training.max_hours) == ("notes.jsonl", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "dataset", "subset"),
+    [
+        ("fineweb-edu", "karpathy/fineweb-edu-100b-shuffle", None),
+        ("wikipedia-de", "wikimedia/wikipedia", "20231101.de"),
+    ],
+)
+def test_a_corpus_on_the_hub_is_downloaded_as_far_as_needed(
+    text: str, dataset: str, subset: str | None, capsys: Captured
+) -> None:
+    tokens = []
+    for hours in ("10m", "40h"):
+        assert cli(["init", "a.yaml", "--text", text, "--hours", hours, "--force", *YES]) == 0
+        config, _ = load_config(Path("a.yaml"))
+        assert (config.data.dataset_name, config.data.dataset_config) == (dataset, subset)
+        assert config.data.streaming
+        assert config.data.max_tokens is not None
+        tokens.append((config.data.max_tokens, config.data.vocab_size))
+    assert tokens[0] < tokens[1]
+    assert tokens[0][1] < tokens[1][1]
+    assert cli(["init", "b.yaml", "--text", text, "--task", "sft", *YES]) == 2
+    assert f"task sft cannot learn from {text}" in capsys.readouterr().err

@@ -255,7 +255,12 @@ class _InitOptions:
         Path | None, typer.Argument(metavar="FILE", help="File to write. Default: sansgpu.yaml.", show_default=False)
     ] = None
     text: Annotated[
-        str | None, option("Data to train on: file, folder, Hub name or python-stdlib (built in).", _ANSWERS)
+        str | None,
+        option(
+            "Data to train on: file, folder, Hub name, python-stdlib (built in); or fineweb-edu, climbmix, tinystories "
+            "or wikipedia-LANGUAGE, from the Hub as far as needed.",
+            _ANSWERS,
+        ),
     ] = None
     task: Annotated[str | None, option("Task, e.g. pretrain, sft or classify.", _ANSWERS)] = None
     model: Annotated[
@@ -305,6 +310,7 @@ def _answers(given: _InitOptions, ask: Ask) -> InitAnswers:
     """Asks for each answer that is not given and checks all of them."""
     from sansgpu.config import PYTHON_STDLIB
     from sansgpu.config.tasks import DEFAULT_TASK
+    from sansgpu.jobs.corpora import SHORT_NAMES
     from sansgpu.jobs.init import DEFAULT_HOURS, PURPOSES, InitAnswers, parse_hours, purposes_of
     from sansgpu.jobs.init import require_text as check_text
 
@@ -312,8 +318,8 @@ def _answers(given: _InitOptions, ask: Ask) -> InitAnswers:
         given.text, given.task, given.model, given.hours, given.cores, given.memory
     )  # fmt: skip
     if text is None:
-        text = ask("--text", f"What data? A file, a folder or a Hub name; {PYTHON_STDLIB} is built in", PYTHON_STDLIB,
-                   check_text)  # fmt: skip
+        question = f"What data? A file, a folder, a Hub name or {', '.join(SHORT_NAMES)}; {PYTHON_STDLIB} is built in"
+        text = ask("--text", question, PYTHON_STDLIB, check_text)
     else:
         check_text(text)
     if task is None:

@@ -48,6 +48,14 @@ class DataConfig(Section):
     )
     dataset_config: str | None = Field(None, description="configuration (subset) of a Hugging Face dataset")
     validation_name: str | None = Field(None, description="validation dataset, specified like dataset_name")
+    max_tokens: int | None = Field(
+        None, ge=1, description="maximum tokens to read from the data, before validation data are split off"
+    )
+    streaming: bool = Field(
+        False,
+        description="download only as much of a Hugging Face dataset's training split as max_tokens needs; validation "
+        "data are then split off, unless validation_name is set",
+    )
     text_column: str | StrictInt | None = Field(
         None,
         description="column with the text. Default: `text`, `content` or the only column. Use a number, counted from "

@@ -9,6 +9,7 @@ lock in a temporary folder and then renamed, so a store is either complete or mi
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ FORMAT = 1  # version of the store format, part of every cache key
 ENCODE_CHARS = 4 << 20  # characters per call of the tokenizer: enough to keep all threads busy in little memory
 CHECK_BLOCK = 1 << 24  # tokens whose ids are checked at a time, to bound the memory
 BYTES_PER_TOKEN = 2  # lower bound for ordinary text; character tokenizers and rare scripts can be below it
+USUAL_TOKEN_BYTES = 4  # of a trained BPE tokenizer on English
 SIZE = np.dtype("<u4")
 DOCUMENT = np.dtype([("end", "<u8"), ("content_hash", "<u8")])  # end: offset after its last token
 
@@ -83,34 +85,38 @@ def build_tokenizer(data: DataConfig, source: Source, cache: Path, progress: Rep
     if data.tokenizer not in TRAINED_TOKENIZERS:
         return load_tokenizer(data.tokenizer)
     settings = (data.vocab_size, data.tokenizer_sample_mb) if data.tokenizer == "bpe" else ()
-    key = cache_key("tokenizer", source.fingerprint, data.tokenizer, *settings)
+    key = cache_key("tokenizer", source.fingerprint, data.tokenizer, *settings, *_limits(data.max_tokens))
 
     def build(folder: Path) -> None:
         if data.tokenizer == "char":
             texts = (piece.text for piece in _with_progress(source, "reading characters", progress))
-            tokenizer: Tokenizer = CharTokenizer.train(texts)
+            tokenizer: Tokenizer = CharTokenizer.train(_first(texts, data.max_tokens))
         else:
             limit = data.tokenizer_sample_mb * 1_000_000
-            tokenizer = BPETokenizer.train(_sample(source, limit, progress), data.vocab_size)
+            tokenizer = BPETokenizer.train(_sample(source, limit, data.max_tokens, progress), data.vocab_size)
         tokenizer.save(folder)
 
     return load_tokenizer(cached(cache / "tokenizers" / key, build))
 
 
-def build_store(source: Source, tokenizer: Tokenizer, cache: Path, progress: ReportProgress) -> TokenStore:
-    """Returns the tokens of `source` from the cache, or tokenizes it. Raises ConfigError if it has no text."""
+def build_store(
+    source: Source, tokenizer: Tokenizer, cache: Path, progress: ReportProgress, max_tokens: int | None = None
+) -> TokenStore:
+    """Returns the tokens of `source`, or its first `max_tokens`, from the cache, or tokenizes it.
+
+    Raises ConfigError if it has no text.
+    """
     tokenizer_key = hashlib.sha256(tokenizer.backend.to_str().encode()).hexdigest()
     dtype = np.dtype("<u2") if tokenizer.vocab_size <= 1 << 16 else np.dtype("<u4")
-    key = cache_key(
-        "tokens", source.fingerprint, tokenizer_key, tokenizer.prefix_ids, tokenizer.suffix_ids, ENCODE_CHARS
-    )
+    edges = tokenizer.prefix_ids, tokenizer.suffix_ids
+    key = cache_key("tokens", source.fingerprint, tokenizer_key, *edges, ENCODE_CHARS, *_limits(max_tokens))
 
     def build(folder: Path) -> None:
         with _Writer(folder, tokenizer, dtype) as writer:
-            _tokenize(source, tokenizer, writer, progress)
+            _tokenize(source, tokenizer, writer, progress, max_tokens)
 
     if not (cache / "tokens" / key).is_dir():
-        _require_space(source, cache, dtype)
+        _require_space(source, cache, dtype, max_tokens)
     folder = cached(cache / "tokens" / key, build)
     documents = np.fromfile(folder / "documents.bin", dtype=DOCUMENT)
     if not len(documents):
@@ -132,8 +138,15 @@ def _require_intact(
         raise ConfigError(f"the cached tokens in {folder} are damaged; delete that folder to create them again.")
 
 
-def _require_space(source: Source, cache: Path, dtype: np.dtype) -> None:
-    needed, free = source.size_bytes * dtype.itemsize // BYTES_PER_TOKEN, free_disk_bytes(cache.absolute())
+def _limits(max_tokens: int | None) -> tuple[int, ...]:
+    """Returns `max_tokens` as a part of a cache key, which is the same as before without it."""
+    return () if max_tokens is None else (max_tokens,)
+
+
+def _require_space(source: Source, cache: Path, dtype: np.dtype, max_tokens: int | None) -> None:
+    tokens = source.size_bytes // BYTES_PER_TOKEN
+    needed = (tokens if max_tokens is None else min(tokens, max_tokens)) * dtype.itemsize
+    free = free_disk_bytes(cache.absolute())
     if needed > free:
         raise ConfigError(
             f"the tokens of {source.name} need about {needed / 1e9:.1f} GB, but {cache} has {free / 1e9:.1f} GB free; "
@@ -149,6 +162,11 @@ class _Writer:
         self._tokens, self._documents = ((folder / name).open("wb") for name in ("tokens.bin", "documents.bin"))
         self._sizes: IO[bytes] | None = None
         self._end = 0
+
+    @property
+    def count(self) -> int:
+        """The number of tokens so far."""
+        return self._end
 
     def __enter__(self) -> _Writer:
         return self
@@ -182,9 +200,18 @@ class _Writer:
                 self._sizes.write(self._by_id[tokens[start : start + CHECK_BLOCK]].astype(SIZE).tobytes())
 
 
-def _tokenize(source: Source, tokenizer: Tokenizer, writer: _Writer, progress: ReportProgress) -> None:
+def _tokenize(
+    source: Source, tokenizer: Tokenizer, writer: _Writer, progress: ReportProgress, max_tokens: int | None
+) -> None:
     by_id, starts, content = tokenizer.token_bytes(), True, hashlib.blake2b(digest_size=8)
-    for batch in _batches(_with_progress(source, "tokenizing", progress)):
+
+    def batch_chars() -> int:
+        """Returns the size of the next batch, so that little more than `max_tokens` is read."""
+        return (
+            ENCODE_CHARS if max_tokens is None else min(ENCODE_CHARS, USUAL_TOKEN_BYTES * (max_tokens - writer.count))
+        )
+
+    for batch in _batches(_with_progress(source, "tokenizing", progress), batch_chars):
         encoded = tokenizer.encode_batch([piece.text for piece in batch])
         raw = [piece.text.encode() for piece in batch]
         mismatched = [n for n, ids in enumerate(encoded) if int(by_id[ids].sum()) != len(raw[n])]
@@ -192,22 +219,27 @@ def _tokenize(source: Source, tokenizer: Tokenizer, writer: _Writer, progress: R
         for number, (piece, ids) in enumerate(zip(batch, encoded, strict=True)):
             if starts:
                 writer.add(tokenizer.prefix_ids)
-            writer.add(ids, sizes.get(number))
+            left = len(ids) if max_tokens is None else max(0, max_tokens - writer.count - len(tokenizer.suffix_ids))
+            covered = sizes.get(number)
+            writer.add(ids[:left], None if covered is None else covered[:left])
             content.update(raw[number])
-            starts = piece.ends_document
+            is_full = max_tokens is not None and len(ids) >= left
+            starts = piece.ends_document or is_full
             if starts:
                 writer.add(tokenizer.suffix_ids)
                 writer.end_document(int.from_bytes(content.digest(), "little"))
                 content = hashlib.blake2b(digest_size=8)
+            if is_full:
+                return
 
 
-def _batches(stream: Iterator[Piece]) -> Iterator[list[Piece]]:
+def _batches(stream: Iterator[Piece], batch_chars: Callable[[], int]) -> Iterator[list[Piece]]:
     batch: list[Piece] = []
     size = 0
     for piece in stream:
         batch.append(piece)
         size += len(piece.text)
-        if size >= ENCODE_CHARS:
+        if size >= batch_chars():
             yield batch
             batch, size = [], 0
     if batch:
@@ -233,16 +265,29 @@ def _reported(
         yield item
 
 
-def _sample(source: Source, limit: int, progress: ReportProgress) -> Iterator[str]:
-    """Yields about `limit` bytes of text from pieces that are evenly spread over the source."""
-    keep = min(1.0, limit / source.size_bytes) if source.size_bytes else 1.0
+def _first(texts: Iterator[str], characters: int | None) -> Iterator[str]:
+    """Yields texts until they have this number of characters, or all if it is None."""
+    seen = 0
+    for text in texts:
+        yield text
+        seen += len(text)
+        if characters is not None and seen >= characters:
+            return
+
+
+def _sample(source: Source, limit: int, max_tokens: int | None, progress: ReportProgress) -> Iterator[str]:
+    """Yields about `limit` bytes of text from pieces that are evenly spread over what `max_tokens` allows."""
+    size = source.size_bytes
+    if max_tokens is not None:
+        size = min(size or sys.maxsize, max_tokens * USUAL_TOKEN_BYTES)
+    keep = min(1.0, limit / size) if size else 1.0
     seen = taken = 0
     for piece in _with_progress(source, "training the tokenizer", progress):
         seen += len(piece.text)
         if taken <= seen * keep:
             taken += len(piece.text)
             yield piece.text
-        if taken >= limit:
+        if taken >= limit or (max_tokens is not None and seen >= size):
             return
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -61,7 +62,10 @@ class Sources:
 
 def open_sources(data: DataConfig, text_rows: bool = False) -> Sources:
     """Opens the configured training and validation data; see `open_parts`."""
-    sources = open_parts(data.dataset_name, data, text_rows)
+    if data.streaming:
+        sources = Sources(_streamed_source(data.dataset_name, data), None)
+    else:
+        sources = open_parts(data.dataset_name, data, text_rows)
     if data.validation_name:
         return replace(sources, validation=open_single(data.validation_name, data, text_rows))
     return sources
@@ -243,18 +247,8 @@ def _hub_sources(name: str, data: DataConfig, local: bool) -> Sources:
     import datasets  # slow to import, and local files do not need it
 
     datasets.disable_progress_bars()
-    try:
+    with _explained(name, local):
         loaded: Any = datasets.load_from_disk(name) if local else _from_hub(name, data)
-    except Exception as error:
-        reason = first_line(error)
-        answered = isinstance(error, datasets.exceptions.DatasetsError)  # e.g. the Hub has no dataset of this name
-        if not local and isinstance(error, OSError) and not answered:
-            raise UnreachableError(
-                f'dataset "{name}" was not found: no such file or folder, and the Hub is unreachable ({reason})'
-            ) from None
-        raise ConfigError(
-            f"{name} is not a local path, and loading it as a Hugging Face dataset failed: {reason}."
-        ) from None
     splits = loaded if isinstance(loaded, dict) else {"train": loaded}
     named = {part: next((splits[n] for n in names if n in splits), None) for part, names in PARTS.items()}
     if named["train"] is None:
@@ -265,6 +259,52 @@ def _hub_sources(name: str, data: DataConfig, local: bool) -> Sources:
         if split is not None
     }
     return Sources(sources["train"], sources.get("validation"), sources.get("test"))
+
+
+@contextmanager
+def _explained(name: str, local: bool) -> Iterator[None]:
+    """Converts exceptions of `datasets` and of the Hub's client to a ConfigError."""
+    import datasets
+
+    try:
+        yield
+    except Exception as error:
+        reason = first_line(error)
+        answered = isinstance(error, datasets.exceptions.DatasetsError)  # e.g. the Hub has no dataset of this name
+        if not local and isinstance(error, OSError) and not answered:
+            raise UnreachableError(
+                f'dataset "{name}" was not found: no such file or folder, and the Hub is unreachable ({reason})'
+            ) from None
+        raise ConfigError(
+            f"{name} is not a local path, and loading it as a Hugging Face dataset failed: {reason}."
+        ) from None
+
+
+def _streamed_source(name: str, data: DataConfig) -> Source:
+    """Opens the training split of a dataset on the Hub, which is downloaded as far as it is read.
+
+    Raises ConfigError if `name` is not on the Hub.
+    """
+    if name in BUILT_IN_NAMES or local_path(name).exists():
+        raise ConfigError(
+            f"data.streaming is for datasets on the Hugging Face Hub, but {name} is here; set it to false."
+        )
+    require(f'dataset "{name}" on the Hugging Face Hub', "datasets")
+    from sansgpu.data.hub_stream import open_stream  # imports the Hub's client, which is slow
+
+    with _explained(name, local=False):
+        stream = open_stream(name, data)
+
+    def read() -> Iterator[Piece]:
+        for text in stream.texts():
+            yield from pieces(text)
+
+    def rows() -> Iterator[SourceRow]:
+        for number, text in enumerate(stream.texts(), 1):
+            yield SourceRow(f"{name}, row {number}", {"text": text})
+
+    parts = (name, data.dataset_config, stream.revision, data.text_column, PIECE_CHARS)
+    return Source(name, hashlib.sha256(repr(parts).encode()).hexdigest(), 0, read, rows)
 
 
 def _from_hub(name: str, data: DataConfig) -> Any:

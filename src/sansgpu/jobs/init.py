@@ -10,20 +10,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sansgpu.config import Config, ConfigError, DataConfig, as_config
+from sansgpu.config import Config, ConfigError, DataConfig, as_config, change_config
 from sansgpu.config.load import commented_yaml
-from sansgpu.config.tasks import Purpose, built_in_settings
+from sansgpu.config.tasks import DEFAULT_TASK, Purpose, built_in_settings
 from sansgpu.config.wording import counted, truncate
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single
 from sansgpu.files.atomic import write_failures_as, write_text
+from sansgpu.jobs.corpora import HubCorpus, corpus_named
 
 if TYPE_CHECKING:
     from sansgpu.planning.presets import Processor
+    from sansgpu.planning.propose import ProposedRun
 
 DEFAULT_FILE, DEFAULT_HOURS = Path("sansgpu.yaml"), "1"
 SUFFIXES = (".yaml", ".yml")
 MAX_HOURS = 24 * 365
+CORPUS_BYTES = (0.99e8, 0.99e9, 1e15)  # most bytes to download of a corpus, each with a larger vocabulary
+SPARE_TOKENS = 1.5  # tokens to download / tokens that the run is expected to read, which is an estimate
 _HOURS_PER_UNIT = {"": 1.0, "h": 1.0, "hour": 1.0, "hours": 1.0, "m": 1 / 60, "min": 1 / 60, "minutes": 1 / 60}
 # Fine-tuning of a decoder: low-rank matrices need little memory beyond the model's own.
 _ADAPTER: dict[str, Any] = {"adapter": "lora", "lora_rank": 16, "lora_alpha": 32}
@@ -47,6 +51,8 @@ class InitAnswers:
 
 def purposes_of(text: str) -> list[str]:
     """Returns the tasks that `init` offers for a dataset. For built-in data, these are the tasks that have any."""
+    if corpus_named(text):
+        return [DEFAULT_TASK]
     return [task for task, purpose in PURPOSES.items() if purpose.built_in or not _is_built_in(text)]
 
 
@@ -55,8 +61,12 @@ def _is_built_in(text: str) -> bool:
 
 
 def require_text(text: str) -> None:
-    """Raises ConfigError if `text` is neither a built-in dataset, nor a file or folder, nor a dataset on the Hub."""
-    open_single(text, DataConfig(dataset_name=text))
+    """Raises ConfigError if `text` is neither a built-in dataset, nor a file or folder, nor a dataset on the Hub.
+
+    The corpora with short names are not asked for, so that a machine without network can write the configuration.
+    """
+    if corpus_named(text) is None:
+        open_single(text, DataConfig(dataset_name=text))
 
 
 def parse_hours(text: str) -> float:
@@ -95,7 +105,8 @@ def init(
         raise ConfigError(f"--task is {truncate(answers.task)!r}, but must be one of {', '.join(PURPOSES)}.")
     if answers.task not in purposes_of(answers.text):
         raise ConfigError(
-            f"task {answers.task} has no built-in data; set --text to a file or folder with {purpose.rows}."
+            f"task {answers.task} cannot learn from {truncate(answers.text)}; set --text to a file or folder with "
+            f"{purpose.rows}."
         )
     from_scratch = purpose.model is None
     if from_scratch and answers.model:
@@ -119,6 +130,8 @@ def init(
 
 
 def _origin(text: str) -> str:
+    if corpus := corpus_named(text):
+        return f"{corpus.title}: downloaded as far as data.max_tokens needs."
     if _is_built_in(text):
         return "This dataset is built from Python's standard library, which every machine has."
     return "A relative path is relative to the working directory, or else to the folder of this file."
@@ -130,14 +143,32 @@ def _from_scratch(answers: InitAnswers, progress: ReportProgress) -> tuple[Confi
     from sansgpu.planning.propose import propose_quickly  # torch takes seconds, and the questions do not need it
 
     processor, memory = _machine(answers)
-    size = open_single(answers.text, DataConfig(dataset_name=answers.text)).size_bytes
-    best = propose_quickly(answers.text, size, answers.hours, processor, memory)
+    corpus = corpus_named(answers.text)
+    if corpus is None:
+        size = open_single(answers.text, DataConfig(dataset_name=answers.text)).size_bytes
+        best = propose_quickly(answers.text, size, answers.hours, processor, memory)
+    else:
+        best = _of_corpus(corpus, answers.hours, processor, memory)
     head = (
         f"A decoder with {best.parameters / 1e6:.1f}M parameters, chosen for {_duration(answers.hours)} on "
         f"{processor.name} and {memory / 1e9:.0f} GB of memory. `sansgpu plan` measures how much of the data it can "
         "train on in that time."
     )
     return best.config, head
+
+
+def _of_corpus(corpus: HubCorpus, hours: float, processor: Processor, memory: int) -> ProposedRun:
+    """Proposes a run that downloads as many tokens as it may read in one epoch, with a vocabulary size for that."""
+    from sansgpu.planning.propose import BYTES_PER_TOKEN, propose_quickly
+
+    for text_bytes in CORPUS_BYTES:
+        best = propose_quickly(corpus.dataset, text_bytes, hours, processor, memory)
+        tokens = math.ceil(SPARE_TOKENS * best.tokens / 100_000) * 100_000
+        if tokens * BYTES_PER_TOKEN <= text_bytes:
+            break
+    subset = [] if corpus.subset is None else [f"data.dataset_config={corpus.subset}"]
+    settings = [*subset, "data.streaming=true", f"data.max_tokens={tokens}"]
+    return replace(best, config=change_config(best.config, settings))
 
 
 def _fine_tuned(
@@ -171,7 +202,6 @@ def _fitting(config: Config, answers: InitAnswers, progress: ReportProgress, war
     If the model cannot be read from this machine, calls `warn` and returns the configuration unchanged.
     """
     progress("estimating memory", 0, 0)
-    from sansgpu.config import change_config
     from sansgpu.planning.memory_fit import changes_that_fit
     from sansgpu.planning.resolve import ResolveOptions, ignore_message, resolve_run
 

@@ -104,7 +104,7 @@ def propose(
     return {**plan, "candidates": rows, "file": str(output)}
 
 
-def propose_quickly(data: str, text_bytes: int, hours: float, processor: Processor, memory: int) -> ProposedRun:
+def propose_quickly(data: str, text_bytes: float, hours: float, processor: Processor, memory: int) -> ProposedRun:
     """Proposes a run without reading the data or timing a step. Takes a second; `propose` takes a minute.
 
     Estimates speeds from the rate of matrix products, so they are off by up to a third. `text_bytes` is 0 if it is

@@ -55,7 +55,7 @@ def read_parts(
 
     Raises ConfigError if there are too few tokens.
     """
-    store = build_store(sources.train, tokenizer, cache, progress)
+    store = build_store(sources.train, tokenizer, cache, progress, config.data.max_tokens)
     if sources.validation is not None:
         held = build_store(sources.validation, tokenizer, cache, progress)
         train, validation = all_documents(store), all_documents(held)

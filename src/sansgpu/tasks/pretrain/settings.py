@@ -14,11 +14,15 @@ DECODER_KEYS = (
     "model.norm", "model.bias", "model.positions", "model.qk_norm", "training.window_warmup_ratio",
 )  # fmt: skip
 
+CORPUS_KEYS = "data.max_tokens", "data.streaming"
+DATA_KEYS = "data.text_column", "data.tokenizer", "data.vocab_size", "data.tokenizer_sample_mb", "data.pack_sequences"
+
 
 def _pretraining_problems(config: Any) -> Iterator[str]:
     yield from window_problems(config)
-    keys = "data.text_column", "data.tokenizer", "data.vocab_size", "data.tokenizer_sample_mb", "data.pack_sequences"
-    yield from distillation_problems(config, keys)
+    if config.data.streaming and config.data.max_tokens is None:
+        yield "data.streaming needs data.max_tokens, so that the download ends; set it, or streaming to false"
+    yield from distillation_problems(config, (*DATA_KEYS, *CORPUS_KEYS))
 
 
 def _decoder_card(model: Values) -> CardText:
@@ -38,7 +42,7 @@ SETTINGS = TaskSettings(
     implementation="sansgpu.tasks.pretrain.task:Pretrain",
     description="train a decoder from scratch",
     purpose=Purpose("continue text, trained from scratch", "documents", built_in=PYTHON_STDLIB),
-    own_keys=DECODER_KEYS,
+    own_keys=(*DECODER_KEYS, *CORPUS_KEYS),
     problems=_pretraining_problems,
     varying_length=False,
     metrics=TEXT_METRICS,

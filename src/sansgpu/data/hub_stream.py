@@ -1,0 +1,174 @@
+"""The text of a dataset on the Hugging Face Hub, of which only as much is downloaded as is read.
+
+The text is kept in a folder of the cache, in Parquet files (shards) of about SHARD_CHARS characters. Beside each is a
+JSON file with its SHA-256 and the position in the dataset at its end. It is written last, so a shard is complete if
+both exist, and the download goes on after the last complete one. The folder also records the dataset's revision, so
+that a dataset that changes on the Hub does not change the data of a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from sansgpu.config import DataConfig, SansGPUError, UnreachableError
+from sansgpu.config.wording import counted, first_line
+from sansgpu.data.rows import row_text
+from sansgpu.files.atomic import PRIVATE_MODE, atomic_write, make_folder, write_text
+from sansgpu.machine.hub import reading_hub
+from sansgpu.machine.probe import cache_dir
+
+SHARD_CHARS = 4 << 20
+ATTEMPTS = 4  # downloads of a shard before giving up
+RETRY_SECONDS = 2.0  # pause before the second attempt; doubled before each further one
+READ_RETRIES = 3  # attempts of `datasets` to read a part of a file
+READ_RETRY_SECONDS = 1
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A complete shard: its texts, and the position in the dataset after them."""
+
+    texts: list[str]
+    state: dict[str, Any]  # of datasets.IterableDataset
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class HubStream:
+    """The training split of a dataset on the Hub at a fixed revision."""
+
+    name: str
+    subset: str | None
+    column: str | int | None
+    revision: str
+    folder: Path
+
+    def texts(self) -> Iterator[str]:
+        """Yields the text of each row, downloading what is not in the cache.
+
+        Raises UnreachableError if the Hub stops answering. What was downloaded until then is kept.
+        """
+        number, state, rows = 0, None, 0
+        while True:
+            shard = self._cached(number) or self._download(number, state, rows)
+            yield from shard.texts
+            if shard.is_last:
+                return
+            number, state, rows = number + 1, shard.state, rows + len(shard.texts)
+
+    def _files(self, number: int) -> tuple[Path, Path]:
+        return self.folder / f"{number:05d}.parquet", self.folder / f"{number:05d}.json"
+
+    def _cached(self, number: int) -> Shard | None:
+        """Returns a shard from the cache, or None if it is missing or damaged."""
+        import pyarrow.parquet
+
+        file, record = self._files(number)
+        try:
+            facts, content = json.loads(record.read_text(encoding="utf-8")), file.read_bytes()
+        except (OSError, ValueError):
+            return None
+        if hashlib.sha256(content).hexdigest() != facts["sha256"]:
+            return None
+        texts = pyarrow.parquet.read_table(io.BytesIO(content)).column("text").to_pylist()
+        return Shard(texts, facts["state"], facts["is_last"])
+
+    def _download(self, number: int, state: dict[str, Any] | None, rows: int) -> Shard:
+        """Downloads a shard that begins after `rows` rows, unless another process just did."""
+        with FileLock(self.folder / "download.lock"):
+            if shard := self._cached(number):
+                return shard
+            for attempt in range(ATTEMPTS):
+                if attempt:
+                    time.sleep(RETRY_SECONDS * 2 ** (attempt - 1))
+                try:
+                    shard = self._fetch(state, rows)
+                    break
+                except SansGPUError:
+                    raise
+                except Exception as error:  # of the network, in the classes of several libraries
+                    problem = error
+            else:
+                raise UnreachableError(
+                    f"the Hub stopped answering after {counted(rows, 'row')} of {self.name}, which are kept "
+                    f"({first_line(problem)}); run the same command again to continue, or lower data.max_tokens."
+                )
+            self._keep(number, shard)
+            return shard
+
+    def _fetch(self, state: dict[str, Any] | None, rows: int) -> Shard:
+        with reading_hub(), _few_retries():
+            stream = _training_split(self.name, self.subset, self.revision)
+            if state is not None:
+                stream.load_state_dict(state)
+            texts: list[str] = []
+            size = 0
+            for row in stream:
+                texts.append(row_text(row, self.column, f"{self.name}, row {rows + len(texts) + 1}"))
+                size += len(texts[-1])
+                if size >= SHARD_CHARS:
+                    return Shard(texts, stream.state_dict(), is_last=False)
+            return Shard(texts, {}, is_last=True)
+
+    def _keep(self, number: int, shard: Shard) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        content = io.BytesIO()
+        pyarrow.parquet.write_table(pyarrow.table({"text": shard.texts}), content, compression="zstd")
+        file, record = self._files(number)
+        with atomic_write(file) as partial:
+            partial.write_bytes(content.getvalue())
+        facts = {"sha256": hashlib.sha256(content.getvalue()).hexdigest(), "state": shard.state}
+        write_text(record, json.dumps({**facts, "is_last": shard.is_last}))
+
+
+def open_stream(name: str, data: DataConfig) -> HubStream:
+    """Opens a dataset on the Hub. Its revision is the one of the first download, or the latest if there was none.
+
+    Raises exceptions of the Hub's client if the dataset does not exist or the Hub cannot be reached.
+    """
+    key = hashlib.sha256(repr((name, data.dataset_config, data.text_column, SHARD_CHARS)).encode()).hexdigest()[:32]
+    folder = cache_dir(data.cache_dir) / "streams" / key
+    make_folder(folder, PRIVATE_MODE)
+    record = folder / "revision.txt"
+    if not record.is_file():
+        from huggingface_hub import HfApi
+
+        with reading_hub():
+            revision = HfApi().dataset_info(name).sha
+            _training_split(name, data.dataset_config, revision)  # raises an exception if there is none
+        write_text(record, str(revision))
+    revision = record.read_text(encoding="utf-8").strip()
+    return HubStream(name, data.dataset_config, data.text_column, revision, folder)
+
+
+def _training_split(name: str, subset: str | None, revision: str | None) -> Any:
+    import datasets
+
+    datasets.disable_progress_bars()
+    return datasets.load_dataset(name, subset, split="train", revision=revision, streaming=True)
+
+
+@contextmanager
+def _few_retries() -> Iterator[None]:
+    """Context in which `datasets` soon gives up reading, because a shard is retried as a whole."""
+    import datasets.config
+
+    before = datasets.config.STREAMING_READ_MAX_RETRIES, datasets.config.STREAMING_READ_RETRY_INTERVAL
+    try:
+        datasets.config.STREAMING_READ_MAX_RETRIES = READ_RETRIES
+        datasets.config.STREAMING_READ_RETRY_INTERVAL = READ_RETRY_SECONDS
+        yield
+    finally:
+        datasets.config.STREAMING_READ_MAX_RETRIES, datasets.config.STREAMING_READ_RETRY_INTERVAL = before
