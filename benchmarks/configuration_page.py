@@ -61,7 +61,8 @@ GROUPS = (
     Group(
         "Optimizer",
         "Muon, AdamW, Adam, SGD, weight decay, gradient clipping, memory of the optimizer",
-        """training.optimizer training.weight_decay training.beta1 training.beta2 training.max_grad_norm
+        """training.optimizer training.weight_decay training.beta1 training.beta2 training.muon_momentum_start
+        training.muon_embedding_rate training.max_grad_norm
         training.master_weights training.optimizer_state""",
     ),
     Group(

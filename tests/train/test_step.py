@@ -10,6 +10,7 @@ from sansgpu.models import TransformerLM
 from sansgpu.train.optim import Optimizer, choose_optimizer, parameter_groups
 from sansgpu.train.state import TrainState
 from sansgpu.train.step import train_step
+from sansgpu.train.update_rules import muon_momentum
 
 MODERN = {"vocab_size": 61, "d_model": 32, "n_heads": 2, "n_layers": 2, "d_ff": 48, "max_seq_len": 16}
 CLASSIC = {**MODERN, "activation": "gelu", "tie_embeddings": False}
@@ -146,6 +147,30 @@ def test_muon_steps_along_the_orthogonalised_momentum() -> None:
         similarity = torch.nn.functional.cosine_similarity(parameter.flatten(), direction.flatten(), dim=0)
         assert similarity > 0.97
         assert float(parameter.detach().norm() / direction.norm()) == pytest.approx(0.1 * 0.2 * 20**0.5, rel=0.25)
+
+
+def test_weights_beside_muon_move_three_times_as_far() -> None:
+    lengths = {}
+    for optimizer in ("muon", "adamw"):
+        embedding, matrix = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 4, bias=False)
+        torch.nn.init.zeros_(embedding.weight)
+        trained = Optimizer(
+            torch.nn.ModuleList([embedding, matrix]),
+            TrainingConfig.model_validate({"optimizer": optimizer}),
+            torch.float32,
+        )
+        for weight in trained.weights:
+            weight.gradient = torch.ones_like(weight.master)
+        trained.step(0.1, step=1, scale=1.0)
+        lengths[optimizer] = float(embedding.weight.detach().norm())
+    assert lengths["muon"] == pytest.approx(3 * lengths["adamw"])
+
+
+def test_the_momentum_of_muon_rises_with_the_steps() -> None:
+    training = TrainingConfig(muon_momentum_start=0.75)
+    assert muon_momentum(training, 1) == pytest.approx(0.75, abs=1e-3)
+    assert muon_momentum(training, 1000) == pytest.approx(0.85)
+    assert muon_momentum(training, 2000) == muon_momentum(training, 10**6) == 0.95
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw", "adam", "sgd"])

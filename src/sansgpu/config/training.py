@@ -109,6 +109,15 @@ class TrainingConfig(Section):
         0.9, ge=0, lt=1, description="decay rate of the first moment in AdamW and Adam; momentum in SGD"
     )
     beta2: float = Field(0.98, ge=0, lt=1, description="decay rate of the second moment in AdamW and Adam")
+    muon_momentum_start: float = Field(
+        0.85, ge=0, lt=1, description="Muon's momentum in the first step; it becomes 0.95 within 2,000 steps"
+    )
+    muon_embedding_rate: float = Field(
+        3.0,
+        gt=0,
+        description="learning rate of the weights that AdamW updates beside Muon (embeddings, output head, norms and "
+        "biases), relative to the learning rate of the matrices",
+    )
     num_epochs: Annotated[float, AfterValidator(_whole_as_integer)] | None = Field(
         None,
         gt=0,

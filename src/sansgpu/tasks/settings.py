@@ -19,6 +19,8 @@ FINE_TUNED: Values = {
     "optimizer": "adamw",
     "weight_decay": 0.0,
     "beta2": 0.999,
+    "muon_momentum_start": 0.95,
+    "muon_embedding_rate": 1.0,
 }
 # Keys that select the data and split it.
 TEXT_KEYS = "data.dataset_name", "data.dataset_config", "data.validation_name", "data.validation_split"

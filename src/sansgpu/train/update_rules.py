@@ -30,7 +30,7 @@ from sansgpu.train.sharding import REPLICATED, Placement, RowSharded
 
 ADAM_EPS = 1e-8
 MIN_QUANTIZED_ELEMENTS = 4096  # the moments of smaller weights are not quantized, because it would save little
-MUON_MOMENTUM = 0.95
+MUON_MOMENTUM, MOMENTUM_STEPS = 0.95, 2000  # its last value and the steps until then: short runs need less of it
 MUON_UPDATE_RMS = 0.2  # the typical update size of AdamW, so that both share one learning rate (arXiv 2502.16982)
 MUON_CHUNK_ELEMENTS = 1 << 22  # elements orthogonalized at once, which takes about five times their memory
 
@@ -158,7 +158,8 @@ def _adamw_with(
 
     def update(weights: Sequence[TrainedWeight], step: UpdateStep) -> None:
         betas = step.training.beta1, step.training.beta2
-        settings = AdamWStep(step.lr, betas, ADAM_EPS, step.number, 1.0 if l2 else step.scale)
+        rate = step.lr * (step.training.muon_embedding_rate if step.training.optimizer == "muon" else 1.0)
+        settings = AdamWStep(rate, betas, ADAM_EPS, step.number, 1.0 if l2 else step.scale)
         for some in [[weight] for weight in weights] if l2 else [weights]:  # Adam's gradients are copies: one at a time
             kernel([updated(weight, step) for weight in some], settings)
 
@@ -172,6 +173,12 @@ def _sgd(weights: Sequence[TrainedWeight], step: UpdateStep) -> None:
         weight.master.add_(momentum, alpha=-step.lr)
         if weight.working is not None:
             weight.working.copy_(weight.master)
+
+
+def muon_momentum(training: TrainingConfig, step: int) -> float:
+    """Returns Muon's momentum in a step, counted from 1."""
+    first = training.muon_momentum_start
+    return first + (MUON_MOMENTUM - first) * min(1.0, step / MOMENTUM_STEPS)
 
 
 def _muon(weights: Sequence[TrainedWeight], step: UpdateStep) -> None:
@@ -197,7 +204,7 @@ def _muon_chunk(weights: list[TrainedWeight], step: UpdateStep) -> None:
         local = weight.placement.shard(whole)
         averaged.append(WeightUpdate(weight.master, (weight.moments["momentum"], local), weight.gradient))
         gathered.append((whole, local))
-    nesterov(averaged, MUON_MOMENTUM, step.scale)
+    nesterov(averaged, muon_momentum(step.training, step.number), step.scale)
     for weight, (whole, local) in zip(weights, gathered, strict=True):
         whole.copy_(weight.placement.all_gather(local, shape))  # copies nothing if this rank has the whole weight
     matrices = full.view(-1, *shape[-2:])

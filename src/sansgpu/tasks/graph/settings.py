@@ -185,7 +185,13 @@ SETTINGS = TaskSettings(
     variants=(Variant("model.name_or_path", None, MASKED),),
     defaults={
         "model": {"activation": "gelu", "max_seq_len": 128, "dropout": 0.1, "attention_dropout": 0.1},
-        "training": {"window_warmup_ratio": 0.0, "lr_scheduler": "linear", "optimizer": "muon"},
+        "training": {
+            "window_warmup_ratio": 0.0,
+            "lr_scheduler": "linear",
+            "optimizer": "muon",
+            "muon_momentum_start": 0.95,
+            "muon_embedding_rate": 1.0,
+        },
         "data": _GRAPH_DATA,
     },
     problems=_graph_problems,
