@@ -49,7 +49,8 @@ def is_table_or_vector(name: str, parameter: torch.Tensor) -> bool:
 def test_decay_is_for_all_that_multiplies_and_muon_for_matrices(name: str, optimizer: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder_of(name))
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    training = TrainingConfig.model_validate({"optimizer": optimizer, "weight_decay": 0.5})
+    values = {"optimizer": optimizer, "weight_decay": 0.5, "muon_embedding_rate": 1.0}
+    training = TrainingConfig.model_validate(values)
     updates = Optimizer(model, training, torch.float32)
     draw = torch.Generator().manual_seed(0)
     gradients = {w.name: torch.randn(w.master.shape, generator=draw) for w in updates.weights}
