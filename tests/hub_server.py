@@ -30,7 +30,7 @@ class Hub:
     name: str
     folder: Path
     revision: str = "a" * 40
-    fault: Callable[[int], Fault] = _no_fault  # what goes wrong with the n-th download of data, from 1
+    fault: Callable[[int], Fault] = _no_fault  # returns what goes wrong with a download, given its number from 1
     downloads: list[str] = field(default_factory=list)  # the file and range of each download of data
     requests: int = 0
     sent: int = 0  # bytes of data

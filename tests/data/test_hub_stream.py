@@ -32,7 +32,7 @@ TEXTS = [text_of(number) for number in range(ROWS * FILES)]
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Hub]:
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """Serves a dataset of 360 rows in three files; shards have about 10 rows."""
     folder = tmp_path / "hub"
     (folder / "data").mkdir(parents=True)
@@ -72,6 +72,7 @@ def faults(*given: Fault) -> Callable[[int], Fault]:
 
 def test_all_texts_are_read_in_order_and_then_from_the_cache(hub: Hub) -> None:
     assert list(stream().texts()) == TEXTS
+    assert hub.sent < 2 * sum(file.stat().st_size for file in hub.files().values())
     before = hub.requests
     assert list(stream().texts()) == TEXTS
     assert hub.requests == before

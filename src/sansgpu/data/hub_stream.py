@@ -20,10 +20,10 @@ from typing import Any
 
 from filelock import FileLock
 
-from sansgpu.config import DataConfig, SansGPUError, UnreachableError
+from sansgpu.config import ConfigError, DataConfig, SansGPUError, UnreachableError
 from sansgpu.config.wording import counted, first_line
 from sansgpu.data.rows import row_text
-from sansgpu.files.atomic import PRIVATE_MODE, atomic_write, make_folder, write_text
+from sansgpu.files.atomic import PRIVATE_MODE, atomic_write, make_folder, write_failures_as, write_text
 from sansgpu.machine.hub import reading_hub
 from sansgpu.machine.probe import cache_dir
 
@@ -39,7 +39,7 @@ class Shard:
     """A complete shard: its texts, and the position in the dataset after them."""
 
     texts: list[str]
-    state: dict[str, Any]  # of datasets.IterableDataset
+    state: dict[str, Any]  # what `load_state_dict` of datasets.IterableDataset needs to continue there
     is_last: bool
 
 
@@ -59,8 +59,10 @@ class HubStream:
         Raises UnreachableError if the Hub stops answering. What was downloaded until then is kept.
         """
         number, state, rows = 0, None, 0
+        downloads: Iterator[Shard] | None = None
         while True:
-            shard = self._cached(number) or self._download(number, state, rows)
+            cached = self._cached(number)
+            shard, downloads = (cached, None) if cached else self._download(number, state, rows, downloads)
             yield from shard.texts
             if shard.is_last:
                 return
@@ -83,42 +85,55 @@ class HubStream:
         texts = pyarrow.parquet.read_table(io.BytesIO(content)).column("text").to_pylist()
         return Shard(texts, facts["state"], facts["is_last"])
 
-    def _download(self, number: int, state: dict[str, Any] | None, rows: int) -> Shard:
-        """Downloads a shard that begins after `rows` rows, unless another process just did."""
+    def _download(
+        self, number: int, state: dict[str, Any] | None, rows: int, downloads: Iterator[Shard] | None
+    ) -> tuple[Shard, Iterator[Shard] | None]:
+        """Downloads the shard after `rows` rows, unless another process just did.
+
+        `downloads` yields this shard next; if it is None, the dataset is opened at `state`. Also returns the iterator
+        that yields the shard after this one, or None if the dataset must be opened again.
+        """
         with FileLock(self.folder / "download.lock"):
             if shard := self._cached(number):
-                return shard
+                return shard, None
             for attempt in range(ATTEMPTS):
                 if attempt:
                     time.sleep(RETRY_SECONDS * 2 ** (attempt - 1))
                 try:
-                    shard = self._fetch(state, rows)
+                    downloads = downloads or self._shards(state, rows)
+                    with _few_retries():
+                        shard = next(downloads)
                     break
                 except SansGPUError:
                     raise
-                except Exception as error:  # of the network, in the classes of several libraries
-                    problem = error
+                except Exception as error:  # several libraries raise their own classes when the network fails
+                    problem, downloads = error, None
             else:
                 raise UnreachableError(
                     f"the Hub stopped answering after {counted(rows, 'row')} of {self.name}, which are kept "
                     f"({first_line(problem)}); run the same command again to continue, or lower data.max_tokens."
                 )
             self._keep(number, shard)
-            return shard
+            return shard, downloads
 
-    def _fetch(self, state: dict[str, Any] | None, rows: int) -> Shard:
-        with reading_hub(), _few_retries():
+    def _shards(self, state: dict[str, Any] | None, rows: int) -> Iterator[Shard]:
+        """Yields the shards after `rows` rows.
+
+        They come from one open stream, because opening it at `state` reads the file at that position from its start.
+        """
+        with reading_hub():
             stream = _training_split(self.name, self.subset, self.revision)
-            if state is not None:
-                stream.load_state_dict(state)
-            texts: list[str] = []
-            size = 0
-            for row in stream:
-                texts.append(row_text(row, self.column, f"{self.name}, row {rows + len(texts) + 1}"))
-                size += len(texts[-1])
-                if size >= SHARD_CHARS:
-                    return Shard(texts, stream.state_dict(), is_last=False)
-            return Shard(texts, {}, is_last=True)
+        if state is not None:
+            stream.load_state_dict(state)
+        texts: list[str] = []
+        size = 0
+        for number, row in enumerate(stream, rows + 1):
+            texts.append(row_text(row, self.column, f"{self.name}, row {number}"))
+            size += len(texts[-1])
+            if size >= SHARD_CHARS:
+                yield Shard(texts, stream.state_dict(), is_last=False)
+                texts, size = [], 0
+        yield Shard(texts, {}, is_last=True)
 
     def _keep(self, number: int, shard: Shard) -> None:
         import pyarrow
@@ -140,7 +155,8 @@ def open_stream(name: str, data: DataConfig) -> HubStream:
     """
     key = hashlib.sha256(repr((name, data.dataset_config, data.text_column, SHARD_CHARS)).encode()).hexdigest()[:32]
     folder = cache_dir(data.cache_dir) / "streams" / key
-    make_folder(folder, PRIVATE_MODE)
+    with write_failures_as(ConfigError, folder, "data.cache_dir"):
+        make_folder(folder, PRIVATE_MODE)
     record = folder / "revision.txt"
     if not record.is_file():
         from huggingface_hub import HfApi
@@ -148,7 +164,8 @@ def open_stream(name: str, data: DataConfig) -> HubStream:
         with reading_hub():
             revision = HfApi().dataset_info(name).sha
             _training_split(name, data.dataset_config, revision)  # raises an exception if there is none
-        write_text(record, str(revision))
+        with write_failures_as(ConfigError, record, "data.cache_dir"):
+            write_text(record, str(revision))
     revision = record.read_text(encoding="utf-8").strip()
     return HubStream(name, data.dataset_config, data.text_column, revision, folder)
 

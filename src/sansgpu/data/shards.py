@@ -32,7 +32,7 @@ FORMAT = 1  # version of the store format, part of every cache key
 ENCODE_CHARS = 4 << 20  # characters per call of the tokenizer: enough to keep all threads busy in little memory
 CHECK_BLOCK = 1 << 24  # tokens whose ids are checked at a time, to bound the memory
 BYTES_PER_TOKEN = 2  # lower bound for ordinary text; character tokenizers and rare scripts can be below it
-USUAL_TOKEN_BYTES = 4  # of a trained BPE tokenizer on English
+USUAL_TOKEN_BYTES = 4  # bytes of English text per token of a trained BPE tokenizer
 SIZE = np.dtype("<u4")
 DOCUMENT = np.dtype([("end", "<u8"), ("content_hash", "<u8")])  # end: offset after its last token
 

@@ -268,6 +268,8 @@ def _explained(name: str, local: bool) -> Iterator[None]:
 
     try:
         yield
+    except ConfigError:
+        raise
     except Exception as error:
         reason = first_line(error)
         answered = isinstance(error, datasets.exceptions.DatasetsError)  # e.g. the Hub has no dataset of this name
