@@ -70,7 +70,7 @@ GROUPS = (
         "architecture, width, layers, heads, vocabulary, dropout",
         """model.architecture model.vocab_size model.d_model model.n_layers model.n_heads model.n_kv_heads model.d_ff
         model.max_seq_len model.activation model.norm model.bias model.positions model.rope_theta model.qk_norm
-        model.tie_embeddings model.dropout model.attention_dropout""",
+        model.tie_embeddings model.initialization model.dropout model.attention_dropout""",
     ),
     Group(
         "Pretrained model",

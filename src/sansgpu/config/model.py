@@ -18,6 +18,12 @@ from sansgpu.config.section import Section
 
 DEFAULT_LEAVES = 3  # leaf slots per token assumed until the data is read
 MAX_LEAVES = 64
+MIN_BIGRAM_WIDTH = 8  # d_model from which a model can be initialized from bigrams
+# Bigrams help if the text has many tokens per token of the vocabulary and is read for the first time. With fewer, most
+# pairs occur only once or twice; in later epochs the model relies on pairs that other texts do not have. Both bounds
+# are between runs that gained and runs that lost; see docs/lab-notes.md.
+MIN_BIGRAM_TEXT = 200
+MAX_BIGRAM_EPOCHS = 2
 
 
 class ModelConfig(Section):
@@ -73,6 +79,12 @@ class ModelConfig(Section):
     )
     pre_norm: bool = Field(True, description="normalize the inputs of attention and feed-forward layers; must be true")
     tie_embeddings: bool = Field(True, description="share the weights of the embedding and the output head")
+    initialization: Literal["auto", "bigram", "random"] = Field(
+        "auto",
+        description="bigram: the weights are initialized so that the model predicts each token from the one before it "
+        "as often as in the training text; random: all matrices start from small random numbers; auto: bigram if the "
+        "text is long and read at most twice",
+    )
     rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary position embeddings (not for gpt2)")
     leaves: int | None = Field(
         None,
@@ -175,6 +187,18 @@ class ModelConfig(Section):
     def _selection(self) -> dict[str, Any]:
         return {"architecture": self.architecture, **{key: getattr(self, key) for key in SELECTING_KEYS}}
 
+    def bigram_problem(self) -> str | None:
+        """Describes why the weights cannot be initialized from bigrams, or returns None.
+
+        If the embedding is also the output head, the last feed-forward layer maps one to the other, with one hidden
+        unit per dimension, or two if it has no gate.
+        """
+        needed = self.d_model * (1 if self.activation == "swiglu" else 2) if self.tie_embeddings else 0
+        key, least = ("d_ff", needed) if self.d_model >= MIN_BIGRAM_WIDTH else ("d_model", MIN_BIGRAM_WIDTH)
+        if getattr(self, key) >= least:
+            return None
+        return f"initialization bigram needs a {key} of at least {least}, but it is {getattr(self, key)}"
+
     @property
     def biased(self) -> str:
         """Which linear layers of a decoder have a bias: none, attention or all."""
@@ -240,6 +264,8 @@ class ModelConfig(Section):
                 problems.append(
                     f"{changed[0]} has no effect with adapter none; set adapter to lora or dora, or remove {changed[0]}"
                 )
+        if self.initialization == "bigram" and (problem := self.bigram_problem()):
+            problems.append(f"{problem}; set initialization to random")
         if not self.pre_norm:
             problems.append(
                 "pre_norm false is not supported, because no export format supports post-norm blocks; set it to true"

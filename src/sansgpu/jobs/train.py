@@ -43,7 +43,7 @@ from sansgpu.machine.probe import describe_machine
 from sansgpu.models.modules import compile_blocks, set_matmul_precision
 from sansgpu.planning.resolve import ResolveOptions, resolve_run
 from sansgpu.tasks.registry import task_of
-from sansgpu.tasks.task import ComparedWithReference, Task
+from sansgpu.tasks.task import ComparedWithReference, InitializedFromData, Task
 from sansgpu.train.branches import finish_pending_moves, switch_to
 from sansgpu.train.loop import Trainer, TrainingResult
 from sansgpu.train.run import TrainingRun
@@ -274,6 +274,8 @@ def _run(
     set_matmul_precision(task.model, execution.precision)
     if isinstance(task, ComparedWithReference):
         task.compute_reference(execution.device, execution.precision, run.cache, output.progress, execution.group)
+    if snapshot is None and execution.group.is_main and isinstance(task, InitializedFromData):
+        task.initialize(output.progress)  # the other ranks receive the weights
     if execution.compile == "on":
         compile_blocks(task.model)
     sinks = Sinks(output.sinks)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sansgpu.config import Config, ConfigError, change_config
 from sansgpu.config.load import commented_yaml
+from sansgpu.config.model import MAX_BIGRAM_EPOCHS
 from sansgpu.config.paths import local_path
 from sansgpu.config.training import require_hours
 from sansgpu.config.wording import count
@@ -227,6 +228,7 @@ def _with_length(best: ProposedRun, hours: float) -> Config:
     steps = best.tokens / batch
     decay = best.epochs / (best.config.training.learning_rate * steps)
     settings = (
+        f"model.initialization={'auto' if best.epochs <= MAX_BIGRAM_EPOCHS else 'random'}",
         f"training.weight_decay={min(max(decay, MIN_WEIGHT_DECAY), MAX_WEIGHT_DECAY):.2g}",
         f"training.gradient_accumulation_steps={batch // window}",
         f"training.max_hours={hours}",

@@ -193,6 +193,14 @@ class ComparedWithReference(Protocol):
 
 
 @runtime_checkable
+class InitializedFromData(Protocol):
+    """A task whose initial weights depend on the training data."""
+
+    def initialize(self, progress: ReportProgress) -> None:
+        """Sets the initial weights of a new run."""
+
+
+@runtime_checkable
 class ReferenceCorpus(Protocol):
     """The data of a task that is `ComparedWithReference`."""
 

@@ -8,8 +8,7 @@ B texts, D width of an embedding, L labels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress
 from sansgpu.kernels.linear import linear
 from sansgpu.models.huggingface.sentence_embedding import LINEAR_HEAD, LinearHead, pool, read_linear_head, write_layout
+from sansgpu.models.modules import one_thread
 from sansgpu.tasks.classify.data import LabeledCorpus
 from sansgpu.tasks.classify.labels import LabeledText
 from sansgpu.tasks.classify.objective import ClassifyObjective
@@ -199,14 +199,3 @@ def logistic_regression(vectors: torch.Tensor, targets: torch.Tensor, labels: in
     with one_thread(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         optimizer.step(loss)
     return LinearHead(weight.detach().float(), bias.detach().float())
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Context that limits torch to one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

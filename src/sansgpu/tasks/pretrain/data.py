@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from sansgpu.config import Config, ConfigError
+from sansgpu.config.model import MAX_BIGRAM_EPOCHS, MIN_BIGRAM_TEXT
 from sansgpu.config.wording import counted
 from sansgpu.data.pack import Windows, make_windows
 from sansgpu.data.shards import ReportProgress, TokenSizes, TokenStore, build_store
@@ -16,6 +18,7 @@ from sansgpu.data.sources import Sources
 from sansgpu.data.split import TokenRanges, all_documents, split_documents
 from sansgpu.data.teacher_folder import Predictions, TeacherFolder
 from sansgpu.data.tokenizer import Tokenizer, load_tokenizer
+from sansgpu.machine.memory import effective_batch
 from sansgpu.tasks.base import with_vocabulary_of
 from sansgpu.tasks.distillation import with_length_of
 
@@ -31,6 +34,7 @@ class TextCorpus:
     train_tokens: int
     validation_tokens: int
     fingerprint: str
+    documents: TokenRanges  # those of `train`
     teacher: Predictions | None = None
 
     @property
@@ -84,8 +88,32 @@ def corpus_of(
         train.token_count,
         validation.token_count,
         fingerprint,
+        train,
         teacher,
     )
+
+
+def with_initialization(config: Config, tokens: int) -> Config:
+    """Chooses how the model is initialized, if it is `auto`, for a text of this many tokens."""
+    model = config.model
+    if model.initialization != "auto":
+        return config
+    assert model.vocab_size is not None
+    is_long = tokens >= MIN_BIGRAM_TEXT * model.vocab_size and _epochs(config, tokens) <= MAX_BIGRAM_EPOCHS
+    chosen = "bigram" if is_long and model.bigram_problem() is None else "random"
+    return config.model_copy(update={"model": model.model_copy(update={"initialization": chosen})})
+
+
+def _epochs(config: Config, tokens: int) -> float:
+    """Returns how often a run at most reads its text, or 0 for a time-limited run, whose steps are not known yet."""
+    training = config.training
+    if training.time_limited:
+        return 0.0
+    limits = [training.num_epochs, (training.max_tokens or math.inf) / tokens]
+    if training.max_steps is not None:
+        limits.append(training.max_steps * effective_batch(training) * config.window / tokens)
+    known = [limit for limit in limits if limit is not None and limit < math.inf]
+    return min(known, default=1.0)
 
 
 def taught_corpus(config: Config, folder: TeacherFolder, progress: ReportProgress) -> tuple[Config, TextCorpus]:
@@ -98,6 +126,7 @@ def taught_corpus(config: Config, folder: TeacherFolder, progress: ReportProgres
             f"{counted(config.roots, 'token')}; raise it."
         )
     train, validation = (_ranges_of(folder, part) for part in ("train", "validation"))
+    config = with_initialization(config, train.token_count)
     sizes = TokenSizes(validation.tokens, tokenizer.token_bytes(), folder.array("validation_sizes"))
     predictions = Predictions(folder, progress)
     validation = replace(validation, sizes=sizes)

@@ -10,8 +10,9 @@ from sansgpu.config.tasks import PYTHON_STDLIB, CardText, Purpose, TaskSettings,
 from sansgpu.tasks.settings import TEXT_METRICS, distillation_problems, window_problems
 
 DECODER_KEYS = (
-    "model.n_kv_heads", "model.pre_norm", "model.tie_embeddings", "model.rope_theta", "model.architecture",
-    "model.norm", "model.bias", "model.positions", "model.qk_norm", "training.window_warmup_ratio",
+    "model.n_kv_heads", "model.pre_norm", "model.initialization", "model.tie_embeddings", "model.rope_theta",
+    "model.architecture", "model.norm", "model.bias", "model.positions", "model.qk_norm",
+    "training.window_warmup_ratio",
 )  # fmt: skip
 
 CORPUS_KEYS = "data.max_tokens", "data.streaming"

@@ -12,6 +12,7 @@ import torch
 from sansgpu.config import Config, ConfigError, DataConfig, derive_seed
 from sansgpu.config.paths import local_path
 from sansgpu.data.batch import Batch
+from sansgpu.data.bigrams import count_bigrams
 from sansgpu.data.order import batch_indices, generator, steps_per_epoch
 from sansgpu.data.pack import PackedWindows, TextWindows, Windows, piece_length
 from sansgpu.data.sequences import PackedSequences
@@ -27,6 +28,7 @@ from sansgpu.data.tokenizer import (
 )
 from sansgpu.machine.probe import has_bf16_tensors
 from sansgpu.models import TransformerLM
+from sansgpu.models.bigrams import initialize_from_bigrams
 from sansgpu.models.formats.decoder_folder import (
     HuggingFaceLM,
     decoder_config,
@@ -48,7 +50,7 @@ from sansgpu.tasks.capabilities import ExportsGGUF, Generates, GGUFParts, Teache
 from sansgpu.tasks.distillation import Lesson, open_lesson, sequences_of
 from sansgpu.tasks.evaluation import LanguageModeling
 from sansgpu.tasks.pretrain.costs import DecoderCosts
-from sansgpu.tasks.pretrain.data import TextCorpus, arrays_of, corpus_of, read_parts, taught_corpus
+from sansgpu.tasks.pretrain.data import TextCorpus, arrays_of, corpus_of, read_parts, taught_corpus, with_initialization
 from sansgpu.tasks.pretrain.objective import PretrainObjective
 from sansgpu.tasks.pretrain.settings import SETTINGS
 from sansgpu.tasks.task import EvaluationRequest, ModelSource, TrainedModel
@@ -90,7 +92,20 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
         tokenizer = build_tokenizer(config.data, sources.train, cache, progress)
         config = with_vocabulary_of(config, tokenizer.vocab_size)
         train, validation, name = read_parts(config, sources, tokenizer, cache, progress)
+        config = with_initialization(config, train.token_count)
         return config, corpus_of(config, tokenizer, train, validation, name)
+
+    @classmethod
+    def recorded_settings(cls, config: Config, recorded: dict[str, Any]) -> list[str]:
+        """Returns how the run was initialized, unless it is configured: it depends on the text."""
+        chosen = (recorded.get("model") or {}).get("initialization", "random")
+        return [f"model.initialization={chosen}"] if config.model.initialization == "auto" else []
+
+    def initialize(self, progress: ReportProgress) -> None:
+        if self.config.model.initialization == "bigram":
+            progress("counting pairs of tokens", 0, 0)
+            bigrams = count_bigrams(self.corpus.documents, len(self.model.embedding.weight))
+            initialize_from_bigrams(self.model, *bigrams, derive_seed(self.config.training.seed, "bigrams"))
 
     @classmethod
     def lesson(cls, config: Config, tokenizer: Tokenizer, cache: Path, progress: ReportProgress) -> Lesson:
