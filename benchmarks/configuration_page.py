@@ -190,7 +190,7 @@ def _section(group: Group, fields: dict[str, FieldInfo]) -> Iterator[str]:
     keys = group.keys.split()
     tasks = {key: _tasks(key) for key in keys}
     common, number = Counter(tasks.values()).most_common(1)[0]
-    if 2 * number <= len(keys):
+    if 2 * number < len(keys):
         common = EVERY_TASK
     yield f"## {group.title}"
     yield ""
