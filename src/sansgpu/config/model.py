@@ -20,9 +20,10 @@ DEFAULT_LEAVES = 3  # leaf slots per token assumed until the data is read
 MAX_LEAVES = 64
 MIN_BIGRAM_WIDTH = 8  # d_model from which a model can be initialized from bigrams
 # Bigrams help if the text has many tokens per token of the vocabulary and is read for the first time. With fewer, most
-# pairs occur only once or twice; in later epochs the model relies on pairs that other texts do not have. Both bounds
-# are between runs that gained and runs that lost; see docs/lab-notes.md.
-MIN_BIGRAM_TEXT = 200
+# pairs occur only once or twice; in later epochs the model relies on pairs that other texts do not have. Pairs of
+# characters are learned in a few steps anyway. The bounds are between runs that gained and runs that lost; see
+# docs/lab-notes.md.
+MIN_BIGRAM_TEXT, MIN_BIGRAM_VOCABULARY = 200, 1024
 MAX_BIGRAM_EPOCHS = 2
 
 
@@ -83,7 +84,7 @@ class ModelConfig(Section):
         "auto",
         description="bigram: the weights are initialized so that the model predicts each token from the one before it "
         "as often as in the training text; random: all matrices start from small random numbers; auto: bigram if the "
-        "text is long and read at most twice",
+        "text is long and read at most twice, and the vocabulary has at least 1,024 tokens",
     )
     rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary position embeddings (not for gpt2)")
     leaves: int | None = Field(

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from sansgpu.config import Config, ConfigError
-from sansgpu.config.model import MAX_BIGRAM_EPOCHS, MIN_BIGRAM_TEXT
+from sansgpu.config.model import MAX_BIGRAM_EPOCHS, MIN_BIGRAM_TEXT, MIN_BIGRAM_VOCABULARY
 from sansgpu.config.wording import counted
 from sansgpu.data.pack import Windows, make_windows
 from sansgpu.data.shards import ReportProgress, TokenSizes, TokenStore, build_store
@@ -99,8 +99,12 @@ def with_initialization(config: Config, tokens: int) -> Config:
     if model.initialization != "auto":
         return config
     assert model.vocab_size is not None
-    is_long = tokens >= MIN_BIGRAM_TEXT * model.vocab_size and _epochs(config, tokens) <= MAX_BIGRAM_EPOCHS
-    chosen = "bigram" if is_long and model.bigram_problem() is None else "random"
+    is_useful = (
+        model.vocab_size >= MIN_BIGRAM_VOCABULARY
+        and tokens >= MIN_BIGRAM_TEXT * model.vocab_size
+        and _epochs(config, tokens) <= MAX_BIGRAM_EPOCHS
+    )
+    chosen = "bigram" if is_useful and model.bigram_problem() is None else "random"
     return config.model_copy(update={"model": model.model_copy(update={"initialization": chosen})})
 
 
