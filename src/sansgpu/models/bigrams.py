@@ -30,7 +30,9 @@ MAX_RANK = 512  # bounds the time for large models
 OVERSAMPLING, POWER_ITERATIONS = 32, 2  # accuracy of the singular vectors
 CLIPPED_NORMS = 0.05  # share of the vectors that are shortened, so that the others need not be padded to their norm
 CONSTANT_RATIO = 0.5  # entry of the dimension that is equal for all tokens / norm of the others
-EMBEDDING_RMS = 0.25  # of an untied embedding: small, so that the outputs of trained blocks soon matter as much
+# Root mean square of the entries of an untied embedding. It is small, so that the outputs of the blocks soon count as
+# much in the residual stream.
+EMBEDDING_RMS = 0.25
 TIED_SCALE = 4.0  # scale of a tied embedding, whose inverse is in the last norm; otherwise its first updates erase it
 UNIT_INPUT = 0.3  # standard deviation of the inputs of hidden units that compute a linear map
 OPEN_GATE = 2.0  # input of SwiGLU's gates for such units
