@@ -20,14 +20,13 @@ def count_bigrams(part: TokenRanges, vocabulary: int, limit: int = COUNTED_TOKEN
     Returns the distinct pairs sorted by first and second token. Counts all of the text if it has at most `limit`
     tokens. The last token of a document and the first one of the next are a pair, too, as in packed windows.
     """
-    codes, counts = np.empty(0, np.int64), np.empty(0, np.int64)
-    for tokens in _chunks(part, limit, chunk):
-        new = np.unique(tokens[:-1] * vocabulary + tokens[1:], return_counts=True)
-        both = np.concatenate([codes, new[0]])
-        codes, index = np.unique(both, return_inverse=True)
-        merged = np.zeros(len(codes), np.int64)
-        np.add.at(merged, index, np.concatenate([counts, new[1]]))
-        counts = merged
+    found = [
+        np.unique(tokens[:-1] * vocabulary + tokens[1:], return_counts=True) for tokens in _chunks(part, limit, chunk)
+    ]
+    none = np.empty(0, np.int64)
+    codes, index = np.unique(np.concatenate([none, *(pairs for pairs, _ in found)]), return_inverse=True)
+    counts = np.zeros(len(codes), np.int64)
+    np.add.at(counts, index, np.concatenate([none, *(numbers for _, numbers in found)]))
     return codes // vocabulary, codes % vocabulary, counts
 
 

@@ -140,6 +140,12 @@ def initialize_from_bigrams(
         _set_untied(model, factors, rotation)
 
 
+def _constant_beside(norm: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the constant entry of vectors whose other entries have this norm, and the RMS of all `width` entries."""
+    constant = CONSTANT_RATIO * norm
+    return constant, (norm.square() + constant.square()).sqrt() / width**0.5
+
+
 def _set_untied(model: TransformerLM, factors: Factors, rotation: torch.Tensor) -> None:
     """Embeddings are (0, context, missing, constant), heads (0, output, 0, bias / constant).
 
@@ -147,8 +153,7 @@ def _set_untied(model: TransformerLM, factors: Factors, rotation: torch.Tensor) 
     """
     assert model.head is not None
     nothing = torch.zeros_like(factors.bias)
-    constant = CONSTANT_RATIO * factors.radius
-    unit = (factors.radius.square() + constant.square()).sqrt() / len(rotation) ** 0.5  # RMS of the embeddings
+    constant, unit = _constant_beside(factors.radius, len(rotation))
     embedding = torch.cat([nothing, factors.context, factors.missing, constant.expand_as(nothing)], 1)
     head = torch.cat([nothing, factors.output, nothing, factors.bias / constant], 1)
     model.embedding.weight.copy_(embedding * EMBEDDING_RMS / unit @ rotation)
@@ -162,17 +167,15 @@ def _set_tied(model: TransformerLM, factors: Factors, rotation: torch.Tensor) ->
     coordinates, whose product with the embedding of j is S(i, j) + log q(j). a makes context and output equally large.
     """
     width, rank = len(rotation), factors.context.shape[1]
-    constant = CONSTANT_RATIO * factors.radius
-    unit = (factors.radius.square() + constant.square()).sqrt() / width**0.5  # RMS of what the last norm divides
+    constant, unit = _constant_beside(factors.radius, width)
     output, bias = factors.output * unit, factors.bias / constant * unit
     ratio = output.norm() / factors.context.norm().clamp(min=1e-6)
     parts = torch.cat([ratio * factors.context, output, bias, ratio * factors.missing], 1)
     norm = parts.norm(dim=1).quantile(1 - CLIPPED_NORMS)
-    other = CONSTANT_RATIO * norm
+    other, rms = _constant_beside(norm, width)
     zeros = torch.zeros_like(bias)
     embedding = torch.cat([zeros, parts, other.expand_as(zeros), _missing(parts, norm), zeros], 1)
     embedding = F.pad(embedding, (0, width - embedding.shape[1]))
-    rms = (norm.square() + other.square()).sqrt() / width**0.5
     # Rows of the map, from normalized embeddings, and the embedding's entries: contexts are at 1, outputs at 1 + rank.
     mapped = torch.zeros(width, width)
     bias_at = 1 + 2 * rank

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +30,6 @@ class TextCorpus:
     train: Windows
     validation: Windows
     example_tokens: float
-    train_tokens: int
     validation_tokens: int
     fingerprint: str
     documents: TokenRanges  # those of `train`
@@ -40,6 +38,10 @@ class TextCorpus:
     @property
     def train_examples(self) -> int:
         return len(self.train)
+
+    @property
+    def train_tokens(self) -> int:
+        return self.documents.token_count
 
     def most_tokens(self, examples: int, padded: bool) -> int:
         return examples * int(self.example_tokens)
@@ -85,7 +87,6 @@ def corpus_of(
         make_windows(train, window, tokenizer.end_id, pack),
         make_windows(validation, window, tokenizer.end_id, pack),
         window,
-        train.token_count,
         validation.token_count,
         fingerprint,
         train,
@@ -113,11 +114,12 @@ def _epochs(config: Config, tokens: int) -> float:
     training = config.training
     if training.time_limited:
         return 0.0
-    limits = [training.num_epochs, (training.max_tokens or math.inf) / tokens]
-    if training.max_steps is not None:
-        limits.append(training.max_steps * effective_batch(training) * config.window / tokens)
-    known = [limit for limit in limits if limit is not None and limit < math.inf]
-    return min(known, default=1.0)
+    limits = (
+        training.num_epochs,
+        training.max_tokens and training.max_tokens / tokens,
+        training.max_steps and training.max_steps * effective_batch(training) * config.window / tokens,
+    )
+    return min((limit for limit in limits if limit is not None), default=1.0)
 
 
 def taught_corpus(config: Config, folder: TeacherFolder, progress: ReportProgress) -> tuple[Config, TextCorpus]:
