@@ -86,8 +86,13 @@ GROUPS = (
     Group(
         "Datasets and validation",
         "files, Hub datasets, the validation part, bad rows",
-        "data.dataset_name data.dataset_config data.max_tokens data.streaming data.validation_name "
+        "data.dataset_name data.dataset_config data.max_tokens data.max_gb data.streaming data.validation_name "
         "data.validation_split data.on_bad_row",
+    ),
+    Group(
+        "Cleaning of the text",
+        "duplicates, near duplicates (MinHash), a quality filter",
+        "data.deduplicate data.quality_model data.quality_label data.quality_share",
     ),
     Group(
         "Columns and labels",

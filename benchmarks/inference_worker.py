@@ -52,8 +52,8 @@ def their_encoder(job: Job, texts: list[str], batch: int) -> tuple[Callable[[], 
 
 
 def our_predictor(job: Job, texts: list[str]) -> tuple[Callable[[], Results], None]:
-    from sansgpu.jobs.predict import CHUNK_ROWS
     from sansgpu.machine.probe import mixed_precision
+    from sansgpu.tasks.inference import CHUNK_ROWS
     from sansgpu.train.loading import ModelRequest, open_model
 
     assert len(texts) <= CHUNK_ROWS

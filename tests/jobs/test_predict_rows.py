@@ -10,8 +10,8 @@ import pytest
 
 from sansgpu.cli import run as cli
 from sansgpu.config import DataConfig
-from sansgpu.jobs import predict as job
 from sansgpu.jobs.predict import rows_of
+from sansgpu.tasks import inference
 from tests.processes import messages, write_rows
 from tests.tasks.folders import model_folder
 
@@ -36,7 +36,7 @@ def refused(capsys: Captured, rows: Path, *more: str) -> str:
 
 def test_rows_are_predicted_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     """The rows, their order and the predictions do not depend on the size of the chunks."""
-    monkeypatch.setattr(job, "CHUNK_ROWS", 2)
+    monkeypatch.setattr(inference, "CHUNK_ROWS", 2)
     rows, output = write_rows(tmp_path / "rows.jsonl", ROWS), tmp_path / "new/out.jsonl"
     in_chunks = predicted(capsys, rows)
     assert predicted(capsys, rows, "--output", str(output)) == ""
@@ -64,7 +64,7 @@ def _answer(line: str) -> tuple[str, float]:
 def test_a_bad_row_of_a_later_chunk_is_reported_and_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured, row: Any, sentence: str
 ) -> None:
-    monkeypatch.setattr(job, "CHUNK_ROWS", 2)
+    monkeypatch.setattr(inference, "CHUNK_ROWS", 2)
     rows, output = write_rows(tmp_path / "rows.jsonl", [*ROWS[:2], row]), tmp_path / "out.jsonl"
     assert sentence in refused(capsys, rows, "--output", str(output))
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix) == ["rows.jsonl"]

@@ -33,7 +33,7 @@ def built_in(overridden: Collection[str]) -> dict[str, Any]:
 
 # Keys that may name a file or a folder to read.
 INPUT_KEYS = {
-    "data": ("dataset_name", "validation_name", "tokenizer", "chat_template"),
+    "data": ("dataset_name", "validation_name", "tokenizer", "chat_template", "quality_model"),
     "model": ("name_or_path",),
     "training.distillation": ("teacher",),
 }

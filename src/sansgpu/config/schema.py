@@ -33,6 +33,7 @@ from sansgpu.config.wording import truncate
 CLASS_NAME = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 MIN_VOCABULARY = 257  # 256 bytes and the end of text
 MAX_VOCABULARY = 1 << 20  # four times the largest in use; training a tokenizer allocates memory for all tokens
+MAX_GIGABYTES = 1_000_000
 _SECTIONS = ("model", "training", "data")
 
 
@@ -51,11 +52,34 @@ class DataConfig(Section):
     max_tokens: int | None = Field(
         None, ge=1, description="maximum tokens to read from the data, before validation data are split off"
     )
+    max_gb: float | None = Field(
+        None,
+        gt=0,
+        le=MAX_GIGABYTES,
+        description="maximum gigabytes of text to read from the data, before duplicates are left out and validation "
+        "data are split off; 1 GB is 10^9 bytes of UTF-8",
+    )
     streaming: bool = Field(
         False,
-        description="download only as much of a Hugging Face dataset's training split as max_tokens needs; validation "
-        "data are then split off, unless validation_name is set",
+        description="download only as much of a Hugging Face dataset's training split as max_tokens or max_gb needs; "
+        "validation data are then split off, unless validation_name is set",
     )
+    deduplicate: Literal["none", "exact", "near"] = Field(
+        "none",
+        description="leave out documents that repeat an earlier one, or one of the validation data; exact: if their "
+        "texts are equal; near: also if most of their sequences of five words are the same, as estimated by MinHash",
+    )
+    quality_model: str | None = Field(
+        None,
+        description="text classifier that chooses the documents to train on: the folder of a finished run of task "
+        "classify, or of a transformers model for sequence classification",
+    )
+    quality_label: str | None = Field(
+        None,
+        description="label of quality_model; documents to which it gives this label with the highest probability are "
+        "kept. Default: the score of a regression model",
+    )
+    quality_share: float = Field(0.5, gt=0, lt=1, description="fraction of the documents that quality_model keeps")
     text_column: str | StrictInt | None = Field(
         None,
         description="column with the text. Default: `text`, `content` or the only column. Use a number, counted from "

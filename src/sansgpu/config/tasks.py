@@ -76,7 +76,7 @@ BITS_PER_BYTE = Metric("bits_per_byte", text="{value} {label}", short="bits per 
 # Values of the key `task`, each a folder of `sansgpu.tasks`, with the tasks whose code it uses. Adding a task adds its
 # line here.
 TASKS: dict[str, tuple[str, ...]] = {
-    "pretrain": (),
+    "pretrain": ("classify",),
     "graph": (),
     "sft": (),
     "qa": (),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol, TypeVar
@@ -89,7 +89,7 @@ def build_tokenizer(data: DataConfig, source: Source, cache: Path, progress: Rep
 
     def build(folder: Path) -> None:
         if data.tokenizer == "char":
-            texts = (piece.text for piece in _with_progress(source, "reading characters", progress))
+            texts = (piece.text for piece in pieces_with_progress(source, "reading characters", progress))
             tokenizer: Tokenizer = CharTokenizer.train(_first(texts, data.max_tokens))
         else:
             limit = data.tokenizer_sample_mb * 1_000_000
@@ -211,7 +211,7 @@ def _tokenize(
             ENCODE_CHARS if max_tokens is None else min(ENCODE_CHARS, USUAL_TOKEN_BYTES * (max_tokens - writer.count))
         )
 
-    for batch in _batches(_with_progress(source, "tokenizing", progress), batch_chars):
+    for batch in piece_batches(pieces_with_progress(source, "tokenizing", progress), batch_chars):
         encoded = tokenizer.encode_batch([piece.text for piece in batch])
         raw = [piece.text.encode() for piece in batch]
         mismatched = [n for n, ids in enumerate(encoded) if int(by_id[ids].sum()) != len(raw[n])]
@@ -233,7 +233,8 @@ def _tokenize(
                 return
 
 
-def _batches(stream: Iterator[Piece], batch_chars: Callable[[], int]) -> Iterator[list[Piece]]:
+def piece_batches(stream: Iterable[Piece], batch_chars: Callable[[], int]) -> Iterator[list[Piece]]:
+    """Yields pieces in batches of at least `batch_chars()` characters, except the last one."""
     batch: list[Piece] = []
     size = 0
     for piece in stream:
@@ -246,7 +247,8 @@ def _batches(stream: Iterator[Piece], batch_chars: Callable[[], int]) -> Iterato
         yield batch
 
 
-def _with_progress(source: Source, activity: str, progress: ReportProgress) -> Iterator[Piece]:
+def pieces_with_progress(source: Source, activity: str, progress: ReportProgress) -> Iterator[Piece]:
+    """Yields the pieces of a source, reporting the progress of `activity`."""
     return _reported(source.read(), lambda piece: len(piece.text), source, activity, progress)
 
 
@@ -282,7 +284,7 @@ def _sample(source: Source, limit: int, max_tokens: int | None, progress: Report
         size = min(size or sys.maxsize, max_tokens * USUAL_TOKEN_BYTES)
     keep = min(1.0, limit / size) if size else 1.0
     seen = taken = 0
-    for piece in _with_progress(source, "training the tokenizer", progress):
+    for piece in pieces_with_progress(source, "training the tokenizer", progress):
         seen += len(piece.text)
         if taken <= seen * keep:
             taken += len(piece.text)

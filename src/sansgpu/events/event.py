@@ -54,6 +54,11 @@ def metric_texts(event: Event, settings: TaskSettings) -> list[str]:
     return texts
 
 
+def data_messages(start: Event) -> list[str]:
+    """Returns the messages of a start event on how the data were cleaned and split."""
+    return [*(start.get("cleaning") or ()), *filter(None, [start.get("split")])]
+
+
 def current_metrics(event: Event, settings: TaskSettings) -> list[tuple[str, str]]:
     """Returns (short label, value) of the metrics in a step or eval event that step lines and the live view show."""
     shown = (metric for metric in settings.metrics if metric.short and event.get(metric.name) is not None)

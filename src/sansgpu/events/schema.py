@@ -54,6 +54,7 @@ class _StartEvent(_Event):
     until: str | None = None
     train_tokens: Count | None = None
     split: str | None = None
+    cleaning: list[str] | None = None
     vocab_size: Count | None = None
     device: str | None = None
     isa: str | None = None

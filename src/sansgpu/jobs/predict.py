@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from inspect import signature
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,14 +16,13 @@ from sansgpu.data.headers import require_no_header
 from sansgpu.data.rows import LocatedRow, SourceRow
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single
-from sansgpu.machine.probe import has_bf16_tensors, mixed_precision
+from sansgpu.machine.probe import has_bf16_tensors
 from sansgpu.models.modules import narrow_matrices
+from sansgpu.tasks.inference import predictions
 from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import ModelRequest, open_model
 
 Row = dict[str, Any]
-
-CHUNK_ROWS = 4096  # rows in memory at a time
 
 
 class PredictedRows(NamedTuple):
@@ -52,7 +50,7 @@ def predict(
     if has_bf16_tensors(loaded.precision):
         narrow_matrices(loaded.objective.model, torch.nn.Linear)  # embeddings stay as they are, as with autocast
     progress("predicting", 0, 0)
-    return PredictedRows(_predictions(loaded, rows, options), loaded.task_class.in_words)
+    return PredictedRows(predictions(loaded, rows, **options), loaded.task_class.in_words)
 
 
 def _for_single_row(loaded: TrainedModel, row: Row) -> TrainedModel:
@@ -74,14 +72,6 @@ def _for_single_row(loaded: TrainedModel, row: Row) -> TrainedModel:
 
 def _flags(columns: Sequence[str]) -> str:
     return " with ".join("--" + name.replace("_", "-") for name in columns)
-
-
-def _predictions(loaded: TrainedModel, rows: Iterator[Row], options: dict[str, Any]) -> Iterator[Row]:
-    precision_of_evaluations = mixed_precision(loaded.device, loaded.precision)
-    while chunk := list(islice(rows, CHUNK_ROWS)):
-        with torch.no_grad(), precision_of_evaluations:
-            predicted = list(loaded.task_class.predict(loaded, chunk, **options))
-        yield from predicted
 
 
 def rows_of(

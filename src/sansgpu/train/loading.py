@@ -15,9 +15,9 @@ from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.kernels.library import load_kernels_and_allocators
 from sansgpu.kernels.matmul import INTEGERS
 from sansgpu.kernels.roofline import resolve_precision
-from sansgpu.machine.probe import has_bf16_tensors, limit_tokenizer_threads, resolve_threads
-from sansgpu.models.modules import narrow_matrices, set_matmul_precision
+from sansgpu.machine.probe import limit_tokenizer_threads, resolve_threads
 from sansgpu.tasks.capabilities import can
+from sansgpu.tasks.inference import load_for_use
 from sansgpu.tasks.registry import TASKS, task_of
 from sansgpu.tasks.task import ModelSource, TaskClass, TrainedModel, Verb
 from sansgpu.train.run_folders import open_run, with_objective
@@ -69,13 +69,7 @@ def open_model(
     if verb not in task.verbs_without_kernels:
         device, precision = _set_up(source, request.precision, warn)
     progress(f"loading {target}", 0, 0)
-    loaded, tokenizer, config = task.load(source)
-    loaded.model.eval().to(device)
-    set_matmul_precision(loaded.model, precision)
-    if precision == "int8" and has_bf16_tensors(precision):
-        # Our kernels multiply bf16 only with bf16. Under autocast alone, torch would multiply, and not in int8.
-        narrow_matrices(loaded.model, torch.nn.Linear)
-    return TrainedModel(task, source, loaded, tokenizer, config, device, precision, request.precision != "auto")
+    return load_for_use(task, source, device, precision, request.precision != "auto")
 
 
 def class_of_run(folder: Path, config: Config, verb: Verb, objective: str | None) -> TaskClass:

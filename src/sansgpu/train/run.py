@@ -119,6 +119,7 @@ class TrainingRun:
             "train_examples": corpus.train_examples if corpus else None,
             "validation_tokens": corpus.validation_tokens if corpus else None,
             "split": getattr(corpus, "split", None),
+            "cleaning": list(getattr(corpus, "cleaning", ())),
             "vocab_size": costs.vocabulary,
             "memory_bytes": self.memory.to_json(),
             "available_bytes": self.available,

@@ -22,7 +22,7 @@ from rich.live import Live
 from sansgpu.config import RunPaths
 from sansgpu.config.tasks import LOSS
 from sansgpu.events.controls import Controls
-from sansgpu.events.event import Event
+from sansgpu.events.event import Event, data_messages
 from sansgpu.events.jsonl import read_events
 from sansgpu.views.live_screen import ScreenState, screen
 from sansgpu.views.loss_curve import loss_point
@@ -112,7 +112,7 @@ class LiveView:
         shown, name = self._screen, event["event"]
         if name == "start":
             shown.start, shown.stepped = event, time.monotonic()
-            shown.news += [(event["split"], "")] if event.get("split") else []
+            shown.news += [(message, "") for message in data_messages(event)]
             for earlier in _earlier_events(event):
                 points = shown.training if earlier["event"] == "step" else shown.validation
                 points += loss_point(earlier)

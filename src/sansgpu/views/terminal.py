@@ -20,7 +20,7 @@ from sansgpu.config import RunPaths, TaskSettings
 from sansgpu.config.tasks import DEFAULT_TASK, settings_of
 from sansgpu.config.wording import count, counted, duration
 from sansgpu.events.escape import printable, printable_line
-from sansgpu.events.event import Event, current_metrics, metric_texts
+from sansgpu.events.event import Event, current_metrics, data_messages, metric_texts
 from sansgpu.events.jsonl import redirect_to_null
 from sansgpu.views.tables import percent
 
@@ -101,8 +101,8 @@ class Terminal:
             f"{event['optimizer']} at a learning rate of {event['learning_rate']:g}, "
             f"{counted(event['train_tokens'], 'training token')}; writing to {event['output_dir']}"
         )
-        if split := event.get("split"):
-            self._print(split)
+        for message in data_messages(event):
+            self._print(message)
 
     def _snapshot(self, event: Event) -> None:
         """Prints a saved snapshot. A resumed run also reports the one that it was resumed from, for its record."""

@@ -11,15 +11,17 @@ import numpy as np
 from sansgpu.config import Config, ConfigError
 from sansgpu.config.model import MAX_BIGRAM_EPOCHS, MIN_BIGRAM_TEXT, MIN_BIGRAM_VOCABULARY
 from sansgpu.config.wording import counted
+from sansgpu.data.cleaning import first_bytes, without_duplicates
 from sansgpu.data.pack import Windows, make_windows
 from sansgpu.data.shards import ReportProgress, TokenSizes, TokenStore, build_store
-from sansgpu.data.sources import Sources
+from sansgpu.data.sources import Sources, open_sources
 from sansgpu.data.split import TokenRanges, all_documents, split_documents
 from sansgpu.data.teacher_folder import Predictions, TeacherFolder
 from sansgpu.data.tokenizer import Tokenizer, load_tokenizer
 from sansgpu.machine.memory import effective_batch
 from sansgpu.tasks.base import with_vocabulary_of
 from sansgpu.tasks.distillation import with_length_of
+from sansgpu.tasks.pretrain.quality import QualityFilter
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class TextCorpus:
     fingerprint: str
     documents: TokenRanges  # those of `train`
     teacher: Predictions | None = None
+    cleaning: Sequence[str] = ()  # messages on the documents that were left out
 
     @property
     def train_examples(self) -> int:
@@ -52,6 +55,24 @@ class TextCorpus:
 
     def preview(self) -> str | None:
         return None  # every token is a target
+
+
+def open_documents(config: Config, cache: Path, progress: ReportProgress) -> tuple[Sources, list[str]]:
+    """Opens the training and validation documents. Those of the training data are limited and cleaned as configured.
+
+    Also returns a message for each kind of cleaning. Raises ConfigError.
+    """
+    data, notes = config.data, list[str]()
+    quality = QualityFilter.open(config) if data.quality_model is not None else None
+    sources = open_sources(data)
+    train = sources.train if data.max_gb is None else first_bytes(sources.train, data.max_gb)
+    if data.deduplicate != "none":
+        train, note = without_duplicates(train, sources.validation, data.deduplicate, cache, progress)
+        notes.append(note)
+    if quality is not None:
+        train, note = quality.best_documents(train, cache, progress)
+        notes.append(note)
+    return replace(sources, train=train), notes
 
 
 def read_parts(

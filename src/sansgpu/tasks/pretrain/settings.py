@@ -15,15 +15,35 @@ DECODER_KEYS = (
     "training.window_warmup_ratio",
 )  # fmt: skip
 
-CORPUS_KEYS = "data.max_tokens", "data.streaming"
+QUALITY_KEYS = "data.quality_label", "data.quality_share"  # of data.quality_model
+CORPUS_KEYS = (
+    "data.max_tokens", "data.max_gb", "data.streaming", "data.deduplicate", "data.quality_model", *QUALITY_KEYS,
+)  # fmt: skip
 DATA_KEYS = "data.text_column", "data.tokenizer", "data.vocab_size", "data.tokenizer_sample_mb", "data.pack_sequences"
 
 
 def _pretraining_problems(config: Any) -> Iterator[str]:
     yield from window_problems(config)
-    if config.data.streaming and config.data.max_tokens is None:
-        yield "data.streaming needs data.max_tokens, so that the download ends; set it, or streaming to false"
+    yield from _streaming_problems(config.data)
+    if config.data.quality_model is None:
+        yield from config.without_effect(QUALITY_KEYS, "data.quality_model is not set")
     yield from distillation_problems(config, (*DATA_KEYS, *CORPUS_KEYS))
+
+
+def _streaming_problems(data: Any) -> Iterator[str]:
+    if not data.streaming or data.max_gb is not None:
+        return
+    if data.max_tokens is None:
+        yield (
+            "data.streaming needs data.max_tokens or data.max_gb, so that the download ends; set one of them, or "
+            "streaming to false"
+        )
+    elif data.deduplicate != "none" or data.quality_model is not None:
+        cleaning = "deduplicate" if data.deduplicate != "none" else "quality_model"
+        yield (
+            f"data.{cleaning} reads all of the text before its first tokens are known, so with data.streaming it needs "
+            "data.max_gb; set that, or remove one of them"
+        )
 
 
 def _decoder_card(model: Values) -> CardText:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +18,7 @@ from sansgpu.data.order import batch_indices, generator, steps_per_epoch
 from sansgpu.data.pack import PackedWindows, TextWindows, Windows, piece_length
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress, build_store, build_tokenizer
-from sansgpu.data.sources import open_single, open_sources
+from sansgpu.data.sources import open_single
 from sansgpu.data.split import all_documents
 from sansgpu.data.tokenizer import (
     Tokenizer,
@@ -50,7 +51,15 @@ from sansgpu.tasks.capabilities import ExportsGGUF, Generates, GGUFParts, Teache
 from sansgpu.tasks.distillation import Lesson, open_lesson, sequences_of
 from sansgpu.tasks.evaluation import LanguageModeling
 from sansgpu.tasks.pretrain.costs import DecoderCosts
-from sansgpu.tasks.pretrain.data import TextCorpus, arrays_of, corpus_of, read_parts, taught_corpus, with_initialization
+from sansgpu.tasks.pretrain.data import (
+    TextCorpus,
+    arrays_of,
+    corpus_of,
+    open_documents,
+    read_parts,
+    taught_corpus,
+    with_initialization,
+)
 from sansgpu.tasks.pretrain.objective import PretrainObjective
 from sansgpu.tasks.pretrain.settings import SETTINGS
 from sansgpu.tasks.task import EvaluationRequest, ModelSource, TrainedModel
@@ -88,12 +97,12 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
         """
         if config.training.distillation.teacher is not None:
             return taught_corpus(config, open_lesson(config), progress)
-        sources = open_sources(config.data)
+        sources, cleaning = open_documents(config, cache, progress)
         tokenizer = build_tokenizer(config.data, sources.train, cache, progress)
         config = with_vocabulary_of(config, tokenizer.vocab_size)
         train, validation, name = read_parts(config, sources, tokenizer, cache, progress)
         config = with_initialization(config, train.token_count)
-        return config, corpus_of(config, tokenizer, train, validation, name)
+        return config, replace(corpus_of(config, tokenizer, train, validation, name), cleaning=cleaning)
 
     @classmethod
     def recorded_settings(cls, config: Config, recorded: dict[str, Any]) -> list[str]:
@@ -109,7 +118,7 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
 
     @classmethod
     def lesson(cls, config: Config, tokenizer: Tokenizer, cache: Path, progress: ReportProgress) -> Lesson:
-        sources = open_sources(config.data)
+        sources, _ = open_documents(config, cache, progress)
         train, validation, name = read_parts(config, sources, tokenizer, cache, progress)
         windows = PackedWindows(train, config.window, tokenizer.end_id)
         counts = np.full(len(windows), config.window, np.int64)

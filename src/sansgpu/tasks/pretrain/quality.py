@@ -1,0 +1,143 @@
+"""Keeps the documents that a text classifier, trained by task classify, finds best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sansgpu.config import Config, ConfigError, DataConfig, RunPaths
+from sansgpu.config.errors import FINE_TUNING, require
+from sansgpu.config.paths import local_path
+from sansgpu.config.tasks import built_in_settings
+from sansgpu.config.wording import counted, shown
+from sansgpu.data.cleaning import cached_array, chosen_documents, read_array
+from sansgpu.data.shards import ReportProgress, cache_key, pieces_with_progress
+from sansgpu.data.sources import Source, files_fingerprint
+from sansgpu.files.atomic import PRIVATE_MODE, atomic_write, make_folder
+from sansgpu.files.folders import delete_folder, entries_below
+from sansgpu.tasks.inference import load_for_use, predictions
+from sansgpu.tasks.registry import TASKS
+from sansgpu.tasks.task import ModelSource, TaskClass, TrainedModel
+
+TASK = "classify"
+SCORED_CHARS = 1 << 16  # a document's first characters; the classifier truncates them to its maximum of tokens
+SAVED_DOCUMENTS = 1024  # documents whose scores are saved at a time: what a killed process loses at most
+NO_TEXT = -math.inf  # the score of documents with only white space
+
+
+@dataclass(frozen=True)
+class QualityFilter:
+    """Keeps a share of the documents: those that a text classifier gives the highest scores."""
+
+    folder: Path
+    task: TaskClass
+    label: str | None  # whose probability is the score; None: the model predicts a number
+    share: float
+    device: torch.device
+
+    @classmethod
+    def open(cls, config: Config) -> QualityFilter:
+        """Finds the configured classifier. Raises ConfigError if there is none, or it does not know the label."""
+        data = config.data
+        require("data.quality_model", *FINE_TUNING)
+        folder = _model_folder(local_path(str(data.quality_model)))
+        kinds = (kind for kind, settings in built_in_settings().items() if settings.task == TASK)
+        task: Any = next((TASKS[kind] for kind in kinds if TASKS[kind].recognizes(str(folder))), None)
+        if task is None:
+            raise _wrong_model(folder, "is not a text classifier")
+        _require_label(task.config_of_model(ModelSource(str(folder))).data, data)
+        return cls(folder, task, data.quality_label, data.quality_share, config.get_effective_device())
+
+    def best_documents(self, source: Source, cache: Path, progress: ReportProgress) -> tuple[Source, str]:
+        """Keeps the documents with the highest scores, and of equal ones the first. Also returns a message.
+
+        Scores are computed once and cached. Raises ConfigError if one is not a number.
+        """
+        key = cache_key("scores", source.fingerprint, self._fingerprint(), self.label)
+        folder, parts = cache / "scores" / key, cache / "scores" / f"{key}.parts"
+        scores = cached_array(folder, lambda: self._scores(source, parts, progress))
+        delete_folder(parts)
+        kept = math.ceil(self.share * len(scores))
+        best = np.argsort(-scores, kind="stable")[:kept]
+        chosen = np.zeros(len(scores), bool)
+        chosen[best] = True
+        note = f"data.quality_model: {kept:,} of {counted(len(scores), 'document')} kept"
+        if kept:
+            what = "score" if self.label is None else f"probability of {shown(self.label)}"
+            note += f", whose {what} is {scores[best[-1]]:.4g} or more"
+        return chosen_documents(source, chosen), note
+
+    def _fingerprint(self) -> str:
+        files = {str(path.relative_to(self.folder)): path for path in sorted(entries_below(self.folder))}
+        return files_fingerprint({name: path for name, path in files.items() if path.is_file()}, (SCORED_CHARS,))
+
+    def _scores(self, source: Source, parts: Path, progress: ReportProgress) -> np.ndarray:
+        """Returns the score of each document, (D,) float32. Files in `parts` save them until all are complete."""
+        make_folder(parts, PRIVATE_MODE)
+        model: TrainedModel | None = None
+        scores, beginnings = [np.empty(0, np.float32)], _beginnings(source, progress)
+        while texts := list(islice(beginnings, SAVED_DOCUMENTS)):
+            file = parts / f"{len(scores):06d}.npy"
+            if not file.is_file():
+                model = model or load_for_use(self.task, ModelSource(str(self.folder)), self.device, "fp32")
+                with atomic_write(file) as partial, partial.open("wb") as opened:
+                    np.save(opened, self._predicted(model, texts))
+            scores.append(read_array(file))
+        return np.concatenate(scores)
+
+    def _predicted(self, model: TrainedModel, texts: list[str]) -> np.ndarray:
+        scores = np.full(len(texts), NO_TEXT, np.float32)
+        with_text = [number for number, text in enumerate(texts) if text.strip()]
+        rows = ({"text": texts[number]} for number in with_text)
+        for number, row in zip(with_text, predictions(model, rows), strict=True):
+            scores[number] = row["score"] if self.label is None else row["scores"][self.label]
+        if np.isnan(scores).any():
+            raise ConfigError(f"{self.folder} predicts values that are not numbers; choose another data.quality_model.")
+        return scores
+
+
+def _model_folder(folder: Path) -> Path:
+    """Returns a model's folder, which is final/ of a run. Raises ConfigError if it does not exist."""
+    paths = RunPaths(folder)
+    if not folder.is_dir():
+        raise _wrong_model(folder, "is not a folder")
+    if not paths.config.is_file():
+        return folder
+    if not paths.final.is_dir():
+        raise _wrong_model(folder, "is a run that has not finished, so it has no final/")
+    return paths.final
+
+
+def _wrong_model(folder: Path, problem: str) -> ConfigError:
+    return ConfigError(
+        f"{folder} {problem}; set data.quality_model to a finished run of task {TASK}, or to the folder of a "
+        "transformers model for sequence classification."
+    )
+
+
+def _require_label(model: DataConfig, data: DataConfig) -> None:
+    """Raises ConfigError unless the data's quality_label is a label of the model, or missing for a regression."""
+    name, label = data.quality_model, data.quality_label
+    if model.label_kind == "regression":
+        if label is not None:
+            raise ConfigError(f"{name} predicts a number and has no labels; remove data.quality_label.")
+    elif label not in (model.labels or ()):
+        known = ", ".join(model.labels or ())
+        raise ConfigError(f"data.quality_label is {shown(label)}, but must be a label of {name}: {known}.")
+
+
+def _beginnings(source: Source, progress: ReportProgress) -> Iterator[str]:
+    """Yields the first SCORED_CHARS characters of each document."""
+    text = ""
+    for piece in pieces_with_progress(source, "scoring documents", progress):
+        text += piece.text[: SCORED_CHARS - len(text)]
+        if piece.ends_document:
+            yield text
+            text = ""
