@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ ARRAY = "documents.npy"  # file of the cache with a value for each document
 
 def first_bytes(source: Source, gigabytes: float) -> Source:
     """Returns a source with the first gigabytes of UTF-8 text. The last document may be cut."""
-    limit = max(1, math.ceil(gigabytes * GIGABYTE))
+    limit = max(1, round(gigabytes * GIGABYTE))
 
     def read() -> Iterator[Piece]:
         left, starts = limit, True

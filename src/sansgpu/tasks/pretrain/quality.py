@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sansgpu.config import Config, ConfigError, DataConfig, RunPaths
+from sansgpu.config import Config, ConfigError, DataConfig, RunPaths, load_config
 from sansgpu.config.errors import FINE_TUNING, require
 from sansgpu.config.paths import local_path
 from sansgpu.config.tasks import built_in_settings
@@ -27,7 +27,7 @@ from sansgpu.tasks.registry import TASKS
 from sansgpu.tasks.task import ModelSource, TaskClass, TrainedModel
 
 TASK = "classify"
-SCORED_CHARS = 1 << 16  # a document's first characters; the classifier truncates them to its maximum of tokens
+CHARS_PER_TOKEN = 32  # read from the beginning of a document per token that the model reads: several times the usual
 SAVED_DOCUMENTS = 1024  # documents whose scores are saved at a time: what a killed process loses at most
 NO_TEXT = -math.inf  # the score of documents with only white space
 
@@ -38,6 +38,7 @@ class QualityFilter:
 
     folder: Path
     task: TaskClass
+    max_length: int  # tokens; longer documents are truncated
     label: str | None  # whose probability is the score; None: the model predicts a number
     share: float
     device: torch.device
@@ -47,20 +48,25 @@ class QualityFilter:
         """Finds the configured classifier. Raises ConfigError if there is none, or it does not know the label."""
         data = config.data
         require("data.quality_model", *FINE_TUNING)
-        folder = _model_folder(local_path(str(data.quality_model)))
+        given = local_path(str(data.quality_model))
+        folder = _model_folder(given)
         kinds = (kind for kind, settings in built_in_settings().items() if settings.task == TASK)
         task: Any = next((TASKS[kind] for kind in kinds if TASKS[kind].recognizes(str(folder))), None)
         if task is None:
-            raise _wrong_model(folder, "is not a text classifier")
-        _require_label(task.config_of_model(ModelSource(str(folder))).data, data)
-        return cls(folder, task, data.quality_label, data.quality_share, config.get_effective_device())
+            raise _wrong_model(given, "is not a text classifier")
+        model: DataConfig = task.config_of_model(ModelSource(str(folder))).data
+        _require_label(model, data)
+        of_run = load_config(RunPaths(given).config, own=False)[0].data if given != folder else model
+        length = of_run.max_length
+        assert length is not None  # it has a default
+        return cls(folder, task, length, data.quality_label, data.quality_share, config.get_effective_device())
 
     def best_documents(self, source: Source, cache: Path, progress: ReportProgress) -> tuple[Source, str]:
         """Keeps the documents with the highest scores, and of equal ones the first. Also returns a message.
 
         Scores are computed once and cached. Raises ConfigError if one is not a number.
         """
-        key = cache_key("scores", source.fingerprint, self._fingerprint(), self.label)
+        key = cache_key("scores", source.fingerprint, self._fingerprint(), self.max_length, self.label)
         folder, parts = cache / "scores" / key, cache / "scores" / f"{key}.parts"
         scores = cached_array(folder, lambda: self._scores(source, parts, progress))
         delete_folder(parts)
@@ -69,28 +75,33 @@ class QualityFilter:
         chosen = np.zeros(len(scores), bool)
         chosen[best] = True
         note = f"data.quality_model: {kept:,} of {counted(len(scores), 'document')} kept"
-        if kept:
+        if kept and scores[best[-1]] > NO_TEXT:
             what = "score" if self.label is None else f"probability of {shown(self.label)}"
             note += f", whose {what} is {scores[best[-1]]:.4g} or more"
         return chosen_documents(source, chosen), note
 
     def _fingerprint(self) -> str:
         files = {str(path.relative_to(self.folder)): path for path in sorted(entries_below(self.folder))}
-        return files_fingerprint({name: path for name, path in files.items() if path.is_file()}, (SCORED_CHARS,))
+        return files_fingerprint({name: path for name, path in files.items() if path.is_file()}, (CHARS_PER_TOKEN,))
 
     def _scores(self, source: Source, parts: Path, progress: ReportProgress) -> np.ndarray:
         """Returns the score of each document, (D,) float32. Files in `parts` save them until all are complete."""
         make_folder(parts, PRIVATE_MODE)
         model: TrainedModel | None = None
-        scores, beginnings = [np.empty(0, np.float32)], _beginnings(source, progress)
+        scores, beginnings = [np.empty(0, np.float32)], self._beginnings(source, progress)
         while texts := list(islice(beginnings, SAVED_DOCUMENTS)):
             file = parts / f"{len(scores):06d}.npy"
             if not file.is_file():
-                model = model or load_for_use(self.task, ModelSource(str(self.folder)), self.device, "fp32")
+                model = model or self._load()
                 with atomic_write(file) as partial, partial.open("wb") as opened:
                     np.save(opened, self._predicted(model, texts))
             scores.append(read_array(file))
         return np.concatenate(scores)
+
+    def _load(self) -> TrainedModel:
+        model = load_for_use(self.task, ModelSource(str(self.folder)), self.device, "fp32")
+        data = model.config.data.model_copy(update={"max_length": self.max_length})
+        return replace(model, config=model.config.model_copy(update={"data": data}))
 
     def _predicted(self, model: TrainedModel, texts: list[str]) -> np.ndarray:
         scores = np.full(len(texts), NO_TEXT, np.float32)
@@ -101,6 +112,15 @@ class QualityFilter:
         if np.isnan(scores).any():
             raise ConfigError(f"{self.folder} predicts values that are not numbers; choose another data.quality_model.")
         return scores
+
+    def _beginnings(self, source: Source, progress: ReportProgress) -> Iterator[str]:
+        """Yields the beginning of each document, from which the tokenizer takes the tokens that the model reads."""
+        text, limit = "", CHARS_PER_TOKEN * self.max_length
+        for piece in pieces_with_progress(source, "scoring documents", progress):
+            text += piece.text[: limit - len(text)]
+            if piece.ends_document:
+                yield text
+                text = ""
 
 
 def _model_folder(folder: Path) -> Path:
@@ -131,13 +151,3 @@ def _require_label(model: DataConfig, data: DataConfig) -> None:
     elif label not in (model.labels or ()):
         known = ", ".join(model.labels or ())
         raise ConfigError(f"data.quality_label is {shown(label)}, but must be a label of {name}: {known}.")
-
-
-def _beginnings(source: Source, progress: ReportProgress) -> Iterator[str]:
-    """Yields the first SCORED_CHARS characters of each document."""
-    text = ""
-    for piece in pieces_with_progress(source, "scoring documents", progress):
-        text += piece.text[: SCORED_CHARS - len(text)]
-        if piece.ends_document:
-            yield text
-            text = ""
