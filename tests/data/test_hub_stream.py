@@ -16,7 +16,17 @@ from sansgpu.config import DataConfig, UnreachableError
 from sansgpu.data import hub_stream
 from sansgpu.data.hub_stream import HubStream, open_stream
 from tests.hub_server import Fault, Hub, serving
-from tests.processes import TINY, events_of, finish_apart, kill_when, options, start_apart, use_cache
+from tests.processes import (
+    TINY,
+    digests,
+    events_of,
+    finish_apart,
+    kill_when,
+    options,
+    start_apart,
+    use_cache,
+    write_rows,
+)
 
 ROWS, FILES = 120, 3
 WORDS = ["north", "wind", "river", "stone", "house", "light", "paper", "metal", "field", "water", "cloud", "grass"]
@@ -144,6 +154,26 @@ def test_a_run_trains_on_the_first_tokens_and_resumes_without_the_hub(
     assert "run the same command again to continue, or lower data.max_tokens" in capsys.readouterr().err
 
 
+def test_a_limit_in_bytes_bounds_the_download_and_what_is_cleaned(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result is that of a local file with the same text."""
+    repeated = [*TEXTS[:30], *TEXTS[:30], *TEXTS[60:]]
+    table = pyarrow.table({"text": repeated[:ROWS], "number": list(range(ROWS))})
+    pyarrow.parquet.write_table(table, hub.folder / "data" / f"train-00000-of-{FILES:05d}.parquet", row_group_size=20)
+    limit = sum(map(len, repeated[:100])) / 1e9
+    changes = {"data.max_tokens": "null", "data.max_gb": limit, "data.deduplicate": "exact"}
+    run, local = tmp_path / "run", tmp_path / "local"
+    assert cli(arguments(run, 0, *options(changes))) == 0
+    assert events_of(run, "start")[0]["cleaning"] == ["data.deduplicate exact: 30 of 100 documents left out"]
+    assert not any(entry.startswith("data/train-00001") for entry in hub.downloads)
+    file = write_rows(tmp_path / "local.jsonl", ({"text": text} for text in repeated))
+    assert cli(arguments(local, 0, *options({**changes, "data.streaming": False, "data.dataset_name": file}))) == 0
+    assert digests(run) == digests(local)
+    connect(monkeypatch, "http://127.0.0.1:9", tmp_path)  # no server
+    assert cli(["train", "--resume", "--output-dir", str(run), "--max-steps", "8"]) == 0
+
+
 @pytest.mark.long
 def test_a_killed_download_goes_on_after_its_last_shard(hub: Hub, tmp_path: Path) -> None:
     cache = tmp_path / "other cache"
@@ -158,7 +188,9 @@ def test_a_killed_download_goes_on_after_its_last_shard(hub: Hub, tmp_path: Path
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"data.max_tokens": None}, "data.streaming needs data.max_tokens, so that the download ends"),
+        ({"data.max_tokens": None}, "data.streaming needs data.max_tokens or data.max_gb, so that the download ends"),
+        ({"data.deduplicate": "near"}, "data.deduplicate reads all of the text before its first tokens are known"),
+        ({"data.quality_model": "nowhere"}, "data.quality_model reads all of the text before"),
         ({"data.dataset_name": "python-stdlib"}, "data.streaming is for datasets on the Hugging Face Hub"),
         ({"data.dataset_name": "."}, "data.streaming is for datasets on the Hugging Face Hub, but . is here"),
         ({"data.dataset_name": "org/unknown"}, "org/unknown"),

@@ -18,12 +18,12 @@ from sansgpu.config.section import TOP_LEVEL_KEYS
 
 Values = dict[str, Any]
 
-# Keys of model and data that change neither the model nor the data order. A base model may be moved, because every
-# snapshot has a fingerprint of its weights.
+# Keys of model and data that change neither the model nor the data order. A base model and a quality model may be
+# moved, because every snapshot has a fingerprint of the weights and the data.
 _CHANGEABLE = {
     "model.name_or_path", "model.gradient_checkpointing", "model.merge_adapter", "model.trust_remote_code",
     "data.cache_dir", "data.long_tails", "data.preprocessing_num_workers", "data.timeout_seconds", "data.n_best_size",
-    "data.max_answer_length", "data.null_answers", "data.null_score_diff_threshold",
+    "data.max_answer_length", "data.null_answers", "data.null_score_diff_threshold", "data.quality_model",
 }  # fmt: skip
 _BATCH_KEYS = "training.batch_size", "training.gradient_accumulation_steps"
 _EXAMPLES_PER_STEP = " x ".join(_BATCH_KEYS)

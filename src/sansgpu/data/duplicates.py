@@ -12,7 +12,7 @@ D documents, T texts, W words, S shingles.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,8 +78,7 @@ class DocumentHashes:
             first = np.zeros(len(self), bool)
             first[np.unique(self.content, return_index=True)[1]] = True
             return first
-        smallest = _smallest_reachable(len(self), *_near_pairs(self.signatures))
-        return np.equal(smallest, np.arange(len(self)))
+        return np.equal(_first_of_group(self.signatures), np.arange(len(self)))
 
 
 def hash_documents(stream: Iterable[Piece], near: bool) -> DocumentHashes:
@@ -176,19 +175,25 @@ def _word_hashes(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     return _mixed(words), np.searchsorted(ends, starts, side="right")
 
 
-def _near_pairs(signatures: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the numbers of both documents of near-duplicate pairs, which connect each group of them.
-
-    Of the documents that agree on a band, each is compared with the one before it and with the first one.
-    """
-    found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+def _first_of_group(signatures: np.ndarray) -> np.ndarray:
+    """Returns the number of the first document in the group of near duplicates of each document, (D,) int64."""
+    first = np.arange(len(signatures))
     for band in signatures.view(np.uint64).T:  # (BANDS, D)
-        order = np.argsort(band, kind="stable")
-        agrees = band[order[1:]] == band[order[:-1]]  # with the document before
-        firsts = np.maximum.accumulate(np.where(agrees, 0, np.arange(1, len(order))))
-        before = np.flatnonzero(agrees)
-        found += [_near(signatures, order[others], order[before + 1]) for others in (before, firsts[before])]
-    return np.concatenate([ones for ones, _ in found]), np.concatenate([others for _, others in found])
+        for ones, others in _candidates(band):
+            apart = first[ones] != first[others]
+            ones, others = _near(signatures, ones[apart], others[apart])
+            first = _smallest_reachable(len(first), first[ones], first[others])[first]
+    return first
+
+
+def _candidates(band: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields pairs of documents that agree on a band: each with the one before, then each with the first of them."""
+    order = np.argsort(band, kind="stable")
+    agrees = band[order[1:]] == band[order[:-1]]  # with the document before
+    firsts = np.maximum.accumulate(np.where(agrees, 0, np.arange(1, len(order))))
+    before = np.flatnonzero(agrees)
+    for others in (before, firsts[before]):
+        yield order[others], order[before + 1]
 
 
 def _near(signatures: np.ndarray, ones: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -204,10 +209,11 @@ def _near(signatures: np.ndarray, ones: np.ndarray, others: np.ndarray) -> tuple
 def _smallest_reachable(count: int, ones: np.ndarray, others: np.ndarray) -> np.ndarray:
     """Returns the smallest number that each of `count` numbers reaches over pairs, (count,)."""
     smallest = np.arange(count)
-    while True:
+    while len(ones):
         before = smallest.copy()
         np.minimum.at(smallest, others, before[ones])
         np.minimum.at(smallest, ones, before[others])
         smallest = smallest[smallest]
         if np.array_equal(smallest, before):
-            return smallest
+            break
+    return smallest

@@ -111,7 +111,8 @@ class HubStream:
             else:
                 raise UnreachableError(
                     f"the Hub stopped answering after {counted(rows, 'row')} of {self.name}, which are kept "
-                    f"({first_line(problem)}); run the same command again to continue, or lower data.max_tokens."
+                    f"({first_line(problem)}); run the same command again to continue, or lower data.max_tokens or "
+                    "data.max_gb."
                 )
             self._keep(number, shard)
             return shard, downloads
