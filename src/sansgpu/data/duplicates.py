@@ -74,11 +74,12 @@ class DocumentHashes:
 
         If A is a near duplicate of B, and B of C, all three are one group, of which only the first is not a duplicate.
         """
+        are_first = np.zeros(len(self), bool)
         if self.signatures is None:
-            first = np.zeros(len(self), bool)
-            first[np.unique(self.content, return_index=True)[1]] = True
-            return first
-        return np.equal(_first_of_group(self.signatures), np.arange(len(self)))
+            are_first[np.unique(self.content, return_index=True)[1]] = True
+        else:
+            are_first[_first_of_group(self.signatures)] = True
+        return are_first
 
 
 def hash_documents(stream: Iterable[Piece], near: bool) -> DocumentHashes:
