@@ -1,14 +1,19 @@
-"""Adam and SGD update weights as torch.optim does."""
+"""Adam and SGD update weights as torch.optim does, and Muon orthogonalizes the updates of each attention head."""
 
 from collections.abc import Callable, Iterable
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
-from sansgpu.config import TrainingConfig
+from sansgpu.config import ModelConfig, TrainingConfig
+from sansgpu.kernels.newton_schulz import newton_schulz
+from sansgpu.models import TransformerLM
 from sansgpu.models.costing import MOMENTS
 from sansgpu.train.optim import Optimizer
+from sansgpu.train.update_rules import MUON
 
 RATE, DECAY, SCALE = 0.05, 0.3, 0.5
 
@@ -77,3 +82,33 @@ def test_the_memory_of_moments_is_what_a_plan_estimates(name: str) -> None:
     in_matrix, elsewhere = MOMENTS[name, "fp32"]
     needed = sum(moment.nbytes for moment in optimizer.state_tensors().values())
     assert needed == in_matrix * sizes[True] + elsewhere * sizes[False]
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 2), st.sampled_from([4, 8]), st.sampled_from([16, 48]), st.integers(0, 99))
+def test_muon_orthogonalizes_each_head_by_itself(
+    kv_heads: int, queries: int, head_dim: int, d_ff: int, seed: int
+) -> None:
+    heads = kv_heads * queries
+    shape = {"d_model": heads * head_dim, "n_heads": heads, "n_kv_heads": kv_heads, "n_layers": 2, "d_ff": d_ff}
+    model = TransformerLM(ModelConfig.model_validate({**shape, "vocab_size": 300, "activation": "relu2"}), seed)
+    training = TrainingConfig.model_validate({"optimizer": "muon", "weight_decay": 0.5})
+    optimizer = Optimizer(model, training, torch.float32)
+    before, draw = {n: p.detach().clone() for n, p in model.named_parameters()}, torch.Generator().manual_seed(seed)
+    gradients = {w.name: torch.randn(w.master.shape, generator=draw) for w in optimizer.weights}
+    for weight in optimizer.weights:
+        weight.gradient = gradients[weight.name].clone()
+    optimizer.step(0.01, step=1, scale=1.0)
+
+    def blocks(name: str, matrix: torch.Tensor) -> list[torch.Tensor]:
+        if ".attention." not in name:
+            return [matrix]
+        return list(matrix.split(head_dim, dim=1 if ".o." in name else 0))
+
+    for weight in optimizer.weights:
+        if weight.rule is not MUON:
+            continue
+        steps = (weight.master - before[weight.name] * (1 - 0.01 * 0.5)) / -0.01
+        for step, gradient in zip(blocks(weight.name, steps), blocks(weight.name, gradients[weight.name]), strict=True):
+            expected = newton_schulz(gradient[None].double(), torch.float64)[0] * 0.2 * max(gradient.shape) ** 0.5
+            torch.testing.assert_close(step.double(), expected, rtol=1e-3, atol=1e-3, msg=weight.name)

@@ -68,10 +68,17 @@ def autocasted(x: torch.Tensor) -> torch.Tensor:
 class Linear(nn.Linear):
     """nn.Linear with our matmuls where they are at least as fast: (..., inputs) -> (..., outputs).
 
-    With `integer`, matmuls are computed in integers, forward and backward; see MatmulPrecision.
+    With `integer`, matmuls are computed in integers, forward and backward; see MatmulPrecision. `head_blocks` are the
+    numbers of blocks of the weight's rows and columns that belong to different attention heads: Muon orthogonalizes
+    each block by itself.
     """
 
     integer: Integer | None = None
+    head_blocks = (1, 1)
+    head_blocks = (
+        1,
+        1,
+    )  # numbers of blocks of rows and of columns, one per attention head; Muon updates each by itself
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         x = autocasted(input)

@@ -203,7 +203,7 @@ SANSGPU_KERNEL void decoder_step(int64_t narrow, const struct StepSizes* sizes, 
 
 // native/newton_schulz.cpp
 SANSGPU_KERNEL void newton_schulz(int64_t narrow, int64_t by_gram, int64_t count, int64_t rows, int64_t columns,
-    const float* matrices, void* out, double a, double b, double c, int64_t steps);
+    const float* matrices, void* out, const float* coefficients, int64_t steps);
 
 // native/update.cpp
 SANSGPU_CONSTANT(MOMENT_GROUP, 256);  // values of 8-bit moments that share a scale

@@ -13,6 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.profiler import record_function
 
 from sansgpu.config import ConfigError, TrainingConfig
+from sansgpu.kernels.linear import Linear
 from sansgpu.kernels.update import global_norm
 from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
 from sansgpu.train.gradient_reduction import Reducer
@@ -56,6 +57,7 @@ class Optimizer:
         places = self._places(model, {name for name, p in model.named_parameters() if p.requires_grad}, cut)
         matrices = {name for name, _ in groups.matrices}
         undecayed = {name for name, _ in groups.others}
+        blocks = {f"{name}.weight": m.head_blocks for name, m in model.named_modules() if isinstance(m, Linear)}
         self.weights = [
             TrainedWeight(
                 name,
@@ -65,6 +67,7 @@ class Optimizer:
                 rule=rule_for(parameter, name in matrices, training),
                 decay=0.0 if name in undecayed else training.weight_decay,
                 placement=places[name],
+                blocks=blocks.get(name, (1, 1)),
             )
             for number, (name, parameter) in enumerate([*groups.matrices, *groups.filters, *groups.others])
         ]

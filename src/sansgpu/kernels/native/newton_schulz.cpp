@@ -80,14 +80,15 @@ struct Batches {
   }
 };
 
-// Each step applies the polynomial a x + b x^3 + c x^5 to all singular values.
+// Applies the polynomial a x + b x^3 + c x^5 to all singular values.
 struct Polynomial {
   float a, b, c;
-  int64_t steps;
 };
 
+// Applies `steps` polynomials, one after the other.
 template <typename T>
-void orthogonalize(int64_t count, const Polynomial& p, bool by_gram, const float* from, Batch<T> out) {
+void orthogonalize(int64_t count, const Polynomial* polynomials, int64_t steps, bool by_gram, const float* from,
+                   Batch<T> out) {
   const Batches<T> batches{count};
   const bool wide = out.rows <= out.columns;
   const int64_t side = std::min(out.rows, out.columns), size = count * side * side;
@@ -99,9 +100,10 @@ void orthogonalize(int64_t count, const Polynomial& p, bool by_gram, const float
   };
   const auto make_gram = [&] { batches.multiply(wide ? x : x.turned(), wide ? x.turned() : x, gram, true); };
   if (!by_gram) {
-    if (p.steps % 2 == 0) std::swap(x, y);
+    if (steps % 2 == 0) std::swap(x, y);
     batches.normalize(from, x);
-    for (int64_t step = 0; step < p.steps; ++step, std::swap(x, y)) {
+    for (int64_t step = 0; step < steps; ++step, std::swap(x, y)) {
+      const Polynomial p = polynomials[step];
       make_gram();
       batches.multiply(gram, gram, factor, true, gram.at, p.c, p.b);
       times(factor, y, x.at, p.a);
@@ -113,9 +115,10 @@ void orthogonalize(int64_t count, const Polynomial& p, bool by_gram, const float
   Batch<T> total{memory_3, side, side}, next{memory_4, side, side};
   batches.normalize(from, x);
   make_gram();
-  for (int64_t step = 0; step < p.steps; ++step) {
+  for (int64_t step = 0; step < steps; ++step) {
+    const Polynomial p = polynomials[step];
     batches.multiply(gram, gram, factor, true, gram.at, p.c, p.b, p.a);
-    if (step + 1 < p.steps) {
+    if (step + 1 < steps) {
       batches.multiply(gram, factor, next, true);
       batches.multiply(factor, next, gram, true);
     }
@@ -127,13 +130,15 @@ void orthogonalize(int64_t count, const Polynomial& p, bool by_gram, const float
 
 }  // namespace
 
-// Orthogonalizes `count` fp32 matrices (rows, columns) by Newton-Schulz iteration in the dtype of `out`. With
-// `by_gram`, iterates on the smaller Gram matrix.
+// Orthogonalizes `count` fp32 matrices (rows, columns) by Newton-Schulz iteration in the dtype of `out`. `coefficients`
+// are three per step. With `by_gram`, iterates on the smaller Gram matrix.
 SANSGPU_KERNEL void newton_schulz(int64_t narrow, int64_t by_gram, int64_t count, int64_t rows, int64_t columns,
-                                  const float* matrices, void* out, double a, double b, double c, int64_t steps) {
-  const Polynomial p{static_cast<float>(a), static_cast<float>(b), static_cast<float>(c), steps};
-  narrow ? orthogonalize<bf16>(count, p, by_gram != 0, matrices, {static_cast<bf16*>(out), rows, columns})
-         : orthogonalize<float>(count, p, by_gram != 0, matrices, {static_cast<float*>(out), rows, columns});
+                                  const float* matrices, void* out, const float* coefficients, int64_t steps) {
+  std::vector<Polynomial> polynomials;
+  for (const float* c = coefficients; c < coefficients + 3 * steps; c += 3) polynomials.push_back({c[0], c[1], c[2]});
+  const Polynomial* each = polynomials.data();
+  narrow ? orthogonalize<bf16>(count, each, steps, by_gram != 0, matrices, {static_cast<bf16*>(out), rows, columns})
+         : orthogonalize<float>(count, each, steps, by_gram != 0, matrices, {static_cast<float*>(out), rows, columns});
 }
 
 }  // namespace sansgpu

@@ -14,6 +14,7 @@ from sansgpu.models.costing import (
     FULL,
     Costs,
     LinearShapes,
+    Shapes,
     StepTraffic,
     StepWork,
     cross_entropy_bytes,
@@ -71,14 +72,19 @@ class DecoderCosts(Costs):
             matrices.append((d, f))
         return LinearShapes(shapes_of(matrices), (d, vocabulary_of(model)))
 
+    def _orthogonalized(self) -> Shapes:
+        """Returns the matrices of a block that Muon orthogonalizes: in attention, those of each head by itself."""
+        model = self.model
+        heads = [(model.d_model, model.head_dim)] * (2 * model.n_heads + 2 * model.kv_heads)
+        return shapes_of([*heads, *[(model.d_model, model.d_ff)] * (3 if model.activation == "swiglu" else 2)])
+
     def work(self, tokens: float) -> StepWork:
         """Counts 6 FLOPs per token and matmul parameter, plus causal attention."""
-        shapes = self.products()
         return StepWork(
             matmul=6.0 * self.trained_matrices() * tokens,
             attention=12.0 * self.layers * self.width * (self.window + 1) / 2 * tokens,
-            loss=6.0 * shapes.head[1] * self.width * tokens,
-            muon=self.layers * muon_flops(shapes.block),
+            loss=6.0 * vocabulary_of(self.model) * self.width * tokens,
+            muon=self.layers * muon_flops(self._orthogonalized()),
         )
 
     def traffic(self, execution: Execution) -> StepTraffic:
