@@ -115,7 +115,8 @@ GROUPS = (
     Group(
         "Distillation",
         "learning from a teacher's predictions",
-        "training.distillation.teacher training.distillation.weight training.distillation.temperature",
+        """training.distillation.teacher training.distillation.weight training.distillation.temperature
+        training.distillation.token_share""",
     ),
     Group(
         "Embeddings and few-shot classification",

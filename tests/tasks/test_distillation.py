@@ -225,7 +225,7 @@ def test_a_distillation_that_cannot_work_is_refused(
 
 HOSTILE: list[tuple[str, str, Any]] = [
     ("settings", "top_k", "8"), ("settings", "top_k", 10**30), ("settings", "top_k", float("nan")),
-    ("settings", "top_k", 0), ("settings", "vocab_size", [300]), ("settings", "vocab_size", 2**40),
+    ("settings", "top_k", -1), ("settings", "vocab_size", [300]), ("settings", "vocab_size", 2**40),
     ("settings", "max_length", -1), ("settings", "max_length", {}), ("settings", "teacher", None),
     ("files", "../mine.txt", "a"), ("files", "/dev/zero", "a"), ("files", "x" * 999, "a"), ("files", "counts.npy", 5),
 ]  # fmt: skip

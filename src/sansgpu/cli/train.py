@@ -318,7 +318,13 @@ class _DistillOptions:
     output: Annotated[
         Path, path_option("Folder for the predictions. If it holds unfinished predictions, they are completed.", "DIR")
     ]
-    top_k: Annotated[int, option("Number of most likely next tokens to store at each position.", min=1)] = 32
+    top_k: Annotated[
+        int,
+        option(
+            "Number of most likely next tokens to store at each position. 0: only how likely the text's own token is.",
+            min=0,
+        ),
+    ] = 32
     task: Annotated[
         str,
         option(
@@ -372,5 +378,8 @@ def distill(given: _DistillOptions) -> None:
         print_json(result)
     else:
         size = f"{result['bytes'] / 1e6:,.1f} MB"
-        show(f"{given.output}: the {given.top_k} most likely tokens at {result['tokens']:,} positions ({size})")
-        suggest("train", "CONFIG", "--set", f"training.distillation.teacher={given.output}")
+        what = f"the {given.top_k} most likely tokens" if given.top_k else "how likely the text's own token is"
+        show(f"{given.output}: {what} at {result['tokens']:,} positions ({size})")
+        section = "training.distillation"
+        selection = () if given.top_k else ("--set", f"{section}.weight=0", "--set", f"{section}.token_share=0.6")
+        suggest("train", "CONFIG", "--set", f"{section}.teacher={given.output}", *selection)

@@ -81,7 +81,7 @@ class DistillationConfig(Section):
     )
     weight: float = Field(
         0.5,
-        gt=0,
+        ge=0,
         le=1,
         description="weight of the KL divergence from the teacher; the cross-entropy loss has the weight 1 - weight",
     )
@@ -90,10 +90,29 @@ class DistillationConfig(Section):
         gt=0,
         description="softmax temperature T of teacher and student in the KL divergence, which is multiplied by T^2",
     )
+    token_share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="task pretrain: share of the tokens of a micro-batch that the loss includes: those with the "
+        "largest excess loss, which is the student's cross-entropy minus the teacher's (Rho-1)",
+    )
 
     @model_validator(mode="after")
-    def _only_with_a_teacher(self) -> DistillationConfig:
-        for key in ("weight", "temperature"):
+    def _only_keys_with_an_effect(self) -> DistillationConfig:
+        for key in ("weight", "temperature", "token_share"):
             if self.teacher is None and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} has no effect without a teacher; set teacher to a folder, or remove it")
+        if self.weight == 0 and not self.selects_tokens:
+            raise ValueError(
+                "weight is 0, with which the teacher has an effect only if it selects tokens; raise weight, or lower "
+                "token_share"
+            )
+        if self.weight == 0 and self.temperature != type(self).model_fields["temperature"].default:
+            raise ValueError("temperature has no effect with weight 0; remove it")
         return self
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Returns True if the loss includes only some of the tokens."""
+        return self.token_share < 1

@@ -76,6 +76,7 @@ class Batch(ExampleBatch):
     target_bytes: torch.Tensor | None = None  # (B, 1) int64: UTF-8 bytes of text covered by a row's targets
     teacher_ids: torch.Tensor | None = None  # (B, T, K) int32: a teacher's most likely tokens
     teacher_log_probabilities: torch.Tensor | None = None  # (B, T, K + 1) fp16; last: sum over all other tokens
+    teacher_target_log_probabilities: torch.Tensor | None = None  # (B, T) fp16: a teacher's, of the targets
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -99,8 +100,8 @@ class Batch(ExampleBatch):
         inputs, targets = cut(self.inputs, 0), cut(self.targets, IGNORE)
         assert inputs is not None
         assert targets is not None
-        others = self.positions, self.document_ids, self.target_bytes, self.teacher_ids, self.teacher_log_probabilities
-        return Batch(inputs, targets, *(cut(value, 0) for value in others))
+        others = [cut(getattr(self, field.name), 0) for field in fields(self)[2:]]
+        return Batch(inputs, targets, *others)
 
     def without_targets(self, size: int) -> Batch:
         return self.rows(len(self), len(self) + size)

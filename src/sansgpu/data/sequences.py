@@ -28,6 +28,7 @@ class PackedSequences(ExampleBatch):
     numbers: torch.Tensor | None = None  # (B,) int64: indices of the examples in the dataset
     teacher_ids: torch.Tensor | None = None  # (N, K) int32: a teacher's most likely tokens
     teacher_log_probabilities: torch.Tensor | None = None  # (N, K + 1) fp16; last: sum over all other tokens
+    teacher_target_log_probabilities: torch.Tensor | None = None  # (N,) fp16: a teacher's, of the targets
 
     @classmethod
     def of(
@@ -79,6 +80,7 @@ class PackedSequences(ExampleBatch):
             None if self.numbers is None else self.numbers[start:stop],
             of_tokens(self.teacher_ids),
             of_tokens(self.teacher_log_probabilities),
+            of_tokens(self.teacher_target_log_probabilities),
         )
 
     def without_targets(self, size: int) -> PackedSequences:

@@ -27,21 +27,25 @@ from sansgpu.machine.disk import file_sha256
 
 B = TypeVar("B", Batch, PackedSequences)
 MANIFEST = "MANIFEST.json"
-FORMAT = 1  # version of the folder's format
+FORMAT = 2  # version of the folder's format; in version 1, records have no `target_log_probability`
 MAX_NAME = 255  # maximum bytes of a file name
 MAX_WIDTH = 1 << 24  # maximum tokens of a vocabulary or an example; more than any model has
+OF_TARGET = "target_log_probability"  # field of a record
 SHARD_RECORDS = 1 << 14  # minimum records per shard; they take a teacher minutes to compute
 REMEDY = "run `sansgpu distill` again with the same arguments"
 
 
-def record_type(top_k: int, vocabulary: int) -> np.dtype[Any]:
+def record_type(top_k: int, vocabulary: int, version: int = FORMAT) -> np.dtype[Any]:
     """Returns the dtype of one record, the teacher's prediction for one token.
 
     `ids` are the `top_k` most likely tokens; `log_probabilities` are theirs, followed by that of all other tokens
-    together.
+    together. `target_log_probability` is that of the token in the text.
     """
-    ids = "<u2" if vocabulary <= 1 << 16 else "<u4"
-    return np.dtype([("ids", ids, (top_k,)), ("log_probabilities", "<f2", (top_k + 1,))])
+    likely: list[Any] = [
+        ("ids", "<u2" if vocabulary <= 1 << 16 else "<u4", (top_k,)),
+        ("log_probabilities", "<f2", (top_k + 1,)),
+    ]
+    return np.dtype([*(likely if top_k else []), *([(OF_TARGET, "<f2")] if version > 1 else [])])
 
 
 @dataclass(frozen=True)
@@ -57,10 +61,16 @@ class TeacherFolder:
     files: dict[str, str]  # file name -> SHA-256, without the shards
     shards: dict[str, str]  # file name -> SHA-256 of each complete shard
     counts: np.ndarray  # (E,) int64
+    version: int = FORMAT
 
     @property
     def record(self) -> np.dtype[Any]:
-        return record_type(self.settings["top_k"], self.settings["vocab_size"])
+        return record_type(self.settings["top_k"], self.settings["vocab_size"], self.version)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The names of the fields of a record."""
+        return self.record.names or ()
 
     @property
     def fingerprint(self) -> str:
@@ -92,7 +102,7 @@ class TeacherFolder:
         with atomic_write(path) as partial:
             records.tofile(partial)
         done = replace(self, shards={**self.shards, path.name: file_sha256(path)})
-        write_text(self.root / MANIFEST, _manifest(done.settings, done.files, done.shards))
+        write_text(self.root / MANIFEST, _manifest(done.settings, done.files, done.shards, self.version))
         return done
 
     def has_shard(self, number: int) -> bool:
@@ -133,13 +143,14 @@ def open_teacher_folder(root: Path) -> TeacherFolder:
         raise ConfigError(f"{root} is not a folder written by `sansgpu distill`: {what}.")
     manifest = read_object(root / MANIFEST)
     settings, files, shards = (manifest.get(key) for key in ("settings", "files", "shards"))
-    if manifest.get("format") != FORMAT or not all(isinstance(part, dict) for part in (settings, files, shards)):
+    version = manifest.get("format")
+    if version not in (1, FORMAT) or not all(isinstance(part, dict) for part in (settings, files, shards)):
         raise ConfigError(
             f"{root / MANIFEST} was not written by this version of `sansgpu distill`; delete {root} and {REMEDY}."
         )
     assert isinstance(settings, dict)
     assert isinstance(files, dict)
-    if (wrong := _wrong_setting(settings)) is not None:
+    if (wrong := _wrong_setting(settings, version)) is not None:
         raise ConfigError(f"{root / MANIFEST}: {wrong} is {shown(settings.get(wrong))}; delete {root} and {REMEDY}.")
     for name, sha256 in files.items():
         if name != Path(name).name or len(name) > MAX_NAME:
@@ -149,20 +160,20 @@ def open_teacher_folder(root: Path) -> TeacherFolder:
             )
         if not _is_intact(root / name, sha256):
             raise ConfigError(f"{root / name} is missing or was changed; delete {root} and {REMEDY}.")
-    folder = TeacherFolder(root, settings, files, shards or {}, np.zeros(0, np.int64))
+    folder = TeacherFolder(root, settings, files, shards or {}, np.zeros(0, np.int64), version)
     counts = np.array(folder.array("counts"))
     if counts.ndim != 1 or counts.dtype != np.int64 or (counts < 0).any():
         raise ConfigError(f"{root / 'counts.npy'} does not contain token counts; delete {root} and {REMEDY}.")
     return replace(folder, counts=counts)
 
 
-def _wrong_setting(settings: dict[str, Any]) -> str | None:
+def _wrong_setting(settings: dict[str, Any], version: int) -> str | None:
     """Returns the name of a setting with a type or value that `sansgpu distill` never writes, or None."""
     for name in ("task", "teacher", "data", "weights", "corpus", "vocabulary", "precision"):
         if not isinstance(settings.get(name), str):
             return name
-    for name, least, most in (("vocab_size", 2, MAX_WIDTH), ("max_length", 2, MAX_WIDTH), ("top_k", 1, MAX_WIDTH)):
-        if type(settings.get(name)) is not int or not least <= settings[name] <= most:
+    for name, least in (("vocab_size", 2), ("max_length", 2), ("top_k", 0 if version > 1 else 1)):
+        if type(settings.get(name)) is not int or not least <= settings[name] <= MAX_WIDTH:
             return name
     return "top_k" if settings["top_k"] >= settings["vocab_size"] else None
 
@@ -172,7 +183,7 @@ class Predictions:
 
     def __init__(self, folder: TeacherFolder, progress: ReportProgress) -> None:
         """Checks all shards. Raises ConfigError if one is missing or was changed."""
-        self.top_k, self._record = int(folder.settings["top_k"]), folder.record
+        self._record, self._fields = folder.record, folder.fields
         # Records are numbered over all shards: `_offsets` has the first number of each example, `_starts` of a shard.
         self._offsets = np.concatenate([[0], np.cumsum(folder.counts)])
         ranges = folder.shard_examples()
@@ -187,13 +198,24 @@ class Predictions:
 
     def add_to(self, batch: B, examples: np.ndarray) -> B:
         """Returns `batch`, which holds these examples, with the predictions for its targets."""
-        records = np.concatenate([np.zeros(0, self._record), *(self._read(int(example)) for example in examples)])
+        records: np.ndarray = np.concatenate(
+            [np.zeros(0, self._record), *(self._read(int(example)) for example in examples)]
+        )
         has_target: np.ndarray = batch.targets.numpy() != IGNORE
-        ids = np.zeros((*has_target.shape, self.top_k), np.int32)
-        log_probabilities = np.zeros((*has_target.shape, self.top_k + 1), np.float16)
-        ids[has_target], log_probabilities[has_target] = records["ids"], records["log_probabilities"]
-        tensors = torch.from_numpy(ids), torch.from_numpy(log_probabilities)
-        return replace(batch, teacher_ids=tensors[0], teacher_log_probabilities=tensors[1])
+
+        def of_tokens(name: str, dtype: type[np.generic]) -> torch.Tensor | None:
+            if name not in self._fields:
+                return None
+            values = np.zeros((*has_target.shape, *records[name].shape[1:]), dtype)
+            values[has_target] = records[name]
+            return torch.from_numpy(values)
+
+        return replace(
+            batch,
+            teacher_ids=of_tokens("ids", np.int32),
+            teacher_log_probabilities=of_tokens("log_probabilities", np.float16),
+            teacher_target_log_probabilities=of_tokens(OF_TARGET, np.float16),
+        )
 
     def _read(self, example: int) -> np.ndarray:
         """Reads the records of an example. A memory map would do, but its pages count as memory of the process."""
@@ -209,5 +231,5 @@ def _is_intact(path: Path, sha256: object) -> bool:
     return path.is_file() and file_sha256(path) == sha256
 
 
-def _manifest(settings: dict[str, Any], files: dict[str, str], shards: dict[str, str]) -> str:
-    return json.dumps({"format": FORMAT, "settings": settings, "files": files, "shards": shards}, indent=1) + "\n"
+def _manifest(settings: dict[str, Any], files: dict[str, str], shards: dict[str, str], version: int = FORMAT) -> str:
+    return json.dumps({"format": version, "settings": settings, "files": files, "shards": shards}, indent=1) + "\n"

@@ -15,10 +15,10 @@ from filelock import FileLock, Timeout
 from sansgpu.config import Config, ConfigError, SansGPUError, TrainingConfig, as_config
 from sansgpu.config.training import Precision
 from sansgpu.config.wording import counted
-from sansgpu.data.batch import IGNORE
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.teacher_folder import (
+    OF_TARGET,
     TeacherFolder,
     create_teacher_folder,
     is_teacher_folder,
@@ -211,10 +211,12 @@ def _write_shards(folder: TeacherFolder, teacher: Teacher, lesson: Lesson, progr
 
 
 def _records(folder: TeacherFolder, teacher: Teacher, examples: PackedSequences) -> np.ndarray:
-    settings, chosen = folder.settings, examples.targets != IGNORE
-    ids, log_probabilities = teacher.predict(
-        examples.tokens, examples.lengths, chosen, settings["top_k"], settings["vocab_size"]
+    settings = folder.settings
+    predicted = teacher.predict(
+        examples.tokens, examples.lengths, examples.targets, settings["top_k"], settings["vocab_size"]
     )
-    records = np.zeros(len(ids), folder.record)
-    records["ids"], records["log_probabilities"] = ids.numpy(), log_probabilities.numpy()
+    records = np.zeros(len(predicted[0]), folder.record)
+    for name, values in zip(("ids", "log_probabilities", OF_TARGET), predicted, strict=True):
+        if name in folder.fields:
+            records[name] = values.numpy()
     return records

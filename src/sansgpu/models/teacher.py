@@ -41,32 +41,37 @@ class Teacher:
     before: tuple[int, ...] = ()
 
     def predict(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, chosen: torch.Tensor, top_k: int, vocabulary: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Predicts the next token after each of the M tokens for which `chosen` (N,) is True.
+        self, tokens: torch.Tensor, lengths: torch.Tensor, targets: torch.Tensor, top_k: int, vocabulary: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Predicts the M `targets` (N,) other than -100: each is the token after one of the `tokens`.
 
         `tokens` (N,) are concatenated sequences of `lengths` (B,), which do not attend to each other. Only the first
-        `vocabulary` ids can be predicted. Returns the ids of the K = `top_k` most likely tokens (M, K), and their
-        log-probabilities followed by that of all other tokens together (M, K + 1). Raises SansGPUError if a
-        log-probability is not finite.
+        `vocabulary` ids can be predicted. Returns the ids of the K = `top_k` most likely tokens (M, K), their
+        log-probabilities followed by that of all other tokens together (M, K + 1), and the log-probabilities of the
+        targets (M,). Raises SansGPUError if a log-probability is not finite.
         """
-        tokens, lengths, chosen = self._with_prefix(tokens, lengths, chosen)
-        states = self.states(tokens, lengths)[chosen]
-        parts = [_top_k(self.logits(rows)[:, :vocabulary], top_k) for rows in states.split(LOGIT_ROWS)]
-        ids, log_probabilities = (torch.cat(part) for part in zip(*parts, strict=True))
-        if not bool(log_probabilities.isfinite().all()):
+        tokens, lengths, targets = self._with_prefix(tokens, lengths, targets)
+        has_target = targets != IGNORED_LABEL
+        states, targets = self.states(tokens, lengths)[has_target], targets[has_target]
+        parts = [
+            _log_probabilities(self.logits(rows)[:, :vocabulary], of_rows, top_k)
+            for rows, of_rows in zip(states.split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True)
+        ]
+        ids, known, of_targets = (torch.cat(part) for part in zip(*parts, strict=True))
+        if not bool(known.isfinite().all() and of_targets.isfinite().all()):
             raise SansGPUError("the teacher's predictions are NaN or infinite; check its weights with `sansgpu eval`.")
-        return ids, log_probabilities
+        return ids, known, of_targets
 
     def _with_prefix(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, chosen: torch.Tensor
+        self, tokens: torch.Tensor, lengths: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if not self.before:
-            return tokens, lengths, chosen
+            return tokens, lengths, targets
         prefix, sizes = torch.tensor(self.before), lengths.tolist()
         rows = [torch.cat((prefix, row)) for row in tokens.split(sizes)]
-        marks = [torch.cat((torch.zeros(len(prefix), dtype=torch.bool), row)) for row in chosen.split(sizes)]
-        return torch.cat(rows), lengths + len(prefix), torch.cat(marks)
+        ignored = torch.full_like(prefix, IGNORED_LABEL)
+        of_rows = [torch.cat((ignored, row)) for row in targets.split(sizes)]
+        return torch.cat(rows), lengths + len(prefix), torch.cat(of_rows)
 
 
 def decoder_teacher(model: TransformerLM, before: tuple[int, ...] = ()) -> Teacher:
@@ -118,14 +123,16 @@ def _product(rows: torch.Tensor, weight: Matrix) -> torch.Tensor:
         return out
 
 
-def _top_k(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the most likely tokens, and their log-probabilities followed by that of all others.
+def _log_probabilities(
+    logits: torch.Tensor, targets: torch.Tensor, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the most likely tokens, their log-probabilities followed by that of all others, and those of the targets.
 
     Overwrites `logits`.
     """
-    known, ids = logits.topk(count, dim=1)
-    largest = known[:, :1]
+    known, ids = logits.topk(top_k, dim=1)
+    of_targets, largest = logits.gather(1, targets[:, None]), logits.amax(dim=1, keepdim=True)
     lse = logits.sub_(largest).exp_().sum(dim=1, keepdim=True).log() + largest
     known = known - lse
     rest = (1 - known.exp().sum(dim=1, keepdim=True)).clamp(min=LEAST_REST)
-    return ids, torch.cat((known, rest.log()), dim=1)
+    return ids, torch.cat((known, rest.log()), dim=1), (of_targets - lse)[:, 0]

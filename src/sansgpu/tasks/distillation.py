@@ -19,11 +19,14 @@ from sansgpu.config.paths import local_path
 from sansgpu.config.wording import counted
 from sansgpu.data.batch import IGNORE, Batch
 from sansgpu.data.sequences import PackedSequences
-from sansgpu.data.teacher_folder import TeacherFolder, open_teacher_folder
+from sansgpu.data.teacher_folder import OF_TARGET, REMEDY, TeacherFolder, open_teacher_folder
+from sansgpu.kernels.block_quantization import Matrix
+from sansgpu.kernels.cross_entropy import target_log_probabilities
 from sansgpu.kernels.mixed_loss import SoftTargets
 from sansgpu.tasks.task import StepSums, Sums
 
-CROSS_ENTROPY, KL, TARGETS = "cross_entropy", "kl", "targets"  # keys of the sums of a step
+# Keys of the sums of a step. The KL divergence is that of the tokens whose loss is trained on, which may be selected.
+CROSS_ENTROPY, TARGETS, KL, KL_TARGETS = "cross_entropy", "targets", "kl", "kl_targets"
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,24 @@ def require_same_vocabulary(backend: Any, name: str, folder: TeacherFolder) -> N
 
 
 def open_lesson(config: Config) -> TeacherFolder:
-    """Opens training.distillation.teacher. Raises ConfigError if it is for a different task or example length."""
-    folder = open_teacher_folder(local_path(str(config.training.distillation.teacher)))
+    """Opens training.distillation.teacher.
+
+    Raises ConfigError if it is for a different task or example length, or lacks what training needs.
+    """
+    settings = config.training.distillation
+    folder = open_teacher_folder(local_path(str(settings.teacher)))
     task, length = folder.settings["task"], folder.settings["max_length"]
+    if settings.weight and not folder.settings["top_k"]:
+        raise ConfigError(
+            f"{folder.root} was written with --top-k 0, without the teacher's most likely tokens; set "
+            "training.distillation.weight to 0 and token_share below 1, or run `sansgpu distill --top-k 32` with a "
+            "different --output."
+        )
+    if settings.selects_tokens and OF_TARGET not in folder.fields:
+        raise ConfigError(
+            f"{folder.root} was written by an earlier version of `sansgpu distill`, without the probabilities that "
+            f"training.distillation.token_share needs; delete it and {REMEDY}."
+        )
     if task != config.task:
         raise ConfigError(
             f"{folder.root} was written for task {task}; set task to {task}, or run `sansgpu distill --task "
@@ -89,28 +107,56 @@ def with_length_of(config: Config, folder: TeacherFolder) -> Config:
     return config.model_copy(update={"data": data})
 
 
+def has_largest_excess(losses: torch.Tensor, reference: torch.Tensor, share: float) -> torch.Tensor:
+    """Returns for which tokens (N,) `losses` exceed those of a `reference` model most: a `share` of them, rounded."""
+    count = max(1, round(share * len(losses)))
+    order = torch.argsort(losses - reference, descending=True, stable=True)
+    return torch.zeros(len(losses), dtype=torch.bool, device=losses.device).index_fill(0, order[:count], True)
+
+
 class StudentLoss:
-    """Converts a batch's teacher predictions to soft targets, and sums the parts of the loss for a step's metrics."""
+    """Selects tokens, converts a teacher's predictions to soft targets, and sums the loss for a step's metrics."""
 
     def __init__(self, config: Config) -> None:
         self._settings, self.sums = config.training.distillation, StepSums()
 
     def soft_targets(self, batch: Batch | PackedSequences) -> SoftTargets | None:
-        """Returns soft targets with a row for each token of the batch, or None if it has no predictions."""
+        """Returns soft targets with a row for each token of the batch, or None if they are not used."""
         ids, log_probabilities = batch.teacher_ids, batch.teacher_log_probabilities
-        if ids is None or log_probabilities is None:
+        if ids is None or log_probabilities is None or not self._settings.weight:
             return None
         rows = ids.flatten(0, -2).long(), log_probabilities.flatten(0, -2).float()
         return SoftTargets(*rows, self._settings.weight, self._settings.temperature)
 
     def add(self, parts: torch.Tensor, targets: torch.Tensor) -> None:
         """Adds the cross-entropy and the KL divergence of a micro-batch, (2,)."""
-        cross_entropy, kl = parts.tolist()
-        self.sums.add({CROSS_ENTROPY: cross_entropy, KL: kl, TARGETS: float((targets != IGNORE).sum())})
+        (cross_entropy, kl), count = parts.tolist(), float((targets != IGNORE).sum())
+        self.sums.add({KL: kl, KL_TARGETS: count})
+        if not self._settings.selects_tokens:  # otherwise `select` has added that of all tokens
+            self.sums.add({CROSS_ENTROPY: cross_entropy, TARGETS: count})
+
+    def select(self, hidden: torch.Tensor, head: Matrix, batch: Batch) -> tuple[torch.Tensor, float]:
+        """Selects the tokens of a micro-batch with the largest excess loss (Rho-1, arXiv 2404.07965).
+
+        The excess loss is the student's cross-entropy, from hidden states (N, D) and `head` (V, D), minus the
+        teacher's. Returns the targets (N,), IGNORE for tokens that are not selected, and the factor by which their
+        summed loss must be multiplied to count as many targets as the micro-batch has.
+        """
+        targets, known = batch.targets.flatten(), batch.teacher_target_log_probabilities
+        if not self._settings.selects_tokens or known is None:
+            return targets, 1.0
+        places = (targets != IGNORE).nonzero()[:, 0]
+        if not len(places):
+            return targets, 1.0
+        with torch.no_grad():
+            losses = -target_log_probabilities(hidden[places], head, targets[places])
+        self.sums.add({CROSS_ENTROPY: float(losses.sum()), TARGETS: float(len(places))})
+        chosen = places[has_largest_excess(losses, -known.flatten()[places].float(), self._settings.token_share)]
+        selected = torch.full_like(targets, IGNORE).index_put((chosen,), targets[chosen])
+        return selected, len(places) / len(chosen)
 
 
 def student_metrics(sums: Sums) -> dict[str, float]:
     """Returns the plain cross-entropy, which is comparable to the loss without a teacher, and the KL divergence."""
-    if not sums.get(TARGETS):
-        return {}
-    return {"loss": sums[CROSS_ENTROPY] / sums[TARGETS], "kl": sums[KL] / sums[TARGETS]}
+    parts = {"loss": (CROSS_ENTROPY, TARGETS), "kl": (KL, KL_TARGETS)}
+    return {name: sums[part] / sums[count] for name, (part, count) in parts.items() if sums.get(count)}

@@ -79,11 +79,16 @@ class DecoderCosts(Costs):
         return shapes_of([*heads, *[(model.d_model, model.d_ff)] * (3 if model.activation == "swiglu" else 2)])
 
     def work(self, tokens: float) -> StepWork:
-        """Counts 6 FLOPs per token and matmul parameter, plus causal attention."""
+        """Counts 6 FLOPs per token and matmul parameter, plus causal attention.
+
+        If tokens are selected, the output head computes the loss of all of them first, and has 6 for the selected ones.
+        """
+        share = self.training.distillation.token_share
+        of_head = 6.0 if share == 1 else 2.0 + 6.0 * share
         return StepWork(
             matmul=6.0 * self.trained_matrices() * tokens,
             attention=12.0 * self.layers * self.width * (self.window + 1) / 2 * tokens,
-            loss=6.0 * vocabulary_of(self.model) * self.width * tokens,
+            loss=of_head * vocabulary_of(self.model) * self.width * tokens,
             muon=self.layers * muon_flops(self._orthogonalized()),
         )
 
@@ -119,7 +124,11 @@ class DecoderCosts(Costs):
         return 3 * model.n_heads * self.window * FULL + copies
 
     def head_bytes(self, execution: Execution) -> int:
-        return cross_entropy_bytes(execution, execution.tokens(self.window), self.products().head, trained=True)
+        tokens, distillation = execution.tokens(self.window), self.training.distillation
+        copies = 0.0  # of the hidden states: of all tokens with a target, then of the selected ones and their gradient
+        if distillation.selects_tokens:
+            copies = (1 + 2 * distillation.token_share) * tokens * self.width * execution.compute_dtype.itemsize
+        return cross_entropy_bytes(execution, tokens, self.products().head, trained=True) + int(copies)
 
     def weight_bytes(self, execution: Execution) -> int:
         norms_alone = self.training.master_weights == "bf16"

@@ -10,7 +10,7 @@ import torch
 
 from sansgpu.config import Config, derive_seed
 from sansgpu.data.batch import Batch
-from sansgpu.kernels.cross_entropy import LossOptions
+from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy
 from sansgpu.kernels.mixed_loss import linear_mixed_loss
 from sansgpu.models import TransformerLM
 from sansgpu.models.modules import multiplies_integers
@@ -29,18 +29,18 @@ class PretrainObjective(ObjectiveBase):
         self.model = model or TransformerLM(config.model, derive_seed(config.training.seed, "model"))
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        """Computes the summed loss, (): cross-entropy with label smoothing and z-loss, or the distillation loss."""
-        if (soft := self._student.soft_targets(batch)) is not None:
-            hidden = self.model.hidden(batch.inputs, batch.positions, batch.document_ids).flatten(0, 1)
-            targets = batch.targets.flatten()
-            options = replace(self._loss_options, integer=multiplies_integers(self.model))
-            mixed, parts = linear_mixed_loss(hidden, self.model.head_weight, targets, soft, options)
-            self._student.add(parts, targets)
-            return mixed
-        loss: torch.Tensor = self.model.summed_loss(
-            batch.inputs, batch.targets, batch.positions, batch.document_ids, self._loss_options
-        )
-        return loss
+        """Computes the summed loss, (): cross-entropy with label smoothing and z-loss, or the distillation loss.
+
+        If tokens are selected, it is their mean loss times the number of targets of `batch`.
+        """
+        hidden = self.model.hidden(batch.inputs, batch.positions, batch.document_ids).flatten(0, 1)
+        head, options = self.model.head_matrix, replace(self._loss_options, integer=multiplies_integers(self.model))
+        targets, factor = self._student.select(hidden, head, batch)
+        if (soft := self._student.soft_targets(batch)) is None:
+            return factor * linear_cross_entropy(hidden, head, targets, options)
+        loss, parts = linear_mixed_loss(hidden, head, targets, soft, options)
+        self._student.add(parts, targets)
+        return factor * loss
 
     def step_sums(self) -> Sums:
         return self._student.sums.take()

@@ -145,14 +145,20 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
 
     @staticmethod
     def random_batch(config: Config, size: int, tokens: int | None = None) -> Batch:
-        """Builds `size` full windows of random tokens, each a single document. Ignores `tokens`."""
+        """Builds `size` full windows of random tokens, each a single document. Ignores `tokens`.
+
+        If training selects tokens, all have the same loss of the teacher.
+        """
         assert config.model.vocab_size is not None
         draws = torch.Generator().manual_seed(derive_seed(config.training.seed, "trial"))
         shape = (size, config.window + 1)
         drawn = torch.randint(0, config.model.vocab_size, shape, generator=draws)
         inputs, targets = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
         positions = torch.arange(config.window).expand_as(inputs).contiguous()
-        return Batch(inputs, targets, positions, torch.zeros_like(inputs))
+        batch = Batch(inputs, targets, positions, torch.zeros_like(inputs))
+        if not config.training.distillation.selects_tokens:
+            return batch
+        return replace(batch, teacher_target_log_probabilities=torch.zeros(inputs.shape, dtype=torch.float16))
 
     @classmethod
     def costs(cls, config: Config) -> DecoderCosts:
