@@ -75,7 +75,7 @@ def test_the_configuration_page_lists_every_key_once_with_its_default_and_meanin
         sorted(row[0] for row in rows) == sorted(row[1] for row in rows) == sorted(key for key, _ in all_keys(Config))
     )
     cells = {key: (default, meaning) for key, _, default, meaning in rows}
-    assert cells["training.warmup_steps"][0].startswith("`50`<br>fine-tuning: `10`")
+    assert cells["training.warmup_steps"][0].startswith("`10`<br>`graph` without `model.name_or_path`: `50`")
     assert "`cosine`" in cells["training.lr_scheduler"][1]
     assert not [key for key, (default, _) in cells.items() if "null" in default]
 

@@ -1,4 +1,4 @@
-"""Adam and SGD update weights as torch.optim does, and Muon orthogonalizes the updates of each attention head."""
+"""Adam and SGD update weights as torch.optim does, and Muon orthogonalizes queries and keys by heads."""
 
 from collections.abc import Callable, Iterable
 
@@ -86,7 +86,7 @@ def test_the_memory_of_moments_is_what_a_plan_estimates(name: str) -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 2), st.sampled_from([4, 8]), st.sampled_from([16, 48]), st.integers(0, 99))
-def test_muon_orthogonalizes_each_head_by_itself(
+def test_muon_orthogonalizes_queries_and_keys_of_each_head_by_themselves(
     kv_heads: int, queries: int, head_dim: int, d_ff: int, seed: int
 ) -> None:
     heads = kv_heads * queries
@@ -100,10 +100,8 @@ def test_muon_orthogonalizes_each_head_by_itself(
         weight.gradient = gradients[weight.name].clone()
     optimizer.step(0.01, step=1, scale=1.0)
 
-    def blocks(name: str, matrix: torch.Tensor) -> list[torch.Tensor]:
-        if ".attention." not in name:
-            return [matrix]
-        return list(matrix.split(head_dim, dim=1 if ".o." in name else 0))
+    def blocks(name: str, matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return matrix.split(head_dim if name.endswith((".q.weight", ".k.weight")) else len(matrix))
 
     for weight in optimizer.weights:
         if weight.rule is not MUON:

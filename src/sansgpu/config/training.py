@@ -147,7 +147,7 @@ class TrainingConfig(Section):
         0.5, gt=0, le=1, description="fraction of the steps in which wsd decays the learning rate"
     )
     lr_power: float = Field(1.0, gt=0, description="exponent of the polynomial decay")
-    warmup_steps: int = Field(50, ge=0, description="steps of linear learning rate warmup")
+    warmup_steps: int = Field(10, ge=0, description="steps of linear learning rate warmup")
     window_warmup_ratio: float = Field(
         0.4,
         ge=0,

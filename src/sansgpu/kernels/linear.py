@@ -68,13 +68,12 @@ def autocasted(x: torch.Tensor) -> torch.Tensor:
 class Linear(nn.Linear):
     """nn.Linear with our matmuls where they are at least as fast: (..., inputs) -> (..., outputs).
 
-    With `integer`, matmuls are computed in integers, forward and backward; see MatmulPrecision. `head_blocks` are the
-    numbers of blocks of the weight's rows and columns that belong to different attention heads: Muon orthogonalizes
-    each block by itself.
+    With `integer`, matmuls are computed in integers, forward and backward; see MatmulPrecision. Muon
+    orthogonalizes each of `row_blocks` blocks of the weight's rows by itself, such as those of each attention head.
     """
 
     integer: Integer | None = None
-    head_blocks = (1, 1)
+    row_blocks = 1
     head_blocks = (
         1,
         1,

@@ -113,8 +113,7 @@ class Attention(nn.Module):
         self.k = Linear(config.d_model, self.kv_heads * self.head_dim, bias=bias)
         self.v = Linear(config.d_model, self.kv_heads * self.head_dim, bias=bias)
         self.o = Linear(self.heads * self.head_dim, config.d_model, bias=bias)
-        self.q.head_blocks, self.o.head_blocks = (self.heads, 1), (1, self.heads)
-        self.k.head_blocks = self.v.head_blocks = (self.kv_heads, 1)
+        self.q.row_blocks, self.k.row_blocks = self.heads, self.kv_heads
         eps = config.decoder.norm_eps
         self.q_norm = RMSNorm(self.head_dim, eps) if config.decoder.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, eps) if config.decoder.qk_norm else None

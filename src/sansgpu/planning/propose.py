@@ -233,7 +233,7 @@ def _with_length(best: ProposedRun, hours: float) -> Config:
         f"training.gradient_accumulation_steps={batch // window}",
         f"training.max_hours={hours}",
         f"training.num_epochs={MAX_EPOCHS}",
-        f"training.warmup_steps={max(10, min(200, round(steps / 20)))}",
+        f"training.warmup_steps={max(10, min(200, round(steps / 50)))}",
         f"training.eval_steps={max(1, round(steps / EVALUATIONS))}",
         f"training.save_steps={max(1, round(steps / SNAPSHOTS))}",
     )

@@ -14,7 +14,6 @@ SMALL_ENCODER = "distilbert-base-uncased"
 # Defaults for fine-tuning: a low learning rate, no weight decay, AdamW as in pretraining, examples at full length.
 FINE_TUNED: Values = {
     "lr_scheduler": "linear",
-    "warmup_steps": 10,
     "window_warmup_ratio": 0.0,
     "optimizer": "adamw",
     "weight_decay": 0.0,

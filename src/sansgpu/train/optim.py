@@ -57,7 +57,7 @@ class Optimizer:
         places = self._places(model, {name for name, p in model.named_parameters() if p.requires_grad}, cut)
         matrices = {name for name, _ in groups.matrices}
         undecayed = {name for name, _ in groups.others}
-        blocks = {f"{name}.weight": m.head_blocks for name, m in model.named_modules() if isinstance(m, Linear)}
+        row_blocks = {f"{name}.weight": m.row_blocks for name, m in model.named_modules() if isinstance(m, Linear)}
         self.weights = [
             TrainedWeight(
                 name,
@@ -67,7 +67,7 @@ class Optimizer:
                 rule=rule_for(parameter, name in matrices, training),
                 decay=0.0 if name in undecayed else training.weight_decay,
                 placement=places[name],
-                blocks=blocks.get(name, (1, 1)),
+                row_blocks=row_blocks.get(name, 1),
             )
             for number, (name, parameter) in enumerate([*groups.matrices, *groups.filters, *groups.others])
         ]

@@ -70,7 +70,7 @@ class TrainedWeight:
     rule: UpdateRule
     decay: float
     placement: Placement = REPLICATED
-    blocks: tuple[int, int] = (1, 1)  # see kernels.linear.Linear.head_blocks
+    row_blocks: int = 1  # see kernels.linear.Linear
     moments: dict[str, torch.Tensor] = field(default_factory=dict)
     gradient: torch.Tensor | None = None
     used: bool = False  # this rank computed a gradient in one of the step's micro-batches
@@ -185,14 +185,14 @@ def muon_momentum(training: TrainingConfig, step: int) -> float:
 def _muon(weights: Sequence[TrainedWeight], step: UpdateStep) -> None:
     """Updates weights along their orthogonalized momentum (Jordan et al. 2024), batching weights of equal shape.
 
-    Each weight is a matrix or a stack of matrices. The blocks of attention heads are orthogonalized separately, which
-    learns more per step and costs a fraction. torch.optim.Muon is not used because it processes one matrix at a time
-    and always computes in bf16, which is slow if the processor emulates it.
+    Each weight is a matrix or a stack of matrices. The blocks of rows that belong to different attention heads are
+    orthogonalized separately, which learns more per step and costs less. torch.optim.Muon is not used because it
+    processes one matrix at a time and always computes in bf16, which is slow if the processor emulates it.
     """
 
-    def kind(weight: TrainedWeight) -> tuple[torch.Size, tuple[int, int]]:
+    def kind(weight: TrainedWeight) -> tuple[torch.Size, int]:
         # Unsharded shapes: ranks may have unequal numbers of rows but must gather in the same order.
-        return weight.parameter.shape, weight.blocks
+        return weight.parameter.shape, weight.row_blocks
 
     for (shape, _), group in groupby(sorted(weights, key=kind), key=kind):
         same, together = list(group), max(1, MUON_CHUNK_ELEMENTS // shape.numel())
@@ -212,14 +212,10 @@ def _muon_chunk(weights: list[TrainedWeight], step: UpdateStep) -> None:
     nesterov(averaged, muon_momentum(step.training, step.number), step.scale)
     for weight, (whole, local) in zip(weights, gathered, strict=True):
         whole.copy_(weight.placement.all_gather(local, shape))  # copies nothing if this rank has the whole weight
-    rows, columns = weights[0].blocks
-    # Dimensions: matrix, block row, row in the block, block column, column in the block.
-    parted = full.view(-1, rows, shape[-2] // rows, columns, shape[-1] // columns).transpose(2, 3)
-    matrices = parted.flatten(0, 2)
+    matrices = full.view(-1, shape[-2] // weights[0].row_blocks, shape[-1])
     pieces = matrices.split(max(1, MUON_CHUNK_ELEMENTS // matrices[0].numel()))
     directions = [newton_schulz(piece, step.compute_dtype) for piece in pieces]
-    together = directions[0] if len(directions) == 1 else torch.cat(directions)
-    together = together.view(parted.shape).transpose(2, 3).reshape(full.shape)
+    together = (directions[0] if len(directions) == 1 else torch.cat(directions)).view_as(full)
     moves = [
         WeightUpdate(weight.master, (), weight.placement.shard(direction), weight.working, weight.decay)
         for weight, direction in zip(weights, together, strict=True)

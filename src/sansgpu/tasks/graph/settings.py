@@ -188,6 +188,7 @@ SETTINGS = TaskSettings(
         "training": {
             "window_warmup_ratio": 0.0,
             "lr_scheduler": "linear",
+            "warmup_steps": 50,
             "optimizer": "muon",
             "muon_momentum_start": 0.95,
             "muon_embedding_rate": 1.0,

@@ -5,6 +5,7 @@ D width, K key-value width, F feed-forward width.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 
 from sansgpu.config import ModelConfig
@@ -73,10 +74,12 @@ class DecoderCosts(Costs):
         return LinearShapes(shapes_of(matrices), (d, vocabulary_of(model)))
 
     def _orthogonalized(self) -> Shapes:
-        """Returns the matrices of a block that Muon orthogonalizes: in attention, those of each head by itself."""
-        model = self.model
-        heads = [(model.d_model, model.head_dim)] * (2 * model.n_heads + 2 * model.kv_heads)
-        return shapes_of([*heads, *[(model.d_model, model.d_ff)] * (3 if model.activation == "swiglu" else 2)])
+        """Returns the matrices of a block that Muon orthogonalizes: queries and keys of each head by themselves."""
+        model, shapes = self.model, Counter(self.products().block)
+        d, heads, kv_heads = model.d_model, model.n_heads, model.kv_heads
+        shapes.subtract([(d, heads * model.head_dim), (d, kv_heads * model.head_dim)])
+        shapes[d, model.head_dim] += heads + kv_heads
+        return dict(shapes)
 
     def work(self, tokens: float) -> StepWork:
         """Counts 6 FLOPs per token and matmul parameter, plus causal attention.
