@@ -47,7 +47,7 @@ def _constants(purpose: int, count: int) -> np.ndarray:
 _IS_WORD = np.array([byte >= 0x80 or chr(byte).isalnum() or byte == ord("_") for byte in range(256)])
 _LETTERS = _constants(1, 256) * _IS_WORD  # by byte; 0 between words
 _LETTERS[ord("A") : ord("Z") + 1] = _LETTERS[ord("a") : ord("z") + 1]
-_BASE = _constants(2, 1)  # of the polynomial that hashes the letters of a word
+_BASE = _constants(2, 1)  # a word's hash is a polynomial in this number, with a coefficient per letter
 _PLACES = _constants(3, SHINGLE_WORDS)  # factors of a shingle's words
 _FUNCTIONS = _constants(4, HASHES).astype(np.uint32)  # factors that make HASHES functions of one hash
 
@@ -145,7 +145,7 @@ def shingle_hashes(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """
     words, text_of = _word_hashes(texts)
     counts = np.bincount(text_of, minlength=len(texts))
-    numbers = np.arange(len(words)) - (np.cumsum(counts) - counts)[text_of]  # of each word in its text
+    numbers = np.arange(len(words)) - (np.cumsum(counts) - counts)[text_of]  # words are numbered in each text
     spread = np.arange(len(words)) + (SHINGLE_WORDS - 1) * text_of
     padded = np.zeros(len(words) + (SHINGLE_WORDS - 1) * len(texts), np.uint64)  # zeros after each text
     padded[spread] = words

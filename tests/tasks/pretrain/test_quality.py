@@ -115,7 +115,7 @@ def test_scores_are_cached_for_a_text_a_model_and_a_label(home: Path, tmp_path: 
     assert count(quality_label="cold") == 2
     assert count(max_gb=1e-6) == 3
     assert count(quality_model=str(home / "regression"), quality_label=None) == 4
-    assert count(quality_model=str(home / "single/final")) == 5  # which does not record the run's data.max_length
+    assert count(quality_model=str(home / "single/final")) == 5  # final/ does not record the run's data.max_length
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])

@@ -128,7 +128,7 @@ class DecoderCosts(Costs):
 
     def head_bytes(self, execution: Execution) -> int:
         tokens, distillation = execution.tokens(self.window), self.training.distillation
-        copies = 0.0  # of the hidden states: of all tokens with a target, then of the selected ones and their gradient
+        copies = 0.0  # bytes: hidden states of all tokens with a target, those of the selected ones and their gradient
         if distillation.selects_tokens:
             copies = (1 + 2 * distillation.token_share) * tokens * self.width * execution.compute_dtype.itemsize
         return cross_entropy_bytes(execution, tokens, self.products().head, trained=True) + int(copies)

@@ -39,7 +39,7 @@ class QualityFilter:
     folder: Path
     task: TaskClass
     max_length: int  # tokens; longer documents are truncated
-    label: str | None  # whose probability is the score; None: the model predicts a number
+    label: str | None  # the score is this label's probability; None: the number that the model predicts
     share: float
     device: torch.device
 

@@ -15,7 +15,7 @@ DECODER_KEYS = (
     "training.window_warmup_ratio",
 )  # fmt: skip
 
-QUALITY_KEYS = "data.quality_label", "data.quality_share"  # of data.quality_model
+QUALITY_KEYS = "data.quality_label", "data.quality_share"  # have an effect only with data.quality_model
 CORPUS_KEYS = (
     "data.max_tokens", "data.max_gb", "data.streaming", "data.deduplicate", "data.quality_model", *QUALITY_KEYS,
 )  # fmt: skip
