@@ -15,7 +15,7 @@ from tests.project import PROJECT
 
 # Extras that no command needs, or that only combine other extras.
 NO_JOB = {"all", "bench", "browser", "dev", "docs", "llama", "release"}
-IMPORTED_AS = {"pyyaml": "yaml", "markdown-it-py": "markdown_it"}
+IMPORTED_AS = {"pyyaml": "yaml", "markdown-it-py": "markdown_it", "mlflow-skinny": "mlflow"}
 # Runs commands in one process and prints their exit codes and the modules that were imported in the end. An entry of
 # None in sys.modules makes Python treat a package as not installed.
 PROGRAM = """
@@ -138,6 +138,12 @@ TUNED = ("--set", "model.name_or_path=run/final", "--set", "data.dataset_name=no
         ("matplotlib", ["report", "run", "--format", "png"], "--format png needs matplotlib"),
         ("optuna", ["tune", "--set", "data.dataset_name=notes.txt"], "sansgpu tune needs optuna"),
         ("wandb", train("--set", "training.report_to=wandb", "--resume"), "training.report_to wandb needs wandb"),
+        (
+            "trackio",
+            train("--set", "training.report_to=trackio", "--resume"),
+            "training.report_to trackio needs trackio",
+        ),
+        ("mlflow", train("--set", "training.report_to=mlflow", "--resume"), "training.report_to mlflow needs mlflow"),
     ],
 )
 def test_a_missing_package_is_named_with_the_line_that_installs_it(

@@ -87,7 +87,7 @@ def test_a_file_written_for_llm_trainer_loads_unchanged(values: dict[str, object
         ("training.learning_rate=.nan", "finite"),
         ("training.optimizer=lion", "'auto', 'muon', 'adamw', 'adam' or 'sgd'"),
         ("training.lr_power=2", "lr_power has no effect with lr_scheduler wsd"),
-        ("training.report_to=tb", "'tensorboard' or 'wandb'"),
+        ("training.report_to=tb", "'tensorboard', 'wandb', 'trackio' or 'mlflow'"),
         ("data.max_length=100000", "longer than model.max_seq_len"),
         ("task=dance", "task"),
         ("device=tpu", "device"),

@@ -290,8 +290,8 @@ class TrainingConfig(Section):
         "fp32 weights and optimizer states; full: also the weights of the transformer blocks, which are gathered "
         "while they are used",
     )
-    report_to: Annotated[list[Literal["tensorboard", "wandb"]], BeforeValidator(_as_list)] = Field(
-        ["tensorboard"], description="loggers in addition to metrics.jsonl: tensorboard, wandb or none"
+    report_to: Annotated[list[Literal["tensorboard", "wandb", "trackio", "mlflow"]], BeforeValidator(_as_list)] = Field(
+        ["tensorboard"], description="loggers in addition to metrics.jsonl: tensorboard, wandb, trackio, mlflow or none"
     )
     logging_dir: str | None = Field(
         None, description="folder for TensorBoard logs. Default: a folder in the run folder"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from typing import Any, Protocol
 
@@ -96,6 +96,13 @@ class EventBuffer:
         pass
 
 
+def disabled_warning(name: str, error: Exception) -> Event:
+    """Returns the warning about a sink that raised an exception."""
+    why = " ".join(str(error).split())
+    message = f"{name} failed and was disabled ({why}); training continues."
+    return {"event": "warning", "cause": "callback", "message": message}
+
+
 class Sinks:
     """Broadcasts events to sinks. A sink that fails is removed with a warning, except if it raises RecordError."""
 
@@ -106,6 +113,13 @@ class Sinks:
     def add(self, *sinks: Sink) -> None:
         """Adds sinks, which receive later events only."""
         self._sinks += sinks
+
+    def add_made(self, name: str, make: Callable[[], Sink]) -> None:
+        """Makes and adds a sink, or emits a warning if that fails."""
+        try:
+            self.add(make())
+        except Exception as error:  # a sink must not stop training
+            self.emit(disabled_warning(name, error))
 
     def hold(self) -> None:
         """Buffers events until `release`."""
@@ -129,9 +143,7 @@ class Sinks:
                 raise
             except Exception as error:  # a sink must not stop training
                 self._sinks.remove(sink)
-                name, why = getattr(sink, "name", type(sink).__name__), " ".join(str(error).split())
-                message = f"{name} failed and was disabled ({why}); training continues."
-                failed.append({"event": "warning", "cause": "callback", "message": message})
+                failed.append(disabled_warning(getattr(sink, "name", type(sink).__name__), error))
         for warning in failed:
             self.emit(warning)
 

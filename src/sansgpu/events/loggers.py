@@ -1,10 +1,9 @@
-"""Sinks that pass events on: to TensorBoard, to Weights & Biases, and to a user's callbacks."""
+"""Sinks that pass events on: to TensorBoard and to a user's callbacks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from sansgpu.config.errors import how_to_install, is_installed, require
 from sansgpu.events.controls import Controls
@@ -20,7 +19,8 @@ def require_boards(names: Sequence[str], warn: Callable[[str], None]) -> None:
             warn(f"no TensorBoard logs are written: {how_to_install('writing them', name)}")
 
 
-def _scalars(event: Event) -> dict[str, float]:
+def scalars(event: Event) -> dict[str, float]:
+    """Returns the numbers of a step or eval event by the names that loggers show, e.g. `train/loss`."""
     group = {"step": "train", "eval": "validation"}.get(event["event"])
     if group is None:
         return {}
@@ -43,29 +43,13 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=purge)
 
     def emit(self, event: Event) -> None:
-        for name, value in _scalars(event).items():
+        for name, value in scalars(event).items():
             self._writer.add_scalar(name, value, event["step"])
         if event.get("sample"):
             self._writer.add_text("sample", event["sample"], event["step"])
 
     def close(self) -> None:
         self._writer.close()
-
-
-class WeightsAndBiases:
-    """A sink that logs scalars to Weights & Biases."""
-
-    def __init__(self, name: str, folder: Path, config: dict[str, Any]) -> None:
-        import wandb
-
-        self._run = wandb.init(project="sansgpu", name=name, id=name, dir=str(folder), config=config, resume="allow")
-
-    def emit(self, event: Event) -> None:
-        if scalars := _scalars(event):
-            self._run.log(scalars, step=event["step"])
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 class Callback:

@@ -26,7 +26,8 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.events.controls import Controls
 from sansgpu.events.event import Event, EventBuffer, Sink, Sinks, now
 from sansgpu.events.jsonl import MetricsFile
-from sansgpu.events.loggers import TensorBoard, WeightsAndBiases, require_boards
+from sansgpu.events.loggers import TensorBoard, require_boards
+from sansgpu.events.trackers import TrackedRun, trackers
 from sansgpu.files.atomic import atomic_write, cleanup_of, write_failures_as
 from sansgpu.files.marks import MARK
 from sansgpu.files.ownership import LOCK, replace_folder
@@ -290,10 +291,12 @@ def _run(
     _write_run_files(run, task)
     step = snapshot.step if snapshot else None
     metrics = MetricsFile(paths.metrics, step)
-    sinks.add(metrics, *_loggers(run.config, paths, step))
+    sinks.add(metrics)
+    sinks.hold()  # the start event is the first
+    _add_loggers(sinks, run.config, paths, step)
     request.monitor.start(paths.root.absolute(), [execution.group.peers[rank] for rank in execution.group.local_ranks])
     try:
-        sinks.emit({**_start_event(run, step or 0), **resumed})
+        sinks.release({**_start_event(run, step or 0), **resumed})
         for event in output.early.events if snapshot is None else ():  # the other sinks already received them
             metrics.emit(event)
         end = trainer.train()
@@ -335,12 +338,15 @@ def _write_run_files(run: TrainingRun, task: Task) -> None:
             task.save_tokenizer(new)
 
 
-def _loggers(config: Config, paths: RunPaths, step: int | None) -> list[Sink]:
+def _add_loggers(sinks: Sinks, config: Config, paths: RunPaths, step: int | None) -> None:
+    tracked = TrackedRun(paths.root.absolute().name, paths.root, config.model_dump(mode="json"), step is not None)
     makers: dict[str, Callable[[], Sink]] = {
         "tensorboard": partial(TensorBoard, paths.tensorboard, step),
-        "wandb": partial(WeightsAndBiases, paths.root.name, paths.root, config.model_dump(mode="json")),
+        **trackers(tracked),
     }
-    return [makers[name]() for name in config.training.report_to if is_installed(name)]
+    for name in config.training.report_to:
+        if is_installed(name):
+            sinks.add_made(name, makers[name])
 
 
 def _require_disk(run: TrainingRun) -> None:
