@@ -273,17 +273,18 @@ class _ExportOptions:
     form: Annotated[
         str,
         option(
-            "hf: a Hugging Face folder; gguf: a file for llama.cpp; onnx: an encoder for onnxruntime.",
+            "hf: a Hugging Face folder; gguf: a file for llama.cpp; ollama: that file with a Modelfile; onnx: an "
+            "encoder for onnxruntime.",
             OUTPUT,
             "--format",
-            metavar="hf|gguf|onnx",
+            metavar="hf|gguf|ollama|onnx",
         ),
     ] = "hf"
     weight_type: Annotated[
         str | None,
         option(
-            "Data type of the weight matrices. gguf: f32, f16 (default), bf16, q8_0, q6_k, q4_k, q4_1, q4_0; onnx: f32 "
-            "(default), int8.",
+            "Data type of the weight matrices. gguf, ollama: f32, f16 (default), bf16, q8_0, q6_k, q4_k, q4_1, q4_0; "
+            "onnx: f32 (default), int8.",
             OUTPUT,
             "--type",
             "--quantization",
@@ -292,7 +293,10 @@ class _ExportOptions:
     snapshot: SnapshotOption = "latest"
     output: Annotated[
         Path | None,
-        path_option("File or folder to write. Default: RUN/export, RUN/NAME-TYPE.gguf or RUN/onnx-TYPE.", "PATH"),
+        path_option(
+            "File or folder to write. Default: RUN/export, RUN/NAME-TYPE.gguf, RUN/ollama-TYPE or RUN/onnx-TYPE.",
+            "PATH",
+        ),
     ] = None
     merge: Annotated[
         bool | None,
@@ -309,31 +313,37 @@ class _ExportOptions:
 
 @with_fields
 def export(given: _ExportOptions) -> None:
-    """Export a run as a Hugging Face, GGUF or ONNX model.
+    """Export a run as a Hugging Face, GGUF, Ollama or ONNX model.
 
-    With --format onnx, RUN may also be a Hugging Face folder, such as the folder final/ of a run.
+    With --format gguf, ollama and onnx, RUN may also be a Hugging Face folder, such as the folder final/ of a run.
 
     Example: sansgpu export runs/default --format gguf --type q8_0 --snapshot best
     """
-    if given.form not in ("hf", "gguf", "onnx"):
-        raise typer.BadParameter(f"--format is {given.form}, but must be hf, gguf or onnx")
+    if given.form not in ("hf", "gguf", "ollama", "onnx"):
+        raise typer.BadParameter(f"--format is {given.form}, but must be hf, gguf, ollama or onnx")
     if given.form == "hf" and given.weight_type is not None:
-        raise typer.BadParameter("--type requires --format gguf or onnx")
+        raise typer.BadParameter("--type requires --format gguf, ollama or onnx")
     if given.form != "hf" and given.merge is not None:
         raise typer.BadParameter(
             "--merge and --no-merge require --format hf; other formats always contain the merged model"
         )
+    note = None
     with preparation_bar() as bar:
-        from sansgpu.jobs.export import export_gguf, export_onnx, export_run
+        from sansgpu.jobs.export import export_gguf, export_ollama, export_onnx, export_run
         from sansgpu.train.loading import ModelRequest
 
         model = ModelRequest(str(given.run), given.snapshot, given.trust_remote_code, given.objective)
         if given.form == "gguf":
             written = export_gguf(model, given.output, given.weight_type or "f16", warn, bar)
+        elif given.form == "ollama":
+            written, command = export_ollama(model, given.output, given.weight_type or "f16", warn, bar)
         elif given.form == "onnx":
             written, check = export_onnx(model, given.output, given.weight_type or "f32", warn, bar)
+            note = f"checked with onnxruntime: {check}"
         else:
             written = export_run(model, given.output, given.merge, warn, bar)
-    if given.form == "onnx":
-        complain(f"checked with onnxruntime: {check}")
+    if note is not None:
+        complain(note)
     show(written)
+    if given.form == "ollama":
+        show(command)

@@ -1,28 +1,34 @@
-"""Export of a snapshot as a Hugging Face folder, a GGUF file or an ONNX file."""
+"""Export of a model as a Hugging Face folder, a GGUF file, a folder for Ollama or an ONNX file."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from sansgpu.config import ConfigError
 from sansgpu.config.errors import require
 from sansgpu.data.shards import ReportProgress
+from sansgpu.files.atomic import write_text
 from sansgpu.files.marks import is_output
 from sansgpu.files.ownership import GGUF, require_file, require_folder
 from sansgpu.jobs.report import write_model_card
 from sansgpu.jobs.runs import require_run
-from sansgpu.models.formats.folders import base_of, is_adapter_folder
+from sansgpu.models.formats.folders import base_of, is_adapter_folder, write_folder_atomically
+from sansgpu.models.formats.ollama import COMPLETION, MAX_CONTEXT, chat_format, model_name, modelfile, stop_texts
 from sansgpu.models.formats.onnx import FILES, OnnxCheck, decoder_error, require_onnx, write_onnx
-from sansgpu.tasks.capabilities import can
-from sansgpu.tasks.task import TrainedModel, Verb
+from sansgpu.models.formats.tokenizers import TokenizerParts
+from sansgpu.tasks.capabilities import GGUFParts, can
+from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import ModelRequest, class_of_run, open_model
 from sansgpu.train.run_folders import open_run
 
 if TYPE_CHECKING:  # gguf is optional
     from sansgpu.models.formats.gguf_file import ModelDescription
+    from sansgpu.models.formats.gguf_reader import GGUFType
 
 
 def export_run(
@@ -95,36 +101,112 @@ def _require_no_other_run(folder: Path, run: Path) -> None:
 def export_gguf(
     model: ModelRequest, output: Path | None, weight_type: str, warn: Callable[[str], None], progress: ReportProgress
 ) -> Path:
-    """Writes a run's snapshot as a GGUF file (default: RUN/NAME-KIND.gguf) and returns its path.
+    """Writes a model as a GGUF file (default: RUN/NAME-KIND.gguf) and returns its path.
 
-    `weight_type` is the data type of matrices. Raises ConfigError if llama.cpp does not support the model.
+    Takes a run or a Hugging Face folder. `weight_type` is the data type of matrices. Raises ConfigError if llama.cpp
+    does not support the model.
     """
+    path = _gguf_output(model, output, weight_type, f"{Path(model.target).resolve().name}-{weight_type}.gguf")
+    require_file(path, GGUF)
+    loaded = _open_for_gguf(model, warn, progress)
+    progress(f"writing {path}", 0, 0)
+    _write_gguf(path, Path(model.target), loaded, loaded.task_class.gguf_parts(loaded), weight_type, warn)
+    return path
+
+
+def export_ollama(
+    model: ModelRequest, output: Path | None, weight_type: str, warn: Callable[[str], None], progress: ReportProgress
+) -> tuple[Path, str]:
+    """Writes a folder with a GGUF file and a Modelfile (default: RUN/ollama-KIND).
+
+    Takes a run or a Hugging Face folder. Returns the folder and the command that adds the model to Ollama. Raises
+    ConfigError if llama.cpp does not support the model, or Ollama its chat template.
+    """
+    from sansgpu.tasks.sft.chat import with_fixed_date
+
+    run = Path(model.target)
+    folder = _gguf_output(model, output, weight_type, f"ollama-{weight_type}")
+    require_folder(folder, "model", "--output")
+    _require_no_other_run(folder, run)
+    loaded = _open_for_gguf(model, warn, progress)
+    settings, weights, tokenizer = loaded.task_class.gguf_parts(loaded)
+    name, found = model_name(run.resolve().name), None
+    if tokenizer.chat_template is not None:
+        bos = tokenizer.token(tokenizer.bos_id) or ""
+        dated = replace(tokenizer, chat_template=with_fixed_date(tokenizer.chat_template))
+        found = chat_format(dated)
+        begins = bool(bos) and found.start.startswith(bos)
+        if begins:
+            found = found.without(bos)  # because Ollama adds it to each conversation
+        tokenizer = replace(tokenizer, begins=begins)
+    progress(f"writing {folder}", 0, 0)
+
+    def write(partial: Path) -> None:
+        file = f"{name}-{weight_type}.gguf"
+        _write_gguf(partial / file, run, loaded, (settings, weights, tokenizer), weight_type, warn)
+        template = COMPLETION if found is None else found.go_template()
+        stops = stop_texts(tokenizer, found, _end_ids(loaded, settings, tokenizer))
+        write_text(partial / "Modelfile", modelfile(file, template, stops, _parameters(loaded, settings)))
+
+    write_folder_atomically(folder, write)
+    return folder, shlex.join(["ollama", "create", name, "-f", str(folder / "Modelfile")])
+
+
+def _parameters(loaded: TrainedModel, settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the parameters of a Modelfile: the context, and the temperature if the model's author chose one."""
+    generation = getattr(loaded.objective.model, "generation_config", None)
+    context = settings.get("max_position_embeddings") or settings.get("n_positions") or MAX_CONTEXT
+    chosen = {} if generation is None else generation.to_diff_dict()
+    return {"num_ctx": min(context, MAX_CONTEXT), **{k: v for k, v in chosen.items() if k == "temperature"}}
+
+
+def _end_ids(loaded: TrainedModel, settings: dict[str, Any], tokenizer: TokenizerParts) -> list[int]:
+    """Returns the ids of the tokens that end a text."""
+    generation = getattr(loaded.objective.model, "generation_config", None)
+    ends = getattr(generation, "eos_token_id", None) or settings.get("eos_token_id")
+    return [end for end in (tokenizer.eos_id, *(ends if isinstance(ends, list) else [ends])) if end is not None]
+
+
+def _gguf_output(model: ModelRequest, output: Path | None, weight_type: str, default: str) -> Path:
+    """Returns the path to write. Raises ConfigError if the model cannot be exported as GGUF."""
     require("--format gguf", "gguf")
-    from sansgpu.models.formats.gguf_file import write_gguf
-    from sansgpu.models.formats.gguf_reader import TYPES, describe_substitutes
+    from sansgpu.models.formats.gguf_reader import TYPES
 
     run = Path(model.target)
     if weight_type not in TYPES:
         raise ConfigError(f"--type is {weight_type}, but must be one of {', '.join(TYPES)}.")
-    if is_adapter_folder(run):
-        verb: Verb = "chat"
-        path = _require_output(run, output)
-    else:
-        verb = "gguf"
-        config, _ = open_run(run)
-        class_of_run(run, config, verb, model.objective)  # before the output is checked
-        path = output or run / f"{run.resolve().name}-{weight_type}.gguf"
-        if output is None:
-            require_run(run)
-    require_file(path, GGUF)
-    loaded = open_model(model, verb, warn, progress)
-    progress(f"writing {path}", 0, 0)
-    about = _about(run, loaded)
-    settings, weights, tokenizer = loaded.task_class.gguf_parts(loaded)
-    choices = write_gguf(path, settings, weights, tokenizer, weight_type, about)
+    if _is_model_folder(run):
+        return _require_output(run, output)
+    config, _ = open_run(run)
+    class_of_run(run, config, "gguf", model.objective)  # before the output is checked
+    if output is None:
+        require_run(run)
+    return output or run / default
+
+
+def _is_model_folder(folder: Path) -> bool:
+    is_run = (folder / "config.yaml").is_file()
+    return not is_run and ((folder / "config.json").is_file() or is_adapter_folder(folder))
+
+
+def _open_for_gguf(model: ModelRequest, warn: Callable[[str], None], progress: ReportProgress) -> TrainedModel:
+    return open_model(model, "chat" if _is_model_folder(Path(model.target)) else "gguf", warn, progress)
+
+
+def _write_gguf(
+    path: Path,
+    run: Path,
+    loaded: TrainedModel,
+    parts: GGUFParts,
+    weight_type: str,
+    warn: Callable[[str], None],
+) -> None:
+    from sansgpu.models.formats.gguf_file import write_gguf
+    from sansgpu.models.formats.gguf_reader import describe_substitutes
+
+    choices = write_gguf(path, *parts, cast("GGUFType", weight_type), _about(run, loaded))
     if (replaced := describe_substitutes(choices)) is not None:
         warn(replaced)
-    return path
 
 
 def _about(run: Path, loaded: TrainedModel) -> ModelDescription:
@@ -132,12 +214,16 @@ def _about(run: Path, loaded: TrainedModel) -> ModelDescription:
     from sansgpu.models.formats.gguf_file import ModelDescription
 
     config, step = loaded.config, loaded.source.step
-    of_run = f"Step {step} of a run of task {config.task}, trained with sansgpu."
     model = base_of(config.model) or config.model
     base = model.name_or_path
+    if step is not None:
+        description = f"Step {step} of a run of task {config.task}, trained with sansgpu."
+    else:
+        adapter = "A model with an adapter, merged by sansgpu."
+        description = adapter if is_adapter_folder(run) else "A Hugging Face model, converted by sansgpu."
     return ModelDescription(
         name=run.resolve().name,
-        description="A model with an adapter, merged by sansgpu." if step is None else of_run,
+        description=description,
         dataset=None if step is None else Path(config.data.dataset_name).name,
         base_model=Path(base).name if base else None,
     )

@@ -36,6 +36,11 @@ FIXED_DATE = f"{{% macro strftime_now(format) %}}{{{{ format{_CODES} }}}}{{% end
 MAX_PREFIX_CHARACTERS = 1 << 22  # maximum total length of the prefixes that are rendered in one call
 
 
+def with_fixed_date(template: str) -> str:
+    """Returns a chat template that writes the date of FIXED_DATE instead of today's."""
+    return FIXED_DATE + template if "strftime_now" in template else template
+
+
 @dataclass(frozen=True)
 class MaskedConversation:
     """Token ids, the loss mask `learned` (the first token is never a target, even if True), UTF-8 bytes per token."""
@@ -226,7 +231,7 @@ class _RenderedConversation:
             template = str(tokenizer.get_chat_template())
         except ValueError as error:  # several templates, but no default
             raise ConfigError(f"{first_line(error)}; set data.chat_template to a Jinja file.") from None
-        self._template = FIXED_DATE + template if "strftime_now" in template else template
+        self._template = with_fixed_date(template)
         self._names = tokenizer.special_tokens_map
         self._prefixes: dict[tuple[int, bool], Rendered] = {}
         self._render_needed_prefixes()
