@@ -72,12 +72,26 @@ def _digest(content: bytes) -> str:
     return hashlib.sha1(content).hexdigest()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    hub: Hub
+class HubHandler(BaseHTTPRequestHandler):
+    """Answers requests without keeping connections open."""
+
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
         pass
+
+    def _send(self, body: bytes, code: int = 200, headers: dict[str, str] | None = None, is_cut: bool = False) -> None:
+        self.send_response(code)
+        for key, value in {"Content-Length": str(len(body)), "Connection": "close", **(headers or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.close_connection = True
+        if self.command != "HEAD":
+            self.wfile.write(body[: len(body) // 2] if is_cut else body)
+
+
+class _DatasetHandler(HubHandler):
+    hub: Hub
 
     def do_HEAD(self) -> None:
         self._respond()
@@ -125,20 +139,19 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(content[start:stop], 206, headers, is_cut=fault is not None)
         self.hub.sent += stop - start
 
-    def _send(self, body: bytes, code: int = 200, headers: dict[str, str] | None = None, is_cut: bool = False) -> None:
-        self.send_response(code)
-        for key, value in {"Content-Length": str(len(body)), "Connection": "close", **(headers or {})}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        self.close_connection = True
-        if self.command != "HEAD":
-            self.wfile.write(body[: len(body) // 2] if is_cut else body)
-
 
 @contextmanager
 def serving(hub: Hub) -> Iterator[str]:
     """Serves a dataset and yields the server's address."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
+    with serving_with(type("Handler", (_DatasetHandler,), {"hub": hub})) as address:
+        yield address
+
+
+@contextmanager
+def serving_with(handler: type[HubHandler]) -> Iterator[str]:
+    """Starts a server and yields its address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
     server.handle_error = lambda *_: None  # type: ignore[method-assign]  # clients that gave up
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()

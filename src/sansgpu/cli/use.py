@@ -307,6 +307,13 @@ class _ExportOptions:
             "--merge/--no-merge",
         ),
     ] = None
+    push_to_hub: Annotated[
+        str | None,
+        option("Also upload the model to this repository of the Hugging Face Hub.", OUTPUT, metavar="OWNER/NAME"),
+    ] = None
+    private: Annotated[
+        bool, flag("With --push-to-hub: create the repository as a private one.", OUTPUT, "--private")
+    ] = False
     trust_remote_code: RemoteCodeOption = False
     objective: ObjectiveOption = None
 
@@ -327,23 +334,36 @@ def export(given: _ExportOptions) -> None:
         raise typer.BadParameter(
             "--merge and --no-merge require --format hf; other formats always contain the merged model"
         )
-    note = None
+    if given.private and given.push_to_hub is None:
+        raise typer.BadParameter("--private requires --push-to-hub; add it")
     with preparation_bar() as bar:
-        from sansgpu.jobs.export import export_gguf, export_ollama, export_onnx, export_run
-        from sansgpu.train.loading import ModelRequest
+        from sansgpu.jobs.upload import push_to_hub, require_hub
 
-        model = ModelRequest(str(given.run), given.snapshot, given.trust_remote_code, given.objective)
-        if given.form == "gguf":
-            written = export_gguf(model, given.output, given.weight_type or "f16", warn, bar)
-        elif given.form == "ollama":
-            written, command = export_ollama(model, given.output, given.weight_type or "f16", warn, bar)
-        elif given.form == "onnx":
-            written, check = export_onnx(model, given.output, given.weight_type or "f32", warn, bar)
-            note = f"checked with onnxruntime: {check}"
-        else:
-            written = export_run(model, given.output, given.merge, warn, bar)
+        if given.push_to_hub is not None:
+            require_hub(given.push_to_hub)
+        written, note, command = _write_export(given, bar)
+        address = None
+        if given.push_to_hub is not None:
+            whole = written.parent if given.form == "onnx" else written
+            address = push_to_hub(whole, given.push_to_hub, given.private, bar)
     if note is not None:
         complain(note)
-    show(written)
+    for line in filter(None, (written, command, address)):
+        show(line)
+
+
+def _write_export(given: _ExportOptions, progress: ReportProgress) -> tuple[Path, str | None, str | None]:
+    """Returns the path that was written, a message about it, and a command that uses it."""
+    from sansgpu.jobs.export import export_gguf, export_ollama, export_onnx, export_run
+    from sansgpu.train.loading import ModelRequest
+
+    model = ModelRequest(str(given.run), given.snapshot, given.trust_remote_code, given.objective)
+    if given.form == "gguf":
+        return export_gguf(model, given.output, given.weight_type or "f16", warn, progress), None, None
     if given.form == "ollama":
-        show(command)
+        folder, command = export_ollama(model, given.output, given.weight_type or "f16", warn, progress)
+        return folder, None, command
+    if given.form == "onnx":
+        file, check = export_onnx(model, given.output, given.weight_type or "f32", warn, progress)
+        return file, f"checked with onnxruntime: {check}", None
+    return export_run(model, given.output, given.merge, warn, progress), None, None
