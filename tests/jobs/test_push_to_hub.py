@@ -59,9 +59,11 @@ def test_a_model_is_uploaded_whole_in_one_commit(home: Path, hub: UploadHub) -> 
     assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= {*repository.files}
     assert repository.commits == ["Upload export with sansgpu"]
     (home / "plain/export/secret.txt").write_text("mine")
+    (home / "plain/export/README.md").write_text("---\nlicense: mit\n---\nEdited.\n")
     assert export(home, home / "plain", "--push-to-hub", "me/tiny")[0] == 0
     assert len(repository.commits) == 2
     assert "secret.txt" not in repository.files, "only what sansgpu wrote is uploaded"
+    assert repository.files["README.md"].endswith(b"Edited.\n")
 
 
 def test_gguf_files_folders_for_ollama_and_adapters_are_uploaded(home: Path, hub: UploadHub, tmp_path: Path) -> None:

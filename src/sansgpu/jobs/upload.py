@@ -11,6 +11,7 @@ from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.wording import first_line
 from sansgpu.data.shards import ReportProgress
 from sansgpu.files.marks import read_mark
+from sansgpu.files.ownership import README
 from sansgpu.machine.hub import quiet_hub, reachable
 
 OPTION = "--push-to-hub"
@@ -61,10 +62,11 @@ def push_to_hub(exported: Path, name: str, is_private: bool, progress: ReportPro
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """Returns the files that sansgpu wrote, because others may be private."""
+    """Returns the files that sansgpu wrote and the model card, which may be edited; other files may be private."""
     mark = read_mark(folder)
     assert mark is not None, f"{folder} has no mark"
-    return [folder / name for name in sorted(mark.files) if (folder / name).is_file()]
+    paths = [folder / name for name in sorted({*mark.files, README})]
+    return [path for path in paths if path.is_file() and not path.is_symlink()]
 
 
 @contextmanager
