@@ -41,6 +41,7 @@ LONGEST = (
     "jobs/k8s/test_manifests.py", "jobs/test_chat.py", "scale/test_sums.py", "scale/test_tasks.py",
     "jobs/test_hostile_runs.py", "fuzz/test_fuzz.py", "tasks/graph/test_entities.py", "jobs/test_unreachable_data.py",
     "models/test_hostile_models.py", "tasks/test_outside_task.py", "kernels/test_memory.py", "kernels/test_library.py",
+    "jobs/test_push_to_hub.py",
 )  # fmt: skip
 
 

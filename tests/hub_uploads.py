@@ -94,7 +94,7 @@ class _UploadHandler(HubHandler):
     def _place(self, item: dict[str, Any]) -> dict[str, Any]:
         if item["oid"] in self.hub.objects:
             return item
-        return {**item, "actions": {"upload": {"href": f"{self._address('lfs')}/{item['oid']}"}}}
+        return {**item, "actions": {"upload": {"href": f"{self._address('large')}/{item['oid']}"}}}
 
     def _commit(self, name: str, lines: list[dict[str, Any]]) -> None:
         repository = self.hub.repositories[name]

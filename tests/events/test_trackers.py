@@ -141,6 +141,17 @@ def test_a_broken_server_neither_ends_nor_slows_training(
     assert end["seconds"] < 15, "training must not wait for the server"
 
 
+@pytest.mark.filterwarnings("ignore:.*trackio:UserWarning", "ignore:.*remote server:UserWarning")
+def test_trackio_keeps_what_its_server_does_not_take(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trackio")
+    monkeypatch.setenv("TRACKIO_SERVER_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("TRACKIO_WRITE_TOKEN", "token")
+    run = home / "unsent"
+    assert train(home, run, training__report_to="trackio") == 0
+    [(points, _)] = trackio_runs(run.name)
+    assert sorted(points) == sorted(recorded(run))
+
+
 def test_a_tracker_that_cannot_start_is_a_warning_after_the_start(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trackio = pytest.importorskip("trackio")
 

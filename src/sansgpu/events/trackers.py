@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from queue import Queue
 from threading import Thread
@@ -21,6 +22,7 @@ from sansgpu.events.event import Event, Sink
 from sansgpu.events.loggers import scalars
 
 PROJECT = "sansgpu"
+SEND_SECONDS, MAX_UNSENT = 1.0, 500  # seconds and values between requests to MLflow, each of which takes time
 END_SECONDS = 30.0  # longest wait at the end of a run for a tracker that has not received everything
 
 
@@ -102,6 +104,8 @@ class MLflow:
         tracked = found[0] if found else self._client.create_run(number, tags={_FOLDER_TAG: folder}, run_name=run.name)
         self._id, self._status = str(tracked.info.run_id), "FAILED"  # unless an end event arrives
         self._logged: dict[str, int] = {}
+        self._unsent: list[Any] = []
+        self._sent_at = -inf
         if found:
             self._client.update_run(self._id, status="RUNNING")
             self._logged = {kind: self._last_step(name) for kind, name in _ALWAYS_LOGGED.items()}
@@ -117,15 +121,21 @@ class MLflow:
         if event["event"] == "end":
             self._status = "FINISHED" if event["reason"] == "done" else "KILLED"
         values = scalars(event)
-        if not values or event["step"] <= self._logged.get(event["event"], -1):
-            return
-        now = time.time_ns() // 1_000_000
-        names = {re.sub(r"[^\w./ :-]", "_", name): value for name, value in values.items()}  # MLflow refuses others
-        self._client.log_batch(
-            self._id, [self._metric(name, value, now, event["step"]) for name, value in names.items()]
-        )
+        if values and event["step"] > self._logged.get(event["event"], -1):
+            now = time.time_ns() // 1_000_000
+            for name, value in values.items():
+                allowed = re.sub(r"[^\w./ :-]", "_", name)  # MLflow refuses names with other characters
+                self._unsent.append(self._metric(allowed, value, now, event["step"]))
+        is_due = time.monotonic() - self._sent_at > SEND_SECONDS or len(self._unsent) > MAX_UNSENT
+        if self._unsent and (is_due or event["event"] == "snapshot"):
+            self._send()
+
+    def _send(self) -> None:
+        self._client.log_batch(self._id, self._unsent)
+        self._unsent, self._sent_at = [], time.monotonic()
 
     def close(self) -> None:
+        self._send()
         self._client.set_terminated(self._id, self._status)
 
 
