@@ -10,8 +10,8 @@ B sequences, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,13 +21,14 @@ from sansgpu.kernels.linear import MIN_ROWS
 from sansgpu.kernels.pointwise import Activation
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.formats.tokenizers import TextCodec
+from sansgpu.models.generation.batch import BatchReader, Continuation, RunningBatch
 from sansgpu.models.generation.kv_cache import LayerSlots, SlotCache
 from sansgpu.models.generation.sampling import Sampling, reading, sample_tokens
+from sansgpu.models.generation.text import TextPieces
 from sansgpu.models.modules import integer_of_model
 from sansgpu.models.quantized_layers import matrix_of
 
 PROMPT_TOKENS = 2048  # maximum prompt tokens per forward pass: enough for full speed, with bounded memory
-REPLACEMENT = "\ufffd"  # an incomplete UTF-8 sequence is decoded as this character
 REFILL_RATIO = 8  # prompts are added once 1/8 of the slots are free, because passes over few tokens are slow
 
 
@@ -37,27 +38,6 @@ class Completion(NamedTuple):
     row: int
     ids: list[int]
     reason: str  # "stop": the model ended the text; "length": its limit of tokens was reached
-
-
-class BatchReader(Protocol):
-    """A language model with a cache for several sequences, which are in the order in which they were added."""
-
-    @property
-    def slots(self) -> int:
-        """Maximum number of sequences."""
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of the cached keys and values per token; known after the first forward pass."""
-
-    def add(self, prompts: Sequence[list[int]]) -> torch.Tensor:
-        """Adds B sequences; returns the logits (B, V) of their next tokens."""
-
-    def step(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Appends a token to each sequence; returns the logits (B, V) of their next tokens."""
-
-    def keep(self, kept: Sequence[int]) -> None:
-        """Removes all sequences except those with the indices `kept`, which must be ascending."""
 
 
 @dataclass(frozen=True)
@@ -74,21 +54,6 @@ class BatchModel:
     ends: frozenset[int]
 
 
-@dataclass
-class _Row:
-    number: int
-    limit: int  # maximum tokens to generate
-    draws: torch.Generator
-    ids: list[int] = field(default_factory=list)
-
-    def ended(self, ends: Container[int]) -> str | None:
-        """Returns why the sequence has ended, or None if it goes on. Removes an end token from `ids`."""
-        if self.ids and self.ids[-1] in ends:
-            self.ids.pop()
-            return "stop"
-        return "length" if len(self.ids) == self.limit else None
-
-
 def complete(
     reader: BatchReader,
     prompts: Sequence[Sequence[int]],
@@ -101,28 +66,19 @@ def complete(
 
     `limits` are the maximum numbers of tokens to generate for each prompt, at least 1. Rows are numbered from `first`.
     """
-    waiting, active = list(range(len(prompts)))[::-1], list[_Row]()
-    while waiting or active:
-        free, logits = reader.slots - len(active), []
-        if active:
-            logits.append(reader.step([row.ids[-1] for row in active]))
-        if waiting and (not active or free >= max(1, reader.slots // REFILL_RATIO)):
-            added = [waiting.pop() for _ in range(min(free, len(waiting)))]
-            logits.append(reader.add([list(prompts[number]) for number in added]))
-            for number in added:
+    waiting, batch = list(range(len(prompts)))[::-1], RunningBatch(reader, ends)
+    numbers: dict[Continuation, int] = {}
+    while waiting or numbers:
+        added = []
+        if waiting and (not numbers or batch.free >= max(1, reader.slots // REFILL_RATIO)):
+            for number in [waiting.pop() for _ in range(min(batch.free, len(waiting)))]:
                 draws = torch.Generator().manual_seed(derive_seed(sampling.seed, "row", first + number))
-                active.append(_Row(first + number, limits[number], draws))
-        tokens = sample_tokens(torch.cat(logits), sampling, [row.draws for row in active])
-        kept = []
-        for index, (row, token) in enumerate(zip(active, tokens, strict=True)):
-            row.ids.append(token)
-            if reason := row.ended(ends):
-                yield Completion(row.number, row.ids, reason)
-            else:
-                kept.append(index)
-        if len(kept) < len(active):
-            reader.keep(kept)
-            active = [active[index] for index in kept]
+                added.append(Continuation(list(prompts[number]), limits[number], sampling, draws))
+                numbers[added[-1]] = first + number
+        batch.step(added)
+        for one in batch.active:
+            if one.ended is not None:
+                yield Completion(numbers.pop(one), one.ids, one.ended)
 
 
 def stream(model: BatchModel, ids: list[int], max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
@@ -130,17 +86,13 @@ def stream(model: BatchModel, ids: list[int], max_new_tokens: int, sampling: Sam
 
     When the context is full, its older half is dropped, so the text can be longer than the context.
     """
-    yielded, new_ids = "", list[int]()
+    pieces = TextPieces(model.decode)
     for token in _tokens(model, ids[-model.context :], max_new_tokens, sampling):
         if token in model.ends:
             break
-        new_ids.append(token)
-        text = model.decode(new_ids)
-        if not text.endswith(REPLACEMENT):  # if it does, the last character is still incomplete
-            yield text[len(yielded) :]
-            yielded = text
-    rest = model.decode(new_ids)[len(yielded) :]
-    if rest:
+        if piece := pieces.add(token):
+            yield piece
+    if rest := pieces.end():
         yield rest
 
 

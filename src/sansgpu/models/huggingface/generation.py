@@ -13,7 +13,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from sansgpu.kernels.decoder_step import DecoderStep, StepWeight, step_layer, step_of
 from sansgpu.kernels.linear import Linear, autocast_dtype
-from sansgpu.models.generation.generate import PROMPT_TOKENS, BatchModel, BatchReader, SingleReader, SlotReader
+from sansgpu.models.generation.batch import BatchReader
+from sansgpu.models.generation.generate import PROMPT_TOKENS, BatchModel, SingleReader, SlotReader
 from sansgpu.models.generation.kv_cache import SlotCache
 from sansgpu.models.generation.prompts import decode, prompt_ids, text_prompt_ids
 from sansgpu.models.huggingface.fused_layers import PreNormLayer, SwiGLU

@@ -1,0 +1,108 @@
+"""A batch of sequences that are generated together (continuous batching): they may join and leave before each token.
+
+The random draws of a sequence come from its own generator, and its arithmetic does not depend on other sequences. So
+its tokens do not depend on what else is in the batch.
+
+B sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+
+from sansgpu.models.generation.sampling import Sampling, sample_tokens
+
+
+class BatchReader(Protocol):
+    """A language model with a cache for several sequences, which are in the order in which they were added."""
+
+    @property
+    def slots(self) -> int:
+        """Maximum number of sequences."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the cached keys and values per token; known after the first forward pass."""
+
+    def add(self, prompts: Sequence[list[int]]) -> torch.Tensor:
+        """Adds B sequences; returns the logits (B, V) of their next tokens."""
+
+    def step(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Appends a token to each sequence; returns the logits (B, V) of their next tokens."""
+
+    def keep(self, kept: Sequence[int]) -> None:
+        """Removes all sequences except those with the indices `kept`, which must be ascending."""
+
+
+@dataclass(eq=False)
+class Continuation:
+    """The tokens generated so far for a prompt. Its `draws` replace the seed in `sampling`."""
+
+    prompt: list[int]
+    limit: int  # maximum tokens to generate, at least 1
+    sampling: Sampling
+    draws: torch.Generator
+    ids: list[int] = field(default_factory=list)
+    ended: str | None = None  # "stop": the model ended the text; "length": `limit`; the owner may set other reasons
+
+    def add(self, token: int, ends: Container[int]) -> None:
+        """Appends a token, or ends the sequence without it if it is one of `ends`."""
+        if token in ends:
+            self.ended = "stop"
+            return
+        self.ids.append(token)
+        if len(self.ids) == self.limit:
+            self.ended = "length"
+
+
+class RunningBatch:
+    """The sequences that a model is generating."""
+
+    def __init__(self, reader: BatchReader, ends: Container[int]) -> None:
+        self._reader, self._ends = reader, ends
+        self.active: list[Continuation] = []
+
+    @property
+    def free(self) -> int:
+        """The number of sequences that may join."""
+        return self._reader.slots - sum(one.ended is None for one in self.active)
+
+    def step(self, joining: Sequence[Continuation] = ()) -> None:
+        """Removes the sequences that have ended, adds `joining`, and generates a token for each sequence."""
+        self._remove_ended()
+        logits = [self._reader.step([one.ids[-1] for one in self.active])] if self.active else []
+        if joining:
+            logits.append(self._reader.add([one.prompt for one in joining]))
+            self.active += joining
+        if self.active:
+            for one, token in zip(self.active, _sample(torch.cat(logits), self.active), strict=True):
+                one.add(token, self._ends)
+
+    def _remove_ended(self) -> None:
+        kept = [index for index, one in enumerate(self.active) if one.ended is None]
+        if len(kept) < len(self.active):
+            self._reader.keep(kept)
+            self.active = [self.active[index] for index in kept]
+
+    def clear(self) -> None:
+        """Removes all sequences, e.g. after a failed step."""
+        self._reader.keep([])
+        self.active = []
+
+
+def _sample(logits: torch.Tensor, sequences: Sequence[Continuation]) -> list[int]:
+    """Samples a token from each row of logits (B, V), those with the same options together."""
+    groups: dict[Sampling, list[int]] = {}
+    for index, one in enumerate(sequences):
+        groups.setdefault(replace(one.sampling, seed=0), []).append(index)
+    tokens = [0] * len(sequences)
+    for sampling, members in groups.items():
+        rows = logits if len(groups) == 1 else logits[members]
+        sampled = sample_tokens(rows, sampling, [sequences[index].draws for index in members])
+        for index, token in zip(members, sampled, strict=True):
+            tokens[index] = token
+    return tokens
