@@ -14,6 +14,7 @@ from sansgpu.cli.look import list_runs, report, snapshots
 from sansgpu.cli.options import CONFIG_SUFFIXES, complain, flag, show
 from sansgpu.cli.other_flags import EXPLAINED
 from sansgpu.cli.scale import k8s, slurm
+from sansgpu.cli.serve import serve
 from sansgpu.cli.signals import CODE, INTERRUPTED, interrupted
 from sansgpu.cli.start import bench, doctor, init, plan
 from sansgpu.cli.texts import chat, embed, generate, search, tokenizer
@@ -27,8 +28,8 @@ _COMMANDS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
     "Train": {"train": train, "tune": tune, "distill": distill},
     "Look": {"runs": list_runs, "report": report, "snapshots": snapshots},
     "Use": {
-        "eval": evaluate, "predict": predict, "generate": generate, "chat": chat, "extract": extract, "embed": embed,
-        "search": search, "export": export, "tokenizer": tokenizer,
+        "eval": evaluate, "predict": predict, "generate": generate, "chat": chat, "serve": serve, "extract": extract,
+        "embed": embed, "search": search, "export": export, "tokenizer": tokenizer,
     },
     "Scale": {"k8s": k8s, "slurm": slurm},
 }  # fmt: skip

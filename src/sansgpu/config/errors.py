@@ -40,6 +40,8 @@ EXTRAS = {
     "alembic": "mlflow",
     "matplotlib": "plots",
     "usearch": "search",
+    "starlette": "serve",
+    "uvicorn": "serve",
     "onnx": "onnx",
     "onnxscript": "onnx",
     "onnxruntime": "onnx",

@@ -116,8 +116,7 @@ def generate_rows(request: GenerateRequest, warn: Callable[[str], None], progres
     require_valid_sampling(request.sampling)
     require_file(request.output)
     target = request.model.target
-    is_run = (local_path(target) / "config.yaml").is_file()
-    loaded = open_model(request.model, "complete" if is_run else "chat", warn, progress)
+    loaded = open_generator(request.model, warn, progress)
     model = loaded.task_class.batch_model(loaded)
     if not model.together:
         warn(
@@ -135,6 +134,14 @@ def generate_rows(request: GenerateRequest, warn: Callable[[str], None], progres
     with write_failures_as(SansGPUError, request.output), reading(loaded.objective.model):
         summary = _complete_rest(request, model, prompts, file, progress)
     return {**summary, "skipped": bad_rows.count, "output": str(request.output)}
+
+
+def open_generator(
+    model: ModelRequest, warn: Callable[[str], None], progress: ReportProgress = ignore_progress
+) -> TrainedModel:
+    """Loads a run, a Hugging Face model or a GGUF file that generates text, with its chat template if it has one."""
+    is_run = (local_path(model.target) / "config.yaml").is_file()
+    return open_model(model, "complete" if is_run else "chat", warn, progress)
 
 
 def _complete_rest(
@@ -206,9 +213,14 @@ def _slots(model: BatchModel, requested: int | None, rows: int, length: int) -> 
     most = min(requested or AUTO_SLOTS, rows)
     if requested is not None or not model.together:
         return most
+    return max(1, min(most, cached_tokens(model) // length))
+
+
+def cached_tokens(model: BatchModel) -> int:
+    """Returns the number of tokens whose keys and values fit into the memory for the KV cache."""
     probe = model.open_reader(1, 1)
     probe.add([[0]])
-    return max(1, min(most, int(CACHE_RATIO * available_memory(torch.device("cpu"))) // (probe.token_bytes * length)))
+    return int(CACHE_RATIO * available_memory(torch.device("cpu"))) // probe.token_bytes
 
 
 def _in_order(completions: Iterable[Completion], first: int) -> Iterator[Completion]:

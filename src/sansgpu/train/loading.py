@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from sansgpu.config import Config, ConfigError, RunPaths, task_class
+from sansgpu.config import Config, ConfigError, ModelConfig, RunPaths, task_class
 from sansgpu.config.paths import local_path
 from sansgpu.config.training import Precision
 from sansgpu.data.shards import ReportProgress, ignore_progress
@@ -16,6 +16,8 @@ from sansgpu.kernels.library import load_kernels_and_allocators
 from sansgpu.kernels.matmul import INTEGERS
 from sansgpu.kernels.roofline import resolve_precision
 from sansgpu.machine.probe import limit_tokenizer_threads, resolve_threads
+from sansgpu.models.formats.gguf_source import is_gguf
+from sansgpu.models.huggingface.source import pretrained_config
 from sansgpu.tasks.capabilities import can
 from sansgpu.tasks.inference import load_for_use
 from sansgpu.tasks.registry import TASKS, task_of
@@ -23,6 +25,7 @@ from sansgpu.tasks.task import ModelSource, TaskClass, TrainedModel, Verb
 from sansgpu.train.run_folders import open_run, with_objective
 from sansgpu.train.snapshots import Snapshot, find_snapshot
 
+_GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of transformers' names of their classes
 _REFUSALS: dict[Verb, str] = {
     "generate": "which cannot generate text; this command",
     "complete": "which cannot generate text; this command",
@@ -101,6 +104,20 @@ def class_of_model(target: str, verb: Verb) -> TaskClass:
     if found is None:
         raise ConfigError(f"{target} is neither a run of task {_tasks_with(verb)} nor a folder exported from one.")
     return found
+
+
+def only_embeds(request: ModelRequest) -> bool:
+    """Returns whether a model computes embeddings of texts, and does not generate texts."""
+    target, folder = request.target, local_path(request.target)
+    if (folder / "config.yaml").is_file():
+        config, _ = open_run(folder)
+        return config.outside_class is None and can(task_of(config), "embed")
+    recognizing = [task for task in TASKS.values() if task.recognizes(target)]
+    if recognizing or is_gguf(target):
+        return any(can(task, "embed") for task in recognizing)
+    model = ModelConfig(name_or_path=target, trust_remote_code=request.remote_code)
+    names = pretrained_config(model).architectures or []
+    return bool(names) and not any(name.endswith(_GENERATORS) for name in names)
 
 
 def _refusal(target: str, config: Config, verb: Verb) -> ConfigError:

@@ -1,0 +1,119 @@
+"""Serves a model over HTTP with OpenAI's interface."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sansgpu.config import ConfigError
+from sansgpu.config.errors import require
+from sansgpu.config.paths import local_path
+from sansgpu.config.wording import counted
+from sansgpu.data.shards import ReportProgress
+from sansgpu.jobs.embed import open_encoder
+from sansgpu.jobs.generate import cached_tokens, open_generator
+from sansgpu.jobs.serve.worker import Worker
+from sansgpu.machine.distributed.world import require_one_process
+from sansgpu.train.loading import ModelRequest, only_embeds
+
+AUTO_SLOTS = 16  # texts at once: with more, each client waits longer for its tokens
+USUAL_CONTEXT = 2048  # tokens; if the memory does not suffice for AUTO_SLOTS such texts, there are fewer slots
+
+
+@dataclass(frozen=True)
+class ServeRequest:
+    """The options of `sansgpu serve`. Without `max_batch` and `context`, the memory limits them."""
+
+    model: ModelRequest
+    host: str
+    port: int
+    api_key: str | None
+    max_batch: int | None = None
+    context: int | None = None
+
+
+def serve(
+    request: ServeRequest, warn: Callable[[str], None], progress: ReportProgress
+) -> Callable[[Callable[[str], None]], None]:
+    """Loads the model and reserves the port. Returns a function that serves until it is interrupted.
+
+    That function takes one that prints a line. Raises ConfigError if the model, the address or an option cannot be
+    used.
+    """
+    require("sansgpu serve", "starlette", "uvicorn")
+    require_one_process("serve")
+    from sansgpu.jobs.serve.app import Service, is_loopback
+    from sansgpu.jobs.serve.server import run
+
+    if request.api_key is not None and not request.api_key.strip():
+        raise ConfigError("--api-key is empty; pass a secret of your choice.")
+    if request.api_key is None and not is_loopback(request.host):
+        raise ConfigError(
+            f"--host {request.host} lets other machines use the model; set --api-key or SANSGPU_API_KEY to a secret."
+        )
+    listener = _bind(request.host, request.port)
+    worker, description = _open_worker(request, warn, progress)
+    service = Service(worker, _name_of(request.model.target), int(time.time()), request.api_key)
+    return lambda say: run(service, listener, description, say)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Reserves the address, so that a server that cannot use it says so before it loads the model."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(f"{host} port {port} cannot be used: {error.strerror}; choose another --port.") from None
+    return listener
+
+
+def _open_worker(
+    request: ServeRequest, warn: Callable[[str], None], progress: ReportProgress
+) -> tuple[Worker[Any], str]:
+    """Loads the model; returns its worker and a line that says what it can do."""
+    from sansgpu.jobs.serve.embeddings import EmbeddingWorker
+    from sansgpu.jobs.serve.generation import GenerationWorker
+
+    if only_embeds(request.model):
+        if request.max_batch is not None or request.context is not None:
+            raise ConfigError(f"{request.model.target} computes embeddings; remove --max-batch and --context.")
+        loaded = open_encoder(request.model, warn, progress)
+        return EmbeddingWorker(loaded, warn), f"vectors of {counted(loaded.objective.width, 'dimension')}"
+    loaded = open_generator(request.model, warn, progress)
+    model = loaded.task_class.batch_model(loaded)
+    if request.context is not None and request.context > model.context:
+        raise ConfigError(
+            f"--context {request.context} is longer than the model's context of {counted(model.context, 'token')}; "
+            "lower it."
+        )
+    slots, context = 1, request.context or model.context
+    if model.together:
+        slots, context = _fitting(cached_tokens(model), model.context, request.max_batch, request.context)
+    elif request.max_batch not in (None, 1):
+        raise ConfigError(
+            f"{request.model.target} generates one text at a time, because its layers do not support batches; remove "
+            "--max-batch."
+        )
+    worker = GenerationWorker(model, slots, context, warn)
+    return worker, f"{counted(slots, 'text')} at once, each of up to {counted(context, 'token')} with its prompt"
+
+
+def _fitting(tokens: int, longest: int, slots: int | None, context: int | None) -> tuple[int, int]:
+    """Returns the number of texts at once and the tokens of each, of which `tokens` fit into memory in all."""
+    if context is None:
+        context = min(longest, max(USUAL_CONTEXT, tokens // (slots or AUTO_SLOTS)))
+    return slots or max(1, min(AUTO_SLOTS, tokens // context)), context
+
+
+def _name_of(target: str) -> str:
+    """Returns the name under which clients find a model: that of its run, folder or file, or its name on the Hub."""
+    path = local_path(target)
+    if not path.exists():
+        return target
+    path = path.resolve()
+    return path.parent.name if path.name == "final" else path.stem if path.is_file() else path.name

@@ -1,0 +1,162 @@
+"""The bodies of requests to OpenAI's interface: which fields have an effect here, and which are refused."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from sansgpu.config.wording import shown
+from sansgpu.jobs.serve.worker import ServiceError
+from sansgpu.models.generation.sampling import Sampling
+
+MAX_STOPS = 4
+# Fields that do not change an answer.
+IGNORED = (
+    "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "service_tier", "store", "user",
+)  # fmt: skip
+# Fields that are not supported, with the values that have no effect.
+WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
+    "annotations": ([],), "best_of": (1,), "echo": (False,), "frequency_penalty": (0,), "functions": ([],),
+    "logit_bias": ({},), "logprobs": (False,), "min_p": (0,), "modalities": (["text"],), "presence_penalty": (0,),
+    "repetition_penalty": (1,), "response_format": ({"type": "text"},), "suffix": ("",), "tool_calls": ([],),
+    "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,),
+}  # fmt: skip
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Texts = Annotated[list[Text], BeforeValidator(_listed)]  # a text, or a list of texts
+
+
+class OpenAIObject(BaseModel):
+    """An object in a request. A field that would have an effect and is not supported is an error."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+    place: ClassVar[str] = ""  # where it is in the body, for messages
+
+    def model_post_init(self, context: Any) -> None:
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in IGNORED or value in WITHOUT_EFFECT.get(name, ()):
+                continue
+            near = get_close_matches(name, type(self).model_fields, n=1)
+            meant = f" (did you mean {near[0]}?)" if near and name not in WITHOUT_EFFECT else ""
+            raise ServiceError(f"{self.place}{name} is not supported{meant}; remove it.", param=name)
+
+
+class TextPart(OpenAIObject):
+    """A part of a message. Images and audio are not supported."""
+
+    place = "a part's "
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(OpenAIObject):
+    """A message of a conversation."""
+
+    place = "a message's "
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class StreamOptions(OpenAIObject):
+    """The options of a streamed answer. Obfuscation pads events, so it has no effect on the answer."""
+
+    place = "stream_options."
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationBody(OpenAIObject):
+    """The fields that completions and chats share. Defaults are OpenAI's; `top_k` is an addition."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[list[Text], Field(max_length=MAX_STOPS), BeforeValidator(_listed)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def sampling(self) -> Sampling:
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return Sampling(temperature, self.top_k or 0, 1.0 if self.top_p is None else self.top_p)
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class CompletionBody(GenerationBody):
+    """A request to /v1/completions."""
+
+    prompt: Texts = Field(min_length=1)
+
+    @property
+    def limit(self) -> int:
+        return 16 if self.max_tokens is None else self.max_tokens
+
+
+class ChatBody(GenerationBody):
+    """A request to /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Returns the messages for the chat template. Raises ServiceError if there is nothing to answer."""
+        if self.messages[-1].role not in ("user", "tool"):
+            raise ServiceError("the last message is not the user's; add one to answer.", param="messages")
+        return [{"role": message.role, "content": message.text} for message in self.messages]
+
+
+class EmbeddingBody(OpenAIObject):
+    """A request to /v1/embeddings."""
+
+    model: str | None = None
+    input: Texts = Field(min_length=1)
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+
+
+BodyKind = TypeVar("BodyKind", bound=OpenAIObject)
+
+
+def parse(kind: type[BodyKind], body: bytes) -> BodyKind:
+    """Parses the body of a request. Raises ServiceError with the first problem."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        raise ServiceError(f"the body is not valid JSON ({first['ctx']['error']}).")
+    where = ".".join(map(str, first["loc"])) or "the body"
+    problem = "is missing" if first["type"] == "missing" else f"is {shown(first['input'])}, but {_lower(first['msg'])}"
+    raise ServiceError(f"{where} {problem}.", param=str(first["loc"][0]) if first["loc"] else None)
+
+
+def _lower(message: str) -> str:
+    return message[0].lower() + message[1:]

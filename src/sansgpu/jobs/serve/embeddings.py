@@ -1,0 +1,64 @@
+"""Embeds the texts of many requests together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sansgpu.jobs.serve.worker import Accepted, ServiceError, Vectors, Work, Worker
+from sansgpu.tasks.embed.data import tokenize
+from sansgpu.tasks.embed.objective import encode_texts
+from sansgpu.tasks.task import TrainedModel
+
+MAX_WAITING = 4096  # texts of all requests, as one request to OpenAI may have 2,048
+UNBOUNDED = 1 << 30  # tokens: no text is truncated
+
+
+@dataclass(eq=False)
+class EmbeddingWork(Work):
+    """Texts to embed."""
+
+    texts: Sequence[str]
+
+    def __post_init__(self) -> None:
+        self.places = len(self.texts)
+
+
+class EmbeddingWorker(Worker[EmbeddingWork]):
+    """Embeds texts with a model that `jobs.embed.open_encoder` has loaded, after the model's default prompt."""
+
+    endpoints = ("embeddings",)
+
+    def __init__(self, loaded: TrainedModel, warn: Callable[[str], None]) -> None:
+        super().__init__(MAX_WAITING, warn)
+        self.width: int = loaded.objective.width
+        self._loaded, self._prompt = loaded, loaded.objective.layout.prompt()
+        self._waiting: list[EmbeddingWork] = []
+
+    def accept(self, work: EmbeddingWork) -> None:
+        lengths = [len(ids) for ids in tokenize(work.texts, self._loaded.tokenizer, UNBOUNDED, self._prompt)]
+        longest = self._loaded.config.window
+        for number, length in enumerate(lengths, 1):
+            if not length:
+                raise ServiceError(f"text {number} has no tokens; remove it.")
+            if length > longest:
+                raise ServiceError(
+                    f"text {number} has {length:,} tokens, but the model reads at most {longest:,}; shorten it.",
+                    code="context_length_exceeded",
+                )
+        work.deliver(Accepted(sum(lengths)))
+        self._waiting.append(work)
+
+    def running(self) -> list[EmbeddingWork]:
+        return self._waiting
+
+    def advance(self) -> None:
+        self._waiting = [work for work in self._waiting if not work.is_over]
+        if not self._waiting:
+            return
+        texts = [text for work in self._waiting for text in work.texts]
+        vectors, first = encode_texts(self._loaded, texts, prompt=self._prompt), 0
+        for work in self._waiting:
+            self.close(work)
+            work.deliver(Vectors(vectors[first : first + work.places]))
+            first += work.places

@@ -1,0 +1,146 @@
+"""Generates the texts of many requests in one batch, which they join and leave between tokens."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sansgpu.config import derive_seed
+from sansgpu.config.wording import counted
+from sansgpu.jobs.serve.worker import Accepted, Endpoint, Finished, TextPiece, ServiceError, Work, Worker
+from sansgpu.models.generation.batch import Continuation, RunningBatch
+from sansgpu.models.generation.generate import PROMPT_TOKENS, BatchModel
+from sansgpu.models.generation.sampling import Sampling
+from sansgpu.models.generation.text import StopStrings, TextPieces
+
+WAITING_RATIO = 8  # maximum number of waiting sequences for each that can run
+Prompt = str | list[dict[str, Any]]  # a text to continue, or the messages of a conversation
+
+
+@dataclass(eq=False)
+class GenerationWork(Work):
+    """Prompts to continue, each `copies` times, until a text of `stop` or `limit` tokens are generated.
+
+    Without a `limit`, a text may fill the context. Without a `seed`, each request gets a random one.
+    """
+
+    prompts: Sequence[Prompt]
+    copies: int
+    limit: int | None
+    sampling: Sampling
+    seed: int | None
+    stop: Sequence[str]
+    unfinished: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.places = self.unfinished = len(self.prompts) * self.copies
+
+
+class _Choice:
+    """One of the texts of a request."""
+
+    def __init__(self, work: GenerationWork, index: int, tokens: Continuation, decode: Callable[[list[int]], str]):
+        self.work, self.index, self.tokens = work, index, tokens
+        self._pieces, self._stops, self._read = TextPieces(decode), StopStrings(work.stop), 0
+
+    def events(self) -> Iterator[TextPiece | Finished]:
+        """Yields what the last token adds: text, and the end if it is the last one."""
+        tokens, text = self.tokens, ""
+        if len(tokens.ids) > self._read:
+            self._read = len(tokens.ids)
+            text = self._stops.add(self._pieces.add(tokens.ids[-1]))
+        if tokens.ended is not None and not self._stops.found:
+            text += self._stops.add(self._pieces.end())
+        if self._stops.found:
+            tokens.ended = "stop"
+        elif tokens.ended is not None:
+            text += self._stops.end()
+        if text:
+            yield TextPiece(self.index, text)
+        if tokens.ended is not None:
+            yield Finished(self.index, tokens.ended, len(tokens.ids))
+
+
+class GenerationWorker(Worker[GenerationWork]):
+    """Generates texts with a model: at most `slots` at once, each of at most `context` tokens with its prompt."""
+
+    def __init__(self, model: BatchModel, slots: int, context: int, warn: Callable[[str], None]) -> None:
+        super().__init__(slots * (1 + WAITING_RATIO), warn)
+        self.endpoints: tuple[Endpoint, ...] = ("completions",) if model.chat_ids is None else ("completions", "chat")
+        self.slots, self.context, self._model = slots, context, model
+        self._batch = RunningBatch(model.open_reader(slots, context), model.ends)
+        self._waiting: deque[_Choice] = deque()
+        self._active: list[_Choice] = []
+
+    def accept(self, work: GenerationWork) -> None:
+        prompts = [self._encode(prompt) for prompt in work.prompts]
+        limits = [self._limit(len(ids), work.limit) for ids in prompts]
+        seed = secrets.randbits(63) if work.seed is None else work.seed
+        work.deliver(Accepted(sum(map(len, prompts))))
+        for number, (ids, limit) in enumerate(zip(prompts, limits, strict=True)):
+            for index in range(number * work.copies, (number + 1) * work.copies):
+                draws = torch.Generator().manual_seed(derive_seed(seed, "row", index))
+                tokens = Continuation(ids, limit, work.sampling, draws)
+                self._waiting.append(_Choice(work, index, tokens, self._model.decode))
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self._model.text_ids(prompt)
+        if self._model.chat_ids is None:
+            raise ServiceError("the model has no chat template; use /v1/completions.")
+        return self._model.chat_ids(prompt)
+
+    def _limit(self, prompt: int, limit: int | None) -> int:
+        """Returns the maximum number of tokens to generate. Raises ServiceError if they do not fit the context."""
+        asked = f" and {counted(limit, 'token')} to generate" if limit is not None else ""
+        if prompt + (limit or 1) > self.context:
+            raise ServiceError(
+                f"the prompt has {counted(prompt, 'token')}{asked}, but prompt and answer together can have only "
+                f"{self.context:,}; shorten the prompt{' or lower max_tokens' if asked else ''}.",
+                code="context_length_exceeded",
+            )
+        return self.context - prompt if limit is None else limit
+
+    def running(self) -> list[GenerationWork]:
+        return list(dict.fromkeys(choice.work for choice in self._active))
+
+    def advance(self) -> None:
+        """Generates a token of each text. Texts whose clients have gone leave, and waiting ones take their places."""
+        self._drop_closed()
+        joining = list(self._joining())
+        self._active = [choice for choice in self._active if choice.tokens.ended is None] + joining
+        if not self._active:
+            return
+        try:
+            self._batch.step([choice.tokens for choice in joining])
+        except BaseException:
+            self._batch.clear()  # its cache may be incomplete
+            raise
+        for choice in self._active:
+            for event in choice.events():
+                choice.work.deliver(event)
+            if choice.tokens.ended is not None:
+                choice.work.unfinished -= 1
+                if not choice.work.unfinished:
+                    self.close(choice.work)
+
+    def _drop_closed(self) -> None:
+        self._waiting = deque(choice for choice in self._waiting if not choice.work.is_over)
+        for choice in self._active:
+            if choice.work.is_over and choice.tokens.ended is None:
+                choice.tokens.ended = "cancelled"
+
+    def _joining(self) -> Iterator[_Choice]:
+        """Takes waiting choices while there is room. Their prompts fit one pass, so that others do not wait long."""
+        free, tokens = self._batch.free, 0
+        while self._waiting and free:
+            tokens += len(self._waiting[0].tokens.prompt)
+            if tokens > PROMPT_TOKENS and tokens > len(self._waiting[0].tokens.prompt):
+                return
+            free -= 1
+            yield self._waiting.popleft()

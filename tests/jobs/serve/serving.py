@@ -1,0 +1,71 @@
+"""Starts `sansgpu serve` in a process of its own, and clients for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from tests.processes import environment
+
+SECONDS = 120  # limit of everything that a test waits for
+
+
+@dataclass
+class Server:
+    """A running server."""
+
+    process: subprocess.Popen[str]
+    url: str
+    line: str  # what it printed
+
+    def client(self, key: str = "unused") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=SECONDS)
+
+    def post(self, path: str, body: object, **headers: str) -> tuple[int, dict[str, Any]]:
+        """Sends a request without the client's checks; returns the status and the answer."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, content, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
+        """Sends a signal; returns the exit code and stderr."""
+        self.process.send_signal(number)
+        _, error = self.process.communicate(timeout=SECONDS)
+        return self.process.returncode, error
+
+
+@contextmanager
+def served(target: Path, cache: Path, *options: str, **variables: str) -> Iterator[Server]:
+    """Serves a model on a free port of this machine."""
+    command = [sys.executable, "-m", "sansgpu", "serve", str(target), "--port", "0", *options]
+    surroundings = {**environment(cache), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **variables}
+    surroundings["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")])
+    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=surroundings)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"http://\S+", line)
+        assert found, process.communicate()[1]
+        yield Server(process, found[0], line)
+    finally:
+        process.kill()
+        process.communicate()

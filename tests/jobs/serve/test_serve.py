@@ -1,0 +1,326 @@
+"""`sansgpu serve` answers OpenAI's own client: the same texts as `generate`, whatever else is in the batch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sansgpu.cli import run as cli
+from tests.processes import json_lines, messages, write_rows
+from tests.tasks.fine_tuned import Captured, sentence
+from tests.tasks.folders import WORDS, model_folder
+
+openai = pytest.importorskip("openai")
+
+from tests.jobs.serve.serving import Server, served  # noqa: E402  needs openai
+
+CONTEXT = 65536  # tokens: generating a text that fills it takes more than a minute
+LEAVE_SECONDS = 20  # limit for clients that leave
+PROMPTS = [" ".join(WORDS[number : number + 3 + number % 5]) for number in range(8)]
+SLOTS = 4
+ENDLESS: dict[str, Any] = {"temperature": 0, "prompt": "red blue"}
+
+
+def target() -> Path:
+    return model_folder("qwen2", max_position_embeddings=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def server(home: Path) -> Iterator[Server]:
+    with served(target(), home / "cache", "--max-batch", str(SLOTS), "--precision", "fp32") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Any:
+    return server.client()
+
+
+@pytest.fixture(scope="module")
+def model(client: Any) -> str:
+    (only,) = client.models.list().data
+    assert client.models.retrieve(only.id).id == only.id == target().name
+    return str(only.id)
+
+
+def until_idle(client: Any, model: str) -> None:
+    """Waits until a request gets an answer at once, because nothing else occupies a place."""
+    start = time.monotonic()
+    while True:
+        before = time.monotonic()
+        with contextlib.suppress(openai.RateLimitError):
+            client.completions.create(model=model, prompt=["red"] * SLOTS, max_tokens=1)
+            if time.monotonic() - before < 1:
+                return
+        assert time.monotonic() - start < LEAVE_SECONDS
+
+
+def by_command(home: Path, rows: list[dict[str, Any]], *options: str) -> list[dict[str, Any]]:
+    """Returns the rows as `sansgpu generate --data` completes them."""
+    write_rows(home / "rows.jsonl", rows)
+    output = home / f"{time.monotonic_ns()}.jsonl"
+    paths = ["--data", str(home / "rows.jsonl"), "--output", str(output)]
+    assert cli(["generate", str(target()), *paths, "--precision", "fp32", *options]) == 0
+    return json_lines(output)
+
+
+def test_completions_are_the_rows_that_generate_writes(home: Path, client: Any, model: str) -> None:
+    rows = by_command(
+        home,
+        [{"text": prompt} for prompt in PROMPTS],
+        "--max-new-tokens",
+        "24",
+        "--seed",
+        "5",
+        "--temperature",
+        "1",
+        "--top-p",
+        "0.9",
+    )
+    answer = client.completions.create(model=model, prompt=PROMPTS, max_tokens=24, seed=5, temperature=1, top_p=0.9)
+    assert [choice.text for choice in answer.choices] == [row["completion"] for row in rows]
+    assert [choice.finish_reason for choice in answer.choices] == [row["finish_reason"] for row in rows]
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.usage.completion_tokens <= 24 * len(PROMPTS)
+
+
+def test_a_chat_is_what_generate_answers(home: Path, client: Any, model: str) -> None:
+    turns = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What follows red?"}]
+    (row,) = by_command(home, [{"messages": turns}], "--max-new-tokens", "20", "--temperature", "0")
+    parts = [turns[0], {"role": "user", "content": [{"type": "text", "text": "What follows red?"}]}]
+    for sent in (turns, parts):
+        answer = client.chat.completions.create(model=model, messages=sent, max_completion_tokens=20, temperature=0)
+        assert answer.choices[0].message.content == row["messages"][-1]["content"]
+        assert answer.choices[0].finish_reason == row["finish_reason"]
+
+
+def test_a_stream_adds_up_to_the_whole_answer(client: Any, model: str) -> None:
+    asked = {"model": model, "messages": [{"role": "user", "content": "red blue"}], "n": 3, "seed": 7, "max_tokens": 30}
+    whole = client.chat.completions.create(**asked)
+    texts, reasons, usage = ["", "", ""], [None] * 3, None
+    for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        assert (chunk.usage is None) == bool(chunk.choices)
+        usage = chunk.usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert usage == whole.usage
+    assert len({*texts}) == 3
+
+
+def test_an_answer_does_not_depend_on_what_else_is_generated(server: Server, model: str) -> None:
+    def ask(number: int) -> str:
+        return str(
+            server.client()
+            .completions.create(
+                model=model,
+                prompt=PROMPTS[number],
+                max_tokens=40 + 7 * number,
+                seed=number,
+                top_p=0.8,
+                temperature=number % 3 / 2,
+            )
+            .choices[0]
+            .text
+        )
+
+    alone = [ask(number) for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:  # twice as many as there are places
+        assert list(pool.map(ask, range(8))) == alone
+        assert list(pool.map(ask, reversed(range(8)))) == alone[::-1]
+
+
+def test_without_a_seed_answers_differ(client: Any, model: str) -> None:
+    answers = {client.completions.create(model=model, prompt="red", max_tokens=20).choices[0].text for _ in range(3)}
+    assert len(answers) == 3
+
+
+def test_a_stop_string_ends_the_text_and_never_appears(client: Any, model: str) -> None:
+    asked = {"model": model, "prompt": "red blue", "temperature": 0, "max_tokens": 60}
+    free = client.completions.create(**asked).choices[0].text
+    for length in (1, 3, 9):
+        stop = free[len(free) // 2 :][:length]
+        answer = client.completions.create(**asked, stop=stop).choices[0]
+        assert answer.finish_reason == "stop"
+        assert answer.text == free[: free.index(stop)]
+        pieces = [
+            chunk.choices[0].text for chunk in client.completions.create(**asked, stop=[stop, "!!!"], stream=True)
+        ]
+        assert "".join(pieces) == answer.text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"max_tokens": CONTEXT}, "shorten the prompt or lower max_tokens"),
+        ({"prompt": "red " * CONTEXT}, f"can have only {CONTEXT:,}"),
+        ({"logprobs": 3}, "logprobs is not supported"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
+        ({"extra_body": {"tempersture": 1}}, "did you mean temperature?"),
+        ({"temperature": 9}, "less than or equal to 2"),
+        ({"top_p": 0}, "greater than 0"),
+        ({"n": 1000}, "divide it"),
+        ({"stop": [""]}, "at least 1 character"),
+        ({"prompt": [[1, 2]]}, "valid string"),
+        ({"prompt": ""}, "at least 1 character"),
+        ({"max_tokens": 0}, "greater than or equal to 1"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_a_sentence(
+    client: Any, model: str, change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(**{"model": model, "prompt": "red", **change})
+    assert caught.value.body["type"] == "invalid_request_error"
+    assert words in caught.value.body["message"]
+    assert caught.value.body["message"].endswith(".")
+
+
+def test_values_without_effect_are_accepted(client: Any, model: str) -> None:
+    neutral: dict[str, Any] = {
+        "frequency_penalty": 0,
+        "presence_penalty": 0,
+        "logit_bias": {},
+        "user": "me",
+        "best_of": 1,
+    }
+    assert client.completions.create(model=model, prompt="red", max_tokens=2, **neutral).usage.completion_tokens == 2
+
+
+def test_wrong_requests_get_openais_errors(server: Server, client: Any, model: str) -> None:
+    with pytest.raises(openai.NotFoundError, match="this server has"):
+        client.completions.create(model="gpt-5", prompt="red")
+    with pytest.raises(openai.BadRequestError, match="generates text"):
+        client.embeddings.create(model=model, input="red")
+    with pytest.raises(openai.BadRequestError, match="last message"):
+        client.chat.completions.create(model=model, messages=[{"role": "assistant", "content": "red"}])
+    for body in (b"{", b"[]", b"null", b'{"prompt": "\\ud800"}', b"\xff"):
+        status, answer = server.post("/v1/completions", body)
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    assert server.post("/v1/completions", b" " * (17 << 20))[0] == 413
+    assert server.post("/v1/nothing", {})[0] == 404
+    assert server.post("/v1/models", {})[0] == 405
+
+
+def test_other_sites_cannot_use_a_server_without_a_key(server: Server) -> None:
+    asked = {"prompt": "red", "max_tokens": 1}
+    assert server.post("/v1/completions", asked, Host="example.com:80")[0] == 403  # a name that leads to this machine
+    assert server.post("/v1/completions", asked, Origin="http://example.com")[0] == 403
+    assert server.post("/v1/completions", asked, Origin=server.url)[0] == 200
+
+
+def test_a_client_that_leaves_frees_its_place(server: Server, client: Any, model: str) -> None:
+    streams = [
+        client.completions.create(model=model, stream=True, max_tokens=CONTEXT - 100, **ENDLESS) for _ in range(SLOTS)
+    ]
+    for stream in streams:
+        next(iter(stream))
+    address = server.url.removeprefix("http://").split(":")
+    body = json.dumps({**ENDLESS, "max_tokens": CONTEXT - 100}).encode()
+    with socket.create_connection((address[0], int(address[1]))) as plain:  # waits for a whole answer
+        plain.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        )
+        time.sleep(0.2)
+    for stream in streams:
+        stream.close()
+    until_idle(client, model)
+
+
+def test_a_full_queue_is_refused(client: Any, model: str) -> None:
+    capacity = SLOTS * 9
+    streams = [
+        client.completions.create(model=model, stream=True, max_tokens=CONTEXT - 100, n=SLOTS, **ENDLESS)
+        for _ in range(9)
+    ]
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(model=model, prompt="red")
+    assert caught.value.response.headers["retry-after"] == "1"
+    assert len(streams) * SLOTS == capacity
+    for stream in streams:
+        stream.close()
+    until_idle(client, model)
+
+
+def test_signals_end_open_answers_with_an_error(home: Path) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with served(target(), home / "cache") as server:
+            client = server.client()
+            stream = iter(client.completions.create(model=target().name, stream=True, max_tokens=9000, **ENDLESS))
+            next(stream)
+            with ThreadPoolExecutor(1) as pool:
+                ending = pool.submit(server.end, number)
+                with pytest.raises(openai.APIError, match="stopped before the answer was complete"):
+                    list(stream)
+                code, error = ending.result()
+        assert code == 0
+        assert messages(error) == ["stopping; press Ctrl-C again to stop now"]
+
+
+def test_a_key_is_required_and_compared(home: Path) -> None:
+    with served(target(), home / "cache", "--host", "0.0.0.0", SANSGPU_API_KEY="sécret") as server:
+        address = server.url.replace("0.0.0.0", "127.0.0.1")
+        server.url = address
+        asked = {"prompt": "red", "max_tokens": 1}
+        right = "Bearer sécret".encode().decode("latin-1")
+        assert server.post("/v1/completions", asked, Authorization=right)[0] == 200
+        for wrong in ("Bearer secret", "Bearer ", "Basic x", right + "x"):
+            status, answer = server.post("/v1/completions", asked, Authorization=wrong)
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        assert server.post("/v1/completions", asked)[0] == server.post("/v1/nothing", asked)[0] == 401
+        with pytest.raises(openai.AuthenticationError):
+            server.client("wrong").models.list()
+
+
+def test_a_decoder_of_our_own_has_completions_but_no_chat(home: Path, tmp_path: Path) -> None:
+    from tests.processes import train
+
+    assert train(home, tmp_path / "run", training__max_steps=2) == 0
+    for folder in (tmp_path / "run", tmp_path / "run/final"):
+        with served(folder, home / "cache", "--context", "20") as server:
+            assert "up to 20 tokens" in server.line
+            client = server.client()
+            answer = client.completions.create(model="run", prompt="the model", max_tokens=5, temperature=0)
+            assert answer.usage.completion_tokens == 5
+            with pytest.raises(openai.BadRequestError, match="use /v1/completions"):
+                client.chat.completions.create(model="run", messages=[{"role": "user", "content": "x"}])
+
+
+def test_a_model_without_batches_answers_one_after_another(home: Path, capsys: Captured) -> None:
+    folder = model_folder("mistral")
+    with served(folder, home / "cache", "--precision", "fp32") as server:
+        assert "1 text at once" in server.line
+        asked = {"model": folder.name, "prompt": "red blue", "max_tokens": 8, "temperature": 0}
+        with ThreadPoolExecutor(3) as pool:
+            texts = list(pool.map(lambda _: server.client().completions.create(**asked).choices[0].text, range(3)))
+        assert len({*texts}) == 1
+    assert cli(["serve", str(folder), "--max-batch", "2", "--port", "0"]) == 2
+    assert "one text at a time" in sentence(capsys)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--host", "0.0.0.0"], "set --api-key or SANSGPU_API_KEY"),
+        (["--api-key", " "], "--api-key is empty"),
+        (["--context", "99999"], "is longer than the model's context"),
+        (["--host", "203.0.113.7", "--api-key", "x"], "cannot be used"),
+        (["--port", "{taken}"], "choose another --port"),
+    ],
+)
+def test_a_server_that_cannot_start_says_why(home: Path, options: list[str], words: str, capsys: Captured) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        given = [option.format(taken=taken.getsockname()[1]) for option in options]
+        assert cli(["serve", str(target()), "--port", "0", *given]) == 2
+    assert words in sentence(capsys)

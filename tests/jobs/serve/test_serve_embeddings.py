@@ -1,0 +1,78 @@
+"""`sansgpu serve` embeds texts as `sansgpu embed` does."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sansgpu.cli import run as cli
+from tests.processes import write_rows
+from tests.tasks.fine_tuned import Captured, sentence
+from tests.tasks.folders import WORDS, model_folder
+
+openai = pytest.importorskip("openai")
+
+from tests.jobs.serve.serving import Server, served  # noqa: E402  needs openai
+
+TEXTS = [" ".join(WORDS[: 1 + number]) for number in range(6)]
+
+
+@pytest.fixture(scope="module")
+def server(home: Path) -> Iterator[Server]:
+    with served(model_folder("bert"), home / "cache", "--precision", "fp32") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def expected(home: Path) -> Any:
+    write_rows(home / "texts.jsonl", [{"text": text} for text in TEXTS])
+    paths = ["--data", str(home / "texts.jsonl"), "--output", str(home / "vectors.npy")]
+    assert cli(["embed", str(model_folder("bert")), *paths, "--precision", "fp32"]) == 0
+    return np.load(home / "vectors.npy")
+
+
+@pytest.mark.parametrize("form", ["float", "base64", None])
+def test_vectors_are_those_of_the_command(server: Server, expected: Any, form: str | None) -> None:
+    given = {} if form is None else {"encoding_format": form}
+    answer = server.client().embeddings.create(model=model_folder("bert").name, input=TEXTS, **given)
+    rows = [item.embedding for item in answer.data]
+    if form == "base64":
+        rows = [np.frombuffer(base64.b64decode(row), "<f4") for row in rows]
+    assert np.array_equal(np.array(rows, np.float32), expected)
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens > len(TEXTS)
+
+
+def test_many_clients_get_their_own_vectors(server: Server, expected: Any) -> None:
+    def embed(number: int) -> Any:
+        text = TEXTS[number % len(TEXTS)]
+        return server.client().embeddings.create(model=model_folder("bert").name, input=text).data[0].embedding
+
+    with ThreadPoolExecutor(8) as pool:
+        for number, vector in enumerate(pool.map(embed, range(24))):
+            np.testing.assert_allclose(vector, expected[number % len(TEXTS)], atol=1e-5)
+
+
+def test_what_cannot_be_embedded_is_refused(server: Server) -> None:
+    client, name = server.client(), model_folder("bert").name
+    for change, words in (
+        ({"input": "red " * 600}, "but the model reads at most"),
+        ({"input": ""}, "at least 1 character"),
+        ({"input": [[1, 2]]}, "valid string"),
+        ({"dimensions": 7}, "64 dimensions"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.embeddings.create(**{"model": name, "input": "red", **change})
+        assert words in caught.value.body["message"]
+    with pytest.raises(openai.BadRequestError, match="serve a model that generates text"):
+        client.chat.completions.create(model=name, messages=[{"role": "user", "content": "red"}])
+
+
+def test_options_of_generation_are_refused(capsys: Captured) -> None:
+    assert cli(["serve", str(model_folder("bert")), "--max-batch", "2", "--port", "0"]) == 2
+    assert "computes embeddings" in sentence(capsys)
