@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from sansgpu.jobs.serve.bodies import ChatBody, EmbeddingBody, GenerationBody
-from sansgpu.jobs.serve.worker import Accepted, Finished, TextPiece, Progress, ServiceError, Vectors
+from sansgpu.jobs.serve.worker import Accepted, Finished, Progress, ServiceError, TextPiece, Vectors
 
 Object = dict[str, Any]
 DONE = "[DONE]"

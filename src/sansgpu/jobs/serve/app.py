@@ -63,9 +63,9 @@ class Service:
                 )
             return
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
-        if not is_loopback(urlsplit(f"//{host}").hostname or ""):
+        if not is_loopback(_name_in(host)):
             raise ServiceError(f"the host {host} is not this machine; start the server with --api-key.", 403)
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
             raise ServiceError(f"pages of {origin} may not use this server; start it with --api-key.", 403)
 
     def require_model(self, name: str | None, endpoint: Endpoint) -> None:
@@ -88,6 +88,13 @@ def is_loopback(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ip_address(host).is_loopback
     return host == "localhost"
+
+
+def _name_in(host: str) -> str:
+    """Returns the name or address in a Host header, without the port; "" if it is malformed."""
+    with contextlib.suppress(ValueError):
+        return urlsplit(f"//{host}").hostname or ""
+    return ""
 
 
 class OpenAIEndpoints:

@@ -12,7 +12,7 @@ import torch
 
 from sansgpu.config import derive_seed
 from sansgpu.config.wording import counted
-from sansgpu.jobs.serve.worker import Accepted, Endpoint, Finished, TextPiece, ServiceError, Work, Worker
+from sansgpu.jobs.serve.worker import Accepted, Endpoint, Finished, ServiceError, TextPiece, Work, Worker
 from sansgpu.models.generation.batch import Continuation, RunningBatch
 from sansgpu.models.generation.generate import PROMPT_TOKENS, BatchModel
 from sansgpu.models.generation.sampling import Sampling
