@@ -44,7 +44,7 @@ def checkout(tmp_path: Path) -> Path:
 SLOW = (
     "assistant", "bench", "classify", "configuration", "data", "distill", "embed", "entities", "fine-tuning", "graph",
     "kubernetes", "laptops", "plan", "preference", "python", "questions", "report", "resume", "scaling", "search",
-    "train", "tune", "use",
+    "serve", "train", "tune", "use",
 )  # fmt: skip
 
 

@@ -133,6 +133,7 @@ TUNED = ("--set", "model.name_or_path=run/final", "--set", "data.dataset_name=no
         ("gguf", ["generate", "model.gguf"], "model.gguf: reading a GGUF file needs gguf"),
         ("gguf", ["export", "run", "--format", "gguf"], "--format gguf needs gguf"),
         ("onnxruntime", ["export", "run", "--format", "onnx"], "--format onnx needs onnxruntime"),
+        ("uvicorn", ["serve", "run"], "sansgpu serve needs uvicorn"),
         ("usearch", ["search", "model", ".", "words"], "sansgpu search needs usearch"),
         ("plotly", ["report", "run"], "an HTML report needs plotly"),
         ("matplotlib", ["report", "run", "--format", "png"], "--format png needs matplotlib"),

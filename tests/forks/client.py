@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import socket
 import sys
 from typing import Any
@@ -42,5 +43,8 @@ class Command:
 
 
 if __name__ == "__main__":
-    code = Command(sys.argv[1], sys.argv[2:], [0, 1, 2], dict(os.environ), os.getcwd()).outcome()["code"]
+    command = Command(sys.argv[1], sys.argv[2:], [0, 1, 2], dict(os.environ), os.getcwd())
+    for number in (signal.SIGINT, signal.SIGTERM):  # for scripts that stop a server
+        signal.signal(number, lambda number, _: os.kill(command.pid, number))
+    code = command.outcome()["code"]
     sys.exit(code if code >= 0 else 128 - code)

@@ -55,7 +55,10 @@ class _ServeOptions:
     ] = None
     context: Annotated[
         int | None,
-        option("Maximum tokens of a prompt with its answer. Default: the model's context, as memory allows.", min=2),
+        option(
+            "Maximum tokens of a prompt with its answer. Default: 4096, or the model's context if that is shorter.",
+            min=2,
+        ),
     ] = None
     precision: GenerationPrecisionOption = "auto"
     snapshot: SnapshotOption = "latest"

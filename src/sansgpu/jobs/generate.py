@@ -33,6 +33,7 @@ from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import ModelRequest, open_model
 
 AUTO_SLOTS = 128  # maximum batch size; larger batches make matmuls hardly more efficient
+PROBE_TOKENS = 256  # a multiple of the cache's blocks, so that a part of a block is not counted as a token
 CACHE_RATIO = 0.5  # maximum share of the available memory for the KV cache
 
 
@@ -218,7 +219,7 @@ def _slots(model: BatchModel, requested: int | None, rows: int, length: int) -> 
 
 def cached_tokens(model: BatchModel) -> int:
     """Returns the number of tokens whose keys and values fit into the memory for the KV cache."""
-    probe = model.open_reader(1, 1)
+    probe = model.open_reader(1, PROBE_TOKENS)
     probe.add([[0]])
     return int(CACHE_RATIO * available_memory(torch.device("cpu"))) // probe.token_bytes
 

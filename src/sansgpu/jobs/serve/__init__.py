@@ -20,12 +20,12 @@ from sansgpu.machine.distributed.world import require_one_process
 from sansgpu.train.loading import ModelRequest, only_embeds
 
 AUTO_SLOTS = 16  # texts at once: with more, each client waits longer for its tokens
-USUAL_CONTEXT = 2048  # tokens; if the memory does not suffice for AUTO_SLOTS such texts, there are fewer slots
+AUTO_CONTEXT = 4096  # tokens of a text with its prompt: memory for them is reserved for every slot
 
 
 @dataclass(frozen=True)
 class ServeRequest:
-    """The options of `sansgpu serve`. Without `max_batch` and `context`, the memory limits them."""
+    """The options of `sansgpu serve`. Without a `max_batch`, the memory limits it."""
 
     model: ModelRequest
     host: str
@@ -91,23 +91,18 @@ def _open_worker(
             f"--context {request.context} is longer than the model's context of {counted(model.context, 'token')}; "
             "lower it."
         )
-    slots, context = 1, request.context or model.context
+    context = request.context or min(model.context, AUTO_CONTEXT)
+    slots = 1
     if model.together:
-        slots, context = _fitting(cached_tokens(model), model.context, request.max_batch, request.context)
+        slots = request.max_batch or max(1, min(AUTO_SLOTS, cached_tokens(model) // context))
     elif request.max_batch not in (None, 1):
         raise ConfigError(
             f"{request.model.target} generates one text at a time, because its layers do not support batches; remove "
             "--max-batch."
         )
+    progress("reserving memory", 0, 0)
     worker = GenerationWorker(model, slots, context, warn)
     return worker, f"{counted(slots, 'text')} at once, each of up to {counted(context, 'token')} with its prompt"
-
-
-def _fitting(tokens: int, longest: int, slots: int | None, context: int | None) -> tuple[int, int]:
-    """Returns the number of texts at once and the tokens of each, of which `tokens` fit into memory in all."""
-    if context is None:
-        context = min(longest, max(USUAL_CONTEXT, tokens // (slots or AUTO_SLOTS)))
-    return slots or max(1, min(AUTO_SLOTS, tokens // context)), context
 
 
 def _name_of(target: str) -> str:

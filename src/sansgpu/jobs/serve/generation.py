@@ -73,7 +73,10 @@ class GenerationWorker(Worker[GenerationWork]):
         super().__init__(slots * (1 + WAITING_RATIO), warn)
         self.endpoints: tuple[Endpoint, ...] = ("completions",) if model.chat_ids is None else ("completions", "chat")
         self.slots, self.context, self._model = slots, context, model
-        self._batch = RunningBatch(model.open_reader(slots, context), model.ends)
+        reader = model.open_reader(slots, context)
+        reader.add([[0]] * slots)  # allocates the cache, which can take seconds
+        self._batch = RunningBatch(reader, model.ends)
+        self._batch.clear()
         self._waiting: deque[_Choice] = deque()
         self._active: list[_Choice] = []
 
@@ -97,11 +100,12 @@ class GenerationWorker(Worker[GenerationWork]):
 
     def _limit(self, prompt: int, limit: int | None) -> int:
         """Returns the maximum number of tokens to generate. Raises ServiceError if they do not fit the context."""
+        more = " The server's --context can be raised." if self.context < self._model.context else ""
         asked = f" and {counted(limit, 'token')} to generate" if limit is not None else ""
         if prompt + (limit or 1) > self.context:
             raise ServiceError(
                 f"the prompt has {counted(prompt, 'token')}{asked}, but prompt and answer together can have only "
-                f"{self.context:,}; shorten the prompt{' or lower max_tokens' if asked else ''}.",
+                f"{self.context:,}; shorten the prompt{' or lower max_tokens' if asked else ''}.{more}",
                 code="context_length_exceeded",
             )
         return self.context - prompt if limit is None else limit
