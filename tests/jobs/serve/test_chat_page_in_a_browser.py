@@ -29,7 +29,8 @@ HOSTILE = "<img src=x onerror='document.title = 1'><script>document.title = 2</s
 
 @pytest.fixture(scope="module")
 def server(home: Path) -> Iterator[Server]:
-    with served(model_folder("qwen2", max_position_embeddings=65536), home / "cache", SANSGPU_API_KEY=KEY) as server:
+    model = model_folder("qwen2", max_position_embeddings=65536)
+    with served(model, home / "cache", "--context", "65536", SANSGPU_API_KEY=KEY) as server:
         yield server
 
 
@@ -81,6 +82,7 @@ def test_a_conversation_with_a_key(page: Any, server: Server) -> None:
     page.press("#key", "Tab")
     until(lambda: page.locator("#send").is_enabled())
     assert page.title() == model_folder("qwen2", max_position_embeddings=65536).name
+    page.fill("#temperature", "0")  # with which this model repeats itself and never ends
     page.fill("#tokens", "20")
     for number in range(1, 3):
         say(page, f"{HOSTILE} {number}")
@@ -107,7 +109,7 @@ class HostileModel(BaseHTTPRequestHandler):
         if self.path == "/":
             self._answer(shown.html.encode(), **shown.headers, **{"Content-Type": "text/html"})
         else:
-            self._answer(_json({"data": [{"id": HOSTILE, "endpoints": ["completions"]}]}))
+            self._answer(_json({"data": [{"id": HOSTILE, "endpoints": ["completions"], "context": 9}]}))
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))

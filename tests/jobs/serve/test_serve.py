@@ -36,7 +36,9 @@ def target() -> Path:
 
 @pytest.fixture(scope="module")
 def server(home: Path) -> Iterator[Server]:
-    with served(target(), home / "cache", "--max-batch", str(SLOTS), "--precision", "fp32") as server:
+    with served(
+        target(), home / "cache", "--max-batch", str(SLOTS), "--context", str(CONTEXT), "--precision", "fp32"
+    ) as server:
         yield server
 
 
@@ -255,9 +257,9 @@ def test_a_full_queue_is_refused(client: Any, model: str) -> None:
 
 def test_signals_end_open_answers_with_an_error(home: Path) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        with served(target(), home / "cache") as server:
+        with served(target(), home / "cache", "--context", str(CONTEXT)) as server:
             client = server.client()
-            stream = iter(client.completions.create(model=target().name, stream=True, max_tokens=9000, **ENDLESS))
+            stream = iter(client.completions.create(model=target().name, stream=True, max_tokens=60000, **ENDLESS))
             next(stream)
             with ThreadPoolExecutor(1) as pool:
                 ending = pool.submit(server.end, number)
@@ -266,6 +268,17 @@ def test_signals_end_open_answers_with_an_error(home: Path) -> None:
                 code, error = ending.result()
         assert code == 0
         assert messages(error) == ["stopping; press Ctrl-C again to stop now"]
+
+
+def test_a_killed_server_can_be_started_again_at_its_port(home: Path) -> None:
+    with served(target(), home / "cache", "--context", str(CONTEXT)) as server:
+        stream = iter(server.client().completions.create(model=target().name, stream=True, **ENDLESS, max_tokens=60000))
+        next(stream)
+        server.end(signal.SIGKILL)
+        with pytest.raises(Exception, match=r"peer closed connection|Connection"):
+            list(stream)
+    with served(target(), home / "cache", "--port", server.url.rpartition(":")[2]) as again:
+        assert again.client().completions.create(model=target().name, prompt="red").usage.prompt_tokens
 
 
 def test_a_key_is_required_and_compared(home: Path) -> None:
@@ -291,8 +304,11 @@ def test_a_decoder_of_our_own_has_completions_but_no_chat(home: Path, tmp_path: 
         with served(folder, home / "cache", "--context", "20") as server:
             assert "up to 20 tokens" in server.line
             client = server.client()
+            with pytest.raises(openai.BadRequestError, match="The server's --context can be raised"):
+                client.completions.create(model="run", prompt="the model", max_tokens=20)
             answer = client.completions.create(model="run", prompt="the model", max_tokens=5, temperature=0)
             assert answer.usage.completion_tokens == 5
+            assert client.completions.create(model="run", prompt="the " * 8, temperature=0).usage.total_tokens <= 20
             with pytest.raises(openai.BadRequestError, match="use /v1/completions"):
                 client.chat.completions.create(model="run", messages=[{"role": "user", "content": "x"}])
 

@@ -40,13 +40,14 @@ class Service:
     key: str | None = None
 
     def object(self) -> dict[str, Any]:
-        """Returns the model as OpenAI's interface describes it. `endpoints` is an addition."""
+        """Returns the model as OpenAI's interface describes it. `endpoints` and `context` are additions."""
         return {
             "id": self.name,
             "object": "model",
             "created": self.created,
             "owned_by": "sansgpu",
             "endpoints": list(self.worker.endpoints),
+            "context": self.worker.context,
         }
 
     def require_access(self, request: Request) -> None:
@@ -212,7 +213,9 @@ class EventStream(StreamingResponse):
 
 
 def generation_work(body: GenerationBody, prompts: list[Prompt], events: Events) -> GenerationWork:
-    return GenerationWork(events.deliver, prompts, body.n or 1, body.limit, body.sampling, body.seed, body.stop or ())
+    return GenerationWork(
+        events.deliver, prompts, body.n or 1, body.limit, body.usual_limit, body.sampling, body.seed, body.stop or ()
+    )
 
 
 async def answer_vectors(service: Service, request: Request, body: EmbeddingBody) -> Response:

@@ -81,6 +81,7 @@ class StreamOptions(OpenAIObject):
 class GenerationBody(OpenAIObject):
     """The fields that completions and chats share. Defaults are OpenAI's; `top_k` is an addition."""
 
+    usual_limit: ClassVar[int | None] = None  # tokens of an answer without max_tokens; None: as many as fit
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -109,11 +110,8 @@ class GenerationBody(OpenAIObject):
 class CompletionBody(GenerationBody):
     """A request to /v1/completions."""
 
+    usual_limit = 16
     prompt: Texts = Field(min_length=1)
-
-    @property
-    def limit(self) -> int:
-        return 16 if self.max_tokens is None else self.max_tokens
 
 
 class ChatBody(GenerationBody):

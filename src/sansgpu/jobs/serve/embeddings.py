@@ -32,18 +32,18 @@ class EmbeddingWorker(Worker[EmbeddingWork]):
     def __init__(self, loaded: TrainedModel, warn: Callable[[str], None]) -> None:
         super().__init__(MAX_WAITING, warn)
         self.width: int = loaded.objective.width
+        self.context = loaded.config.window
         self._loaded, self._prompt = loaded, loaded.objective.layout.prompt()
         self._waiting: list[EmbeddingWork] = []
 
     def accept(self, work: EmbeddingWork) -> None:
         lengths = [len(ids) for ids in tokenize(work.texts, self._loaded.tokenizer, UNBOUNDED, self._prompt)]
-        longest = self._loaded.config.window
         for number, length in enumerate(lengths, 1):
             if not length:
                 raise ServiceError(f"text {number} has no tokens; remove it.")
-            if length > longest:
+            if length > self.context:
                 raise ServiceError(
-                    f"text {number} has {length:,} tokens, but the model reads at most {longest:,}; shorten it.",
+                    f"text {number} has {length:,} tokens, but the model reads at most {self.context:,}; shorten it.",
                     code="context_length_exceeded",
                 )
         work.deliver(Accepted(sum(lengths)))

@@ -26,12 +26,13 @@ Prompt = str | list[dict[str, Any]]  # a text to continue, or the messages of a 
 class GenerationWork(Work):
     """Prompts to continue, each `copies` times, until a text of `stop` or `limit` tokens are generated.
 
-    Without a `limit`, a text may fill the context. Without a `seed`, each request gets a random one.
+    Without a `limit`, a text has at most `usual_limit` tokens, or fills the context. Without a `seed`, it is random.
     """
 
     prompts: Sequence[Prompt]
     copies: int
     limit: int | None
+    usual_limit: int | None
     sampling: Sampling
     seed: int | None
     stop: Sequence[str]
@@ -82,7 +83,7 @@ class GenerationWorker(Worker[GenerationWork]):
 
     def accept(self, work: GenerationWork) -> None:
         prompts = [self._encode(prompt) for prompt in work.prompts]
-        limits = [self._limit(len(ids), work.limit) for ids in prompts]
+        limits = [self._limit(len(ids), work) for ids in prompts]
         seed = secrets.randbits(63) if work.seed is None else work.seed
         work.deliver(Accepted(sum(map(len, prompts))))
         for number, (ids, limit) in enumerate(zip(prompts, limits, strict=True)):
@@ -98,8 +99,9 @@ class GenerationWorker(Worker[GenerationWork]):
             raise ServiceError("the model has no chat template; use /v1/completions.")
         return self._model.chat_ids(prompt)
 
-    def _limit(self, prompt: int, limit: int | None) -> int:
+    def _limit(self, prompt: int, work: GenerationWork) -> int:
         """Returns the maximum number of tokens to generate. Raises ServiceError if they do not fit the context."""
+        limit = work.limit
         more = " The server's --context can be raised." if self.context < self._model.context else ""
         asked = f" and {counted(limit, 'token')} to generate" if limit is not None else ""
         if prompt + (limit or 1) > self.context:
@@ -108,7 +110,8 @@ class GenerationWorker(Worker[GenerationWork]):
                 f"{self.context:,}; shorten the prompt{' or lower max_tokens' if asked else ''}.{more}",
                 code="context_length_exceeded",
             )
-        return self.context - prompt if limit is None else limit
+        room = self.context - prompt
+        return limit or min(room, work.usual_limit or room)
 
     def running(self) -> list[GenerationWork]:
         return list(dict.fromkeys(choice.work for choice in self._active))

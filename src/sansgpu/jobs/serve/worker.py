@@ -81,6 +81,7 @@ class Worker(ABC, Generic[Kind]):
     """A thread that does work in the order of its arrival, as far as there is room for it."""
 
     endpoints: tuple[Endpoint, ...]
+    context: int  # maximum tokens of a text, with its prompt
 
     def __init__(self, capacity: int, warn: Callable[[str], None]) -> None:
         """`capacity` is the maximum number of sequences, both running and waiting."""
