@@ -63,7 +63,7 @@ class Trackio:
     def __init__(self, run: TrackedRun) -> None:
         import trackio
 
-        options = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+        options: dict[str, Any] = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
         with _silenced():
             resume = "allow" if run.is_resumed else "never"
             self._run = trackio.init(project=PROJECT, name=run.name, config=run.config, resume=resume, **options)
