@@ -97,7 +97,11 @@ def test_an_interrupted_upload_leaves_no_commit_and_can_be_repeated(home: Path, 
         assert repository.files[name] == (home / "plain/export" / name).read_bytes()
 
 
-@pytest.mark.parametrize("path", ["preupload", "large", "commit"])
+@pytest.mark.parametrize(
+    "path",
+    # The client repeats these requests for half a minute.
+    ["commit", *(pytest.param(path, marks=pytest.mark.long) for path in ("preupload", "large"))],
+)
 def test_a_failed_upload_is_one_sentence(path: str, home: Path, hub: UploadHub) -> None:
     hub.fails_at = f"/{path}/"
     code, lines, error = export(home, home / "plain", "--push-to-hub", "me/failed")

@@ -68,7 +68,7 @@ class _ServeOptions:
 
 @with_fields
 def serve(given: _ServeOptions) -> None:
-    """Serve a model over HTTP with OpenAI's interface, and a page to chat with it.
+    """Serve a model over HTTP, as OpenAI does, with a chat page.
 
     Answers requests to /v1/models, /v1/completions, /v1/chat/completions and /v1/embeddings. Ctrl-C stops it.
 
