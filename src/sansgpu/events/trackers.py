@@ -28,7 +28,7 @@ END_SECONDS = 30.0  # longest wait at the end of a run for a tracker that has no
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What trackers are told about a run. They give a resumed run the metrics of all its processes."""
+    """The name, folder and configuration of a run, for trackers. A resumed run continues the same run of a tracker."""
 
     name: str
     folder: Path

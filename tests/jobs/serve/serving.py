@@ -29,7 +29,7 @@ class Server:
 
     process: subprocess.Popen[str]
     url: str
-    line: str  # what it printed
+    line: str  # the line that the server printed at its start
 
     def client(self, key: str = "unused") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=SECONDS)

@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Service:
-    """What is served, under which name, and who may use it. Without a key, only programs of this machine may."""
+    """A served model with its name and API key. Without a key, only programs on this machine may use it."""
 
     worker: Worker[Any]
     name: str

@@ -39,7 +39,7 @@ class OpenAIObject(BaseModel):
     """An object in a request. A field that would have an effect and is not supported is an error."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
-    place: ClassVar[str] = ""  # where it is in the body, for messages
+    place: ClassVar[str] = ""  # path of this part of the request body, for messages
 
     def model_post_init(self, context: Any) -> None:
         for name, value in (self.model_extra or {}).items():
