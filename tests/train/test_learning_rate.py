@@ -71,6 +71,17 @@ def test_a_written_configuration_leaves_the_rate_to_a_run_that_chooses_its_optim
     assert "training.batch_size: auto" in yaml.safe_dump(defaults)  # run reports show them as YAML
 
 
+def test_a_resumed_run_keeps_the_optimizer_that_it_chose(capsys: pytest.CaptureFixture[str]) -> None:
+    """A different length of its windows, or a different version, would choose another one."""
+    chosen = {"training__optimizer": "auto", "training__save_steps": 2, "model__d_model": 64, "model__max_seq_len": 8}
+    assert train(Path(), Path("run"), training__max_steps=2, **{**chosen, "training__optimizer": "muon"}) == 0
+    assert "muon at" in capsys.readouterr().out
+    assert train(Path(), Path("run"), "--resume", training__max_steps=4, **chosen) == 0
+    assert "muon at" in capsys.readouterr().out
+    assert train(Path(), Path("new"), training__max_steps=2, **chosen) == 0
+    assert "adamw at" in capsys.readouterr().out
+
+
 def test_a_run_resumes_with_its_recorded_rate_unless_another_is_given() -> None:
     """A run of an earlier version may have recorded a different default."""
     changes = {"training__optimizer": "adamw", "training__lr_scheduler": "constant", "training__save_steps": 2}

@@ -210,11 +210,13 @@ def _keeps_tokenizer(config: Config, recorded: dict[str, Any]) -> bool:
 
 
 def _open_settings(config: Config, recorded: dict[str, Any]) -> list[str]:
-    """Returns recorded values of keys that are not given and whose default depends on the data, optimizer or width."""
+    """Returns recorded values of keys that are not given and depend on the data, the width or the cost of a step."""
     found: list[str] = task_of(config).recorded_settings(config, recorded)
-    rate = (recorded.get("training") or {}).get("learning_rate")
-    if rate is not None and "learning_rate" not in config.training.model_fields_set:
-        found.append(f"training.learning_rate={rate}")
+    before = recorded.get("training") or {}
+    if before.get("learning_rate") is not None and "learning_rate" not in config.training.model_fields_set:
+        found.append(f"training.learning_rate={before['learning_rate']}")
+    if before.get("optimizer") is not None and config.training.optimizer == "auto":
+        found.append(f"training.optimizer={before['optimizer']}")
     return found
 
 
