@@ -15,12 +15,13 @@ from pathlib import Path
 
 from benchmarks import ours
 from benchmarks.contest import ROOT, NoResultError, Row, print_table, say, spawn, write_json
+from sansgpu.config.training import default_learning_rate
 
 CONFIG = ROOT / "configs" / "cpu_fast.yaml"
 SIZES: dict[str, dict[str, object]] = {
-    "3M": {"model.d_model": 256, "model.n_layers": 4, "training.max_steps": 120, "training.learning_rate": 0.004},
-    "10M": {"model.d_model": 320, "model.n_layers": 6, "training.max_steps": 150, "training.learning_rate": 0.0036},
-    "30M": {"model.d_model": 512, "model.n_layers": 8, "training.max_steps": 200, "training.learning_rate": 0.0028},
+    "3M": {"model.d_model": 256, "model.n_layers": 4, "training.max_steps": 120},
+    "10M": {"model.d_model": 320, "model.n_layers": 6, "training.max_steps": 150},
+    "30M": {"model.d_model": 512, "model.n_layers": 8, "training.max_steps": 200},
 }
 HEAD_DIM = 64
 VERSION_0_2 = {
@@ -50,6 +51,7 @@ def bits_per_byte(text: str, size: str, seed: int, settings: dict[str, object], 
         **SIZES[size],
         "model.n_heads": width // HEAD_DIM,
         "model.d_ff": 4 * width,
+        "training.learning_rate": default_learning_rate("muon", width),
         "training.seed": seed,
         "training.report_to": "none",
         "training.sample_tokens": 0,

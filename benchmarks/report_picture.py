@@ -8,7 +8,10 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 WIDTH, HEIGHT = 1200, 760  # pixels
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -19,12 +22,20 @@ def chromium() -> str | None:
     return next((path for name in CHROMIUM_NAMES if (path := shutil.which(name))), None)
 
 
-def take(report: Path, picture: Path, section: str, dark: bool, browser_path: str) -> None:
-    """Writes a PNG of the report at `section` ("": its top) after the curves are drawn."""
+@contextmanager
+def launched(browser_path: str | None) -> Iterator[Any]:
+    """Starts Chromium, and closes it at the end."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def take(report: Path, picture: Path, section: str, dark: bool, browser_path: str) -> None:
+    """Writes a PNG of the report at `section` ("": its top) after the curves are drawn."""
+    with launched(browser_path) as browser:
         page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="dark" if dark else "light")
         page.goto(f"{report.resolve().as_uri()}#{section}")
         page.wait_for_selector("html[data-drawn]", state="attached")

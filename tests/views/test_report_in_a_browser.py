@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.report_picture import chromium
+from benchmarks.report_picture import chromium, launched
 
 from sansgpu.cli import run as cli
 from tests.processes import events_of
@@ -32,10 +32,8 @@ def report(home: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with launched(CHROMIUM) as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ import torch
 from sansgpu.kernels import library
 
 # Each step applies a x + b x^3 + c x^5 to the singular values x. Together the steps bring all x from 0.003 to 1 to
-# values from 0.78 to 1.22, as close to 1 as four steps can. Each polynomial has the smallest maximum error on the range
-# of values after the previous step (Polar Express, arXiv 2505.16932), widened by 1% for rounding errors. With the five
-# equal steps of Jordan et al. (2024), the values are from 0.68 to 1.2.
+# values from 0.78 to 1.22, as close to 1 as four steps can.
+# Each polynomial has the smallest maximum error on the range that the previous step produces (Polar Express, arXiv
+# 2505.16932), widened by 1% for rounding errors.
+# The five equal steps of Jordan et al. (2024) bring them to values from 0.68 to 1.2.
 COEFFICIENTS = (
     (8.3019, -24.0424, 17.4699),
     (4.0102, -2.929, 0.543),

@@ -131,7 +131,8 @@ def _log_probabilities(
     Overwrites `logits`.
     """
     known, ids = logits.topk(top_k, dim=1)
-    of_targets, largest = logits.gather(1, targets[:, None]), logits.amax(dim=1, keepdim=True)
+    of_targets = logits.gather(1, targets[:, None])
+    largest = known[:, :1] if top_k else logits.amax(dim=1, keepdim=True)
     lse = logits.sub_(largest).exp_().sum(dim=1, keepdim=True).log() + largest
     known = known - lse
     rest = (1 - known.exp().sum(dim=1, keepdim=True)).clamp(min=LEAST_REST)

@@ -11,7 +11,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from benchmarks.report_picture import chromium
+from benchmarks.report_picture import chromium, launched
 
 from sansgpu.views.chat_page import ChatPage
 from tests.tasks.folders import model_folder
@@ -36,10 +36,8 @@ def server(home: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with launched(CHROMIUM) as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -45,12 +45,12 @@ def serve(
     """
     require("sansgpu serve", "starlette", "uvicorn")
     require_one_process("serve")
-    from sansgpu.jobs.serve.app import Service, is_loopback
+    from sansgpu.jobs.serve.app import Service, is_this_machine
     from sansgpu.jobs.serve.server import run
 
     if request.api_key is not None and not request.api_key.strip():
         raise ConfigError("--api-key is empty; pass a secret of your choice.")
-    if request.api_key is None and not is_loopback(request.host):
+    if request.api_key is None and not is_this_machine(request.host):
         raise ConfigError(
             f"--host {request.host} lets other machines use the model; set --api-key or SANSGPU_API_KEY to a secret."
         )

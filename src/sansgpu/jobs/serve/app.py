@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -21,7 +20,8 @@ from sansgpu.jobs.serve.answers import TextAnswer, embedding_list, error_object
 from sansgpu.jobs.serve.bodies import BodyKind, ChatBody, CompletionBody, EmbeddingBody, GenerationBody, parse
 from sansgpu.jobs.serve.embeddings import EmbeddingWork
 from sansgpu.jobs.serve.generation import GenerationWork, Prompt
-from sansgpu.jobs.serve.worker import Accepted, Endpoint, Progress, ServiceError, Vectors, Worker
+from sansgpu.jobs.serve.worker import Accepted, Endpoint, Progress, ServiceError, Vectors, Work, Worker
+from sansgpu.machine.distributed.rendezvous import is_loopback
 from sansgpu.views.chat_page import ChatPage
 
 MAX_BODY_BYTES = 16 << 20
@@ -64,7 +64,7 @@ class Service:
                 )
             return
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
-        if not is_loopback(_name_in(host)):
+        if not is_this_machine(_name_in(host)):
             raise ServiceError(f"the host {host} is not this machine; start the server with --api-key.", 403)
         if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
             raise ServiceError(f"pages of {origin} may not use this server; start it with --api-key.", 403)
@@ -85,9 +85,10 @@ class Service:
             raise ServiceError(f"{self.name} {lacking[kind]}.", param="model")
 
 
-def is_loopback(host: str) -> bool:
+def is_this_machine(host: str) -> bool:
+    """Returns whether only programs on this machine can reach a server at `host`, a name or an address."""
     with contextlib.suppress(ValueError):
-        return ip_address(host).is_loopback
+        return is_loopback(host)
     return host == "localhost"
 
 
@@ -181,20 +182,26 @@ async def read_body(kind: type[BodyKind], request: Request) -> BodyKind:
     return parse(kind, bytes(read))
 
 
+@contextlib.contextmanager
+def submitted(worker: Worker[Any], work: Work) -> Iterator[None]:
+    """Submits work, and cancels it if the code that waits for it ends with an exception. Raises ServiceError."""
+    worker.submit(work)
+    try:
+        yield
+    except BaseException:
+        worker.cancel(work)
+        raise
+
+
 async def answer_text(service: Service, request: Request, body: GenerationBody, prompts: list[Any]) -> Response:
     """Generates text for prompts, and answers once it is complete or, if asked, with a stream."""
     events = Events()
     work = generation_work(body, prompts, events)
     answer = TextAnswer(body, service.name, work.places)
-    service.worker.submit(work)
-    try:
+    with submitted(service.worker, work):
         answer.start(await while_connected(request, events.accepted()))
         if not body.stream:
             return JSONResponse(await while_connected(request, answer.whole(events)))
-    except BaseException:
-        service.worker.cancel(work)
-        raise
-
     return EventStream(answer.chunks(events), lambda: service.worker.cancel(work))
 
 
@@ -224,13 +231,9 @@ async def answer_vectors(service: Service, request: Request, body: EmbeddingBody
         raise ServiceError(f"the model's vectors have {width} dimensions; remove dimensions.", param="dimensions")
     events = Events()
     work = EmbeddingWork(events.deliver, body.input)
-    service.worker.submit(work)
-    try:
+    with submitted(service.worker, work):
         accepted = await while_connected(request, events.accepted())
         vectors = await while_connected(request, events.next())
-    except BaseException:
-        service.worker.cancel(work)
-        raise
     assert isinstance(vectors, Vectors)
     return JSONResponse(embedding_list(body, service.name, accepted, vectors))
 

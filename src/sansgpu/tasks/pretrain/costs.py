@@ -5,10 +5,10 @@ D width, K key-value width, F feed-forward width.
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import lru_cache
 
 from sansgpu.config import ModelConfig
+from sansgpu.kernels.linear import Linear
 from sansgpu.machine.execution import Execution
 from sansgpu.models import TransformerLM
 from sansgpu.models.costing import (
@@ -63,7 +63,11 @@ class DecoderCosts(Costs):
     """Estimates the costs of training a decoder on full windows."""
 
     def parameters(self) -> dict[str, int]:
-        return _counted(self.model.model_copy(update={"n_layers": 1}).model_dump_json(), self.model.n_layers)
+        return _counted(self._one_block(), self.model.n_layers)
+
+    def _one_block(self) -> str:
+        """Returns the configuration of the model with a single block, as JSON."""
+        return self.model.model_copy(update={"n_layers": 1}).model_dump_json()
 
     def products(self) -> LinearShapes:
         model = self.model
@@ -72,14 +76,6 @@ class DecoderCosts(Costs):
         if model.activation == "swiglu":
             matrices.append((d, f))
         return LinearShapes(shapes_of(matrices), (d, vocabulary_of(model)))
-
-    def _orthogonalized(self) -> Shapes:
-        """Returns the matrices of a block that Muon orthogonalizes: queries and keys of each head by themselves."""
-        model, shapes = self.model, Counter(self.products().block)
-        d, heads, kv_heads = model.d_model, model.n_heads, model.kv_heads
-        shapes.subtract([(d, heads * model.head_dim), (d, kv_heads * model.head_dim)])
-        shapes[d, model.head_dim] += heads + kv_heads
-        return dict(shapes)
 
     def work(self, tokens: float) -> StepWork:
         """Counts 6 FLOPs per token and matmul parameter, plus causal attention.
@@ -92,7 +88,7 @@ class DecoderCosts(Costs):
             matmul=6.0 * self.trained_matrices() * tokens,
             attention=12.0 * self.layers * self.width * (self.window + 1) / 2 * tokens,
             loss=of_head * vocabulary_of(self.model) * self.width * tokens,
-            muon=self.layers * muon_flops(self._orthogonalized()),
+            muon=self.layers * muon_flops(_orthogonalized(self._one_block())),
         )
 
     def traffic(self, execution: Execution) -> StepTraffic:
@@ -147,3 +143,13 @@ class DecoderCosts(Costs):
 def _counted(one_block: str, layers: int) -> dict[str, int]:
     model = TransformerLM(ModelConfig.model_validate_json(one_block), seed=None)
     return count_parameters(model, _PARTS, layers)
+
+
+@lru_cache
+def _orthogonalized(one_block: str) -> Shapes:
+    """Returns the matrices of a block that Muon orthogonalizes: the blocks of rows of each linear layer."""
+    model = TransformerLM(ModelConfig.model_validate_json(one_block), seed=None)
+    layers = [module for module in model.blocks.modules() if isinstance(module, Linear)]
+    return shapes_of(
+        (one.in_features, one.out_features // one.row_blocks) for one in layers for _ in range(one.row_blocks)
+    )
