@@ -84,7 +84,8 @@ class ModelConfig(Section):
         "auto",
         description="bigram: the weights are initialized so that the model predicts each token from the one before it "
         "as often as in the training text; random: all matrices start from small random numbers; auto: bigram if the "
-        "text is long and read at most twice, and the vocabulary has at least 1,024 tokens",
+        "text is long or has a teacher's predictions, is read at most twice, and the vocabulary has at least 1,024 "
+        "tokens",
     )
     rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary position embeddings (not for gpt2)")
     leaves: int | None = Field(

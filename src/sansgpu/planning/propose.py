@@ -43,9 +43,12 @@ BATCH_TOKENS, BATCH_REFERENCE_TOKENS, MIN_BATCH_TOKENS, MAX_BATCH_TOKENS = 4096,
 # Short texts need more weight decay: weights that average their updates over about one epoch (Wang and Aitchison, arXiv
 # 2405.13698) have a decay of 1 / (learning rate x steps per epoch).
 MIN_WEIGHT_DECAY, MAX_WEIGHT_DECAY = 0.1, 3.0
-VOCABULARIES = ((2e6, 4096), (100e6, 8192), (1e9, 16384), (math.inf, 32768))  # (bytes of text, vocabulary size)
+VOCABULARIES = (  # (bytes of text, vocabulary size)
+    (1.5e6, 2048), (2e6, 4096), (100e6, 8192), (1e9, 16384), (math.inf, 32768),
+)  # fmt: skip
 DEFAULT_TEXT_BYTES = 10e6  # assumed if the size of the data is unknown
 BYTES_PER_TOKEN = 4  # bytes of text per token, assumed before the text is tokenized
+REPEATED_EMBEDDING_RATE = 1  # with the default of 3, embeddings learn a text by heart that is read more than twice
 OVERHEAD_RATIO = 0.04  # share of time for starting, evaluating and saving
 EVALUATIONS, SNAPSHOTS = 10, 5  # number in a run
 
@@ -155,7 +158,7 @@ def _base(data: str, overrides: Sequence[str], progress: ReportProgress, warn: W
     return resolve_run(_data_config(data, size, overrides), progress, warn, ResolveOptions("report", timed="never"))
 
 
-def _shape(base: Config, width: int) -> Config:
+def _shape(base: Config, width: int, batch: int = BATCH_TOKENS) -> Config:
     window = LONG_WINDOW if width >= LONG_WINDOW_MIN_WIDTH else WINDOW
     settings = (
         f"model.d_model={width}",
@@ -164,7 +167,7 @@ def _shape(base: Config, width: int) -> Config:
         f"model.d_ff={FEED_FORWARD_RATIO * width}",
         f"model.max_seq_len={window}",
         f"model.vocab_size={base.model.vocab_size}",
-        f"training.gradient_accumulation_steps={BATCH_TOKENS // window}",
+        f"training.gradient_accumulation_steps={batch // window}",
         "training.optimizer=muon",
     )
     return change_config(base, settings)
@@ -203,13 +206,17 @@ def _candidate(
     base: TrainingRun, width: int, hours: float, efficiencies: list[tuple[int, float]], progress: ReportProgress
 ) -> ProposedRun | None:
     progress = _of_width(width, progress)
-    config = _shape(base.config, width)
-    run = _resolved(config, hours, timed=False, progress=progress)
-    if not run.fits:
-        return None
-    unique = base.corpus.train_tokens
-    speed = run.tokens_per_step / _limit_seconds(run, progress) * _interpolated(width, efficiencies)
-    return _proposed(config, sum(run.costs.parameters().values()), speed, hours, unique)
+    proposed, batch = None, BATCH_TOKENS
+    for _ in range(2):  # the batch size depends on the number of tokens, which depends on the speed with that batch size
+        config = _shape(base.config, width, batch)
+        run = _resolved(config, hours, timed=False, progress=progress)
+        if not run.fits:
+            return None
+        speed = run.tokens_per_step / _limit_seconds(run, progress) * _interpolated(width, efficiencies)
+        parameters = sum(run.costs.parameters().values())
+        proposed = _proposed(config, parameters, speed, hours, base.corpus.train_tokens)
+        batch = _batch_tokens(proposed.tokens)
+    return proposed
 
 
 def _interpolated(width: int, efficiencies: list[tuple[int, float]]) -> float:
@@ -221,16 +228,22 @@ def _interpolated(width: int, efficiencies: list[tuple[int, float]]) -> float:
     return efficiencies[-1][1]
 
 
+def _batch_tokens(tokens: float) -> int:
+    """Returns the tokens per step of a run of `tokens`."""
+    batch = BATCH_TOKENS * 2 ** round(math.log2((tokens / BATCH_REFERENCE_TOKENS) ** 0.5))
+    return min(max(batch, MIN_BATCH_TOKENS), MAX_BATCH_TOKENS)
+
+
 def _with_length(best: ProposedRun, hours: float) -> Config:
-    window = best.config.window
-    batch = BATCH_TOKENS * 2 ** round(math.log2((best.tokens / BATCH_REFERENCE_TOKENS) ** 0.5))
-    batch = min(max(batch, MIN_BATCH_TOKENS), MAX_BATCH_TOKENS)
+    batch = _batch_tokens(best.tokens)
     steps = best.tokens / batch
     decay = best.epochs / (best.config.training.learning_rate * steps)
+    is_repeated = best.epochs > MAX_BIGRAM_EPOCHS
     settings = (
-        f"model.initialization={'auto' if best.epochs <= MAX_BIGRAM_EPOCHS else 'random'}",
+        f"model.initialization={'random' if is_repeated else 'auto'}",
+        *([f"training.muon_embedding_rate={REPEATED_EMBEDDING_RATE}"] if is_repeated else []),
         f"training.weight_decay={min(max(decay, MIN_WEIGHT_DECAY), MAX_WEIGHT_DECAY):.2g}",
-        f"training.gradient_accumulation_steps={batch // window}",
+        f"training.gradient_accumulation_steps={batch // best.config.window}",
         f"training.max_hours={hours}",
         f"training.num_epochs={MAX_EPOCHS}",
         f"training.warmup_steps={max(10, min(200, round(steps / 50)))}",
