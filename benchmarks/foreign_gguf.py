@@ -13,7 +13,7 @@ def write_foreign_gguf(path: Path, folder: Path, architecture: str) -> None:
     """Writes a GGUF file of llama.cpp's `architecture`. Tensors that llama.cpp does not know keep their names."""
     import transformers
 
-    from sansgpu.models.formats.gguf_metadata import write_tokenizer
+    from sansgpu.models.formats.gguf_tokenizer import write_tokenizer
     from sansgpu.models.huggingface.pretrained import tokenizer_parts
 
     encoder = not transformers.AutoConfig.from_pretrained(folder).architectures[0].endswith("LM")

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sansgpu.config import Config, ModelConfig, load_config
 from sansgpu.kernels import library
 from sansgpu.models import TransformerLM
-from sansgpu.models.formats.layouts import hugging_face_config, to_hugging_face
+from sansgpu.models.formats.decoder_weights import hugging_face_config, to_hugging_face
 from sansgpu.models.modules import compile_blocks
 from tests.models.small import LAYOUTS, config_of, model_of, tokens
 

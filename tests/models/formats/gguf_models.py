@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from benchmarks.tiny_model import make_folder
+from gguf import Keys, TokenType
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, normalizers, trainers
 from transformers import PreTrainedModel
 
 from sansgpu.config import ModelConfig
@@ -14,10 +17,11 @@ from sansgpu.data.tokenizer import Tokenizer
 from sansgpu.models import TransformerLM
 from sansgpu.models.formats.gguf_file import ModelDescription, write_gguf
 from sansgpu.models.formats.gguf_reader import EncodingChoice, GGUFType
-from sansgpu.models.formats.layouts import hugging_face_config, to_hugging_face
+from sansgpu.models.formats.gguf_tokenizer import read_tokenizer
+from sansgpu.models.formats.decoder_weights import hugging_face_config, to_hugging_face
 from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained, load_tokenizer_of, tokenizer_parts
-from tests.models.small import TOKENIZER
+from tests.models.small import TEXT, TOKENIZER
 
 ABOUT = ModelDescription("small", "Made by a test.", "words", "base")
 _ROPE = {"rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -34,7 +38,36 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (architecture, changes
     "gpt2": ("gpt2", {}),
     "xielu": ("llama", {"model_type": "apertus", "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
     "relu2": ("llama", {"model_type": "apertus", "hidden_act": "relu2", "tie_word_embeddings": True, **LLAMA3}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5, "no_rope_layer_interval": 4}),
+    "granite": ("granite", {}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.0}),
+    "gemma3": ("gemma3_text", {"num_hidden_layers": 7}),
+    "layered": ("gemma3_text", {"layer_types": ["full_attention", "sliding_attention"]}),
+    "olmo2": ("olmo2", {}),
+    "phi": ("phi", {}),
+    "phi3": ("phi3", {"partial_rotary_factor": 0.5}),
+    "gpt_neox": ("gpt_neox", {}),
+    "sequential": ("gpt_neox", {"use_parallel_residual": False}),
+    "lfm2": ("lfm2", {}),
 }
+
+
+def sentence_piece(adds_space: bool) -> Tokenizer:
+    """Returns a tokenizer like Gemma's or, if it starts each text with a space, Llama 2's, with 300 merged tokens."""
+    words = Backend(models.BPE())
+    words.normalizer = normalizers.Replace(" ", "▁")
+    trainer = trainers.BpeTrainer(vocab_size=400, show_progress=False, initial_alphabet=["▁"])
+    words.train_from_iterator([*TEXT, "def add(a, b):\n    return a + b\n" * 9], trainer)
+    pieces = sorted(words.get_vocab().items(), key=lambda pair: pair[1])
+    names = ["<|endoftext|>", *(f"<0x{byte:02X}>" for byte in range(256)), *(name for name, _ in pieces)]
+    types = [TokenType.CONTROL, *[TokenType.BYTE] * 256, *[TokenType.NORMAL] * len(pieces)]
+    metadata = {
+        Keys.Tokenizer.MODEL: "llama", Keys.Tokenizer.LIST: names, Keys.Tokenizer.TOKEN_TYPE: types,
+        Keys.Tokenizer.SCORES: [-float(place) for place in range(len(names))], Keys.Tokenizer.ADD_PREFIX: adds_space,
+    }  # fmt: skip
+    return Tokenizer(Backend.from_str(read_tokenizer(metadata).json))
 
 
 def parts_of(tokenizer: Tokenizer) -> TokenizerParts:

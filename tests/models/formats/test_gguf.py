@@ -20,11 +20,20 @@ from sansgpu.models.formats.decoder_folder import load_gguf_decoder
 from sansgpu.models.formats.gguf_file import write_gguf
 from sansgpu.models.formats.gguf_reader import GGUFType, describe_substitutes
 from sansgpu.models.formats.gguf_source import open_gguf
-from sansgpu.models.formats.layouts import hugging_face_config, to_hugging_face
-from sansgpu.models.huggingface.pretrained import Head, load_pretrained, load_tokenizer_of
+from sansgpu.models.formats.decoder_weights import hugging_face_config, to_hugging_face
+from sansgpu.models.huggingface.pretrained import Head, load_pretrained, load_tokenizer_of, tokenizer_parts
 from sansgpu.models.quantized_layers import dequantize_layers
 from sansgpu.train.loading import ModelRequest, open_model
-from tests.models.formats.gguf_models import ABOUT, BASES, base, logits_of, parts_of, write_base, write_ours
+from tests.models.formats.gguf_models import (
+    ABOUT,
+    BASES,
+    base,
+    logits_of,
+    parts_of,
+    sentence_piece,
+    write_base,
+    write_ours,
+)
 from tests.models.small import IN_GGUF, TEXT, TOKENIZER, model_of, tokens
 
 # (share, count) for the maximum rounding error of a number x: share * |x| + count * 2^-25, where 2^-25 is half of f16's
@@ -220,7 +229,7 @@ QWEN3 = hugging_face_config(model_of("grouped").config, 0)
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"model_type": "mistral"}, "this model has the architecture mistral"),
+        ({"model_type": "mamba"}, "this model has the architecture mamba"),
         ({"hidden_act": "gelu"}, "supports only silu in qwen3, but this model uses gelu"),
         ({"use_sliding_window": True}, "does not support use_sliding_window"),
         ({"attention_bias": True}, "does not support attention_bias"),
@@ -238,6 +247,37 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
     with pytest.raises(ConfigError, match=sentence):
         write_gguf(tmp_path / "model.gguf", {**QWEN3, **changes}, weights, parts_of(TOKENIZER), "f32", ABOUT)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "sentence"),
+    [
+        ("gemma2", {"query_pre_attn_scalar": 144}, "query_pre_attn_scalar 144 in gemma2"),
+        ("gemma2", {"attn_logit_softcapping": None}, "attn_logit_softcapping None in gemma2"),
+        ("gemma", {"tie_word_embeddings": False}, "tie_word_embeddings False in gemma"),
+        ("gemma", {"hidden_act": "gelu"}, "supports only gelu_pytorch_tanh in gemma, but this model uses gelu"),
+        ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}, r"no_rope_layers \[1, 1, 0, 1, 1\] in smollm3"),
+        ("olmo2", {"head_dim": 32}, "head_dim 32 in olmo2"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "does not support rope_parameters"),
+        ("lfm2", {"conv_bias": True}, "conv_bias True in lfm2"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_llama_cpp_would_compute_otherwise_in_a_family_is_refused(
+    family: str, changes: dict[str, object], sentence: str, tmp_path: Path
+) -> None:
+    model, tokenizer = base(tmp_path / "base", family)
+    given = {**model.config.to_dict(), **changes}
+    with pytest.raises(ConfigError, match=sentence):
+        write_gguf(tmp_path / "model.gguf", given, model.state_dict(), tokenizer_parts(tokenizer), "f32", ABOUT)
+
+
+@pytest.mark.parametrize("family", ["mistral", "phi3"])
+def test_a_window_that_llama_cpp_ignores_limits_the_context(family: str, tmp_path: Path) -> None:
+    model, tokenizer = base(tmp_path / "base", family)
+    settings = {**model.config.to_dict(), "sliding_window": 100}
+    write_gguf(tmp_path / "model.gguf", settings, model.state_dict(), tokenizer_parts(tokenizer), "f32", ABOUT)
+    assert open_gguf(tmp_path / "model.gguf").settings["max_position_embeddings"] == 100
 
 
 @pytest.mark.parametrize(
@@ -348,10 +388,20 @@ def test_a_file_that_makes_no_model_is_refused(
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["dbrx", "gpt-2", "smollm"])
+OTHERS = {
+    "dbrx": TOKENIZER,
+    "gpt-2": split(use_regex=True),
+    "smollm": split(r"\p{N}", use_regex=True),
+    "characters": CharTokenizer.train(TEXT),
+    "gemma": sentence_piece(adds_space=False),
+    "llama2": sentence_piece(adds_space=True),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
 def test_a_tokenizer_that_others_wrote_is_made_from_its_tokens(name: str, tmp_path: Path) -> None:
-    tokenizer = {"dbrx": TOKENIZER, "gpt-2": split(use_regex=True), "smollm": split(r"\p{N}", use_regex=True)}[name]
-    write_ours(tmp_path / "model.gguf", model_of("modern"), "f32", tokenizer)
+    tokenizer = OTHERS[name]
+    write_ours(tmp_path / "model.gguf", model_of("modern", vocab_size=704), "f32", tokenizer)
     path = rewritten(tmp_path / "model.gguf", tmp_path / "other.gguf", leave_out="tokenizer.huggingface.json")
     made = open_model(ModelRequest(str(path)), "generate", pytest.fail).tokenizer
     for text in (*TEXT[:1], "naïve 世界 1234 I'LL <|endoftext|>\n\n  x"):
@@ -363,12 +413,13 @@ def test_a_tokenizer_that_others_wrote_is_made_from_its_tokens(name: str, tmp_pa
 
 
 def test_a_tokenizer_that_is_not_known_is_refused(tmp_path: Path) -> None:
-    write_ours(tmp_path / "model.gguf", model_of("modern", vocab_size=320), "f32", CharTokenizer.train(TEXT))
+    write_ours(tmp_path / "model.gguf", model_of("modern"), "f32")
     path = rewritten(tmp_path / "model.gguf", tmp_path / "other.gguf", leave_out="tokenizer.huggingface.json")
+    last = rewritten(path, tmp_path / "last.gguf", leave_out="tokenizer.ggml.pre")
     with pytest.raises(
-        ConfigError, match=r"its tokenizer \(\S+\) is not supported, and the file contains no tokenizer.json"
+        ConfigError, match=r"its tokenizer \(None\) is not supported, and the file contains no tokenizer"
     ):
-        open_model(ModelRequest(str(path)), "generate", pytest.fail)
+        open_model(ModelRequest(str(last)), "generate", pytest.fail)
 
 
 def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:

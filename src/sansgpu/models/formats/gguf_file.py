@@ -28,14 +28,11 @@ from sansgpu.machine.untrusted.sandbox import is_panic
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_flaw
 from sansgpu.models.formats.folders import require_layers
 from sansgpu.models.formats.gguf_metadata import (
-    KNOWN,
     ROPE_FACTORS,
     read_settings,
-    read_tokenizer,
     require_expressible,
     rope_factors,
     write_settings,
-    write_tokenizer,
     xielu_weights,
 )
 from sansgpu.models.formats.gguf_reader import (
@@ -49,12 +46,15 @@ from sansgpu.models.formats.gguf_reader import (
     encoding_of,
     read_gguf,
 )
-from sansgpu.models.formats.layouts import LAYOUTS, Weights, module_names, with_default_settings
+from sansgpu.models.formats.gguf_tokenizer import read_tokenizer, write_tokenizer
+from sansgpu.models.formats.layout import Settings, Weights
+from sansgpu.models.formats.layouts import BY_GGUF_NAME, LAYOUTS, module_names, with_default_settings
 from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.formats.weights import StoredTensor, as_stored, kept_blocks
 
 # Raised when metadata has unexpected types, or contains JSON that is invalid or nested too deeply.
 METADATA_ERRORS = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
+_KERNEL = ".conv.conv.weight"  # LFM2's convolution, (channels, 1, width) in transformers
 _PLAIN = (Encoding.F32, Encoding.F16, Encoding.BF16, Encoding.F64)  # not quantized
 
 
@@ -70,7 +70,7 @@ class ModelDescription:
 
 def write_gguf(
     path: Path,
-    settings: Mapping[str, Any],
+    settings: Settings,
     weights: Mapping[str, torch.Tensor | StoredTensor],
     tokenizer: TokenizerParts,
     gguf_type: GGUFType,
@@ -83,10 +83,10 @@ def write_gguf(
     """
     settings = with_default_settings(settings)
     require_expressible(settings)
-    architecture = settings["model_type"]
+    layout = LAYOUTS[settings["model_type"]]
     tensors = _renamed(settings, weights)
     count = sum(prod(tensor.shape) for tensor in tensors.values())
-    if LAYOUTS[architecture].gguf_needs_head and HEAD not in tensors:
+    if layout.gguf_needs_head and HEAD not in tensors:
         tensors[HEAD] = tensors[EMBEDDING]
     if (factors := rope_factors(settings)) is not None:
         tensors[ROPE_FACTORS] = as_stored(factors)
@@ -95,7 +95,7 @@ def write_gguf(
     choices = {name: encoding_of(name, tensor.shape, gguf_type, name == head) for name, tensor in tensors.items()}
 
     def write(partial: Path) -> None:
-        writer = gguf.GGUFWriter(partial, architecture)
+        writer = gguf.GGUFWriter(partial, layout.gguf_name or settings["model_type"])
         try:
             _describe(writer, description, gguf_type, count)
             write_settings(writer, settings, weights)
@@ -129,9 +129,10 @@ class GGUFFile:
         except (ValueError, OSError) as error:
             raise ConfigError(f"{path} is a damaged GGUF file ({error}); download or export it again.") from None
         self._architecture = str(self._metadata.get(Keys.General.ARCHITECTURE))
-        if self._architecture not in LAYOUTS:
-            raise ConfigError(f"{path} has the unsupported architecture {self._architecture}; supported are {KNOWN}.")
-        self._layout = LAYOUTS[self._architecture]
+        if self._architecture not in BY_GGUF_NAME:
+            known = ", ".join(BY_GGUF_NAME)
+            raise ConfigError(f"{path} has the unsupported architecture {self._architecture}; supported are {known}.")
+        self._layout = LAYOUTS[BY_GGUF_NAME[self._architecture]]
         try:
             self.settings = self._settings()
         except ConfigError as error:
@@ -201,8 +202,8 @@ class GGUFFile:
         return found
 
     def _stored(self, name: str, hf_name: str, tensor: GGUFTensor) -> StoredTensor:
-        transposed = self._layout.is_transposed(hf_name)
-        shape, tensor_type = tensor.shape[::-1] if transposed else tensor.shape, tensor.tensor_type
+        empty = torch.empty(tensor.shape, device="meta")
+        shape, tensor_type = tuple(_from_file(hf_name, empty, self.settings).shape), tensor.tensor_type
         if tensor_type in _PLAIN or len(shape) != 2:
             return StoredTensor(shape, partial(self._read, name, hf_name, tensor))
         known = FORMATS.get(tensor_type.name.lower())
@@ -223,12 +224,12 @@ class GGUFFile:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*not writable")
             rows = torch.from_numpy(tensor.data)
-        return QuantizedWeight(_unpermuted(hf_name, rows, self.settings), known)
+        return QuantizedWeight(_rows_from_file(hf_name, rows, self.settings), known)
 
     def _settings(self) -> dict[str, Any]:
         embedding, head = self._tensors[EMBEDDING], self._tensors.get(HEAD)
         tied = head is None or (self._layout.gguf_needs_head and np.array_equal(head.data, embedding.data))
-        settings = read_settings(self._architecture, self._metadata)
+        settings = read_settings(BY_GGUF_NAME[self._architecture], self._metadata)
         require_layers(_layers(settings), len(self._tensors), "its metadata")
         return {**settings, "vocab_size": embedding.shape[0], "tie_word_embeddings": tied}
 
@@ -248,21 +249,20 @@ def _describe(writer: gguf.GGUFWriter, description: ModelDescription, gguf_type:
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
-def _gguf_modules(settings: Mapping[str, Any]) -> dict[str, str]:
+def _gguf_modules(settings: Settings) -> dict[str, str]:
     """Maps Hugging Face's module names to llama.cpp's."""
-    architecture, layers = settings["model_type"], _layers(settings)
-    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    layout, layers = LAYOUTS[settings["model_type"]], _layers(settings)
+    gguf_name = layout.gguf_name or settings["model_type"]
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == gguf_name)
     table = gguf.get_tensor_name_map(arch, layers)
-    return {module: name for module in module_names(LAYOUTS[architecture], layers) if (name := table.get_name(module))}
+    return {module: name for module in module_names(layout, layers) if (name := table.get_name(module))}
 
 
-def _layers(settings: Mapping[str, Any]) -> int:
+def _layers(settings: Settings) -> int:
     return int(settings[LAYOUTS[settings["model_type"]].sizes["n_layers"][0]])
 
 
-def _renamed(
-    settings: Mapping[str, Any], weights: Mapping[str, torch.Tensor | StoredTensor]
-) -> dict[str, StoredTensor]:
+def _renamed(settings: Settings, weights: Mapping[str, torch.Tensor | StoredTensor]) -> dict[str, StoredTensor]:
     """Renames weights to llama.cpp's names and converts them to its layout when they are read."""
     gguf_modules = _gguf_modules(settings)
     tensors: dict[str, StoredTensor] = {}
@@ -278,38 +278,36 @@ def _renamed(
     return tensors
 
 
-def _in_file(name: str, weight: StoredTensor, settings: Mapping[str, Any]) -> StoredTensor:
-    shape = weight.shape[::-1] if LAYOUTS[settings["model_type"]].is_transposed(name) else weight.shape
-    return StoredTensor(shape, lambda: _to_file(name, weight.read().detach(), settings))
+def _in_file(name: str, weight: StoredTensor, settings: Settings) -> StoredTensor:
+    shape = _to_file(name, torch.empty(weight.shape, device="meta"), settings).shape
+    return StoredTensor(tuple(shape), lambda: _to_file(name, weight.read().detach(), settings))
 
 
-def _to_file(name: str, tensor: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
-    """Converts a weight to llama.cpp's layout: (out, in) and, for Llama, with the rows of each rotary pair adjacent."""
-    if LAYOUTS[settings["model_type"]].is_transposed(name):
+def _to_file(name: str, tensor: torch.Tensor, settings: Settings) -> torch.Tensor:
+    """Converts a weight to llama.cpp's layout."""
+    layout = LAYOUTS[settings["model_type"]]
+    if layout.is_transposed(name):
         return tensor.T
-    if (heads := _rotated_heads(name, settings)) is None:
-        return tensor
-    return tensor.reshape(heads, 2, -1, tensor.shape[-1]).transpose(1, 2).reshape(tensor.shape)
+    if name.endswith(_KERNEL):
+        return tensor.squeeze(1)
+    if (order := layout.gguf_rows(name, settings)) is not None:
+        return order.to_file(tensor)
+    return tensor + layout.gguf_norm_offset if layout.gguf_norm_offset and name.endswith("norm.weight") else tensor
 
 
-def _from_file(name: str, tensor: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
+def _from_file(name: str, tensor: torch.Tensor, settings: Settings) -> torch.Tensor:
     """Inverts `_to_file`."""
-    if LAYOUTS[settings["model_type"]].is_transposed(name):
+    layout = LAYOUTS[settings["model_type"]]
+    if layout.is_transposed(name):
         return tensor.T.contiguous()
-    return _unpermuted(name, tensor, settings)
+    if name.endswith(_KERNEL):
+        return tensor.unsqueeze(1)
+    if layout.gguf_norm_offset and name.endswith("norm.weight"):
+        return tensor - layout.gguf_norm_offset
+    return _rows_from_file(name, tensor, settings)
 
 
-def _unpermuted(name: str, rows: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
-    """Returns the rows of a matrix in transformers' order."""
-    if (heads := _rotated_heads(name, settings)) is None:
-        return rows
-    return rows.reshape(heads, -1, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
-
-
-def _rotated_heads(name: str, settings: Mapping[str, Any]) -> int | None:
-    """Returns the number of heads of a matrix whose rows llama.cpp permutes for RoPE; None for other matrices."""
-    if not LAYOUTS[settings["model_type"]].gguf_permutes:
-        return None
-    if name.endswith("q_proj.weight"):
-        return int(settings["num_attention_heads"])
-    return int(settings["num_key_value_heads"]) if name.endswith("k_proj.weight") else None
+def _rows_from_file(name: str, rows: torch.Tensor, settings: Settings) -> torch.Tensor:
+    """Returns the rows of a matrix, which may be quantized, in transformers' order."""
+    order = LAYOUTS[settings["model_type"]].gguf_rows(name, settings)
+    return rows if order is None else order.from_file(rows)

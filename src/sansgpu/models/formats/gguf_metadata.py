@@ -1,169 +1,26 @@
-"""Converts a config.json and a tokenizer to the metadata of a GGUF file and back."""
+"""Converts a config.json to the metadata of a GGUF file and back."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFWriter, Keys, TokenType
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
-from tokenizers import Tokenizer as Backend
+from gguf import GGUFWriter, Keys
 
 from sansgpu.config import ConfigError
-from sansgpu.models.formats.layouts import LAYOUTS, Layout, Weights, rope_of, with_default_settings
-from sansgpu.models.formats.tokenizers import TokenizerParts
+from sansgpu.models.formats.layout import Layout, Settings, Weights
+from sansgpu.models.formats.layouts import LAYOUTS, rope_of, with_default_settings
 from sansgpu.models.formats.weights import as_stored
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_GPT4 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _GPT4.replace("{1,3}", "")
-_DIGIT = r"\p{N}"
-# llama.cpp's names of pre-tokenizers, by (split patterns, ignore_merges). GPT-4's pattern has several names; dbrx is
-# the one without side effects.
-_PRE_TOKENIZERS = {
-    ((_GPT4,), False): "dbrx",
-    ((_GPT4,), True): "llama-bpe",
-    ((_QWEN2,), False): "qwen2",
-    ((_GPT2,), False): "gpt-2",
-    ((_DIGIT, _GPT2), False): "smollm",
-}
-_ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED)
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-_SPACE = "▁"  # stands for a space in tokens of llama.cpp's `llama` tokenizer, as in SentencePiece
-
-
-def write_tokenizer(writer: GGUFWriter, parts: TokenizerParts, rows: int) -> None:
-    """Writes a tokenizer, padded to the embedding's `rows`. Raises ConfigError if llama.cpp does not support it."""
-    raw = json.loads(parts.json)
-    model, added = raw["model"], {token["id"]: token for token in raw["added_tokens"]}
-    if _is_character_level(model, added, raw["normalizer"]):
-        tokenizer_model, pre, space = "llama", "default", _SPACE
-    else:
-        tokenizer_model, pre, space = "gpt2", _pre_tokenizer(raw), " "
-    names = {index: name.replace(" ", space) for name, index in model["vocab"].items()}
-    names |= {index: token["content"] for index, token in added.items()}
-
-    def type_of(index: int) -> TokenType:
-        if index in added:
-            return TokenType.CONTROL if added[index]["special"] else TokenType.USER_DEFINED
-        if index not in names:
-            return TokenType.UNUSED
-        return TokenType.BYTE if tokenizer_model == "llama" and _BYTE.fullmatch(names[index]) else TokenType.NORMAL
-
-    writer.add_tokenizer_model(tokenizer_model)
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list([names.get(index, f"[PAD{index}]") for index in range(rows)])
-    writer.add_token_types([type_of(index) for index in range(rows)])
-    if tokenizer_model == "llama":
-        writer.add_token_scores([0.0] * rows)
-        writer.add_add_space_prefix(False)
-    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in model["merges"]])
-    if parts.bos_id is not None:
-        writer.add_bos_token_id(parts.bos_id)
-    if parts.eos_id is not None:
-        writer.add_eos_token_id(parts.eos_id)
-    if parts.pad_id is not None:
-        writer.add_pad_token_id(parts.pad_id)
-    writer.add_add_bos_token(parts.begins)
-    if parts.chat_template is not None:
-        writer.add_chat_template(parts.chat_template)
-    writer.add_string(Keys.Tokenizer.HF_JSON, parts.json)
-
-
-def read_tokenizer(metadata: Mapping[str, Any]) -> TokenizerParts:
-    """Reads the tokenizer from metadata. Raises ConfigError if there is none or it is not supported."""
-    bos, eos, pad = (metadata.get(k) for k in (Keys.Tokenizer.BOS_ID, Keys.Tokenizer.EOS_ID, Keys.Tokenizer.PAD_ID))
-    begins = bool(metadata.get(Keys.Tokenizer.ADD_BOS, metadata.get(Keys.Tokenizer.PRE) == "llama-bpe"))
-    tokenizer_json = metadata.get(Keys.Tokenizer.HF_JSON) or _rebuild_json(metadata, bos if begins else None)
-    return TokenizerParts(tokenizer_json, bos, eos, pad, begins, metadata.get(Keys.Tokenizer.CHAT_TEMPLATE))
-
-
-def _rebuild_json(metadata: Mapping[str, Any], bos: int | None) -> str:
-    """Builds a tokenizer.json from tokens and merges. Unless `bos` is None, it adds that id to the start of a text."""
-    pre = metadata.get(Keys.Tokenizer.PRE)
-    split = next((key for key, name in _PRE_TOKENIZERS.items() if name == pre), None)
-    if metadata.get(Keys.Tokenizer.MODEL) != "gpt2" or split is None:
-        raise ConfigError(f"its tokenizer ({pre}) is not supported, and the file contains no tokenizer.json.")
-    patterns, ignore_merges = split
-    names, types = metadata[Keys.Tokenizer.LIST], metadata[Keys.Tokenizer.TOKEN_TYPE]
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata[Keys.Tokenizer.MERGES]]
-    vocabulary = {name: index for index, name in enumerate(names)}
-    backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges))
-    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
-    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence([*steps, as_bytes]), decoders.ByteLevel()
-    added = {token_type: [n for n, t in zip(names, types, strict=True) if t == token_type] for token_type in _ADDED}
-    backend.add_special_tokens(added[TokenType.CONTROL])
-    backend.add_tokens([AddedToken(name, normalized=False) for name in added[TokenType.USER_DEFINED]])
-    if bos is not None:
-        first = names[bos]
-        backend.post_processor = processors.TemplateProcessing(f"{first} $A", None, [(first, bos)])
-    return str(backend.to_str())
-
-
-def _is_character_level(model: Mapping[str, Any], added: Mapping[int, Any], normalizer: Any) -> bool:
-    """Returns True if all tokens are characters or bytes. llama.cpp's SentencePiece then gives the same ids."""
-    regular = [name for name, index in model["vocab"].items() if index not in added]
-    return (
-        model["type"] == "BPE"
-        and not model["merges"]
-        and bool(model.get("byte_fallback"))
-        and normalizer is None
-        and all(len(name) == 1 or _BYTE.fullmatch(name) for name in regular)
-        and _SPACE not in regular
-    )
-
-
-def _pre_tokenizer(raw: Mapping[str, Any]) -> str:
-    model, split = raw["model"], _split(raw["pre_tokenizer"])
-    if model["type"] == "BPE" and split is not None and model["merges"] and _is_nfc_or_none(raw["normalizer"]):
-        affixed = any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"))
-        name = _PRE_TOKENIZERS.get((split, bool(model.get("ignore_merges"))))
-        if name is not None and not affixed:
-            return name
-    raise ConfigError(
-        "llama.cpp does not support this tokenizer; --format gguf supports byte-level BPE with the pre-tokenizers of "
-        "GPT-2, GPT-4, Llama 3, Qwen and sansgpu, and character tokenizers."
-    )
-
-
-def _is_nfc_or_none(normalizer: Any) -> bool:
-    """Accepts NFC although llama.cpp does not apply it, as for Qwen, because most text is in NFC already."""
-    return normalizer is None or normalizer["type"] == "NFC"
-
-
-def _split(pre_tokenizer: Any) -> tuple[str, ...] | None:
-    """Returns the split patterns of a byte-level pre-tokenizer; None for other pre-tokenizers."""
-    if pre_tokenizer is None:
-        return None
-    steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
-    patterns = []
-    for step in steps:
-        match step:
-            case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
-                patterns.append(pattern)
-            case {"type": "Digits", "individual_digits": True}:
-                patterns.append(_DIGIT)
-            case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": use_regex}:
-                patterns += [_GPT2] if use_regex else []
-            case _:
-                return None
-    return tuple(patterns) if steps and steps[-1]["type"] == "ByteLevel" else None
-
-
 KNOWN = ", ".join(LAYOUTS)
-_OPTIONAL = ("num_key_value_heads", "head_dim")  # may be missing from GGUF files and config.json
 _ROPE_THETA = 10_000.0  # default if a file has none
 # Llama 3's RoPE scaling: llama.cpp reads the factors of the wavelengths from this tensor. sansgpu reads the parameters
 # from which they are computed, and stores them under its own key.
 ROPE_FACTORS = "rope_freqs.weight"
+_LOCAL_ROPE_THETA = "{arch}.rope.freq_base_swa"
 _ROPE_KEY = "sansgpu.rope_parameters"
 # Parameters of xIELU (arXiv 2411.13010): Hugging Face's name -> (GGUF's key, the value with which xIELU equals ReLU
 # squared). With these values softplus(alpha_p) is 1 and softplus(alpha_n) is 0.
@@ -175,40 +32,42 @@ _XIELU = {
 }
 
 
-def require_expressible(settings: Mapping[str, Any]) -> None:
+def require_expressible(settings: Settings) -> None:
     """Raises ConfigError if llama.cpp does not support a setting of the model."""
     architecture = settings["model_type"]
     if architecture not in LAYOUTS:
         raise ConfigError(f"--format gguf supports {KNOWN}, but this model has the architecture {architecture}.")
     layout = LAYOUTS[architecture]
-    if (activation := settings.get(layout.activation_key)) not in layout.gguf_activations:
+    if (activation := settings.get(layout.activation_key)) not in (*layout.gguf_activations, None):
         supported = " or ".join(layout.gguf_activations)
         raise ConfigError(
             f"llama.cpp supports only {supported} in {architecture}, but this model uses {activation}; use --format hf."
         )
-    required = {**layout.fixed, **dict.fromkeys(layout.biases, False)}
+    required = {**layout.fixed, **dict.fromkeys(layout.biases, False), **layout.gguf_fixed(settings)}
     bad = [key for key, value in required.items() if settings.get(key, value) != value]
+    bad += [key for key in layout.gguf_keys if key not in settings]
     rope_types = ("default", "llama3") if layout.gguf_rope_scaling else ("default",)
-    bad += ["rope_parameters"] if rope_of(settings).get("rope_type", "default") not in rope_types else []
+    used = {rope.get("rope_type", "default") for rope in _ropes(settings)}
+    bad += ["rope_parameters"] if used.difference(rope_types) else []
     if bad:
         raise ConfigError(f"GGUF does not support {bad[0]} {settings.get(bad[0])} in {architecture}; use --format hf.")
 
 
-def write_settings(writer: GGUFWriter, settings: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
+def write_settings(writer: GGUFWriter, settings: Settings, weights: Mapping[str, Any]) -> None:
     """Writes the settings as metadata, with the parameters of xIELU, which GGUF does not store as tensors."""
-    architecture = settings["model_type"]
-    layout = LAYOUTS[architecture]
-    for hf_key, key in layout.gguf_keys.items():
-        value, name = settings[hf_key], key.format(arch=architecture)
-        writer.add_float32(name, value) if isinstance(value, float) else writer.add_uint32(name, value)
-    if not layout.rotary:
-        return
-    rope = rope_of(settings)
-    writer.add_value_length(settings["head_dim"])
-    writer.add_rope_dimension_count(settings["head_dim"])
-    writer.add_rope_freq_base(rope.get("rope_theta", _ROPE_THETA))
-    if rope.get("rope_type") == "llama3":
-        writer.add_string(_ROPE_KEY, json.dumps(dict(rope)))
+    layout = LAYOUTS[settings["model_type"]]
+    keys = {**layout.gguf_keys, **layout.gguf_optional}
+    values = {key: settings[hf_key] for hf_key, key in keys.items() if hf_key in settings}
+    if layout.gguf_layers is not None:
+        values |= layout.gguf_layers.write(settings)
+    if layout.rotary:
+        values |= _rope_values(layout, settings)
+    if layout.gguf_no_window and "sliding_window" in settings:
+        values[Keys.LLM.CONTEXT_LENGTH] = min(values[Keys.LLM.CONTEXT_LENGTH], settings["sliding_window"])
+    for key, value in values.items():
+        _add(writer, key.format(arch=writer.arch), value)
+    if layout.rotary and rope_of(settings).get("rope_type") == "llama3":
+        writer.add_string(_ROPE_KEY, json.dumps(dict(rope_of(settings))))
     if _is_xielu(layout):
         for parameter, (key, relu_squared) in _XIELU.items():
             learned = settings["hidden_act"] == "xielu"
@@ -218,34 +77,86 @@ def write_settings(writer: GGUFWriter, settings: Mapping[str, Any], weights: Map
             )
 
 
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+    match value:
+        case list():
+            writer.add_array(key, value)
+        case bool():
+            writer.add_bool(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case _:
+            writer.add_uint32(key, value)
+
+
+def _ropes(settings: Settings) -> tuple[Mapping[str, Any], ...]:
+    """Returns the RoPE parameters: of all layers, or of those with full attention and of those with a window."""
+    rope = rope_of(settings)
+    return (rope["full_attention"], rope["sliding_attention"]) if "full_attention" in rope else (rope,)
+
+
+def _rope_values(layout: Layout, settings: Settings) -> dict[str, Any]:
+    rope, *local = _ropes(settings)
+    head_dim = settings["head_dim"]
+    values = {
+        Keys.Attention.KEY_LENGTH: head_dim,
+        Keys.Attention.VALUE_LENGTH: head_dim,
+        Keys.Rope.DIMENSION_COUNT: int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+        Keys.Rope.FREQ_BASE: float(rope.get("rope_theta", _ROPE_THETA)),
+    }
+    return {**values, **{_LOCAL_ROPE_THETA: float(each["rope_theta"]) for each in local}}
+
+
 def read_settings(architecture: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings for a config.json, except those that follow from the tensors.
 
-    Raises KeyError if one is missing, and ConfigError if the RoPE scaling is not supported.
+    `architecture` is a model_type. Raises KeyError if a setting is missing, and ConfigError if the RoPE scaling is not
+    supported.
     """
     layout = LAYOUTS[architecture]
-    keys = {hf_key: key.format(arch=architecture) for hf_key, key in layout.gguf_keys.items()}
+    name = layout.gguf_name or architecture
+
+    def value_of(key: str) -> Any:
+        return _shortest(metadata.get(key.format(arch=name)))
+
     activation = layout.gguf_activations[0]
     if _is_xielu(layout) and not _is_relu_squared(metadata):
         activation = "xielu"
     settings = {
         "model_type": architecture,
-        **{name: _shortest(metadata[key]) for name, key in keys.items() if key in metadata or name not in _OPTIONAL},
+        **{hf_key: value_of(key) for hf_key, key in {**layout.gguf_keys, **layout.gguf_optional}.items()},
         "bos_token_id": metadata.get(Keys.Tokenizer.BOS_ID),
         "eos_token_id": metadata.get(Keys.Tokenizer.EOS_ID),
         "pad_token_id": metadata.get(Keys.Tokenizer.PAD_ID),
         "dtype": "float32",
         layout.activation_key: activation,
     }
-    if not layout.rotary:
-        return with_default_settings(settings)
-    scaling = metadata.get(Keys.Rope.SCALING_TYPE.format(arch=architecture), "none")
+    if layout.gguf_layers is not None:
+        settings |= layout.gguf_layers.read(value_of, settings["num_hidden_layers"])
+    settings = with_default_settings(settings)
+    settings = {**layout.gguf_fixed(settings), **settings}
+    for hf_key, key in layout.gguf_keys.items():
+        if hf_key not in settings:
+            raise KeyError(key.format(arch=name))
+    return {**settings, **_read_rope(layout, settings, metadata, value_of)} if layout.rotary else settings
+
+
+def _read_rope(
+    layout: Layout, settings: Settings, metadata: Mapping[str, Any], value_of: Callable[[str], Any]
+) -> dict[str, Any]:
+    scaling = value_of(Keys.Rope.SCALING_TYPE) or "none"
     if scaling != "none":
         raise ConfigError(f"its RoPE scaling type {scaling} is not supported.")
-    theta = _shortest(metadata.get(Keys.Rope.FREQ_BASE.format(arch=architecture), _ROPE_THETA))
-    default = {"rope_type": "default", "rope_theta": theta}
-    rope = json.loads(metadata[_ROPE_KEY]) if _ROPE_KEY in metadata else default
-    return with_default_settings({**settings, "rope_parameters": rope})
+    if _ROPE_KEY in metadata:
+        return {"rope_parameters": json.loads(metadata[_ROPE_KEY])}
+    rope = {"rope_type": "default", "rope_theta": value_of(Keys.Rope.FREQ_BASE) or _ROPE_THETA}
+    rotated = value_of(Keys.Rope.DIMENSION_COUNT) or settings["head_dim"]
+    if rotated != settings["head_dim"]:
+        rope["partial_rotary_factor"] = rotated / settings["head_dim"]
+    if layout.gguf_local_rope:
+        local = {"rope_type": "default", "rope_theta": value_of(_LOCAL_ROPE_THETA) or _ROPE_THETA}
+        return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
+    return {"rope_parameters": rope}
 
 
 def rope_factors(settings: Mapping[str, Any]) -> torch.Tensor | None:

@@ -5,58 +5,11 @@ To add an architecture, add a `Layout` here and, if `TransformerLM` computes it,
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
-
-from sansgpu.config import ConfigError, ModelConfig
-from sansgpu.config.architectures import ARCHITECTURES
-from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight
-from sansgpu.models.modules import INIT_STD
-
-_MASK = re.compile(r"\.attn\.(masked_)?bias$")  # GPT-2's causal mask, a buffer that old checkpoints contain
-_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
-_QKV = re.compile(r"(?<=\.attention\.)[qkv](?=\.)")
-
-Weights = dict[str, torch.Tensor]
-Settings = Mapping[str, Any]  # the contents of a config.json
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How transformers and llama.cpp store an architecture."""
-
-    model_class: str  # transformers' class
-    prefix: str  # prefix of all weight names except the head's; checkpoints of a base model without head omit it
-    modules: Mapping[str, str]  # TransformerLM's module -> transformers' module; `{}` is the block's number
-    sizes: Mapping[str, tuple[str, str]]  # key of ModelConfig -> keys of config.json and GGUF
-    norm_eps: tuple[str, str]  # keys of config.json and GGUF
-    activation_key: str
-    activations: Mapping[str, str]  # value in config.json -> model.activation; exports use the first that matches
-    defaults: Callable[[Settings], dict[str, Any]]  # values of keys that may be missing in config.json
-    gguf_activations: tuple[str, ...]  # activations of llama.cpp; the first is the default of a file that names none
-    fixed: Mapping[str, Any]  # keys of config.json with the only value that TransformerLM and llama.cpp support
-    biases: Mapping[str, tuple[str, ...]]  # key of config.json -> values of model.bias for which it is true
-    dropouts: Mapping[str, str]  # key of config.json -> key of ModelConfig
-    transposed: tuple[str, ...] = ()  # modules whose weight transformers stores as (in, out): Conv1D
-    rotary: bool = True  # whether the architecture uses RoPE
-    rope_theta: float | None = None  # default if config.json has none
-    gguf_rope_scaling: bool = False  # whether llama.cpp supports Llama 3's RoPE scaling
-    gguf_permutes: bool = False  # whether llama.cpp stores the two rows of a rotary pair next to each other
-    gguf_needs_head: bool = False  # whether llama.cpp requires the output head even if it is tied
-
-    @property
-    def gguf_keys(self) -> dict[str, str]:
-        """Maps keys of config.json to keys of GGUF."""
-        return dict([*self.sizes.values(), self.norm_eps])
-
-    def is_transposed(self, name: str) -> bool:
-        """Returns True if transformers stores the transpose of a weight."""
-        *_, module, parameter = name.split(".")
-        return parameter == "weight" and module in self.transposed
+from sansgpu.models.formats.layout import LayerTypes, Layout, RowOrder, Settings
 
 
 def _modern_defaults(settings: Settings) -> dict[str, Any]:
@@ -64,9 +17,66 @@ def _modern_defaults(settings: Settings) -> dict[str, Any]:
     return {
         "head_dim": settings["hidden_size"] // heads,
         "num_key_value_heads": heads,
-        "hidden_act": "silu",
         "tie_word_embeddings": False,
     }
+
+
+def _llama_defaults(settings: Settings) -> dict[str, Any]:
+    return {**_modern_defaults(settings), "hidden_act": "silu"}
+
+
+def _rotary_pairs_adjacent(name: str, settings: Settings) -> RowOrder | None:
+    """llama.cpp's first RoPE kernel takes the two rows of a rotary pair from adjacent rows."""
+    if name.endswith("q_proj.weight"):
+        return RowOrder((settings["num_attention_heads"], 2, settings["head_dim"] // 2), 1)
+    if name.endswith("k_proj.weight"):
+        return RowOrder((settings["num_key_value_heads"], 2, settings["head_dim"] // 2), 1)
+    return None
+
+
+def _heads_before_parts(name: str, settings: Settings) -> RowOrder | None:
+    """GPT-NeoX stores query, key and value by head; llama.cpp stores all queries, then all keys and all values."""
+    if ".query_key_value." not in name:
+        return None
+    return RowOrder((settings["num_attention_heads"], 3, settings["head_dim"]), 0)
+
+
+def _heads_as_wide_as_the_model(settings: Settings) -> Settings:
+    return {"head_dim": settings["hidden_size"] // settings["num_attention_heads"]}
+
+
+def _every_fourth_without_rope(settings: Settings) -> Settings:
+    return {"no_rope_layers": [int((layer + 1) % 4 != 0) for layer in range(settings["num_hidden_layers"])]}
+
+
+def _windows(period: int) -> LayerTypes:
+    """Sliding windows in all layers but each `period`-th, which is llama.cpp's default for a file that names none."""
+    key = "{arch}.attention.sliding_window_pattern"
+
+    def read(value_of: Callable[[str], Any], layers: int) -> dict[str, Any]:
+        found = value_of(key) or period
+        local = found if isinstance(found, list) else [(layer + 1) % found != 0 for layer in range(layers)]
+        return {"layer_types": ["sliding_attention" if one else "full_attention" for one in local]}
+
+    return LayerTypes(lambda settings: {key: [one == "sliding_attention" for one in settings["layer_types"]]}, read)
+
+
+def _write_convolutions(settings: Settings) -> dict[str, Any]:
+    """Returns LFM2's layer types and its feed-forward size, which transformers adjusts in the same way."""
+    size = settings["intermediate_size"]
+    if settings["block_auto_adjust_ff_dim"]:
+        size = int(2 * size / 3)
+        if "block_ffn_dim_multiplier" in settings:
+            size = int(settings["block_ffn_dim_multiplier"] * size)
+            size += -size % settings["block_multiple_of"]
+    heads = [settings["num_key_value_heads"] * (layer == "full_attention") for layer in settings["layer_types"]]
+    return {"{arch}.feed_forward_length": size, "{arch}.attention.head_count_kv": heads}
+
+
+def _read_convolutions(value_of: Callable[[str], Any], layers: int) -> dict[str, Any]:
+    heads = value_of("{arch}.attention.head_count_kv")
+    types = ["full_attention" if count else "conv" for count in heads]
+    return {"num_key_value_heads": max(heads), "layer_types": types, "block_auto_adjust_ff_dim": False}
 
 
 def _gpt2_defaults(settings: Settings) -> dict[str, Any]:
@@ -105,7 +115,7 @@ _QWEN3 = Layout(
     norm_eps=("rms_norm_eps", "{arch}.attention.layer_norm_rms_epsilon"),
     activation_key="hidden_act",
     activations={"silu": "swiglu"},
-    defaults=_modern_defaults,
+    defaults=_llama_defaults,
     gguf_activations=("silu",),
     fixed={"use_sliding_window": False},
     biases=_ATTENTION_BIAS,
@@ -145,17 +155,55 @@ _GPT2 = Layout(
     transposed=("c_attn", "c_proj", "c_fc"),
     rotary=False,
 )
-LAYOUTS = {  # by model_type in config.json, which is also llama.cpp's name of the architecture
+_LLAMA = replace(
+    _QWEN3,
+    model_class="LlamaForCausalLM",
+    fixed={},
+    biases={**_ATTENTION_BIAS, "mlp_bias": ("all",)},
+    gguf_rope_scaling=True,
+    gguf_rows=_rotary_pairs_adjacent,
+)
+_SCALES = {  # Granite's multipliers
+    "attention_multiplier": "{arch}.attention.scale",
+    "embedding_multiplier": "{arch}.embedding_scale",
+    "residual_multiplier": "{arch}.residual_scale",
+    "logits_scaling": "{arch}.logit_scale",
+}
+_POST_NORMS = {  # norms after attention and feed-forward layers
+    "blocks.{}.attention_post_norm": "model.layers.{}.post_attention_layernorm",
+    "blocks.{}.feed_forward_post_norm": "model.layers.{}.post_feedforward_layernorm",
+}
+_GEMMA = replace(
+    _QWEN3,
+    model_class="GemmaForCausalLM",
+    activations={},
+    defaults=lambda settings: {**_modern_defaults(settings), "tie_word_embeddings": True},
+    gguf_activations=("gelu_pytorch_tanh",),
+    fixed={"tie_word_embeddings": True},
+    gguf_norm_offset=1.0,
+)
+_GEMMA2 = replace(
+    _GEMMA,
+    model_class="Gemma2ForCausalLM",
+    modules={
+        **_GEMMA.modules,
+        **_POST_NORMS,
+        "blocks.{}.feed_forward_norm": "model.layers.{}.pre_feedforward_layernorm",
+    },
+    activation_key="hidden_activation",
+    gguf_settings={
+        "attn_logit_softcapping": "{arch}.attn_logit_softcapping",
+        "final_logit_softcapping": "{arch}.final_logit_softcapping",
+        "sliding_window": "{arch}.attention.sliding_window",
+    },
+    gguf_fixed=lambda settings: {"query_pre_attn_scalar": settings["head_dim"]},
+    gguf_layers=_windows(2),
+)
+_LAYER_NORM_EPS = ("layer_norm_eps", "{arch}.attention.layer_norm_epsilon")
+LAYOUTS = {  # by model_type in config.json
     "gpt2": _GPT2,
-    "llama": replace(
-        _QWEN3,
-        model_class="LlamaForCausalLM",
-        fixed={},
-        biases={**_ATTENTION_BIAS, "mlp_bias": ("all",)},
-        gguf_rope_scaling=True,
-        gguf_permutes=True,
-    ),
-    "qwen2": replace(_QWEN3, model_class="Qwen2ForCausalLM"),  # for fine-tuning; TransformerLM does not compute it
+    "llama": _LLAMA,
+    "qwen2": replace(_QWEN3, model_class="Qwen2ForCausalLM"),
     "qwen3": _QWEN3,
     "apertus": replace(
         _QWEN3,
@@ -172,56 +220,131 @@ LAYOUTS = {  # by model_type in config.json, which is also llama.cpp's name of t
         gguf_rope_scaling=True,
         gguf_needs_head=True,
     ),
+    # For fine-tuning; TransformerLM does not compute these, nor qwen2.
+    "mistral": replace(
+        _LLAMA,
+        model_class="MistralForCausalLM",
+        biases={},
+        gguf_name="llama",
+        gguf_rope_scaling=False,
+        gguf_no_window=True,
+    ),
+    "smollm3": replace(
+        _LLAMA,
+        model_class="SmolLM3ForCausalLM",
+        fixed={"use_sliding_window": False},
+        gguf_fixed=_every_fourth_without_rope,
+        gguf_rope_scaling=False,
+    ),
+    "granite": replace(_LLAMA, model_class="GraniteForCausalLM", gguf_settings=_SCALES, gguf_rope_scaling=False),
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA2,
+    "gemma3_text": replace(
+        _GEMMA2,
+        model_class="Gemma3ForCausalLM",
+        fixed={"use_bidirectional_attention": False},
+        gguf_name="gemma3",
+        gguf_settings={"sliding_window": "{arch}.attention.sliding_window"},
+        gguf_optional={"final_logit_softcapping": "{arch}.final_logit_softcapping"},
+        gguf_layers=_windows(6),
+        gguf_local_rope=True,
+    ),
+    "olmo2": replace(
+        _QWEN3,
+        model_class="Olmo2ForCausalLM",
+        modules={**_QWEN3.modules, **_POST_NORMS},
+        fixed={},
+        gguf_fixed=_heads_as_wide_as_the_model,
+        gguf_needs_head=True,
+    ),
+    "phi": replace(
+        _QWEN3,
+        model_class="PhiForCausalLM",
+        modules={
+            **_QWEN3.modules,
+            "norm": "model.final_layernorm",
+            "blocks.{}.attention.o": "model.layers.{}.self_attn.dense",
+            "blocks.{}.feed_forward.up": "model.layers.{}.mlp.fc1",
+            "blocks.{}.feed_forward.down": "model.layers.{}.mlp.fc2",
+        },
+        norm_eps=_LAYER_NORM_EPS,
+        gguf_activations=("gelu_new",),
+        fixed={"qk_layernorm": False, "tie_word_embeddings": False},
+        biases={},
+        gguf_name="phi2",
+        gguf_fixed=_heads_as_wide_as_the_model,
+    ),
+    "phi3": replace(
+        _QWEN3,
+        model_class="Phi3ForCausalLM",
+        modules={
+            **_QWEN3.modules,
+            "blocks.{}.attention.qkv": "model.layers.{}.self_attn.qkv_proj",
+            "blocks.{}.feed_forward.gate_up": "model.layers.{}.mlp.gate_up_proj",
+        },
+        fixed={},
+        gguf_fixed=_heads_as_wide_as_the_model,
+        gguf_no_window=True,
+    ),
+    "gpt_neox": replace(
+        _QWEN3,
+        model_class="GPTNeoXForCausalLM",
+        prefix="gpt_neox.",
+        modules={
+            "embedding": "gpt_neox.embed_in",
+            "norm": "gpt_neox.final_layer_norm",
+            "head": "lm_head",
+            "blocks.{}.attention_norm": "gpt_neox.layers.{}.input_layernorm",
+            "blocks.{}.feed_forward_norm": "gpt_neox.layers.{}.post_attention_layernorm",
+            "blocks.{}.attention.qkv": "gpt_neox.layers.{}.attention.query_key_value",
+            "blocks.{}.attention.o": "gpt_neox.layers.{}.attention.dense",
+            "blocks.{}.feed_forward.up": "gpt_neox.layers.{}.mlp.dense_h_to_4h",
+            "blocks.{}.feed_forward.down": "gpt_neox.layers.{}.mlp.dense_4h_to_h",
+        },
+        sizes={name: keys for name, keys in _QWEN3.sizes.items() if name != "kv_heads"},
+        norm_eps=_LAYER_NORM_EPS,
+        gguf_activations=("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"),
+        fixed={"attention_bias": True},
+        biases={},
+        gguf_name="gptneox",
+        gguf_settings={"use_parallel_residual": "{arch}.use_parallel_residual"},
+        gguf_fixed=_heads_as_wide_as_the_model,
+        gguf_rows=_heads_before_parts,
+        gguf_needs_head=True,
+    ),
+    "lfm2": replace(
+        _QWEN3,
+        model_class="Lfm2ForCausalLM",
+        modules={
+            "embedding": "model.embed_tokens",
+            "norm": "model.embedding_norm",
+            "head": "lm_head",
+            "blocks.{}.attention_norm": "model.layers.{}.operator_norm",
+            "blocks.{}.feed_forward_norm": "model.layers.{}.ffn_norm",
+            "blocks.{}.attention.q": "model.layers.{}.self_attn.q_proj",
+            "blocks.{}.attention.k": "model.layers.{}.self_attn.k_proj",
+            "blocks.{}.attention.v": "model.layers.{}.self_attn.v_proj",
+            "blocks.{}.attention.o": "model.layers.{}.self_attn.out_proj",
+            "blocks.{}.attention.q_norm": "model.layers.{}.self_attn.q_layernorm",
+            "blocks.{}.attention.k_norm": "model.layers.{}.self_attn.k_layernorm",
+            "blocks.{}.convolution.in": "model.layers.{}.conv.in_proj",
+            "blocks.{}.convolution.kernel": "model.layers.{}.conv.conv",
+            "blocks.{}.convolution.out": "model.layers.{}.conv.out_proj",
+            "blocks.{}.feed_forward.gate": "model.layers.{}.feed_forward.w1",
+            "blocks.{}.feed_forward.up": "model.layers.{}.feed_forward.w3",
+            "blocks.{}.feed_forward.down": "model.layers.{}.feed_forward.w2",
+        },
+        norm_eps=("norm_eps", "{arch}.attention.layer_norm_rms_epsilon"),
+        fixed={"conv_bias": False},
+        biases={},
+        gguf_settings={"conv_L_cache": "{arch}.shortconv.l_cache"},
+        gguf_fixed=_heads_as_wide_as_the_model,
+        gguf_layers=LayerTypes(_write_convolutions, _read_convolutions),
+    ),
 }
-
-
-def to_hugging_face(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> Weights:
-    """Converts weights to transformers' names and layout. Omits a tied head, as transformers does."""
-    layout = LAYOUTS[config.decoder.name]
-    fused = "blocks.{}.attention.qkv" in layout.modules
-    renamed: Weights = {}
-    for name, tensor in weights.items():
-        part = _QKV.search(name) if fused else None
-        if part is not None:
-            if part[0] != "q":
-                continue
-            tensor = torch.cat([weights[_QKV.sub(each, name)] for each in "qkv"])
-            name = _QKV.sub("qkv", name)
-        hf_name = _translate(name, layout.modules)
-        renamed[hf_name] = (tensor.T if layout.is_transposed(hf_name) else tensor).contiguous()
-    return renamed
-
-
-def from_hugging_face(config: ModelConfig, weights: Mapping[str, Matrix]) -> dict[str, Matrix]:
-    """Inverts `to_hugging_face`. Quantized matrices, which are always (outputs, inputs), stay quantized."""
-    layout = LAYOUTS[config.decoder.name]
-    modules = {hf_name: name for name, hf_name in layout.modules.items()}
-    renamed: dict[str, Matrix] = {}
-    for name_in_file, value in weights.items():
-        hf_name = name_in_file if name_in_file.startswith((layout.prefix, "lm_head.")) else layout.prefix + name_in_file
-        if _MASK.search(hf_name) or (hf_name == "lm_head.weight" and config.tie_embeddings):
-            continue
-        name = _translate(hf_name, modules)
-        parts = "qkv" if ".qkv." in name else "q"
-        is_transposed = layout.is_transposed(hf_name)
-        for part, piece in zip(parts, _in_pieces(value, len(parts), is_transposed), strict=True):
-            renamed[name.replace(".qkv.", f".{part}.")] = piece
-    return renamed
-
-
-def _in_pieces(value: Matrix, count: int, is_transposed: bool) -> list[Matrix]:
-    """Splits a weight along its outputs. `is_transposed` does not apply to quantized weights."""
-    if isinstance(value, QuantizedWeight):
-        return [QuantizedWeight(piece.contiguous(), value.format) for piece in value.data.chunk(count)]
-    return [piece.contiguous() for piece in (value.T if is_transposed else value).chunk(count)]
-
-
-def _translate(name: str, modules: Mapping[str, str]) -> str:
-    layer = _LAYER.search(name)
-    module, _, parameter = _LAYER.sub("{}", name, count=1).rpartition(".")
-    if module not in modules:
-        raise ConfigError(f"this layout has no weight named {name}.")
-    return f"{modules[module].format(layer[0] if layer else '')}.{parameter}"
+BY_GGUF_NAME = {}  # llama.cpp's name of an architecture -> model_type; `llama` is Llama, not Mistral
+for _model_type, _layout in LAYOUTS.items():
+    BY_GGUF_NAME.setdefault(_layout.gguf_name or _model_type, _model_type)
 
 
 def module_names(layout: Layout, layers: int) -> Iterator[str]:
@@ -241,55 +364,3 @@ def with_default_settings(settings: Settings) -> dict[str, Any]:
     present = {key: value for key, value in settings.items() if value is not None}
     layout = LAYOUTS.get(present["model_type"])
     return present if layout is None else {**layout.defaults(present), **present}
-
-
-def hugging_face_config(config: ModelConfig, end_id: int) -> dict[str, Any]:
-    """Returns the config.json of an exported model."""
-    layout = LAYOUTS[config.decoder.name]
-    theta = {"rope_theta": config.rope_theta}
-    rope = {**theta, "rope_parameters": {"rope_type": "default", **theta}}
-    return {
-        "architectures": [layout.model_class],
-        "model_type": config.decoder.name,
-        **{key: getattr(config, ours) for ours, (key, _) in layout.sizes.items()},
-        layout.norm_eps[0]: config.decoder.norm_eps,
-        **(rope if layout.rotary else {}),
-        layout.activation_key: next(key for key, ours in layout.activations.items() if ours == config.activation),
-        **{key: config.biased in values for key, values in layout.biases.items()},
-        **{key: getattr(config, ours) for key, ours in layout.dropouts.items()},
-        **layout.fixed,
-        "pad_token_id": None,  # Apertus' default is 3, and transformers does not train the padding token's embedding
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tie_embeddings,
-        "bos_token_id": end_id,
-        "eos_token_id": end_id,
-        "initializer_range": INIT_STD,
-        "dtype": "float32",
-    }
-
-
-def model_config(settings: Settings) -> ModelConfig | None:
-    """Converts a config.json to a ModelConfig; returns None if `TransformerLM` does not compute the model."""
-    name = settings.get("model_type")
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        return None
-    architecture, layout, settings = ARCHITECTURES[name], LAYOUTS[name], with_default_settings(settings)
-    activation = layout.activations.get(settings[layout.activation_key])
-    flags = {key: bool(settings.get(key)) for key in layout.biases}
-    bias = next((b for b in architecture.bias if flags == {key: b in v for key, v in layout.biases.items()}), None)
-    fixed = {layout.norm_eps[0]: architecture.norm_eps, **layout.fixed}
-    if activation is None or bias is None or any(settings.get(key, value) != value for key, value in fixed.items()):
-        return None
-    values = {ours: settings[key] for ours, (key, _) in layout.sizes.items()}
-    values |= {ours: settings.get(key, 0.0) for key, ours in layout.dropouts.items()}
-    if layout.rotary:
-        rope = rope_of(settings)
-        values["rope_theta"] = rope.get("rope_theta", layout.rope_theta)
-        if rope.get("rope_type", "default") != "default" or values["rope_theta"] is None:
-            return None
-        if values["d_model"] != values.pop("head_dim") * values["n_heads"]:
-            return None
-        values["n_kv_heads"] = values.pop("kv_heads")
-    selected = {"architecture": name, "activation": activation, "bias": bias}
-    tables = {"vocab_size": settings["vocab_size"], "tie_embeddings": settings["tie_word_embeddings"]}
-    return ModelConfig.model_validate({**selected, **tables, **values})

@@ -1,0 +1,241 @@
+"""Converts a tokenizer to the metadata of a GGUF file and back."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from gguf import GGUFWriter, Keys, TokenType
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
+
+from sansgpu.config import ConfigError
+from sansgpu.models.formats.tokenizers import TokenizerParts
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_GPT4 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _GPT4.replace("{1,3}", "")
+_DIGIT = r"\p{N}"
+# llama.cpp's names of pre-tokenizers, by (split patterns, ignore_merges). GPT-4's pattern has several names; dbrx is
+# the one without side effects.
+_PRE_TOKENIZERS = {
+    ((_GPT4,), False): "dbrx",
+    ((_GPT4,), True): "llama-bpe",
+    ((_QWEN2,), False): "qwen2",
+    ((_GPT2,), False): "gpt-2",
+    ((_DIGIT, _GPT2), False): "smollm",
+}
+_ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED)
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_SPACE = "▁"  # stands for a space in tokens of llama.cpp's `llama` tokenizer, as in SentencePiece
+_REPLACES_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+_ADDED_SCORE = -1000.0  # of tokens that no merge produces, as in the files of llama.cpp's converter
+
+
+def write_tokenizer(writer: GGUFWriter, parts: TokenizerParts, rows: int) -> None:
+    """Writes a tokenizer, padded to the embedding's `rows`. Raises ConfigError if llama.cpp does not support it."""
+    raw = json.loads(parts.json)
+    model, added = raw["model"], {token["id"]: token for token in raw["added_tokens"]}
+    is_character_level = _is_character_level(model, added, raw["normalizer"])
+    ranks = {} if is_character_level else _sentence_piece_ranks(raw)
+    is_sentence_piece = ranks is not None
+    names = {index: name.replace(" ", _SPACE if is_sentence_piece else " ") for name, index in model["vocab"].items()}
+    names |= {index: token["content"] for index, token in added.items()}
+
+    def type_of(index: int) -> TokenType:
+        if index not in names:
+            return TokenType.UNUSED
+        if index in added:
+            return TokenType.CONTROL if added[index]["special"] else TokenType.USER_DEFINED
+        return TokenType.BYTE if is_sentence_piece and _BYTE.fullmatch(names[index]) else TokenType.NORMAL
+
+    writer.add_tokenizer_model("llama" if is_sentence_piece else "gpt2")
+    writer.add_tokenizer_pre("default" if is_sentence_piece else _pre_tokenizer(raw))
+    writer.add_token_list([names.get(index, f"[PAD{index}]") for index in range(rows)])
+    writer.add_token_types([type_of(index) for index in range(rows)])
+    if ranks is not None:
+        scores = {index: float(-ranks.get(name, -_ADDED_SCORE)) for name, index in model["vocab"].items()}
+        writer.add_token_scores([0.0 if is_character_level else scores.get(i, _ADDED_SCORE) for i in range(rows)])
+        writer.add_add_space_prefix(bool(_space_rule(raw)))
+    else:
+        writer.add_token_merges([" ".join(merge) for merge in _merges(model)])
+    if model.get("unk_token") is not None:
+        writer.add_unk_token_id(model["vocab"][model["unk_token"]])
+    if parts.bos_id is not None:
+        writer.add_bos_token_id(parts.bos_id)
+    if parts.eos_id is not None:
+        writer.add_eos_token_id(parts.eos_id)
+    if parts.pad_id is not None:
+        writer.add_pad_token_id(parts.pad_id)
+    writer.add_add_bos_token(parts.begins)
+    if parts.chat_template is not None:
+        writer.add_chat_template(parts.chat_template)
+    writer.add_string(Keys.Tokenizer.HF_JSON, parts.json)
+
+
+def read_tokenizer(metadata: Mapping[str, Any]) -> TokenizerParts:
+    """Reads the tokenizer from metadata. Raises ConfigError if there is none or it is not supported."""
+    bos, eos, pad = (metadata.get(k) for k in (Keys.Tokenizer.BOS_ID, Keys.Tokenizer.EOS_ID, Keys.Tokenizer.PAD_ID))
+    begins = bool(metadata.get(Keys.Tokenizer.ADD_BOS, metadata.get(Keys.Tokenizer.PRE) == "llama-bpe"))
+    tokenizer_json = metadata.get(Keys.Tokenizer.HF_JSON) or _rebuild_json(metadata, bos if begins else None)
+    return TokenizerParts(tokenizer_json, bos, eos, pad, begins, metadata.get(Keys.Tokenizer.CHAT_TEMPLATE))
+
+
+def _rebuild_json(metadata: Mapping[str, Any], bos: int | None) -> str:
+    """Builds a tokenizer.json from tokens and merges. Unless `bos` is None, it adds that id to the start of a text."""
+    names, types = metadata[Keys.Tokenizer.LIST], metadata[Keys.Tokenizer.TOKEN_TYPE]
+    vocabulary = {name: index for index, name in enumerate(names)}
+    build = _sentence_piece if metadata.get(Keys.Tokenizer.MODEL) == "llama" else _byte_level
+    backend = build(metadata, vocabulary)
+    added = {token_type: [n for n, t in zip(names, types, strict=True) if t == token_type] for token_type in _ADDED}
+    backend.add_special_tokens(added[TokenType.CONTROL])
+    backend.add_tokens([AddedToken(name, normalized=False) for name in added[TokenType.USER_DEFINED]])
+    if bos is not None:
+        first = names[bos]
+        backend.post_processor = processors.TemplateProcessing(f"{first} $A", None, [(first, bos)])
+    return str(backend.to_str())
+
+
+def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> Backend:
+    pre = metadata.get(Keys.Tokenizer.PRE)
+    split = next((key for key, name in _PRE_TOKENIZERS.items() if name == pre), None)
+    if metadata.get(Keys.Tokenizer.MODEL) != "gpt2" or split is None:
+        raise ConfigError(f"its tokenizer ({pre}) is not supported, and the file contains no tokenizer.json.")
+    patterns, ignore_merges = split
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata[Keys.Tokenizer.MERGES]]
+    backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges))
+    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence([*steps, as_bytes]), decoders.ByteLevel()
+    return backend
+
+
+def _sentence_piece(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> Backend:
+    """Builds BPE with the merges that follow from the scores of SentencePiece's tokens."""
+    scores, types = metadata[Keys.Tokenizer.SCORES], metadata[Keys.Tokenizer.TOKEN_TYPE]
+    merged = sorted(
+        (name for name, index in vocabulary.items() if types[index] == TokenType.NORMAL and len(name) > 1),
+        key=lambda name: -scores[vocabulary[name]],
+    )
+    merges = [pair for name in merged for pair in _splits(name, vocabulary)]
+    unknown = metadata.get(Keys.Tokenizer.UNK_ID)
+    names = metadata[Keys.Tokenizer.LIST]
+    backend = Backend(
+        models.BPE(
+            vocab=vocabulary,
+            merges=merges,
+            unk_token=None if unknown is None else names[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefixed = bool(metadata.get(Keys.Tokenizer.ADD_PREFIX, True))
+    replaced = normalizers.Replace(" ", _SPACE)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replaced]) if prefixed else replaced
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
+    return backend
+
+
+def _splits(name: str, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Returns all pairs of tokens that make up a token."""
+    pairs = ((name[:place], name[place:]) for place in range(1, len(name)))
+    return [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
+
+
+def _merges(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns the merges of a tokenizer.json, which may be pairs or strings."""
+    return [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+
+
+def _sentence_piece_ranks(raw: Mapping[str, Any]) -> dict[str, int] | None:
+    """Returns the place of each merged token in the order of merges, if llama.cpp's SentencePiece merges like it.
+
+    llama.cpp merges any two neighbors whose text is a token, first the token with the highest score. So the merges must
+    contain all splits of each token, and those of one token must follow each other. Returns None otherwise.
+    """
+    model = raw["model"]
+    if model["type"] != "BPE" or not model.get("byte_fallback") or not model["merges"] or _space_rule(raw) is None:
+        return None
+    vocabulary, ranks, counts = model["vocab"], dict[str, int](), Counter[str]()
+    last = ""
+    for left, right in _merges(model):
+        name = left + right
+        if name != last and name in ranks:
+            return None
+        ranks.setdefault(name, len(ranks))
+        counts[name], last = counts[name] + 1, name
+    complete = all(counts[name] == len(_splits(name, vocabulary)) for name in ranks)
+    added = {token["content"] for token in raw["added_tokens"]}
+    unmerged = (name for name in vocabulary if name not in ranks and name not in added and not _BYTE.fullmatch(name))
+    return ranks if complete and not any(_splits(name, vocabulary) for name in unmerged) else None
+
+
+def _space_rule(raw: Mapping[str, Any]) -> bool | None:
+    """Returns whether a tokenizer adds a space at the start of a text; None if its spaces are not SentencePiece's."""
+    normalizer, pre_tokenizer = raw["normalizer"], raw["pre_tokenizer"]
+    steps = normalizer.get("normalizers", [normalizer]) if normalizer else []
+    prefix = {"type": "Prepend", "prepend": _SPACE}
+    match pre_tokenizer:
+        case {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first" | "never" as scheme, "split": False}:
+            return scheme == "first" if not steps else None
+        case None | {"type": "Split", "pattern": {"String": " "}}:  # the normalizer has replaced all spaces
+            if steps in ([_REPLACES_SPACES], [prefix, _REPLACES_SPACES]):
+                return len(steps) == 2
+    return None
+
+
+def _is_character_level(model: Mapping[str, Any], added: Mapping[int, Any], normalizer: Any) -> bool:
+    """Returns True if all tokens are characters or bytes. llama.cpp's SentencePiece then gives the same ids."""
+    regular = [name for name, index in model["vocab"].items() if index not in added]
+    return (
+        model["type"] == "BPE"
+        and not model["merges"]
+        and bool(model.get("byte_fallback"))
+        and normalizer is None
+        and all(len(name) == 1 or _BYTE.fullmatch(name) for name in regular)
+        and _SPACE not in regular
+    )
+
+
+def _pre_tokenizer(raw: Mapping[str, Any]) -> str:
+    model, split = raw["model"], _split(raw["pre_tokenizer"])
+    if model["type"] == "BPE" and split is not None and model["merges"] and _is_nfc_or_none(raw["normalizer"]):
+        affixed = any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"))
+        name = _PRE_TOKENIZERS.get((split, bool(model.get("ignore_merges"))))
+        if name is not None and not affixed:
+            return name
+    raise ConfigError(
+        "llama.cpp does not support this tokenizer; --format gguf supports byte-level BPE with the pre-tokenizers of "
+        "GPT-2, GPT-4, Llama 3, Qwen and sansgpu, SentencePiece's BPE, and character tokenizers."
+    )
+
+
+def _is_nfc_or_none(normalizer: Any) -> bool:
+    """Accepts NFC although llama.cpp does not apply it, as for Qwen, because most text is in NFC already."""
+    return normalizer is None or normalizer["type"] == "NFC"
+
+
+def _split(pre_tokenizer: Any) -> tuple[str, ...] | None:
+    """Returns the split patterns of a byte-level pre-tokenizer; None for other pre-tokenizers."""
+    if pre_tokenizer is None:
+        return None
+    steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
+    patterns = []
+    for step in steps:
+        match step:
+            case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
+                patterns.append(pattern)
+            case {"type": "Digits", "individual_digits": True}:
+                patterns.append(_DIGIT)
+            case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": use_regex}:
+                patterns += [_GPT2] if use_regex else []
+            case _:
+                return None
+    return tuple(patterns) if steps and steps[-1]["type"] == "ByteLevel" else None
