@@ -20,7 +20,7 @@ FAMILIES = (
     Family("Llama", "llama"),
     Family("Qwen2", "qwen2"),
     Family("Qwen3", "qwen3"),
-    Family("SmolLM3", "smollm3"),
+    Family("SmolLM3", "smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 4}),
     Family("Mistral", "mistral", {"sliding_window": None}, gguf="llama"),
     Family("Gemma", "gemma"),
     Family("Gemma 2", "gemma2"),

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from sansgpu.config import ModelConfig
 from sansgpu.data.tokenizer import Tokenizer
 from sansgpu.models import TransformerLM
+from sansgpu.models.formats.decoder_weights import hugging_face_config, to_hugging_face
 from sansgpu.models.formats.gguf_file import ModelDescription, write_gguf
 from sansgpu.models.formats.gguf_reader import EncodingChoice, GGUFType
 from sansgpu.models.formats.gguf_tokenizer import read_tokenizer
-from sansgpu.models.formats.decoder_weights import hugging_face_config, to_hugging_face
 from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained, load_tokenizer_of, tokenizer_parts
 from tests.models.small import TEXT, TOKENIZER

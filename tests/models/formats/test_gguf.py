@@ -17,10 +17,10 @@ from sansgpu.config import ConfigError, ModelConfig, SansGPUError
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer
 from sansgpu.models import TransformerLM
 from sansgpu.models.formats.decoder_folder import load_gguf_decoder
+from sansgpu.models.formats.decoder_weights import hugging_face_config, to_hugging_face
 from sansgpu.models.formats.gguf_file import write_gguf
 from sansgpu.models.formats.gguf_reader import GGUFType, describe_substitutes
 from sansgpu.models.formats.gguf_source import open_gguf
-from sansgpu.models.formats.decoder_weights import hugging_face_config, to_hugging_face
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained, load_tokenizer_of, tokenizer_parts
 from sansgpu.models.quantized_layers import dequantize_layers
 from sansgpu.train.loading import ModelRequest, open_model

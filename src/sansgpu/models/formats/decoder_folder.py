@@ -20,9 +20,9 @@ from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight
 from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy
 from sansgpu.kernels.norm import LayerNorm, RMSNorm
 from sansgpu.models.decoder import TransformerLM
+from sansgpu.models.formats.decoder_weights import from_hugging_face, hugging_face_config, model_config, to_hugging_face
 from sansgpu.models.formats.folders import folder_settings, require_layers, write_folder_atomically
 from sansgpu.models.formats.gguf_source import is_gguf, open_gguf
-from sansgpu.models.formats.decoder_weights import from_hugging_face, hugging_face_config, model_config, to_hugging_face
 from sansgpu.models.formats.safetensors_file import load_weights, readable_weights
 from sansgpu.models.formats.tokenizers import TextCodec
 from sansgpu.models.quantized_layers import QuantizableMatrix, matrix_of

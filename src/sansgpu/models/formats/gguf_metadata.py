@@ -104,7 +104,7 @@ def _rope_values(layout: Layout, settings: Settings) -> dict[str, Any]:
         Keys.Rope.DIMENSION_COUNT: int(head_dim * rope.get("partial_rotary_factor", 1.0)),
         Keys.Rope.FREQ_BASE: float(rope.get("rope_theta", _ROPE_THETA)),
     }
-    return {**values, **{_LOCAL_ROPE_THETA: float(each["rope_theta"]) for each in local}}
+    return {**values, _LOCAL_ROPE_THETA: float(local[0]["rope_theta"])} if local else values
 
 
 def read_settings(architecture: str, metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,9 +37,9 @@ from sansgpu.models.formats.decoder_folder import (
     load_decoder,
     load_gguf_decoder,
 )
+from sansgpu.models.formats.decoder_weights import hugging_face_config, to_hugging_face
 from sansgpu.models.formats.folders import is_adapter_folder
 from sansgpu.models.formats.gguf_source import is_gguf, open_gguf
-from sansgpu.models.formats.decoder_weights import hugging_face_config, to_hugging_face
 from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.formats.weights import set_weights
 from sansgpu.models.generation.generate import BatchModel, decoder_batch, generate
