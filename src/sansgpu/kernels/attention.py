@@ -20,6 +20,7 @@ from sansgpu.kernels.pointwise import draw_seed
 # Computes attention as `attention` does, from q (B, H, T, d), k and v (B, K, S, d) and key ranges (B, T, 2).
 AttentionKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
+_SOFTCAP_QUERIES = 256  # queries of a block in `softcapped_attention`
 _ERROR_MESSAGES = {  # by the result of attention_forward, a constant of native.h
     "WRONG_KEY": "attention: a key index in `ranges` is out of bounds; use 0 to {keys}.",
     "WRONG_NODE": "attention: a node (root, slot) is out of bounds; use roots from 0 to {MAX_ROOT} and slots from 0 "
@@ -60,6 +61,12 @@ def _document_bounds(document_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     first = torch.where(torch.cat((edge, change), 1), position, 0).cummax(1).values
     end = torch.where(torch.cat((change, edge), 1), position + 1, time).flip(1).cummin(1).values.flip(1)
     return position, first, end
+
+
+def in_window(ranges: torch.Tensor, window: int) -> torch.Tensor:
+    """Limits causal key ranges (B, T, 2) to the last `window` keys, of which the query's own is one."""
+    first, end = ranges.unbind(dim=-1)
+    return torch.stack((torch.maximum(first, end - window), end), dim=-1)
 
 
 def visible_keys(ranges: torch.Tensor, keys: int) -> torch.Tensor:
@@ -149,6 +156,27 @@ def attention(
         return F.scaled_dot_product_attention(q, k, v, visible, dropout, enable_gqa=grouped)
     dropout_mask = F.dropout(q.new_ones((*q.shape[:3], k.shape[2])), dropout) if dropout else None
     return reference_attention(q, k, v, ranges, dropout_mask, decay)
+
+
+def softcapped_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor, softcap: float, dropout: float = 0.0
+) -> torch.Tensor:
+    """Computes attention with scores s replaced by softcap * tanh(s / softcap), as in Gemma 2, with PyTorch's kernels.
+
+    Takes and returns the same shapes as `attention`. Each block of queries is multiplied only with the keys that any
+    of them sees, so that a long row of packed documents does not take memory for all pairs of its tokens.
+    """
+    outs, groups = [], q.shape[1] // k.shape[1]
+    for start in range(0, q.shape[2], _SOFTCAP_QUERIES):
+        queries, own = q[:, :, start : start + _SOFTCAP_QUERIES], ranges[:, start : start + _SOFTCAP_QUERIES]
+        first, end = int(own[..., 0].min()), max(int(own[..., 1].max()), 1)
+        keys, values = (x[:, :, first:end].repeat_interleave(groups, dim=1) for x in (k, v))
+        scores = softcap * torch.tanh(queries @ keys.transpose(-1, -2) / (q.shape[-1] ** 0.5 * softcap))
+        visible = visible_keys(own - first, end - first)
+        weights = torch.softmax(scores.float().masked_fill(~visible, float("-inf")), dim=-1)
+        weights = weights.nan_to_num() * visible  # queries without keys give zeros
+        outs.append(F.dropout(weights.to(v.dtype), dropout) @ values)
+    return torch.cat(outs, dim=2)
 
 
 class _AttentionOptions(NamedTuple):

@@ -31,6 +31,11 @@ class FusedNorm(nn.Module):
     bias: Any
     eps: float
 
+    @property
+    def scale(self) -> Any:
+        """The factors (D,) of the normalized features."""
+        return self.weight
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalizes (..., D)."""
         return self._run(x, None, 0.0, None)[1]
@@ -57,7 +62,7 @@ class FusedNorm(nn.Module):
         p = p if self.training and y is not None else 0.0
         centered = isinstance(self, nn.LayerNorm)
         options = _NormOptions(self.eps, centered, p, seed_number(p), dtype or (x.dtype if centered else torch.float32))
-        both = _Norm.apply(x, y, self.weight, self.bias, options)
+        both = _Norm.apply(x, y, self.scale, self.bias, options)
         return cast(tuple[torch.Tensor, torch.Tensor], both)
 
     def _uses_kernel(self, x: torch.Tensor, y: torch.Tensor | None) -> bool:

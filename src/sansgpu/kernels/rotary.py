@@ -34,7 +34,7 @@ def rotate_heads(
     norms = [norm for norm in (q_norm, k_norm) if norm is not None]
     uniform = q.dtype == k.dtype and q.shape[:2] == k.shape[:2] and all(n.weight.dtype == cos.dtype for n in norms)
     if library.takes(q, k, cos, sin) and uniform and cos.dtype == torch.float32 and len(norms) in (0, 2):
-        weights = (None, None) if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
+        weights = (None, None) if q_norm is None or k_norm is None else (q_norm.scale, k_norm.scale)
         eps = norms[0].eps if norms else 0.0
         rotated = _Rotary.apply(q, k, *weights, (cos.contiguous(), sin.contiguous()), eps)
         q, k = cast(tuple[torch.Tensor, torch.Tensor], rotated)

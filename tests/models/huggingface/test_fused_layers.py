@@ -49,9 +49,19 @@ def replaced(model: nn.Module, before: nn.Module) -> set[str]:
         ("Mistral", {}, {"MistralRMSNorm", "MistralMLP", "MistralDecoderLayer", "MistralAttention"}),
         ("Qwen3", {}, {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3DecoderLayer", "Qwen3Attention"}),
         ("Llama", {"hidden_act": "relu"}, {"LlamaRMSNorm", "LlamaDecoderLayer", "LlamaAttention"}),
-        ("Granite", {"residual_multiplier": 0.5}, {"GraniteRMSNorm", "GraniteMLP", "GraniteAttention"}),
+        (
+            "Granite",
+            {"residual_multiplier": 0.5},
+            {"GraniteRMSNorm", "GraniteMLP", "GraniteDecoderLayer", "GraniteAttention"},
+        ),
         ("Olmo2", {}, {"Olmo2RMSNorm", "Olmo2MLP"}),  # its norms come after attention and MLP
-        ("Gemma", {}, {"GELUTanh", "GemmaAttention"}),  # its norms multiply by 1 + weight
+        ("Gemma", {}, {"GELUTanh", "GemmaRMSNorm", "GemmaMLP", "GemmaDecoderLayer", "GemmaAttention"}),
+        ("Gemma2", {}, {"GELUTanh", "Gemma2RMSNorm", "Gemma2MLP", "Gemma2DecoderLayer"}),  # its attention is softcapped
+        (
+            "Gemma3Text",
+            {"num_hidden_layers": 6, "sliding_window": 8},
+            {"GELUTanh", "Gemma3RMSNorm", "Gemma3MLP", "Gemma3DecoderLayer", "Gemma3Attention"},
+        ),
         ("Nemotron", {}, set()),  # it rotates only half of each head
         ("GPT2", {"n_embd": 16, "n_head": 2, "n_layer": 2}, {"LayerNorm", "NewGELUActivation"}),
         ("Bert", {}, {"LayerNorm", "GELUActivation", *(f"Bert{part}" for part in BERT_LAYERS)}),

@@ -6,10 +6,11 @@ B sequences, T queries of a row, N new tokens, H query heads, K key-value heads,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from sansgpu.kernels.attention import AttentionKernel, attention, causal_ranges
+from sansgpu.kernels.attention import AttentionKernel, attention, causal_ranges, in_window
 from sansgpu.kernels.packed_cache import PackedCache, PlainCache
 
 
@@ -83,18 +84,32 @@ class SlotCache:
         self._layers[layer].store(self._slots, self.positions, *by_token)
         return (keys, values) if self._visible is None else self._layers[layer].read(self._visible, self._longest)
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: AttentionKernel) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: AttentionKernel, window: int | None = None
+    ) -> torch.Tensor:
         """Computes attention from q, (1, H, N, d) or (B, H, 1, d), and the k and v that `append` returned.
 
-        Complete prompts are computed one by one, because the order of summation in a packed row would depend on the
-        preceding prompts.
+        With a `window`, a query attends only to the last `window` tokens. Complete prompts are computed one by one,
+        because the order of summation in a packed row would depend on the preceding prompts.
         """
         if self._visible is not None:
-            return kernel(q, k, v, self._ranges)
+            return kernel(q, k, v, self._ranges if window is None else in_window(self._ranges, window))
         ranges = causal_ranges(torch.zeros(1, max(self._separate), dtype=torch.long))
+        ranges = ranges if window is None else in_window(ranges, window)
         parts = zip(*(x.split(self._separate, dim=2) for x in (q, k, v)), strict=True)
         outs = [kernel(q, k, v, ranges[:, : q.shape[2]]) for q, k, v in parts]
         return torch.cat(outs, dim=2)
+
+
+@dataclass(frozen=True)
+class WindowedSlots:
+    """The mask of layers whose queries attend only to the last `window` tokens of a `SlotCache`."""
+
+    cache: SlotCache
+    window: int
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: AttentionKernel) -> torch.Tensor:
+        return self.cache.attend(q, k, v, kernel, self.window)
 
 
 class LayerSlots:

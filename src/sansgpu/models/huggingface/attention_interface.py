@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from sansgpu.kernels.attention import AttentionKernel, attention, visible_keys
+from sansgpu.kernels.attention import AttentionKernel, attention, softcapped_attention, visible_keys
 
 if TYPE_CHECKING:  # transformers is optional and slow to import, so functions import it when they need it
     from transformers import PreTrainedModel
@@ -38,19 +38,20 @@ _PACKED = "_sansgpu_packed_mask"  # attribute of a mask tensor that holds its Pa
 
 
 def use_our_attention(model: PreTrainedModel) -> bool:
-    """Makes a model use our attention kernel if it would use SDPA; returns whether it now does.
+    """Makes a model use our attention interface if it would use SDPA; returns whether our kernel now computes it.
 
-    Other models stay unchanged. They may need softcapping or attention sinks, which our kernel does not support.
+    Softcapped scores are computed with PyTorch's kernels. Other models stay unchanged. They may need attention sinks,
+    for instance, which our interface does not support.
     """
-    config = model.config.get_text_config()
-    if model.config._attn_implementation != "sdpa" or getattr(config, "attn_logit_softcapping", None):
+    softcapped = bool(getattr(model.config.get_text_config(), "attn_logit_softcapping", None))
+    if model.config._attn_implementation != "sdpa" and not softcapped:
         return False
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, _mask)
     model.set_attn_implementation(NAME)
-    return bool(model.config._attn_implementation == NAME)
+    return bool(model.config._attn_implementation == NAME) and not softcapped
 
 
 def ranges_of(mask: torch.Tensor) -> torch.Tensor | None:
@@ -96,6 +97,7 @@ def attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Computes attention of query (B, H, T, d) to key and value (B, K, S, d); returns (B, T, H, d)."""
@@ -115,7 +117,7 @@ def attention_forward(
         root = q.shape[-1] ** 0.5
         if scaling is not None and scaling * root != 1.0:
             q = q * (scaling * root)
-        return attention(q, k, v, ranges, dropout)
+        return attention(q, k, v, ranges, dropout) if softcap is None else softcapped_attention(q, k, v, ranges, softcap, dropout)
 
     packed: PackedMask | None = getattr(attention_mask, _PACKED, None)
     if attention_mask is None:

@@ -113,6 +113,17 @@ class PretrainedRMSNorm(RMSNorm):
         return cast(torch.Tensor, self.original.forward(self, x))
 
 
+class OffsetRMSNorm(PretrainedRMSNorm):
+    """RMSNorm of Gemma, which multiplies by 1 + weight."""
+
+    @property
+    def scale(self) -> Any:
+        return 1.0 + self.weight
+
+    def _plain(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.scale.float(), self.eps).type_as(x)
+
+
 class FusedGELU(nn.Module):
     """Exact GELU."""
 
@@ -127,28 +138,45 @@ class FusedTanhGELU(nn.Module):
         return gelu_tanh(input)
 
 
-class SwiGLU:
-    """Mixin for the feed-forward network of Llama, Qwen and Mistral."""
+class _GatedFeedForward:
+    """Mixin for a feed-forward network whose up projection is multiplied by an activated gate."""
 
     gate_proj: nn.Module
     up_proj: nn.Module
     down_proj: nn.Module
     recomputes: bool  # see fuse_layers
 
+    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        y = swiglu(gate, up)
-        with recomputed(y, lambda: swiglu(gate, up)) if self.recomputes else nullcontext():
+        y = self.gated(gate, up)
+        with recomputed(y, lambda: self.gated(gate, up)) if self.recomputes else nullcontext():
             return cast(torch.Tensor, self.down_proj(y))
 
 
-class PreNormLayer:
-    """Mixin for the block of Llama, Qwen and Mistral."""
+class SwiGLU(_GatedFeedForward):
+    """Mixin for the feed-forward network of Llama, Qwen and Mistral."""
+
+    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return swiglu(gate, up)
+
+
+class GeGLU(_GatedFeedForward):
+    """Mixin for the feed-forward network of Gemma."""
+
+    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        activated = gelu_tanh(gate)
+        with recomputed(activated, lambda: gelu_tanh(gate)) if self.recomputes else nullcontext():
+            return activated * up
+
+
+class _FusedBlock:
+    """Mixin for a block. Subclasses compute it with fused kernels in `fused_forward`."""
 
     fused_as = "decoder"  # see module_costs
-    input_layernorm: FusedNorm
     self_attn: nn.Module
-    post_attention_layernorm: FusedNorm
     mlp: nn.Module
     training: bool
     recomputes: bool  # see fuse_layers
@@ -156,16 +184,52 @@ class PreNormLayer:
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if args:  # positional arguments, whose names only the original code knows
             return cast(torch.Tensor, cast(Any, super()).forward(hidden_states, *args, **kwargs))
-        x, inputs = self.input_layernorm.branch(hidden_states)
-        with self._recomputed(self.input_layernorm, x, inputs):
-            y, _ = self.self_attn(hidden_states=inputs, **{"attention_mask": None, **kwargs})
-        x, inputs = self.post_attention_layernorm.branch(x, y)
-        with self._recomputed(self.post_attention_layernorm, x, inputs):
-            return residual(x, self.mlp(inputs), 0.0, self.training)
+        return self.fused_forward(hidden_states, {"attention_mask": None, **kwargs})
+
+    def fused_forward(self, x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        raise NotImplementedError
 
     def _recomputed(self, norm: FusedNorm, x: torch.Tensor, inputs: torch.Tensor) -> AbstractContextManager[None]:
         """Context in which layers recompute their `inputs` from x, which the norm saves anyway."""
         return recomputed(inputs, lambda: norm.branch(x)[1]) if self.recomputes else nullcontext()
+
+
+class PreNormLayer(_FusedBlock):
+    """Mixin for the block of Llama, Qwen, Mistral and Granite, which scales the residual branches."""
+
+    input_layernorm: FusedNorm
+    post_attention_layernorm: FusedNorm
+    residual_multiplier: float = 1.0
+
+    def fused_forward(self, x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        x, inputs = self.input_layernorm.branch(x)
+        with self._recomputed(self.input_layernorm, x, inputs):
+            y, _ = self.self_attn(hidden_states=inputs, **kwargs)
+        x, inputs = self.post_attention_layernorm.branch(x, self._scaled(y))
+        with self._recomputed(self.post_attention_layernorm, x, inputs):
+            return residual(x, self._scaled(self.mlp(inputs)), 0.0, self.training)
+
+    def _scaled(self, y: torch.Tensor) -> torch.Tensor:
+        return y if self.residual_multiplier == 1.0 else y * self.residual_multiplier
+
+
+class SandwichNormLayer(_FusedBlock):
+    """Mixin for the block of Gemma 2 and 3, which has norms before and after attention and feed-forward layers."""
+
+    fused_as = "sandwich"
+    input_layernorm: FusedNorm
+    post_attention_layernorm: FusedNorm
+    pre_feedforward_layernorm: FusedNorm
+    post_feedforward_layernorm: FusedNorm
+
+    def fused_forward(self, x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        x, inputs = self.input_layernorm.branch(x)
+        with self._recomputed(self.input_layernorm, x, inputs):
+            y, _ = self.self_attn(hidden_states=inputs, **kwargs)
+        x, inputs = self.pre_feedforward_layernorm.branch(x, self.post_attention_layernorm(y))
+        with self._recomputed(self.pre_feedforward_layernorm, x, inputs):
+            y = self.mlp(inputs)
+        return residual(x, self.post_feedforward_layernorm(y), 0.0, self.training)
 
 
 def fuse_layers(model: nn.Module) -> None:
@@ -176,18 +240,18 @@ def fuse_layers(model: nn.Module) -> None:
     """
     recomputes = not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     for module in list(model.modules()):
-        if _is_rms_norm(module):
+        if (norm := _rms_norm_of(module)) is not None:
             original = cast(Any, module)
-            original.original, original.eps = type(module), float(original.variance_epsilon)
-            module.__class__ = PretrainedRMSNorm
+            original.original, original.eps = type(module), _epsilon(module)
+            module.__class__ = norm
         elif (fused := _gelu_of(module)) is not None:
             module.__class__ = fused
-        elif _is_swiglu(module):
-            module.__class__ = with_forward(SwiGLU, type(module))
+        elif (gated := _gated_feed_forward_of(module)) is not None:
+            module.__class__ = with_forward(gated, type(module))
             cast(Any, module).recomputes = recomputes
     for module in model.modules():
-        if _is_pre_norm_layer(module):
-            module.__class__ = with_forward(PreNormLayer, type(module))
+        if (block := _block_of(module)) is not None:
+            module.__class__ = with_forward(block, type(module))
             cast(Any, module).recomputes = recomputes
 
 
@@ -205,14 +269,21 @@ def with_forward(mixin: type, original: type) -> type:
     return _subclasses[mixin, original]
 
 
-def _is_rms_norm(module: nn.Module) -> bool:
-    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+def _epsilon(module: Any) -> float:
+    return float(getattr(module, "variance_epsilon", None) or module.eps)
+
+
+def _rms_norm_of(module: nn.Module) -> type[PretrainedRMSNorm] | None:
+    weight = getattr(module, "weight", None)
     named = type(module).__name__.endswith("RMSNorm") and not module._modules
-    if not named or not isinstance(weight, nn.Parameter) or weight.ndim != 1 or eps is None:
-        return False
+    if not named or not isinstance(weight, nn.Parameter) or weight.ndim != 1:
+        return None
     x, random, trial = random_tensor(3, len(weight)), random_tensor(len(weight)), copy.deepcopy(module)
     cast(Any, trial).weight = nn.Parameter(random)  # because the model may be on the meta device
-    return agree(lambda: trial(x), lambda: F.rms_norm(x, weight.shape, random, float(eps)))
+    for norm, scale in ((PretrainedRMSNorm, random), (OffsetRMSNorm, 1.0 + random)):
+        if agree(lambda: trial(x), lambda: F.rms_norm(x, weight.shape, scale, _epsilon(module))):  # noqa: B023
+            return norm
+    return None
 
 
 def _gelu_of(module: nn.Module) -> type[nn.Module] | None:
@@ -224,25 +295,45 @@ def _gelu_of(module: nn.Module) -> type[nn.Module] | None:
     return FusedTanhGELU if agree(lambda: module(x), lambda: F.gelu(x, approximate="tanh")) else None
 
 
-def _is_swiglu(module: nn.Module) -> bool:
+def _gated_feed_forward_of(module: nn.Module) -> type[_GatedFeedForward] | None:
     if set(module._modules) != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
-        return False
+        return None
     gate, up, down, x = Part(1.5), Part(2.5), Part(0.5), random_tensor(3, 8)
     with replaced_parts(module, {"gate_proj": gate, "up_proj": up, "down_proj": down}):
-        return agree(lambda: module.forward(x), lambda: down(F.silu(gate(x)) * up(x)))
+        if agree(lambda: module.forward(x), lambda: down(F.silu(gate(x)) * up(x))):
+            return SwiGLU
+        tanh = agree(lambda: module.forward(x), lambda: down(F.gelu(gate(x), approximate="tanh") * up(x)))
+        return GeGLU if tanh else None
 
 
-def _is_pre_norm_layer(module: nn.Module) -> bool:
-    parts = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-    norms = [module._modules.get(name) for name in ("input_layernorm", "post_attention_layernorm")]
-    if set(module._modules) != parts or not all(isinstance(norm, FusedNorm) for norm in norms):
-        return False
-    first, attention, second, mlp, x = Part(1.5), AttentionPart(2.5), Part(0.5), Part(0.7), random_tensor(1, 3, 8)
+def _block_of(module: nn.Module) -> type[_FusedBlock] | None:
+    norms = {name for name, part in module._modules.items() if isinstance(part, FusedNorm)}
+    if set(module._modules) != norms | {"self_attn", "mlp"}:
+        return None
+    x, names = random_tensor(1, 3, 8), sorted(norms)
+    parts = {name: Part(0.5 + place) for place, name in enumerate(names)}
+    attention, mlp, scale = AttentionPart(2.5), Part(0.7), float(getattr(module, "residual_multiplier", 1.0))
 
-    def expected() -> torch.Tensor:
-        total: torch.Tensor = x + attention(first(x))[0]
-        return total + cast(torch.Tensor, mlp(second(total)))
+    def pre_norm() -> torch.Tensor:
+        total = x + scale * attention(parts["input_layernorm"](x))[0]
+        return cast(torch.Tensor, total + scale * mlp(parts["post_attention_layernorm"](total)))
 
-    stubs = {"input_layernorm": first, "self_attn": attention, "post_attention_layernorm": second, "mlp": mlp}
-    with replaced_parts(module, stubs):
-        return agree(lambda: module.forward(x), expected)
+    def sandwich() -> torch.Tensor:
+        total = x + parts["post_attention_layernorm"](attention(parts["input_layernorm"](x))[0])
+        after = parts["post_feedforward_layernorm"](mlp(parts["pre_feedforward_layernorm"](total)))
+        return cast(torch.Tensor, total + after)
+
+    known: dict[tuple[str, ...], tuple[type[_FusedBlock], Callable[[], torch.Tensor]]] = {
+        ("input_layernorm", "post_attention_layernorm"): (PreNormLayer, pre_norm),
+        (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "post_feedforward_layernorm",
+            "pre_feedforward_layernorm",
+        ): (SandwichNormLayer, sandwich),
+    }
+    if tuple(names) not in known:
+        return None
+    block, expected = known[tuple(names)]
+    with replaced_parts(module, {**parts, "self_attn": attention, "mlp": mlp}):
+        return block if agree(lambda: module.forward(x), expected) else None

@@ -15,7 +15,7 @@ from sansgpu.kernels.decoder_step import DecoderStep, StepWeight, step_layer, st
 from sansgpu.kernels.linear import Linear, autocast_dtype
 from sansgpu.models.generation.batch import BatchReader
 from sansgpu.models.generation.generate import PROMPT_TOKENS, BatchModel, SingleReader, SlotReader
-from sansgpu.models.generation.kv_cache import SlotCache
+from sansgpu.models.generation.kv_cache import SlotCache, WindowedSlots
 from sansgpu.models.generation.prompts import decode, prompt_ids, text_prompt_ids
 from sansgpu.models.huggingface.fused_layers import PreNormLayer, SwiGLU
 from sansgpu.models.huggingface.packed_forward import UnpaddedModel, logits_of
@@ -54,7 +54,7 @@ class PretrainedSlots(SlotReader):
 
     def logits(self, ids: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         model = self._unpadded.model
-        inputs = self._unpadded.packed_inputs(ids, positions, self.cache)
+        inputs = self._unpadded.packed_inputs(ids, positions, self.cache, partial(WindowedSlots, self.cache))
         with autocast_of(model):
             return logits_after(model, chosen, **inputs, past_key_values=_TransformersCache(self.cache), use_cache=True)
 
@@ -83,9 +83,9 @@ class _TransformersCache(Cache):
 def slots_work(unpadded: UnpaddedModel, fused: DecoderStep | None = None) -> bool:
     """Returns True if a model gives the same logits with several sequences in a SlotCache as with separate passes.
 
-    Models with sliding windows, recurrent state or length-dependent RoPE do not.
+    Models with recurrent state or length-dependent RoPE do not.
     """
-    if not unpadded.has_plain_rows or unpadded.model.device.type != "cpu":
+    if not unpadded.has_ranges or unpadded.model.device.type != "cpu":
         return False
     model, tokens = unpadded.model, torch.arange(15) * 7 % unpadded.model.config.get_text_config().vocab_size
     first, second = tokens[:6].tolist(), tokens[6:].tolist()
@@ -114,7 +114,7 @@ def pretrained_step(model: Any) -> DecoderStep | None:
         return None
     layers = []
     for block in blocks:
-        if not isinstance(block, PreNormLayer):
+        if not isinstance(block, PreNormLayer) or block.residual_multiplier != 1.0:
             return None
         attention: Any = block.self_attn
         mlp: Any = block.mlp

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sansgpu.kernels.attention import bidirectional_ranges, causal_ranges, token_places
+from sansgpu.kernels.attention import bidirectional_ranges, causal_ranges, in_window, token_places
 from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions, linear_cross_entropy
 from sansgpu.models.generation.sampling import reading
 from sansgpu.models.huggingface.attention_interface import NAME, KeyRanges, PackedMask, stand_in_mask
@@ -47,7 +47,7 @@ class UnpaddedModel:
         self.model, self._rotary = model, LengthDependentRotary(model)
         self._text: Any = model.config.get_text_config()
         self.causal = has_causal_attention(model)
-        self._window = None if self.causal else _encoder_window(self._text)
+        self._window = _causal_window(self._text) if self.causal else _encoder_window(self._text)
         known = self._window is not None or not _has_windows(self._text)
         self._by_ranges = known and model.config._attn_implementation == NAME
         self.position_offset = _position_offset(model)
@@ -58,11 +58,29 @@ class UnpaddedModel:
             self.fused = head_is_plain(model, self.softcap)
 
     def packed_inputs(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: PackedMask | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Returns the model's keyword arguments for packed tokens with `ids` and `positions`, both (B, T)."""
-        inputs = {"input_ids": ids, "position_ids": positions + self.position_offset}
-        return inputs if mask is None else {**inputs, "attention_mask": stand_in_mask(mask, ids.device)}
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: PackedMask | None = None,
+        windowed: Callable[[int], PackedMask] | None = None,
+    ) -> dict[str, Any]:
+        """Returns the model's keyword arguments for packed tokens with `ids` and `positions`, both (B, T).
+
+        `windowed` returns the mask of layers with a sliding window of the given size, if the model has such layers.
+        """
+        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions + self.position_offset}
+        if mask is not None:
+            inputs["attention_mask"] = self._by_layer(mask, windowed, ids.device)
+        return inputs
+
+    def _by_layer(
+        self, mask: PackedMask, windowed: Callable[[int], PackedMask] | None, device: torch.device
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Returns the mask of all layers, or one for each layer type."""
+        if self._window is None or windowed is None:
+            return stand_in_mask(mask, device)
+        local = stand_in_mask(windowed(self._window), device)
+        return {FULL: stand_in_mask(mask, device), SLIDING: local} if _layer_types(self._text) else local
 
     def _inputs(
         self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None = None
@@ -83,14 +101,18 @@ class UnpaddedModel:
 
     def _packed_mask(self, examples: torch.Tensor) -> Any:
         """Returns the mask of packed tokens, or one per layer type. `examples` (1, N) is the example of each token."""
-        ranges = (causal_ranges if self.causal else bidirectional_ranges)(examples)
-        if self._window is None:
-            return stand_in_mask(KeyRanges(ranges), examples.device)
-        position = torch.arange(examples.shape[1], device=examples.device, dtype=ranges.dtype)
-        first = torch.maximum(ranges[..., 0], position - self._window)
-        end = torch.minimum(ranges[..., 1], position + self._window + 1)
-        masks = {FULL: KeyRanges(ranges), SLIDING: KeyRanges(torch.stack((first, end), dim=-1))}
-        return {layer_type: stand_in_mask(mask, examples.device) for layer_type, mask in masks.items()}
+        if self.causal:
+            ranges = causal_ranges(examples)
+            return self._by_layer(KeyRanges(ranges), lambda size: KeyRanges(in_window(ranges, size)), examples.device)
+        ranges = bidirectional_ranges(examples)
+
+        def windowed(size: int) -> KeyRanges:
+            position = torch.arange(examples.shape[1], device=examples.device, dtype=ranges.dtype)
+            first = torch.maximum(ranges[..., 0], position - size)
+            end = torch.minimum(ranges[..., 1], position + size + 1)
+            return KeyRanges(torch.stack((first, end), dim=-1))
+
+        return self._by_layer(KeyRanges(ranges), windowed, examples.device)
 
     def _padded(
         self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None
@@ -133,7 +155,12 @@ class UnpaddedModel:
 
     @property
     def has_plain_rows(self) -> bool:
-        """True for a causal model that packs with key ranges as its only mask and has no length-dependent RoPE."""
+        """True if the model `has_ranges` and all its layers have full attention."""
+        return self.has_ranges and self._window is None
+
+    @property
+    def has_ranges(self) -> bool:
+        """True for a causal model that packs with key ranges as its masks and has no length-dependent RoPE."""
         return self.packs and self.causal and self._by_ranges and not self._rotary
 
     @property
@@ -279,9 +306,20 @@ def can_pack(model: PreTrainedModel) -> bool:
     return has_causal_attention(model) or not _has_windows(config) or _encoder_window(config) is not None
 
 
+def _layer_types(config: Any) -> list[str]:
+    return list(getattr(config, "layer_types", None) or ())
+
+
+def _causal_window(config: Any) -> int | None:
+    """Returns how many tokens a decoder's windowed layers attend to; None if unknown or without windows."""
+    types = set(_layer_types(config))
+    has_windows = SLIDING in types if types else not getattr(config, "attention_chunk_size", None)
+    return getattr(config, "sliding_window", None) or None if has_windows and types <= {FULL, SLIDING} else None
+
+
 def _has_windows(config: Any) -> bool:
     """Returns True if any layer has windowed attention."""
-    types = getattr(config, "layer_types", None)
+    types = _layer_types(config)
     if types:
         return any(layer_type != FULL for layer_type in types)
     return any(getattr(config, name, None) for name in ("sliding_window", "local_attention", "attention_chunk_size"))
@@ -292,7 +330,7 @@ def _encoder_window(config: Any) -> int | None:
 
     The window is that of transformers' `create_bidirectional_sliding_window_mask`, which ModernBERT uses.
     """
-    types = set(getattr(config, "layer_types", None) or ())
+    types = set(_layer_types(config))
     return getattr(config, "sliding_window", None) if types <= {FULL, SLIDING} and SLIDING in types else None
 
 
