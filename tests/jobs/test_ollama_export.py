@@ -93,7 +93,7 @@ def test_what_cannot_be_exported_is_refused(home: Path, capsys: Captured, tmp_pa
         ((home / "plain", "--output", tmp_path / "notes"), "contains files that sansgpu did not write"),
         ((home / "plain", "--output", home / "My chat/final"), "belongs to the run"),
         ((home / "plain", "--merge"), "--merge and --no-merge require --format hf"),
-        ((model_folder("gemma"), "--output", tmp_path / "g"), "this model has the architecture gemma"),
+        ((model_folder("mamba"), "--output", tmp_path / "g"), "this model has the architecture mamba"),
     ]:
         assert sentence in refused(capsys, "export", *arguments, "--format", "ollama")
     assert not (tmp_path / "o").exists()

@@ -314,7 +314,7 @@ def test_a_decoder_of_our_own_has_completions_but_no_chat(home: Path, tmp_path: 
 
 
 def test_a_model_without_batches_answers_one_after_another(home: Path, capsys: Captured) -> None:
-    folder = model_folder("mistral")
+    folder = model_folder("mamba")
     with served(folder, home / "cache", "--precision", "fp32") as server:
         assert "1 text at once" in server.line
         asked = {"model": folder.name, "prompt": "red blue", "max_tokens": 8, "temperature": 0}

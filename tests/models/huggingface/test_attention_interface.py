@@ -5,9 +5,18 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sansgpu.kernels import cross_entropy
-from sansgpu.kernels.attention import causal_ranges, reference_attention
+from sansgpu.kernels.attention import (
+    causal_ranges,
+    in_window,
+    reference_attention,
+    softcapped_attention,
+    token_places,
+    visible_keys,
+)
 from sansgpu.models.formats.decoder_folder import HuggingFaceLM
 from sansgpu.models.huggingface.attention_interface import (
     NAME,
@@ -73,6 +82,52 @@ def test_logits_and_gradients_are_the_models_own(name: str, padding: str | None)
         torch.testing.assert_close(mine, exact, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+def test_softcapped_scores_and_gradients_are_the_models_own(padding: str | None) -> None:
+    mask, found = torch.ones(3, 20, dtype=torch.int64) if padding is None else padded(padding), []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        config = transformers.Gemma2Config(**SMALL, sliding_window=5, attn_logit_softcapping=0.3, attention_dropout=0)
+        model = transformers.Gemma2ForCausalLM._from_config(config, attn_implementation="eager").eval()
+        if ours:
+            assert not use_our_attention(model)  # because PyTorch's kernels compute it
+            assert model.config._attn_implementation == NAME
+        model(input_ids=tokens(), attention_mask=mask).logits[mask.bool()].square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    for mine, exact in zip(*found, strict=True):
+        torch.testing.assert_close(mine, exact, rtol=1e-3, atol=1e-4)
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(1, 2), st.integers(1, 3), st.integers(1, 2), st.integers(1, 600), st.integers(1, 700),
+    st.floats(0.1, 50), st.integers(0, 99),
+)  # fmt: skip
+def test_softcapped_attention_is_the_softmax_of_capped_scores(
+    batch: int, heads: int, shared: int, queries: int, keys: int, softcap: float, seed: int
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    q = torch.randn(batch, heads * shared, queries, 4, generator=draw, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(batch, heads, keys, 4, generator=draw, dtype=torch.float64) for _ in "kv")
+    first = torch.randint(0, keys + 1, (batch, queries), generator=draw)
+    ranges = torch.stack((first, (first + torch.randint(0, 9, first.shape, generator=draw)).clamp(max=keys)), -1).int()
+    scores = q @ k.repeat_interleave(shared, dim=1).transpose(-1, -2) / 2
+    visible = visible_keys(ranges, keys)
+    weights = torch.softmax((softcap * torch.tanh(scores / softcap)).masked_fill(~visible, -torch.inf), dim=-1)
+    expected = weights.nan_to_num() @ v.repeat_interleave(shared, dim=1)
+    torch.testing.assert_close(softcapped_attention(q, k, v, ranges, softcap), expected, rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 12))
+def test_a_window_keeps_the_last_keys(lengths: list[int], window: int) -> None:
+    examples, positions = token_places(torch.tensor(lengths))
+    ranges = in_window(causal_ranges(examples[None]), window)[0]
+    for place, (first, end) in enumerate(ranges.tolist()):
+        assert end == place + 1
+        assert first == place - min(int(positions[place]), window - 1)
+
+
 def test_an_encoder_sees_both_ways_and_no_padding() -> None:
     config = transformers.BertConfig(
         vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
@@ -123,7 +178,7 @@ def test_packed_masks_mean_the_same_to_our_kernel_and_to_sdpa(shares_prompts: bo
     torch.testing.assert_close(found, expected.transpose(1, 2), rtol=1e-4, atol=1e-5)
 
 
-def test_a_softcapped_model_keeps_its_attention_and_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_softcapped_model_keeps_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = transformers.Gemma2Config(**SMALL, attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -131,7 +186,6 @@ def test_a_softcapped_model_keeps_its_attention_and_its_loss(tmp_path: Path, mon
         parameter.data.mul_(3)  # large enough for soft caps to change the results
     model.save_pretrained(tmp_path)
     ours = HuggingFaceLM(str(tmp_path))
-    assert ours.model.config._attn_implementation != NAME
     ids = tokens()
     used: list[float] = []
     original = cross_entropy.linear_cross_entropy
@@ -141,7 +195,7 @@ def test_a_softcapped_model_keeps_its_attention_and_its_loss(tmp_path: Path, mon
     )
     with torch.no_grad():
         exact = torch.nn.functional.cross_entropy(
-            ours.model(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"
+            model(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"
         )
         assert float(ours.summed_loss(ids[:, :-1], ids[:, 1:])) == pytest.approx(float(exact), rel=1e-4)
     assert used == [3.0]

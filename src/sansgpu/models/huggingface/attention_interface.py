@@ -117,7 +117,11 @@ def attention_forward(
         root = q.shape[-1] ** 0.5
         if scaling is not None and scaling * root != 1.0:
             q = q * (scaling * root)
-        return attention(q, k, v, ranges, dropout) if softcap is None else softcapped_attention(q, k, v, ranges, softcap, dropout)
+        return (
+            attention(q, k, v, ranges, dropout)
+            if softcap is None
+            else softcapped_attention(q, k, v, ranges, softcap, dropout)
+        )
 
     packed: PackedMask | None = getattr(attention_mask, _PACKED, None)
     if attention_mask is None:
