@@ -38,6 +38,7 @@ FAMILIES = (
     Family("OLMoE", "olmoe"),
     Family("Qwen2-MoE", "qwen2_moe", gguf="qwen2moe"),
     Family("Qwen3-MoE", "qwen3_moe", gguf="qwen3moe"),
+    Family("Granite-MoE", "granitemoe"),
     Family("Mamba", "mamba"),
     Family("Falcon-Mamba", "falcon_mamba", gguf="mamba"),
     Family("LFM2", "lfm2"),

@@ -64,10 +64,16 @@ MORE_CAUSAL: dict[str, dict[str, Any]] = {
         **_LAYERED, "num_key_value_heads": 2, "embedding_multiplier": 2.0, "attention_multiplier": 0.5,
         "residual_multiplier": 0.5, "logits_scaling": 2.0,
     },
+    "granitemoe": {
+        **_LAYERED, "num_key_value_heads": 2, "embedding_multiplier": 2.0, "attention_multiplier": 0.5,
+        "residual_multiplier": 0.5, "logits_scaling": 2.0, "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
     "falcon": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
     "apertus": _GROUPED,
-    "olmoe": {**_LAYERED, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "olmoe": {**_LAYERED, "num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        **_GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
+    },
     "lfm2": {**_LAYERED, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
     "falcon_mamba": {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
 }  # fmt: skip

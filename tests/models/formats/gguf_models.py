@@ -51,6 +51,9 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (architecture, changes
     "gpt_neox": ("gpt_neox", {}),
     "sequential": ("gpt_neox", {"use_parallel_residual": False}),
     "lfm2": ("lfm2", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "olmoe": ("olmoe", {}),
+    "granitemoe": ("granitemoe", {}),
 }
 
 

@@ -7,7 +7,7 @@ Hugging Face's names.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -55,6 +55,7 @@ from sansgpu.models.formats.weights import StoredTensor, as_stored, kept_blocks
 # Raised when metadata has unexpected types, or contains JSON that is invalid or nested too deeply.
 METADATA_ERRORS = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
 _KERNEL = ".conv.conv.weight"  # LFM2's convolution, (channels, 1, width) in transformers
+_GATE_UP = ".experts.gate_up_proj"
 _PLAIN = (Encoding.F32, Encoding.F16, Encoding.BF16, Encoding.F64)  # not quantized
 
 
@@ -196,6 +197,7 @@ class GGUFFile:
                 )
             hf_name = f"{hf_modules[module]}.{parameter}"
             found[hf_name] = self._stored(name, hf_name, tensor)
+        _stack_experts(found)
         if self.settings.get("hidden_act") == "xielu":
             for hf_name, value in xielu_weights(self._metadata).items():
                 found[hf_name] = StoredTensor(tuple(value.shape), partial(torch.clone, value))
@@ -255,7 +257,12 @@ def _gguf_modules(settings: Settings) -> dict[str, str]:
     gguf_name = layout.gguf_name or settings["model_type"]
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == gguf_name)
     table = gguf.get_tensor_name_map(arch, layers)
-    return {module: name for module in module_names(layout, layers) if (name := table.get_name(module))}
+    found = {module: name for module in module_names(layout, layers) if (name := table.get_name(module))}
+    return found | {
+        hf_name.format(layer): name.format(layer)
+        for hf_name, name in layout.gguf_modules.items()
+        for layer in range(layers)
+    }
 
 
 def _layers(settings: Settings) -> int:
@@ -266,7 +273,7 @@ def _renamed(settings: Settings, weights: Mapping[str, torch.Tensor | StoredTens
     """Renames weights to llama.cpp's names and converts them to its layout when they are read."""
     gguf_modules = _gguf_modules(settings)
     tensors: dict[str, StoredTensor] = {}
-    for hf_name, weight in weights.items():
+    for hf_name, weight in _separate_experts(weights):
         module, _, parameter = hf_name.rpartition(".")
         if module.endswith(".act_fn") or (module == "lm_head" and settings.get("tie_word_embeddings")):
             continue
@@ -276,6 +283,44 @@ def _renamed(settings: Settings, weights: Mapping[str, torch.Tensor | StoredTens
             )
         tensors[f"{gguf_modules[module]}.{parameter}"] = _in_file(hf_name, as_stored(weight), settings)
     return tensors
+
+
+def _separate_experts(
+    weights: Mapping[str, torch.Tensor | StoredTensor],
+) -> Iterator[tuple[str, torch.Tensor | StoredTensor]]:
+    """Yields the weights, with gate and up projections of stacked experts (E, 2F, D) as two of (E, F, D)."""
+    for name, weight in weights.items():
+        if name.endswith(".experts.down_proj"):
+            yield f"{name}.weight", weight
+        elif name.endswith(_GATE_UP):
+            experts, both, width = weight.shape
+            for part, which in enumerate(("gate", "up")):
+                half = partial(_half, as_stored(weight), part)
+                yield name.replace("gate_up", which) + ".weight", StoredTensor((experts, both // 2, width), half)
+        else:
+            yield name, weight
+
+
+def _half(weight: StoredTensor, part: int) -> torch.Tensor:
+    return weight.read().chunk(2, dim=1)[part]
+
+
+def _stack_experts(found: dict[str, StoredTensor]) -> None:
+    """Inverts `_separate_experts`, in place."""
+    for name in [name for name in found if ".experts." in name]:
+        stored = found.pop(name)
+        name = name.removesuffix(".weight")
+        if not name.endswith((".gate_proj", ".up_proj")):
+            found[name] = stored
+        elif name.endswith(".gate_proj"):
+            up = found[name.replace("gate_proj", "up_proj") + ".weight"]
+            experts, features, width = stored.shape
+            both = partial(_stacked, stored, up)
+            found[name.replace("gate", "gate_up")] = StoredTensor((experts, 2 * features, width), both)
+
+
+def _stacked(gate: StoredTensor, up: StoredTensor) -> torch.Tensor:
+    return torch.cat((gate.read(), up.read()), dim=1)
 
 
 def _in_file(name: str, weight: StoredTensor, settings: Settings) -> StoredTensor:

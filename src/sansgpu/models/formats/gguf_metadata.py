@@ -134,7 +134,7 @@ def read_settings(architecture: str, metadata: Mapping[str, Any]) -> dict[str, A
     if layout.gguf_layers is not None:
         settings |= layout.gguf_layers.read(value_of, settings["num_hidden_layers"])
     settings = with_default_settings(settings)
-    settings = {**layout.gguf_fixed(settings), **settings}
+    settings = {**layout.fixed, **layout.gguf_fixed(settings), **settings}
     for hf_key, key in layout.gguf_keys.items():
         if hf_key not in settings:
             raise KeyError(key.format(arch=name))

@@ -60,6 +60,7 @@ class Layout:
     gguf_settings: Mapping[str, str] = field(default_factory=dict)  # more keys of config.json -> keys of GGUF
     gguf_optional: Mapping[str, str] = field(default_factory=dict)  # the same for keys that may be missing or null
     gguf_fixed: Callable[[Settings], Settings] = lambda settings: {}  # the values that llama.cpp assumes
+    gguf_modules: Mapping[str, str] = field(default_factory=dict)  # llama.cpp's names of modules that gguf lacks
     gguf_layers: LayerTypes | None = None
     gguf_rows: Callable[[str, Settings], RowOrder | None] = lambda name, settings: None  # of a weight
     gguf_norm_offset: float = 0.0  # llama.cpp multiplies by w + offset where transformers multiplies by w

@@ -173,6 +173,13 @@ _POST_NORMS = {  # norms after attention and feed-forward layers
     "blocks.{}.attention_post_norm": "model.layers.{}.post_attention_layernorm",
     "blocks.{}.feed_forward_post_norm": "model.layers.{}.post_feedforward_layernorm",
 }
+_EXPERTS = {
+    "blocks.{}.router": "model.layers.{}.mlp.gate",
+    "blocks.{}.experts.gate": "model.layers.{}.mlp.experts.gate_proj",
+    "blocks.{}.experts.up": "model.layers.{}.mlp.experts.up_proj",
+    "blocks.{}.experts.down": "model.layers.{}.mlp.experts.down_proj",
+}
+_EXPERTS_USED = {"num_experts_per_tok": "{arch}.expert_used_count"}
 _GEMMA = replace(
     _QWEN3,
     model_class="GemmaForCausalLM",
@@ -248,6 +255,48 @@ LAYOUTS = {  # by model_type in config.json
         gguf_optional={"final_logit_softcapping": "{arch}.final_logit_softcapping"},
         gguf_layers=_windows(6),
         gguf_local_rope=True,
+    ),
+    "qwen3_moe": replace(
+        _QWEN3,
+        model_class="Qwen3MoeForCausalLM",
+        modules={**_QWEN3.modules, **_EXPERTS},
+        fixed={**_QWEN3.fixed, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        gguf_name="qwen3moe",
+        gguf_settings={
+            **_EXPERTS_USED,
+            "num_local_experts": "{arch}.expert_count",
+            "moe_intermediate_size": "{arch}.expert_feed_forward_length",
+        },
+    ),
+    "olmoe": replace(
+        _QWEN3,
+        model_class="OlmoeForCausalLM",
+        modules={**_QWEN3.modules, **_EXPERTS},
+        fixed={"norm_topk_prob": False, "clip_qkv": None},
+        gguf_settings={**_EXPERTS_USED, "num_experts": "{arch}.expert_count"},
+        gguf_fixed=lambda settings: {
+            **_heads_as_wide_as_the_model(settings),
+            "num_key_value_heads": settings["num_attention_heads"],
+        },
+        gguf_needs_head=True,
+    ),
+    "granitemoe": replace(
+        _LLAMA,
+        model_class="GraniteMoeForCausalLM",
+        modules={
+            **_LLAMA.modules,
+            **{name: key.replace(".mlp.", ".block_sparse_moe.") for name, key in _EXPERTS.items()},
+            "blocks.{}.router": "model.layers.{}.block_sparse_moe.router",
+        },
+        biases=_ATTENTION_BIAS,
+        gguf_settings={**_SCALES, **_EXPERTS_USED, "num_local_experts": "{arch}.expert_count"},
+        gguf_modules={
+            "model.layers.{}.block_sparse_moe.router": "blk.{}.ffn_gate_inp",
+            "model.layers.{}.block_sparse_moe.experts.gate_proj": "blk.{}.ffn_gate_exps",
+            "model.layers.{}.block_sparse_moe.experts.up_proj": "blk.{}.ffn_up_exps",
+            "model.layers.{}.block_sparse_moe.experts.down_proj": "blk.{}.ffn_down_exps",
+        },
+        gguf_rope_scaling=False,
     ),
     "olmo2": replace(
         _QWEN3,
