@@ -190,11 +190,10 @@ def _decisions(run: Path) -> tuple[bool, Fused]:
     from sansgpu.train.loading import ModelRequest, open_model
 
     objective: Any = open_model(ModelRequest(str(run)), "evaluate", lambda message: None).objective
-    if getattr(blocks_of(objective.model)[0], "fused_as", None) is not None:
-        fused: Fused = "yes"
-    else:
-        fused = "no" if any("no kernels for its attention" in note for note in objective.notes) else "partly"
-    return bool(objective.unpadded.packs), fused
+    packs = bool(objective.unpadded.packs)
+    if any("no kernels for its attention" in note for note in objective.notes):
+        return packs, "no"
+    return packs, "partly" if getattr(blocks_of(objective.model)[0], "fused_as", None) is None else "yes"
 
 
 def _loss_of(model: Path, home: Path) -> float | Outcome:
