@@ -34,8 +34,8 @@ class LlamaFile:
         assert count >= 0
         return list(ids[:count])
 
-    def logits(self, ids: list[int]) -> torch.Tensor:
-        """Returns the logits after every token, (T, V), with an f32 key-value cache."""
+    def logits(self, ids: list[int], adapter: Path | None = None) -> torch.Tensor:
+        """Returns the logits after every token, (T, V), with an f32 key-value cache; optionally with a LoRA adapter."""
         api = self._api
         settings = api.llama_context_default_params()
         settings.n_ctx = settings.n_batch = settings.n_ubatch = len(ids)
@@ -43,6 +43,11 @@ class LlamaFile:
         settings.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it sums in f16
         settings.type_k = settings.type_v = api.GGML_TYPE_F32
         context = api.llama_init_from_model(self._model, settings)
+        if adapter is not None:
+            loaded = api.llama_adapter_lora_init(self._model, str(adapter).encode())
+            assert loaded, f"llama.cpp does not load {adapter}"
+            adapters, scales = (type(loaded) * 1)(loaded), (ctypes.c_float * 1)(1.0)
+            assert api.llama_set_adapters_lora(context, adapters, 1, scales) == 0
         batch = api.llama_batch_init(len(ids), 0, 1)
         for place, token in enumerate(ids):
             batch.token[place], batch.pos[place], batch.logits[place] = token, place, 1

@@ -301,8 +301,8 @@ class _ExportOptions:
     merge: Annotated[
         bool | None,
         flag(
-            "With --format hf: export the whole model with the adapter merged, or only the adapter. Default: as in "
-            "training.",
+            "With --format hf and gguf: export the whole model with the adapter merged, or only the adapter. Default: "
+            "as in training; gguf: merged.",
             OUTPUT,
             "--merge/--no-merge",
         ),
@@ -330,9 +330,9 @@ def export(given: _ExportOptions) -> None:
         raise typer.BadParameter(f"--format is {given.form}, but must be hf, gguf, ollama or onnx")
     if given.form == "hf" and given.weight_type is not None:
         raise typer.BadParameter("--type requires --format gguf, ollama or onnx")
-    if given.form != "hf" and given.merge is not None:
+    if given.form not in ("hf", "gguf") and given.merge is not None:
         raise typer.BadParameter(
-            "--merge and --no-merge require --format hf; other formats always contain the merged model"
+            "--merge and --no-merge require --format hf or gguf; other formats always contain the merged model"
         )
     if given.private and given.push_to_hub is None:
         raise typer.BadParameter("--private requires --push-to-hub; add it")
@@ -359,7 +359,8 @@ def _write_export(given: _ExportOptions, progress: ReportProgress) -> tuple[Path
 
     model = ModelRequest(str(given.run), given.snapshot, given.trust_remote_code, given.objective)
     if given.form == "gguf":
-        return export_gguf(model, given.output, given.weight_type or "f16", warn, progress), None, None
+        path = export_gguf(model, given.output, given.weight_type or "f16", given.merge, warn, progress)
+        return path, None, None
     if given.form == "ollama":
         folder, command = export_ollama(model, given.output, given.weight_type or "f16", warn, progress)
         return folder, None, command

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
-from sansgpu.config import ConfigError
+from sansgpu.config import Config, ConfigError, ModelConfig
 from sansgpu.config.errors import require
 from sansgpu.data.shards import ReportProgress
 from sansgpu.files.atomic import write_text
@@ -21,6 +21,7 @@ from sansgpu.models.formats.folders import base_of, is_adapter_folder, write_fol
 from sansgpu.models.formats.ollama import COMPLETION, MAX_CONTEXT, chat_format, model_name, modelfile, stop_texts
 from sansgpu.models.formats.onnx import FILES, OnnxCheck, decoder_error, require_onnx, write_onnx
 from sansgpu.models.formats.tokenizers import TokenizerParts
+from sansgpu.models.huggingface.source import pretrained_config
 from sansgpu.tasks.capabilities import GGUFParts, can
 from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import ModelRequest, class_of_run, open_model
@@ -54,8 +55,7 @@ def export_run(
         require_run(run)
     require_folder(folder, "model", "--output")
     _require_no_other_run(folder, run)
-    if merge is not None and config.model.adapter == "none":
-        raise ConfigError(f"{run} has no adapter; remove --merge or --no-merge.")
+    _require_adapter(run, config, merge)
     loaded = open_model(model, "export", warn, progress)
     progress(f"writing {folder}", 0, 0)
     loaded.task_class.export_model(loaded, folder, merge)
@@ -83,6 +83,11 @@ def _export_merged(
     return folder
 
 
+def _require_adapter(run: Path, config: Config, merge: bool | None) -> None:
+    if merge is not None and config.model.adapter == "none":
+        raise ConfigError(f"{run} has no adapter; remove --merge or --no-merge.")
+
+
 def _require_output(target: Path, output: Path | None) -> Path:
     if output is None:
         raise ConfigError(f"{target} is not a run; set --output to the file to write.")
@@ -99,18 +104,59 @@ def _require_no_other_run(folder: Path, run: Path) -> None:
 
 
 def export_gguf(
-    model: ModelRequest, output: Path | None, weight_type: str, warn: Callable[[str], None], progress: ReportProgress
+    model: ModelRequest,
+    output: Path | None,
+    weight_type: str,
+    merge: bool | None,
+    warn: Callable[[str], None],
+    progress: ReportProgress,
 ) -> Path:
     """Writes a model as a GGUF file (default: RUN/NAME-KIND.gguf) and returns its path.
 
-    Takes a run or a Hugging Face folder. `weight_type` is the data type of matrices. Raises ConfigError if llama.cpp
-    does not support the model.
+    Takes a run or a Hugging Face folder. `weight_type` is the data type of matrices. If `merge` is False, the file has
+    only the adapter, for a GGUF file of the base model. Raises ConfigError if llama.cpp does not support the model.
     """
+    if merge is False:
+        return _export_gguf_adapter(model, output, weight_type, warn, progress)
+    if merge and not _is_model_folder(Path(model.target)):
+        _require_adapter(Path(model.target), open_run(Path(model.target))[0], merge)
     path = _gguf_output(model, output, weight_type, f"{Path(model.target).resolve().name}-{weight_type}.gguf")
     require_file(path, GGUF)
     loaded = _open_for_gguf(model, warn, progress)
     progress(f"writing {path}", 0, 0)
     _write_gguf(path, Path(model.target), loaded, loaded.task_class.gguf_parts(loaded), weight_type, warn)
+    return path
+
+
+def _export_gguf_adapter(
+    model: ModelRequest, output: Path | None, weight_type: str, warn: Callable[[str], None], progress: ReportProgress
+) -> Path:
+    """Writes the adapter of a run or in a folder as a GGUF file (default: RUN/NAME-lora-KIND.gguf)."""
+    target = Path(model.target)
+    path = _gguf_output(model, output, weight_type, f"{target.resolve().name}-lora-{weight_type}.gguf")
+    from sansgpu.models.formats.gguf_adapter import ADAPTER_TYPES, write_gguf_adapter
+
+    if weight_type not in ADAPTER_TYPES:
+        raise ConfigError(
+            f"--type is {weight_type}, but an adapter's must be {', '.join(ADAPTER_TYPES)}; adapters are small."
+        )
+    require_file(path, GGUF)
+    gguf_type = cast("GGUFType", weight_type)
+    if is_adapter_folder(target):
+        base = ModelConfig(name_or_path=model.target, trust_remote_code=model.remote_code)
+        words = _description(target, base, "A LoRA adapter, converted by sansgpu.")
+        write_gguf_adapter(path, target, pretrained_config(base).to_dict(), gguf_type, words)
+        return path
+    if _is_model_folder(target):
+        raise ConfigError(f"{target} has no adapter; remove --no-merge.")
+    _require_adapter(target, open_run(target)[0], False)
+    loaded = _open_for_gguf(model, warn, progress)
+    progress(f"writing {path}", 0, 0)
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "adapter"
+        loaded.task_class.export_model(loaded, folder, False)
+        base_settings = loaded.objective.model.config.to_dict()
+        write_gguf_adapter(path, folder, base_settings, gguf_type, _about(target, loaded))
     return path
 
 
@@ -210,23 +256,21 @@ def _write_gguf(
 
 
 def _about(run: Path, loaded: TrainedModel) -> ModelDescription:
-    """Returns the file's metadata, with names only, so that no local paths are published."""
+    config, step = loaded.config, loaded.source.step
+    if step is not None:
+        words = f"Step {step} of a run of task {config.task}, trained with sansgpu."
+        return _description(run, config.model, words, Path(config.data.dataset_name).name)
+    adapter = "A model with an adapter, merged by sansgpu."
+    words = adapter if is_adapter_folder(run) else "A Hugging Face model, converted by sansgpu."
+    return _description(run, config.model, words)
+
+
+def _description(run: Path, model: ModelConfig, words: str, dataset: str | None = None) -> ModelDescription:
+    """Returns the metadata of a GGUF file, with names only, so that no local paths are published."""
     from sansgpu.models.formats.gguf_file import ModelDescription
 
-    config, step = loaded.config, loaded.source.step
-    model = base_of(config.model) or config.model
-    base = model.name_or_path
-    if step is not None:
-        description = f"Step {step} of a run of task {config.task}, trained with sansgpu."
-    else:
-        adapter = "A model with an adapter, merged by sansgpu."
-        description = adapter if is_adapter_folder(run) else "A Hugging Face model, converted by sansgpu."
-    return ModelDescription(
-        name=run.resolve().name,
-        description=description,
-        dataset=None if step is None else Path(config.data.dataset_name).name,
-        base_model=Path(base).name if base else None,
-    )
+    base = (base_of(model) or model).name_or_path
+    return ModelDescription(run.resolve().name, words, dataset, Path(base).name if base else None)
 
 
 def export_onnx(

@@ -7,7 +7,7 @@ Hugging Face's names.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -26,6 +26,7 @@ from sansgpu.files.atomic import atomic_write, write_failures_as
 from sansgpu.kernels.block_quantization import FORMATS, BlockFormat, Matrix, QuantizedWeight
 from sansgpu.machine.untrusted.sandbox import is_panic
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_flaw
+from sansgpu.models.formats.expert_weights import separate_experts, stack_experts
 from sansgpu.models.formats.folders import require_layers
 from sansgpu.models.formats.gguf_metadata import (
     ROPE_FACTORS,
@@ -55,7 +56,6 @@ from sansgpu.models.formats.weights import StoredTensor, as_stored, kept_blocks
 # Raised when metadata has unexpected types, or contains JSON that is invalid or nested too deeply.
 METADATA_ERRORS = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
 _KERNEL = ".conv.conv.weight"  # LFM2's convolution, (channels, 1, width) in transformers
-_GATE_UP = ".experts.gate_up_proj"
 _PLAIN = (Encoding.F32, Encoding.F16, Encoding.BF16, Encoding.F64)  # not quantized
 
 
@@ -95,29 +95,40 @@ def write_gguf(
     head = HEAD if HEAD in tensors else EMBEDDING
     choices = {name: encoding_of(name, tensor.shape, gguf_type, name == head) for name, tensor in tensors.items()}
 
-    def write(partial: Path) -> None:
-        writer = gguf.GGUFWriter(partial, layout.gguf_name or settings["model_type"])
+    def write_metadata(writer: gguf.GGUFWriter) -> None:
+        _describe(writer, description, gguf_type, count)
+        write_settings(writer, settings, weights)
+        writer.add_vocab_size(rows)
+        write_tokenizer(writer, tokenizer, rows)
+
+    encodings = {name: choice.used for name, choice in choices.items()}
+    write_file(path, gguf_architecture(settings), write_metadata, tensors, encodings)
+    return choices
+
+
+def write_file(
+    path: Path,
+    architecture: str,
+    write_metadata: Callable[[gguf.GGUFWriter], None],
+    tensors: Mapping[str, StoredTensor],
+    encodings: Mapping[str, Encoding],
+) -> None:
+    """Writes a file atomically, one tensor at a time, because all of them may not fit into memory."""
+    with write_failures_as(SansGPUError, path), atomic_write(path) as partial:
+        writer = gguf.GGUFWriter(partial, architecture)
         try:
-            _describe(writer, description, gguf_type, count)
-            write_settings(writer, settings, weights)
-            writer.add_vocab_size(rows)
-            write_tokenizer(writer, tokenizer, rows)
+            write_metadata(writer)
             for name, tensor in tensors.items():
-                encoding = choices[name].used
-                block, size = gguf.GGML_QUANT_SIZES[encoding]
+                block, size = gguf.GGML_QUANT_SIZES[encodings[name]]
                 nbytes = prod(tensor.shape) // block * size
-                writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), nbytes, encoding)
+                writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), nbytes, encodings[name])
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for name, tensor in tensors.items():  # one at a time, because all of them may not fit into memory
-                writer.write_tensor_data(encode(name, tensor.read(), choices[name].used))
+            for name, tensor in tensors.items():
+                writer.write_tensor_data(encode(name, tensor.read(), encodings[name]))
         finally:
             writer.close()
-
-    with write_failures_as(SansGPUError, path), atomic_write(path) as partial:
-        write(partial)
-    return choices
 
 
 class GGUFFile:
@@ -185,7 +196,7 @@ class GGUFFile:
 
     def stored_weights(self) -> dict[str, StoredTensor]:
         """Returns the tensors, which are read on demand. Raises ConfigError if a name is not supported."""
-        hf_modules = {gguf_name: hf_name for hf_name, gguf_name in _gguf_modules(self.settings).items()}
+        hf_modules = {gguf_name: hf_name for hf_name, gguf_name in gguf_modules(self.settings).items()}
         found: dict[str, StoredTensor] = {}
         for name, tensor in self._tensors.items():
             if name == ROPE_FACTORS and rope_factors(self.settings) is not None:
@@ -197,7 +208,7 @@ class GGUFFile:
                 )
             hf_name = f"{hf_modules[module]}.{parameter}"
             found[hf_name] = self._stored(name, hf_name, tensor)
-        _stack_experts(found)
+        stack_experts(found)
         if self.settings.get("hidden_act") == "xielu":
             for hf_name, value in xielu_weights(self._metadata).items():
                 found[hf_name] = StoredTensor(tuple(value.shape), partial(torch.clone, value))
@@ -237,10 +248,15 @@ class GGUFFile:
 
 
 def _describe(writer: gguf.GGUFWriter, description: ModelDescription, gguf_type: GGUFType, parameters: int) -> None:
-    writer.add_type("model")
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_size_label(gguf.size_label(parameters, parameters, 0, 0))
+    describe(writer, description, gguf_type)
+
+
+def describe(writer: gguf.GGUFWriter, description: ModelDescription, gguf_type: GGUFType) -> None:
+    """Writes the descriptive metadata that models and adapters share."""
     writer.add_name(description.name)
     writer.add_description(description.description)
-    writer.add_size_label(gguf.size_label(parameters, parameters, 0, 0))
     if description.dataset is not None:
         writer.add_dataset_count(1)
         writer.add_dataset_name(0, description.dataset)
@@ -251,11 +267,16 @@ def _describe(writer: gguf.GGUFWriter, description: ModelDescription, gguf_type:
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
-def _gguf_modules(settings: Settings) -> dict[str, str]:
+def gguf_architecture(settings: Settings) -> str:
+    """Returns llama.cpp's name of the architecture."""
+    return LAYOUTS[settings["model_type"]].gguf_name or str(settings["model_type"])
+
+
+def gguf_modules(settings: Settings) -> dict[str, str]:
     """Maps Hugging Face's module names to llama.cpp's."""
     layout, layers = LAYOUTS[settings["model_type"]], _layers(settings)
-    gguf_name = layout.gguf_name or settings["model_type"]
-    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == gguf_name)
+    architecture = gguf_architecture(settings)
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     table = gguf.get_tensor_name_map(arch, layers)
     found = {module: name for module in module_names(layout, layers) if (name := table.get_name(module))}
     return found | {
@@ -271,56 +292,18 @@ def _layers(settings: Settings) -> int:
 
 def _renamed(settings: Settings, weights: Mapping[str, torch.Tensor | StoredTensor]) -> dict[str, StoredTensor]:
     """Renames weights to llama.cpp's names and converts them to its layout when they are read."""
-    gguf_modules = _gguf_modules(settings)
+    modules = gguf_modules(settings)
     tensors: dict[str, StoredTensor] = {}
-    for hf_name, weight in _separate_experts(weights):
+    for hf_name, weight in separate_experts(weights):
         module, _, parameter = hf_name.rpartition(".")
         if module.endswith(".act_fn") or (module == "lm_head" and settings.get("tie_word_embeddings")):
             continue
-        if module not in gguf_modules:
+        if module not in modules:
             raise ConfigError(
                 f"llama.cpp's architecture {settings['model_type']} has no weight {hf_name}; use --format hf."
             )
-        tensors[f"{gguf_modules[module]}.{parameter}"] = _in_file(hf_name, as_stored(weight), settings)
+        tensors[f"{modules[module]}.{parameter}"] = _in_file(hf_name, as_stored(weight), settings)
     return tensors
-
-
-def _separate_experts(
-    weights: Mapping[str, torch.Tensor | StoredTensor],
-) -> Iterator[tuple[str, torch.Tensor | StoredTensor]]:
-    """Yields the weights, with gate and up projections of stacked experts (E, 2F, D) as two of (E, F, D)."""
-    for name, weight in weights.items():
-        if name.endswith(".experts.down_proj"):
-            yield f"{name}.weight", weight
-        elif name.endswith(_GATE_UP):
-            experts, both, width = weight.shape
-            for part, which in enumerate(("gate", "up")):
-                half = partial(_half, as_stored(weight), part)
-                yield name.replace("gate_up", which) + ".weight", StoredTensor((experts, both // 2, width), half)
-        else:
-            yield name, weight
-
-
-def _half(weight: StoredTensor, part: int) -> torch.Tensor:
-    return weight.read().chunk(2, dim=1)[part]
-
-
-def _stack_experts(found: dict[str, StoredTensor]) -> None:
-    """Inverts `_separate_experts`, in place."""
-    for name in [name for name in found if ".experts." in name]:
-        stored = found.pop(name)
-        name = name.removesuffix(".weight")
-        if not name.endswith((".gate_proj", ".up_proj")):
-            found[name] = stored
-        elif name.endswith(".gate_proj"):
-            up = found[name.replace("gate_proj", "up_proj") + ".weight"]
-            experts, features, width = stored.shape
-            both = partial(_stacked, stored, up)
-            found[name.replace("gate", "gate_up")] = StoredTensor((experts, 2 * features, width), both)
-
-
-def _stacked(gate: StoredTensor, up: StoredTensor) -> torch.Tensor:
-    return torch.cat((gate.read(), up.read()), dim=1)
 
 
 def _in_file(name: str, weight: StoredTensor, settings: Settings) -> StoredTensor:
@@ -335,9 +318,14 @@ def _to_file(name: str, tensor: torch.Tensor, settings: Settings) -> torch.Tenso
         return tensor.T
     if name.endswith(_KERNEL):
         return tensor.squeeze(1)
-    if (order := layout.gguf_rows(name, settings)) is not None:
-        return order.to_file(tensor)
+    tensor = permuted(name, tensor, settings)
     return tensor + layout.gguf_norm_offset if layout.gguf_norm_offset and name.endswith("norm.weight") else tensor
+
+
+def permuted(name: str, rows: torch.Tensor, settings: Settings) -> torch.Tensor:
+    """Returns the rows of a matrix (out, ...) in llama.cpp's order."""
+    order = LAYOUTS[settings["model_type"]].gguf_rows(name, settings)
+    return rows if order is None else order.to_file(rows)
 
 
 def _from_file(name: str, tensor: torch.Tensor, settings: Settings) -> torch.Tensor:

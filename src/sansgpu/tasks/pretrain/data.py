@@ -123,11 +123,7 @@ def with_initialization(config: Config, tokens: int) -> Config:
     assert model.vocab_size is not None
     # A teacher's predictions correct pairs that the text has too rarely or too often.
     is_long = tokens >= MIN_BIGRAM_TEXT * model.vocab_size or config.training.distillation.teacher is not None
-    is_useful = (
-        model.vocab_size >= MIN_BIGRAM_VOCABULARY
-        and is_long
-        and _epochs(config, tokens) <= MAX_BIGRAM_EPOCHS
-    )
+    is_useful = model.vocab_size >= MIN_BIGRAM_VOCABULARY and is_long and _epochs(config, tokens) <= MAX_BIGRAM_EPOCHS
     chosen = "bigram" if is_useful and model.bigram_problem() is None else "random"
     return config.model_copy(update={"model": model.model_copy(update={"initialization": chosen})})
 

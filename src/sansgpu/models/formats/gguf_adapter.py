@@ -1,0 +1,84 @@
+"""Writes LoRA adapters as GGUF files, which llama.cpp adds to a base model (`--lora`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+from gguf import Keys
+
+from sansgpu.config import ConfigError
+from sansgpu.files.reading import read_object
+from sansgpu.models.formats.folders import ADAPTER_CONFIG
+from sansgpu.models.formats.gguf_file import (
+    ModelDescription,
+    describe,
+    gguf_architecture,
+    gguf_modules,
+    permuted,
+    write_file,
+)
+from sansgpu.models.formats.gguf_metadata import require_expressible
+from sansgpu.models.formats.gguf_reader import TYPES, GGUFType
+from sansgpu.models.formats.layouts import with_default_settings
+from sansgpu.models.formats.safetensors_file import load_weights
+from sansgpu.models.formats.weights import StoredTensor, as_stored
+
+ADAPTER_TYPES: tuple[GGUFType, ...] = ("f32", "f16", "bf16")
+WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # peft's, before transformers' names
+_SUFFIXES = {".lora_A.weight": "lora_a", ".lora_B.weight": "lora_b"}
+
+
+def write_gguf_adapter(
+    path: Path, folder: Path, settings: Mapping[str, Any], gguf_type: GGUFType, description: ModelDescription
+) -> None:
+    """Writes the adapter in a peft folder to a file. `settings` is the content of the base model's config.json.
+
+    Raises ConfigError if llama.cpp does not support the base model, or the adapter is more than matrices of LoRA.
+    """
+    settings = with_default_settings(settings)
+    require_expressible(settings)
+    config, modules = read_object(folder / ADAPTER_CONFIG), gguf_modules(settings)
+    matrices = {name.removeprefix(_PREFIX): matrix.float() for name, matrix in load_weights(folder / WEIGHTS).items()}
+    shared_alpha: float | None = None
+    tensors: dict[str, StoredTensor] = {}
+    for name, matrix in matrices.items():
+        module, suffix = _parts(name, settings, modules)
+        if suffix == ".lora_B.weight":
+            alpha = _alpha(module, matrix.shape[1], config)
+            shared_alpha = shared_alpha or alpha
+            # llama.cpp multiplies by alpha / rank, with one alpha for all layers.
+            matrix = permuted(f"{module}.weight", matrix, settings) * (alpha / shared_alpha)
+        tensors[f"{modules[module]}.weight.{_SUFFIXES[suffix]}"] = as_stored(matrix.contiguous())
+
+    def write_metadata(writer: gguf.GGUFWriter) -> None:
+        writer.add_type(gguf.GGUFType.ADAPTER)
+        writer.add_string(Keys.Adapter.TYPE, "lora")
+        writer.add_float32(Keys.Adapter.LORA_ALPHA, shared_alpha or 0.0)
+        describe(writer, description, gguf_type)
+
+    encodings = dict.fromkeys(tensors, TYPES[gguf_type][0])
+    write_file(path, gguf_architecture(settings), write_metadata, tensors, encodings)
+
+
+def _parts(name: str, settings: Mapping[str, Any], modules: Mapping[str, str]) -> tuple[str, str]:
+    """Divides a tensor's name into its module and its suffix. Raises ConfigError if llama.cpp cannot use it."""
+    suffix = next((ending for ending in _SUFFIXES if name.endswith(ending)), "")
+    module = name.removesuffix(suffix)
+    is_tied_head = module == "lm_head" and settings.get("tie_word_embeddings")
+    if not suffix or module not in modules or is_tied_head:
+        raise ConfigError(f"llama.cpp's adapters cannot contain {name}; remove --no-merge to export the merged model.")
+    return module, suffix
+
+
+def _alpha(module: str, rank: int, config: Mapping[str, Any]) -> float:
+    """Returns the alpha with which alpha / rank is the factor by which peft multiplies the layer's product."""
+    from peft.utils.other import get_pattern_key  # takes a second to import
+
+    patterns = config.get("alpha_pattern") or {}
+    alpha = float(patterns.get(get_pattern_key(patterns.keys(), module), config["lora_alpha"]))
+    return alpha * math.sqrt(rank) if config.get("use_rslora") else alpha
