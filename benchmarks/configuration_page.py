@@ -79,7 +79,7 @@ GROUPS = (
     ),
     Group(
         "Adapters: LoRA, DoRA and quantized bases",
-        "rank, alpha, target modules, int8 and int4 (QLoRA)",
+        "rank, alpha, target modules, trained adapters, int8 and int4 (QLoRA)",
         """model.adapter model.lora_rank model.lora_alpha model.lora_dropout model.lora_targets model.base_precision
         model.merge_adapter""",
     ),

@@ -1,4 +1,4 @@
-"""A local server that answers like the Hugging Face Hub for one dataset, and can fail, cut answers off or stall."""
+"""A local server that answers like the Hugging Face Hub for one repository, and can fail, cut answers off or stall."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ def _no_fault(_: int) -> Fault:
 
 @dataclass
 class Hub:
-    """A dataset: the files of `folder`, at one revision."""
+    """A dataset or model: the files of `folder`, at one revision."""
 
     name: str
     folder: Path
     revision: str = "a" * 40
+    kind: Literal["datasets", "models"] = "datasets"
     fault: Callable[[int], Fault] = _no_fault  # returns what goes wrong with a download, given its number from 1
     downloads: list[str] = field(default_factory=list)  # the file and range of each download of data
     requests: int = 0
@@ -90,7 +91,7 @@ class HubHandler(BaseHTTPRequestHandler):
             self.wfile.write(body[: len(body) // 2] if is_cut else body)
 
 
-class _DatasetHandler(HubHandler):
+class _RepositoryHandler(HubHandler):
     hub: Hub
 
     def do_HEAD(self) -> None:
@@ -105,7 +106,8 @@ class _DatasetHandler(HubHandler):
     def _respond(self, body: bytes = b"") -> None:
         hub, path = self.hub, unquote(urlparse(self.path).path)
         hub.requests += 1
-        api, resolve = f"/api/datasets/{hub.name}", f"/datasets/{hub.name}/resolve/"
+        api = f"/api/{hub.kind}/{hub.name}"
+        resolve = f"{'/datasets' if hub.kind == 'datasets' else ''}/{hub.name}/resolve/"
         if path == "/":
             self._send(b"{}")
         elif path == api or path.startswith(f"{api}/revision/"):
@@ -142,8 +144,8 @@ class _DatasetHandler(HubHandler):
 
 @contextmanager
 def serving(hub: Hub) -> Iterator[str]:
-    """Serves a dataset and yields the server's address."""
-    with serving_with(type("Handler", (_DatasetHandler,), {"hub": hub})) as address:
+    """Serves a dataset or model and yields the server's address."""
+    with serving_with(type("Handler", (_RepositoryHandler,), {"hub": hub})) as address:
         yield address
 
 

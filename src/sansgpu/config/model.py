@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ModelWrapValidatorHandler, model_validator
@@ -153,9 +154,10 @@ class ModelConfig(Section):
         "token's; last: the last token's; auto: as the Sentence Transformers model specifies, otherwise mean for "
         "encoders and last for decoders",
     )
-    adapter: Literal["none", "lora", "dora"] = Field(
+    adapter: Literal["none", "lora", "dora", "continue"] = Field(
         "none",
-        description="none: train all weights; lora, dora: freeze the weights and train low-rank adapter matrices",
+        description="none: train all weights; lora, dora: freeze the weights and train low-rank adapter matrices; "
+        "continue: name_or_path is a folder or Hub name of a peft LoRA or DoRA adapter, which is trained further",
     )
     lora_rank: int = Field(16, ge=1, description="rank of the adapter matrices")
     lora_alpha: float = Field(
@@ -259,13 +261,7 @@ class ModelConfig(Section):
                 f"n_kv_heads {self.kv_heads} requires activation swiglu or relu2, because {self.decoder.title} has no "
                 "grouped-query attention"
             )
-        if self.adapter == "none":
-            keys = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "base_precision", "merge_adapter")
-            changed = [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
-            if changed:
-                problems.append(
-                    f"{changed[0]} has no effect with adapter none; set adapter to lora or dora, or remove {changed[0]}"
-                )
+        problems += self._unused_adapter_keys()
         if self.initialization == "bigram" and (problem := self.bigram_problem()):
             problems.append(f"{problem}; set initialization to random")
         if not self.pre_norm:
@@ -275,3 +271,15 @@ class ModelConfig(Section):
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    def _unused_adapter_keys(self) -> Iterator[str]:
+        """Yields a clause if a key of adapters is set that has no effect."""
+        if self.adapter not in ("none", "continue"):
+            return
+        shape = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
+        keys = (*shape, "base_precision", "merge_adapter") if self.adapter == "none" else shape
+        changed = [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
+        if changed and self.adapter == "none":
+            yield f"{changed[0]} has no effect with adapter none; set adapter to lora or dora, or remove {changed[0]}"
+        elif changed:
+            yield f"{changed[0]} has no effect with adapter continue, because the adapter has its own; remove it"

@@ -133,7 +133,7 @@ def _default_space(config: Config) -> Values:
         if epochs and not any((training.max_steps, training.max_tokens, training.time_limited)):
             values["training.num_epochs"] = _around(epochs)
         values["training.warmup_steps"] = _around(warmup) if warmup else [0, 10, 50]
-        if model.adapter != "none":
+        if model.adapter in ("lora", "dora"):
             values["model.lora_rank"] = _around(model.lora_rank)
         return values
     decay = training.weight_decay

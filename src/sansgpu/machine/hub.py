@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
+from pathlib import Path
 
 ANSWER_SECONDS = 5.0  # time limit for DNS, connection and response; the client would retry for about half a minute
 
@@ -30,6 +32,43 @@ def reading_hub() -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+
+
+@lru_cache
+def hub_folder(name: str, revision: str | None, needed: str, absent: str, patterns: tuple[str, ...]) -> Path | None:
+    """Downloads the files of a repository that match `patterns`, if it has the file `needed` but not `absent`.
+
+    Returns their folder, or None if there is no such repository or it cannot be reached. Asks the Hub only about files
+    of which the cache does not know whether they exist.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # not in its __all__
+
+    quiet_hub()
+    disable_progress_bars()
+    try:
+        if _is_on_hub(name, revision, absent) or not _is_on_hub(name, revision, needed):
+            return None
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+    except (OSError, ValueError):
+        return None
+
+
+def _is_on_hub(name: str, revision: str | None, file: str) -> bool:
+    """Returns whether a repository has a file, which is downloaded. Raises OSError or ValueError if this is unknown."""
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import RemoteEntryNotFoundError
+
+    cached = try_to_load_from_cache(name, file, revision=revision)
+    if cached is not None:
+        return isinstance(cached, str)  # otherwise the file is known not to exist
+    if not reachable(constants.ENDPOINT):
+        raise OSError(f"{constants.ENDPOINT} is unreachable")  # the client would retry for about half a minute
+    try:
+        hf_hub_download(name, file, revision=revision)
+    except RemoteEntryNotFoundError:
+        return False
+    return True
 
 
 def reachable(address: str) -> bool:

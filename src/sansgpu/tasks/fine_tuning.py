@@ -21,6 +21,7 @@ from sansgpu.data.split import split_examples
 from sansgpu.models.formats.weights import StoredTensor
 from sansgpu.models.huggingface.adapters import (
     add_adapter,
+    load_adapter_weights,
     load_model,
     merge_adapter,
     merged_tensors,
@@ -78,6 +79,8 @@ class FineTuning(ObjectiveBase, ABC):
         unpatched = patch_model(self.model)
         self.unpadded = UnpaddedModel(self.model, config.data.pack_sequences, config.window)
         self._adapted = add_adapter(self.model, settings, seed) if settings.adapter != "none" else None
+        if settings.adapter == "continue" and not random:
+            load_adapter_weights(self._adapted, settings)
         patch_layers(self.model)  # again, for the layers of the adapter
         if self._adapted is not None:
             from sansgpu.models.huggingface.lora import patch_adapter  # imports peft, which takes a second
@@ -164,7 +167,7 @@ class FineTuning(ObjectiveBase, ABC):
         settings = self.config.model
         merge = merges_adapter(settings) if merge is None else merge
         if self._adapted is not None and not merge:
-            save_adapter(self._adapted, tokenizer, folder, settings)
+            save_adapter(self._adapted, tokenizer, folder, settings, self.head, self.write_more)
         else:
             save_pretrained(self.merged_model(stored_dtype(settings)), tokenizer, folder, self.write_more)
 

@@ -207,6 +207,9 @@ def _loading_code(model: _Model) -> str:
 def _procedure(model: _Model) -> dict[str, str]:
     start, training, settings = model.record.start, model.record.section("training"), model.record.section("model")
     adapter = settings.get("adapter", "none")
+    adapter_words = f"{adapter}, rank {settings.get('lora_rank')}"
+    if adapter == "continue":
+        adapter_words = f"trained further from {_shown(str(settings.get('name_or_path')))}"
     found = {
         "steps": f"{model.steps:,}",
         "training tokens": f"{model.tokens:,}" if model.tokens else "",
@@ -214,9 +217,7 @@ def _procedure(model: _Model) -> dict[str, str]:
         "optimizer": f"{training.get('optimizer')}, weight decay {training.get('weight_decay')}",
         "learning rate": f"{training.get('learning_rate')} peak, {training.get('lr_scheduler')} schedule, "
         + counted(training.get("warmup_steps") or 0, "warmup step"),
-        "adapter": ""
-        if adapter == "none"
-        else f"{adapter}, rank {settings.get('lora_rank')}" + ("" if model.adapter else ", merged into the model"),
+        "adapter": "" if adapter == "none" else adapter_words + ("" if model.adapter else ", merged into the model"),
         "precision": str(start.get("precision", "")),
         "seed": str(training.get("seed")),
     }

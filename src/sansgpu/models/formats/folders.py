@@ -21,10 +21,13 @@ from sansgpu.config.wording import counted, shown
 from sansgpu.files.atomic import write_failures_as
 from sansgpu.files.ownership import replace_folder
 from sansgpu.files.reading import read_json, read_object, require_regular_file
+from sansgpu.machine.hub import hub_folder
+from sansgpu.models.formats.gguf_source import is_gguf
 from sansgpu.models.formats.safetensors_file import require_short_header
 
 MODEL_TYPE = "sansgpu-graph"  # model_type in the config.json of graph encoders, which transformers cannot load
 ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_FILES = "*.json", "adapter_model.safetensors", "*.jinja", "*.txt", "*.model"
 MAX_PARTS = 10_000  # maximum layers, experts or heads in a config.json, because each may become a module
 ALLOWED_LAYERS = 128  # up to this depth a model is built even if weights are missing: torch then reports their names
 MAX_WIDTH = 1 << 24  # maximum size of a vocabulary or a hidden layer in a config.json
@@ -94,8 +97,10 @@ def is_graph_folder(folder: Path) -> bool:
 
 
 def has_architecture(folder: Path, ending: str) -> bool:
-    """Returns True if an architecture in the folder's config.json ends with `ending`, e.g. "ForCausalLM"."""
-    names = folder_settings(folder).get("architectures")
+    """Returns True if the class of the model, or of an adapter's base model, ends with e.g. "ForCausalLM"."""
+    names: Any = folder_settings(folder).get("architectures")
+    if is_adapter_folder(folder):
+        names = [how_trained(read_object(folder / ADAPTER_CONFIG)).get("base_model_class")]
     return isinstance(names, list) and any(str(name).endswith(ending) for name in names)
 
 
@@ -141,13 +146,22 @@ def is_adapter_folder(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists()
 
 
-def base_of(model: ModelConfig) -> ModelConfig | None:
-    """Returns the config of the base model if the model is a folder with only an adapter, or else None.
+def adapter_folder(model: ModelConfig) -> Path | None:
+    """Returns the folder of a model that is only an adapter, downloaded if it is on the Hub; None for other models."""
+    name = str(model.name_or_path)
+    folder = local_path(name)
+    if model.name_or_path is not None and not folder.exists() and not is_gguf(name):
+        return hub_folder(name, model.revision, ADAPTER_CONFIG, "config.json", _ADAPTER_FILES)
+    return folder if is_adapter_folder(folder) else None
 
-    Raises ConfigError if the folder does not name its base model, or if the base model does not exist.
+
+def base_of(model: ModelConfig) -> ModelConfig | None:
+    """Returns the config of the base model if the model is only an adapter, or else None.
+
+    Raises ConfigError if the adapter's folder does not name its base model, or if the base model does not exist.
     """
-    folder = local_path(str(model.name_or_path))
-    if not is_adapter_folder(folder):
+    folder = adapter_folder(model)
+    if folder is None:
         return None
     settings = read_object(folder / ADAPTER_CONFIG)
     name, revision = settings.get("base_model_name_or_path"), settings.get("revision")
@@ -164,16 +178,32 @@ def base_of(model: ModelConfig) -> ModelConfig | None:
     return model.model_copy(update=found)
 
 
+def frozen_base(model: ModelConfig) -> ModelConfig:
+    """Returns the config of the model under an adapter that is trained further, or else `model` itself.
+
+    The base is quantized as it was when the adapter was trained, unless the config says otherwise. Raises ConfigError
+    if there is no such adapter.
+    """
+    if model.adapter != "continue":
+        return model
+    base = base_of(model)
+    if base is None:
+        raise ConfigError(
+            f"model.adapter is continue, but {model.name_or_path} has no {ADAPTER_CONFIG}; set model.name_or_path to "
+            "an adapter, or model.adapter to lora for a new one."
+        )
+    return base if model.base_precision == "auto" else base.model_copy(update={"base_precision": model.base_precision})
+
+
 def _without_base(folder: Path, problem: str) -> ConfigError:
     return ConfigError(
         f"{folder} contains only an adapter, and {problem}; set base_model_name_or_path in {folder / ADAPTER_CONFIG} "
-        "to "
-        "the model that it was trained on."
+        "to the model that it was trained on."
     )
 
 
 def how_trained(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the `auto_mapping` of an adapter_config.json: the class and precision of the base model in training."""
+    """Returns the `auto_mapping` of an adapter_config.json: the class, precision and labels of the trained model."""
     mapping = settings.get("auto_mapping")
     return mapping if isinstance(mapping, dict) else {}
 

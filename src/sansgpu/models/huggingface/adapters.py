@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from sansgpu.config import ConfigError, ModelConfig
-from sansgpu.config.wording import shown
-from sansgpu.files.reading import read_object
-from sansgpu.models.formats.folders import ADAPTER_CONFIG, add_base, base_of, how_trained, write_folder_atomically
+from sansgpu.config.wording import first_line, shown
+from sansgpu.models.formats.folders import adapter_folder, base_of, frozen_base, write_folder_atomically
 from sansgpu.models.formats.weights import StoredTensor, as_stored
+from sansgpu.models.huggingface.adapter_config import require_lora, stored_lora_config, write_adapter_config
 from sansgpu.models.huggingface.pretrained import (
     Head,
     configure_for_training,
@@ -28,7 +28,6 @@ from sansgpu.models.huggingface.pretrained import (
     seeded,
     stored_dtype,
 )
-from sansgpu.models.huggingface.source import library_errors, source_of
 from sansgpu.models.quantized_layers import (
     QuantizedLayer,
     dequantize_layer,
@@ -37,7 +36,8 @@ from sansgpu.models.quantized_layers import (
     restore_conv1d,
 )
 
-if TYPE_CHECKING:  # functions import transformers when they need it, because that takes seconds
+if TYPE_CHECKING:  # functions import these when they need them, because that takes seconds
+    from peft import LoraConfig
     from transformers import PreTrainedModel
 
 ALL_LINEAR = "all-linear"
@@ -135,20 +135,9 @@ HEADS_OF_TASKS = ("QuestionAnswering", "SequenceClassification", "TokenClassific
 
 def add_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
     """Adds a trainable LoRA or DoRA adapter (arXiv 2106.09685, 2402.09353) to a model. A new head is trained, too."""
-    from peft import LoraConfig, get_peft_model  # imported here because it takes a second
+    from peft import get_peft_model  # imported here because it takes a second
 
-    require_layers(loaded, model)
-    targets, can_have_one = adapter_targets(loaded, model.lora_targets), adaptable(loaded)
-    heads = {name.split(".")[0]: None for name, _ in loaded.named_parameters() if not is_inside(loaded, name)}
-    trained_heads = list(heads) if type(loaded).__name__.endswith(HEADS_OF_TASKS) else None
-    config = LoraConfig(
-        r=model.lora_rank,
-        lora_alpha=cast(Any, model.lora_alpha),  # peft annotates it as int, but floats work
-        lora_dropout=model.lora_dropout,
-        target_modules=targets,
-        use_dora=model.adapter == "dora",
-        modules_to_save=trained_heads,
-    )
+    config, can_have_one = _lora_config(loaded, model), adaptable(loaded)
     try:
         with seeded(seed, "adapter"), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name from transformers
@@ -157,11 +146,74 @@ def add_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
             adapted = get_peft_model(loaded, config)
     except ValueError as error:
         reason = re.sub(r"^\[PEFT:.*?\] ", "", " ".join(str(error).split())).split(". ")[0].rstrip(".")
+        if model.adapter == "continue":
+            raise _does_not_match(model, reason) from None
         raise ConfigError(
             f"model.lora_targets: {reason}; set it to {ALL_LINEAR}, or to some of {can_have_one}."
         ) from None
     _require_mergeable(loaded, can_have_one)
     return adapted
+
+
+def _lora_config(loaded: PreTrainedModel, model: ModelConfig) -> LoraConfig:
+    """Returns peft's configuration of the adapter: as in `model`, or as in the folder of one to train further."""
+    from peft import LoraConfig
+
+    heads = {name.split(".")[0]: None for name, _ in loaded.named_parameters() if not is_inside(loaded, name)}
+    trained_heads = list(heads) if type(loaded).__name__.endswith(HEADS_OF_TASKS) else None
+    if model.adapter == "continue":
+        require_lora(_folder_of(model), loaded)
+        return stored_lora_config(_folder_of(model), loaded, trained_heads)
+    require_layers(loaded, model)
+    return LoraConfig(
+        r=model.lora_rank,
+        lora_alpha=cast(Any, model.lora_alpha),  # peft annotates it as int, but floats work
+        lora_dropout=model.lora_dropout,
+        target_modules=adapter_targets(loaded, model.lora_targets),
+        use_dora=model.adapter == "dora",
+        modules_to_save=trained_heads,
+    )
+
+
+def load_adapter_weights(adapted: Any, model: ModelConfig) -> None:
+    """Loads the weights of an adapter that is trained further, in place. Raises ConfigError if some do not match."""
+    with _checking_keys(model):
+        result = adapted.load_adapter(str(_folder_of(model)), "default", is_trainable=True)
+    if wrong := [
+        *(f"{key} is missing" for key in result.missing_keys),
+        *map("{} is unknown".format, result.unexpected_keys),
+    ]:
+        raise _does_not_match(model, wrong[0])
+
+
+def _folder_of(model: ModelConfig) -> Path:
+    frozen_base(model)  # raises ConfigError if there is no adapter
+    folder = adapter_folder(model)
+    assert folder is not None
+    return folder
+
+
+def _does_not_match(model: ModelConfig, reason: str) -> ConfigError:
+    base = base_of(model)
+    assert base is not None
+    return ConfigError(
+        f"the adapter in {model.name_or_path} does not match its base model {base.name_or_path}: {reason}."
+    )
+
+
+@contextmanager
+def _checking_keys(model: ModelConfig) -> Iterator[None]:
+    """Context for loading an adapter's weights. Raises ConfigError if some are missing or have a different shape."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.filterwarnings("ignore", message="fan_in_fan_out")
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            yield
+    except ConfigError:
+        raise
+    except Exception as error:  # peft raises KeyError, ValueError, RuntimeError or a warning
+        raise _does_not_match(model, first_line(error)) from None
 
 
 def _require_mergeable(model: PreTrainedModel, can_have_one: str) -> None:
@@ -247,9 +299,13 @@ def _merged_weight(layer: Any) -> torch.Tensor:
 
 
 def load_model(model: ModelConfig, head: Head, seed: int, frozen: bool = False) -> PreTrainedModel:
-    """Loads a model like `load_pretrained`. If the folder has only an adapter, merges it into its base model."""
+    """Loads a model like `load_pretrained`. An adapter is merged into its base model unless it is trained further."""
     base = base_of(model)
-    return load_pretrained(model, head, seed, frozen) if base is None else _load_merged(model, base, head, seed)
+    if base is None:
+        return load_pretrained(model, head, seed, frozen)
+    if model.adapter != "continue":
+        return _load_merged(model, base, head, seed)
+    return load_pretrained(frozen_base(model), head, seed)
 
 
 def restore_frozen(loaded: PreTrainedModel, model: ModelConfig, head: Head, seed: int) -> None:
@@ -268,28 +324,22 @@ def restore_frozen(loaded: PreTrainedModel, model: ModelConfig, head: Head, seed
 def _load_merged(model: ModelConfig, base: ModelConfig, head: Head, seed: int) -> PreTrainedModel:
     from peft import PeftModel
 
-    folder = source_of(model)[0]
+    folder = adapter_folder(model)
+    assert folder is not None
     loaded = load_pretrained(base, head, seed)
-    trained = how_trained(read_object(Path(folder) / ADAPTER_CONFIG)).get("base_model_class")
-    if trained not in (None, type(loaded).__name__):
-        raise ConfigError(
-            f"{folder} contains an adapter for a {shown(trained)}, but this command needs one for a "
-            f"{type(loaded).__name__}; pass the run that trained it."
-        )
-    with library_errors(f"the adapter in {folder} does not match its base model {base.name_or_path}"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            warnings.filterwarnings("ignore", message="fan_in_fan_out")
-            warnings.filterwarnings("error", message="Found missing adapter keys")
-            adapted = PeftModel.from_pretrained(loaded, folder)
+    require_lora(folder, loaded)
+    with _checking_keys(model):
+        adapted = PeftModel.from_pretrained(loaded, str(folder))
         dtype = torch.float32 if model.adapter == "none" else stored_dtype(model)
         return configure_for_training(merge_adapter(adapted, dtype), model)
 
 
-def save_adapter(adapted: Any, tokenizer: Any, folder: Path, model: ModelConfig) -> None:
+def save_adapter(
+    adapted: Any, tokenizer: Any, folder: Path, model: ModelConfig, head: Head, write_more: Callable[[Path], None]
+) -> None:
     """Writes the adapter without its base model to a folder that peft loads, atomically.
 
-    `model` is the configuration of the base model.
+    `model` is the configuration with which it was trained. `write_more` can add files to the folder.
     """
 
     def write(partial: Path) -> None:
@@ -297,9 +347,8 @@ def save_adapter(adapted: Any, tokenizer: Any, folder: Path, model: ModelConfig)
             if isinstance(config.target_modules, set):  # the order of a set differs between processes
                 config.target_modules = sorted(config.target_modules)
         adapted.save_pretrained(partial, save_embedding_layers=False)
-        settings = read_object(partial / ADAPTER_CONFIG)
-        add_base(settings, model)
-        (partial / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_adapter_config(partial, model, head.labels, head.problem_type)
         save_tokenizer(tokenizer, partial)
+        write_more(partial)
 
     write_folder_atomically(folder, write)

@@ -18,7 +18,7 @@ from sansgpu.config.plain_data import read_text
 from sansgpu.config.wording import shown
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_flaw
-from sansgpu.models.formats.folders import base_of, write_folder_atomically
+from sansgpu.models.formats.folders import adapter_folder, base_of, write_folder_atomically
 from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.formats.weights import BasePrecision, StoredTensor, fill, placeholders, random_weights
 from sansgpu.models.huggingface.probes import sees_later_tokens
@@ -27,7 +27,9 @@ from sansgpu.models.huggingface.source import (
     gguf_file_of,
     is_base_quantized,
     library_errors,
+    model_file,
     pretrained_config,
+    set_labels,
     source_of,
     stored_weights,
 )
@@ -73,9 +75,7 @@ class Head:
     def set_labels(self, config: PreTrainedConfig) -> None:
         """Sets labels and problem type in the config of a classifier, and a padding token, which decoders need."""
         if self.labels:
-            config.id2label = dict(enumerate(self.labels))  # also sets num_labels
-            config.label2id = {label: number for number, label in enumerate(self.labels)}
-            config.problem_type = self.problem_type
+            set_labels(config, self.labels, self.problem_type)
         text = config.get_text_config()
         if self.type == "sequence" and text.pad_token_id is None:  # by which a decoder finds the end of each row
             ends = text.eos_token_id
@@ -87,6 +87,8 @@ def load_tokenizer_of(model: ModelConfig, chat_template: str | None = None) -> A
 
     Raises ConfigError if the tokenizer or the template cannot be used.
     """
+    if (base := base_of(model)) is not None and model_file(model, "tokenizer_config.json") is None:
+        model = base  # peft does not save a tokenizer
     if (file := gguf_file_of(model)) is not None:
         tokenizer: Any = _tokenizer_of(file)
     else:
@@ -267,7 +269,7 @@ def _may_be_new(loaded: PreTrainedModel, name: str) -> bool:
 
 def weights_fingerprint(model: ModelConfig) -> str:
     """Returns a fingerprint of a run's initial weights, which reveals on resume that they have changed."""
-    folder = local_path(str(model.name_or_path))
+    folder = adapter_folder(model) or local_path(str(model.name_or_path))
     if folder.is_file():
         return file_sha256(folder)[:16]
     if not folder.is_dir():
@@ -282,7 +284,8 @@ def stored_dtype(model: ModelConfig) -> torch.dtype:
 
     It is the dtype in the model's config.json, or fp32 if that has none, and bf16 for a quantized GGUF file.
     """
-    if base_precision(base_of(model) or model) == "file":
+    base = None if model.adapter == "continue" else base_of(model)
+    if base_precision(base or model) == "file":
         return torch.bfloat16
     dtype: torch.dtype | None = getattr(pretrained_config(model), "dtype", None)
     return dtype or torch.float32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,15 @@ from sansgpu.config.wording import first_line
 from sansgpu.files.reading import read_object, require_regular_file
 from sansgpu.machine.hub import quiet_hub
 from sansgpu.machine.untrusted.sandbox import is_panic
-from sansgpu.models.formats.folders import ADAPTER_CONFIG, base_of, is_graph_folder, validate_model_folder
+from sansgpu.models.formats.folders import (
+    ADAPTER_CONFIG,
+    adapter_folder,
+    base_of,
+    frozen_base,
+    how_trained,
+    is_graph_folder,
+    validate_model_folder,
+)
 from sansgpu.models.formats.gguf_source import is_gguf, open_gguf
 from sansgpu.models.formats.weights import (
     BasePrecision,
@@ -31,7 +40,13 @@ if TYPE_CHECKING:  # transformers takes seconds to import, so functions import i
 
 def pretrained_config(model: ModelConfig) -> PreTrainedConfig:
     """Loads the config of a model, or of an adapter's base model. Raises ConfigError if it cannot be loaded."""
-    model = base_of(model) or model
+    if (base := base_of(model)) is not None:
+        folder = adapter_folder(model)
+        assert folder is not None
+        trained, config = how_trained(read_object(folder / ADAPTER_CONFIG)), pretrained_config(base)
+        if isinstance(labels := trained.get("labels"), list):
+            set_labels(config, [str(label) for label in labels], trained.get("problem_type"))
+        return config
     if (file := gguf_file_of(model)) is not None:
         return _config_of(file)
     from transformers import AutoConfig
@@ -43,8 +58,15 @@ def pretrained_config(model: ModelConfig) -> PreTrainedConfig:
             "model.leaves 0, model.decay none, model.position learned and model.embedding_norm true."
         )
     with library_errors(f"{name} cannot be loaded"):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name, **options)
-    return config
+        loaded: PreTrainedConfig = AutoConfig.from_pretrained(name, **options)
+    return loaded
+
+
+def set_labels(config: PreTrainedConfig, labels: Sequence[str], problem_type: Any) -> None:
+    """Sets the labels of a classifier, in the order of its logits, and what kind of labels they are."""
+    config.id2label = dict(enumerate(labels))  # also sets num_labels
+    config.label2id = {label: number for number, label in enumerate(labels)}
+    config.problem_type = problem_type
 
 
 def model_file(model: ModelConfig, name: str) -> Path | None:
@@ -66,6 +88,7 @@ def base_precision(model: ModelConfig, frozen: bool = False) -> BasePrecision | 
     With `frozen`, this applies to a model without an adapter, too. Otherwise, such a model is trained, and the result
     is None.
     """
+    model = frozen_base(model)
     is_trained = model.adapter == "none" and not frozen
     if is_trained or (model.base_precision == "auto" and not is_gguf(str(model.name_or_path))):
         return None
@@ -96,6 +119,7 @@ def requantized_formats(model: ModelConfig) -> list[str]:
 
 def stored_weights(model: ModelConfig) -> dict[str, StoredTensor]:
     """Returns the tensors of a model, which are read on demand. Raises ConfigError if it has no safetensors files."""
+    model = frozen_base(model)
     if (file := gguf_file_of(model)) is not None:
         return file.stored_weights()
     if (index := model_file(model, "model.safetensors.index.json")) is not None:
@@ -141,7 +165,7 @@ def source_of(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     Raises ConfigError if the path does not exist or is not a model folder.
     """
     name = str(model.name_or_path)
-    path = local_path(name)
+    path = adapter_folder(model) or local_path(name)
     _silence_transformers()
     if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~"))):
         raise ConfigError(

@@ -118,7 +118,9 @@ class Preference(SFT):
 
             part = read_requested(request, evaluated.data, read)
         if config.training.preference.needs_reference:
-            plain = config.model_copy(update={"model": config.model.model_copy(update={"adapter": "none"})})
+            plain = config  # an adapter that was trained further: the reference is the adapter before this run
+            if config.model.adapter != "continue":
+                plain = config.model_copy(update={"model": config.model.model_copy(update={"adapter": "none"})})
             compute_reference(
                 [part], lambda: cls.objective_class(plain), config.model, loaded.device, loaded.precision,
                 request.cache, request.progress,
