@@ -43,7 +43,11 @@ class _UploadHandler(HubHandler):
     hub: UploadHub
 
     def do_HEAD(self) -> None:  # noqa: N802  http.server calls it
-        self._send(b"")
+        found = re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", unquote(urlparse(self.path).path))
+        if found and found[2] not in self.hub.repositories[found[1]].files:
+            self._send(b"", 404, {"X-Error-Code": "EntryNotFound"})
+        else:
+            self._send(b"", 200, {"ETag": '"1"', "X-Repo-Commit": "a" * 40})
 
     def do_GET(self) -> None:  # noqa: N802  http.server calls it
         name = urlparse(self.path).path.removeprefix("/api/models/")

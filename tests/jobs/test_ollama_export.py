@@ -13,7 +13,7 @@ from sansgpu.cli import run as cli
 from tests.jobs.test_gguf_commands import ADAPTED, refused, said
 from tests.models.formats.go_templates import render as render_go
 from tests.models.formats.test_ollama import conversation, own_text, parts_of, read_modelfile
-from tests.processes import options, settings, train_once, write_corpus
+from tests.processes import options, settings, train_once, write_corpus, write_rows
 from tests.tasks.folders import chat_rows, model_folder
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -48,7 +48,7 @@ def test_a_base_model_continues_prompts(home: Path, capsys: Captured) -> None:
     assert "temperature" not in found
     file = said(capsys, "export", home / "plain", "--format", "gguf", "--type", "f32").strip()
     assert (folder / "plain-f32.gguf").read_bytes() == Path(file).read_bytes()
-    assert {path.name for path in folder.iterdir()} == {"plain-f32.gguf", "Modelfile", ".sansgpu.json"}
+    assert {path.name for path in folder.iterdir()} == {"plain-f32.gguf", "Modelfile", "README.md", ".sansgpu.json"}
     assert exported(capsys, home / "plain", "--type", "f32")[0] == folder, "an export may be repeated"
 
 
@@ -63,6 +63,18 @@ def test_a_chat_model_has_its_own_template(home: Path, capsys: Captured) -> None
     assert render_go(found["TEMPLATE"][0], messages) == own_text(parts_of(template), messages)
     assert {"<|im_start|>", "<|im_end|>"} <= {*found["stop"]}
     assert said(capsys, "chat", file, "--prompt", "red", "--max-new-tokens", 3)
+
+
+def test_a_system_message_of_all_conversations_is_part_of_the_model(home: Path, capsys: Captured) -> None:
+    rows = [[{"role": "system", "content": "Be brief.\nBe kind."}, *conversation("Hi", f"Yes {n}")] for n in range(8)]
+    write_rows(home / "system.jsonl", [{"messages": messages} for messages in rows])
+    tuned = {**ADAPTED, "data.dataset_name": home / "system.jsonl", "model.name_or_path": model_folder("qwen2")}
+    run = train_once(home / "system", options(tuned))
+    assert exported(capsys, run)[1]["SYSTEM"] == ["Be brief.\nBe kind."]
+    write_rows(home / "system.jsonl", [{"messages": messages} for messages in (*rows, conversation("Hi", "Yes"))])
+    assert "SYSTEM" not in exported(capsys, run)[1], "some conversations have none"
+    (home / "system.jsonl").unlink()
+    assert "SYSTEM" not in exported(capsys, run)[1], "the data is gone"
 
 
 def test_hugging_face_folders_are_exported_in_every_type(home: Path, capsys: Captured, tmp_path: Path) -> None:

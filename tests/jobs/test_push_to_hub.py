@@ -76,7 +76,15 @@ def test_gguf_files_folders_for_ollama_and_adapters_are_uploaded(home: Path, hub
         assert (code, error) == (0, ""), error
         assert lines[-1].endswith(f"/me/{kind}")
         assert not hub.repositories[f"me/{kind}"].private
+    card = hub.repositories["me/gguf"].files.pop("README.md").decode()
     assert hub.repositories["me/gguf"].files == {"chat.gguf": (tmp_path / "chat.gguf").read_bytes()}
+    for part in ("library_name: gguf", "llama-cli -m chat.gguf", "ollama run hf.co/MODEL", "sansgpu chat chat.gguf"):
+        assert part in card
+    hub.repositories["me/gguf"].files["README.md"] = b"Edited."
+    arguments = ("--format", "gguf", "--no-merge", "--output", tmp_path / "lora.gguf")
+    assert export(home, home / "chat", *arguments, "--push-to-hub", "me/gguf")[0] == 0
+    assert hub.repositories["me/gguf"].files["README.md"] == b"Edited."
+    assert b"llama-cli -m" in hub.repositories["me/ollama"].files["README.md"]
     assert hub.repositories["me/ollama"].files == contents(tmp_path / "ollama")
     assert hub.repositories["me/adapter"].files == contents(tmp_path / "adapter")
     assert "adapter_model.safetensors" in hub.repositories["me/adapter"].files

@@ -337,6 +337,7 @@ def export(given: _ExportOptions) -> None:
     if given.private and given.push_to_hub is None:
         raise typer.BadParameter("--private requires --push-to-hub; add it")
     with preparation_bar() as bar:
+        from sansgpu.jobs.report import gguf_card
         from sansgpu.jobs.upload import push_to_hub, require_hub
 
         if given.push_to_hub is not None:
@@ -344,8 +345,10 @@ def export(given: _ExportOptions) -> None:
         written, note, command = _write_export(given, bar)
         address = None
         if given.push_to_hub is not None:
-            whole = written.parent if given.form == "onnx" else written
-            address = push_to_hub(whole, given.push_to_hub, given.private, bar)
+            whole, card = written.parent if given.form == "onnx" else written, None
+            if given.form == "gguf" and (given.run / "config.yaml").is_file():
+                card = gguf_card(given.run, given.snapshot, written, given.merge is False, warn)
+            address = push_to_hub(whole, given.push_to_hub, given.private, bar, card)
     if note is not None:
         complain(note)
     for line in filter(None, (written, command, address)):

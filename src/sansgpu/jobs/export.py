@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,11 +19,19 @@ from sansgpu.files.ownership import GGUF, require_file, require_folder
 from sansgpu.jobs.report import write_model_card
 from sansgpu.jobs.runs import require_run
 from sansgpu.models.formats.folders import base_of, is_adapter_folder, write_folder_atomically
-from sansgpu.models.formats.ollama import COMPLETION, MAX_CONTEXT, chat_format, model_name, modelfile, stop_texts
+from sansgpu.models.formats.ollama import (
+    COMPLETION,
+    MAX_CONTEXT,
+    ChatFormat,
+    chat_format,
+    model_name,
+    modelfile,
+    stop_texts,
+)
 from sansgpu.models.formats.onnx import FILES, OnnxCheck, decoder_error, require_onnx, write_onnx
 from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.huggingface.source import pretrained_config
-from sansgpu.tasks.capabilities import GGUFParts, can
+from sansgpu.tasks.capabilities import Chats, GGUFParts, can
 from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import ModelRequest, class_of_run, open_model
 from sansgpu.train.run_folders import open_run
@@ -187,15 +196,28 @@ def export_ollama(
         tokenizer = replace(tokenizer, begins=begins)
     progress(f"writing {folder}", 0, 0)
 
+    file = f"{name}-{weight_type}.gguf"
+
     def write(partial: Path) -> None:
-        file = f"{name}-{weight_type}.gguf"
         _write_gguf(partial / file, run, loaded, (settings, weights, tokenizer), weight_type, warn)
         template = COMPLETION if found is None else found.go_template()
         stops = stop_texts(tokenizer, found, _end_ids(loaded, settings, tokenizer))
-        write_text(partial / "Modelfile", modelfile(file, template, stops, _parameters(loaded, settings)))
+        system = None if found is None or found.system is None else _system_message(loaded, found)
+        write_text(partial / "Modelfile", modelfile(file, template, stops, _parameters(loaded, settings), system))
 
     write_folder_atomically(folder, write)
+    if not _is_model_folder(run):
+        write_model_card(run, folder, loaded.source.step, warn, file)
     return folder, shlex.join(["ollama", "create", name, "-f", str(folder / "Modelfile")])
+
+
+def _system_message(loaded: TrainedModel, found: ChatFormat) -> str | None:
+    """Returns the system message with which all conversations of a run's data start, or else the template's own."""
+    message = None
+    if loaded.source.config is not None and issubclass(loaded.task_class, Chats):
+        with suppress(ConfigError):  # the data may have been moved since
+            message = loaded.task_class.system_message(loaded.config)
+    return message or found.default_system
 
 
 def _parameters(loaded: TrainedModel, settings: dict[str, Any]) -> dict[str, Any]:

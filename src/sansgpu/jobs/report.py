@@ -12,6 +12,8 @@ from sansgpu.files.atomic import write_failures_as, write_text
 from sansgpu.files.ownership import PAGE, README, replace_folder, require_file, require_folder, write_into_folder
 from sansgpu.jobs.runs import is_locked, require_run
 from sansgpu.models.formats.folders import ADAPTER_CONFIG
+from sansgpu.train.loading import require_snapshot
+from sansgpu.train.run_folders import open_run
 from sansgpu.views.model_card import model_card
 from sansgpu.views.plots import write_plots
 from sansgpu.views.run_report import default_file, run_plots, run_report
@@ -59,15 +61,25 @@ def write_run_report(paths: RunPaths, warn: Callable[[str], None]) -> None:
         write_text(paths.report, run_report([record], [False]))
 
 
-def write_model_card(run: Path, folder: Path, step: int | None, warn: Callable[[str], None]) -> None:
+def write_model_card(
+    run: Path, folder: Path, step: int | None, warn: Callable[[str], None], gguf: str | None = None
+) -> None:
     """Writes the model card of a run's final model, or of the snapshot at `step`. Failures become warnings.
 
-    Does not overwrite a card that was edited.
+    `gguf` is the name of a GGUF file in the folder. Does not overwrite a card that was edited.
     """
     with _errors_as_warnings(f"the model card of {folder}", warn):
         adapter = (folder / ADAPTER_CONFIG).is_file()
-        if not write_into_folder(folder, README, model_card(RunRecord.open(run), step, adapter)):
+        if not write_into_folder(folder, README, model_card(RunRecord.open(run), step, adapter, gguf)):
             warn(f"{folder / README} was edited, so it is kept and may describe an earlier model.")
+
+
+def gguf_card(run: Path, snapshot: str, file: Path, is_adapter: bool, warn: Callable[[str], None]) -> str | None:
+    """Returns the model card for a GGUF file of a run's snapshot. Returns None after a failure, which is a warning."""
+    with _errors_as_warnings(f"the model card of {file}", warn):
+        found = require_snapshot(run, open_run(run)[1], snapshot, warn)
+        return model_card(RunRecord.open(run), found.step, is_adapter, file.name)
+    return None
 
 
 @contextmanager

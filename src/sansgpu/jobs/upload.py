@@ -38,10 +38,11 @@ def require_hub(name: str) -> None:
         raise ConfigError(f"the Hub at {constants.ENDPOINT} is unreachable; check the network, or remove {OPTION}.")
 
 
-def push_to_hub(exported: Path, name: str, is_private: bool, progress: ReportProgress) -> str:
+def push_to_hub(exported: Path, name: str, is_private: bool, progress: ReportProgress, card: str | None = None) -> str:
     """Uploads a file, or the files that sansgpu wrote to a folder, in a single commit; returns the model's address.
 
-    Creates the repository if there is none. Raises ConfigError or SansGPUError; then the repository has no new commit.
+    Also uploads `card`, a model card, unless the repository has one, which may have been edited. Creates the repository
+    if there is none. Raises ConfigError or SansGPUError; then the repository has no new commit.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # not in its __all__
@@ -57,6 +58,8 @@ def push_to_hub(exported: Path, name: str, is_private: bool, progress: ReportPro
         address = api.create_repo(name, private=is_private or None, exist_ok=True)
         # upload_folder would divide the files into several commits
         additions = [CommitOperationAdd(str(path.relative_to(root)), path) for path in files]
+        if card is not None and not api.file_exists(name, README):
+            additions.append(CommitOperationAdd(README, card.encode()))
         api.create_commit(name, additions, commit_message=f"Upload {exported.name} with sansgpu")
     return str(address)
 

@@ -56,6 +56,14 @@ class Generates(ABC):
 class Chats(Generates):
     """Generates the next answer in a conversation."""
 
+    @classmethod
+    @abstractmethod
+    def system_message(cls, config: Config) -> str | None:
+        """Returns the system message with which all conversations of a run's data start, or None if they differ.
+
+        Raises ConfigError if the data cannot be read.
+        """
+
 
 class Embeds:
     """Computes text embeddings."""

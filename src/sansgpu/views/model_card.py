@@ -51,6 +51,7 @@ class _Model:
     record: RunRecord
     step: int | None  # step of the snapshot; None: the last
     adapter: bool  # True for an adapter that was not merged
+    gguf: str | None  # the name of a GGUF file
 
     @cached_property
     def text(self) -> CardText:
@@ -88,12 +89,13 @@ class _Model:
         return next((e.get("tokens") for e in reversed(self.record.steps) if e["step"] <= self.steps), None)
 
 
-def model_card(record: RunRecord, step: int | None = None, adapter: bool = False) -> str:
+def model_card(record: RunRecord, step: int | None = None, adapter: bool = False, gguf: str | None = None) -> str:
     """Returns the card of a run's final model, or of the snapshot at `step`, or of its separate `adapter`.
 
-    Data and models are named by their Hub names, or by a file or folder name without its path.
+    `gguf` is the name of the model's file if it was exported for llama.cpp instead of as a Hugging Face folder. Data
+    and models are named by their Hub names, or by a file or folder name without its path.
     """
-    model = _Model(record, step, adapter)
+    model = _Model(record, step, adapter, gguf)
     part = record.section("data").get("dataset_config")
     shown = _OWN.get(model.data, as_code(_shown(model.data)) + (f" ({as_text(part)})" if part else ""))
     evaluation = model.evaluation
@@ -108,6 +110,7 @@ def model_card(record: RunRecord, step: int | None = None, adapter: bool = False
             base=as_code(_shown(model.base)) if model.base else None,
             facts=_facts(model),
             code=_loading_code(model),
+            command="" if gguf and adapter else model.text.command.replace("MODEL", gguf or "MODEL"),
             data=shown,
             train_tokens=record.start.get("train_tokens"),
             procedure=_procedure(model),
@@ -126,7 +129,13 @@ def _front_matter(model: _Model) -> ModelCardData:
         pipeline_tag=model.text.pipeline_tag or None,
         base_model=base,
         base_model_relation=("adapter" if model.adapter else "finetune") if base else None,
-        tags=["sansgpu", *([] if _on_gpu(model.record) else ["cpu"]), task, *(["lora"] if model.adapter else [])],
+        tags=[
+            "sansgpu",
+            *([] if _on_gpu(model.record) else ["cpu"]),
+            task,
+            *(["lora"] if model.adapter else []),
+            *(["gguf"] if model.gguf else []),
+        ],
         datasets=[model.data] if _is_on_hub(model.data) else None,
         model_name=model.record.name if results else None,
         eval_results=results or None,
@@ -134,6 +143,8 @@ def _front_matter(model: _Model) -> ModelCardData:
 
 
 def _library(model: _Model) -> str:
+    if model.gguf:
+        return "gguf"
     if model.adapter:
         return "peft"
     return model.text.library or ("transformers" if model.text.auto_class else "sansgpu")
@@ -192,7 +203,11 @@ def _facts(card: _Model) -> dict[str, str]:
 
 
 def _loading_code(model: _Model) -> str:
-    """Returns Python code that loads the model, or "" if no library but sansgpu can."""
+    """Returns Markdown with code or commands that load the model, or "" if nothing but sansgpu can."""
+    if model.gguf:
+        base = "-m BASE.gguf --lora " if model.adapter else "-m "
+        lines = [f"llama-cli {base}{model.gguf}"] + ([] if model.adapter else ["ollama run hf.co/MODEL"])
+        return "\n".join(["```", *lines, "```"])
     if model.text.library == "sentence-transformers" and not model.adapter:
         return _FEW_SHOT_CODE if model.text.pipeline_tag == "text-classification" else _SENTENCE_CODE
     if not model.text.auto_class:

@@ -102,6 +102,23 @@ def read_modelfile(text: str) -> list[tuple[str, str]]:
     return found
 
 
+def test_the_system_message_of_a_template_is_an_instruction() -> None:
+    template = (
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    found = chat_format(parts_of(template))
+    assert found.default_system == "You help."
+    instructions = dict(read_modelfile(modelfile("a.gguf", found.go_template(), [], {}, found.default_system)))
+    assert instructions["SYSTEM"] == "You help."
+    messages = conversation("Hi", "Yes", "Why?")
+    with_system = [{"role": "system", "content": instructions["SYSTEM"]}, *messages]
+    assert render_go(instructions["TEMPLATE"], with_system) == own_text(parts_of(template), messages)
+    for unwritable in ('Say """.', "\x07"):
+        assert "SYSTEM" not in dict(read_modelfile(modelfile("a.gguf", "", [], {}, unwritable)))
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_both_templates_give_the_same_text(name: str) -> None:
     parts = parts_of(TEMPLATES[name])

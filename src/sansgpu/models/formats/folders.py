@@ -22,7 +22,6 @@ from sansgpu.files.atomic import write_failures_as
 from sansgpu.files.ownership import replace_folder
 from sansgpu.files.reading import read_json, read_object, require_regular_file
 from sansgpu.machine.hub import hub_folder
-from sansgpu.models.formats.gguf_source import is_gguf
 from sansgpu.models.formats.safetensors_file import require_short_header
 
 MODEL_TYPE = "sansgpu-graph"  # model_type in the config.json of graph encoders, which transformers cannot load
@@ -150,7 +149,7 @@ def adapter_folder(model: ModelConfig) -> Path | None:
     """Returns the folder of a model that is only an adapter, downloaded if it is on the Hub; None for other models."""
     name = str(model.name_or_path)
     folder = local_path(name)
-    if model.name_or_path is not None and not folder.exists() and not is_gguf(name):
+    if model.name_or_path is not None and not folder.exists() and not name.endswith(".gguf"):
         return hub_folder(name, model.revision, ADAPTER_CONFIG, "config.json", _ADAPTER_FILES)
     return folder if is_adapter_folder(folder) else None
 

@@ -35,6 +35,15 @@ class ChatFormat:
     system: tuple[str, str] | None = None  # around the system message; None if the template has no place for one
     is_system_late: bool = False  # the system message is inside the last question instead of before the first
 
+    @property
+    def default_system(self) -> str | None:
+        """The system message that the template adds to conversations without one; None if it adds none."""
+        before, after = self.system or ("", "")
+        fits = len(before + after) < len(self.start) and self.start.startswith(before) and self.start.endswith(after)
+        if self.system is None or self.is_system_late or not fits:
+            return None
+        return self.start[len(before) : len(self.start) - len(after)]
+
     def without(self, bos: str) -> ChatFormat:
         """Removes a BOS token from the start of conversations."""
         before, after = self.system or ("", "")
@@ -161,9 +170,16 @@ def model_name(name: str) -> str:
     return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._") or "model"
 
 
-def modelfile(file: str, template: str, stops: Sequence[str], parameters: Mapping[str, Any]) -> str:
-    """Returns the content of a Modelfile for a GGUF file in the same folder."""
+def modelfile(
+    file: str, template: str, stops: Sequence[str], parameters: Mapping[str, Any], system: str | None = None
+) -> str:
+    """Returns the content of a Modelfile for a GGUF file in the same folder.
+
+    Leaves out a system message that a Modelfile cannot express.
+    """
     lines = [f"FROM ./{file}", f'TEMPLATE """{template}"""']
+    if system is not None and '"""' not in system and all(c.isprintable() or c in "\n\t" for c in system):
+        lines.append(f'SYSTEM """{system}"""')
     lines += [f'PARAMETER stop """{stop}"""' if '"' in stop else f'PARAMETER stop "{stop}"' for stop in stops]
     lines += [f"PARAMETER {name} {value}" for name, value in parameters.items()]
     return "\n".join(lines) + "\n"

@@ -10,6 +10,7 @@ import numpy as np
 
 from sansgpu.config import Config
 from sansgpu.data.batch import IGNORE
+from sansgpu.data.rows import BadRowError
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress, rows_with_progress
 from sansgpu.data.sources import Source
@@ -18,6 +19,7 @@ from sansgpu.models.huggingface.pretrained import load_tokenizer_of
 from sansgpu.tasks.distillation import require_same_vocabulary, with_length_of
 from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.sft.chat import TokenizedConversations, show_masked, tokenize_conversations
+from sansgpu.tasks.sft.conversations import read_conversation
 
 
 @dataclass(frozen=True)
@@ -137,3 +139,18 @@ def examples_in(
 
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"  # the file name that transformers uses
+
+
+def shared_system_message(source: Source) -> str | None:
+    """Returns the system message with which all conversations start, or None if there is none or they differ."""
+    shared: str | None = None
+    for row in source.rows():
+        try:
+            first = next(iter(read_conversation(row).turns), {})
+        except BadRowError:
+            continue
+        message = first.get("content") if first.get("role") == "system" else None
+        if not isinstance(message, str) or shared not in (None, message):
+            return None
+        shared = message
+    return shared

@@ -30,6 +30,7 @@ from sansgpu.tasks.sft.data import (
     ConversationExamples,
     arrays_of,
     examples_in,
+    shared_system_message,
     taught_corpus,
     tokenize_source,
 )
@@ -161,6 +162,10 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
         from sansgpu.models.huggingface.generation import pretrained_batch  # imports transformers
 
         return pretrained_batch(loaded.objective.unpadded, loaded.tokenizer)
+
+    @classmethod
+    def system_message(cls, config: Config) -> str | None:
+        return shared_system_message(open_sources(config.data).train)
 
     @classmethod
     def gguf_parts(cls, loaded: TrainedModel) -> GGUFParts:
