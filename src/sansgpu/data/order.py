@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from sansgpu.config import derive_seed
+from sansgpu.config import TrainingConfig, derive_seed
 
 
 def generator(seed: int, *purpose: int | str) -> np.random.Generator:
@@ -17,6 +17,16 @@ def generator(seed: int, *purpose: int | str) -> np.random.Generator:
 def steps_per_epoch(examples: int, batch_size: int) -> int:
     """Returns the number of steps per epoch, counting a smaller last batch."""
     return -(-examples // batch_size)
+
+
+def step_limits(training: TrainingConfig, steps_per_epoch: float, tokens_per_epoch: int) -> list[float]:
+    """Returns the steps after which max_steps, max_tokens and num_epochs are reached, for those that are set."""
+    limits = (
+        training.max_steps,
+        training.max_tokens and training.max_tokens * steps_per_epoch / tokens_per_epoch,
+        training.num_epochs and training.num_epochs * steps_per_epoch,
+    )
+    return [limit for limit in limits if limit is not None]
 
 
 def batch_indices(seed: int, step: int, examples: int, batch_size: int) -> np.ndarray:

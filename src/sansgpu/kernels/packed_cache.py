@@ -35,8 +35,17 @@ class PlainCache:
 
     def move(self, to: int, slot: int, count: int) -> None:
         """Copies the `count` tokens of a slot to another one."""
-        for stored in self._stored:
-            stored[to, :, :count] = stored[slot, :, :count]
+        self.restore(to, self.first(slot, count), count)
+
+    def first(self, slot: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns a view of the first `count` tokens of a slot, in the layout of the cache."""
+        keys, values = (stored[slot, :, :count] for stored in self._stored)
+        return keys, values
+
+    def restore(self, slot: int, states: tuple[torch.Tensor, torch.Tensor], count: int) -> None:
+        """Stores the first `count` tokens of what `first` returned in a slot."""
+        for stored, kept in zip(self._stored, states, strict=True):
+            stored[slot, :, :count] = kept[:, :count]
 
 
 class PackedCache:
@@ -84,6 +93,15 @@ class PackedCache:
 
     def move(self, to: int, slot: int, count: int) -> None:
         """Copies the blocks with the first `count` tokens of `slot` to the slot `to`."""
+        self.restore(to, self.first(slot, count), count)
+
+    def first(self, slot: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns a view of the blocks with the first `count` tokens of a slot."""
         blocks = -(-count // BLOCK)
-        for stored in (self.keys, self.values):
-            stored[to, :, :blocks] = stored[slot, :, :blocks]
+        return self.keys[slot, :, :blocks], self.values[slot, :, :blocks]
+
+    def restore(self, slot: int, states: tuple[torch.Tensor, torch.Tensor], count: int) -> None:
+        """Stores the blocks with the first `count` tokens of what `first` returned in a slot."""
+        blocks = -(-count // BLOCK)
+        for stored, kept in zip((self.keys, self.values), states, strict=True):
+            stored[slot, :, :blocks] = kept[:, :blocks]

@@ -16,6 +16,7 @@ from sansgpu.kernels.library import load_kernels_and_allocators
 from sansgpu.kernels.matmul import INTEGERS
 from sansgpu.kernels.roofline import resolve_precision
 from sansgpu.machine.probe import limit_tokenizer_threads, resolve_threads
+from sansgpu.models.formats.folders import DECODER_CLASSES
 from sansgpu.models.formats.gguf_source import is_gguf
 from sansgpu.models.huggingface.source import pretrained_config
 from sansgpu.tasks.capabilities import can
@@ -25,7 +26,7 @@ from sansgpu.tasks.task import ModelSource, TaskClass, TrainedModel, Verb
 from sansgpu.train.run_folders import open_run, with_objective
 from sansgpu.train.snapshots import Snapshot, find_snapshot
 
-_GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of transformers' names of their classes
+_GENERATORS = (*DECODER_CLASSES, "ForConditionalGeneration")  # ends of the names of classes that generate text
 _REFUSALS: dict[Verb, str] = {
     "generate": "which cannot generate text; this command",
     "complete": "which cannot generate text; this command",

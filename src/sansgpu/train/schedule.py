@@ -6,6 +6,7 @@ import math
 
 from sansgpu.config import TrainingConfig
 from sansgpu.config.wording import count, counted
+from sansgpu.data.order import step_limits
 
 MAX_WARMUP_DIVISOR = 10  # the warm-up of a time-limited run takes at most total_steps / this
 # Beyond, repeated text teaches little (arXiv 2305.16264), and models with more weights than tokens overfit.
@@ -71,11 +72,5 @@ def total_steps(training: TrainingConfig, steps_per_epoch: int, tokens_per_epoch
 
     Without these limits, returns UNKNOWN_STEPS for a time-limited run and otherwise one epoch.
     """
-    limits = []
-    if training.max_steps is not None:
-        limits.append(training.max_steps)
-    if training.max_tokens is not None:
-        limits.append(math.ceil(training.max_tokens * steps_per_epoch / tokens_per_epoch))
-    if training.num_epochs is not None:
-        limits.append(math.ceil(training.num_epochs * steps_per_epoch))
-    return max(1, min(limits, default=UNKNOWN_STEPS if training.time_limited else steps_per_epoch))
+    limits = step_limits(training, steps_per_epoch, tokens_per_epoch)
+    return max(1, math.ceil(min(limits, default=UNKNOWN_STEPS if training.time_limited else steps_per_epoch)))

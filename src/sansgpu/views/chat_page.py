@@ -6,7 +6,8 @@ import base64
 import hashlib
 import re
 from dataclasses import dataclass
-from importlib.resources import files
+
+from sansgpu.views.page import templates
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class ChatPage:
 
     @classmethod
     def load(cls) -> ChatPage:
-        html = files("sansgpu.views").joinpath("templates/chat.html").read_text(encoding="utf-8")
+        html = templates().get_template("chat.html").render()
         policy = (
             f"default-src 'none'; script-src {_hash(html, 'script')}; style-src {_hash(html, 'style')}; "
             "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

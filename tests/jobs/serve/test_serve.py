@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sansgpu.cli import run as cli
 from tests.processes import json_lines, messages, write_rows
@@ -148,6 +150,74 @@ def test_without_a_seed_answers_differ(client: Any, model: str) -> None:
     assert len(answers) == 3
 
 
+def test_a_conversation_that_goes_on_gets_the_same_answers(home: Path, client: Any, model: str) -> None:
+    """The keys and values of the turns before are reused."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "red blue green " * 6}]
+    for question in ("What follows red?", "What follows green?"):
+        messages.append({"role": "user", "content": question})
+        (row,) = by_command(home, [{"messages": messages}], "--max-new-tokens", "12", "--temperature", "0")
+        answer = client.chat.completions.create(model=model, messages=messages, max_tokens=12, temperature=0)
+        content = answer.choices[0].message.content
+        assert content == row["messages"][-1]["content"]
+        messages.append({"role": "assistant", "content": content or "blue"})
+
+
+def expected_scores(text: str, answer: list[int]) -> torch.Tensor:
+    """Returns the log-probabilities of all tokens in the place of each token of an answer, (T, V) float64."""
+    network: Any = AutoModelForCausalLM.from_pretrained(target(), dtype=torch.float64).eval()
+    ids = [*AutoTokenizer.from_pretrained(target())(text).input_ids, *answer]
+    with torch.no_grad():
+        return torch.as_tensor(network(torch.tensor([ids])).logits[0, -len(answer) - 1 : -1].log_softmax(-1))
+
+
+def test_tokens_have_the_log_probabilities_of_the_model(client: Any, model: str) -> None:
+    asked = {"model": model, "prompt": "red blue", "max_tokens": 9, "temperature": 0}
+    choice = client.completions.create(**asked, logprobs=3).choices[0]
+    found, tokenizer = choice.logprobs, AutoTokenizer.from_pretrained(target())
+    assert "".join(found.tokens) == choice.text
+    assert found.text_offset == [len("".join(found.tokens[:number])) for number in range(len(found.tokens))]
+    wanted = expected_scores("red blue", tokenizer(choice.text).input_ids)
+    best, ids = wanted.topk(3)
+    assert found.token_logprobs == pytest.approx(best[:, 0].tolist(), abs=1e-4)
+    for top, values, tokens in zip(found.top_logprobs, best.tolist(), ids.tolist(), strict=True):
+        assert top == pytest.approx(
+            {tokenizer.decode([i]): value for i, value in zip(tokens, values, strict=True)}, abs=1e-4
+        )
+    plain = client.completions.create(**asked, logprobs=0).choices[0]
+    assert (plain.text, plain.logprobs.token_logprobs) == (choice.text, found.token_logprobs)
+    assert plain.logprobs.top_logprobs is None
+    assert client.completions.create(**asked).choices[0].logprobs is None
+    hot = client.completions.create(**{**asked, "temperature": 2, "seed": 1}, logprobs=0).choices[0]
+    scores = expected_scores("red blue", tokenizer(hot.text).input_ids)
+    if len(scores) == len(hot.logprobs.tokens):  # the text has the same tokens when it is tokenized again
+        rows = torch.arange(len(scores))
+        assert hot.logprobs.token_logprobs == pytest.approx(
+            scores[rows, tokenizer(hot.text, return_tensors="pt").input_ids[0]].tolist(), abs=1e-4
+        )
+
+
+def test_log_probabilities_of_a_chat_are_streamed_and_end_with_the_text(client: Any, model: str) -> None:
+    asked = {"model": model, "messages": [{"role": "user", "content": "red"}], "max_tokens": 20, "temperature": 0}
+    whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2).choices[0]
+    tokens = whole.logprobs.content
+    assert "".join(token.token for token in tokens) == whole.message.content
+    assert all(token.bytes == list(token.token.encode()) for token in tokens)
+    assert all(token.top_logprobs[0].logprob == token.logprob for token in tokens), "decoding is greedy"
+    streamed = []
+    for chunk in client.chat.completions.create(**asked, logprobs=True, top_logprobs=2, stream=True):
+        if chunk.choices[0].logprobs is not None:
+            streamed += chunk.choices[0].logprobs.content
+    assert streamed == tokens
+    stop = whole.message.content[len(whole.message.content) // 2 :][:3]
+    ended = client.chat.completions.create(**asked, logprobs=True, stop=stop).choices[0]
+    assert "".join(token.token for token in ended.logprobs.content).startswith(ended.message.content)
+    assert [token.logprob for token in ended.logprobs.content] == [
+        token.logprob for token in tokens[: len(ended.logprobs.content)]
+    ]
+    with pytest.raises(openai.BadRequestError, match="top_logprobs requires logprobs"):
+        client.chat.completions.create(**asked, top_logprobs=2)
+
+
 def test_a_stop_string_ends_the_text_and_never_appears(client: Any, model: str) -> None:
     asked = {"model": model, "prompt": "red blue", "temperature": 0, "max_tokens": 60}
     free = client.completions.create(**asked).choices[0].text
@@ -167,7 +237,7 @@ def test_a_stop_string_ends_the_text_and_never_appears(client: Any, model: str) 
     [
         ({"max_tokens": CONTEXT}, "shorten the prompt or lower max_tokens"),
         ({"prompt": "red " * CONTEXT}, f"can have only {CONTEXT:,}"),
-        ({"logprobs": 3}, "logprobs is not supported"),
+        ({"logprobs": 6}, "less than or equal to 5"),
         ({"frequency_penalty": 0.5}, "frequency_penalty is not supported"),
         ({"extra_body": {"tempersture": 1}}, "did you mean temperature?"),
         ({"temperature": 9}, "less than or equal to 2"),

@@ -6,11 +6,12 @@ import base64
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from sansgpu.jobs.serve.bodies import ChatBody, EmbeddingBody, GenerationBody
-from sansgpu.jobs.serve.worker import Accepted, Finished, Progress, ServiceError, TextPiece, Vectors
+from sansgpu.jobs.serve.worker import Accepted, Finished, Progress, ServiceError, TextPiece, TokenScore, Vectors
 
 Object = dict[str, Any]
 DONE = "[DONE]"
@@ -29,6 +30,7 @@ class TextAnswer:
         self._is_chat = isinstance(body, ChatBody)
         self._body, self._choices, self._generated = body, choices, 0
         self._prompt = 0  # tokens of the prompts
+        self._offsets = [0] * choices  # characters of the tokens whose scores were sent
         kind = "chat.completion" if self._is_chat else "text_completion"
         self._common = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
@@ -50,16 +52,19 @@ class TextAnswer:
     async def whole(self, events: AsyncIterator[Progress]) -> Object:
         """Returns the complete answer. Raises ServiceError if one of the events is an error."""
         texts, reasons = [""] * self._choices, [""] * self._choices
+        scores: list[list[TokenScore]] = [[] for _ in texts]
         async for event in self._read(events):
             if isinstance(event, TextPiece):
                 texts[event.index] += event.text
+                scores[event.index] += event.scores
             else:
                 reasons[event.index] = event.reason
         choices = []
         for index, (text, reason) in enumerate(zip(texts, reasons, strict=True)):
             message = {"role": "assistant", "content": text, "refusal": None}
             content = {"message": message} if self._is_chat else {"text": text}
-            choices.append({"index": index, **content, "logprobs": None, "finish_reason": reason})
+            logprobs = self._logprobs(index, scores[index])
+            choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": reason})
         return {**self._common, "choices": choices, "usage": self._usage()}
 
     async def chunks(self, events: AsyncIterator[Progress]) -> AsyncIterator[str]:
@@ -70,7 +75,8 @@ class TextAnswer:
                     yield self._chunk(index, {"role": "assistant", "content": ""})
             async for event in self._read(events):
                 if isinstance(event, TextPiece):
-                    yield self._chunk(event.index, {"content": event.text} if self._is_chat else event.text)
+                    content = {"content": event.text} if self._is_chat else event.text
+                    yield self._chunk(event.index, content, logprobs=self._logprobs(event.index, event.scores))
                 else:
                     yield self._chunk(event.index, {} if self._is_chat else "", event.reason)
             if self._body.includes_usage:
@@ -92,10 +98,33 @@ class TextAnswer:
             if isinstance(event, (TextPiece, Finished)):
                 yield event
 
-    def _chunk(self, index: int, content: Object | str, reason: str | None = None) -> str:
-        choice = {"index": index, "delta" if self._is_chat else "text": content, "logprobs": None}
+    def _logprobs(self, index: int, scores: Sequence[TokenScore]) -> Object | None:
+        """Returns the scores of a choice's next tokens in the form of OpenAI's interface; None if not wanted."""
+        if self._body.alternatives is None:
+            return None
+        if self._is_chat:
+            content = [{**_scored(s.text, s.logprob), "top_logprobs": [_scored(*one) for one in s.top]} for s in scores]
+            return {"content": content, "refusal": None}
+        ends = list(accumulate((len(score.text) for score in scores), initial=self._offsets[index]))
+        self._offsets[index] = ends.pop()
+        return {
+            "tokens": [score.text for score in scores],
+            "token_logprobs": [score.logprob for score in scores],
+            "top_logprobs": [dict(score.top) for score in scores] if self._body.alternatives else None,
+            "text_offset": ends,
+        }
+
+    def _chunk(
+        self, index: int, content: Object | str, reason: str | None = None, logprobs: Object | None = None
+    ) -> str:
+        choice = {"index": index, "delta" if self._is_chat else "text": content, "logprobs": logprobs}
         usage = {"usage": None} if self._body.includes_usage else {}
         return server_sent({**self._common, "choices": [{**choice, "finish_reason": reason}], **usage})
+
+
+def _scored(text: str, logprob: float) -> Object:
+    """Returns a token; a part of a character has no bytes, because its text is a replacement character."""
+    return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
 
 def server_sent(content: Object | str) -> str:

@@ -221,7 +221,15 @@ class EventStream(StreamingResponse):
 
 def generation_work(body: GenerationBody, prompts: list[Prompt], events: Events) -> GenerationWork:
     return GenerationWork(
-        events.deliver, prompts, body.n or 1, body.limit, body.usual_limit, body.sampling, body.seed, body.stop or ()
+        events.deliver,
+        prompts,
+        body.n or 1,
+        body.limit,
+        body.usual_limit,
+        body.sampling,
+        body.seed,
+        body.stop or (),
+        body.alternatives,
     )
 
 

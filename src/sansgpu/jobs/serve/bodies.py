@@ -12,6 +12,7 @@ from sansgpu.jobs.serve.worker import ServiceError
 from sansgpu.models.generation.sampling import Sampling
 
 MAX_STOPS = 4
+MAX_COMPLETION_LOGPROBS, MAX_CHAT_LOGPROBS = 5, 20
 # Fields that do not change an answer.
 IGNORED = (
     "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
@@ -20,9 +21,9 @@ IGNORED = (
 # Fields that are not supported, with the values that have no effect.
 WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "annotations": ([],), "best_of": (1,), "echo": (False,), "frequency_penalty": (0,), "functions": ([],),
-    "logit_bias": ({},), "logprobs": (False,), "min_p": (0,), "modalities": (["text"],), "presence_penalty": (0,),
+    "logit_bias": ({},), "min_p": (0,), "modalities": (["text"],), "presence_penalty": (0,),
     "repetition_penalty": (1,), "response_format": ({"type": "text"},), "suffix": ("",), "tool_calls": ([],),
-    "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,),
+    "tool_choice": ("none", "auto"), "tools": ([],),
 }  # fmt: skip
 
 Text = Annotated[str, Field(min_length=1)]
@@ -103,6 +104,11 @@ class GenerationBody(OpenAIObject):
         return self.max_tokens
 
     @property
+    def alternatives(self) -> int | None:
+        """Number of most likely tokens to score with each generated token; None: no scores are wanted."""
+        return None
+
+    @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -112,6 +118,11 @@ class CompletionBody(GenerationBody):
 
     usual_limit = 16
     prompt: Texts = Field(min_length=1)
+    logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
 
 
 class ChatBody(GenerationBody):
@@ -119,6 +130,14 @@ class ChatBody(GenerationBody):
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_CHAT_LOGPROBS)] | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise ServiceError("top_logprobs requires logprobs; set it to true.", param="top_logprobs")
+        return self.top_logprobs or 0 if self.logprobs else None
 
     @property
     def limit(self) -> int | None:

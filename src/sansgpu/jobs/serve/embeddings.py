@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from sansgpu.jobs.serve.worker import Accepted, ServiceError, Vectors, Work, Worker
 from sansgpu.tasks.embed.data import tokenize
-from sansgpu.tasks.embed.objective import encode_texts
+from sansgpu.tasks.embed.objective import encode_tokens
 from sansgpu.tasks.task import TrainedModel
 
 MAX_WAITING = 4096  # texts of all requests, as one request to OpenAI may have 2,048
@@ -19,6 +21,7 @@ class EmbeddingWork(Work):
     """Texts to embed."""
 
     texts: Sequence[str]
+    tokens: Sequence[np.ndarray] = field(init=False, default=())  # set by the worker
 
     def __post_init__(self) -> None:
         self.places = len(self.texts)
@@ -37,8 +40,8 @@ class EmbeddingWorker(Worker[EmbeddingWork]):
         self._waiting: list[EmbeddingWork] = []
 
     def accept(self, work: EmbeddingWork) -> None:
-        lengths = [len(ids) for ids in tokenize(work.texts, self._loaded.tokenizer, UNBOUNDED, self._prompt)]
-        for number, length in enumerate(lengths, 1):
+        work.tokens = tokenize(work.texts, self._loaded.tokenizer, UNBOUNDED, self._prompt)
+        for number, length in enumerate(map(len, work.tokens), 1):
             if not length:
                 raise ServiceError(f"text {number} has no tokens; remove it.")
             if length > self.context:
@@ -46,7 +49,7 @@ class EmbeddingWorker(Worker[EmbeddingWork]):
                     f"text {number} has {length:,} tokens, but the model reads at most {self.context:,}; shorten it.",
                     code="context_length_exceeded",
                 )
-        work.deliver(Accepted(sum(lengths)))
+        work.deliver(Accepted(sum(map(len, work.tokens))))
         self._waiting.append(work)
 
     def running(self) -> list[EmbeddingWork]:
@@ -56,8 +59,7 @@ class EmbeddingWorker(Worker[EmbeddingWork]):
         self._waiting = [work for work in self._waiting if not work.is_over]
         if not self._waiting:
             return
-        texts = [text for work in self._waiting for text in work.texts]
-        vectors, first = encode_texts(self._loaded, texts, prompt=self._prompt), 0
+        vectors, first = encode_tokens(self._loaded, [ids for work in self._waiting for ids in work.tokens]), 0
         for work in self._waiting:
             self.close(work)
             work.deliver(Vectors(vectors[first : first + work.places]))

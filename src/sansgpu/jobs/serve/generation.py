@@ -6,18 +6,30 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from sansgpu.config import derive_seed
 from sansgpu.config.wording import counted
-from sansgpu.jobs.serve.worker import Accepted, Endpoint, Finished, ServiceError, TextPiece, Work, Worker
-from sansgpu.models.generation.batch import Continuation, RunningBatch
-from sansgpu.models.generation.generate import PROMPT_TOKENS, BatchModel
+from sansgpu.jobs.serve.worker import (
+    Accepted,
+    Endpoint,
+    Finished,
+    ServiceError,
+    TextPiece,
+    TokenScore,
+    Work,
+    Worker,
+)
+from sansgpu.models.generation.batch import Continuation, RunningBatch, ScoredToken
+from sansgpu.models.generation.generate import PROMPT_TOKENS, BatchModel, SlotReader
+from sansgpu.models.generation.prefix_cache import PrefixCache
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.models.generation.text import StopStrings, TextPieces
 
+PREFIX_SHARE = 4  # memory of the running sequences / memory of the finished ones that later prompts may begin with
 WAITING_RATIO = 8  # maximum number of waiting sequences for each that can run
 Prompt = str | list[dict[str, Any]]  # a text to continue, or the messages of a conversation
 
@@ -36,6 +48,7 @@ class GenerationWork(Work):
     sampling: Sampling
     seed: int | None
     stop: Sequence[str]
+    alternatives: int | None = None  # number of most likely tokens to score with each generated one; None: no scores
     unfinished: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,6 +61,7 @@ class _Choice:
     def __init__(self, work: GenerationWork, index: int, tokens: Continuation, decode: Callable[[list[int]], str]):
         self.work, self.index, self.tokens = work, index, tokens
         self._pieces, self._stops, self._read = TextPieces(decode), StopStrings(work.stop), 0
+        self._decode, self._scored = decode, 0  # tokens whose scores were sent
 
     def events(self) -> Iterator[TextPiece | Finished]:
         """Yields what the last token adds: text, and the end if it is the last one."""
@@ -61,10 +75,19 @@ class _Choice:
             tokens.ended = "stop"
         elif tokens.ended is not None:
             text += self._stops.end()
-        if text:
-            yield TextPiece(self.index, text)
+        unsent = [self._in_text(score) for score in tokens.scores[self._scored :]]
+        if self._stops.found:  # without the tokens of the stop string
+            starts = accumulate((len(score.text) for score in unsent), initial=0)
+            unsent = [score for start, score in zip(starts, unsent, strict=False) if start < len(text)]
+        if text or (unsent and tokens.ended is not None):
+            self._scored = len(tokens.scores)
+            yield TextPiece(self.index, text, unsent)
         if tokens.ended is not None:
             yield Finished(self.index, tokens.ended, len(tokens.ids))
+
+    def _in_text(self, score: ScoredToken) -> TokenScore:
+        top = [(self._decode([token]), logprob) for token, logprob in score.top]
+        return TokenScore(self._decode([score.id]), score.logprob, top)
 
 
 class GenerationWorker(Worker[GenerationWork]):
@@ -78,6 +101,8 @@ class GenerationWorker(Worker[GenerationWork]):
         reader.add([[0]] * slots)  # allocates the cache, which can take seconds
         self._batch = RunningBatch(reader, model.ends)
         self._batch.clear()
+        if isinstance(reader, SlotReader):
+            reader.prefixes = PrefixCache(slots * context // PREFIX_SHARE)
         self._waiting: deque[_Choice] = deque()
         self._active: list[_Choice] = []
 
@@ -89,7 +114,7 @@ class GenerationWorker(Worker[GenerationWork]):
         for number, (ids, limit) in enumerate(zip(prompts, limits, strict=True)):
             for index in range(number * work.copies, (number + 1) * work.copies):
                 draws = torch.Generator().manual_seed(derive_seed(seed, "row", index))
-                tokens = Continuation(ids, limit, work.sampling, draws)
+                tokens = Continuation(ids, limit, work.sampling, draws, work.alternatives)
                 self._waiting.append(_Choice(work, index, tokens, self._model.decode))
 
     def _encode(self, prompt: Prompt) -> list[int]:

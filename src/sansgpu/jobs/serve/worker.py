@@ -35,11 +35,21 @@ class Accepted:
 
 
 @dataclass(frozen=True)
+class TokenScore:
+    """The text of a token and its log-probability, with those of the most likely tokens in its place."""
+
+    text: str
+    logprob: float
+    top: Sequence[tuple[str, float]]
+
+
+@dataclass(frozen=True)
 class TextPiece:
-    """Generated text of one choice."""
+    """Generated text of one choice and, if the client wants them, the scores of its tokens."""
 
     index: int
     text: str
+    scores: Sequence[TokenScore] = ()
 
 
 @dataclass(frozen=True)

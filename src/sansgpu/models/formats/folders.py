@@ -26,6 +26,7 @@ from sansgpu.models.formats.safetensors_file import require_short_header
 
 MODEL_TYPE = "sansgpu-graph"  # model_type in the config.json of graph encoders, which transformers cannot load
 ADAPTER_CONFIG = "adapter_config.json"
+DECODER_CLASSES = ("ForCausalLM", "LMHeadModel")  # ends of the names of transformers' classes of decoders
 _ADAPTER_FILES = "*.json", "adapter_model.safetensors", "*.jinja", "*.txt", "*.model"
 MAX_PARTS = 10_000  # maximum layers, experts or heads in a config.json, because each may become a module
 ALLOWED_LAYERS = 128  # up to this depth a model is built even if weights are missing: torch then reports their names

@@ -17,7 +17,7 @@ from sansgpu.config import ConfigError, ModelConfig, SansGPUError
 from sansgpu.config.errors import require
 from sansgpu.config.wording import first_line
 from sansgpu.files.reading import read_object
-from sansgpu.models.formats.folders import validate_model_folder, write_folder_atomically
+from sansgpu.models.formats.folders import DECODER_CLASSES, validate_model_folder, write_folder_atomically
 from sansgpu.models.huggingface.pretrained import (
     AUTO_CLASSES,
     Head,
@@ -49,7 +49,6 @@ _OUTPUTS: dict[HeadType, tuple[str, ...]] = {
     "masked": ("logits",),
     "none": ("last_hidden_state",),
 }
-_DECODERS = ("ForCausalLM", "LMHeadModel")
 _CHECKED_SHAPES = ((1, 7), (12, 160))  # (batch, tokens); the second exceeds the usual window of local attention
 _TRACED_SHAPE = (2, 16)
 _RESERVED_POSITIONS = 2  # RoBERTa cannot use the first two positions of its context
@@ -133,7 +132,7 @@ def _head_of(source: Path, name: str) -> HeadType:
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else "none"
     endings = {head_type: auto.removeprefix("AutoModel") or "Model" for head_type, auto in AUTO_CLASSES.items()}
     found = next((head_type for head_type in _OUTPUTS if architecture.endswith(endings[head_type])), None)
-    if architecture.endswith(_DECODERS):
+    if architecture.endswith(DECODER_CLASSES):
         raise decoder_error(name)
     if found is None:
         known = " ".join(f"*{endings[head_type]}" for head_type in _OUTPUTS)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -37,15 +37,31 @@ class BatchReader(Protocol):
     def keep(self, kept: Sequence[int]) -> None:
         """Removes all sequences except those with the indices `kept`, which must be ascending."""
 
+    def reset(self) -> None:
+        """Removes all sequences, whose cache may be incomplete after a failed pass."""
+
+
+class ScoredToken(NamedTuple):
+    """A generated token with its log-probability, and the most likely tokens in its place with theirs."""
+
+    id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
 
 @dataclass(eq=False)
 class Continuation:
-    """The tokens generated so far for a prompt. Its `draws` replace the seed in `sampling`."""
+    """The tokens generated so far for a prompt. Its `draws` replace the seed in `sampling`.
+
+    `alternatives` is the number of most likely tokens to record in `scores` for each generated token; None: no scores.
+    """
 
     prompt: list[int]
     limit: int  # maximum tokens to generate, at least 1
     sampling: Sampling
     draws: torch.Generator
+    alternatives: int | None = None
+    scores: list[ScoredToken] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     ended: str | None = None  # "stop": the model ended the text; "length": `limit`; the owner may set other reasons
 
@@ -79,7 +95,10 @@ class RunningBatch:
             logits.append(self._reader.add([one.prompt for one in joining]))
             self.active += joining
         if self.active:
-            for one, token in zip(self.active, _sample(torch.cat(logits), self.active), strict=True):
+            rows = torch.cat(logits)
+            for one, token, row in zip(self.active, _sample(rows, self.active), rows, strict=True):
+                if one.alternatives is not None and token not in self._ends:
+                    one.scores.append(_scored(row, token, one.alternatives))
                 one.add(token, self._ends)
 
     def _remove_ended(self) -> None:
@@ -90,8 +109,15 @@ class RunningBatch:
 
     def clear(self) -> None:
         """Removes all sequences, e.g. after a failed step."""
-        self._reader.keep([])
+        self._reader.reset()
         self.active = []
+
+
+def _scored(logits: torch.Tensor, token: int, alternatives: int) -> ScoredToken:
+    """Scores a token by the model's own distribution, before temperature and other sampling options."""
+    logprobs = logits.float().log_softmax(dim=-1)
+    values, ids = logprobs.topk(min(alternatives, len(logprobs)))
+    return ScoredToken(token, float(logprobs[token]), list(zip(ids.tolist(), values.tolist(), strict=True)))
 
 
 def _sample(logits: torch.Tensor, sequences: Sequence[Continuation]) -> list[int]:

@@ -23,6 +23,7 @@ from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.formats.tokenizers import TextCodec
 from sansgpu.models.generation.batch import BatchReader, Continuation, RunningBatch
 from sansgpu.models.generation.kv_cache import LayerSlots, SlotCache
+from sansgpu.models.generation.prefix_cache import PrefixCache
 from sansgpu.models.generation.sampling import Sampling, reading, sample_tokens
 from sansgpu.models.generation.text import TextPieces
 from sansgpu.models.modules import integer_of_model
@@ -117,7 +118,9 @@ class SlotReader:
     """
 
     def __init__(self, slots: int, length: int, fused: DecoderStep | None = None) -> None:
-        self.slots, self._count, self._fused = slots, 0, fused
+        self.slots, self._fused = slots, fused
+        self._sequences: list[list[int]] = []  # the tokens of each sequence
+        self.prefixes: PrefixCache | None = None  # where finished sequences are kept for later prompts
         rows = slots if fused is not None else max(slots, MIN_ROWS)
         last = 1  # an extra slot for the filler tokens
         self.cache = SlotCache(rows + last, max(length, MIN_ROWS), packed=fused is not None)
@@ -137,24 +140,31 @@ class SlotReader:
     def add(self, prompts: Sequence[list[int]]) -> torch.Tensor:
         parts, together, tokens = [], list[list[int]](), 0
         for prompt in prompts:
-            if together and tokens + len(prompt) > PROMPT_TOKENS:
+            shared, layers = (0, []) if self.prefixes is None else self.prefixes.find(prompt, MIN_ROWS)
+            if together and (shared or tokens + len(prompt) > PROMPT_TOKENS):
                 parts.append(self._read(together))
                 together, tokens = [], 0
-            together.append(prompt)
-            tokens += len(prompt)
-        return torch.cat([*parts, self._read(together)])
+            if shared:
+                with torch.inference_mode():
+                    self.cache.restore(len(self._sequences), layers, shared)
+                parts.append(self._read([prompt], shared))
+            else:
+                together.append(prompt)
+                tokens += len(prompt)
+        return torch.cat([*parts, self._read(together)] if together else parts)
 
-    def _read(self, prompts: Sequence[list[int]]) -> torch.Tensor:
-        """Processes several prompts in one pass, or a single prompt longer than PROMPT_TOKENS in several."""
-        first, self._count = self._count, self._count + len(prompts)
-        *pieces, last = [prompts[0][n : n + PROMPT_TOKENS] for n in range(0, len(prompts[0]), PROMPT_TOKENS)]
-        if not pieces:
+    def _read(self, prompts: Sequence[list[int]], shared: int = 0) -> torch.Tensor:
+        """Processes several prompts in one pass, or in pieces one that is long or has `shared` cached tokens."""
+        first, prompt = len(self._sequences), prompts[0]
+        self._sequences += map(list, prompts)
+        if not shared and len(prompt) <= PROMPT_TOKENS:
             return self._read_whole(first, prompts)
-        for number, piece in enumerate([*pieces, last]):
+        for start in range(shared, len(prompt), PROMPT_TOKENS):
+            piece = prompt[start : start + PROMPT_TOKENS]
             padded = [*piece, *[0] * (MIN_ROWS - len(piece))]
-            self.cache.start_piece(first, number * PROMPT_TOKENS, len(padded))
+            self.cache.start_piece(first, start, len(padded))
             logits = self._run(torch.tensor([padded]), [len(piece) - 1])
-        self.cache.lengths[first] = len(prompts[0])
+        self.cache.lengths[first] = len(prompt)
         return logits
 
     def _read_whole(self, first: int, prompts: Sequence[list[int]]) -> torch.Tensor:
@@ -165,6 +175,8 @@ class SlotReader:
         return self._run(ids, (torch.tensor(lengths).cumsum(0) - 1).tolist())
 
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
+        for sequence, token in zip(self._sequences, tokens, strict=True):
+            sequence.append(token)
         if self._fused is not None:
             self.cache.start_step(len(tokens))
             positions = self.cache.positions
@@ -185,8 +197,18 @@ class SlotReader:
 
     def keep(self, kept: Sequence[int]) -> None:
         with torch.inference_mode():
-            self.cache.keep(kept)
-        self._count = len(kept)
+            if self.prefixes is not None:
+                for slot in (slot for slot in range(len(self._sequences)) if slot not in kept):
+                    self.prefixes.store(self._sequences[slot], self.cache, slot)
+            self._keep(kept)
+
+    def reset(self) -> None:
+        with torch.inference_mode():
+            self._keep([])
+
+    def _keep(self, kept: Sequence[int]) -> None:
+        self.cache.keep(kept)
+        self._sequences = [self._sequences[slot] for slot in kept]
 
 
 class DecoderSlots(SlotReader):

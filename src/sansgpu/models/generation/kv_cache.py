@@ -72,6 +72,17 @@ class SlotCache:
                 self.lengths[to] = used
         self.lengths[len(slots) :] = 0
 
+    def copy_of(self, slot: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns a copy of the keys and values of the first `count` tokens of a slot, for `restore`."""
+        pairs = (layer.first(slot, count) for layer in self._layers.values())
+        return [(keys.clone(), values.clone()) for keys, values in pairs]
+
+    def restore(self, slot: int, layers: list[tuple[torch.Tensor, torch.Tensor]], count: int) -> None:
+        """Makes the first `count` tokens of a copy the beginning of the sequence in a slot."""
+        for layer, states in zip(self._layers.values(), layers, strict=True):
+            layer.restore(slot, states, count)
+        self.lengths[slot] = count
+
     def append(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores the keys and values of a pass; returns the keys and values to which its queries may attend.
 

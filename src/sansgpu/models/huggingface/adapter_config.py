@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sansgpu.config import ConfigError, ModelConfig
 from sansgpu.config.wording import shown
 from sansgpu.files.reading import read_object
-from sansgpu.models.formats.folders import ADAPTER_CONFIG, add_base, base_of, how_trained
+from sansgpu.models.formats.folders import ADAPTER_CONFIG, DECODER_CLASSES, add_base, base_of, how_trained
 from sansgpu.models.huggingface.source import library_errors
 
 if TYPE_CHECKING:  # peft takes a second to import, and transformers takes seconds
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # peft takes a second to import, and transformers takes secon
 
 # peft's `task_type` -> ends of the names of transformers' classes for it.
 _CLASSES = {
-    "CAUSAL_LM": ("ForCausalLM", "LMHeadModel"),
+    "CAUSAL_LM": DECODER_CLASSES,
     "SEQ_CLS": ("ForSequenceClassification",),
     "TOKEN_CLS": ("ForTokenClassification",),
     "QUESTION_ANS": ("ForQuestionAnswering",),

@@ -110,7 +110,14 @@ def encode_texts(
     tokens = tokenize(texts, loaded.tokenizer, loaded.config.window, prompt)
     if empty := next((number for number, ids in enumerate(tokens, 1) if not len(ids)), None):
         raise ConfigError(f"text {empty} has no tokens; remove it.")
-    vectors = np.empty((len(texts), loaded.objective.width), np.float32)
+    return encode_tokens(loaded, tokens, encoded)
+
+
+def encode_tokens(
+    loaded: TrainedModel, tokens: Sequence[np.ndarray], encoded: Callable[[int], None] = lambda done: None
+) -> np.ndarray:
+    """Returns the embeddings of tokenized texts, (S, D) float32; see `encode_texts`. Each text has a token."""
+    vectors = np.empty((len(tokens), loaded.objective.width), np.float32)
     autocast = mixed_precision(loaded.device, loaded.precision)
     with torch.inference_mode(), autocast:
         lengths, done = np.array([len(ids) for ids in tokens]), 0

@@ -12,6 +12,7 @@ from sansgpu.config import Config, ConfigError
 from sansgpu.config.model import MAX_BIGRAM_EPOCHS, MIN_BIGRAM_TEXT, MIN_BIGRAM_VOCABULARY
 from sansgpu.config.wording import counted
 from sansgpu.data.cleaning import first_bytes, without_duplicates
+from sansgpu.data.order import step_limits
 from sansgpu.data.pack import Windows, make_windows
 from sansgpu.data.shards import ReportProgress, TokenSizes, TokenStore, build_store
 from sansgpu.data.sources import Sources, open_sources
@@ -133,12 +134,8 @@ def _epochs(config: Config, tokens: int) -> float:
     training = config.training
     if training.time_limited:
         return 0.0
-    limits = (
-        training.num_epochs,
-        training.max_tokens and training.max_tokens / tokens,
-        training.max_steps and training.max_steps * effective_batch(training) * config.window / tokens,
-    )
-    return min((limit for limit in limits if limit is not None), default=1.0)
+    steps_per_epoch = tokens / (effective_batch(training) * config.window)
+    return min(step_limits(training, steps_per_epoch, tokens), default=steps_per_epoch) / steps_per_epoch
 
 
 def taught_corpus(config: Config, folder: TeacherFolder, progress: ReportProgress) -> tuple[Config, TextCorpus]:

@@ -1,0 +1,68 @@
+"""Keeps the keys and values of finished sequences, for prompts that begin with the same tokens."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sansgpu.models.generation.kv_cache import SlotCache
+
+MIN_SHARED = 16  # tokens; copying a shorter prefix saves no time
+
+
+@dataclass(frozen=True, eq=False)
+class _Finished:
+    """A sequence: its tokens, and its keys and values, one pair of tensors per layer."""
+
+    tokens: np.ndarray
+    layers: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class PrefixCache:
+    """The most recently finished sequences, of at most `max_tokens` tokens together."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._finished: deque[_Finished] = deque()  # the oldest first
+
+    def store(self, tokens: Sequence[int], cache: SlotCache, slot: int) -> None:
+        """Copies a sequence from its slot, and forgets the oldest ones and those that it begins with."""
+        ids = np.array(tokens[: int(cache.lengths[slot])])
+        if not MIN_SHARED <= len(ids) <= self._max_tokens or self._longest(ids)[0] == len(ids):
+            return
+        self._finished = deque(one for one in self._finished if _shared(one.tokens, ids) < len(one.tokens))
+        self._finished.append(_Finished(ids, cache.copy_of(slot, len(ids))))
+        while sum(len(one.tokens) for one in self._finished) > self._max_tokens:
+            self._finished.popleft()
+
+    def find(self, prompt: Sequence[int], least: int) -> tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Returns the length of the longest stored prefix of a prompt, or 0, and what `SlotCache.restore` needs.
+
+        Leaves at least `least` tokens of the prompt to be processed.
+        """
+        shared, found = self._longest(np.array(prompt))
+        shared = min(shared, len(prompt) - least)
+        if found is None or shared < MIN_SHARED:
+            return 0, []
+        self._finished.remove(found)
+        self._finished.append(found)  # now the most recent one
+        return shared, found.layers
+
+    def _longest(self, ids: np.ndarray) -> tuple[int, _Finished | None]:
+        """Returns the sequence with the longest common prefix, and the length of that prefix."""
+        best: tuple[int, _Finished | None] = (0, None)
+        for one in self._finished:
+            if (shared := _shared(one.tokens, ids)) > best[0]:
+                best = shared, one
+        return best
+
+
+def _shared(first: np.ndarray, second: np.ndarray) -> int:
+    """Returns the number of tokens with which both sequences begin."""
+    length = min(len(first), len(second))
+    different = np.flatnonzero(first[:length] != second[:length])
+    return int(different[0]) if len(different) else length
