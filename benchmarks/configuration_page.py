@@ -167,9 +167,9 @@ GROUPS = (
     ),
     Group(
         "Several processes",
-        "gloo, network, ZeRO and FSDP",
-        """training.sharding training.gradient_reduction training.distributed_backend training.network_interface
-        training.timeout_seconds""",
+        "gloo, network, ZeRO and FSDP, local SGD (DiLoCo)",
+        """training.sharding training.gradient_reduction training.sync_every training.distributed_backend
+        training.network_interface training.timeout_seconds""",
     ),
     Group(
         "Files of other trainers",

@@ -290,6 +290,12 @@ class TrainingConfig(Section):
         "fp32 weights and optimizer states; full: also the weights of the transformer blocks, which are gathered "
         "while they are used",
     )
+    sync_every: int = Field(
+        1,
+        ge=1,
+        description="steps between synchronizations of the processes, for slow networks; 1: gradients are reduced in "
+        "every step; N: each process takes N steps by itself, then changes of the weights are averaged (DiLoCo)",
+    )
     report_to: Annotated[list[Literal["tensorboard", "wandb", "trackio", "mlflow"]], BeforeValidator(_as_list)] = Field(
         ["tensorboard"], description="loggers in addition to metrics.jsonl: tensorboard, wandb, trackio, mlflow or none"
     )
@@ -335,8 +341,11 @@ class TrainingConfig(Section):
                 "change one of the two"
             )
         narrow = next((k for k in ("master_weights", "optimizer_state") if getattr(self, k) != "fp32"), None)
-        if self.sharding == "full" and narrow:
-            raise ValueError(f"sharding full supports only fp32 weights and moments; set {narrow} to fp32")
+        local = f"sync_every {self.sync_every}" if self.sync_every > 1 else ""
+        if narrow and (local or self.sharding == "full"):
+            raise ValueError(f"{local or 'sharding full'} supports only fp32 weights and moments; set {narrow} to fp32")
+        if local and self.sharding != "none":
+            raise ValueError(f"{local} needs all weights in every process; set sharding to none, or sync_every to 1")
         if narrow and self.optimizer != "adamw":
             raise ValueError(f"{narrow} {getattr(self, narrow)} is only supported by AdamW; set optimizer to adamw")
         return self

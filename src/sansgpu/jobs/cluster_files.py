@@ -32,7 +32,7 @@ class PodNeeds:
 
     memory: int  # bytes with the smallest micro-batch; 0 if the model is unknown
     snapshot: float  # bytes
-    step_seconds: float
+    round_seconds: float  # a step, or the steps until the next synchronization
 
     def fit(self, available: int) -> bool:
         return self.memory * MARGIN <= available
@@ -41,7 +41,7 @@ class PodNeeds:
     def grace_seconds(self) -> int:
         """Seconds from SIGTERM until the snapshot is saved, on slow cores and a slow disk."""
         saving = SNAPSHOTS * self.snapshot / DISK_BYTES_PER_SECOND
-        seconds = START_SECONDS + STEPS * self.step_seconds + saving
+        seconds = START_SECONDS + STEPS * self.round_seconds + saving
         return ROUND_SECONDS * math.ceil(seconds / ROUND_SECONDS)
 
 
@@ -51,7 +51,7 @@ def template(name: str) -> Template:
 
 def needs_of(config: Config, threads: int, world_size: int, warn: Callable[[str], None]) -> PodNeeds:
     tokens = effective_batch(config.training) * config.window / world_size
-    rate = threads * ASSUMED_FLOPS_PER_SECOND["fp32"]
+    rate, steps = threads * ASSUMED_FLOPS_PER_SECOND["fp32"], config.training.sync_every
     try:
         task = task_of(config)
         config = task.with_vocabulary(config)
@@ -75,5 +75,6 @@ def needs_of(config: Config, threads: int, world_size: int, warn: Callable[[str]
             f"{str(error).rstrip('.')}; the time to save a snapshot is estimated for a model of "
             f"{ASSUMED_PARAMETERS / 1e9:.0f}B parameters."
         )
-        return PodNeeds(0, ASSUMED_PARAMETERS * BYTES_PER_PARAMETER, 6 * ASSUMED_PARAMETERS * tokens / rate)
-    return PodNeeds(memory, snapshot, work.needed / rate)
+        flops = steps * 6 * ASSUMED_PARAMETERS * tokens
+        return PodNeeds(0, ASSUMED_PARAMETERS * BYTES_PER_PARAMETER, flops / rate)
+    return PodNeeds(memory, snapshot, steps * work.needed / rate)

@@ -122,6 +122,11 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
         _require_same(config, group)
         if training.adapt_threads and group.size > 1:
             raise ConfigError("training.adapt_threads works only with a single process; set it to false.")
+        if training.sync_every > 1 and group.size == 1:
+            raise ConfigError(
+                f"training.sync_every is {training.sync_every}, but there is only one process; set it to 1, or start "
+                "several, e.g. with --processes 2."
+            )
         target = _find_target(request, config, group, output.warn_unrecorded, until_end)
         config = change_config(config, target.open_settings)
         require_boards(training.report_to, output.warn)

@@ -16,7 +16,7 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.distributed.gloo_rate import Link, measure_gloo
 from sansgpu.machine.measurements import cached_measurement
 from sansgpu.machine.memory import Memory, effective_batch
-from sansgpu.models.costing import FULL, HALF
+from sansgpu.models.costing import FULL
 from sansgpu.planning.forecast import done_at, expected_bits_per_byte, forecast_of, length_of
 from sansgpu.planning.memory_fit import OUTSIDE_BLOCKS, estimate_memory
 from sansgpu.planning.nodes import (
@@ -35,7 +35,8 @@ from sansgpu.planning.resolve import PLAN, ignore_message, resolve_run
 from sansgpu.planning.results import ClusterPlan, ClusterPoint, CriticalBatch, GrownBatch
 from sansgpu.tasks.pretrain.data import TextCorpus
 from sansgpu.train.calibrate import Timing
-from sansgpu.train.gradient_reduction import BUCKET_BYTES
+from sansgpu.train.gradient_reduction import BUCKET_BYTES, message_dtype
+from sansgpu.train.outer_optimizer import MOMENT_DTYPE
 from sansgpu.train.run import TrainingRun
 
 NODE_COUNTS = tuple(1 << doublings for doublings in range(11))  # 1 to 1,024
@@ -92,6 +93,7 @@ def plan_nodes(run: TrainingRun, cluster: Cluster, progress: ReportProgress) -> 
         "gloo_bytes_per_second": gloo.bytes_per_second,
         "gloo_hop_seconds": gloo.hop_seconds,
         "gradient_bytes": cluster_run.work.gradients,
+        "sync_every": cluster_run.work.sync_every,
         "compute_seconds": step.compute,
         "communication_seconds": step.communication,
         "overlapped_seconds": step.hidden,
@@ -165,16 +167,18 @@ def _work(run: TrainingRun, timing: Timing, progress: ReportProgress) -> NodeWor
         example = max(0.0, whole - one.pass_seconds(layers)) / (timing.micro_batch - 1)
     sharded = sum(n for part, n in parts.items() if part not in OUTSIDE_BLOCKS) if training.sharding == "full" else 0
     trained = parts.get("adapter", sum(parts.values())) - sharded
-    sent = HALF if training.gradient_reduction == "bf16" else FULL
+    sent, is_local = message_dtype(training).itemsize, training.sync_every > 1
+    moments = run.costs.moment_bytes(run.execution) // FULL * MOMENT_DTYPE.itemsize if is_local else 0
     read = run.execution.compute_dtype.itemsize
     spread = ShardingLayout(trained * read, sharded * read, sharded * FULL, layers if sharded else 0)
     return NodeWork(
         pass_seconds=whole - timing.micro_batch * example,
         example_seconds=example,
         update_seconds=timing.step_seconds(layers, accumulation=0),
-        gradients=trained * sent,
-        last=0 if "adapter" in parts else parts.get("embedding", 0) * sent,
+        gradients=trained * sent + moments,
+        last=0 if is_local or "adapter" in parts else parts.get("embedding", 0) * sent,
         spread=None if training.sharding == "none" else spread,
+        sync_every=training.sync_every,
     )
 
 
@@ -191,7 +195,7 @@ def _one_example(run: TrainingRun, timing: Timing, progress: ReportProgress) -> 
 
 def _gloo(run: TrainingRun, progress: ReportProgress) -> Link:
     """Returns gloo's speed at this run's bucket size and dtype. Measured once and then read from the cache."""
-    dtype = "bfloat16" if run.config.training.gradient_reduction == "bf16" else "float32"
+    dtype = str(message_dtype(run.config.training)).removeprefix("torch.")
     question = {"gloo": BUCKET_BYTES, "dtype": dtype, "torch": str(torch.__version__)}
 
     def ask() -> dict[str, Any]:

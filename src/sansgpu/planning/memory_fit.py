@@ -42,13 +42,17 @@ def estimate_memory(config: Config, execution: Execution, layers: int | None = N
     """Estimates one process's memory. Sets `execution.accumulation` to match its micro-batch."""
     training = config.training
     accumulation = micro_batches_per_rank(training, execution.micro_batch, execution.world_size)
-    if execution.world_size > 1 and training.gradient_reduction == "fp32":
+    is_local = execution.world_size > 1 and training.sync_every > 1
+    if execution.world_size > 1 and not is_local and training.gradient_reduction == "fp32":
         accumulation = max(2, accumulation)  # gradients are reduced in fp32, as with accumulation
     costs = task_of(config).costs(config)
     shallow = costs if layers is None else costs.with_layers(layers)
     memory = shallow.memory(replace(execution, accumulation=accumulation))
     if execution.world_size == 1:
         return memory
+    if is_local:  # the synchronized weights and the outer momentum
+        outer = FULL * costs.trained()
+        return replace(memory, optimizer=memory.optimizer + 2 * outer, snapshot=memory.snapshot + outer)
     memory = replace(memory, gradients=2 * memory.gradients)  # the buckets to reduce are copies; measured
     if training.sharding == "none":
         return memory

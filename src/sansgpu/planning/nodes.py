@@ -51,9 +51,10 @@ class NodeWork:
     pass_seconds: float  # fixed cost of a micro-batch
     example_seconds: float  # additional cost per example
     update_seconds: float
-    gradients: int  # bytes to all-reduce after the last micro-batch
+    gradients: int  # bytes to all-reduce after the last micro-batch, or with sync_every > 1 in a synchronization
     last: int  # bytes of these that are ready only when backward ends (the embedding's)
     spread: ShardingLayout | None = None  # None without sharding
+    sync_every: int = 1  # steps between synchronizations
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class NodeStep:
     """Duration of a step's parts in seconds."""
 
     compute: float
-    gradients: float  # all-reduce of gradients
+    gradients: float  # all-reduce of gradients, or of changes and moments
     hidden: float  # part of it that overlaps with backward
     weights: float  # broadcast and all-gather of sharded weights
     collectives: float  # small ones: sums of losses and counts, and the decision to stop
@@ -98,13 +99,13 @@ def step_of(work: NodeWork, share: NodeShare, link: Link) -> NodeStep:
     update = work.update_seconds / (nodes if spread else 1)
     sizes = buckets(work.gradients, work.last)
     sending = sum(ring_seconds(size, nodes, link) for size in sizes)
-    exposed = exposed_seconds(sizes, nodes, link, BACKWARD_SHARE * one_pass)
+    exposed = exposed_seconds(sizes, nodes, link, BACKWARD_SHARE * one_pass) if work.sync_every == 1 else sending
     return NodeStep(
         compute=share.pieces * one_pass + update,
-        gradients=sending,
+        gradients=sending / work.sync_every,
         hidden=max(0.0, sending - exposed),
         weights=_spread_seconds(spread, share, link) if spread else 0.0,
-        collectives=SMALL_HOPS * (nodes - 1) * link.hop_seconds,
+        collectives=SMALL_HOPS * (nodes - 1) * link.hop_seconds / work.sync_every,
     )
 
 

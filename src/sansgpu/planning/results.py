@@ -65,7 +65,8 @@ class ClusterPlan(ClusterPoint, CriticalBatch):
     latency_seconds: float
     gloo_bytes_per_second: float
     gloo_hop_seconds: float
-    gradient_bytes: int
+    gradient_bytes: int  # with sync_every > 1: bytes of changes and moments, once in `sync_every` steps
+    sync_every: int
     compute_seconds: float
     communication_seconds: float
     overlapped_seconds: float

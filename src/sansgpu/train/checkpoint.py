@@ -15,6 +15,7 @@ from sansgpu.config import ConfigError, identity
 from sansgpu.events.event import Sinks
 from sansgpu.models.formats.safetensors_file import SAFETENSORS_TYPES, in_file_order, unchanged
 from sansgpu.train.branches import ancestors
+from sansgpu.train.outer_optimizer import is_outer
 from sansgpu.train.run import TrainingRun
 from sansgpu.train.snapshots import MOMENTS, WEIGHTS, Metrics, Progress, Snapshot, best_snapshot
 from sansgpu.train.state import TrainState
@@ -149,12 +150,16 @@ def load_snapshot(
     shapes = {file: group.broadcast_object(partial(snapshot.shapes, file)) for file in (WEIGHTS, MOMENTS)}
     _require_same_shape(state, shapes[WEIGHTS], snapshot)
     moments = {name: (list(t.shape), t.dtype) for name, t in state.moments().items()}
-    if moments != {name: (shape, SAFETENSORS_TYPES.get(dtype)) for name, (shape, dtype) in shapes[MOMENTS].items()}:
+    theirs = {name: (shape, SAFETENSORS_TYPES.get(dtype)) for name, (shape, dtype) in shapes[MOMENTS].items()}
+    if _without_outer(moments) != _without_outer(theirs):
         raise ConfigError(
             f"{snapshot.folder} was written with a different optimizer; set training.optimizer to the value in the "
             "run's config.yaml."
         )
-    for difference in _differences(record, run.execution.environment(), data_fingerprint):
+    differences = _differences(record, run.execution.environment(), data_fingerprint)
+    if moments.keys() != theirs.keys():
+        differences.append(f"training.sync_every {'1' if state.outer else 'greater than 1'}")
+    for difference in differences:
         differ(
             f"{snapshot.folder.name} was written with {difference}: "
             "results of the resumed run will not be bit-identical."
@@ -171,6 +176,11 @@ def load_snapshot(
     )
     metrics: Metrics | None = record["metrics"]
     return metrics
+
+
+def _without_outer(moments: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out the outer momentum, which starts at zero in a run that did not synchronize its ranks before."""
+    return {name: value for name, value in moments.items() if not is_outer(name)}
 
 
 def _best_there(

@@ -13,12 +13,18 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
+from sansgpu.config import TrainingConfig
 from sansgpu.machine.distributed.group import Group
 from sansgpu.train.sharding import OwnedByRank
 from sansgpu.train.update_rules import TrainedWeight
 
 BUCKET_BYTES = 25 << 20  # large enough for full network throughput, small enough to start early
 _ALIGNMENT = 16  # elements: one cache line of fp32
+
+
+def message_dtype(training: TrainingConfig) -> torch.dtype:
+    """Returns the data type in which values are summed over ranks."""
+    return torch.bfloat16 if training.gradient_reduction == "bf16" else torch.float32
 
 
 @dataclass

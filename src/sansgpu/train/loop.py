@@ -22,7 +22,7 @@ from sansgpu.machine.distributed.world import grace_seconds
 from sansgpu.machine.interrupt import Interrupt, write_line
 from sansgpu.machine.pressure import MemoryGuard
 from sansgpu.machine.probe import available_memory, held_memory
-from sansgpu.tasks.task import Collecting, Task
+from sansgpu.tasks.task import Collecting, Sums, Task, add_sums
 from sansgpu.train.branches import record_of
 from sansgpu.train.checkpoint import Saver, load_snapshot
 from sansgpu.train.evaluate import Validation
@@ -81,6 +81,7 @@ class Trainer:
         self._validation = Validation(task, run, self._state, progress)
         self._log = RunLog(task, run, self._length, sinks, system)
         self._control = RunControl(controls or Controls(), execution.group)
+        self._sums: Sums = {}  # of the steps since the last synchronization
         self._guard: MemoryGuard | None = None
         if run.sharding != "full":
             available, used = (lambda: available_memory(execution.device)), (lambda: held_memory(execution.device))
@@ -168,7 +169,7 @@ class Trainer:
 
     def _follow_commands(self) -> int | None:
         """Handles requests, and waits while the run is paused. Returns the signal that ends the run, or None."""
-        while True:
+        while self._is_synchronized():
             number, request = self._control.command()
             if number is not None:
                 return number
@@ -178,6 +179,7 @@ class Trainer:
                 return None
             self._saver.flush_if_written()
             time.sleep(PAUSE_SECONDS)
+        return None
 
     def _one_step(self, prefetch: Prefetcher, is_timed: bool) -> None:
         start, progress, total_steps = time.perf_counter(), self._progress, self._length.total_steps
@@ -185,21 +187,45 @@ class Trainer:
         batch = prefetch(progress.step, total_steps)
         data_seconds = time.perf_counter() - start
         result = train_step(self._state, self._task, batch, lr, self._guard)
+        progress.add_step(result.tokens)
+        add_sums(self._sums, result.logged_sums())
+        if self._is_synchronized():
+            result.phase_seconds["reduce"] += self._synchronize()
         seconds = time.perf_counter() - start
-        progress.add_step(result.tokens, result.loss_sum, result.targets, result.sums)
         if is_timed:
             self._length.budget.record_step(seconds)
-        to_log = _is_due(self._training.logging_steps, progress.step) or self._length.is_finished()
+        to_log = self._is_due(self._training.logging_steps)
         if is_timed or to_log:
             self._log.add_step(seconds, data_seconds, result)
         self._saver.reserve_copies()
         if to_log:
             self._log.emit_step(progress, result, lr)
 
+    def _is_synchronized(self) -> bool:
+        """Returns whether all ranks have the same weights after the current step."""
+        return self._progress.step % self._training.sync_every == 0 or self._length.is_finished()
+
+    def _synchronize(self) -> float:
+        """Adds up the logged sums of all ranks, after synchronizing those that train by themselves; returns seconds."""
+        start = time.perf_counter()
+        self._progress.add_logged(self._state.synchronize(self._sums))
+        self._sums = {}
+        return time.perf_counter() - start
+
+    def _is_due(self, every: int) -> bool:
+        """Returns whether an action that is due every `every` steps (0: never) is due after the current step.
+
+        Between two synchronizations nothing is; it is due at the next one. After the last step everything is due.
+        """
+        step, apart = self._progress.step, self._training.sync_every
+        if not self._is_synchronized():
+            return False
+        since = (step - 1) // apart * apart  # the last synchronization
+        return self._length.is_finished() or (every > 0 and step // every > since // every)
+
     def _due(self) -> Due:
         """Returns the actions that the configuration schedules after the current step."""
-        training, step, is_last = self._training, self._progress.step, self._length.is_finished()
-        return Due(is_last or _is_due(training.eval_steps, step), is_last or _is_due(training.save_steps, step))
+        return Due(self._is_due(self._training.eval_steps), self._is_due(self._training.save_steps))
 
     def _do(self, due: Due) -> None:
         """Evaluates and saves the current step if due; also saves it if its validation loss is the lowest so far.
@@ -244,7 +270,8 @@ class Trainer:
 
     def _rescue(self) -> None:
         """Saves the last completed step after another rank was lost, if this process has the complete state."""
-        if self._run.execution.group.is_main and self._run.sharding == "none" and self._progress.step:
+        is_complete = self._run.sharding == "none" and self._state.outer is None
+        if self._run.execution.group.is_main and is_complete and self._progress.step:
             try:
                 self._save()
                 self._saver.flush()
@@ -257,11 +284,6 @@ class Trainer:
         event = {"event": "end", "step": end.step, "time": now(), "reason": reason}
         self._sinks.emit({**event, "seconds": self._length.elapsed_seconds(), "snapshot": name})
         return end
-
-
-def _is_due(every: int, step: int) -> bool:
-    """Returns whether an action that is due every `every` steps (0: never) is due after `step`."""
-    return every > 0 and step % every == 0
 
 
 class RunControl:

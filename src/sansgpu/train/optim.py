@@ -16,7 +16,7 @@ from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.kernels.linear import Linear
 from sansgpu.kernels.update import global_norm
 from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
-from sansgpu.train.gradient_reduction import Reducer
+from sansgpu.train.gradient_reduction import Reducer, message_dtype
 from sansgpu.train.sharding import (
     REPLICATED,
     OwnedByRank,
@@ -93,8 +93,7 @@ class Optimizer:
         """Returns a reducer for all weights except those whose gradients fully_shard reduces."""
         by_name = {w.name: w for w in self.weights if not isinstance(w.placement, RowSharded)}
         in_order = [by_name[name] for name, _ in model.named_parameters() if name in by_name]
-        narrow = self._training.gradient_reduction == "bf16"
-        reducer = Reducer(self._group, in_order, torch.bfloat16 if narrow else torch.float32)
+        reducer = Reducer(self._group, in_order, message_dtype(self._training))
         for weight in in_order:
             weight.on_gradient = reducer.arrived
         return reducer

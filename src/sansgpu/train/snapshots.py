@@ -32,6 +32,7 @@ from sansgpu.models.formats.safetensors_file import GatherTensor, load_weights, 
 from sansgpu.tasks.task import Sums, add_sums
 
 WEIGHTS, MOMENTS, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
+LOSS, TARGETS = "summed loss", "number of targets"  # a task's sums have names without spaces
 TIME_DEPENDENT_KEY = "total_steps"  # the key of `progress` that depends on the time left, not on what was learned
 _NAME = re.compile(r"step-([0-9]{6,18})")
 _LEFTOVER = re.compile(r"\.(step-[0-9]{6,18})\.(?:partial|replaced|deleted)")
@@ -56,12 +57,15 @@ class Progress(BaseModel):
     logged_targets: Count = 0
     logged_sums: Sums = {}  # the task's sums since the last step event
 
-    def add_step(self, tokens: int, loss_sum: float, targets: int, sums: Sums) -> None:
+    def add_step(self, tokens: int) -> None:
         self.step += 1
         self.tokens += tokens
-        self.logged_loss += loss_sum
-        self.logged_targets += targets
-        add_sums(self.logged_sums, sums)
+
+    def add_logged(self, sums: Sums) -> None:
+        """Adds the sums of steps: those of the task, and the ones named LOSS and TARGETS."""
+        self.logged_loss += sums[LOSS]
+        self.logged_targets += int(sums[TARGETS])
+        add_sums(self.logged_sums, {name: value for name, value in sums.items() if name not in (LOSS, TARGETS)})
 
 
 class _SnapshotFields(BaseModel):

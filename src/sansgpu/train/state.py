@@ -8,8 +8,11 @@ import torch
 from torch import nn
 
 from sansgpu.config import TrainingConfig
+from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
 from sansgpu.machine.execution import Execution
+from sansgpu.tasks.task import Sums
 from sansgpu.train.optim import Optimizer
+from sansgpu.train.outer_optimizer import OuterOptimizer, is_outer
 from sansgpu.train.snapshots import Progress
 
 
@@ -21,6 +24,7 @@ class TrainState:
     optimizer: Optimizer
     training: TrainingConfig
     execution: Execution
+    outer: OuterOptimizer | None = None  # None if all ranks take every step together
     progress: Progress = field(default_factory=Progress)
 
     @classmethod
@@ -34,16 +38,30 @@ class TrainState:
         if group.size > 1:
             for tensor in [*(p for p in model.parameters() if p.requires_grad), *model.buffers()]:
                 group.broadcast(tensor.detach(), 0)
-        optimizer = Optimizer(model, training, execution.compute_dtype, group)
+        is_local = training.sync_every > 1 and group.size > 1
+        optimizer = Optimizer(model, training, execution.compute_dtype, SINGLE_PROCESS if is_local else group)
         optimizer.allocate_moments()
-        return cls(model, optimizer, training, execution)
+        outer = OuterOptimizer(optimizer.weights, group, training) if is_local else None
+        return cls(model, optimizer, training, execution, outer)
+
+    @property
+    def step_group(self) -> Group:
+        """The ranks that take each step together."""
+        return self.execution.group if self.outer is None else SINGLE_PROCESS
+
+    def synchronize(self, sums: Sums) -> Sums:
+        """Synchronizes ranks that train by themselves, and adds up the sums of their steps; all ranks must call it."""
+        if self.outer is None:
+            return sums
+        self.outer.synchronize()
+        return self.execution.group.all_reduce_sums(sums)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns buffers and trained parameters by name; parameters are the optimizer's master weights."""
         return {**self._buffers(), **self.optimizer.parameter_copies()}
 
     def moments(self) -> dict[str, torch.Tensor]:
-        return self.optimizer.state_tensors()
+        return {**self.optimizer.state_tensors(), **(self.outer.momenta if self.outer else {})}
 
     def gather_tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Returns an unsharded weight or moment on rank 0; all ranks must call it in the same order."""
@@ -52,9 +70,11 @@ class TrainState:
     @torch.no_grad()
     def load(self, name: str, full: torch.Tensor) -> None:
         """Loads a weight or moment of a snapshot."""
+        if self.outer is not None:
+            self.outer.load(name, full)
         if self.optimizer.has_state(name):
             self.optimizer.load(name, full)
-        else:
+        elif not is_outer(name):
             self._buffers()[name].copy_(full)
 
     def _buffers(self) -> dict[str, torch.Tensor]:

@@ -18,13 +18,12 @@ import torch
 from sansgpu.config import ConfigError, SansGPUError, derive_seed
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.machine.distributed.group import Group
-from sansgpu.machine.execution import Execution
 from sansgpu.machine.pressure import MemoryGuard, split_to_fit
 from sansgpu.tasks.task import StepWideObjective, Sums, Task
+from sansgpu.train.snapshots import LOSS, TARGETS
 from sansgpu.train.state import TrainState
 
 PHASES = ("forward", "backward", "reduce", "update")  # parts of a step's time
-_LOSS = "summed loss"  # cannot clash with the names of the task's sums, which contain no space
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,14 @@ class StepResult:
 
     loss_sum: float
     targets: int  # number of terms in loss_sum
-    tokens: int
+    tokens: int  # of all ranks, like the other fields, which with an outer optimizer are those of this rank
     grad_norm: float
     sums: Sums  # task-specific sums
     phase_seconds: dict[str, float]  # by PHASES
+
+    def logged_sums(self) -> Sums:
+        """Returns the sums that step events report."""
+        return {LOSS: self.loss_sum, TARGETS: self.targets, **self.sums}
 
 
 class _PhaseTimer:
@@ -59,13 +62,17 @@ def train_step(
     """Accumulates the gradient of `batch` in micro-batches, clips it and updates the weights.
 
     The summed loss is divided by the number of targets of the global batch, so the result does not depend on how the
-    batch is split. `guard` splits micro-batches that would not fit into memory. Raises SansGPUError before any weight
-    changes if the loss or the gradient norm is not finite.
+    batch is split. With an outer optimizer, the step is that of this rank alone, on its share of the batch. `guard`
+    splits micro-batches that would not fit into memory. Raises SansGPUError before any weight changes if the loss or
+    the gradient norm is not finite.
     """
-    optimizer, execution, phases, targets = state.optimizer, state.execution, _PhaseTimer(), batch.target_count()
-    device, group = execution.device, execution.group
-    seed = partial(_seed_dropout, device, state.training.seed, state.progress.step, group.rank)
-    loss_of = _loss_function(task, batch, execution, seed)
+    optimizer, execution, phases, tokens = state.optimizer, state.execution, _PhaseTimer(), batch.token_count()
+    device, group = execution.device, state.step_group
+    if state.outer is not None:
+        batch = state.outer.share(batch)
+    targets = batch.target_count()
+    seed = partial(_seed_dropout, device, state.training.seed, state.progress.step, execution.group.rank)
+    loss_of = _loss_function(task, batch, execution.micro_batch, group, seed)
 
     def forward(piece: ExampleBatch, later: Iterable[ExampleBatch], index: int) -> torch.Tensor:
         seed(index)
@@ -78,24 +85,24 @@ def train_step(
         for index, (loss, is_last) in enumerate(split_to_fit(pieces, forward, guard)):
             phases.lap("forward")
             with optimizer.backward_pass(accumulates=index > 0 or not is_last, is_last=is_last):
-                (loss / targets).backward()
+                (loss / max(1, targets)).backward()
             loss_sum += loss.detach()
             phases.lap("backward")
     optimizer.reduce()
-    sums = group.all_reduce_sums({_LOSS: float(loss_sum), **task.step_sums()})
-    total = sums.pop(_LOSS)
+    sums = group.all_reduce_sums({LOSS: float(loss_sum), **task.step_sums()})
+    total = sums.pop(LOSS)
     phases.lap("reduce")
     grad_norm = optimizer.grad_norm()
     if not (math.isfinite(total) and math.isfinite(grad_norm)):
         raise SansGPUError(
-            f"step {state.progress.step + 1}: the loss is {total / targets:g} and the gradient norm {grad_norm:g}; "
-            "resume from an earlier snapshot with a lower training.learning_rate or more warmup_steps."
+            f"step {state.progress.step + 1}: the loss is {total / max(1, targets):g} and the gradient norm "
+            f"{grad_norm:g}; resume from an earlier snapshot with a lower training.learning_rate or more warmup_steps."
         )
     limit = state.training.max_grad_norm
     scale = min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
     optimizer.step(lr, state.progress.step + 1, scale)
     phases.lap("update")
-    return StepResult(total, targets, batch.token_count(), grad_norm, sums, phases.seconds)
+    return StepResult(total, targets, tokens, grad_norm, sums, phases.seconds)
 
 
 @contextmanager
@@ -116,7 +123,9 @@ def _deterministic() -> Iterator[None]:
 LossFunction = Callable[[ExampleBatch, Iterable[ExampleBatch], int], torch.Tensor]
 
 
-def _loss_function(task: Task, batch: ExampleBatch, execution: Execution, seed: Callable[[int], None]) -> LossFunction:
+def _loss_function(
+    task: Task, batch: ExampleBatch, size: int, group: Group, seed: Callable[[int], None]
+) -> LossFunction:
     """Returns a function (micro-batch, later micro-batches of the step, index) -> loss of the micro-batch.
 
     If the loss compares all examples of a step with each other, as in contrastive learning, a GradientCache computes
@@ -124,7 +133,6 @@ def _loss_function(task: Task, batch: ExampleBatch, execution: Execution, seed: 
     """
     if not isinstance(task, StepWideObjective):
         return lambda piece, later, index: task.loss(piece)
-    group, size = execution.group, execution.micro_batch
     batches = [list(batch.micro_batches(size, rank, group.size)) for rank in range(group.size)]
     return GradientCache(task, group, batches, seed).loss
 

@@ -92,11 +92,14 @@ def _print_candidates(console: Console, plan: ProposedPlan) -> None:
 def _print_cluster(console: Console, cluster: ClusterPlan) -> None:
     table = grid()
     nodes, network, gloo = cluster["nodes"], cluster["network_bits_per_second"], cluster["gloo_bytes_per_second"]
+    every = cluster["sync_every"]
+    content = "gradients" if every == 1 else "weights and moments"
+    often = "" if every == 1 else f" every {every:,} steps"
     table.add_row(
         counted(nodes, "node"),
         f"like this machine, connected with {network / 1e9:g} Gbit/s and {cluster['latency_seconds'] * 1e6:g} us "
-        f"latency; gradients of {cluster['gradient_bytes'] / 1e6:,.0f} MB, which gloo reduces at {gloo * 8e-9:.1f} "
-        "Gbit/s",
+        f"latency; {content} of {cluster['gradient_bytes'] / 1e6:,.0f} MB{often}, which gloo reduces at "
+        f"{gloo * 8e-9:.1f} Gbit/s",
     )
     verdict = "fits" if cluster["fits"] else "does not fit"
     table.add_row("memory", f"{storage(cluster['memory_bytes']['total'])} per node: {verdict}")
@@ -107,7 +110,7 @@ def _print_cluster(console: Console, cluster: ClusterPlan) -> None:
     table.add_row(
         "step",
         f"{figure(step)} s: {figure(compute)} s for computation, {figure(sent - hidden - small)} s for "
-        f"gradients{overlap}, {figure(small)} s for small collectives",
+        f"{content}{overlap}, {figure(small)} s for small collectives",
     )
     table.add_row(
         "speed",
