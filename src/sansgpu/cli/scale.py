@@ -68,6 +68,14 @@ class _KubernetesOptions:
     ] = None
     namespace: Annotated[str | None, option("Kubernetes namespace. Default: kubectl's current one.")] = None
     name: Annotated[str | None, option("Run name. Default: the configuration's file name.")] = None
+    own_runtime: Annotated[
+        bool,
+        option(
+            "Also write a TrainingRuntime that restarts lost pods, for users who may create one. Default: the TrainJob "
+            "uses the cluster's ClusterTrainingRuntime torch-distributed.",
+            _PODS,
+        ),
+    ] = False
     allocator: Annotated[Allocator, option("Memory allocator to preload.", _IMAGE)] = Allocator.TCMALLOC
     openmp: Annotated[OpenMP, option("OpenMP runtime. libiomp is x86-64 only.", _IMAGE)] = OpenMP.LIBGOMP
     output_dir: Annotated[Path | None, path_option("Output folder. Default: k8s/NAME.", "DIR")] = None
@@ -78,7 +86,7 @@ class _KubernetesOptions:
 def k8s(given: _KubernetesOptions) -> None:
     """Write a Dockerfile and manifests for Kubernetes.
 
-    The manifests are a PyTorchJob and a TrainJob for Kubeflow.
+    The manifests are a TrainJob for Kubeflow Trainer 2, and an elastic PyTorchJob for its predecessor.
 
     Example: sansgpu k8s configs/cpu_80m.yaml --nodes 4 --cpus 16 --memory 64Gi --pvc corpus --image hub/sansgpu:1
     """
@@ -101,6 +109,7 @@ def k8s(given: _KubernetesOptions) -> None:
             allocator=given.allocator.value,
             openmp=given.openmp.value,
             create_pvc=given.create_pvc,
+            own_runtime=given.own_runtime,
             output_dir=given.output_dir,
         )
         result = kubernetes(request, bar, warn)
@@ -184,5 +193,5 @@ def _show_files(result: dict[str, Any]) -> None:
         show(f"claim.yaml creates the claim {claim} of {result['storage']} in the default storage class ({mode}).")
     elif mode == "ReadWriteMany":
         show(f"The claim {claim} must be ReadWriteMany, because pods on several nodes mount it.")
-    show("\nNext steps (for Kubeflow Trainer 2, apply trainjob.yaml and skip the wait for the PyTorchJob):\n")
+    show("\nNext steps (for the Training Operator 1.9, apply pytorchjob.yaml and skip the wait for the TrainJob):\n")
     show("\n".join(result["commands"]))

@@ -29,7 +29,7 @@ from sansgpu.version import __version__
 PYTHON_IMAGE = "python:3.12.12-slim-bookworm"
 INTEL_OPENMP = "intel-openmp==2026.2.0"
 CLAIM = "claim.yaml"
-FILES = ("Dockerfile", "Dockerfile.dockerignore", "pytorchjob.yaml", "trainjob.yaml", "files.yaml", CLAIM)
+FILES = ("Dockerfile", "Dockerfile.dockerignore", "trainjob.yaml", "pytorchjob.yaml", "files.yaml", CLAIM)
 DATA, CONFIG = "/data", "/etc/sansgpu"  # mount points of the claim and the configuration
 COMMAND = "torchrun -m sansgpu train {config}/config.yaml --output-dir {run} --resume latest --headless"
 USER = 1000  # user of the image, and group that owns the claim's files
@@ -38,6 +38,7 @@ TCMALLOC, LIBIOMP = "/usr/local/lib/libtcmalloc.so", "/usr/local/lib/libiomp5.so
 # Restart limit of each pod, or of all pods of a TrainJob together. A lost node counts only if the operator cannot
 # detect it.
 POD_RESTARTS = 10
+TOKENS = ("HF_TOKEN", "WANDB_API_KEY")  # keys of the run's secret; a TrainJob cannot import all keys of a secret
 REAP_SECONDS = 10  # torchrun kills processes that have not saved yet this long before Kubernetes kills the pod
 SHARED_MEMORY_DIVISOR = 8  # /dev/shm may use an eighth of a pod's memory
 MIN_BYTES = 1 << 30  # a pod has at least this much memory, and a claim this much storage
@@ -86,6 +87,7 @@ class ClusterRequest:
     allocator: str = "tcmalloc"
     openmp: str = "libgomp"
     create_pvc: str | None = None  # size of the claim to create
+    own_runtime: bool = False  # write a TrainingRuntime instead of using the cluster's
     output_dir: Path | None = None
 
     @property
@@ -156,6 +158,7 @@ def _texts(job: ClusterJob, config: Config, folder: Path) -> dict[str, str]:
         "shutdown_timeout": SHUTDOWN_TIMEOUT,
         "reap_seconds": REAP_SECONDS,
         "pod_restarts": POD_RESTARTS,
+        "tokens": TOKENS,
     }
     names = [name for name in FILES if name != CLAIM or request.create_pvc]
     return {name: template(name).render(values) for name in names}
@@ -346,8 +349,8 @@ def _commands(job: ClusterJob, config: Config, folder: Path) -> list[list[str]]:
         ["docker", "push", request.image],
         *([[*kubectl, "apply", "-f", str(folder / CLAIM)]] if request.create_pvc else []),
         *([*start_pod, *copies, *delete_pod] if copies else []),
-        [*kubectl, "apply", "-f", str(folder / "pytorchjob.yaml")],
-        [*kubectl, "wait", "--for=condition=Running", f"pytorchjob/{job.name}", "--timeout=30m"],
+        [*kubectl, "apply", "-f", str(folder / "trainjob.yaml")],
+        [*kubectl, "wait", "--for=jsonpath={.status.jobsStatus[0].ready}=1", f"trainjob/{job.name}", "--timeout=30m"],
         [*kubectl, "logs", "-f", "--prefix", "--ignore-errors", f"--max-log-requests={request.nodes}", "-l", pods],
         *start_pod,
         [*kubectl, "cp", f"{pod}:{job.run}/final", f"{job.name}-final"],

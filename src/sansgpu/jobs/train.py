@@ -27,7 +27,8 @@ from sansgpu.events.controls import Controls
 from sansgpu.events.event import Event, EventBuffer, Sink, Sinks, now
 from sansgpu.events.jsonl import MetricsFile
 from sansgpu.events.loggers import TensorBoard, require_boards
-from sansgpu.events.trackers import TrackedRun, trackers
+from sansgpu.events.trackers import InBackground, TrackedRun, trackers
+from sansgpu.events.trainjob import TrainJobStatus
 from sansgpu.files.atomic import atomic_write, cleanup_of, write_failures_as
 from sansgpu.files.marks import MARK
 from sansgpu.files.ownership import LOCK, replace_folder
@@ -41,6 +42,7 @@ from sansgpu.machine.launch import has_random_hashes
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.monitor import Monitor
 from sansgpu.machine.probe import describe_machine
+from sansgpu.machine.trainjob import find_status_server
 from sansgpu.models.modules import compile_blocks, set_matmul_precision
 from sansgpu.planning.resolve import ResolveOptions, resolve_run
 from sansgpu.tasks.registry import task_of
@@ -354,6 +356,8 @@ def _add_loggers(sinks: Sinks, config: Config, paths: RunPaths, step: int | None
     for name in config.training.report_to:
         if is_installed(name):
             sinks.add_made(name, makers[name])
+    if (server := find_status_server()) is not None:
+        sinks.add(InBackground("the TrainJob's status", partial(TrainJobStatus, *server)))
 
 
 def _require_disk(run: TrainingRun) -> None:

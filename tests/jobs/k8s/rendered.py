@@ -30,13 +30,21 @@ class Rendered:
         self.dockerfile = self.texts["Dockerfile"]
         self.elastic = self.objects["PyTorchJob"]["spec"]
         self.worker = self.elastic["pytorchReplicaSpecs"]["Worker"]
-        self.runtime = self.objects["TrainingRuntime"]["spec"]
-        self.trainer = self.objects["TrainJob"]["spec"]["trainer"]
+        job = self.objects["TrainJob"]["spec"]
+        self.trainer = job["trainer"]
+        [self.runtime] = (
+            [self.objects["TrainingRuntime"]["spec"]]
+            if "TrainingRuntime" in self.objects
+            else [patch["trainingRuntimeSpec"] for patch in job["runtimePatches"]]
+        )
         [self.node] = self.runtime["template"]["spec"]["replicatedJobs"]
         self.training_pods = [self.worker["template"]["spec"], self.node["template"]["spec"]["template"]["spec"]]
         self.pods = [*self.training_pods, self.objects["Pod"]["spec"]]
         [self.container] = self.training_pods[0]["containers"]
         self.env = {pair["name"]: pair["value"] for pair in self.container["env"]}
+
+
+OWN_RUNTIME = "--own-runtime"
 
 
 def render(*more: str, **options: object) -> Rendered:

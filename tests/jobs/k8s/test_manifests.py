@@ -16,7 +16,7 @@ from kubeflow.training import ApiClient
 from sansgpu.cli import run as cli
 from sansgpu.config import load_config
 from sansgpu.jobs.k8s import USER
-from tests.jobs.k8s.rendered import CONFIG, OPTIONS, ROOT, arguments, refused, render
+from tests.jobs.k8s.rendered import CONFIG, OPTIONS, OWN_RUNTIME, ROOT, arguments, refused, render
 from tests.processes import as_options, environment, settings, write_corpus
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -58,13 +58,14 @@ def as_in_schema(manifest: dict[str, Any]) -> Any:
         ),
         ("--node-selector", "kubernetes.io/arch=amd64", "--node-selector", "pool=cpu", "--openmp", "libiomp"),
         ("--allocator", "none", "--set", "training.report_to=none"),
+        (OWN_RUNTIME, "--namespace", "research", "--node-selector", "pool=cpu"),
     ],
 )
 def test_every_object_is_what_its_schema_allows(options: tuple[str, ...]) -> None:
     rendered = render(*options)
     assert {k: [o["kind"] for o in v] for k, v in rendered.by_file.items()} == {
         "pytorchjob.yaml": ["ConfigMap", "PyTorchJob"],
-        "trainjob.yaml": ["ConfigMap", "TrainingRuntime", "TrainJob"],
+        "trainjob.yaml": ["ConfigMap", *(["TrainingRuntime"] if OWN_RUNTIME in options else []), "TrainJob"],
         "files.yaml": ["Pod"],
     }
     for manifest in rendered.objects.values():
@@ -82,7 +83,7 @@ def test_the_claim_is_created_on_request(nodes: int, mode: str, capsys: pytest.C
     shown = capsys.readouterr().out
     lines = shown.splitlines()
     assert lines.index("kubectl --namespace research apply -f out/claim.yaml") < next(
-        index for index, line in enumerate(lines) if line.endswith("apply -f out/pytorchjob.yaml")
+        index for index, line in enumerate(lines) if line.endswith("apply -f out/trainjob.yaml")
     )
     assert f"claim.yaml creates the claim corpus of 200Gi in the default storage class ({mode})." in shown
 
@@ -99,6 +100,7 @@ def test_a_claim_without_room_for_the_snapshots_is_noted(capsys: pytest.CaptureF
         ("PyTorchJob", ("spec", "pytorchReplicaSpecs", "Worker", "template", "spec", "terminationGracePeriod")),
         ("PyTorchJob", ("spec", "pytorchReplicaSpecs", "Worker", "template", "spec", "containers", 0, "workDir")),
         ("TrainJob", ("spec", "trainer", "numProcsPerNode")),
+        ("TrainJob", ("spec", "podTemplateOverrides")),  # replaced by runtimePatches in Trainer 2.2
         ("TrainingRuntime", ("spec", "mlPolicy", "torch", "numProcPerNode")),  # removed in Trainer 2.3
         ("TrainingRuntime", ("spec", "template", "spec", "failurePolicy", "maxRestart")),
         ("Pod", ("spec", "securityContext", "fsgroup")),
@@ -106,7 +108,7 @@ def test_a_claim_without_room_for_the_snapshots_is_noted(capsys: pytest.CaptureF
     ],
 )
 def test_a_misspelt_field_would_be_noticed(kind: str, path: tuple[Any, ...]) -> None:
-    manifest = render().objects[kind]
+    manifest = render(OWN_RUNTIME).objects[kind]
     inner = manifest
     for part in path[:-1]:
         inner = inner[part]
@@ -133,8 +135,8 @@ def test_a_pytorchjob_is_elastic() -> None:
     assert job["runPolicy"]["backoffLimit"] >= 4
 
 
-def test_a_trainjob_has_its_own_runtime() -> None:
-    rendered = render("--name", "trial")
+def test_a_trainjob_may_have_its_own_runtime() -> None:
+    rendered = render(OWN_RUNTIME, "--name", "trial")
     job, runtime = rendered.objects["TrainJob"], rendered.objects["TrainingRuntime"]
     assert job["apiVersion"] == runtime["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
     reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": runtime["metadata"]["name"]}
@@ -152,8 +154,31 @@ def test_a_trainjob_has_its_own_runtime() -> None:
     assert container["image"] == rendered.trainer["image"] == OPTIONS["image"]
 
 
+def test_a_trainjob_uses_the_runtime_of_the_cluster_and_its_pods_are_as_in_its_own_runtime() -> None:
+    patched, own = render(), render(OWN_RUNTIME)
+    job = patched.objects["TrainJob"]["spec"]
+    assert "TrainingRuntime" not in patched.objects
+    assert job["runtimeRef"] == {
+        "apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": "torch-distributed"
+    }  # fmt: skip
+    [token, _] = patched.trainer["env"][-2:]
+    secret = {"name": "cpu-80m", "key": "HF_TOKEN", "optional": True}
+    assert token == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": secret}}
+    assert patched.trainer == {**own.trainer, "env": [*own.trainer["env"], *patched.trainer["env"][-2:]]}
+    pod, other = patched.training_pods[1], own.training_pods[1]
+    [container], [like] = pod["containers"], other["containers"]
+    for key in ("volumes", "securityContext", "terminationGracePeriodSeconds"):
+        assert pod[key] == other[key]
+    assert container == {key: like[key] for key in ("name", "securityContext", "volumeMounts")}
+    assert like["workingDir"] in re.findall("^WORKDIR (.*)$", patched.dockerfile, re.MULTILINE)[-1:]
+    labels = patched.node["template"]["spec"]["template"]["metadata"]["labels"]
+    assert labels == own.node["template"]["spec"]["template"]["metadata"]["labels"]
+    [spread] = pod["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert spread["podAffinityTerm"]["labelSelector"]["matchLabels"].items() <= labels.items()
+
+
 def test_a_lost_pod_restarts_a_trainjob_and_is_not_a_failure() -> None:
-    rendered = render()
+    rendered = render(OWN_RUNTIME)
     policy = rendered.runtime["template"]["spec"]["failurePolicy"]
     assert policy["maxRestarts"] > 0
     [rule] = policy["rules"]
@@ -166,7 +191,7 @@ def test_a_lost_pod_restarts_a_trainjob_and_is_not_a_failure() -> None:
 
 
 def test_all_persistent_data_is_on_the_volume_claim() -> None:
-    rendered = render()
+    rendered = render(OWN_RUNTIME)
     for pod in rendered.pods:
         [container] = pod["containers"]
         volumes = {volume.pop("name"): volume for volume in pod["volumes"]}
@@ -188,7 +213,7 @@ def test_all_persistent_data_is_on_the_volume_claim() -> None:
 
 
 def test_pods_have_the_label_of_the_run_and_no_sidecar_proxy() -> None:
-    rendered = render()
+    rendered = render(OWN_RUNTIME)
     files = rendered.objects["Pod"]["metadata"]["labels"]
     for template in (rendered.worker["template"], rendered.node["template"]["spec"]["template"]):
         labels = template["metadata"]["labels"]
@@ -201,7 +226,7 @@ def test_pods_have_the_label_of_the_run_and_no_sidecar_proxy() -> None:
 
 
 def test_pods_have_no_privileges() -> None:
-    rendered = render()
+    rendered = render(OWN_RUNTIME)
     for pod in rendered.pods:
         assert pod["automountServiceAccountToken"] is False
         security = pod["securityContext"]
@@ -263,7 +288,7 @@ def test_the_suggested_commands_copy_the_data_and_fetch_the_model(capsys: pytest
     commands = result["commands"]
     assert "kubectl --namespace research cp texts/deep cpu-80m-files:/data/texts/deep" in commands
     assert "kubectl --namespace research exec cpu-80m-files -- mkdir -p /data/texts" in commands
-    assert any(command.endswith("apply -f k8s/cpu_80m/pytorchjob.yaml") for command in commands)
+    assert any(command.endswith("apply -f k8s/cpu_80m/trainjob.yaml") for command in commands)
     assert any("logs -f" in command and "instance=cpu-80m" in command for command in commands)
     assert any(command.endswith("cp cpu-80m-files:/data/runs/cpu-80m/final cpu-80m-final") for command in commands)
     assert cli(arguments()) == 0

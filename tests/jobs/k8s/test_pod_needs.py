@@ -11,13 +11,13 @@ from sansgpu.machine.measurements import ASSUMED_FLOPS_PER_SECOND
 from sansgpu.machine.probe import available_cores
 from sansgpu.tasks.registry import TASKS
 from sansgpu.train.run_length import DISK_BYTES_PER_SECOND
-from tests.jobs.k8s.rendered import CONFIG, ROOT, refused, render
+from tests.jobs.k8s.rendered import CONFIG, OWN_RUNTIME, ROOT, refused, render
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def test_pods_have_the_guaranteed_quality_of_service() -> None:
-    rendered = render()
+    rendered = render(OWN_RUNTIME)
     containers = [container for pod in rendered.pods for container in pod["containers"]]
     assert len(containers) == 3
     assert not any("initContainers" in pod for pod in rendered.pods)
@@ -34,7 +34,7 @@ def test_pods_have_the_guaranteed_quality_of_service() -> None:
     [(1, 1, 1), (2, 1, 2), (2, 2, 1), (8, 1, 8), (16, 1, 16), (17, 2, 8), (64, 4, 16)],
 )
 def test_processes_share_the_cpus_of_a_pod(cpus: int, processes: int, threads: int) -> None:
-    rendered = render(nodes=1, cpus=cpus, processes_per_node=processes)
+    rendered = render(OWN_RUNTIME, nodes=1, cpus=cpus, processes_per_node=processes)
     assert rendered.env["OMP_NUM_THREADS"] == str(threads)
     assert rendered.elastic["nprocPerNode"] == str(processes)  # Training Operator requires a string
     assert rendered.trainer["numProcPerNode"] == processes  # Trainer requires a number
