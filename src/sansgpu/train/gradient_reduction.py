@@ -7,6 +7,7 @@ rank only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -20,6 +21,21 @@ from sansgpu.train.update_rules import TrainedWeight
 
 BUCKET_BYTES = 25 << 20  # large enough for full network throughput, small enough to start early
 _ALIGNMENT = 16  # elements: one cache line of fp32
+
+
+def flat_size(weights: Sequence[TrainedWeight]) -> int:
+    """Returns the number of elements of a flat tensor with room for all weights."""
+    return sum(_padded(w) for w in weights)
+
+
+def slots(flat: torch.Tensor, weights: Sequence[TrainedWeight]) -> list[torch.Tensor]:
+    """Returns a view into a flat tensor for each weight, in the weight's shape."""
+    starts = [0, *accumulate(_padded(w) for w in weights)]
+    return [flat[a : a + w.master.numel()].view(w.master.shape) for w, a in zip(weights, starts, strict=False)]
+
+
+def _padded(weight: TrainedWeight) -> int:
+    return -(-weight.master.numel() // _ALIGNMENT) * _ALIGNMENT
 
 
 def message_dtype(training: TrainingConfig) -> torch.dtype:
@@ -40,15 +56,6 @@ class _Bucket:
     @property
     def device(self) -> torch.device:
         return self.weights[0].parameter.device
-
-    def slots(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns a view into `flat` for each weight's gradient."""
-        sizes = [-(-w.master.numel() // _ALIGNMENT) * _ALIGNMENT for w in self.weights]
-        starts = [0, *accumulate(sizes)]
-        return [flat[a : a + w.master.numel()].view(w.master.shape) for w, a in zip(self.weights, starts, strict=False)]
-
-    def numel(self) -> int:
-        return sum(-(-w.master.numel() // _ALIGNMENT) * _ALIGNMENT for w in self.weights)
 
 
 class Reducer:
@@ -90,15 +97,15 @@ class Reducer:
             assert bucket.flat is not None
             self._group.wait(bucket.work)
             is_target = bucket.owner in (None, self._group.rank)
-            for weight, slot in zip(bucket.weights, bucket.slots(bucket.flat), strict=True):
+            for weight, slot in zip(bucket.weights, slots(bucket.flat, bucket.weights), strict=True):
                 weight.gradient = slot if is_target else None
             bucket.work = bucket.flat = None
             bucket.arrived = set()
         self._started = 0
 
     def _start(self, bucket: _Bucket) -> None:
-        bucket.flat = flat = torch.zeros(bucket.numel(), dtype=self._dtype, device=bucket.device)
-        for weight, slot in zip(bucket.weights, bucket.slots(flat), strict=True):
+        bucket.flat = flat = torch.zeros(flat_size(bucket.weights), dtype=self._dtype, device=bucket.device)
+        for weight, slot in zip(bucket.weights, slots(flat, bucket.weights), strict=True):
             if weight.gradient is not None:
                 slot.copy_(weight.gradient)
                 weight.gradient = None

@@ -16,7 +16,7 @@ from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.kernels.linear import Linear
 from sansgpu.kernels.update import global_norm
 from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
-from sansgpu.train.gradient_reduction import Reducer, message_dtype
+from sansgpu.train.gradient_reduction import Reducer, flat_size, message_dtype, slots
 from sansgpu.train.sharding import (
     REPLICATED,
     OwnedByRank,
@@ -73,6 +73,7 @@ class Optimizer:
         ]
         for weight in self.weights:
             self._set_dtypes(weight)
+        self._owned = list(self._joined())
         for parameter in model.parameters():
             if not parameter.requires_grad:  # frozen: matrices in the compute dtype, vectors in fp32
                 parameter.data = parameter.data.to(compute_dtype if parameter.ndim > 1 else torch.float32)
@@ -113,6 +114,21 @@ class Optimizer:
             weight.master = parameter.detach() if narrow else weight.placement.shard(weight.master)
         weight.hook = parameter.register_post_accumulate_grad_hook(weight.gather)
         parameter.gradient_sum = weight  # type: ignore[attr-defined]  # see kernels.linear.GradientSum
+
+    def _joined(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Moves the parameters that a rank owns into one tensor for each dtype; yields the rank and the tensor."""
+        groups: dict[tuple[int, torch.dtype], list[TrainedWeight]] = {}
+        for weight in self.weights:
+            if isinstance(weight.placement, OwnedByRank):
+                groups.setdefault((weight.placement.owner, weight.parameter.dtype), []).append(weight)
+        for (owner, dtype), weights in groups.items():
+            flat = torch.zeros(flat_size(weights), dtype=dtype, device=weights[0].parameter.device)
+            for weight, slot in zip(weights, slots(flat, weights), strict=True):
+                is_master = weight.working is None
+                weight.parameter.data = slot.copy_(weight.parameter.detach())
+                if is_master:
+                    weight.master = weight.parameter.detach()
+            yield owner, flat
 
     @contextmanager
     def backward_pass(self, accumulates: bool, is_last: bool = False) -> Iterator[None]:
@@ -174,9 +190,8 @@ class Optimizer:
         self._share()
 
     def _share(self) -> None:
-        """Broadcasts each parameter from the rank that updated it."""
-        owned = [(w, w.placement.owner) for w in self.weights if isinstance(w.placement, OwnedByRank)]
-        for work in [self._group.broadcast_async(w.parameter.detach(), owner) for w, owner in owned]:
+        """Broadcasts the parameters that each rank updated."""
+        for work in [self._group.broadcast_async(flat, owner) for owner, flat in self._owned]:
             self._group.wait(work)
 
     def allocate_moments(self) -> None:
