@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -14,14 +15,18 @@ from pathlib import Path
 NET = "10.77.{}.{}"
 
 
-def refused() -> str | None:
-    """Returns the reason why hosts cannot be emulated on this machine, or None."""
+def refused(delay: bool = False) -> str | None:
+    """Returns the reason why hosts, or a `delay` between them, cannot be emulated on this machine, or None."""
     if not (shutil.which("ip") and shutil.which("unshare") and os.geteuid() == 0):
         return "network namespaces need root, iproute2 and unshare"
     probe = f"sansgpu-probe-{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, check=False)
+    netem = ["tc", "-n", probe, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
+    delayed = not delay or subprocess.run(netem, capture_output=True, check=False).returncode == 0
     subprocess.run(["ip", "netns", "del", probe], capture_output=True, check=False)
-    return None if made.returncode == 0 else "network namespaces are not allowed here"
+    if made.returncode:
+        return "network namespaces are not allowed here"
+    return None if delayed else "this kernel has no netem (CONFIG_NET_SCH_NETEM), which delays packets"
 
 
 @dataclass(frozen=True)
@@ -73,10 +78,18 @@ def cut(host: Host, now: bool = True) -> None:
     _run(f"ip -n {host.name} link set eth0 {'down' if now else 'up'}")
 
 
-def shape(hosts: tuple[Host, Host], rate: str) -> None:
-    """Limits the bandwidth in both directions to `rate`, in the syntax of tc (100mbit)."""
+def shape(hosts: tuple[Host, Host], rate: str, delay: str | None = None) -> None:
+    """Limits the bandwidth in both directions to `rate`, and delays packets, in the syntax of tc (100mbit, 5ms)."""
+    limit = f"netem rate {rate} delay {delay}" if delay else f"tbf rate {rate} burst 256kb latency 100ms"
     for host in hosts:
-        _run(f"tc -n {host.name} qdisc replace dev eth0 root tbf rate {rate} burst 256kb latency 100ms")
+        _run(f"tc -n {host.name} qdisc replace dev eth0 root {limit}")
+
+
+def sent_bytes(host: Host) -> int:
+    """Returns the bytes that a host has sent to the other one so far, with the headers of packets."""
+    [link] = json.loads(subprocess.run(["ip", "-n", host.name, "-s", "-j", "link", "show", "eth0"], check=True,
+                                       capture_output=True).stdout)  # fmt: skip
+    return int(link["stats64"]["tx"]["bytes"])
 
 
 def _run(*commands: str) -> None:
