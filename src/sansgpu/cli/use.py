@@ -64,6 +64,13 @@ class _EvaluateOptions:
     ] = None
     trust_remote_code: RemoteCodeOption = False
     objective: ObjectiveOption = None
+    reward: Annotated[
+        str | None,
+        option(
+            "Task grpo: answer, or a Python function that computes rewards. Required to run a run's own function.",
+            metavar="MODULE:FUNCTION",
+        ),
+    ] = None
     as_json: JsonOption = False
 
 
@@ -76,6 +83,7 @@ def evaluate(given: _EvaluateOptions) -> None:
     Task classify: accuracy, F1 and Matthews correlation, or correlations with the scores.
     Task tokens: precision, recall and F1 of entities, and accuracy of tags.
     Task graph: accuracy on masked tokens and leaves.
+    Task grpo: mean reward of the most likely completions.
 
     Example: sansgpu eval runs/default --data notes.txt
     """
@@ -97,7 +105,7 @@ def evaluate(given: _EvaluateOptions) -> None:
         if given.link_prediction:
             result = link_prediction(model, given.data, given.limit, bar, warn)
         else:
-            event, settings = evaluate_model(model, given.data, given.window, bar, warn)
+            event, settings = evaluate_model(model, given.data, given.window, bar, warn, given.reward)
     if given.link_prediction:
         print_result(result, given.as_json, print_link_prediction)
         return

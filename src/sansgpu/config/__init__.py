@@ -24,6 +24,7 @@ from sansgpu.config.search_space import SearchParameter, Space, load_space, meas
 from sansgpu.config.section import problems
 from sansgpu.config.seeds import derive_seed
 from sansgpu.config.tasks import (
+    ARITHMETIC,
     BUILT_IN_NAMES,
     PYTHON_STDLIB,
     PYTHON_STDLIB_CHAT,
@@ -39,6 +40,7 @@ from sansgpu.config.training import TrainingConfig
 
 __all__ = [
     "ABANDONED_FOLDER",
+    "ARITHMETIC",
     "BUILT_IN_NAMES",
     "INPUT_KEYS",
     "MAX_LEAVES",

@@ -28,8 +28,8 @@ _CHANGEABLE = {
 _BATCH_KEYS = "training.batch_size", "training.gradient_accumulation_steps"
 _EXAMPLES_PER_STEP = " x ".join(_BATCH_KEYS)
 _FIXED = {
-    "task", "training.few_shot", "training.preference.loss", "training.seed", "training.window_warmup_ratio",
-    _EXAMPLES_PER_STEP,
+    "task", "training.few_shot", "training.preference.loss", "training.grpo.group_size", "training.seed",
+    "training.window_warmup_ratio", _EXAMPLES_PER_STEP,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The sections of a configuration that choose a loss: `training.preference` and `training.distillation`."""
+"""The sections of a configuration that choose a loss: `training.preference`, `grpo` and `distillation`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from sansgpu.config.section import Section
+from sansgpu.config.tasks import ANSWER_REWARD, is_outside
 
 PreferenceLoss = Literal["dpo", "dpo_norm", "ipo", "simpo", "orpo", "kto"]
 
@@ -69,6 +70,42 @@ class PreferenceConfig(Section):
     def needs_reference(self) -> bool:
         """Returns True if the loss compares with the log-probabilities of the model before training."""
         return self.loss in ("dpo", "dpo_norm", "ipo", "kto")
+
+
+REWARD_NAME = rf"^({ANSWER_REWARD}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
+
+
+class GRPOConfig(Section):
+    """The reward and the loss of task grpo."""
+
+    reward: str = Field(
+        ANSWER_REWARD,
+        pattern=REWARD_NAME,
+        description="answer: 1 if a completion ends with the row's `answer`, otherwise 0; otherwise a Python function, "
+        "`package.module:function`, which gets prompts, completions and the other columns of the rows as lists, and "
+        "returns a list of numbers",
+    )
+    group_size: int = Field(
+        8, ge=2, description="completions of each prompt; each is rewarded relative to the others of its prompt"
+    )
+    max_completion_length: int = Field(256, ge=1, description="maximum tokens of a completion")
+    temperature: float = Field(1.0, ge=0.01, description="temperature at which completions are sampled in training")
+    scale_rewards: Literal["group", "batch", "none"] = Field(
+        "group",
+        description="standard deviation that rewards are divided by; group: of the completions of a prompt; batch: of "
+        "all completions of a step; none: rewards are not divided",
+    )
+    beta: float = Field(
+        0.0,
+        ge=0,
+        description="weight of the KL divergence from the reference model, which is the model without its adapter; "
+        "0: no reference model",
+    )
+
+    @property
+    def reward_function(self) -> str | None:
+        """Returns the Python function that computes rewards, as `package.module:function`, or None if it is built in."""
+        return self.reward if is_outside(self.reward) else None
 
 
 class DistillationConfig(Section):

@@ -45,7 +45,7 @@ class DataConfig(Section):
     dataset_name: str = Field(
         PYTHON_STDLIB,
         description="a Hugging Face dataset, a local file or folder, or the built-in `python-stdlib`, "
-        "`python-stdlib-graph` or `python-stdlib-chat`",
+        "`python-stdlib-graph`, `python-stdlib-chat` or `arithmetic`",
     )
     dataset_config: str | None = Field(None, description="configuration (subset) of a Hugging Face dataset")
     validation_name: str | None = Field(None, description="validation dataset, specified like dataset_name")

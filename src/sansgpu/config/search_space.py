@@ -33,7 +33,10 @@ _FIXED_BY_SEARCH = {
     f"training.{key}": "it does not affect what the model learns"
     for key in ("sample_tokens", "sample_prompt", "sample_temperature", "threads")
 }
-_MEASUREMENT_KEYS = ("training.mlm_weight", "training.mnm_weight", "training.eval_batches")  # change what is measured
+_MEASUREMENT_KEYS = (  # change what is measured
+    "training.mlm_weight", "training.mnm_weight", "training.eval_batches", "training.grpo.reward",
+    "training.grpo.max_completion_length",
+)  # fmt: skip
 _TUNABLE_DATA = ("data.vocab_size", "data.tokenizer", "data.tokenizer_sample_mb", "data.max_length")
 # Keys that change how much text a token covers, so losses per token are not comparable between trials.
 _VOCABULARY_KEYS = ("data.vocab_size", "data.tokenizer", "data.tokenizer_sample_mb", "model.vocab_size")

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 from sansgpu.config.errors import ConfigError
+from sansgpu.config.wording import first_line
 
 Values = dict[str, Any]
 
@@ -84,17 +85,22 @@ TASKS: dict[str, tuple[str, ...]] = {
     "tokens": (),
     "embed": (),
     "preference": ("sft",),
+    "grpo": ("sft",),
 }
 DEFAULT_TASK = "pretrain"
 
-# Built-in datasets, made from Python's standard library: documents, triples, conversations.
+# Built-in datasets. Made from Python's standard library: documents, triples, conversations.
 PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT = (
     "python-stdlib", "python-stdlib-graph", "python-stdlib-chat",
 )  # fmt: skip
+ARITHMETIC = "arithmetic"  # sums of two numbers, with their answers
+ANSWER_REWARD = "answer"  # the built-in value of training.grpo.reward
 SIMPLE_TEMPLATE = "simple"  # the built-in chat template
 # Built-in names that are valid values of keys that otherwise take a path.
 TRAINED_TOKENIZERS = "bpe", "char"  # values of data.tokenizer for which a run trains its own tokenizer
-BUILT_IN_NAMES = (PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT, SIMPLE_TEMPLATE, *TRAINED_TOKENIZERS)
+BUILT_IN_NAMES = (
+    PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT, ARITHMETIC, SIMPLE_TEMPLATE, *TRAINED_TOKENIZERS,
+)  # fmt: skip
 
 # Keys and nested sections that have an effect only in tasks that list their group. Keys of a single task are in its
 # `own_keys`. All other keys have an effect in every task.
@@ -177,6 +183,7 @@ class TaskSettings:
     description: str = ""  # meaning of the value `task`, for help
     purpose: Purpose | None = None  # offered by `sansgpu init`
     varying_length: bool = True  # False if all examples are windows of equal length
+    generates: bool = False  # True if the model generates text in every training step and evaluation
     has_leaves: bool = False  # True if the tokens of an example have leaf slots
     metrics: tuple[Metric, ...] = ()  # all except the loss, including those of variants, in display order
     card: Callable[[Values], CardText] | None = None  # makes the card text from the section `model`
@@ -227,13 +234,15 @@ def is_outside(task: str) -> bool:
 
 
 def import_class(name: str, option: str = "task") -> Any:
-    """Imports `package.module:Class`. Raises ConfigError if that is not possible."""
+    """Imports a class or function, `package.module:Name`. Raises ConfigError if that is not possible."""
     module, _, attribute = name.partition(":")
     try:
         return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # the module may raise anything
+        known = isinstance(error, (ImportError, AttributeError))
+        reason = str(error) if known else f"{type(error).__name__}: {first_line(error)}"
         raise ConfigError(
-            f"{option} {name} cannot be imported ({error}); add its folder to PYTHONPATH, e.g. PYTHONPATH=. sansgpu "
+            f"{option} {name} cannot be imported ({reason}); add its folder to PYTHONPATH, e.g. PYTHONPATH=. sansgpu "
             "train ..."
         ) from None
 

@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from sansgpu.config.errors import ConfigError
-from sansgpu.config.losses import DistillationConfig, PreferenceConfig
+from sansgpu.config.losses import DistillationConfig, GRPOConfig, PreferenceConfig
 from sansgpu.config.parse import normal_time
 from sansgpu.config.section import AUTO, Auto, Section
 
@@ -209,6 +209,7 @@ class TrainingConfig(Section):
         "with the same label have similar vectors, then fit a linear classifier to the vectors",
     )
     preference: PreferenceConfig = Field(default_factory=PreferenceConfig, description="loss of task preference")
+    grpo: GRPOConfig = Field(default_factory=GRPOConfig, description="reward and loss of task grpo")
     distillation: DistillationConfig = Field(
         default_factory=DistillationConfig, description="learning from a teacher's predictions"
     )

@@ -11,11 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_CHAT, ConfigError, DataConfig, UnreachableError
+from sansgpu.config import ARITHMETIC, PYTHON_STDLIB, PYTHON_STDLIB_CHAT, ConfigError, DataConfig, UnreachableError
 from sansgpu.config.errors import require
 from sansgpu.config.paths import local_path
 from sansgpu.config.tasks import BUILT_IN_NAMES
 from sansgpu.config.wording import first_line
+from sansgpu.data.arithmetic import fingerprint, sums
 from sansgpu.data.files import (
     PIECE_CHARS,
     SUFFIXES,
@@ -98,6 +99,8 @@ def open_parts(name: str, data: DataConfig, text_rows: bool = False) -> Sources:
         return Sources(_files_source(name, *library_files(), data), None)
     if name == PYTHON_STDLIB_CHAT:
         return Sources(_stdlib_chat(open_parts(PYTHON_STDLIB, data).train), None)
+    if name == ARITHMETIC:
+        return Sources(_arithmetic("train"), _arithmetic("validation"))
     path = local_path(name)
     if path.is_file():
         if file_form(path) is None and data.tag_column is None:
@@ -119,6 +122,15 @@ def _stdlib_chat(library: Source) -> Source:
     fingerprint = files_fingerprint(library.files, (PYTHON_STDLIB_CHAT,))
     rows = partial(stdlib_conversations, library.files)  # far smaller than the files, so size_bytes is unknown
     return replace(library, name=PYTHON_STDLIB_CHAT, fingerprint=fingerprint, size_bytes=0, rows=rows)
+
+
+def _arithmetic(part: str) -> Source:
+    name, digest = _title(ARITHMETIC, part), hashlib.sha256(fingerprint(part).encode()).hexdigest()
+
+    def read() -> Iterator[Piece]:
+        raise ConfigError(f"{name} has prompts for task grpo, not documents; choose a different dataset.")
+
+    return Source(name, digest, 0, read, partial(sums, part))
 
 
 def local_files(data: DataConfig, text_rows: bool = False) -> list[Path]:

@@ -25,10 +25,11 @@ def evaluate_model(
     window: int | None,
     progress: ReportProgress,
     warn: Callable[[str], None],
+    reward: str | None = None,
 ) -> tuple[dict[str, Any], TaskSettings]:
     """Returns the eval event of a model on `data`, or of a run on its own validation split, and its task's settings.
 
-    Raises ConfigError if the model or the data cannot be used.
+    `reward` replaces the reward of a run of task grpo; it may be Python code. Raises ConfigError if the model or the data cannot be used.
     """
     target, objective = model.target, model.objective
     verb: Verb = "chat" if data is not None and _reads_conversations(target, data) else "evaluate"
@@ -40,6 +41,8 @@ def evaluate_model(
         raise ConfigError("--window is only for decoders; remove it to use the length that the model was trained with.")
     if window is not None and data is None:
         raise ConfigError("--window requires --data; remove --window, or add --data.")
+    if reward is not None and not config.settings.acts("training.grpo"):
+        raise ConfigError(f"--reward is only for runs of task grpo, but {target} is of task {config.task}; remove it.")
     if data is None and source.snapshot is None:
         raise ConfigError(f"{target} is not a run, so it has no validation split; pass a dataset with --data.")
     cache = cache_dir(config.data.cache_dir)
@@ -48,7 +51,7 @@ def evaluate_model(
         allowed = with_objective(config, source.path, objective)
         return prepare_data(allowed, cache, progress, source.tokenizer)[1]
 
-    request = EvaluationRequest(data, window, objective, own_corpus, cache, progress, warn)
+    request = EvaluationRequest(data, window, objective, reward, own_corpus, cache, progress, warn)
     evaluator = task_class.evaluator_for(loaded, request)
     if isinstance(evaluator, PredictionWriter):
         require_run(source.path)

@@ -124,6 +124,10 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
         _require_same(config, group)
         if training.adapt_threads and group.size > 1:
             raise ConfigError("training.adapt_threads works only with a single process; set it to false.")
+        if training.sync_every > 1 and config.settings.generates:
+            raise ConfigError(
+                f"training.sync_every is {training.sync_every}, but task {config.task} supports only 1; set it to 1."
+            )
         if training.sync_every > 1 and group.size == 1:
             raise ConfigError(
                 f"training.sync_every is {training.sync_every}, but there is only one process; set it to 1, or start "

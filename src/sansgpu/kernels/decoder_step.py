@@ -218,8 +218,12 @@ def step_of(
     head_dim: int,
     dtype: torch.dtype,
     integer: Integer | None = None,
+    may_fill_memory: bool = False,
 ) -> DecoderStep | None:
-    """Returns a DecoderStep for the layers, or None if C++ does not support them or packed copies are too large."""
+    """Returns a DecoderStep for the layers, or None if C++ does not support them or packed copies are too large.
+
+    With `may_fill_memory`, the copies are not too large, however little memory is available.
+    """
     found = [layer for layer in layers if layer is not None]
     if len(found) < len(layers) or not isinstance(last_norm, RMSNorm):
         return None
@@ -227,7 +231,7 @@ def step_of(
         return None
     weights = [head, *(weight for one in found for weight in one.weights)]
     size = sum(_packed_bytes(weight, integer) for weight in weights)
-    if size > PACKED_RATIO * available_memory(torch.device("cpu")):
+    if not may_fill_memory and size > PACKED_RATIO * available_memory(torch.device("cpu")):
         return None
     return DecoderStep(found, last_norm, head, head_dim, dtype, integer)
 

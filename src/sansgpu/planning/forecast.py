@@ -67,10 +67,13 @@ def forecast_of(run: TrainingRun, nodes: int = 1, step_seconds: float | None = N
     before = 0.0  # duration of passes over the data before training, in steps
     if isinstance(run.corpus, ReferenceCorpus):
         before = run.corpus.reference_tokens / run.tokens_per_step / EVALUATED_IN_A_STEP
+    # An evaluation that generates text takes as long as a step generates, in proportion to their completions.
+    generated = timing.generation_seconds(layers)
+    evaluated = run.eval_token_ratio * (generated if run.config.settings.generates else passes / EVALUATED_IN_A_STEP)
     return Forecast(
         startup_seconds=START_SECONDS[run.execution.compile] + passes * before / nodes,
         step_seconds=timing.step_seconds(layers, accumulation) if step_seconds is None else step_seconds,
-        evaluation_seconds=passes * run.eval_token_ratio / EVALUATED_IN_A_STEP / nodes + sampling,
+        evaluation_seconds=evaluated / nodes + sampling,
         save_seconds=snapshot * SAVE_SECONDS_PER_BYTE,
         end_seconds=(snapshot + weights) / DISK_BYTES_PER_SECOND,
     )

@@ -229,7 +229,7 @@ def _calibration(
 def _measured(calibration: Calibration, sizes: list[int], progress: ReportProgress) -> dict[str, Any]:
     """Returns the timing of the fastest choice. It is measured once and then read from the cache."""
     config, execution = calibration.config, calibration.execution
-    question = {
+    question: dict[str, Any] = {
         "timing of": sorted(field.name for field in fields(Timing)),
         "model": config.model.model_dump(mode="json"),
         "window": calibration.tokens,
@@ -244,6 +244,9 @@ def _measured(calibration: Calibration, sizes: list[int], progress: ReportProgre
         "isa": isa(),
         "torch": str(torch.__version__),
     }
+    if config.settings.generates:
+        question["completions"] = [effective_batch(config.training), execution.world_size]
+        question["grpo"] = config.training.grpo.model_dump(mode="json")
 
     def ask() -> dict[str, Any]:
         return calibration.fastest(sizes, progress).to_json()

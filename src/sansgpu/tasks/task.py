@@ -81,6 +81,7 @@ class EvaluationRequest:
     data: str | None
     window: int | None
     objective: str | None  # `package.module:Class`, which the user allows to import for preparing the data
+    reward: str | None  # for task grpo: the name of a reward, which may be Python code that the user allows to run
     own_corpus: Callable[[], Corpus]  # reads and tokenizes the run's own data
     cache: Path
     progress: ReportProgress
@@ -172,6 +173,17 @@ class StepWideObjective(Protocol):
 
     def step_loss(self, outputs: torch.Tensor, batches: Sequence[Any]) -> torch.Tensor:
         """Computes the differentiable loss, (), from the outputs of several batches, summed over their targets."""
+
+
+@runtime_checkable
+class OnPolicyObjective(Protocol):
+    """An objective that learns from text that its current weights generate, as in reinforcement learning."""
+
+    def complete(self, batch: Any, group: Group) -> ExampleBatch:
+        """Returns the batch to train on, made from the prompts of a step. All ranks call it and get the same batch."""
+
+    def generation_seconds(self, completions: int, tokens: int) -> float:
+        """Estimates the time to generate `completions` texts; a prompt and its completion have `tokens` tokens."""
 
 
 @runtime_checkable

@@ -19,9 +19,9 @@ from sansgpu.config.wording import counted
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.execution import Execution
-from sansgpu.machine.memory import micro_batches_per_rank
+from sansgpu.machine.memory import effective_batch, micro_batches_per_rank
 from sansgpu.models.modules import compile_blocks
-from sansgpu.tasks.task import Objective, StepWideObjective, TaskClass
+from sansgpu.tasks.task import Objective, OnPolicyObjective, StepWideObjective, TaskClass
 from sansgpu.train.state import TrainState
 
 SHORT, LONG = 1, 3  # depths of the models that are timed
@@ -33,13 +33,15 @@ MARGIN = 0.97  # prefer the smaller micro-batch unless a larger one takes less t
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of the forward and backward pass of a micro-batch, and of the optimizer update."""
+    """Seconds of the forward and backward pass of a micro-batch, of the update, and of generating a step's text."""
 
     micro_batch: int
     block_seconds: float
     ends_seconds: float  # embedding, last norm, head and loss
     update_block_seconds: float
     update_ends_seconds: float
+    generation_block_seconds: float = 0.0  # this and the next one are 0 unless the task generates text
+    generation_ends_seconds: float = 0.0
 
     def pass_seconds(self, layers: int) -> float:
         """Returns the time of a forward and backward pass of a micro-batch through `layers` blocks."""
@@ -47,7 +49,12 @@ class Timing:
 
     def step_seconds(self, layers: int, accumulation: int) -> float:
         """Returns the time of a step of a model with `layers` blocks."""
-        return accumulation * self.pass_seconds(layers) + self.update_ends_seconds + layers * self.update_block_seconds
+        update = self.update_ends_seconds + layers * self.update_block_seconds
+        return accumulation * self.pass_seconds(layers) + update + self.generation_seconds(layers)
+
+    def generation_seconds(self, layers: int) -> float:
+        """Returns the time in which a model with `layers` blocks generates the text of a step."""
+        return self.generation_ends_seconds + layers * self.generation_block_seconds
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -82,14 +89,14 @@ class Calibration:
 
     def time_parts(self, size: int) -> Timing:
         """Times one micro-batch size."""
-        short_pass, short_update = self._timed(size, SHORT)
-        full_depth = self.all_layers_fit and self._layers * short_pass < MAX_FULL_DEPTH_SECONDS
+        short = self._timed(size, SHORT)
+        full_depth = self.all_layers_fit and self._layers * short[0] < MAX_FULL_DEPTH_SECONDS
         deep = max(LONG, self._layers) if full_depth else LONG
-        long_pass, long_update = self._timed(size, deep)
-        more = deep - SHORT
-        block, update = max(0.0, long_pass - short_pass) / more, max(0.0, long_update - short_update) / more
-        ends, update_ends = max(0.0, short_pass - SHORT * block), max(0.0, short_update - SHORT * update)
-        return Timing(size, block, ends, update, update_ends)
+        parts: list[float] = []
+        for few, many in zip(short, self._timed(size, deep), strict=True):
+            block = max(0.0, many - few) / (deep - SHORT)
+            parts += [block, max(0.0, few - SHORT * block)]
+        return Timing(size, *parts)
 
     @property
     def _layers(self) -> int:
@@ -107,8 +114,11 @@ class Calibration:
         """Returns seconds per example without the update."""
         return timing.pass_seconds(self._layers) / timing.micro_batch
 
-    def _timed(self, size: int, layers: int) -> tuple[float, float]:
-        """Returns the median seconds of a pass and of an update for a model with `layers` blocks."""
+    def _timed(self, size: int, layers: int) -> tuple[float, float, float]:
+        """Returns seconds for a model with `layers` blocks: of a pass, of an update, and of generating a step's text.
+
+        The first two are medians.
+        """
         batch = self.task.random_batch(self.config, size, self.tokens).to(self.execution.device)
         trial = self.task.new_objective(self.config, layers)
         if self.config.training.compile == "on":
@@ -131,9 +141,17 @@ class Calibration:
                     updates.append(time.perf_counter() - start)
                 if sum(passes) + sum(updates) > ENOUGH_SECONDS:
                     break
+            generated = self._generation_seconds(trial)
         finally:
             optimizer.release_state()
-        return median(passes), median(updates)
+        return median(passes), median(updates), generated
+
+    def _generation_seconds(self, trial: Objective) -> float:
+        if not isinstance(trial, OnPolicyObjective):
+            return 0.0
+        completions = -(-effective_batch(self.config.training) // self.execution.world_size)
+        with self.execution.autocast():
+            return trial.generation_seconds(completions, self.tokens)
 
     def _later_pass(self, trial: Objective, batch: ExampleBatch) -> float:
         """Returns the seconds of a pass after the first of a step, with the forward pass that a GradientCache adds."""

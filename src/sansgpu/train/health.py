@@ -19,7 +19,7 @@ FLAT_WINDOW_RATIO = 0.3  # test for a flat loss over this share of the steps so 
 FLAT_EXPECTED_RATIO = 0.8  # after this share of all steps a flat loss is normal
 SPIKE_FACTOR = 10.0  # gradient norm / median gradient norm
 SPIKE_WINDOW = 50  # step events in the median
-OVERFIT_FACTOR = 1.01  # validation loss / best validation loss
+OVERFIT_RATIO = 0.01  # warn if the validation loss exceeds the lowest one by this share of it
 DATA_WAIT_RATIO = 0.1  # waiting for data / step time
 BUSY_PERCENT = 25.0  # share of one core that other programs use
 THROTTLED_PERCENT = 5.0  # share of time in which the container's CPU quota stops the run
@@ -43,8 +43,9 @@ class Health:
     Warnings about losses depend on the events alone, so a resumed run that replays the earlier ones gets the same.
     """
 
-    def __init__(self, training: TrainingConfig) -> None:
-        self._training = training
+    def __init__(self, training: TrainingConfig, is_loss_relative: bool = False) -> None:
+        """`is_loss_relative`: the loss does not fall as the model improves, as that of reinforcement learning."""
+        self._training, self._is_loss_relative = training, is_loss_relative
         self._steps: list[_ObservedStep] = []
         self._sums = [0.0]  # cumulative sums of the losses
         self._validation: list[tuple[int, float]] = []  # steps and losses
@@ -57,8 +58,8 @@ class Health:
             self._steps.append(_ObservedStep(event["step"], event["loss"], event.get("grad_norm") or 0.0))
             self._sums.append(self._sums[-1] + event["loss"])
             found = [
-                ("rising", self._rising(), 1),
-                ("flat", self._flat(event.get("total_steps")), 1),
+                ("rising", None if self._is_loss_relative else self._rising(), 1),
+                ("flat", None if self._is_loss_relative else self._flat(event.get("total_steps")), 1),
                 ("spike", self._spike(), 1),
                 *((cause, check(event), CONSECUTIVE) for cause, check in _MACHINE_CHECKS.items()),
             ]
@@ -124,7 +125,7 @@ class Health:
     def _overfitting(self) -> str | None:
         best_step, best = min(self._validation, key=lambda at: at[1])
         step, now = self._validation[-1]
-        if now < OVERFIT_FACTOR * best or step == best_step:
+        if now <= best + OVERFIT_RATIO * abs(best) or step == best_step:
             return None
         return (
             f"the validation loss is rising: it is {now:.4f} and was {best:.4f} at step {best_step:,}; --snapshot "

@@ -159,6 +159,12 @@ def require_allowed(config: Config, file: Path, overrides: Sequence[Override]) -
             f"{file} names objective {named}, which is Python code: add --objective {named} to "
             "import it, or pass the configuration that you started the run with."
         )
+    reward = config.training.grpo.reward_function
+    if reward and "training.grpo.reward" not in requested:
+        raise ConfigError(
+            f"{file} names the reward {reward}, which is Python code: add --set training.grpo.reward={reward} to run "
+            "it, or pass the configuration that you started the run with."
+        )
     if config.model.trust_remote_code and "model.trust_remote_code" not in requested:
         raise ConfigError(
             f"{file} sets model.trust_remote_code, which runs the model's own Python code: add --trust-remote-code to "

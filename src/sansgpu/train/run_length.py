@@ -52,7 +52,7 @@ class Budget:
 
     training: TrainingConfig
     elapsed: Callable[[], float]
-    validation_share: float  # tokens per evaluation / tokens per step
+    validation_share: float  # estimated duration of an evaluation / duration of a step
     snapshot_bytes: int
     export_bytes: int
     wall_clock: Callable[[], datetime] = datetime.now
@@ -143,7 +143,7 @@ class Budget:
     def _evaluation(self) -> float:
         if self._evaluation_seconds is not None:
             return self._evaluation_seconds
-        return self._step() * self.validation_share / EVALUATED_IN_A_STEP
+        return self._step() * self.validation_share
 
 
 class RunLength:
@@ -159,7 +159,7 @@ class RunLength:
         self.budget = Budget(
             self._training,
             self.elapsed_seconds,
-            run.eval_token_ratio,
+            run.eval_token_ratio / (1.0 if run.config.settings.generates else EVALUATED_IN_A_STEP),
             snapshot_bytes=weights + moments,
             export_bytes=weights,
         )

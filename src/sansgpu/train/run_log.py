@@ -17,7 +17,7 @@ from sansgpu.train.run import TrainingRun
 from sansgpu.train.run_length import RunLength
 from sansgpu.train.schedule import UNKNOWN_STEPS
 from sansgpu.train.snapshots import Progress
-from sansgpu.train.step import PHASES, StepResult
+from sansgpu.train.step import StepResult
 
 AGREEING_EVENTS = 2  # consecutive step events that must suggest the same number of threads; one may be an outlier
 MAX_REPEATS = 3  # each new measurement of the GEMM rate takes tenths of a second
@@ -36,7 +36,7 @@ class RunLog:
     ) -> None:
         self._run, self._length, self._sinks = run, length, sinks
         self._steps = StepLog(task, run, system)
-        self._health = Health(run.config.training)
+        self._health = Health(run.config.training, is_loss_relative=run.config.settings.generates)
         self._threads = AdaptiveThreads(run)
 
     def restore(self, recorded: Sequence[Event], step: int) -> None:
@@ -111,7 +111,7 @@ class StepLog:
             "rss_bytes": self._usage.rss_bytes(),
             "cpu_percent": self._usage.cpu_percent(),
             "total_steps": None if total_steps == UNKNOWN_STEPS else total_steps,
-            "phase_seconds": {p: sum(step[2][p] for step in steps) / len(steps) for p in ("data", *PHASES)},
+            "phase_seconds": {p: sum(step[2][p] for step in steps) / len(steps) for p in steps[-1][2]},
             "system": system,
         }
         progress.logged_loss, progress.logged_targets, progress.logged_sums = 0.0, 0, {}

@@ -19,11 +19,9 @@ from sansgpu.config import ConfigError, SansGPUError, derive_seed
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.machine.distributed.group import Group
 from sansgpu.machine.pressure import MemoryGuard, split_to_fit
-from sansgpu.tasks.task import StepWideObjective, Sums, Task
+from sansgpu.tasks.task import OnPolicyObjective, StepWideObjective, Sums, Task
 from sansgpu.train.snapshots import LOSS, TARGETS
 from sansgpu.train.state import TrainState
-
-PHASES = ("forward", "backward", "reduce", "update")  # parts of a step's time
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class StepResult:
     tokens: int  # of all ranks, like the other fields, which with an outer optimizer are those of this rank
     grad_norm: float
     sums: Sums  # task-specific sums
-    phase_seconds: dict[str, float]  # by PHASES
+    phase_seconds: dict[str, float]  # generate (if the task generates text), forward, backward, reduce, update
 
     def logged_sums(self) -> Sums:
         """Returns the sums that step events report."""
@@ -43,16 +41,16 @@ class StepResult:
 
 
 class _PhaseTimer:
-    """A stopwatch for the PHASES of a step."""
+    """A stopwatch for the phases of a step."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.seconds = dict[str, float]()
         self._last = time.perf_counter()
 
     def lap(self, phase: str) -> None:
         """Adds the time since the last call to `phase`."""
         now = time.perf_counter()
-        self.seconds[phase] += now - self._last
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
 
 
@@ -60,6 +58,8 @@ def train_step(
     state: TrainState, task: Task, batch: ExampleBatch, lr: float, guard: MemoryGuard | None = None
 ) -> StepResult:
     """Accumulates the gradient of `batch` in micro-batches, clips it and updates the weights.
+
+    If the task is an OnPolicyObjective, the batch has only prompts, and their completions are generated first.
 
     The summed loss is divided by the number of targets of the global batch, so the result does not depend on how the
     batch is split. With an outer optimizer, the step is that of this rank alone, on its share of the batch. `guard`
@@ -70,6 +70,11 @@ def train_step(
     device, group = execution.device, state.step_group
     if state.outer is not None:
         batch = state.outer.share(batch)
+    if isinstance(task, OnPolicyObjective):
+        with execution.autocast():
+            batch = task.complete(batch, group)
+        tokens = batch.token_count()
+        phases.lap("generate")
     targets = batch.target_count()
     seed = partial(_seed_dropout, device, state.training.seed, state.progress.step, execution.group.rank)
     loss_of = _loss_function(task, batch, execution.micro_batch, group, seed)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_CHAT, PYTHON_STDLIB_GRAPH, CardText
+from sansgpu.config import ARITHMETIC, PYTHON_STDLIB, PYTHON_STDLIB_CHAT, PYTHON_STDLIB_GRAPH, CardText
 from sansgpu.config.paths import local_path
 from sansgpu.config.tasks import LOSS
 from sansgpu.config.wording import counted, duration
@@ -41,6 +41,7 @@ labels = [names[number] for number in logits.argmax(1)]
 ```"""
 _OWN = {PYTHON_STDLIB: "The source of Python's standard library",
         PYTHON_STDLIB_CHAT: "Questions and answers made from the docstrings of Python's standard library",
+        ARITHMETIC: "Sums of two numbers",
         PYTHON_STDLIB_GRAPH: "The source of Python's standard library and the triples in it"}  # fmt: skip
 
 

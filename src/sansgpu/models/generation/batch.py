@@ -63,12 +63,13 @@ class Continuation:
     alternatives: int | None = None
     scores: list[ScoredToken] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
+    stop: int | None = None  # the token with which the model ended the text
     ended: str | None = None  # "stop": the model ended the text; "length": `limit`; the owner may set other reasons
 
     def add(self, token: int, ends: Container[int]) -> None:
         """Appends a token, or ends the sequence without it if it is one of `ends`."""
         if token in ends:
-            self.ended = "stop"
+            self.stop, self.ended = token, "stop"
             return
         self.ids.append(token)
         if len(self.ids) == self.limit:

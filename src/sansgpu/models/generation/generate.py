@@ -39,6 +39,7 @@ class Completion(NamedTuple):
     row: int
     ids: list[int]
     reason: str  # "stop": the model ended the text; "length": its limit of tokens was reached
+    stop: int | None = None  # the token with which the model ended the text, which is not in `ids`
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def complete(
         batch.step(added)
         for one in batch.active:
             if one.ended is not None:
-                yield Completion(numbers.pop(one), one.ids, one.ended)
+                yield Completion(numbers.pop(one), one.ids, one.ended, one.stop)
 
 
 def stream(model: BatchModel, ids: list[int], max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
@@ -138,6 +139,19 @@ class SlotReader:
         raise NotImplementedError
 
     def add(self, prompts: Sequence[list[int]]) -> torch.Tensor:
+        """Adds sequences. A prompt that several of them share is processed once, because results would be equal."""
+        first, distinct = self._count, dict.fromkeys(map(tuple, prompts))
+        logits = self._add([list(prompt) for prompt in distinct])
+        places = dict(zip(distinct, range(len(distinct)), strict=True))
+        sources = [places[tuple(prompt)] for prompt in prompts]
+        for number, source in reversed(list(enumerate(sources))):  # a source is never after its copies
+            if number != source:
+                with torch.inference_mode():
+                    self.cache.copy(first + number, first + source)
+        self._count = first + len(prompts)
+        return logits if len(distinct) == len(prompts) else logits[sources]
+
+    def _add(self, prompts: Sequence[list[int]]) -> torch.Tensor:
         parts, together, tokens = [], list[list[int]](), 0
         for prompt in prompts:
             shared, layers = (0, []) if self.prefixes is None else self.prefixes.find(prompt, MIN_ROWS)

@@ -66,11 +66,15 @@ class SlotCache:
         """Moves the sequences in `slots`, in ascending order, to the first slots."""
         for to, slot in enumerate(slots):
             if to != slot:
-                used = int(self.lengths[slot])
-                for layer in self._layers.values():
-                    layer.move(to, slot, used)
-                self.lengths[to] = used
+                self.copy(to, slot)
         self.lengths[len(slots) :] = 0
+
+    def copy(self, to: int, slot: int) -> None:
+        """Copies the sequence in `slot` to the slot `to`."""
+        used = int(self.lengths[slot])
+        for layer in self._layers.values():
+            layer.move(to, slot, used)
+        self.lengths[to] = used
 
     def copy_of(self, slot: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns a copy of the keys and values of the first `count` tokens of a slot, for `restore`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,15 +15,17 @@ from sansgpu.models.generation.generate import BatchModel, decoder_readers
 
 
 @tokenizer_errors()
-def prompt_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+def prompt_ids(
+    tokenizer: Any, messages: list[dict[str, Any]], revise: Callable[[str], str] = lambda template: template
+) -> list[int]:
     """Returns the ids of a conversation up to the model's answer; without a chat template, those of the last message.
 
-    Raises ConfigError if the chat template refuses the conversation.
+    `revise` may change the chat template. Raises ConfigError if the template refuses the conversation.
     """
     if tokenizer.chat_template is None:
         return text_prompt_ids(tokenizer, messages[-1]["content"])
     try:
-        template = tokenizer.get_chat_template()
+        template = revise(tokenizer.get_chat_template())
         prompt = render_prefixes(template, tokenizer.special_tokens_map, messages, [(len(messages), True)])[0]
     except (UnusableTemplateError, ValueError) as error:  # ValueError: several templates, but no default
         raise ConfigError(f"{first_line(error)}; choose a different chat template.") from None

@@ -106,7 +106,7 @@ def logits_after(model: PreTrainedModel, chosen: torch.Tensor, **inputs: Any) ->
     return logits_of(model, lambda states: states.flatten(0, 1)[chosen], **inputs)
 
 
-def pretrained_step(model: Any) -> DecoderStep | None:
+def pretrained_step(model: Any, may_fill_memory: bool = False) -> DecoderStep | None:
     """Returns the fused decoding step of a model whose blocks are all fused; None for other models."""
     blocks: list[Any] = blocks_of(model)
     head, last_norm = _step_weight(model.get_output_embeddings()), getattr(model.base_model, "norm", None)
@@ -128,7 +128,8 @@ def pretrained_step(model: Any) -> DecoderStep | None:
         layers.append(step_layer(block.input_layernorm, block.post_attention_layernorm, head_norms, weights))
     with autocast_of(model):
         dtype = autocast_dtype(torch.empty(0)) or torch.float32
-    return step_of(layers, last_norm, head, blocks[0].self_attn.head_dim, dtype, integer_of_model(model))
+    head_dim, integer = blocks[0].self_attn.head_dim, integer_of_model(model)
+    return step_of(layers, last_norm, head, head_dim, dtype, integer, may_fill_memory)
 
 
 def _step_weight(layer: Any) -> StepWeight | None:
@@ -155,12 +156,14 @@ def pretrained_single(model: PreTrainedModel, tokenizer: Any) -> BatchModel:
     return _batch_model(model, tokenizer, lambda slots, length: PretrainedReader(model), together=False)
 
 
-def pretrained_batch(unpadded: UnpaddedModel, tokenizer: Any) -> BatchModel:
+def pretrained_batch(unpadded: UnpaddedModel, tokenizer: Any, may_fill_memory: bool = False) -> BatchModel:
     """Returns a transformers model and its tokenizer as the fastest BatchModel that works.
 
-    It may keep a packed copy of the weights.
+    It may keep a packed copy of the weights: if enough memory is available, or always with `may_fill_memory`.
     """
-    model, fused = unpadded.model, pretrained_step(unpadded.model) if unpadded.has_plain_rows else None
+    model, fused = unpadded.model, None
+    if unpadded.has_plain_rows:
+        fused = pretrained_step(model, may_fill_memory)
     together = slots_work(unpadded, fused)
     if not together and fused is not None:  # its embeddings or head may differ from those of the fused step
         together, fused = slots_work(unpadded), None

@@ -14,7 +14,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from sansgpu.kernels.attention import bidirectional_ranges, causal_ranges, in_window, token_places
-from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions, linear_cross_entropy
+from sansgpu.kernels.cross_entropy import (
+    DEFAULT_LOSS_OPTIONS,
+    LossOptions,
+    linear_cross_entropy,
+    target_log_probabilities,
+)
 from sansgpu.models.generation.sampling import reading
 from sansgpu.models.huggingface.attention_interface import NAME, KeyRanges, PackedMask, stand_in_mask
 from sansgpu.models.huggingface.probes import (
@@ -144,6 +149,19 @@ class UnpaddedModel:
     def head_inputs(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Returns the final hidden states of a causal model if it has a plain `head`, else its logits: (N, ...)."""
         return self._by_token(self.before_head, tokens, lengths)
+
+    def target_log_probabilities(
+        self, inputs: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0
+    ) -> torch.Tensor:
+        """Returns the log-probability (N,) of each target (N,), from what `head_inputs` returns for its token.
+
+        The logits are divided by `temperature` before the softmax.
+        """
+        if temperature != 1.0:
+            inputs = inputs / temperature
+        if self.head is not None:
+            return target_log_probabilities(inputs, matrix_of(self.head), targets, self.softcap / temperature)
+        return torch.log_softmax(inputs.float(), dim=1).gather(1, targets[:, None])[:, 0]
 
     def before_head(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Returns the same as `head_inputs`, but from the model's keyword arguments and as (B, T, ...)."""

@@ -12,11 +12,9 @@ from typing import Any
 import torch
 
 from sansgpu.kernels.attention import AttentionKernel, causal_ranges
-from sansgpu.kernels.cross_entropy import target_log_probabilities
 from sansgpu.models.generation.sampling import reading
 from sansgpu.models.huggingface.packed_forward import UnpaddedModel
 from sansgpu.models.huggingface.probes import autocast_of, close_outputs
-from sansgpu.models.quantized_layers import matrix_of
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ class AnswerModel:
             inputs = self._shared(tokens, layout)[layout.copies[places]]
         else:
             inputs = self._separate(tokens, layout)[places]
-        found = self._of_targets(inputs, targets[has_target]).double()  # losses subtract large sums that are close
+        found = self._unpadded.target_log_probabilities(inputs, targets[has_target]).double()  # losses subtract large sums that are close
         return found.new_zeros(len(layout.lengths)).index_add(0, answers, found).view(-1, 2)
 
     def _shared(self, tokens: torch.Tensor, layout: PairLayout) -> torch.Tensor:
@@ -143,12 +141,6 @@ class AnswerModel:
     def _separate(self, tokens: torch.Tensor, layout: PairLayout) -> torch.Tensor:
         """Returns the head's inputs in the separate layout: (M, ...)."""
         return self._unpadded.head_inputs(tokens[layout.copies], layout.lengths)
-
-    def _of_targets(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        head = self._unpadded.head
-        if head is not None:
-            return target_log_probabilities(inputs, matrix_of(head), targets, self._unpadded.softcap)
-        return torch.log_softmax(inputs.float(), dim=1).gather(1, targets[:, None])[:, 0]
 
     @cached_property
     def shares_prompts(self) -> bool:

@@ -1,0 +1,1 @@
+"""Reinforcement learning with verifiers: Group Relative Policy Optimization (GRPO)."""

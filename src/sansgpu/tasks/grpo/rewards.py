@@ -1,0 +1,135 @@
+"""Rewards of completions: a comparison with the row's answer, or a Python function of the user."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from sansgpu.config import ConfigError, SansGPUError, import_class
+from sansgpu.config.wording import counted, first_line, shown
+from sansgpu.tasks.grpo.batch import Question
+from sansgpu.tasks.sft.conversations import bad_row
+
+ANSWER = "answer"  # the column with the right answer
+REMEDY = "correct the function, and continue the run with --resume"
+
+# Computes the reward of each completion, given as text and as token ids.
+Reward = Callable[[Sequence[Question], Sequence[str], Sequence[list[int]]], list[float]]
+
+_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+_NUMBER = re.compile(r"-?(?:\d[\d,]*)?\.?\d+")
+_AROUND = " \t\n\r.,;:!?\"'`*()[]$"  # characters around an answer that do not belong to it
+
+
+def open_reward(name: str) -> Reward:
+    """Returns the reward with the name `training.grpo.reward`. Raises ConfigError if it cannot be imported."""
+    if ":" not in name:
+        return _answer_rewards
+    function = import_class(name, "training.grpo.reward")
+    if not callable(function):
+        raise ConfigError(f"training.grpo.reward {name} is a {type(function).__name__}, not a function; correct it.")
+    return _FunctionReward(name, function)
+
+
+def check_answer(columns: Mapping[Any, Any], where: str) -> None:
+    """Raises BadRowError if a row has no answer to compare completions with."""
+    value = columns.get(ANSWER)
+    if value is None:
+        raise bad_row(where, f"has no {ANSWER}, which training.grpo.reward answer compares completions with")
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not final_answer(str(value)):
+        raise bad_row(where, f"has the {ANSWER} {shown(value)} instead of a text or a number")
+
+
+def _answer_rewards(
+    questions: Sequence[Question], completions: Sequence[str], ids: Sequence[list[int]]
+) -> list[float]:
+    pairs = zip(questions, completions, strict=True)
+    return [float(is_right(completion, str(question.columns[ANSWER]))) for question, completion in pairs]
+
+
+def is_right(completion: str, answer: str) -> bool:
+    """Returns whether a completion ends with the right answer.
+
+    If the answer is a number, the last number of the completion must be equal to it. Otherwise the completion must end
+    with the same words, whatever their case. Only the text in the last `\\boxed{}` or after the last `####` counts if
+    there is one, in the answer as well.
+    """
+    wanted, found = final_answer(answer), final_answer(completion)
+    if (number := _number(wanted)) is not None:
+        numbers = _NUMBER.findall(found)
+        return bool(numbers) and _number(numbers[-1]) == number
+    return re.search(rf"(?<!\w){re.escape(wanted.casefold())}$", found.casefold()) is not None
+
+
+def final_answer(text: str) -> str:
+    """Returns the text in the last `\\boxed{}`, or after the last `####`, or else all of it."""
+    boxed = _BOXED.findall(text)
+    return (boxed[-1] if boxed else text.rpartition("####")[2]).strip(_AROUND)
+
+
+def _number(text: str) -> Decimal | None:
+    if not _NUMBER.fullmatch(text):
+        return None
+    try:
+        return Decimal(text.replace(",", ""))
+    except InvalidOperation:
+        return None
+
+
+class _FunctionReward:
+    """Calls a reward function with the arguments that TRL's GRPOTrainer passes, apart from its trainer's state.
+
+    A function without `**kwargs` gets only the arguments that it names.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self._name, self._function = name, function
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):  # a function in C
+            parameters = {}.values()
+        is_open = not parameters or any(one.kind is one.VAR_KEYWORD for one in parameters)
+        self._named = None if is_open else [one.name for one in parameters]
+
+    def __call__(
+        self, questions: Sequence[Question], completions: Sequence[str], ids: Sequence[list[int]]
+    ) -> list[float]:
+        columns = dict.fromkeys(name for question in questions for name in question.columns)
+        given: dict[str, Any] = {str(name): [question.columns.get(name) for question in questions] for name in columns}
+        given["prompts"] = [question.prompt for question in questions]
+        given["completions"] = [
+            text if isinstance(question.prompt, str) else [{"role": "assistant", "content": text}]
+            for question, text in zip(questions, completions, strict=True)
+        ]
+        given["completion_ids"] = list(ids)
+        if self._named is not None:
+            given = {name: values for name, values in given.items() if name in self._named}
+        try:
+            found = list(self._function(**given))
+        except Exception as error:
+            raise SansGPUError(
+                f"the reward function {self._name} failed with {type(error).__name__}: {first_line(error)}; {REMEDY}."
+            ) from error
+        return self._checked(found, len(questions))
+
+    def _checked(self, found: list[Any], count: int) -> list[float]:
+        if len(found) != count:
+            raise SansGPUError(
+                f"the reward function {self._name} returned {counted(len(found), 'reward')} for "
+                f"{counted(count, 'completion')}; {REMEDY}."
+            )
+        rewards = []
+        for value in found:
+            try:
+                rewards.append(float(value))
+            except (TypeError, ValueError):
+                rewards.append(math.nan)
+            if not math.isfinite(rewards[-1]):
+                raise SansGPUError(
+                    f"the reward function {self._name} returned {shown(value)}, which is not a finite number; {REMEDY}."
+                )
+        return rewards

@@ -1,0 +1,119 @@
+"""Parses and tokenizes rows with a prompt and the columns that a reward depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from sansgpu.config import Config
+from sansgpu.config.wording import counted
+from sansgpu.data.rows import BadRows, SourceRow
+from sansgpu.data.shards import ReportProgress, rows_with_progress
+from sansgpu.data.sources import Source
+from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
+from sansgpu.models.generation.prompts import prompt_ids, text_prompt_ids
+from sansgpu.tasks.evaluation import TokenizedCorpus
+from sansgpu.tasks.grpo.batch import Question
+from sansgpu.tasks.grpo.rewards import check_answer
+from sansgpu.tasks.sft.chat import with_fixed_date
+from sansgpu.tasks.sft.conversations import Prompt, bad_row, read_prompt
+
+PROMPT_COLUMNS = ("prompt", "messages", "text")
+
+
+@dataclass(frozen=True)
+class PromptExamples:
+    """The prompts of a split. Each is completed `group_size` times, with at most `longest` tokens."""
+
+    questions: Sequence[Question]
+    group_size: int
+    longest: int
+
+    def __len__(self) -> int:
+        return len(self.questions)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """The maximum number of tokens of each prompt with its completion."""
+        return np.array([len(question.ids) + self.longest for question in self.questions], np.int64)
+
+    @property
+    def targets(self) -> int:
+        """The maximum number of tokens of all completions in an epoch."""
+        return self.group_size * self.longest * len(self)
+
+
+@dataclass(frozen=True)
+class PromptCorpus(TokenizedCorpus[PromptExamples]):
+    """Tokenized prompts for training and validation. Counts of tokens assume completions of maximum length."""
+
+    def preview(self) -> str | None:
+        """Returns the text of the first prompt."""
+        text: str = self.tokenizer.decode(self.train.questions[0].ids.tolist(), skip_special_tokens=False)
+        return text
+
+    @property
+    def train_examples(self) -> int:
+        return self.train.group_size * len(self.train)
+
+    @property
+    def example_tokens(self) -> float:
+        return float(self.train.lengths.mean())
+
+    @property
+    def train_tokens(self) -> int:
+        return self.train.group_size * int(self.train.lengths.sum())
+
+    def most_tokens(self, examples: int, padded: bool) -> int:
+        return examples * int(self.train.lengths.max())
+
+
+def read_prompts(
+    source: Source, config: Config, tokenizer: Any, progress: ReportProgress, notes: list[str]
+) -> PromptExamples:
+    """Reads and tokenizes all rows of a source, and adds messages about skipped rows to `notes`.
+
+    Raises BadRowError if a row is invalid, and ConfigError if the chat template does not work.
+    """
+    grpo, bad_rows, too_long = config.training.grpo, BadRows(config.data.on_bad_row), 0
+    room, questions = config.window - grpo.max_completion_length, list[Question]()
+
+    def parse(row: SourceRow) -> Question:
+        prompt = read_prompt(row)
+        columns = {name: value for name, value in prompt.row.items() if name not in PROMPT_COLUMNS}
+        if grpo.reward_function is None:
+            check_answer(columns, prompt.where)
+        with tokenizer_errors(row.where):
+            ids = np.array(_encoded(prompt, tokenizer), np.int64)
+        return Question(prompt.where, ids, prompt.text or list(prompt.turns), columns)
+
+    for question in bad_rows.parsed(rows_with_progress(source, progress), parse):
+        if len(question.ids) > room:
+            too_long += 1
+        else:
+            questions.append(question)
+    notes += (f"{source.name}: {note}" for note in bad_rows.notes())
+    if too_long:
+        notes.append(
+            f"{source.name}: {counted(too_long, 'row was', 'rows were')} skipped, because the prompt is longer than "
+            f"{room} tokens, which is what data.max_length {config.window} leaves beside completions of "
+            f"{grpo.max_completion_length}; raise data.max_length to keep them."
+        )
+    return PromptExamples(questions, grpo.group_size, grpo.max_completion_length)
+
+
+def _encoded(prompt: Prompt, tokenizer: Any) -> list[int]:
+    """Tokenizes a prompt: as a conversation if it has turns and there is a chat template, otherwise as text."""
+    if prompt.turns and tokenizer.chat_template is not None:
+        return prompt_ids(tokenizer, list(prompt.turns), with_fixed_date)
+    if not prompt.text:
+        raise bad_row(
+            prompt.where,
+            "has messages, but the model's tokenizer has no chat template; set data.chat_template to simple or to a "
+            "Jinja file",
+        )
+    return text_prompt_ids(tokenizer, prompt.text)

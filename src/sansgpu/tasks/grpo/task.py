@@ -1,0 +1,106 @@
+"""`task: grpo` trains a causal model on its own completions of prompts, which a reward function rates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from sansgpu.config import Config, ConfigError
+from sansgpu.data.batch import ExampleBatch
+from sansgpu.data.order import batch_indices
+from sansgpu.data.shards import ReportProgress
+from sansgpu.data.sources import Source, open_sources
+from sansgpu.data.split import describe_split
+from sansgpu.machine.distributed.group import Group
+from sansgpu.models.huggingface.pretrained import load_tokenizer_of
+from sansgpu.tasks.evaluation import read_requested
+from sansgpu.tasks.fine_tuning import require_examples, split_rows
+from sansgpu.tasks.grpo.batch import Completions, Prompts
+from sansgpu.tasks.grpo.evaluate import GRPOEvaluator
+from sansgpu.tasks.grpo.objective import GRPOObjective
+from sansgpu.tasks.grpo.rewards import check_answer
+from sansgpu.tasks.grpo.rows import PromptCorpus, PromptExamples, read_prompts
+from sansgpu.tasks.grpo.settings import SETTINGS
+from sansgpu.tasks.sft.task import SFT
+from sansgpu.tasks.task import EvaluationRequest, TrainedModel
+
+
+class GRPO(SFT):
+    """`task: grpo`."""
+
+    settings = SETTINGS
+    objective_class = GRPOObjective
+    evaluator_class = GRPOEvaluator
+
+    def __init__(self, config: Config, corpus: Any, effective_batch: int) -> None:
+        super().__init__(config, corpus, effective_batch)
+        self.objective.open(corpus.tokenizer, config.training.grpo.reward)
+
+    def complete(self, batch: Any, group: Group) -> ExampleBatch:
+        completed: ExampleBatch = self.objective.complete(batch, group)
+        return completed
+
+    def generation_seconds(self, completions: int, tokens: int) -> float:
+        seconds: float = self.objective.generation_seconds(completions, tokens)
+        return seconds
+
+    @classmethod
+    def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, PromptCorpus]:
+        """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
+        sources = open_sources(config.data)
+        tokenizer = load_tokenizer_of(config.model, config.data.chat_template)
+        notes: list[str] = []
+        train = read_prompts(sources.train, config, tokenizer, progress, notes)
+        split = None
+        if sources.validation is not None:
+            held = read_prompts(sources.validation, config, tokenizer, progress, notes)
+        else:
+            require_examples(sources, [len(train)], "prompt", notes)
+            contents = [question.ids.tobytes() for question in train.questions]
+            parts = split_rows(train.questions, contents, config.data.validation_split)
+            train, held = (PromptExamples(part, train.group_size, train.longest) for part in parts)
+            split = describe_split(len(train), len(held), "prompt", config.data.validation_split)
+        require_examples(sources, [len(train), len(held)], "prompt", notes)
+        fingerprint = f"{sources.train.fingerprint[:16]}-{len(train)}-{int(train.lengths.sum())}"
+        return config, PromptCorpus(train, held, notes, fingerprint, tokenizer, split=split)
+
+    def batch(self, step: int, total_steps: int | None = None) -> ExampleBatch:
+        part, size = self.corpus.train, self._effective_batch // self.corpus.train.group_size
+        indices = batch_indices(self.config.training.seed, step, len(part), size)
+        return Prompts([part.questions[index] for index in indices], step)
+
+    @classmethod
+    def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> ExampleBatch:
+        """Builds `size` completions of random tokens. Each has `tokens` tokens with its prompt."""
+        drawn = cls.objective_class.random_tokens(config, size, tokens)
+        prompt = max(1, len(drawn[0]) - config.training.grpo.max_completion_length)
+        return Completions.with_advantages(
+            [ids[:prompt] for ids in drawn], [[*ids[prompt:].tolist(), 0] for ids in drawn], torch.ones(size)
+        )
+
+    @classmethod
+    def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> GRPOEvaluator:
+        reward = request.reward or loaded.config.training.grpo.reward
+        if request.reward is None and loaded.config.training.grpo.reward_function is not None:
+            raise ConfigError(
+                f"{loaded.source.target} was trained with the reward {reward}, which is Python code: add --reward "
+                f"{reward} to run it, or --reward answer to compare completions with the rows' answers."
+            )
+        config = cls.config_to_evaluate(loaded, request)
+        grpo = config.training.grpo.model_copy(update={"reward": reward})
+        config = config.model_copy(update={"training": config.training.model_copy(update={"grpo": grpo})})
+        loaded.objective.open(loaded.tokenizer, reward)
+        if request.data is None:
+            part = cast(PromptCorpus, request.own_corpus()).validation
+        else:
+
+            def read(source: Source, notes: list[str]) -> PromptExamples:
+                return read_prompts(source, config, loaded.tokenizer, request.progress, notes)
+
+            part = read_requested(request, config.data, read)
+        if grpo.reward_function is None:
+            for question in part.questions:
+                check_answer(question.columns, question.where)
+        return GRPOEvaluator(loaded.objective, part)
