@@ -16,7 +16,7 @@ import yaml
 from sansgpu.cli import run as cli
 from sansgpu.config import load_config
 from tests.processes import finish, messages, write_corpus, write_rows
-from tests.tasks.folders import chat_rows, conll, labeled_rows, model_folder, preference_rows, squad
+from tests.tasks.folders import chat_rows, conll, labeled_rows, model_folder, preference_rows, prompt_rows, squad
 
 Captured = pytest.CaptureFixture[str]
 YES = ["--yes", "--json"]
@@ -41,6 +41,7 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str | None]] = {
     "qa": (squad, "bert"),
     "embed": (_pairs, "bert"),
     "preference": (preference_rows, "qwen2"),
+    "grpo": (prompt_rows, "qwen2"),
 }
 SUFFIXES = {"qa": ".json", "tokens": ".conll"}
 

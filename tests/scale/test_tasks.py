@@ -12,7 +12,7 @@ from sansgpu.cli import run as cli
 from tests.processes import options, use_cache, write_corpus, write_rows
 from tests.scale.launch import finish_forks
 from tests.scale.test_runs import losses
-from tests.tasks.folders import chat_rows, conll, labeled_rows, model_folder, preference_rows, squad
+from tests.tasks.folders import chat_rows, conll, labeled_rows, model_folder, preference_rows, prompt_rows, squad
 from tests.tasks.graph.graphs import rows
 from tests.tasks.texts import text_rows
 
@@ -31,6 +31,10 @@ SMALL = {
 GRAPH = {
     "model.attention_dropout": 0, "model.relation_dropout": 0, "data.validation_split": 0.2,
     "data.leaf_mask_ratio": 0.5, "data.min_leaf_groups": 1, "training.sbo_weight": 0.5,
+}  # fmt: skip
+GRPO = {
+    "training.grpo.reward": "tests.tasks.grpo.rewards:low_ids", "training.grpo.group_size": 3,
+    "training.grpo.max_completion_length": 8,
 }  # fmt: skip
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 EVERY_THIRD = 3  # one in three graph rows has triples
@@ -57,6 +61,7 @@ def overrides_by_task(home: Path) -> dict[str, dict[str, object]]:
         "kto": {
             "task": "preference", **sft, "data.dataset_name": home / "pairs.jsonl", "training.preference.loss": "kto",
         },
+        "grpo": {**sft, **GRPO, "data.dataset_name": prompt_rows(home / "prompts.jsonl")},
         "qa": {**bert, "data.dataset_name": squad(home / "squad.json", impossible=True), "data.doc_stride": 16},
         "embed": {**bert, "data.dataset_name": text_rows(home / "texts.jsonl", "triplets", 24)},
     }  # fmt: skip
@@ -74,7 +79,7 @@ def runs(home: Path, ranks: int, names: Collection[str]) -> dict[str, list[str]]
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (2, ("pretrain", "graph", "lora", "kto", "embed")),
+        (2, ("pretrain", "graph", "lora", "kto", "grpo", "embed")),
         *(pytest.param(ranks, None, marks=pytest.mark.long) for ranks in (2, 3)),
     ],
 )

@@ -129,3 +129,13 @@ def preference_rows(path: Path, count: int = 24, rated: bool = False, seed: int 
         else:
             rows.append({"prompt": turns, "chosen": good, "rejected": bad})
     return write_rows(path, rows)
+
+
+def prompt_rows(path: Path, count: int = 24, seed: int = 0) -> Path:
+    """Writes prompts for task grpo, as text and as conversations, with answers of one word."""
+    draw, rows = random.Random(seed), []
+    for number in range(count):
+        prompt = sentence(draw, draw.randint(1, 12))
+        turns = [{"role": "user", "content": prompt}]
+        rows.append({"prompt": turns if number % 2 else prompt, "answer": draw.choice(WORDS), "number": number})
+    return write_rows(path, rows)

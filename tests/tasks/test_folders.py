@@ -94,7 +94,7 @@ def test_a_task_is_added_with_a_folder_and_a_line(copy: Path, tmp_path: Path) ->
     (folder / "task.py").write_text(
         task.replace("LABELS =", "from sansgpu.tasks.order.settings import SETTINGS\nLABELS =")
     )
-    replace_line(copy, '    "preference": ("sft",),\n', '    "preference": ("sft",),\n    "order": (),\n')
+    replace_line(copy, '    "grpo": ("sft",),\n', '    "grpo": ("sft",),\n    "order": (),\n')
     corpus = write_stories(tmp_path / "stories.jsonl")
     chosen = settings(
         task="order", data__dataset_name=corpus, data__vocab_size=300, training__max_steps=1, training__batch_size=2,

@@ -8,11 +8,15 @@ import pytest
 
 from tests.processes import digests, events_of, finish, kill_when, options, record, start
 from tests.tasks.fine_tuned import TINY
-from tests.tasks.folders import conll, labeled_rows, model_folder, preference_rows
+from tests.tasks.folders import conll, labeled_rows, model_folder, preference_rows, prompt_rows
 from tests.tasks.texts import text_rows
 
 STEPS = 6
 KTO = {"training.preference.loss": "kto"}
+GRPO = {
+    "training.grpo.reward": "tests.tasks.grpo.rewards:low_ids", "training.grpo.group_size": 2,
+    "training.grpo.max_completion_length": 8, "training.grpo.beta": 0.1, "training.learning_rate": 0.05,
+}  # fmt: skip
 LORA = {"model.adapter": "lora", "model.lora_dropout": 0.1}
 
 
@@ -21,11 +25,12 @@ def fill(home: Path) -> None:
     conll(home / "tokens.conll")
     text_rows(home / "embed.jsonl", "triplets")
     preference_rows(home / "preference.jsonl")
+    prompt_rows(home / "grpo.jsonl")
 
 
 def arguments(home: Path, task: str, run: Path, changes: dict[str, object]) -> list[str]:
     data = home / ("tokens.conll" if task == "tokens" else f"{task}.jsonl")
-    model = model_folder("qwen2" if task == "preference" else "bert")
+    model = model_folder("qwen2" if task in ("preference", "grpo") else "bert")
     own = {
         "task": task, "model.name_or_path": model, "data.dataset_name": data,
         "data.validation_split": 0.2, "training.max_steps": STEPS, "training.gradient_accumulation_steps": 4,
@@ -45,6 +50,7 @@ def outcome(run: Path) -> tuple[dict[str, str], list[dict[str, object]]]:
     [
         ("classify", {}),
         ("preference", KTO),
+        ("grpo", {**GRPO, **LORA}),
         *(pytest.param(*c, marks=pytest.mark.long) for c in (("tokens", {}), ("embed", {}), ("embed", LORA))),
     ],
 )

@@ -19,7 +19,7 @@ from tests.tasks.folders import labeled_rows, model_folder
 pytestmark = pytest.mark.usefixtures("home")
 ROWS = {
     "graph": 24, "sft": 24, "tokens": 40, "classify": 48, "few_shot": 48, "preference": 24, "kto": 2 * 24, "qa": 2 * 8,
-    "embed": 24,
+    "embed": 24, "grpo": 24,
 }  # fmt: skip
 
 

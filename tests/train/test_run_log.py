@@ -18,7 +18,7 @@ from sansgpu.tasks.graph.task import Graph
 from sansgpu.train.run import TrainingRun
 from sansgpu.train.run_log import StepLog, SystemStatistics
 from sansgpu.train.snapshots import Progress
-from sansgpu.train.step import PHASES, StepResult
+from sansgpu.train.step import StepResult
 from sansgpu.views.terminal import Terminal
 from tests.processes import events_of, train
 from tests.tasks.graph.graphs import prepared
@@ -39,7 +39,7 @@ def log_of(task: Graph, rate: float, folder: Path, system: SystemStatistics = la
 
 
 def event_of(log: StepLog, seconds: float) -> dict[str, Any]:
-    result = StepResult(1.0, 1, 10, 1.0, {}, dict.fromkeys(PHASES, 0.0))
+    result = StepResult(1.0, 1, 10, 1.0, {}, dict.fromkeys(("forward", "backward"), 0.0))
     log.add(seconds, 0.0, result)
     return log.event(Progress(step=1, logged_loss=1.0, logged_targets=1), result, 0.1, 5)
 

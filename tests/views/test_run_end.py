@@ -78,7 +78,7 @@ def test_every_task_names_what_can_be_done_with_its_models(kind: str, tmp_path: 
     record = RunRecord(RunPaths(tmp_path), config, {}, [])
     record.__dict__["settings"] = settings
     found = commands(record)
-    decoder = settings.task in ("pretrain", "sft", "preference")
+    decoder = settings.task in ("pretrain", "sft", "preference", "grpo")
     assert found[-1] == f"sansgpu export {tmp_path} --format {'gguf' if decoder else 'hf'}"
     assert all(line.startswith("sansgpu ") and "MODEL" not in line for line in found)
 

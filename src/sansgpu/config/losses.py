@@ -104,7 +104,7 @@ class GRPOConfig(Section):
 
     @property
     def reward_function(self) -> str | None:
-        """Returns the Python function that computes rewards, as `package.module:function`, or None if it is built in."""
+        """Returns the Python function of the user that computes rewards, or None if the reward is built in."""
         return self.reward if is_outside(self.reward) else None
 
 

@@ -29,7 +29,8 @@ def evaluate_model(
 ) -> tuple[dict[str, Any], TaskSettings]:
     """Returns the eval event of a model on `data`, or of a run on its own validation split, and its task's settings.
 
-    `reward` replaces the reward of a run of task grpo; it may be Python code. Raises ConfigError if the model or the data cannot be used.
+    `reward` replaces the reward of a run of task grpo; it may be Python code. Raises ConfigError if the model or the
+    data cannot be used.
     """
     target, objective = model.target, model.objective
     verb: Verb = "chat" if data is not None and _reads_conversations(target, data) else "evaluate"

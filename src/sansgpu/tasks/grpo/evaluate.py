@@ -34,4 +34,4 @@ class GRPOEvaluator:
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         found = completion_metrics(sums)
-        return {"loss": -found["reward"], **found, "prompts": sums["completions"]}
+        return {"loss": 0.0 - found["reward"], **found, "prompts": sums["completions"]}

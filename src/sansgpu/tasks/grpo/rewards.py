@@ -44,9 +44,7 @@ def check_answer(columns: Mapping[Any, Any], where: str) -> None:
         raise bad_row(where, f"has the {ANSWER} {shown(value)} instead of a text or a number")
 
 
-def _answer_rewards(
-    questions: Sequence[Question], completions: Sequence[str], ids: Sequence[list[int]]
-) -> list[float]:
+def _answer_rewards(questions: Sequence[Question], completions: Sequence[str], ids: Sequence[list[int]]) -> list[float]:
     pairs = zip(questions, completions, strict=True)
     return [float(is_right(completion, str(question.columns[ANSWER]))) for question, completion in pairs]
 

@@ -68,9 +68,7 @@ def batch_model(unpadded: UnpaddedModel, tokenizer: Any) -> BatchModel:
     return pretrained_batch(unpadded, tokenizer, may_fill_memory=True)
 
 
-def generation_seconds(
-    unpadded: UnpaddedModel, tokenizer: Any, completions: int, prompt: int, longest: int
-) -> float:
+def generation_seconds(unpadded: UnpaddedModel, tokenizer: Any, completions: int, prompt: int, longest: int) -> float:
     """Estimates the time to generate completions of `longest` tokens for prompts of `prompt` tokens.
 
     Times reading the prompts and a few decoding steps in the middle of the completions.

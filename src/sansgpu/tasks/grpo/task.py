@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from sansgpu.config import Config, ConfigError
+from sansgpu.config.wording import counted
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.order import batch_indices
 from sansgpu.data.shards import ReportProgress
@@ -23,7 +24,7 @@ from sansgpu.tasks.grpo.objective import GRPOObjective
 from sansgpu.tasks.grpo.rewards import check_answer
 from sansgpu.tasks.grpo.rows import PromptCorpus, PromptExamples, read_prompts
 from sansgpu.tasks.grpo.settings import SETTINGS
-from sansgpu.tasks.sft.task import SFT
+from sansgpu.tasks.sft.task import SFT, context_of
 from sansgpu.tasks.task import EvaluationRequest, TrainedModel
 
 
@@ -36,6 +37,12 @@ class GRPO(SFT):
 
     def __init__(self, config: Config, corpus: Any, effective_batch: int) -> None:
         super().__init__(config, corpus, effective_batch)
+        context = context_of(self.objective)
+        if context is not None and config.window > context:
+            raise ConfigError(
+                f"data.max_length {config.window} is longer than the model's context of {counted(context, 'token')}; "
+                "lower it."
+            )
         self.objective.open(corpus.tokenizer, config.training.grpo.reward)
 
     def complete(self, batch: Any, group: Group) -> ExampleBatch:

@@ -130,7 +130,9 @@ class AnswerModel:
             inputs = self._shared(tokens, layout)[layout.copies[places]]
         else:
             inputs = self._separate(tokens, layout)[places]
-        found = self._unpadded.target_log_probabilities(inputs, targets[has_target]).double()  # losses subtract large sums that are close
+        found = self._unpadded.target_log_probabilities(
+            inputs, targets[has_target]
+        ).double()  # losses subtract large sums that are close
         return found.new_zeros(len(layout.lengths)).index_add(0, answers, found).view(-1, 2)
 
     def _shared(self, tokens: torch.Tensor, layout: PairLayout) -> torch.Tensor:

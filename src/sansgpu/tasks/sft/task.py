@@ -107,7 +107,7 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
     def teacher(cls, loaded: TrainedModel) -> Teacher:
         if isinstance(loaded.objective, DecoderChat):
             return decoder_teacher(loaded.objective.model)
-        return transformers_teacher(loaded.objective.unpadded, _context_of(loaded.objective))
+        return transformers_teacher(loaded.objective.unpadded, context_of(loaded.objective))
 
     def batch(self, step: int, total_steps: int | None = None) -> ExampleBatch:
         batch = super().batch(step, total_steps)
@@ -149,7 +149,7 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
         data = loaded.config.data
         assert data.max_length is not None
         longest = max(data.max_length, request.window or 0)
-        window = request.window_within(_context_of(loaded.objective) or longest, data.max_length)
+        window = request.window_within(context_of(loaded.objective) or longest, data.max_length)
         return loaded.config.model_copy(update={"data": data.model_copy(update={"max_length": window})})
 
     @classmethod
@@ -173,7 +173,7 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
         return settings, loaded.objective.merged_weights(), tokenizer_parts(loaded.tokenizer)
 
 
-def _context_of(objective: SFTObjective | DecoderChat) -> int | None:
+def context_of(objective: SFTObjective | DecoderChat) -> int | None:
     """Returns the model's context length in tokens, or None if its config does not have it."""
     if isinstance(objective, DecoderChat):
         return objective.model.config.max_seq_len
