@@ -150,7 +150,9 @@ def test_loss_and_gradient_are_those_of_the_formulas_in_float64(temperature: flo
             with torch.no_grad(), objective._adapted.disable_adapter():
                 reference = log_probabilities(prompt, ids)
             kl = torch.exp(reference - policy) - (reference - policy) - 1
-            expected, surrogate = expected + beta * float(kl.detach().sum()), surrogate + beta * kl.sum()
+            value = kl.detach()
+            expected += beta * float(value.sum())
+            surrogate = surrogate + beta * (kl + value * policy).sum()
     surrogate.backward()
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
     assert len(found) > 5
@@ -292,11 +294,10 @@ def test_a_bad_row_is_named(row: object, words: str, home: Path, tmp_path: Path,
 def test_a_model_learns_what_is_rewarded(home: Path, tmp_path: Path, capsys: Captured) -> None:
     run, name = tmp_path / "run", f"{OWN}share_of_low_ids"
     more = {
-        "training.grpo.reward": name,
-        "training.max_steps": 16,
-        "training.learning_rate": 0.02,
-        "training.eval_on_start": "true",
-    }
+        "training.grpo.reward": name, "training.grpo.group_size": 8, "training.gradient_accumulation_steps": 4,
+        "training.learning_rate": 0.02, "training.lr_scheduler": "constant", "training.max_steps": 16,
+        "training.eval_steps": 8, "training.save_steps": 0, "training.eval_on_start": "true",
+    }  # fmt: skip
     assert cli(arguments(home, run, **more)) == 0
     shown = capsys.readouterr().out
     steps, evaluations = events_of(run, "step"), events_of(run, "eval")

@@ -19,15 +19,19 @@ def advantages(rewards: torch.Tensor, scale: Literal["group", "batch", "none"]) 
     return found / (deviations + MIN_DEVIATION)
 
 
-def token_losses(policy: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    """Returns the loss of each token (K,) from its log-probability and the advantage of its completion, both (K,).
+def token_losses(policy: torch.Tensor, gains: torch.Tensor) -> torch.Tensor:
+    """Returns the loss of each token (K,) from its log-probability and from what its completion gains, both (K,).
 
-    The completions come from the current weights, so the ratio of probabilities is 1, and clipping has no effect.
+    `gains` are advantages, minus the weighted KL divergence if there is a reference. The completions come from the
+    current weights, so the ratio of probabilities is 1, and clipping has no effect.
     """
-    return -torch.exp(policy - policy.detach()) * advantages
+    return -torch.exp(policy - policy.detach()) * gains
 
 
 def kl_divergences(policy: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Estimates the KL divergence from the reference at each token (K,); the estimate k3 of arXiv 2402.03300."""
+    """Estimates the KL divergence from the reference at each token (K,); the estimate k3 of arXiv 2402.03300.
+
+    `token_losses` multiplies it by the ratio of probabilities, so that its gradient is unbiased (arXiv 2512.02556).
+    """
     difference = reference - policy
     return torch.exp(difference) - difference - 1

@@ -67,12 +67,12 @@ class GRPOObjective(FineTuning):
         examples = torch.repeat_interleave(batch.lengths)[is_target]
         reference = self._reference_log_probabilities(batch, is_target) if self.grpo.beta else None
         policy = self._log_probabilities(batch, is_target)
-        losses = token_losses(policy, batch.advantages[examples])
+        gains = batch.advantages[examples]
         if reference is not None:
             kl = kl_divergences(policy, reference)
             self._step_sums.add({"kl": float(kl.detach().sum()), "kl_tokens": float(len(kl))})
-            losses = losses + self.grpo.beta * kl
-        return losses.sum()
+            gains = gains - self.grpo.beta * kl
+        return token_losses(policy, gains).sum()
 
     def _log_probabilities(self, batch: Completions, is_target: torch.Tensor) -> torch.Tensor:
         """Returns the log-probabilities of the K targets, (K,) fp32, at the temperature of sampling."""
