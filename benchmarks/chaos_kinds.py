@@ -48,6 +48,13 @@ class Kind:
         return ["train", *chosen, "--output-dir", str(run), *many, *(["--resume", "latest"] if resume else [])]
 
 
+GRPO = {
+    "task": "grpo", "data.dataset_name": "arithmetic", "data.max_length": 96, "data.chat_template": "simple",
+    "training.grpo.group_size": 2, "training.grpo.max_completion_length": 8, "training.grpo.beta": 0.1,
+    "training.eval_batches": 1,
+}  # fmt: skip
+
+
 def make_kinds(folder: Path) -> list[Kind]:
     """Returns all kinds after writing their data and base models to `folder`."""
     from benchmarks.tiny_model import make_folder
@@ -84,6 +91,7 @@ def make_kinds(folder: Path) -> list[Kind]:
         Kind("sft, LoRA", {**sft, **lora}),
         Kind("preference", preference),
         Kind("preference, KTO with LoRA", {**preference, **lora, "training.preference.loss": "kto"}),
+        Kind("grpo, LoRA", {**sft, **lora, **GRPO}),
         Kind("qa", qa),
         Kind("embed", embed),
         Kind("classify", classify),

@@ -113,6 +113,12 @@ GROUPS = (
         training.preference.gamma training.preference.desirable_weight training.preference.undesirable_weight""",
     ),
     Group(
+        "Reinforcement learning",
+        "rewards, groups of completions, KL divergence (GRPO)",
+        """training.grpo.reward training.grpo.group_size training.grpo.max_completion_length
+        training.grpo.temperature training.grpo.scale_rewards training.grpo.beta""",
+    ),
+    Group(
         "Distillation",
         "learning from a teacher's predictions",
         """training.distillation.teacher training.distillation.weight training.distillation.temperature

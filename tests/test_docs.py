@@ -43,8 +43,8 @@ def checkout(tmp_path: Path) -> Path:
 # Pages whose commands take a long time.
 SLOW = (
     "assistant", "bench", "classify", "configuration", "data", "distill", "embed", "entities", "fine-tuning", "graph",
-    "kubernetes", "laptops", "plan", "preference", "python", "questions", "report", "resume", "scaling", "search",
-    "serve", "train", "tune", "use",
+    "grpo", "kubernetes", "laptops", "plan", "preference", "python", "questions", "report", "resume", "scaling",
+    "search", "serve", "train", "tune", "use",
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from benchmarks.tiny_model import make_folder
 
 from sansgpu.cli import run as cli
 from tests.processes import TINY, settings, write_corpus, write_rows
-from tests.tasks.folders import chat_rows, conll, labeled_rows, preference_rows, squad, tagged_rows
+from tests.tasks.folders import chat_rows, conll, labeled_rows, preference_rows, prompt_rows, squad, tagged_rows
 from tests.tasks.graph.graphs import rows as graph_rows
 from tests.tasks.texts import text_rows
 
@@ -67,6 +67,7 @@ def make_bases(home: Path) -> Bases:
         "graph": [graph],
         "sft": [chat_rows(home / "chats.jsonl")],
         "preference": [preference_rows(home / f"answers-{rated}.jsonl", rated=rated) for rated in (False, True)],
+        "grpo": [prompt_rows(home / "prompts.jsonl")],
         "classify": [
             labeled_rows(home / f"{kind}.jsonl", kind, pairs=kind == "single")
             for kind in ("single", "multiple", "regression")

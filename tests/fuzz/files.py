@@ -37,6 +37,7 @@ def rows(draw: random.Random, bases: Bases) -> Case:
             "graph",
             "sft",
             "preference",
+            "grpo",
             "qa",
             "classify",
             "classify",
@@ -73,12 +74,13 @@ def _command(draw: random.Random, bases: Bases, task: str, name: str) -> list[st
         chosen = settings(data__dataset_name=name, training__max_steps=2)
         graph = ("task=graph", "model.activation=gelu", "data.validation_split=0.2") if task == "graph" else ()
         return ["train", *chosen, *as_options(graph), "--dry-run"]
-    folder = bases.decoder if task in ("sft", "preference") else bases.encoder
+    folder = bases.decoder if task in ("sft", "preference", "grpo") else bases.encoder
     chosen = [f"task={task}", f"model.name_or_path={folder}", f"data.dataset_name={name}", "training.batch_size=1"]
     chosen += ["training.max_steps=2", "data.max_length=48"]
     own = {
         "sft": "data.chat_template=simple",
         "preference": "training.preference.loss=kto",
+        "grpo": "training.grpo.max_completion_length=8",
         "qa": "data.doc_stride=16",
         "tokens": "data.doc_stride=16",
     }
