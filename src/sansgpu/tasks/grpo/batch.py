@@ -17,7 +17,7 @@ from sansgpu.data.sequences import PackedSequences
 
 
 @dataclass(frozen=True)
-class Question:
+class PromptRow:
     """A row: its prompt and the other columns, on which its reward depends."""
 
     where: str  # location of the row, for messages
@@ -30,7 +30,7 @@ class Question:
 class Prompts(ExampleBatch):
     """Prompts to complete in a training step, or in an evaluation."""
 
-    questions: Sequence[Question]
+    questions: Sequence[PromptRow]
     step: int = 0
 
     def __len__(self) -> int:

@@ -11,14 +11,14 @@ from typing import Any
 
 from sansgpu.config import ConfigError, SansGPUError, import_class
 from sansgpu.config.wording import counted, first_line, shown
-from sansgpu.tasks.grpo.batch import Question
+from sansgpu.tasks.grpo.batch import PromptRow
 from sansgpu.tasks.sft.conversations import bad_row
 
 ANSWER = "answer"  # the column with the right answer
 REMEDY = "correct the function, and continue the run with --resume"
 
 # Computes the reward of each completion, given as text and as token ids.
-Reward = Callable[[Sequence[Question], Sequence[str], Sequence[list[int]]], list[float]]
+Reward = Callable[[Sequence[PromptRow], Sequence[str], Sequence[list[int]]], list[float]]
 
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 _NUMBER = re.compile(r"-?(?:\d[\d,]*)?\.?\d+")
@@ -44,7 +44,9 @@ def check_answer(columns: Mapping[Any, Any], where: str) -> None:
         raise bad_row(where, f"has the {ANSWER} {shown(value)} instead of a text or a number")
 
 
-def _answer_rewards(questions: Sequence[Question], completions: Sequence[str], ids: Sequence[list[int]]) -> list[float]:
+def _answer_rewards(
+    questions: Sequence[PromptRow], completions: Sequence[str], ids: Sequence[list[int]]
+) -> list[float]:
     pairs = zip(questions, completions, strict=True)
     return [float(is_right(completion, str(question.columns[ANSWER]))) for question, completion in pairs]
 
@@ -94,7 +96,7 @@ class _FunctionReward:
         self._named = None if is_open else [one.name for one in parameters]
 
     def __call__(
-        self, questions: Sequence[Question], completions: Sequence[str], ids: Sequence[list[int]]
+        self, questions: Sequence[PromptRow], completions: Sequence[str], ids: Sequence[list[int]]
     ) -> list[float]:
         columns = dict.fromkeys(name for question in questions for name in question.columns)
         given: dict[str, Any] = {str(name): [question.columns.get(name) for question in questions] for name in columns}

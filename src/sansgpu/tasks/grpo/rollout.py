@@ -12,7 +12,7 @@ import torch
 from sansgpu.models.generation.generate import BatchModel, complete
 from sansgpu.models.generation.prompts import decode
 from sansgpu.models.generation.sampling import Sampling, reading
-from sansgpu.tasks.grpo.batch import Question
+from sansgpu.tasks.grpo.batch import PromptRow
 from sansgpu.tasks.grpo.rewards import Reward
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -37,7 +37,7 @@ class Rollout:
     def __init__(self, unpadded: UnpaddedModel, tokenizer: Any, reward: Reward, longest: int) -> None:
         self._unpadded, self._tokenizer, self._reward, self._longest = unpadded, tokenizer, reward, longest
 
-    def __call__(self, questions: Sequence[Question], sampling: Sampling, first: int = 0) -> list[Rewarded]:
+    def __call__(self, questions: Sequence[PromptRow], sampling: Sampling, first: int = 0) -> list[Rewarded]:
         """Completes each question. The random draws of a completion depend on the seed and its number from `first`."""
         if not questions:
             return []
@@ -50,7 +50,7 @@ class Rollout:
         return [Rewarded(own, stop is None, reward) for own, stop, reward in zip(ids, stops, rewards, strict=True)]
 
     def _completions(
-        self, questions: Sequence[Question], sampling: Sampling, first: int
+        self, questions: Sequence[PromptRow], sampling: Sampling, first: int
     ) -> list[tuple[list[int], int | None]]:
         """Returns the tokens of each completion, and the token that ended it, or None if it was truncated."""
         model, prompts = batch_model(self._unpadded, self._tokenizer), [question.ids.tolist() for question in questions]

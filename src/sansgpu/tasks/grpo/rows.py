@@ -17,7 +17,7 @@ from sansgpu.data.sources import Source
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.models.generation.prompts import prompt_ids, text_prompt_ids
 from sansgpu.tasks.evaluation import TokenizedCorpus
-from sansgpu.tasks.grpo.batch import Question
+from sansgpu.tasks.grpo.batch import PromptRow
 from sansgpu.tasks.grpo.rewards import check_answer
 from sansgpu.tasks.sft.chat import with_fixed_date
 from sansgpu.tasks.sft.conversations import Prompt, bad_row, read_prompt
@@ -29,7 +29,7 @@ PROMPT_COLUMNS = ("prompt", "messages", "text")
 class PromptExamples:
     """The prompts of a split. Each is completed `group_size` times, with at most `longest` tokens."""
 
-    questions: Sequence[Question]
+    questions: Sequence[PromptRow]
     group_size: int
     longest: int
 
@@ -80,16 +80,16 @@ def read_prompts(
     Raises BadRowError if a row is invalid, and ConfigError if the chat template does not work.
     """
     grpo, bad_rows, too_long = config.training.grpo, BadRows(config.data.on_bad_row), 0
-    room, questions = config.window - grpo.max_completion_length, list[Question]()
+    room, questions = config.window - grpo.max_completion_length, list[PromptRow]()
 
-    def parse(row: SourceRow) -> Question:
+    def parse(row: SourceRow) -> PromptRow:
         prompt = read_prompt(row)
         columns = {name: value for name, value in prompt.row.items() if name not in PROMPT_COLUMNS}
         if grpo.reward_function is None:
             check_answer(columns, prompt.where)
         with tokenizer_errors(row.where):
             ids = np.array(_encoded(prompt, tokenizer), np.int64)
-        return Question(prompt.where, ids, prompt.text or list(prompt.turns), columns)
+        return PromptRow(prompt.where, ids, prompt.text or list(prompt.turns), columns)
 
     for question in bad_rows.parsed(rows_with_progress(source, progress), parse):
         if len(question.ids) > room:
