@@ -94,6 +94,7 @@ def make_kinds(folder: Path) -> list[Kind]:
         Kind("grpo, LoRA", {**sft, **lora, **GRPO}),
         Kind("qa", qa),
         Kind("embed", embed),
+        Kind("static", {**tuned, "task": "static", "data.dataset_name": embed["data.dataset_name"]}),
         Kind("classify", classify),
         Kind("tokens", tokens),
         Kind("2 processes", together, 2),

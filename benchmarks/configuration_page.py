@@ -78,6 +78,11 @@ GROUPS = (
         "model.name_or_path model.revision model.trust_remote_code model.pooling",
     ),
     Group(
+        "Static embeddings",
+        "dimensions, weighting of tokens (model2vec)",
+        "model.embedding_dim model.sif_coefficient",
+    ),
+    Group(
         "Adapters: LoRA, DoRA and quantized bases",
         "rank, alpha, target modules, trained adapters, int8 and int4 (QLoRA)",
         """model.adapter model.lora_rank model.lora_alpha model.lora_dropout model.lora_targets model.base_precision

@@ -31,11 +31,12 @@ def our_encoder(job: Job, texts: list[str]) -> tuple[Callable[[], Results], Call
     """Returns functions that encode and that only tokenize the texts."""
     from sansgpu.jobs.embed import open_encoder
     from sansgpu.tasks.embed.data import tokenize
-    from sansgpu.tasks.embed.objective import encode_texts
     from sansgpu.train.loading import ModelRequest
 
     loaded = open_encoder(ModelRequest(job["model"], precision=job["precision"]), print, lambda *_: None)
-    return lambda: encode_texts(loaded, texts), lambda: tokenize(texts, loaded.tokenizer, loaded.config.window, "")
+    return lambda: loaded.task_class.encode_texts(loaded, texts), lambda: tokenize(
+        texts, loaded.tokenizer, loaded.config.window, ""
+    )
 
 
 def their_encoder(job: Job, texts: list[str], batch: int) -> tuple[Callable[[], Results], Callable[[], Any]]:

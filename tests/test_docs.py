@@ -44,7 +44,7 @@ def checkout(tmp_path: Path) -> Path:
 SLOW = (
     "assistant", "bench", "classify", "configuration", "data", "distill", "embed", "entities", "fine-tuning", "graph",
     "grpo", "kubernetes", "laptops", "plan", "preference", "python", "questions", "report", "resume", "scaling",
-    "search", "serve", "train", "tune", "use",
+    "search", "serve", "static", "train", "tune", "use",
 )  # fmt: skip
 
 

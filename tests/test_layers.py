@@ -268,7 +268,7 @@ def test_a_run_imports_no_heavy_packages_that_it_does_not_need(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("command", "task"),
     [
-        *(("train", task) for task in ("classify", "tokens", "graph", "embed")),
+        *(("train", task) for task in ("classify", "tokens", "graph", "embed", "static")),
         *((command, "classify") for command in ("plan", "bench", "tune")),
     ],
 )

@@ -64,6 +64,7 @@ def overrides_by_task(home: Path) -> dict[str, dict[str, object]]:
         "grpo": {**sft, **GRPO, "data.dataset_name": prompt_rows(home / "prompts.jsonl")},
         "qa": {**bert, "data.dataset_name": squad(home / "squad.json", impossible=True), "data.doc_stride": 16},
         "embed": {**bert, "data.dataset_name": text_rows(home / "texts.jsonl", "triplets", 24)},
+        "static": {"data.dataset_name": home / "texts.jsonl", "data.max_length": 64, "data.vocab_size": 300},
     }  # fmt: skip
 
 
@@ -79,7 +80,7 @@ def runs(home: Path, ranks: int, names: Collection[str]) -> dict[str, list[str]]
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (2, ("pretrain", "graph", "lora", "kto", "grpo", "embed")),
+        (2, ("pretrain", "graph", "lora", "kto", "grpo", "embed", "static")),
         *(pytest.param(ranks, None, marks=pytest.mark.long) for ranks in (2, 3)),
     ],
 )

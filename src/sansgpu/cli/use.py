@@ -282,10 +282,10 @@ class _ExportOptions:
         str,
         option(
             "hf: a Hugging Face folder; gguf: a file for llama.cpp; ollama: that file with a Modelfile; onnx: an "
-            "encoder for onnxruntime.",
+            "encoder for onnxruntime; static: an encoder distilled to static embeddings for Sentence Transformers.",
             OUTPUT,
             "--format",
-            metavar="hf|gguf|ollama|onnx",
+            metavar="hf|gguf|ollama|onnx|static",
         ),
     ] = "hf"
     weight_type: Annotated[
@@ -302,7 +302,8 @@ class _ExportOptions:
     output: Annotated[
         Path | None,
         path_option(
-            "File or folder to write. Default: RUN/export, RUN/NAME-TYPE.gguf, RUN/ollama-TYPE or RUN/onnx-TYPE.",
+            "File or folder to write. Default: RUN/export, RUN/NAME-TYPE.gguf, RUN/ollama-TYPE, RUN/onnx-TYPE or "
+            "RUN/static.",
             "PATH",
         ),
     ] = None
@@ -314,6 +315,10 @@ class _ExportOptions:
             OUTPUT,
             "--merge/--no-merge",
         ),
+    ] = None
+    dimensions: Annotated[
+        int | None,
+        option("With --format static: dimensions of the embeddings. Default: 256, or the encoder's.", OUTPUT, min=1),
     ] = None
     push_to_hub: Annotated[
         str | None,
@@ -328,20 +333,22 @@ class _ExportOptions:
 
 @with_fields
 def export(given: _ExportOptions) -> None:
-    """Export a run as a Hugging Face, GGUF, Ollama or ONNX model.
+    """Export a run as a Hugging Face, GGUF, ONNX or static model.
 
-    With --format gguf, ollama and onnx, RUN may also be a Hugging Face folder, such as the folder final/ of a run.
+    With a format other than hf, RUN may also be a Hugging Face folder, such as the folder final/ of a run.
 
     Example: sansgpu export runs/default --format gguf --type q8_0 --snapshot best
     """
-    if given.form not in ("hf", "gguf", "ollama", "onnx"):
-        raise typer.BadParameter(f"--format is {given.form}, but must be hf, gguf, ollama or onnx")
-    if given.form == "hf" and given.weight_type is not None:
+    if given.form not in ("hf", "gguf", "ollama", "onnx", "static"):
+        raise typer.BadParameter(f"--format is {given.form}, but must be hf, gguf, ollama, onnx or static")
+    if given.form in ("hf", "static") and given.weight_type is not None:
         raise typer.BadParameter("--type requires --format gguf, ollama or onnx")
     if given.form not in ("hf", "gguf") and given.merge is not None:
         raise typer.BadParameter(
             "--merge and --no-merge require --format hf or gguf; other formats always contain the merged model"
         )
+    if given.form != "static" and given.dimensions is not None:
+        raise typer.BadParameter("--dimensions requires --format static; add it")
     if given.private and given.push_to_hub is None:
         raise typer.BadParameter("--private requires --push-to-hub; add it")
     with preparation_bar() as bar:
@@ -365,7 +372,7 @@ def export(given: _ExportOptions) -> None:
 
 def _write_export(given: _ExportOptions, progress: ReportProgress) -> tuple[Path, str | None, str | None]:
     """Returns the path that was written, a message about it, and a command that uses it."""
-    from sansgpu.jobs.export import export_gguf, export_ollama, export_onnx, export_run
+    from sansgpu.jobs.export import export_gguf, export_ollama, export_onnx, export_run, export_static
     from sansgpu.train.loading import ModelRequest
 
     model = ModelRequest(str(given.run), given.snapshot, given.trust_remote_code, given.objective)
@@ -378,4 +385,6 @@ def _write_export(given: _ExportOptions, progress: ReportProgress) -> tuple[Path
     if given.form == "onnx":
         file, check = export_onnx(model, given.output, given.weight_type or "f32", warn, progress)
         return file, f"checked with onnxruntime: {check}", None
+    if given.form == "static":
+        return export_static(model, given.output, given.dimensions, warn, progress), None, None
     return export_run(model, given.output, given.merge, warn, progress), None, None

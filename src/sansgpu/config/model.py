@@ -19,6 +19,7 @@ from sansgpu.config.section import Section
 
 DEFAULT_LEAVES = 3  # leaf slots per token assumed until the data is read
 MAX_LEAVES = 64
+MAX_EMBEDDING_DIM = 65_536  # larger than the vectors of any encoder
 MIN_BIGRAM_WIDTH = 8  # d_model from which a model can be initialized from bigrams
 # Bigrams help if the text has many tokens per token of the vocabulary and is read for the first time. With fewer, most
 # pairs occur only once or twice; in later epochs the model relies on pairs that other texts do not have. Pairs of
@@ -153,6 +154,21 @@ class ModelConfig(Section):
         description="how token vectors are pooled to the vector of a text; mean: their average; cls: the first "
         "token's; last: the last token's; auto: as the Sentence Transformers model specifies, otherwise mean for "
         "encoders and last for decoders",
+    )
+    embedding_dim: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_EMBEDDING_DIM,
+        description="dimensions of static embeddings. Default: 256, or fewer if the vectors of the encoder that is "
+        "distilled have fewer; for a static model that is trained further, its own",
+    )
+    sif_coefficient: float = Field(
+        1e-4,
+        ge=0,
+        lt=1,
+        description="weighting of tokens when an encoder is distilled to static embeddings; the vector of a token with "
+        "probability p, estimated from its rank in the vocabulary by Zipf's law, is multiplied by sif_coefficient / "
+        "(sif_coefficient + p) (smooth inverse frequency); 0: no weighting",
     )
     adapter: Literal["none", "lora", "dora", "continue"] = Field(
         "none",

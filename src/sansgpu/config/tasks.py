@@ -84,6 +84,7 @@ TASKS: dict[str, tuple[str, ...]] = {
     "classify": ("embed",),
     "tokens": (),
     "embed": (),
+    "static": ("embed",),
     "preference": ("sft",),
     "grpo": ("sft",),
 }

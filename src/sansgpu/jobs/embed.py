@@ -32,7 +32,6 @@ from sansgpu.machine.probe import has_bf16_tensors
 from sansgpu.models.formats.weights import weights_sha256
 from sansgpu.models.modules import narrow_matrices, set_matmul_precision
 from sansgpu.tasks.embed.index import FoundPassage, PassageIndex, PassageRules, Spans, require_usearch
-from sansgpu.tasks.embed.objective import encode_texts
 from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import ModelRequest, open_model
 
@@ -105,7 +104,8 @@ def embed(request: EmbedRequest, warn: Callable[[str], None], progress: ReportPr
                 texts = [_text_of(row, column) for row in chunk]
                 if not done:
                     loaded, agreement = _fastest(loaded, texts, words)
-                write(chunk, encode_texts(loaded, texts, counting(progress, "embedding", done, 0, "text"), words))
+                counted = counting(progress, "embedding", done, 0, "text")
+                write(chunk, loaded.task_class.encode_texts(loaded, texts, counted, words))
                 done += len(chunk)
         if not done:
             raise ConfigError(f"{data} has no rows.")
@@ -114,9 +114,9 @@ def embed(request: EmbedRequest, warn: Callable[[str], None], progress: ReportPr
 
 def _fastest(loaded: TrainedModel, texts: Sequence[str], prompt: str) -> tuple[TrainedModel, Int8Agreement | None]:
     """Returns the model in int8 if precision is auto, int8 is faster, and the vectors of a sample of texts agree."""
-    other = loaded.precision
+    other, encode_texts = loaded.precision, loaded.task_class.encode_texts
     few = loaded.is_precision_chosen or len(texts) < LEAST_TEXTS
-    if few or not library.multiplies_int8() or not is_faster("int8", other, ours=True):
+    if few or not _multiplies(loaded) or not library.multiplies_int8() or not is_faster("int8", other, ours=True):
         return loaded, None
     sample = texts[:: len(texts) // SAMPLE_TEXTS][:SAMPLE_TEXTS]
     expected, faster = encode_texts(loaded, sample, prompt=prompt), _in_precision(loaded, "int8")
@@ -138,11 +138,16 @@ def open_encoder(model: ModelRequest, warn: Callable[[str], None], progress: Rep
     Precision auto is bf16 or int16 if that is faster on this machine. Raises ConfigError if the model embeds no text.
     """
     loaded = open_model(model, "embed", warn, progress)
-    if not loaded.is_precision_chosen:
+    if not loaded.is_precision_chosen and _multiplies(loaded):
         loaded = _in_precision(loaded, resolve_precision(TrainingConfig(), loaded.device, library.available()))
     if has_bf16_tensors(loaded.precision):
         narrow_matrices(loaded.objective.model)
     return loaded
+
+
+def _multiplies(loaded: TrainedModel) -> bool:
+    """Returns whether a model multiplies matrices, so that their precision matters."""
+    return "embed" not in loaded.task_class.verbs_without_kernels
 
 
 def _text_of(row: SourceRow, column: str | int | None) -> str:
@@ -251,7 +256,7 @@ def search(
         raise ConfigError("the query is empty; pass a question or a phrase.")
     files = _files_of(folder)
     loaded = open_encoder(model, warn, progress)
-    tokenizer, layout = loaded.tokenizer, loaded.objective.layout
+    tokenizer, layout, encode_texts = loaded.tokenizer, loaded.objective.layout, loaded.task_class.encode_texts
     of_query, of_passage = layout.prompt(QUERY_PROMPT), layout.prompt(*PASSAGE_PROMPTS)
     room = loaded.config.window - tokenizer.num_special_tokens_to_add() - len(_token_spans(tokenizer, [of_passage])[0])
     if room < 1:

@@ -1,4 +1,4 @@
-"""Export of a model as a Hugging Face folder, a GGUF file, a folder for Ollama or an ONNX file."""
+"""Export of a model as a Hugging Face folder, a GGUF file, a folder for Ollama, an ONNX file or static embeddings."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.files.atomic import write_text
 from sansgpu.files.marks import is_output
 from sansgpu.files.ownership import GGUF, require_file, require_folder
+from sansgpu.jobs.embed import open_encoder
 from sansgpu.jobs.report import write_model_card
 from sansgpu.jobs.runs import require_run
 from sansgpu.models.formats.folders import base_of, is_adapter_folder, write_folder_atomically
@@ -32,6 +33,9 @@ from sansgpu.models.formats.onnx import FILES, OnnxCheck, decoder_error, require
 from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.huggingface.source import pretrained_config
 from sansgpu.tasks.capabilities import Chats, GGUFParts, can
+from sansgpu.tasks.static.distill import static_folder
+from sansgpu.tasks.static.model import write_static_folder
+from sansgpu.tasks.static.task import StaticEmbeddings
 from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import ModelRequest, class_of_run, open_model
 from sansgpu.train.run_folders import open_run
@@ -325,6 +329,29 @@ def export_onnx(
     return folder / FILES[weight_type], check
 
 
+def export_static(
+    model: ModelRequest, output: Path | None, dim: int | None, warn: Callable[[str], None], progress: ReportProgress
+) -> Path:
+    """Distills an embedding model to static embeddings of `dim` dimensions, and writes them (default: RUN/static).
+
+    Takes a run, a Sentence Transformers folder or any Hugging Face encoder. Raises ConfigError if the model cannot be
+    distilled.
+    """
+    target = Path(model.target)
+    if (target / "config.yaml").is_file():
+        folder = output or target / "static"
+        if output is None:
+            require_run(target)
+    else:
+        folder = _require_output(target, output)
+    require_folder(folder, "model", "--output")
+    _require_no_other_run(folder, target)
+    static = static_folder(open_encoder(model, warn, progress), dim, progress)
+    progress(f"writing {folder}", 0, 0)
+    write_static_folder(static, folder)
+    return folder
+
+
 def _require_plain_folder(target: Path, model: ModelRequest, output: Path | None) -> None:
     """Raises ConfigError unless `target` is a Hugging Face folder, and the options are for one."""
     if not (target / "config.json").is_file():
@@ -339,7 +366,10 @@ def _write_encoder(model: ModelRequest, folder: Path, warn: Callable[[str], None
     """Writes a run's snapshot as a Hugging Face folder, with an adapter merged. Raises ConfigError for a decoder."""
     run = Path(model.target)
     config, _ = open_run(run)
-    if can(class_of_run(run, config, "export", model.objective), "generate"):
+    task = class_of_run(run, config, "export", model.objective)
+    if can(task, "generate"):
         raise decoder_error(model.target)
+    if issubclass(cast(type, task), StaticEmbeddings):
+        raise ConfigError(f"{model.target} has static embeddings, which --format onnx does not support; use hf.")
     loaded = open_model(model, "export", warn, progress)
     loaded.task_class.export_model(loaded, folder, True)

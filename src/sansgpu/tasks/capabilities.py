@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 
 from sansgpu.config import Config
@@ -65,8 +66,23 @@ class Chats(Generates):
         """
 
 
-class Embeds:
-    """Computes text embeddings."""
+def ignore_count(done: int) -> None:
+    """Ignores the number of finished texts. Used as a progress callback."""
+
+
+class Embeds(ABC):
+    """Computes text embeddings. Its objectives have a `width` and the `layout` of a Sentence Transformers model."""
+
+    @classmethod
+    @abstractmethod
+    def encode_texts(
+        cls, loaded: TrainedModel, texts: Sequence[str], encoded: Callable[[int], None] = ignore_count, prompt: str = ""
+    ) -> np.ndarray:
+        """Returns the embeddings of texts, (S, D) float32, from a model that `jobs.embed.open_encoder` has loaded.
+
+        Reports progress by calling `encoded` with the number of finished texts. Prepends `prompt` to each text. Raises
+        ConfigError if a text cannot be embedded.
+        """
 
 
 class RanksEntities(ABC):

@@ -192,10 +192,7 @@ class FineTuning(ObjectiveBase, ABC):
 
     @classmethod
     def random_tokens(cls, config: Config, size: int, tokens: int | None) -> list[np.ndarray]:
-        """Returns `size` examples of `tokens` random tokens."""
-        length = min(tokens or config.window, config.window)
-        draws = torch.Generator().manual_seed(derive_seed(config.training.seed, "trial"))
-        return list(torch.randint(0, cls.costs(config).shape.vocabulary, (size, length), generator=draws).numpy())
+        return random_tokens(config, cls.costs(config).vocabulary, size, tokens)
 
 
 class FineTuningTask(ComposedTask):
@@ -207,7 +204,7 @@ class FineTuningTask(ComposedTask):
     def __init__(self, config: Config, corpus: Any, effective_batch: int, target_ratio: float = 1.0) -> None:
         """`target_ratio` is the number of targets per token of `corpus`."""
         super().__init__(config, self.objective_class(config), corpus, effective_batch)
-        self.fingerprint = f"{corpus.fingerprint}-{weights_fingerprint(config.model)}"
+        self.fingerprint = f"{corpus.fingerprint}-{self.base_fingerprint(config)}"
         self.flops_per_token = self.objective.flops_of_token(corpus.sequence_tokens, target_ratio)
 
     def batch(self, step: int, total_steps: int | None = None) -> ExampleBatch:
@@ -215,6 +212,11 @@ class FineTuningTask(ComposedTask):
         indices = batch_indices(self.config.training.seed, step, len(part), self._effective_batch)
         batch: ExampleBatch = part.batch(self.objective.ordered(indices, part.lengths))
         return batch
+
+    @classmethod
+    def base_fingerprint(cls, config: Config) -> str:
+        """Identifies the weights that a run starts from, to detect on resume that they have changed."""
+        return weights_fingerprint(config.model)
 
     def save_tokenizer(self, folder: Path) -> None:
         save_tokenizer(self.corpus.tokenizer, folder)
@@ -270,6 +272,13 @@ class StepWideTask(FineTuningTask):
     def step_loss(self, outputs: torch.Tensor, batches: Sequence[Any]) -> torch.Tensor:
         loss: torch.Tensor = self.objective.step_loss(outputs, batches)
         return loss
+
+
+def random_tokens(config: Config, vocabulary: int, size: int, tokens: int | None) -> list[np.ndarray]:
+    """Returns `size` examples of `tokens` random tokens."""
+    length = min(tokens or config.window, config.window)
+    draws = torch.Generator().manual_seed(derive_seed(config.training.seed, "trial"))
+    return list(torch.randint(0, vocabulary, (size, length), generator=draws).numpy())
 
 
 def longest_example(config: Config, tokenizer: Any) -> int:

@@ -36,6 +36,11 @@ def fine_tuning_problems(config: Any, data: str = "rows") -> Iterator[str]:
     """Yields a message if the pretrained model or the `data` is not configured."""
     if config.model.name_or_path is None:
         yield f"task {config.task} fine-tunes a pretrained model; set model.name_or_path"
+    yield from row_problems(config, data)
+
+
+def row_problems(config: Any, data: str = "rows") -> Iterator[str]:
+    """Yields a message if the `data` is not configured."""
     if config.data.dataset_name == config.settings.default("data", "dataset_name", PYTHON_STDLIB):
         yield f"task {config.task} requires {data}; set data.dataset_name"
 

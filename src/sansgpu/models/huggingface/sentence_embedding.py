@@ -8,7 +8,9 @@ S texts, N tokens in total, D width, L labels.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +28,9 @@ MODULES, POOLING, NORMALIZE = "modules.json", "1_Pooling", "2_Normalize"
 VERSIONED = "config_sentence_transformers.json"
 SETTINGS = "sentence_bert_config.json"  # settings of the Transformer module
 LINEAR_HEAD = "head.safetensors"  # a linear classifier of the embeddings
+STATIC = (
+    "StaticEmbedding"  # module of a model without a transformer: a text's vector is the mean of its tokens' vectors
+)
 # Pooling modes in 1_Pooling/config.json: as keys, which all versions read, and as values from version 5.4 on.
 _MODES: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last",
@@ -53,20 +58,59 @@ def read_layout(model: ModelConfig) -> EmbeddingLayout | None:
 
     Raises ConfigError if it has modules or a pooling mode that sansgpu does not support.
     """
-    if (file := model_file(model, MODULES)) is None:
+    find = partial(model_file, model)
+    if (file := find(MODULES)) is None:
         return None
+    paths = _module_paths(file)
+    if STATIC in paths:
+        raise ConfigError(f"{model.name_or_path} is a static embedding model; set task to static to train it.")
+    _require_modules(file, paths, ("Transformer", "Pooling", "Normalize"), ", or delete it to use only the transformer")
+    return _layout(find, paths)
+
+
+def is_static_folder(folder: Path) -> bool:
+    """Returns whether a folder is a static embedding model of Sentence Transformers. Raises ConfigError."""
+    return (folder / MODULES).is_file() and STATIC in _module_paths(folder / MODULES)
+
+
+def read_static_layout(folder: Path) -> tuple[EmbeddingLayout, Path]:
+    """Returns the layout of a static embedding model, and the folder of its weights and tokenizer.
+
+    Raises ConfigError if the model has modules that sansgpu does not support.
+    """
+    paths = _module_paths(folder / MODULES)
+    _require_modules(folder / MODULES, paths, (STATIC, "Normalize"))
+    inner = folder / paths[STATIC]
+    if not inner.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"{folder / MODULES} names the path {paths[STATIC][:100]}, which is outside its folder.")
+
+    def find(name: str) -> Path | None:
+        return folder / name if (folder / name).is_file() else None
+
+    return _layout(find, paths), inner
+
+
+def _module_paths(file: Path) -> dict[str, str]:
+    """Returns the folders of a model's modules by the names of their classes."""
     modules = read_json(file)
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise ConfigError(f"{file} does not contain a list of modules; fix it or choose another model.")
-    paths = {str(module.get("type")).rpartition(".")[2]: str(module.get("path", "")) for module in modules}
-    if unknown := next((name for name in paths if name not in ("Transformer", "Pooling", "Normalize")), None):
+    return {str(module.get("type")).rpartition(".")[2]: str(module.get("path", "")) for module in modules}
+
+
+def _require_modules(file: Path, paths: dict[str, str], known: Sequence[str], remedy: str = "") -> None:
+    if unknown := next((name for name in paths if name not in known), None):
+        names = f"{', '.join(known[:-1])} and {known[-1]}"
         raise ConfigError(
-            f"{file} names the module {unknown[:100]}, but sansgpu supports Transformer, Pooling and Normalize; "
-            "choose another model, or delete the file to use only the transformer."
+            f"{file} names the module {unknown[:100]}, but sansgpu supports {names}; choose another model{remedy}."
         )
-    pooling, settings = model_file(model, f"{paths.get('Pooling', POOLING)}/config.json"), model_file(model, SETTINGS)
+
+
+def _layout(find: Callable[[str], Path | None], paths: dict[str, str]) -> EmbeddingLayout:
+    """Reads the files of a model that describe how it embeds texts; `find` returns the path of a file, or None."""
+    pooling, settings = find(f"{paths.get('Pooling', POOLING)}/config.json"), find(SETTINGS)
     length = read_object(settings).get("max_seq_length") if settings else None
-    prompts, default = _prompts_of(versioned) if (versioned := model_file(model, VERSIONED)) else ({}, None)
+    prompts, default = _prompts_of(versioned) if (versioned := find(VERSIONED)) else ({}, None)
     return EmbeddingLayout(
         _pooling_of(pooling, with_prompts=any(prompts.values())) if pooling else "mean",
         "Normalize" in paths,
@@ -120,22 +164,37 @@ def pool(hidden: torch.Tensor, lengths: torch.Tensor, layout: EmbeddingLayout) -
 
 def write_layout(layout: EmbeddingLayout, width: int, folder: Path) -> None:
     """Adds the files with which Sentence Transformers 2 or later loads a folder with a transformers model."""
-    names = [("Transformer", ""), ("Pooling", POOLING), *([("Normalize", NORMALIZE)] if layout.normalize else [])]
-    modules = [
-        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{module_name}"}
-        for number, (module_name, path) in enumerate(names)
-    ]
     modes = {key: layout.pooling == mode for key, mode in _MODES.items() if key.startswith("pooling_")}
     files: dict[str, Any] = {
-        MODULES: modules,
         f"{POOLING}/config.json": {"word_embedding_dimension": width, **modes},
         SETTINGS: {"max_seq_length": layout.max_length, "do_lower_case": False},
-        VERSIONED: {
-            "prompts": layout.prompts,
-            "default_prompt_name": layout.default_prompt,
-            "similarity_fn_name": "cosine",
-        },
+        **_described([("Transformer", ""), ("Pooling", POOLING)], layout),
     }
+    _write(files, folder)
+
+
+def write_static_layout(layout: EmbeddingLayout, folder: Path) -> None:
+    """Adds the files with which Sentence Transformers 3.2 or later loads a static embedding model."""
+    _write(_described([(STATIC, "")], layout), folder)
+
+
+def _described(modules: list[tuple[str, str]], layout: EmbeddingLayout) -> dict[str, Any]:
+    """Returns the contents of the files that name the modules and prompts; `modules` are (class, folder)."""
+    if layout.normalize:
+        modules = [*modules, ("Normalize", NORMALIZE)]
+    described = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{name}"}
+        for number, (name, path) in enumerate(modules)
+    ]
+    versioned = {
+        "prompts": layout.prompts,
+        "default_prompt_name": layout.default_prompt,
+        "similarity_fn_name": "cosine",
+    }
+    return {MODULES: described, VERSIONED: versioned}
+
+
+def _write(files: dict[str, Any], folder: Path) -> None:
     for name, value in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

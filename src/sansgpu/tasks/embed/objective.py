@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,43 @@ USUAL_TEXTS = 2  # assumed texts per example if the data has not been read
 DEFAULT_LENGTH = 256  # maximum tokens of a text if the model does not define it
 
 
-class EmbeddingObjective(FineTuning):
+class ComparedEmbeddings(ABC):
+    """Base of objectives whose loss compares the embeddings of all texts in a step."""
+
+    config: Config
+    width: int  # dimensions of an embedding
+
+    @property
+    def dims(self) -> Sequence[int]:
+        """The dimensions to which Matryoshka embeddings are truncated; empty without them."""
+        return self.config.training.matryoshka_dims or ()
+
+    def require_dims(self) -> None:
+        """Raises ConfigError if the Matryoshka dimensions exceed those of the embeddings."""
+        if self.dims and max(self.dims) > self.width:
+            vectors = f"the vectors of {name}" if (name := self.config.model.name_or_path) else "the vectors"
+            raise ConfigError(
+                f"training.matryoshka_dims contains {max(self.dims)}, but {vectors} have only {self.width} dimensions; "
+                "remove that value."
+            )
+
+    @property
+    def loss_name(self) -> LossName:
+        name = self.config.training.embedding_loss
+        return "ranking" if name == "auto" else name
+
+    @abstractmethod
+    def vectors(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Returns the embeddings of concatenated texts, (S, D) fp32."""
+
+    def step_loss(self, outputs: torch.Tensor, batches: Sequence[TextGroups]) -> torch.Tensor:
+        return embedding_loss(self.loss_name, self.dims, outputs, TextGroups.joined(batches))
+
+    def summed_loss(self, batch: TextGroups) -> torch.Tensor:
+        return self.step_loss(self.vectors(batch.tokens, batch.lengths), [batch])
+
+
+class EmbeddingObjective(ComparedEmbeddings, FineTuning):
     """A base model whose hidden states are pooled to one embedding per text, and its loss."""
 
     head_type = "none"
@@ -35,31 +72,14 @@ class EmbeddingObjective(FineTuning):
         super().__init__(config, random, layers, frozen)
         self.layout = embedding_layout(config, self.unpadded.causal)
         self.width = int(self.model.config.get_text_config().hidden_size)
-        self.dims: Sequence[int] = config.training.matryoshka_dims or ()
-        if self.dims and max(self.dims) > self.width:
-            raise ConfigError(
-                f"training.matryoshka_dims contains {max(self.dims)}, but the vectors of {config.model.name_or_path} "
-                f"have only {self.width} dimensions; remove that value."
-            )
-
-    @property
-    def loss_name(self) -> LossName:
-        name = self.config.training.embedding_loss
-        return "ranking" if name == "auto" else name
+        self.require_dims()
 
     def vectors(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings of concatenated texts, (S, D) fp32."""
         return pool(self.unpadded.hidden_states(tokens, lengths), lengths, self.layout)
 
     def outputs(self, batch: TextGroups) -> torch.Tensor:
         with self.forward_pass():
             return self.vectors(batch.tokens, batch.lengths)
-
-    def step_loss(self, outputs: torch.Tensor, batches: Sequence[TextGroups]) -> torch.Tensor:
-        return embedding_loss(self.loss_name, self.dims, outputs, TextGroups.joined(batches))
-
-    def summed_loss(self, batch: TextGroups) -> torch.Tensor:
-        return self.step_loss(self.vectors(batch.tokens, batch.lengths), [batch])
 
     def write_more(self, folder: Path) -> None:
         write_layout(self.layout, self.width, folder)
@@ -99,14 +119,8 @@ def embedding_layout(config: Config, causal: bool) -> EmbeddingLayout:
     return EmbeddingLayout(pooling, normalize, config.data.max_length, *prompts)
 
 
-def encode_texts(
-    loaded: TrainedModel, texts: Sequence[str], encoded: Callable[[int], None] = lambda done: None, prompt: str = ""
-) -> np.ndarray:
-    """Returns the embeddings of texts, (S, D) float32, from a model that `jobs.embed.open_encoder` has loaded.
-
-    Reports progress by calling `encoded` with the number of finished texts. Prepends `prompt` to each text. Raises
-    ConfigError if a text has no tokens.
-    """
+def encode_texts(loaded: TrainedModel, texts: Sequence[str], encoded: Callable[[int], None], prompt: str) -> np.ndarray:
+    """Computes the embeddings for `Embeds.encode_texts`. Raises ConfigError if a text has no tokens."""
     tokens = tokenize(texts, loaded.tokenizer, loaded.config.window, prompt)
     if empty := next((number for number, ids in enumerate(tokens, 1) if not len(ids)), None):
         raise ConfigError(f"text {empty} has no tokens; remove it.")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -16,8 +17,8 @@ from sansgpu.data.sources import open_single, open_sources
 from sansgpu.data.split import describe_split
 from sansgpu.machine.memory import effective_batch
 from sansgpu.models.huggingface.pretrained import load_tokenizer_of
-from sansgpu.models.huggingface.sentence_embedding import read_layout
-from sansgpu.tasks.capabilities import Embeds
+from sansgpu.models.huggingface.sentence_embedding import MODULES, is_static_folder, read_layout
+from sansgpu.tasks.capabilities import Embeds, ignore_count
 from sansgpu.tasks.embed.data import (
     EmbeddingCorpus,
     TextShape,
@@ -30,7 +31,7 @@ from sansgpu.tasks.embed.data import (
 from sansgpu.tasks.embed.evaluate import EmbeddingEvaluator
 from sansgpu.tasks.embed.groups import TextGroups, TokenizedGroups, text_groups
 from sansgpu.tasks.embed.losses import loss_for
-from sansgpu.tasks.embed.objective import USUAL_TEXTS, EmbeddingObjective, with_values
+from sansgpu.tasks.embed.objective import USUAL_TEXTS, EmbeddingObjective, encode_texts, with_values
 from sansgpu.tasks.embed.rows import TextRow, read_text_rows, require_embedding_columns
 from sansgpu.tasks.embed.settings import SETTINGS
 from sansgpu.tasks.evaluation import require_rows
@@ -73,32 +74,22 @@ class TextEmbedding(Embeds, StepWideTask):
             split = describe_split(len(train), len(held), "row", data.validation_split)
         loss = loss_for(rows, config.training.embedding_loss)
         config = with_values(with_values(config, "training", embedding_loss=loss), "data", score_scale=scale)
+        config, shape = cls.text_shape(config, train)
         splits = (
-            cls._tokenized(train, config, progress, train_rows, name, notes),
-            cls._tokenized(held, config, progress, held_rows, held_name, notes),
+            _tokenized(train, shape, progress, train_rows, name, notes),
+            _tokenized(held, shape, progress, held_rows, held_name, notes),
         )
         require_examples(sources, [len(part) for part in splits], "row", notes)
         if note := cut_note(splits[0], config.window):
             notes.append(f"{note}.")
         fingerprint = f"{sources.train.fingerprint[:16]}-{loss}-{len(splits[0])}-{splits[0].lengths.sum()}"
-        return config, EmbeddingCorpus(*splits, notes, fingerprint, load_tokenizer_of(config.model), split=split)
+        return config, EmbeddingCorpus(*splits, notes, fingerprint, shape.tokenizer, split=split)
 
     @classmethod
-    def _tokenized(
-        cls,
-        rows: list[TextRow],
-        config: Config,
-        progress: ReportProgress,
-        bad_rows: BadRows,
-        name: str,
-        notes: list[str],
-    ) -> TokenizedGroups:
-        size = sum(len(text) for row in rows for text in row.texts)
-        progress("tokenizing", size, size)
+    def text_shape(cls, config: Config, train: Sequence[TextRow]) -> tuple[Config, TextShape]:
+        """Returns the settings that depend on the tokenizer, and how to tokenize. `train` are the training rows."""
         tokenizer, layout = load_tokenizer_of(config.model), read_layout(config.model)
-        prompt = layout.prompt() if layout else ""
-        shape = TextShape(tokenizer, config.window, prompt, config.training.seed, config.data.score_scale)
-        return tokenize_groups(rows, shape, bad_rows, name, notes)
+        return config, shape_of(config, tokenizer, layout.prompt() if layout else "")
 
     def batch(self, step: int, total_steps: int | None = None) -> TextGroups:
         part, seed = self.corpus.train, self.config.training.seed
@@ -121,7 +112,14 @@ class TextEmbedding(Embeds, StepWideTask):
 
     @classmethod
     def recognizes(cls, target: str) -> bool:
-        return (local_path(target) / "modules.json").is_file()
+        folder = local_path(target)
+        return (folder / MODULES).is_file() and not is_static_folder(folder)
+
+    @classmethod
+    def encode_texts(
+        cls, loaded: TrainedModel, texts: Sequence[str], encoded: Callable[[int], None] = ignore_count, prompt: str = ""
+    ) -> np.ndarray:
+        return encode_texts(loaded, texts, encoded, prompt)
 
     @classmethod
     def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> EmbeddingEvaluator:
@@ -139,9 +137,23 @@ class TextEmbedding(Embeds, StepWideTask):
             scale = score_scale(rows, data) if rows[0].form == "scores" else None
             rows = with_scores_in_range(rows, scale, bad_rows)
             config = with_values(config, "data", score_scale=scale)
-            part = cls._tokenized(rows, config, request.progress, bad_rows, name, notes)
+            shape = shape_of(config, loaded.tokenizer, loaded.objective.layout.prompt())
+            part = _tokenized(rows, shape, request.progress, bad_rows, name, notes)
             for note in notes:
                 request.warn(note)
             loss = loss_for(rows, "auto")
         require_rows(part, name)
         return EmbeddingEvaluator(loaded.objective, part, loss, effective_batch(config.training))
+
+
+def shape_of(config: Config, tokenizer: Any, prompt: str) -> TextShape:
+    """Returns how to tokenize rows for a model with this tokenizer and prompt."""
+    return TextShape(tokenizer, config.window, prompt, config.training.seed, config.data.score_scale)
+
+
+def _tokenized(
+    rows: list[TextRow], shape: TextShape, progress: ReportProgress, bad_rows: BadRows, name: str, notes: list[str]
+) -> TokenizedGroups:
+    size = sum(len(text) for row in rows for text in row.texts)
+    progress("tokenizing", size, size)
+    return tokenize_groups(rows, shape, bad_rows, name, notes)

@@ -44,6 +44,7 @@ from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.formats.weights import set_weights
 from sansgpu.models.generation.generate import BatchModel, decoder_batch, generate
 from sansgpu.models.generation.sampling import Sampling
+from sansgpu.models.huggingface.sentence_embedding import is_static_folder
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.teacher import Teacher, decoder_teacher, transformers_teacher
 from sansgpu.tasks.base import ComposedTask, with_layers, with_vocabulary_of
@@ -189,7 +190,8 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
         if is_gguf(target):
             return decoder_config(path) is not None
         if path.is_dir():
-            is_other = is_adapter_folder(path) or ((path / "config.json").is_file() and decoder_config(path) is None)
+            is_other = is_adapter_folder(path) or is_static_folder(path)
+            is_other = is_other or ((path / "config.json").is_file() and decoder_config(path) is None)
             return not is_other
         return _is_path(target)
 

@@ -1,0 +1,1 @@
+"""Static embeddings: one vector per token, and the mean of its tokens' vectors for a text."""
