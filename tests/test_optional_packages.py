@@ -134,6 +134,7 @@ TUNED = ("--set", "model.name_or_path=run/final", "--set", "data.dataset_name=no
         ("gguf", ["export", "run", "--format", "gguf"], "--format gguf needs gguf"),
         ("onnxruntime", ["export", "run", "--format", "onnx"], "--format onnx needs onnxruntime"),
         ("uvicorn", ["serve", "run"], "sansgpu serve needs uvicorn"),
+        ("mteb", ["eval", "run", "--mteb", "STSBenchmark"], "--mteb needs mteb"),
         ("usearch", ["search", "model", ".", "words"], "sansgpu search needs usearch"),
         ("plotly", ["report", "run"], "an HTML report needs plotly"),
         ("matplotlib", ["report", "run", "--format", "png"], "--format png needs matplotlib"),

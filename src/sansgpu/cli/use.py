@@ -62,6 +62,13 @@ class _EvaluateOptions:
             min=1,
         ),
     ] = None
+    mteb: Annotated[
+        str | None,
+        option(
+            "Evaluate an embedding model on tasks of MTEB, separated by commas: names, or folders with a task.yaml.",
+            metavar="TASKS",
+        ),
+    ] = None
     trust_remote_code: RemoteCodeOption = False
     objective: ObjectiveOption = None
     reward: Annotated[
@@ -84,6 +91,7 @@ def evaluate(given: _EvaluateOptions) -> None:
     Task tokens: precision, recall and F1 of entities, and accuracy of tags.
     Task graph: accuracy on masked tokens and leaves.
     Task grpo: mean reward of the most likely completions.
+    With --mteb: the scores of an embedding model in the Massive Text Embedding Benchmark.
 
     Example: sansgpu eval runs/default --data notes.txt
     """
@@ -91,6 +99,9 @@ def evaluate(given: _EvaluateOptions) -> None:
         raise typer.BadParameter("--limit requires --link-prediction; add it")
     if given.window is not None and given.link_prediction:
         raise typer.BadParameter("--window has no effect with --link-prediction; remove it")
+    if given.mteb is not None:
+        _evaluate_mteb(given)
+        return
     if given.data is not None:
         check_tables_for(given.run, given.data)
     from sansgpu.events.event import finite
@@ -113,6 +124,22 @@ def evaluate(given: _EvaluateOptions) -> None:
     print_result(finite(event), given.as_json, lambda console, event: Terminal(console, settings, name).emit(event))
     if not given.as_json:
         suggest_export(given.run)
+
+
+def _evaluate_mteb(given: _EvaluateOptions) -> None:
+    assert given.mteb is not None
+    others = {"--data": given.data, "--window": given.window, "--link-prediction": given.link_prediction or None}
+    if (other := next((name for name, value in others.items() if value is not None), None)) is not None:
+        raise typer.BadParameter(f"{other} has no effect with --mteb; remove it")
+    from sansgpu.views.tables import print_mteb
+
+    with preparation_bar() as bar:
+        from sansgpu.jobs.mteb import evaluate_mteb
+        from sansgpu.train.loading import ModelRequest
+
+        model = ModelRequest(given.run, given.snapshot, given.trust_remote_code, given.objective, given.precision)
+        result = evaluate_mteb(model, given.mteb, bar, warn)
+    print_result(result, given.as_json, print_mteb)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,7 @@ EXTRAS = {
     "alembic": "mlflow",
     "matplotlib": "plots",
     "usearch": "search",
+    "mteb": "mteb",
     "starlette": "serve",
     "uvicorn": "serve",
     "onnx": "onnx",

@@ -130,6 +130,18 @@ def print_link_prediction(console: Console, result: Result) -> None:
         console.print(f"MRR of random ranking: {found['random_mrr']:.5f}", highlight=False)
 
 
+def print_mteb(console: Console, result: Result) -> None:
+    """Prints the main scores of an embedding model on tasks of MTEB."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("task", "type", "metric", "score"):
+        table.add_column(title, justify="right" if title == "score" else "left")
+    for task in result["tasks"]:
+        table.add_row(task["name"], task["type"], task["metric"], f"{task['main_score']:.4f}")
+    if len(result["tasks"]) > 1:
+        table.add_row("mean", "", "", f"{result['mean_main_score']:.4f}")
+    print_table(console, table)
+
+
 def print_extraction(console: Console, result: Result) -> None:
     """Prints the number of extracted triples, and their precision and recall if the documents have triples."""
     console.print(
