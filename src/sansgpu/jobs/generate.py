@@ -156,7 +156,7 @@ def _complete_rest(
     rest, tokens, start = prompts[done:], 0, time.monotonic()
     longest = max((len(ids) for _, ids in rest), default=0)
     length = min(model.context, longest + request.max_new_tokens)
-    slots = _slots(model, request.batch_size, len(rest), length) if rest else 0
+    slots = slots_for(model, request.batch_size, len(rest), length) if rest else 0
 
     def counted(completions: Iterator[Completion]) -> Iterator[Completion]:
         nonlocal tokens
@@ -209,7 +209,7 @@ def _encoded(
         yield encoded
 
 
-def _slots(model: BatchModel, requested: int | None, rows: int, length: int) -> int:
+def slots_for(model: BatchModel, requested: int | None, rows: int, length: int) -> int:
     """Returns the batch size: the requested one, or the largest useful one whose KV cache fits into memory."""
     most = min(requested or AUTO_SLOTS, rows)
     if requested is not None or not model.together:

@@ -164,6 +164,24 @@ def target_log_probabilities(
         return torch.cat(parts)
 
 
+def log_probabilities_and_hits(
+    hidden: torch.Tensor, weight: Matrix, targets: torch.Tensor, options: LossOptions
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the log-probability of each target (N,), and whether it has the largest logit (N,), without gradients."""
+    hidden = autocasted(hidden)
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        head = head_operands(hidden, *stored(weight), targets, of_hidden=False, of_weight=False)
+        if head.is_native:
+            chunks = list(native_chunks(head, options, count=True))
+            above = [chunk.above for chunk in chunks if chunk.above is not None]
+            return -torch.cat([chunk.losses for chunk in chunks]), torch.cat(above) == 0
+        values, found, best = as_values(head.weight, head.format, hidden.dtype), [], []
+        for part in _parts(head, PLAIN_ROWS):
+            found.append(_reference_log_probabilities(hidden[part], values, targets[part], options.softcap))
+            best.append(reference_logits(hidden[part], values, options.softcap).argmax(dim=1))
+        return torch.cat(found), torch.cat(best) == targets
+
+
 def _reference_log_probabilities(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float
 ) -> torch.Tensor:

@@ -19,6 +19,7 @@ from sansgpu.models.generation.generate import BatchModel
 from sansgpu.tasks.task import TrainedModel, Verb
 
 if TYPE_CHECKING:  # the last one imports transformers, which takes seconds
+    from sansgpu.models.scoring import Scorer
     from sansgpu.models.teacher import Teacher
     from sansgpu.tasks.distillation import Lesson
 
@@ -46,12 +47,17 @@ class Predicts:
 
 
 class Generates(ABC):
-    """Generates text after a prompt."""
+    """Generates text after a prompt, and computes the probabilities of given texts."""
 
     @classmethod
     @abstractmethod
     def batch_model(cls, loaded: TrainedModel) -> BatchModel:
         """Returns the model for generating text. It cannot be trained further."""
+
+    @classmethod
+    @abstractmethod
+    def scorer(cls, loaded: TrainedModel) -> Scorer:
+        """Returns the model for computing the probabilities of texts."""
 
 
 class Chats(Generates):

@@ -63,10 +63,12 @@ def complete(
     limits: Sequence[int],
     sampling: Sampling,
     first: int = 0,
+    stops: Callable[[int, list[int]], bool] = lambda row, ids: False,
 ) -> Iterator[Completion]:
     """Yields the completion of each prompt, in the order in which they end.
 
     `limits` are the maximum numbers of tokens to generate for each prompt, at least 1. Rows are numbered from `first`.
+    `stops` is called with a row and its tokens after each new one, and returns whether to end the row.
     """
     waiting, batch = list(range(len(prompts)))[::-1], RunningBatch(reader, ends)
     numbers: dict[Continuation, int] = {}
@@ -79,6 +81,8 @@ def complete(
                 numbers[added[-1]] = first + number
         batch.step(added)
         for one in batch.active:
+            if stops(numbers[one], one.ids):
+                one.ended = "stop"
             if one.ended is not None:
                 yield Completion(numbers.pop(one), one.ids, one.ended, one.stop)
 

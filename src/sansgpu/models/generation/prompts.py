@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,13 @@ from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.generation.generate import BatchModel, decoder_readers
 
 
+def as_it_is(template: str) -> str:
+    return template
+
+
 @tokenizer_errors()
 def prompt_ids(
-    tokenizer: Any, messages: list[dict[str, Any]], revise: Callable[[str], str] = lambda template: template
+    tokenizer: Any, messages: Sequence[dict[str, Any]], revise: Callable[[str], str] = as_it_is
 ) -> list[int]:
     """Returns the ids of a conversation up to the model's answer; without a chat template, those of the last message.
 
@@ -24,16 +28,42 @@ def prompt_ids(
     """
     if tokenizer.chat_template is None:
         return text_prompt_ids(tokenizer, messages[-1]["content"])
+    text = prompt_text(tokenizer, messages, revise=revise)
+    if not (ids := list(tokenizer(text, add_special_tokens=False).input_ids)):
+        raise ConfigError("the chat template produces no text for this conversation; choose a different chat template.")
+    return ids
+
+
+def prompt_text(
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    new_answer: bool = True,
+    revise: Callable[[str], str] = as_it_is,
+) -> str:
+    """Returns the text of a conversation up to the model's answer.
+
+    If `new_answer` is False, the last message is the beginning of the answer, and the text ends with it. Raises
+    ConfigError if the chat template refuses the conversation, or if there is none.
+    """
+    if tokenizer.chat_template is None:
+        raise ConfigError("the model has no chat template.")
     try:
         template = revise(tokenizer.get_chat_template())
-        prompt = render_prefixes(template, tokenizer.special_tokens_map, messages, [(len(messages), True)])[0]
+        prompt = render_prefixes(template, tokenizer.special_tokens_map, messages, [(len(messages), new_answer)])[0]
     except (UnusableTemplateError, ValueError) as error:  # ValueError: several templates, but no default
         raise ConfigError(f"{first_line(error)}; choose a different chat template.") from None
     if prompt.refusal is not None:
         raise ConfigError(f"the chat template rejects this conversation: {prompt.refusal}.")
-    if not (ids := list(tokenizer(prompt.text, add_special_tokens=False).input_ids)):
-        raise ConfigError("the chat template produces no text for this conversation; choose a different chat template.")
-    return ids
+    return prompt.text if new_answer else _through(prompt.text, messages[-1]["content"])
+
+
+def _through(text: str, content: str) -> str:
+    """Returns a rendered conversation up to the end of its last message, without what the template puts after it."""
+    start = text.rfind(content.strip())
+    if start < 0:
+        raise ConfigError("the chat template changes the beginning of an answer; choose a different chat template.")
+    whole = content.lstrip()
+    return text[: start + len(whole if text.startswith(whole, start) else content.strip())]
 
 
 def text_prompt_ids(tokenizer: Any, text: str) -> list[int]:

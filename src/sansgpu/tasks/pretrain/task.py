@@ -46,6 +46,7 @@ from sansgpu.models.generation.generate import BatchModel, decoder_batch, genera
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.models.huggingface.sentence_embedding import is_static_folder
 from sansgpu.models.modules import narrow_matrices
+from sansgpu.models.scoring import Scorer, decoder_scorer, transformers_scorer
 from sansgpu.models.teacher import Teacher, decoder_teacher, transformers_teacher
 from sansgpu.tasks.base import ComposedTask, with_layers, with_vocabulary_of
 from sansgpu.tasks.capabilities import ExportsGGUF, Generates, GGUFParts, Teaches
@@ -245,6 +246,13 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
         if has_bf16_tensors(loaded.precision):
             narrow_matrices(model)
         return decoder_batch(model, loaded.tokenizer)
+
+    @classmethod
+    def scorer(cls, loaded: TrainedModel) -> Scorer:
+        model = loaded.objective.model
+        if isinstance(model, TransformerLM):
+            return decoder_scorer(model)
+        return transformers_scorer(model.unpadded(), model.context)
 
     @classmethod
     def export_model(cls, loaded: TrainedModel, folder: Path, merge: bool | None) -> None:

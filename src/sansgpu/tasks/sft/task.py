@@ -20,6 +20,7 @@ from sansgpu.models.generation.prompts import decoder_chat, prompt_ids
 from sansgpu.models.generation.sampling import Sampling, reading
 from sansgpu.models.huggingface.pretrained import load_tokenizer_of, tokenizer_parts
 from sansgpu.models.modules import narrow_matrices
+from sansgpu.models.scoring import Scorer, decoder_scorer, transformers_scorer
 from sansgpu.models.teacher import Teacher, decoder_teacher, transformers_teacher
 from sansgpu.tasks.capabilities import Chats, ExportsGGUF, GGUFParts, Teaches
 from sansgpu.tasks.distillation import Lesson, open_lesson
@@ -166,6 +167,12 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
     @classmethod
     def system_message(cls, config: Config) -> str | None:
         return shared_system_message(open_sources(config.data).train)
+
+    @classmethod
+    def scorer(cls, loaded: TrainedModel) -> Scorer:
+        if isinstance(loaded.objective, DecoderChat):
+            return decoder_scorer(loaded.objective.model)
+        return transformers_scorer(loaded.objective.unpadded, _context_of(loaded.objective))
 
     @classmethod
     def gguf_parts(cls, loaded: TrainedModel) -> GGUFParts:

@@ -1,0 +1,106 @@
+"""Sequences of tokens in one row, in which a beginning that several sequences share occurs once.
+
+N tokens in the row, S keys, H query heads, K key-value heads, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from sansgpu.kernels.attention import AttentionKernel, attention
+
+MAX_KEYS = 16384  # keys per call of the attention kernel, for which shared keys are copied: bounds the memory
+
+
+class PrefixTree:
+    """A row of tokens. Each token attends to the tokens before it in its sequence, wherever they are in the row.
+
+    Sequences must be added in lexicographic order. If `shares` is False, each sequence has its own tokens.
+    """
+
+    length = 0  # no tokens are cached before the row; see `decoder.LayerCache`
+
+    def __init__(self, shares: bool = True) -> None:
+        self.paths: list[list[int]] = []  # the places in the row of the tokens of each sequence
+        self._shares = shares
+        self._last: Sequence[int] = ()
+        self._tokens: list[int] = []
+        self._positions: list[int] = []
+        self._new: list[int] = []  # the number of tokens that each sequence added
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def new_tokens(self, sequence: Sequence[int]) -> int:
+        """Returns the number of tokens that a sequence would add to the row."""
+        return len(sequence) - (_common_length(self._last, sequence) if self._shares else 0)
+
+    def add(self, sequence: Sequence[int]) -> None:
+        new = self.new_tokens(sequence)
+        shared = len(sequence) - new
+        before = self.paths[-1][:shared] if shared else []
+        self.paths.append([*before, *range(len(self), len(self) + new)])
+        self._tokens += sequence[shared:]
+        self._positions += range(shared, len(sequence))
+        self._new.append(new)
+        self._last = sequence
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the tokens (N,) and their positions (N,). No sequence may be added after this."""
+        self._calls = list(self._attention_calls())
+        return torch.tensor(self._tokens), torch.tensor(self._positions)
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Returns the length of each sequence."""
+        return torch.tensor([len(path) for path in self.paths])
+
+    def _attention_calls(self) -> Iterator[_Call]:
+        first = start = 0
+        keys: list[int] = []
+        ends: list[tuple[int, int, int]] = []  # of each sequence: the first key, and the range of its new tokens' ends
+        for path, new in zip(self.paths, self._new, strict=True):
+            if not new:
+                continue
+            if keys and len(keys) + len(path) > MAX_KEYS:
+                yield _Call.of(first, start, keys, ends)
+                first, keys, ends = start, [], []
+            ends.append((len(keys), len(keys) + len(path) - new + 1, len(keys) + len(path) + 1))
+            keys += path
+            start += new
+        yield _Call.of(first, start, keys, ends)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: AttentionKernel | torch.Tensor
+    ) -> torch.Tensor:
+        """Computes the attention of q (1, H, N, d) to k and v (1, K, N, d): (1, H, N, d).
+
+        Our own decoder passes key ranges, which have no meaning here, instead of a kernel.
+        """
+        compute = attention if isinstance(kernel, torch.Tensor) else kernel
+        outs = [
+            compute(q[:, :, call.queries], k.index_select(2, call.keys), v.index_select(2, call.keys), call.ranges)
+            for call in self._calls
+        ]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+
+
+class _Call(NamedTuple):
+    """The arguments of one call of the attention kernel."""
+
+    queries: slice
+    keys: torch.Tensor  # (S,): places of the keys in the row
+    ranges: torch.Tensor  # (1, N, 2): range of each query in `keys`
+
+    @classmethod
+    def of(cls, first: int, stop: int, keys: list[int], ends: list[tuple[int, int, int]]) -> _Call:
+        ranges = [(start, end) for start, low, high in ends for end in range(low, high)]
+        return cls(slice(first, stop), torch.tensor(keys), torch.tensor([ranges], dtype=torch.int32))
+
+
+def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Returns the length of the common beginning."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
