@@ -15,7 +15,7 @@ from tests.project import PROJECT
 
 # Extras that no command needs, or that only combine other extras.
 NO_JOB = {"all", "bench", "browser", "dev", "docs", "llama", "release"}
-IMPORTED_AS = {"pyyaml": "yaml", "markdown-it-py": "markdown_it", "mlflow-skinny": "mlflow"}
+IMPORTED_AS = {"pyyaml": "yaml", "markdown-it-py": "markdown_it", "mlflow-skinny": "mlflow", "lm-eval": "lm_eval"}
 # Runs commands in one process and prints their exit codes and the modules that were imported in the end. An entry of
 # None in sys.modules makes Python treat a package as not installed.
 PROGRAM = """
@@ -133,6 +133,7 @@ TUNED = ("--set", "model.name_or_path=run/final", "--set", "data.dataset_name=no
         ("gguf", ["generate", "model.gguf"], "model.gguf: reading a GGUF file needs gguf"),
         ("gguf", ["export", "run", "--format", "gguf"], "--format gguf needs gguf"),
         ("onnxruntime", ["export", "run", "--format", "onnx"], "--format onnx needs onnxruntime"),
+        ("lm_eval", ["eval", "run", "--harness", "arc_easy"], "--harness needs lm_eval"),
         ("uvicorn", ["serve", "run"], "sansgpu serve needs uvicorn"),
         ("mteb", ["eval", "run", "--mteb", "STSBenchmark"], "--mteb needs mteb"),
         ("usearch", ["search", "model", ".", "words"], "sansgpu search needs usearch"),

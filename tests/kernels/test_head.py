@@ -8,7 +8,9 @@ from sansgpu.kernels.cross_entropy import (
     LossOptions,
     linear_cross_entropy,
     linear_cross_entropy_and_hits,
+    log_probabilities_and_hits,
     reference_cross_entropy,
+    reference_logits,
     target_log_probabilities,
 )
 from sansgpu.kernels.embedding import embed
@@ -73,6 +75,17 @@ def test_hits_are_the_targets_with_the_first_largest_logit(kernels: str, scale: 
     assert linear_cross_entropy_and_hits(scale * hidden, head, targets)[1] == expected
     equal = torch.zeros_like(hidden)
     assert linear_cross_entropy_and_hits(equal, head, torch.tensor([0, 1] * 50))[1] == 50
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("tokens", [0, 1, 1500])
+def test_log_probabilities_and_hits_are_those_of_each_target(kernels: str, tokens: int, softcap: float) -> None:
+    hidden, head = (t.detach() for t in leaves(tokens, 24, 130, torch.float32))
+    logits = reference_logits(hidden.double(), head.double(), softcap)
+    targets = torch.where(torch.arange(tokens) % 2 == 0, logits.argmax(dim=1), random_targets(tokens, 130))
+    found, hits = log_probabilities_and_hits(hidden, head, targets, LossOptions(softcap=softcap))
+    assert torch.allclose(found.double(), logits.log_softmax(dim=1).gather(1, targets[:, None])[:, 0], atol=1e-5)
+    assert torch.equal(hits, logits.argmax(dim=1) == targets)
 
 
 @pytest.mark.parametrize(("width", "count"), [(5, 3), (4, 2)])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sansgpu.cli.harness import ChatTemplateOption, FewshotOption, HarnessOption, evaluate_on_harness
 from sansgpu.cli.options import (
     OUTPUT,
     JsonOption,
@@ -57,8 +58,8 @@ class _EvaluateOptions:
     limit: Annotated[
         int | None,
         option(
-            "With --link-prediction: maximum number of tail queries and, with data.inverse_relations, of head queries.",
-            _GRAPH,
+            "With --link-prediction: maximum number of tail queries and, with data.inverse_relations, of head queries. "
+            "With --harness: maximum number of examples per task.",
             min=1,
         ),
     ] = None
@@ -69,6 +70,9 @@ class _EvaluateOptions:
             metavar="TASKS",
         ),
     ] = None
+    harness: HarnessOption = None
+    fewshot: FewshotOption = None
+    apply_chat_template: ChatTemplateOption = False
     trust_remote_code: RemoteCodeOption = False
     objective: ObjectiveOption = None
     reward: Annotated[
@@ -92,11 +96,15 @@ def evaluate(given: _EvaluateOptions) -> None:
     Task graph: accuracy on masked tokens and leaves.
     Task grpo: mean reward of the most likely completions.
     With --mteb: the scores of an embedding model in the Massive Text Embedding Benchmark.
+    With --harness: metrics of tasks of lm-evaluation-harness; those of a run are added to its harness.json.
 
     Example: sansgpu eval runs/default --data notes.txt
     """
+    if given.harness is not None or given.fewshot is not None or given.apply_chat_template:
+        evaluate_on_harness(given)
+        return
     if given.limit is not None and not given.link_prediction:
-        raise typer.BadParameter("--limit requires --link-prediction; add it")
+        raise typer.BadParameter("--limit requires --link-prediction or --harness; add one of them")
     if given.window is not None and given.link_prediction:
         raise typer.BadParameter("--window has no effect with --link-prediction; remove it")
     if given.mteb is not None:

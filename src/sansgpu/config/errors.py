@@ -43,6 +43,7 @@ EXTRAS = {
     "mteb": "mteb",
     "starlette": "serve",
     "uvicorn": "serve",
+    "lm_eval": "harness",
     "onnx": "onnx",
     "onnxscript": "onnx",
     "onnxruntime": "onnx",

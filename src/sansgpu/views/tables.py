@@ -142,6 +142,24 @@ def print_mteb(console: Console, result: Result) -> None:
     print_table(console, table)
 
 
+def print_harness(console: Console, result: Result) -> None:
+    """Prints the metrics of each task with their standard errors."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("task", "metric", "value", "stderr", "shots", "examples"):
+        table.add_column(title, justify="left" if title in ("task", "metric") else "right")
+    for name, task in result["tasks"].items():
+        metrics = task["metrics"]
+        shots, examples = ("" if task[key] is None else f"{task[key]:,}" for key in ("fewshot", "examples"))
+        for key in metrics:
+            metric, _, filtered = key.partition(",")
+            if metric.endswith("_stderr"):
+                continue
+            error = metrics.get(f"{metric}_stderr" + (f",{filtered}" if filtered else ""))
+            value = "unknown" if metrics[key] is None else f"{metrics[key]:.4f}"
+            table.add_row(name, key, value, "" if error is None else f"{error:.4f}", shots, examples)
+    print_table(console, table)
+
+
 def print_extraction(console: Console, result: Result) -> None:
     """Prints the number of extracted triples, and their precision and recall if the documents have triples."""
     console.print(

@@ -46,7 +46,7 @@ def evaluate_on_harness(
 
     Raises ConfigError if the model or a task cannot be used.
     """
-    require("eval --harness", "lm_eval")
+    require("--harness", "lm_eval")
     require_one_process("eval --harness")
     target = request.model.target
     if only_embeds(request.model):

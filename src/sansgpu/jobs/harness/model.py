@@ -32,6 +32,7 @@ from sansgpu.tasks.task import TrainedModel
 
 # Options of generation that change nothing, with the value for which that is true.
 _WITHOUT_EFFECT = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1, "use_cache": True}
+_EMPTY = ConfigError("a task asks for the probability of a text without tokens; check its choices.")
 
 
 class HarnessModel(TemplateLM):
@@ -94,7 +95,7 @@ class HarnessModel(TemplateLM):
 
     def _score_request(self, context: list[int], continuation: list[int]) -> ScoreRequest:
         if not continuation:
-            raise ConfigError("a task asks for the probability of a text without tokens; check its choices.")
+            raise _EMPTY
         if len(continuation) > self.max_length:
             raise ConfigError(
                 f"a task asks for the probability of {counted(len(continuation), 'token')}, more than the model's "
@@ -113,6 +114,8 @@ class HarnessModel(TemplateLM):
         self._cut = 0
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        if not all(request.args[1] for request in requests):
+            raise _EMPTY
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
         return found
 

@@ -172,7 +172,7 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
     def scorer(cls, loaded: TrainedModel) -> Scorer:
         if isinstance(loaded.objective, DecoderChat):
             return decoder_scorer(loaded.objective.model)
-        return transformers_scorer(loaded.objective.unpadded, _context_of(loaded.objective))
+        return transformers_scorer(loaded.objective.unpadded, context_of(loaded.objective))
 
     @classmethod
     def gguf_parts(cls, loaded: TrainedModel) -> GGUFParts:
