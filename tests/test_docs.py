@@ -43,9 +43,12 @@ def checkout(tmp_path: Path) -> Path:
 # Pages whose commands take a long time.
 SLOW = (
     "assistant", "bench", "classify", "configuration", "data", "distill", "embed", "entities", "fine-tuning", "graph",
-    "grpo", "kubernetes", "laptops", "plan", "preference", "python", "questions", "report", "resume", "scaling",
-    "search", "serve", "static", "train", "tune", "use",
+    "grpo", "harness", "kubernetes", "laptops", "plan", "preference", "python", "questions", "report", "resume",
+    "scaling", "search", "serve", "static", "train", "tune", "use",
 )  # fmt: skip
+
+
+PACKAGES = {"harness": "lm_eval"}  # packages that the commands of a page need and that are not part of the extra `all`
 
 
 def timed(page: Path) -> object:
@@ -54,6 +57,8 @@ def timed(page: Path) -> object:
 
 @pytest.mark.parametrize("page", [timed(page) for page in PAGES if commands(page)])
 def test_every_command_of_a_page_runs(page: Path, checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    if package := PACKAGES.get(page.stem):
+        pytest.importorskip(package)
     path = os.pathsep.join(map(str, [fork_server().command(), Path(sys.executable).parent, os.environ["PATH"]]))
     surroundings = {**environment(tmp_path_factory.getbasetemp() / "docs-cache"), "PATH": path}
     script = "set -e\n" + commands(page)

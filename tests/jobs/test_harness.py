@@ -1,4 +1,4 @@
-"""`sansgpu eval --harness`: results are those of lm-evaluation-harness with its own models, and bad input is refused."""
+"""`sansgpu eval --harness` gives the results of lm-evaluation-harness with its own models, and refuses bad input."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,9 @@ KINDS: dict[str, dict[str, Any]] = {
         "doc_to_text": "{{question}}",
         "doc_to_target": "label",
         "doc_to_choice": "choices",
-        "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")],
+        "metric_list": [
+            {"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")
+        ],
     },
     "rolling": {
         "output_type": "loglikelihood_rolling",
@@ -147,7 +149,9 @@ def test_the_metrics_are_those_of_the_library(kind: str, home: Path, capsys: pyt
         )
     expected = theirs["results"][f"local_{kind}"]
     metrics = {key: value for key, value in expected.items() if key.endswith(",none") and value != "N/A"}
-    assert found["metrics"] == pytest.approx({key.removesuffix(",none"): value for key, value in metrics.items()}, rel=1e-4)
+    assert found["metrics"] == pytest.approx(
+        {key.removesuffix(",none"): value for key, value in metrics.items()}, rel=1e-4
+    )
     assert found["examples"] == len(QUESTIONS)
 
 
@@ -329,5 +333,3 @@ def test_names_are_those_of_the_library(
     assert "has no task hellaswagg; did you mean hellaswag?" in refusal(capsys, home / "run", "--harness", "hellaswagg")
     error = refusal(capsys, home / "run", "--harness", "arc_easy")
     assert "the dataset of task arc_easy is not in the cache of `datasets`, and the Hub is unreachable" in error
-
-

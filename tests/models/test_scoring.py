@@ -9,7 +9,7 @@ from sansgpu.models import prefix_tree
 from sansgpu.models.huggingface.packed_forward import UnpaddedModel
 from sansgpu.models.huggingface.patches import patch_model
 from sansgpu.models.prefix_tree import PrefixTree
-from sansgpu.models.scoring import Score, ScoreRequest, Scorer, decoder_scorer, transformers_scorer
+from sansgpu.models.scoring import Score, Scorer, ScoreRequest, decoder_scorer, transformers_scorer
 from tests.models.small import model_of
 
 # Few different tokens, so that random sequences have beginnings in common.
@@ -69,9 +69,7 @@ def hugging_face_model(**changes: object) -> UnpaddedModel:
 
 
 @pytest.mark.parametrize(("window", "shares"), [(None, True), (4, False)])
-def test_models_of_transformers_share_beginnings_if_their_attention_allows_it(
-    window: int | None, shares: bool
-) -> None:
+def test_models_of_transformers_share_beginnings_if_their_attention_allows_it(window: int | None, shares: bool) -> None:
     model = hugging_face_model(sliding_window=window)
     scorer = transformers_scorer(model, 64)
     assert scorer.shares == shares

@@ -13,8 +13,8 @@ _GROUP = "lm-evaluation-harness"  # box in the command's help
 HarnessOption = Annotated[
     str | None,
     option(
-        "Evaluate on tasks of lm-evaluation-harness, separated by commas: names, e.g. arc_easy,hellaswag, YAML files or "
-        "folders of such files, e.g. ./tasks.",
+        "Evaluate on tasks of lm-evaluation-harness, separated by commas: names (arc_easy,hellaswag), YAML files or "
+        "folders of such files (./tasks).",
         _GROUP,
         metavar="TASKS",
     ),

@@ -7,9 +7,8 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError, RunPaths, SansGPUError
@@ -52,7 +51,7 @@ def evaluate_on_harness(
     if only_embeds(request.model):
         raise ConfigError(f"{target} computes embeddings; --harness needs a model that generates text.")
     started = time.monotonic()
-    with _contained():
+    with contained():
         from sansgpu.jobs.harness.model import HarnessModel
         from sansgpu.jobs.harness.tasks import load_tasks, task_errors
 
@@ -111,7 +110,7 @@ def _record(paths: RunPaths, results: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _contained() -> Iterator[None]:
+def contained() -> Iterator[None]:
     """Context in which the library prints nothing, starts no processes, and renders templates in Jinja's sandbox."""
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(StringIO()))
