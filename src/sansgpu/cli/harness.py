@@ -25,6 +25,14 @@ FewshotOption = Annotated[
 ChatTemplateOption = Annotated[
     bool, flag("Put the questions into the model's chat template.", _GROUP, "--apply-chat-template")
 ]
+TaskCodeOption = Annotated[
+    bool,
+    flag(
+        "Allow Python code that ships with the model, or that local tasks of --harness name, to run.",
+        None,
+        "--trust-remote-code",
+    ),
+]
 
 
 def evaluate_on_harness(given: Any) -> None:

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sansgpu.cli.harness import ChatTemplateOption, FewshotOption, HarnessOption, evaluate_on_harness
+from sansgpu.cli.harness import (
+    ChatTemplateOption,
+    FewshotOption,
+    HarnessOption,
+    TaskCodeOption,
+    evaluate_on_harness,
+)
 from sansgpu.cli.options import (
     OUTPUT,
     JsonOption,
@@ -73,7 +79,7 @@ class _EvaluateOptions:
     harness: HarnessOption = None
     fewshot: FewshotOption = None
     apply_chat_template: ChatTemplateOption = False
-    trust_remote_code: RemoteCodeOption = False
+    trust_remote_code: TaskCodeOption = False
     objective: ObjectiveOption = None
     reward: Annotated[
         str | None,

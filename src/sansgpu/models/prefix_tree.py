@@ -61,15 +61,16 @@ class PrefixTree:
     def _attention_calls(self) -> Iterator[_Call]:
         first = start = 0
         keys: list[int] = []
-        ends: list[tuple[int, int, int]] = []  # of each sequence: the first key, and the range of its new tokens' ends
+        ends: list[tuple[int, range]] = []  # first key of each sequence, and the end of the key range of each new token
         for path, new in zip(self.paths, self._new, strict=True):
             if not new:
                 continue
             if keys and len(keys) + len(path) > MAX_KEYS:
                 yield _Call.of(first, start, keys, ends)
                 first, keys, ends = start, [], []
-            ends.append((len(keys), len(keys) + len(path) - new + 1, len(keys) + len(path) + 1))
+            start_key = len(keys)
             keys += path
+            ends.append((start_key, range(len(keys) - new + 1, len(keys) + 1)))
             start += new
         yield _Call.of(first, start, keys, ends)
 
@@ -96,8 +97,8 @@ class _Call(NamedTuple):
     ranges: torch.Tensor  # (1, N, 2): range of each query in `keys`
 
     @classmethod
-    def of(cls, first: int, stop: int, keys: list[int], ends: list[tuple[int, int, int]]) -> _Call:
-        ranges = [(start, end) for start, low, high in ends for end in range(low, high)]
+    def of(cls, first: int, stop: int, keys: list[int], ends: list[tuple[int, range]]) -> _Call:
+        ranges = [(start, end) for start, of_tokens in ends for end in of_tokens]
         return cls(slice(first, stop), torch.tensor(keys), torch.tensor([ranges], dtype=torch.int32))
 
 
