@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from sansgpu.cli import run as cli
 from tests.processes import digests, events_of, record, settings, write_corpus
@@ -130,6 +131,8 @@ def test_a_round_ends_with_a_run_whose_time_is_up(home: Path) -> None:
     assert end["reason"] == "out_of_time"
     assert end["seconds"] < 14
     assert [event["step"] for event in events_of(run, "eval")] == [end["step"]]
+    momenta = load_file(run / "snapshots" / str(end["snapshot"]) / "optimizer.safetensors")
+    assert all(bool(value.any()) for name, value in momenta.items() if name.startswith("outer_momentum."))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ SEND_SECONDS = 5.0  # between requests, as Kubeflow asks for
 TIMEOUT_SECONDS = 5.0
 MAX_ATTEMPTS = 10  # requests in a row that may fail
 MAX_METRICS, MAX_CHARACTERS = 256, 64  # limits of the TrainJob's schema, for names and values
+MAX_SECONDS = 2**31 - 1  # limit of the schema's int32
 STEP_METRICS = ("step", "loss", "lr", "grad_norm", "tokens_per_second")
 
 
@@ -43,7 +44,7 @@ class TrainJobStatus:
         if kind == "step":
             if event["total_steps"]:
                 self._status["progressPercentage"] = min(100, 100 * event["step"] // event["total_steps"])
-            self._status["estimatedRemainingSeconds"] = round(event["eta_seconds"])
+                self._status["estimatedRemainingSeconds"] = min(MAX_SECONDS, round(event["eta_seconds"]))
             self._metrics |= {name: event[name] for name in STEP_METRICS}
         elif kind == "eval":
             self._metrics |= {f"eval_{k}": v for k, v in event.items() if k not in EVALUATION_KEYS}

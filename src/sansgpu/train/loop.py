@@ -81,7 +81,7 @@ class Trainer:
         self._validation = Validation(task, run, self._state, progress)
         self._log = RunLog(task, run, self._length, sinks, system)
         self._control = RunControl(controls or Controls(), execution.group)
-        self._sums: Sums = {}  # of the steps since the last synchronization
+        self._sums: Sums = {}  # logged sums of the steps since the last synchronization
         self._guard: MemoryGuard | None = None
         if run.sharding != "full":
             available, used = (lambda: available_memory(execution.device)), (lambda: held_memory(execution.device))
@@ -164,6 +164,8 @@ class Trainer:
             self._saver.flush_if_written()
             if self._length.replan():
                 prefetch.forget()  # window lengths depend on the total number of steps
+                if self._sums and self._is_synchronized():  # the time is up before the next regular synchronization
+                    self._synchronize()
             self._do(self._due())
         return stopped_by
 
@@ -202,7 +204,7 @@ class Trainer:
             self._log.emit_step(progress, result, lr)
 
     def _is_synchronized(self) -> bool:
-        """Returns whether all ranks have the same weights after the current step."""
+        """Returns whether the ranks synchronize after the current step."""
         return self._progress.step % self._training.sync_every == 0 or self._length.is_finished()
 
     def _synchronize(self) -> float:
@@ -220,7 +222,7 @@ class Trainer:
         step, apart = self._progress.step, self._training.sync_every
         if not self._is_synchronized():
             return False
-        since = (step - 1) // apart * apart  # the last synchronization
+        since = (step - 1) // apart * apart  # the step of the last synchronization
         return self._length.is_finished() or (every > 0 and step // every > since // every)
 
     def _due(self) -> Due:

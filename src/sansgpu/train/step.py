@@ -30,7 +30,7 @@ class StepResult:
 
     loss_sum: float
     targets: int  # number of terms in loss_sum
-    tokens: int  # of all ranks, like the other fields, which with an outer optimizer are those of this rank
+    tokens: int  # tokens of all ranks; with an outer optimizer, all other fields describe this rank's share only
     grad_norm: float
     sums: Sums  # task-specific sums
     phase_seconds: dict[str, float]  # generate (if the task generates text), forward, backward, reduce, update
