@@ -155,10 +155,11 @@ def main() -> None:
     parser.add_argument("--set", type=setting, action="append", default=[], metavar="KEY=VALUE", help="setting")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    more: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="sansgpu-grpo-") as name:
         try:
             if args.peer_python is None:
-                rows, more = [learned(args, Path(name) / "run")], {}
+                rows = [learned(args, Path(name) / "run")]
                 print_table(f"sums of two numbers, {args.hours:g} hours, {args.threads} threads", COLUMNS, rows)
             else:
                 rows, more = compared(args, Path(name))

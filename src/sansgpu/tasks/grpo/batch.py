@@ -86,7 +86,7 @@ class Completions(PackedSequences):
         """Leaves out completions whose advantage is 0, except one if all are."""
         kept = self.advantages.nonzero().flatten().tolist() or [0]
         examples = [self.rows(number, number + 1) for number in kept]
-        tensors = {
+        tensors: dict[str, Any] = {
             name: torch.cat([getattr(example, name) for example in examples])
             for name in ("tokens", "lengths", "targets", "advantages")
         }
