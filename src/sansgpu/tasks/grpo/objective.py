@@ -49,7 +49,7 @@ class GRPOObjective(FineTuning):
         own = [question for question in batch.questions[share.start : share.stop] for _ in range(size)]
         rewarded = self.rollout(own, Sampling(self.grpo.temperature, seed=seed), first=share.start * size)
         self._step_sums.add(_sums(rewarded, size))
-        shared = [[one.ids, one.reward] for one in rewarded]
+        shared: list[Any] = [[one.ids, one.reward] for one in rewarded]
         every = [one for part in group.all_gather_object(shared) for one in part]
         rewards = torch.tensor([reward for _, reward in every], dtype=torch.float64).view(-1, size)
         prompts = [question.ids for question in batch.questions for _ in range(size)]

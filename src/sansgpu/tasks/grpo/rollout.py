@@ -81,7 +81,8 @@ def generation_seconds(unpadded: UnpaddedModel, tokenizer: Any, completions: int
         read, _ = _timed(lambda: reader.add([[0] * middle] * slots))
         decoded, _ = _timed(lambda: [reader.step([0] * slots) for _ in range(TIMED_STEPS)])
     rounds = -(-completions // slots)
-    return packing + rounds * (read * prompt / middle + decoded / TIMED_STEPS * longest)
+    seconds: float = packing + rounds * (read * prompt / middle + decoded / TIMED_STEPS * longest)
+    return seconds
 
 
 def _timed(call: Callable[[], Any]) -> tuple[float, Any]:

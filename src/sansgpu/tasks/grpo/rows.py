@@ -17,7 +17,7 @@ from sansgpu.data.sources import Source
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.models.generation.prompts import prompt_ids, text_prompt_ids
 from sansgpu.tasks.evaluation import TokenizedCorpus
-from sansgpu.tasks.grpo.batch import PromptRow
+from sansgpu.tasks.grpo.batch import PromptRow, Prompts
 from sansgpu.tasks.grpo.rewards import check_answer
 from sansgpu.tasks.sft.chat import with_fixed_date
 from sansgpu.tasks.sft.conversations import Prompt, bad_row, read_prompt
@@ -40,6 +40,10 @@ class PromptExamples:
     def lengths(self) -> np.ndarray:
         """The maximum number of tokens of each prompt with its completion."""
         return np.array([len(question.ids) + self.longest for question in self.questions], np.int64)
+
+    def batch(self, indices: np.ndarray, step: int = 0) -> Prompts:
+        """Returns the prompts with the indices `indices`, to complete in a training step."""
+        return Prompts([self.questions[index] for index in indices], step)
 
     @property
     def targets(self) -> int:

@@ -18,7 +18,7 @@ from sansgpu.machine.distributed.group import Group
 from sansgpu.models.huggingface.pretrained import load_tokenizer_of
 from sansgpu.tasks.evaluation import read_requested
 from sansgpu.tasks.fine_tuning import require_examples, split_rows
-from sansgpu.tasks.grpo.batch import Completions, Prompts
+from sansgpu.tasks.grpo.batch import Completions
 from sansgpu.tasks.grpo.evaluate import GRPOEvaluator
 from sansgpu.tasks.grpo.objective import GRPOObjective
 from sansgpu.tasks.grpo.rewards import check_answer
@@ -54,7 +54,7 @@ class GRPO(SFT):
         return seconds
 
     @classmethod
-    def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, PromptCorpus]:
+    def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, Any]:
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
         sources = open_sources(config.data)
         tokenizer = load_tokenizer_of(config.model, config.data.chat_template)
@@ -76,7 +76,8 @@ class GRPO(SFT):
     def batch(self, step: int, total_steps: int | None = None) -> ExampleBatch:
         part, size = self.corpus.train, self._effective_batch // self.corpus.train.group_size
         indices = batch_indices(self.config.training.seed, step, len(part), size)
-        return Prompts([part.questions[index] for index in indices], step)
+        batch: ExampleBatch = part.batch(indices, step)
+        return batch
 
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> ExampleBatch:
