@@ -236,3 +236,19 @@ def test_a_rows_draw_does_not_depend_on_other_rows() -> None:
             sample_tokens(row[None], sampling, [draws])[0] for row, draws in zip(logits, generators(), strict=True)
         ]
         assert together == alone
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_equal_prompts_that_are_processed_once_continue_as_separate_ones_do(architecture: str) -> None:
+    batch = pretrained_batch(*pretrained(architecture))
+    short, long = [5, 9, 7], list(range(20, 60))
+    together = [short, long, short, short, long]
+    shared, separate = (batch.open_reader(len(together), CONTEXT) for _ in range(2))
+    expected = [separate.add([prompt]) for prompt in together]
+    assert torch.equal(shared.add(together), torch.cat(expected))
+    for tokens in ([1, 2, 3, 4, 5], [6, 7, 8, 9, 10]):
+        assert torch.equal(shared.step(tokens), separate.step(tokens))
+    shared.keep([0, 3])
+    separate.keep([0, 3])
+    assert torch.equal(shared.add([long, long]), torch.cat([separate.add([long]), separate.add([long])]))
+    assert torch.equal(shared.step([1, 2, 3, 4]), separate.step([1, 2, 3, 4]))
