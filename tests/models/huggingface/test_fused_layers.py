@@ -55,6 +55,7 @@ def replaced(model: nn.Module, before: nn.Module) -> set[str]:
             {"GraniteRMSNorm", "GraniteMLP", "GraniteDecoderLayer", "GraniteAttention"},
         ),
         ("Olmo2", {}, {"Olmo2RMSNorm", "Olmo2MLP"}),  # its norms come after attention and MLP
+        ("Olmo2", {"num_key_value_heads": 2}, {"Olmo2RMSNorm", "Olmo2MLP"}),  # its head norms are as wide as all heads
         ("Gemma", {}, {"GELUTanh", "GemmaRMSNorm", "GemmaMLP", "GemmaDecoderLayer", "GemmaAttention"}),
         ("Gemma2", {}, {"GELUTanh", "Gemma2RMSNorm", "Gemma2MLP", "Gemma2DecoderLayer"}),  # its attention is softcapped
         (

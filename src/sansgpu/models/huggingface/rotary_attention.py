@@ -121,6 +121,8 @@ def _is_rotary_attention(module: nn.Module) -> bool:
     norms = [module._modules[name] for name in NORMS if name in module._modules]
     if set(module._modules) - set(NORMS) != set(PROJECTIONS) or not all(isinstance(norm, RMSNorm) for norm in norms):
         return False
+    if any(norm.weight.shape != (cast(Any, module).head_dim,) for norm in norms):  # OLMo 2 normalizes all heads at once
+        return False
     trial = cast(Any, copy.copy(module))
     trial._modules, trial.training = _stubs(trial, norms), False
     half = random_tensor(1, 5, trial.head_dim // 2)
