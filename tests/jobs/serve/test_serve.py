@@ -391,6 +391,7 @@ def test_a_model_without_batches_answers_one_after_another(home: Path, capsys: C
         with ThreadPoolExecutor(3) as pool:
             texts = list(pool.map(lambda _: server.client().completions.create(**asked).choices[0].text, range(3)))
         assert len({*texts}) == 1
+    capsys.readouterr()
     assert cli(["serve", str(folder), "--max-batch", "2", "--port", "0"]) == 2
     assert "one text at a time" in sentence(capsys)
 

@@ -151,7 +151,8 @@ def _splits(name: str, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
 
 def _merges(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns the merges of a tokenizer.json, which may be pairs or strings."""
-    return [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+    return [(left, right) for left, right in pairs]
 
 
 def _sentence_piece_ranks(raw: Mapping[str, Any]) -> dict[str, int] | None:

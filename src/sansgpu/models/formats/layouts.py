@@ -391,7 +391,7 @@ LAYOUTS = {  # by model_type in config.json
         gguf_layers=LayerTypes(_write_convolutions, _read_convolutions),
     ),
 }
-BY_GGUF_NAME = {}  # llama.cpp's name of an architecture -> model_type; `llama` is Llama, not Mistral
+BY_GGUF_NAME: dict[str, str] = {}  # llama.cpp's name of an architecture -> model_type; `llama` is Llama, not Mistral
 for _model_type, _layout in LAYOUTS.items():
     BY_GGUF_NAME.setdefault(_layout.gguf_name or _model_type, _model_type)
 

@@ -118,7 +118,7 @@ def _is_rotary_attention(module: nn.Module) -> bool:
     config: Any = getattr(module, "config", None)
     if getattr(config, "_attn_implementation", None) != NAME or module._parameters:
         return False
-    norms = [module._modules[name] for name in NORMS if name in module._modules]
+    norms: list[Any] = [module._modules[name] for name in NORMS if name in module._modules]
     if set(module._modules) - set(NORMS) != set(PROJECTIONS) or not all(isinstance(norm, RMSNorm) for norm in norms):
         return False
     if any(norm.weight.shape != (cast(Any, module).head_dim,) for norm in norms):  # OLMo 2 normalizes all heads at once
