@@ -35,7 +35,7 @@ _ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED)
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "▁"  # stands for a space in tokens of llama.cpp's `llama` tokenizer, as in SentencePiece
 _REPLACES_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-_ADDED_SCORE = -1000.0  # of tokens that no merge produces, as in the files of llama.cpp's converter
+_ADDED_SCORE = -1000.0  # llama.cpp's converter gives this score to tokens that no merge produces
 
 
 def write_tokenizer(writer: GGUFWriter, parts: TokenizerParts, rows: int) -> None:

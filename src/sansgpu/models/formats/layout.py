@@ -62,7 +62,7 @@ class Layout:
     gguf_fixed: Callable[[Settings], Settings] = lambda settings: {}  # the values that llama.cpp assumes
     gguf_modules: Mapping[str, str] = field(default_factory=dict)  # llama.cpp's names of modules that gguf lacks
     gguf_layers: LayerTypes | None = None
-    gguf_rows: Callable[[str, Settings], RowOrder | None] = lambda name, settings: None  # of a weight
+    gguf_rows: Callable[[str, Settings], RowOrder | None] = lambda name, settings: None  # by a weight's name
     gguf_norm_offset: float = 0.0  # llama.cpp multiplies by w + offset where transformers multiplies by w
     gguf_rope_scaling: bool = False  # whether llama.cpp supports Llama 3's RoPE scaling
     gguf_local_rope: bool = False  # whether sliding_attention layers have a RoPE of their own

@@ -5,11 +5,20 @@ To add an architecture, add a `Layout` here and, if `TransformerLM` computes it,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from sansgpu.models.formats.layout import LayerTypes, Layout, RowOrder, Settings
+from sansgpu.models.formats.layout import LayerTypes, Layout, Settings
+from sansgpu.models.formats.layout_rules import (
+    every_fourth_without_rope,
+    heads_as_wide_as_the_model,
+    heads_before_parts,
+    read_convolutions,
+    rotary_pairs_adjacent,
+    windows,
+    write_convolutions,
+)
 
 
 def _modern_defaults(settings: Settings) -> dict[str, Any]:
@@ -23,60 +32,6 @@ def _modern_defaults(settings: Settings) -> dict[str, Any]:
 
 def _llama_defaults(settings: Settings) -> dict[str, Any]:
     return {**_modern_defaults(settings), "hidden_act": "silu"}
-
-
-def _rotary_pairs_adjacent(name: str, settings: Settings) -> RowOrder | None:
-    """llama.cpp's first RoPE kernel takes the two rows of a rotary pair from adjacent rows."""
-    if name.endswith("q_proj.weight"):
-        return RowOrder((settings["num_attention_heads"], 2, settings["head_dim"] // 2), 1)
-    if name.endswith("k_proj.weight"):
-        return RowOrder((settings["num_key_value_heads"], 2, settings["head_dim"] // 2), 1)
-    return None
-
-
-def _heads_before_parts(name: str, settings: Settings) -> RowOrder | None:
-    """GPT-NeoX stores query, key and value by head; llama.cpp stores all queries, then all keys and all values."""
-    if ".query_key_value." not in name:
-        return None
-    return RowOrder((settings["num_attention_heads"], 3, settings["head_dim"]), 0)
-
-
-def _heads_as_wide_as_the_model(settings: Settings) -> Settings:
-    return {"head_dim": settings["hidden_size"] // settings["num_attention_heads"]}
-
-
-def _every_fourth_without_rope(settings: Settings) -> Settings:
-    return {"no_rope_layers": [int((layer + 1) % 4 != 0) for layer in range(settings["num_hidden_layers"])]}
-
-
-def _windows(period: int) -> LayerTypes:
-    """Sliding windows in all layers but each `period`-th, which is llama.cpp's default for a file that names none."""
-    key = "{arch}.attention.sliding_window_pattern"
-
-    def read(value_of: Callable[[str], Any], layers: int) -> dict[str, Any]:
-        found = value_of(key) or period
-        local = found if isinstance(found, list) else [(layer + 1) % found != 0 for layer in range(layers)]
-        return {"layer_types": ["sliding_attention" if one else "full_attention" for one in local]}
-
-    return LayerTypes(lambda settings: {key: [one == "sliding_attention" for one in settings["layer_types"]]}, read)
-
-
-def _write_convolutions(settings: Settings) -> dict[str, Any]:
-    """Returns LFM2's layer types and its feed-forward size, which transformers adjusts in the same way."""
-    size = settings["intermediate_size"]
-    if settings["block_auto_adjust_ff_dim"]:
-        size = int(2 * size / 3)
-        if "block_ffn_dim_multiplier" in settings:
-            size = int(settings["block_ffn_dim_multiplier"] * size)
-            size += -size % settings["block_multiple_of"]
-    heads = [settings["num_key_value_heads"] * (layer == "full_attention") for layer in settings["layer_types"]]
-    return {"{arch}.feed_forward_length": size, "{arch}.attention.head_count_kv": heads}
-
-
-def _read_convolutions(value_of: Callable[[str], Any], layers: int) -> dict[str, Any]:
-    heads = value_of("{arch}.attention.head_count_kv")
-    types = ["full_attention" if count else "conv" for count in heads]
-    return {"num_key_value_heads": max(heads), "layer_types": types, "block_auto_adjust_ff_dim": False}
 
 
 def _gpt2_defaults(settings: Settings) -> dict[str, Any]:
@@ -161,7 +116,7 @@ _LLAMA = replace(
     fixed={},
     biases={**_ATTENTION_BIAS, "mlp_bias": ("all",)},
     gguf_rope_scaling=True,
-    gguf_rows=_rotary_pairs_adjacent,
+    gguf_rows=rotary_pairs_adjacent,
 )
 _SCALES = {  # Granite's multipliers
     "attention_multiplier": "{arch}.attention.scale",
@@ -204,7 +159,7 @@ _GEMMA2 = replace(
         "sliding_window": "{arch}.attention.sliding_window",
     },
     gguf_fixed=lambda settings: {"query_pre_attn_scalar": settings["head_dim"]},
-    gguf_layers=_windows(2),
+    gguf_layers=windows(2),
 )
 _LAYER_NORM_EPS = ("layer_norm_eps", "{arch}.attention.layer_norm_epsilon")
 LAYOUTS = {  # by model_type in config.json
@@ -240,7 +195,7 @@ LAYOUTS = {  # by model_type in config.json
         _LLAMA,
         model_class="SmolLM3ForCausalLM",
         fixed={"use_sliding_window": False},
-        gguf_fixed=_every_fourth_without_rope,
+        gguf_fixed=every_fourth_without_rope,
         gguf_rope_scaling=False,
     ),
     "granite": replace(_LLAMA, model_class="GraniteForCausalLM", gguf_settings=_SCALES, gguf_rope_scaling=False),
@@ -253,7 +208,7 @@ LAYOUTS = {  # by model_type in config.json
         gguf_name="gemma3",
         gguf_settings={"sliding_window": "{arch}.attention.sliding_window"},
         gguf_optional={"final_logit_softcapping": "{arch}.final_logit_softcapping"},
-        gguf_layers=_windows(6),
+        gguf_layers=windows(6),
         gguf_local_rope=True,
     ),
     "qwen3_moe": replace(
@@ -275,7 +230,7 @@ LAYOUTS = {  # by model_type in config.json
         fixed={"norm_topk_prob": False, "clip_qkv": None},
         gguf_settings={**_EXPERTS_USED, "num_experts": "{arch}.expert_count"},
         gguf_fixed=lambda settings: {
-            **_heads_as_wide_as_the_model(settings),
+            **heads_as_wide_as_the_model(settings),
             "num_key_value_heads": settings["num_attention_heads"],
         },
         gguf_needs_head=True,
@@ -303,7 +258,7 @@ LAYOUTS = {  # by model_type in config.json
         model_class="Olmo2ForCausalLM",
         modules={**_QWEN3.modules, **_POST_NORMS},
         fixed={},
-        gguf_fixed=_heads_as_wide_as_the_model,
+        gguf_fixed=heads_as_wide_as_the_model,
         gguf_needs_head=True,
     ),
     "phi": replace(
@@ -321,7 +276,7 @@ LAYOUTS = {  # by model_type in config.json
         fixed={"qk_layernorm": False, "tie_word_embeddings": False},
         biases={},
         gguf_name="phi2",
-        gguf_fixed=_heads_as_wide_as_the_model,
+        gguf_fixed=heads_as_wide_as_the_model,
     ),
     "phi3": replace(
         _QWEN3,
@@ -332,7 +287,7 @@ LAYOUTS = {  # by model_type in config.json
             "blocks.{}.feed_forward.gate_up": "model.layers.{}.mlp.gate_up_proj",
         },
         fixed={},
-        gguf_fixed=_heads_as_wide_as_the_model,
+        gguf_fixed=heads_as_wide_as_the_model,
         gguf_no_window=True,
     ),
     "gpt_neox": replace(
@@ -357,8 +312,8 @@ LAYOUTS = {  # by model_type in config.json
         biases={},
         gguf_name="gptneox",
         gguf_settings={"use_parallel_residual": "{arch}.use_parallel_residual"},
-        gguf_fixed=_heads_as_wide_as_the_model,
-        gguf_rows=_heads_before_parts,
+        gguf_fixed=heads_as_wide_as_the_model,
+        gguf_rows=heads_before_parts,
         gguf_needs_head=True,
     ),
     "lfm2": replace(
@@ -387,8 +342,8 @@ LAYOUTS = {  # by model_type in config.json
         fixed={"conv_bias": False},
         biases={},
         gguf_settings={"conv_L_cache": "{arch}.shortconv.l_cache"},
-        gguf_fixed=_heads_as_wide_as_the_model,
-        gguf_layers=LayerTypes(_write_convolutions, _read_convolutions),
+        gguf_fixed=heads_as_wide_as_the_model,
+        gguf_layers=LayerTypes(write_convolutions, read_convolutions),
     ),
 }
 BY_GGUF_NAME: dict[str, str] = {}  # llama.cpp's name of an architecture -> model_type; `llama` is Llama, not Mistral
