@@ -106,8 +106,8 @@ def measure(args: argparse.Namespace, folder: Path) -> list[Row]:
             seconds[name].append((time.perf_counter() - start) / len(texts))
     rows = []
     for name, (encode, distillation) in known.items():
-        vectors = [torch.from_numpy(np.asarray(encode(texts), np.float64)) for texts in (first, second)]
-        correlation = float(spearman_corrcoef(torch.cosine_similarity(*vectors), scores))
+        ours, others = (torch.from_numpy(np.asarray(encode(texts), np.float64)) for texts in (first, second))
+        correlation = float(spearman_corrcoef(torch.cosine_similarity(ours, others), scores))
         speed = 1 / median(seconds[name][1:])  # the first round is a warm-up
         row: Row = {"name": name, "texts_per_second": speed, "spearman": correlation}
         rows.append(row | {"distillation_seconds": distillation})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -36,14 +36,14 @@ from sansgpu.tasks.embed.rows import TextRow, read_text_rows, require_embedding_
 from sansgpu.tasks.embed.settings import SETTINGS
 from sansgpu.tasks.evaluation import require_rows
 from sansgpu.tasks.fine_tuning import StepWideTask, require_examples
-from sansgpu.tasks.task import EvaluationRequest, TrainedModel
+from sansgpu.tasks.task import EvaluationRequest, TrainedModel, Verb
 
 
 class TextEmbedding(Embeds, StepWideTask):
     """`task: embed`."""
 
     settings = SETTINGS
-    verbs_for_any_model = ("embed",)
+    verbs_for_any_model: ClassVar[tuple[Verb, ...]] = ("embed",)
     objective_class = EmbeddingObjective
     evaluator: EmbeddingEvaluator
 

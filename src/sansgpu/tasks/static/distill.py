@@ -116,4 +116,4 @@ def sif_weights(count: int, sif: float) -> np.ndarray:
         return np.ones(count)
     probabilities = 1 / np.arange(2, count + 2)
     probabilities /= probabilities.sum()
-    return sif / (sif + probabilities)  # type: ignore[no-any-return]
+    return sif / (sif + probabilities)

@@ -40,7 +40,7 @@ class StaticModel(nn.Module):
 
     def __init__(self, weights: torch.Tensor) -> None:
         super().__init__()
-        self.embedding = Table(*weights.shape, _weight=weights)
+        self.embedding = Table(weights.shape[0], weights.shape[1], _weight=weights)
 
     def forward(self, tokens: torch.Tensor, lengths: torch.Tensor, layout: EmbeddingLayout) -> torch.Tensor:
         """Returns the embeddings of concatenated texts, (S, D) fp32: the means of their tokens' vectors."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from sansgpu.tasks.static.model import TOKENIZER, StaticModel, as_transformers, 
 from sansgpu.tasks.static.objective import StaticObjective, static_base, with_rows
 from sansgpu.tasks.static.settings import SETTINGS
 from sansgpu.tasks.static.words import TextTokenizer
-from sansgpu.tasks.task import EvaluationRequest, ModelSource, TrainedModel
+from sansgpu.tasks.task import EvaluationRequest, ModelSource, TaskClass, TrainedModel
 
 ENCODED_TEXTS = 4096  # texts that are embedded at a time, to bound the memory
 
@@ -81,7 +81,7 @@ class StaticEmbeddings(TextEmbedding):
         return is_static_folder(local_path(target))
 
     @classmethod
-    def load(cls, source: ModelSource) -> tuple[StaticObjective, Any, Config]:
+    def load(cls, source: ModelSource) -> tuple[Any, Any, Config]:
         config = cls.with_vocabulary(source.config or cls.config_of_model(source))
         objective = StaticObjective(config)
         if source.snapshot is not None:
@@ -150,4 +150,4 @@ def _encoder(config: Config) -> TrainedModel:
     settings = Config.model_validate({"task": "embed", "model": model, "data": {"dataset_name": "-"}})
     source = ModelSource(str(config.model.name_or_path), config.model.trust_remote_code, settings)
     precision = "bf16" if has_native_bf16() else "fp32"
-    return load_for_use(TextEmbedding, source, torch.device("cpu"), precision)
+    return load_for_use(cast(TaskClass, TextEmbedding), source, torch.device("cpu"), precision)
