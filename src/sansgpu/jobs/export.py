@@ -154,11 +154,10 @@ def _export_gguf_adapter(
             f"--type is {weight_type}, but an adapter's must be {', '.join(ADAPTER_TYPES)}; adapters are small."
         )
     require_file(path, GGUF)
-    gguf_type = cast("GGUFType", weight_type)
     if is_adapter_folder(target):
         base = ModelConfig(name_or_path=model.target, trust_remote_code=model.remote_code)
         words = _description(target, base, "A LoRA adapter, converted by sansgpu.")
-        write_gguf_adapter(path, target, pretrained_config(base).to_dict(), gguf_type, words)
+        write_gguf_adapter(path, target, pretrained_config(base).to_dict(), weight_type, words)
         return path
     if _is_model_folder(target):
         raise ConfigError(f"{target} has no adapter; remove --no-merge.")
@@ -169,7 +168,7 @@ def _export_gguf_adapter(
         folder = Path(temporary) / "adapter"
         loaded.task_class.export_model(loaded, folder, False)
         base_settings = loaded.objective.model.config.to_dict()
-        write_gguf_adapter(path, folder, base_settings, gguf_type, _about(target, loaded))
+        write_gguf_adapter(path, folder, base_settings, weight_type, _about(target, loaded))
     return path
 
 

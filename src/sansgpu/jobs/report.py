@@ -76,10 +76,11 @@ def write_model_card(
 
 def gguf_card(run: Path, snapshot: str, file: Path, is_adapter: bool, warn: Callable[[str], None]) -> str | None:
     """Returns the model card for a GGUF file of a run's snapshot. Returns None after a failure, which is a warning."""
+    card = None
     with _errors_as_warnings(f"the model card of {file}", warn):
         found = require_snapshot(run, open_run(run)[1], snapshot, warn)
-        return model_card(RunRecord.open(run), found.step, is_adapter, file.name)
-    return None
+        card = model_card(RunRecord.open(run), found.step, is_adapter, file.name)
+    return card
 
 
 @contextmanager

@@ -79,6 +79,6 @@ def _alpha(module: str, rank: int, config: Mapping[str, Any]) -> float:
     """Returns the alpha with which alpha / rank is the factor by which peft multiplies the layer's product."""
     from peft.utils.other import get_pattern_key  # takes a second to import
 
-    patterns = config.get("alpha_pattern") or {}
-    alpha = float(patterns.get(get_pattern_key(patterns.keys(), module), config["lora_alpha"]))
+    patterns: dict[str, float] = config.get("alpha_pattern") or {}
+    alpha = float(patterns.get(get_pattern_key(list(patterns), module), config["lora_alpha"]))
     return alpha * math.sqrt(rank) if config.get("use_rslora") else alpha

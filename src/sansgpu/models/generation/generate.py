@@ -125,7 +125,7 @@ class SlotReader:
     def __init__(self, slots: int, length: int, fused: DecoderStep | None = None) -> None:
         self.slots, self._fused = slots, fused
         self._sequences: list[list[int]] = []  # the tokens of each sequence
-        self.prefixes: PrefixCache | None = None  # where finished sequences are kept for later prompts
+        self.prefixes: PrefixCache | None = None  # stores finished sequences for later prompts
         rows = slots if fused is not None else max(slots, MIN_ROWS)
         last = 1  # an extra slot for the filler tokens
         self.cache = SlotCache(rows + last, max(length, MIN_ROWS), packed=fused is not None)

@@ -15,7 +15,7 @@ MIN_SHARED = 16  # tokens; copying a shorter prefix saves no time
 
 
 @dataclass(frozen=True, eq=False)
-class _Finished:
+class _StoredSequence:
     """A sequence: its tokens, and its keys and values, one pair of tensors per layer."""
 
     tokens: np.ndarray
@@ -27,7 +27,7 @@ class PrefixCache:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._finished: deque[_Finished] = deque()  # the oldest first
+        self._finished: deque[_StoredSequence] = deque()  # the oldest first
 
     def store(self, tokens: Sequence[int], cache: SlotCache, slot: int) -> None:
         """Copies a sequence from its slot, and forgets the oldest ones and those that it begins with."""
@@ -35,7 +35,7 @@ class PrefixCache:
         if not MIN_SHARED <= len(ids) <= self._max_tokens or self._longest(ids)[0] == len(ids):
             return
         self._finished = deque(one for one in self._finished if _shared(one.tokens, ids) < len(one.tokens))
-        self._finished.append(_Finished(ids, cache.copy_of(slot, len(ids))))
+        self._finished.append(_StoredSequence(ids, cache.copy_of(slot, len(ids))))
         while sum(len(one.tokens) for one in self._finished) > self._max_tokens:
             self._finished.popleft()
 
@@ -52,9 +52,9 @@ class PrefixCache:
         self._finished.append(found)  # now the most recent one
         return shared, found.layers
 
-    def _longest(self, ids: np.ndarray) -> tuple[int, _Finished | None]:
+    def _longest(self, ids: np.ndarray) -> tuple[int, _StoredSequence | None]:
         """Returns the sequence with the longest common prefix, and the length of that prefix."""
-        best: tuple[int, _Finished | None] = (0, None)
+        best: tuple[int, _StoredSequence | None] = (0, None)
         for one in self._finished:
             if (shared := _shared(one.tokens, ids)) > best[0]:
                 best = shared, one
