@@ -144,7 +144,7 @@ class SlotReader:
 
     def add(self, prompts: Sequence[list[int]]) -> torch.Tensor:
         """Adds sequences. A prompt that several of them share is processed once, because results would be equal."""
-        first, distinct = self._count, dict.fromkeys(map(tuple, prompts))
+        first, distinct = len(self._sequences), dict.fromkeys(map(tuple, prompts))
         logits = self._add([list(prompt) for prompt in distinct])
         places = dict(zip(distinct, range(len(distinct)), strict=True))
         sources = [places[tuple(prompt)] for prompt in prompts]
@@ -152,7 +152,7 @@ class SlotReader:
             if number != source:
                 with torch.inference_mode():
                     self.cache.copy(first + number, first + source)
-        self._count = first + len(prompts)
+        self._sequences[first:] = map(list, prompts)
         return logits if len(distinct) == len(prompts) else logits[sources]
 
     def _add(self, prompts: Sequence[list[int]]) -> torch.Tensor:
