@@ -3,6 +3,7 @@
 import ast
 import builtins
 import importlib
+import importlib.util
 import subprocess
 import sys
 from collections import defaultdict
@@ -98,9 +99,15 @@ def origin_of(module: str, name: str) -> str:
     """Returns the module that defines `name`, which `module` may re-export. Resolves only sansgpu's own modules."""
     if module.partition(".")[0] != "sansgpu":
         return module
-    value = getattr(importlib.import_module(module), name, None)
+    try:
+        value = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        assert not str(error.name).startswith("sansgpu"), error
+        return module  # it needs a package that is not installed
     if value is None:
-        return importlib.import_module(f"{module}.{name}").__name__
+        submodule = importlib.util.find_spec(f"{module}.{name}")
+        assert submodule is not None, f"{module} has no {name}"
+        return submodule.name
     if isinstance(value, ModuleType):
         return value.__name__
     defined = getattr(value, "__module__", None)

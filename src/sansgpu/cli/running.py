@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sansgpu.cli.export import export
 from sansgpu.cli.look import list_runs, report, snapshots
 from sansgpu.cli.options import CONFIG_SUFFIXES, complain, flag, show
 from sansgpu.cli.other_flags import EXPLAINED
@@ -19,7 +20,7 @@ from sansgpu.cli.signals import CODE, INTERRUPTED, interrupted
 from sansgpu.cli.start import bench, doctor, init, plan
 from sansgpu.cli.texts import chat, embed, generate, search, tokenizer
 from sansgpu.cli.train import distill, train, tune
-from sansgpu.cli.use import evaluate, export, extract, predict
+from sansgpu.cli.use import evaluate, extract, predict
 from sansgpu.version import __version__
 
 # Commands in the order of `sansgpu --help`, under its headings. Within a heading, commands with subcommands come last.

@@ -232,7 +232,7 @@ def _interpolated(width: int, efficiencies: list[tuple[int, float]]) -> float:
 
 def _batch_tokens(tokens: float) -> int:
     """Returns the tokens per step of a run of `tokens`."""
-    batch = BATCH_TOKENS * 2 ** round(math.log2((tokens / BATCH_REFERENCE_TOKENS) ** 0.5))
+    batch = round(BATCH_TOKENS * 2.0 ** round(math.log2((tokens / BATCH_REFERENCE_TOKENS) ** 0.5)))
     return min(max(batch, MIN_BATCH_TOKENS), MAX_BATCH_TOKENS)
 
 

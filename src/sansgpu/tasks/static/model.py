@@ -32,7 +32,7 @@ from sansgpu.models.huggingface.sentence_embedding import (
 from sansgpu.models.modules import Table
 
 WEIGHTS, TOKENIZER = "model.safetensors", "tokenizer.json"
-_NAMES = ("embedding.weight", "embeddings")  # of the table in Sentence Transformers and in model2vec
+_NAMES = ("embedding.weight", "embeddings")  # names of the table in files of Sentence Transformers and model2vec
 
 
 class StaticModel(nn.Module):
