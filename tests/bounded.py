@@ -36,5 +36,5 @@ def assert_refused(fragment: str, *arguments: object) -> None:
     last = said.splitlines()[-1]
     assert last.startswith("sansgpu: "), said[-2000:]
     assert "warning: " not in said
-    assert fragment in last
+    assert fragment in last, last
     assert len(last) < 1500

@@ -197,8 +197,8 @@ def test_what_does_nothing_or_cannot_work_is_refused(home: Path, capsys: Capture
     for arguments, sentence in [
         ((plain, "--type", "f16"), "--type requires --format gguf, ollama or onnx"),
         ((plain, *as_gguf, "--type", "q5_k"), "--type is q5_k, but must be one of f32, f16, bf16, q8_0, q6_k"),
-        ((home / "qwen", *as_gguf, "--merge"), "--merge and --no-merge require --format hf"),
-        ((plain, "--format", "tflite"), "--format is tflite, but must be hf, gguf, ollama or onnx"),
+        ((plain, "--format", "ollama", "--merge"), "--merge and --no-merge require --format hf or gguf"),
+        ((plain, "--format", "tflite"), "--format is tflite, but must be hf, gguf, ollama, onnx or static"),
         ((plain, *as_gguf, "--output", tmp_path / "notes.txt"), "exists and was not written by this command"),
         ((plain, *as_gguf, "--output", tmp_path), "is a folder"),
         ((plain, *as_gguf, "--snapshot", "9999"), "9999"),

@@ -129,7 +129,7 @@ def test_a_run_leaves_as_an_adapter_file(home: Path, capsys: Captured) -> None:
             {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
             "cannot contain model.layers.0.input_layernorm.weight",
         ),
-        ("gemma", {"target_modules": ["q_proj"]}, "this model has the architecture gemma"),
+        ("mamba", {"target_modules": ["x_proj"]}, "this model has the architecture mamba"),
     ],
 )
 def test_what_llama_cpp_would_not_compute_is_refused(

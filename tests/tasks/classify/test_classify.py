@@ -311,7 +311,7 @@ def test_a_run_without_vectors_is_refused_with_the_folder_that_has_some(home: Pa
     run = made(home, "exported")
     capsys.readouterr()
     assert cli(["search", str(run), str(home), "red"]) == 2
-    assert sentence(capsys).endswith(f"this command needs one of task embed; pass its folder {run}/final.")
+    assert sentence(capsys).endswith(f"this command needs one of task embed or static; pass its folder {run}/final.")
     assert cli(["train", *settings(home / "single.jsonl", model__name_or_path=run), "--dry-run"]) == 2
     assert sentence(capsys).endswith(f"it has no config.json; use {run}/final.")
 

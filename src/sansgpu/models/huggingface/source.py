@@ -221,4 +221,9 @@ class library_errors:  # noqa: N801  used like a function
                     f"{self._prefix}: its weights are a pickle file, which can run code; use the model in safetensors "
                     "format."
                 ) from None
+            if "ignore_mismatched_sizes" in str(error):  # transformers' message is about an option of its own
+                raise ConfigError(
+                    f"{self._prefix}: its weights do not have the shapes that its configuration describes; download or "
+                    "export it again."
+                ) from None
             raise ConfigError(f"{self._prefix}: {first_line(error)}.") from None
