@@ -90,7 +90,10 @@ def test_what_cannot_be_trained_is_refused_before_any_work(
         (["dance"], "dance"),
         (["eval", "./nowhere"], "does not exist"),
         (["generate", "cache-less"], "neither a run"),
-        (["export", "cache-less", "--format", "tflite"], "--format is tflite, but must be hf, gguf, ollama, onnx or static"),
+        (
+            ["export", "cache-less", "--format", "tflite"],
+            "--format is tflite, but must be hf, gguf, ollama, onnx or static",
+        ),
         (["snapshots", "list", "cache-less"], "is not a run"),
         (["tokenizer", "train", "corpus.jsonl", "--output", "t", "--vocab-size", "9"], "too small"),
     ],

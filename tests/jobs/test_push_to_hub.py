@@ -66,6 +66,7 @@ def test_a_model_is_uploaded_whole_in_one_commit(home: Path, hub: UploadHub) -> 
     assert repository.files["README.md"].endswith(b"Edited.\n")
 
 
+@pytest.mark.long
 def test_gguf_files_folders_for_ollama_and_adapters_are_uploaded(home: Path, hub: UploadHub, tmp_path: Path) -> None:
     for kind, arguments in [
         ("gguf", ("--format", "gguf", "--output", tmp_path / "chat.gguf")),

@@ -157,6 +157,7 @@ def test_local_steps_that_make_no_sense_are_refused(
     assert not (home / "refused").exists()
 
 
+@pytest.mark.long
 def test_the_plan_of_a_cluster_divides_the_bytes_by_the_steps_between_synchronizations(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

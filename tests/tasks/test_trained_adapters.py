@@ -180,6 +180,7 @@ def test_an_embedding_model_leaves_with_its_pooling(home: Path, tmp_path: Path) 
     assert json.loads((again / "final/1_Pooling/config.json").read_text())["pooling_mode_cls_token"]
 
 
+@pytest.mark.long
 def test_an_adapter_on_the_hub_is_used_and_trained_further(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,7 @@ STEP_KEYS = {
     "rss_bytes", "cpu_percent", "eta_seconds", "elapsed_seconds", "total_steps", "phase_seconds", "system",
     "gemm_flops_per_second", "threads",
 }  # fmt: skip
-EVAL_KEYS = {"event", "step", "loss", "perplexity", "bits_per_byte", "seconds"}
+EVAL_KEYS = {"event", "step", "epoch", "loss", "perplexity", "bits_per_byte", "seconds"}
 END_KEYS = {"event", "step", "time", "reason", "seconds", "snapshot"}
 
 

@@ -94,6 +94,7 @@ class _StepEvent(_Event):
 class _EvaluationEvent(_Event):
     step: Count
     loss: Number | None  # null if not finite
+    epoch: Number | None = None
     sample: str | None = None
     bits_per_byte: Number | None = None
     perplexity: Finite | None = None

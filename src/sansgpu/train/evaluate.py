@@ -81,7 +81,8 @@ class Validation:
         seconds, loss = time.perf_counter() - start, self._metrics["loss"]
         if progress.step and loss is not None and (progress.best_loss is None or loss < progress.best_loss):
             progress.best_loss, progress.best_step = loss, progress.step  # untrained weights have no snapshot
-        event: Event = {"event": "eval", "step": progress.step, **self._metrics, "seconds": seconds}
+        epoch = self._run.epoch_after(progress.step)
+        event: Event = {"event": "eval", "step": progress.step, "epoch": epoch, **self._metrics, "seconds": seconds}
         has_model = self._run.execution.group.is_main and self._run.sharding != "full"
         if training.sample_tokens and loss is not None and has_model:
             seed = derive_seed(training.seed, "sample", progress.step)

@@ -76,8 +76,14 @@ class TrainingRun:
         """Mean number of target tokens per step: without padding, and including an epoch's partial last batch."""
         if self.corpus is None:
             return self.tokens_per_step
-        steps = steps_per_epoch(self.corpus.train_examples, effective_batch(self.config.training))
-        return float(self.corpus.train_tokens / steps)
+        return float(self.corpus.train_tokens / self._steps_per_epoch())
+
+    def epoch_after(self, step: int) -> float | None:
+        """Returns how often the training split has been read after `step` steps, if its length is known."""
+        return step / self._steps_per_epoch() if self.corpus and self.corpus.train_examples else None
+
+    def _steps_per_epoch(self) -> int:
+        return steps_per_epoch(self.corpus.train_examples, effective_batch(self.config.training))
 
     @property
     def eval_token_ratio(self) -> float:

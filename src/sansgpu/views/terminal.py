@@ -127,6 +127,8 @@ class Terminal:
     def _eval(self, event: Event) -> None:
         parts = metric_texts(event, self._settings)
         place = "" if event["step"] is None else f" at step {event['step']}"  # a Hugging Face model has no steps
+        if (epoch := event.get("epoch") or 0) > 1:
+            place += f" (epoch {epoch:.1f})"
         self._print(f"{self._evaluated}{place}: {', '.join(parts)}", style="bold")
         if sample := event.get("sample"):
             # In a log every line is one event, so that tools that work on lines can read it.

@@ -340,6 +340,7 @@ def test_signals_end_open_answers_with_an_error(home: Path) -> None:
         assert messages(error) == ["stopping; press Ctrl-C again to stop now"]
 
 
+@pytest.mark.long
 def test_a_killed_server_can_be_started_again_at_its_port(home: Path) -> None:
     with served(target(), home / "cache", "--context", str(CONTEXT)) as server:
         stream = iter(server.client().completions.create(model=target().name, stream=True, **ENDLESS, max_tokens=60000))
