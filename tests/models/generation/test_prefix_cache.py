@@ -17,7 +17,7 @@ from tests.models.small import model_of
 from tests.tasks.folders import model_folder
 
 SLOTS, LENGTH = 3, 200
-SYSTEM = [number * 7 % 60 for number in range(50)]
+SYSTEM = [number * 7 % 60 for number in range(90)]
 
 
 def readers(kind: str) -> list[Any]:
@@ -80,7 +80,7 @@ def test_the_memory_is_bounded_and_the_newest_sequences_stay() -> None:
     assert reader.prefixes.find([(20 + number) % 60 for number in range(90)], 1)[0] == 0, "90 + 70 are more than 150"
     reader.add([[3] * (MIN_SHARED - 1)])
     reader.keep([])
-    assert reader.prefixes.find([3] * 40, 1)[0] == 0, "too short to be kept"
+    assert reader.prefixes.find([3] * 90, 1)[0] == 0, "too short to be kept"
 
 
 def test_what_a_failed_pass_leaves_is_not_reused() -> None:
