@@ -35,14 +35,19 @@ TaskCodeOption = Annotated[
 ]
 
 
+def refuse_other_data(given: Any, option: str) -> None:
+    """Raises BadParameter for options of `sansgpu eval` that choose what to evaluate on, which `option` does, too."""
+    for name in ("data", "window", "link_prediction"):
+        if getattr(given, name) not in (None, False):
+            raise typer.BadParameter(f"--{name.replace('_', '-')} has no effect with {option}; remove it")
+
+
 def evaluate_on_harness(given: Any) -> None:
     """Runs `sansgpu eval` with the options of the command. Raises BadParameter for options without effect."""
     if given.harness is None:
         option = "--apply-chat-template" if given.fewshot is None else "--fewshot"
         raise typer.BadParameter(f"{option} requires --harness; add it")
-    for name in ("data", "window", "link_prediction"):
-        if getattr(given, name):
-            raise typer.BadParameter(f"--{name.replace('_', '-')} has no effect with --harness; remove it")
+    refuse_other_data(given, "--harness")
     tasks = [name.strip() for name in given.harness.split(",") if name.strip()]
     if not tasks:
         raise typer.BadParameter("--harness is empty; pass the names or files of tasks")

@@ -15,6 +15,7 @@ from sansgpu.cli.harness import (
     HarnessOption,
     TaskCodeOption,
     evaluate_on_harness,
+    refuse_other_data,
 )
 from sansgpu.cli.options import (
     OUTPUT,
@@ -140,9 +141,7 @@ def evaluate(given: _EvaluateOptions) -> None:
 
 def _evaluate_mteb(given: _EvaluateOptions) -> None:
     assert given.mteb is not None
-    others = {"--data": given.data, "--window": given.window, "--link-prediction": given.link_prediction or None}
-    if (other := next((name for name, value in others.items() if value is not None), None)) is not None:
-        raise typer.BadParameter(f"{other} has no effect with --mteb; remove it")
+    refuse_other_data(given, "--mteb")
     from sansgpu.views.tables import print_mteb
 
     with preparation_bar() as bar:

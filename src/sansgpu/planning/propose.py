@@ -207,9 +207,8 @@ def _candidate(
 ) -> ProposedRun | None:
     progress = _of_width(width, progress)
     proposed, batch = None, BATCH_TOKENS
-    for _ in range(
-        2
-    ):  # the batch size depends on the number of tokens, which depends on the speed with that batch size
+    # The batch size depends on the number of tokens, which depends on the speed with that batch size.
+    for _ in range(2):
         config = _shape(base.config, width, batch)
         run = _resolved(config, hours, timed=False, progress=progress)
         if not run.fits:

@@ -20,6 +20,7 @@ from sansgpu.config.paths import local_path
 from sansgpu.config.wording import first_line, truncate
 from sansgpu.machine.hub import reading_hub
 
+FEWSHOT_SEED = 1234  # the library's default
 ALLOW = "pass --trust-remote-code if you trust it"
 SUFFIXES = (".yaml", ".yml")
 _DEFINING = ("task", "group", "class")  # a file without these keys is only included by others
@@ -198,6 +199,3 @@ def _prepare(name: str, task: Any, fewshot: int | None) -> None:
     elif known is None:
         task.set_config(key="num_fewshot", value=0)
     task.set_fewshot_seed(seed=FEWSHOT_SEED)
-
-
-FEWSHOT_SEED = 1234  # the library's default

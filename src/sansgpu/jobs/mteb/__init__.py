@@ -119,7 +119,7 @@ def quiet() -> Iterator[None]:
     import datasets
 
     logger = logging.getLogger("mteb")
-    before, shows_bars = logger.level, datasets.are_progress_bars_disabled()
+    before, had_no_bars = logger.level, datasets.are_progress_bars_disabled()
     logger.setLevel(logging.CRITICAL)
     datasets.disable_progress_bars()
     try:
@@ -128,5 +128,5 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(before)
-        if not shows_bars:
+        if not had_no_bars:
             datasets.enable_progress_bars()

@@ -33,7 +33,7 @@ _PRE_TOKENIZERS = {
 }
 _ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED)
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-_SPACE = "▁"  # stands for a space in tokens of llama.cpp's `llama` tokenizer, as in SentencePiece
+_SPACE = "▁"  # This character stands for a space in the tokens of SentencePiece and of llama.cpp's tokenizer `llama`.
 _REPLACES_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
 _ADDED_SCORE = -1000.0  # llama.cpp's converter gives this score to tokens that no merge produces
 
