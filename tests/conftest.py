@@ -37,11 +37,13 @@ settings.load_profile("sansgpu")
 LONGEST = (
     "test_benchmarks.py", "scale/test_runs.py", "test_docs.py", "test_examples.py", "planning/test_plan.py",
     "planning/test_cluster.py", "jobs/test_tune.py", "train/test_runs.py", "scale/test_faults.py",
-    "tasks/test_fine_tuning_runs.py", "train/test_resume.py", "test_cli.py", "tasks/graph/test_graph_runs.py",
-    "jobs/k8s/test_manifests.py", "jobs/test_chat.py", "scale/test_sums.py", "scale/test_tasks.py",
-    "jobs/test_hostile_runs.py", "fuzz/test_fuzz.py", "tasks/graph/test_entities.py", "jobs/test_unreachable_data.py",
-    "models/test_hostile_models.py", "tasks/test_outside_task.py", "kernels/test_memory.py", "kernels/test_library.py",
-    "jobs/test_push_to_hub.py",
+    "tasks/test_fine_tuning_runs.py", "train/test_resume.py", "test_cli.py", "jobs/serve/test_serve.py",
+    "models/formats/test_gguf.py", "tasks/test_parity.py", "tasks/test_architectures.py", "jobs/test_init.py",
+    "test_written_files.py", "test_rubbish.py", "train/test_branches.py", "test_layers.py", "test_signals.py",
+    "tasks/graph/test_graph_runs.py", "jobs/k8s/test_manifests.py", "jobs/test_chat.py", "scale/test_sums.py",
+    "scale/test_tasks.py", "jobs/test_hostile_runs.py", "fuzz/test_fuzz.py", "tasks/graph/test_entities.py",
+    "jobs/test_unreachable_data.py", "models/test_hostile_models.py", "tasks/test_outside_task.py",
+    "kernels/test_memory.py", "kernels/test_library.py", "jobs/test_push_to_hub.py",
 )  # fmt: skip
 
 

@@ -157,8 +157,6 @@ def test_new_and_empty_folders_are_written(
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
-    if target == "empty":
-        Path(target).mkdir()
     assert cli(COMMANDS[command][1](home, tmp_path / "free", target)) == 0
     written = state(here)
     assert len(written) > 2

@@ -96,7 +96,7 @@ def after(home: Path, canary: Path, commands: list[list[str]]) -> list[tuple[int
 
 
 @pytest.mark.parametrize(
-    "task", ["pretrain", "sft", *(pytest.param(task, marks=pytest.mark.long) for task in ("graph", "qa", "classify"))]
+    "task", ["sft", *(pytest.param(t, marks=pytest.mark.long) for t in ("pretrain", "graph", "qa", "classify"))]
 )
 def test_no_command_executes_code_from_the_folder_of_a_run(home: Path, tmp_path: Path, task: str) -> None:
     canary = tmp_path / "canary"

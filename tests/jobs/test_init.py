@@ -46,7 +46,7 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str | None]] = {
 SUFFIXES = {"qa": ".json", "tokens": ".conll"}
 
 
-OFTEN = ("pretrain", "sft", "classify")  # the other tasks are tested before a release
+OFTEN = ("pretrain", "classify")  # the other tasks are tested before a release
 
 
 @pytest.mark.parametrize("task", [pytest.param(t, marks=() if t in OFTEN else pytest.mark.long) for t in KINDS])

@@ -49,8 +49,8 @@ def outcome(run: Path) -> tuple[dict[str, str], list[dict[str, object]]]:
     ("task", "changes"),
     [
         ("classify", {}),
-        ("preference", KTO),
         ("grpo", {**GRPO, **LORA}),
+        pytest.param("preference", KTO, marks=pytest.mark.long),
         *(pytest.param(*c, marks=pytest.mark.long) for c in (("tokens", {}), ("embed", {}), ("embed", LORA))),
     ],
 )

@@ -69,7 +69,7 @@ def evaluated(capsys: Captured, run: Path, home: Path, *options: str) -> float:
     ("architecture", "adapter", "precision"),
     [
         ("qwen2", "lora", "int8"),
-        ("smollm", "dora", "int4"),
+        pytest.param("smollm", "dora", "int4", marks=pytest.mark.long),
         pytest.param("gpt2", "lora", "int4", marks=pytest.mark.long),
     ],
 )
@@ -169,7 +169,7 @@ def wide_run(home: Path) -> Path:
     return made(home, "wide", model__name_or_path=base, model__adapter="lora", training__max_steps=2)
 
 
-@pytest.mark.parametrize("kind", ["q4_k", "q4_1", "q8_0"])
+@pytest.mark.parametrize("kind", ["q4_k", *(pytest.param(k, marks=pytest.mark.long) for k in ("q4_1", "q8_0"))])
 def test_a_quantized_file_is_read_by_llama_cpp_and_trained_on(
     home: Path, wide_run: Path, tmp_path: Path, kind: str
 ) -> None:

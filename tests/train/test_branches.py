@@ -200,7 +200,7 @@ sys.exit(run(sys.argv[2:]))
 
 
 @pytest.mark.parametrize("moved", [4, *(pytest.param(m, marks=pytest.mark.long) for m in (1, 2, 5))])
-@pytest.mark.parametrize("goal", ["4", f"{FIRST}/step-000008"])
+@pytest.mark.parametrize("goal", [pytest.param("4", marks=pytest.mark.long), f"{FIRST}/step-000008"])
 def test_a_kill_while_snapshots_are_set_aside_loses_none(
     home: Path, run: Path, trained: Path, goal: str, moved: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

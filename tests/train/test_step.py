@@ -241,7 +241,9 @@ def test_a_loss_that_is_not_finite_names_the_step_and_changes_nothing() -> None:
     assert all(torch.equal(p.nan_to_num(), before[name].nan_to_num()) for name, p in model.named_parameters())
 
 
-@pytest.mark.parametrize(("settings", "optimizer"), [(MODERN, "muon"), (CLASSIC, "adamw")])
+@pytest.mark.parametrize(
+    ("settings", "optimizer"), [(MODERN, "muon"), pytest.param(CLASSIC, "adamw", marks=pytest.mark.long)]
+)
 def test_one_batch_is_memorised(settings: dict[str, object], optimizer: str) -> None:
     training = TrainingConfig.model_validate({"optimizer": optimizer, "weight_decay": 0.0})
     model = TransformerLM(ModelConfig.model_validate(settings), 1)

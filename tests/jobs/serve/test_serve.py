@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sansgpu.cli import run as cli
-from tests.processes import json_lines, messages, write_rows
+from tests.processes import json_lines, messages, train, write_rows
 from tests.tasks.fine_tuned import Captured, sentence
 from tests.tasks.folders import WORDS, model_folder
 
@@ -325,19 +325,19 @@ def test_a_full_queue_is_refused(client: Any, model: str) -> None:
     until_idle(client, model)
 
 
-def test_signals_end_open_answers_with_an_error(home: Path) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with served(target(), home / "cache", "--context", str(CONTEXT)) as server:
-            client = server.client()
-            stream = iter(client.completions.create(model=target().name, stream=True, max_tokens=60000, **ENDLESS))
-            next(stream)
-            with ThreadPoolExecutor(1) as pool:
-                ending = pool.submit(server.end, number)
-                with pytest.raises(openai.APIError, match="stopped before the answer was complete"):
-                    list(stream)
-                code, error = ending.result()
-        assert code == 0
-        assert messages(error) == ["stopping; press Ctrl-C again to stop now"]
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+def test_signals_end_open_answers_with_an_error(home: Path, number: signal.Signals) -> None:
+    with served(target(), home / "cache", "--context", str(CONTEXT)) as server:
+        client = server.client()
+        stream = iter(client.completions.create(model=target().name, stream=True, max_tokens=60000, **ENDLESS))
+        next(stream)
+        with ThreadPoolExecutor(1) as pool:
+            ending = pool.submit(server.end, number)
+            with pytest.raises(openai.APIError, match="stopped before the answer was complete"):
+                list(stream)
+            code, error = ending.result()
+    assert code == 0
+    assert messages(error) == ["stopping; press Ctrl-C again to stop now"]
 
 
 @pytest.mark.long
@@ -367,24 +367,23 @@ def test_a_key_is_required_and_compared(home: Path) -> None:
             server.client("wrong").models.list()
 
 
-def test_a_decoder_of_our_own_has_completions_but_no_chat(home: Path, tmp_path: Path) -> None:
-    from tests.processes import train
-
+@pytest.mark.parametrize("folder", ["run", pytest.param("run/final", marks=pytest.mark.long)])
+def test_a_decoder_of_our_own_has_completions_but_no_chat(home: Path, tmp_path: Path, folder: str) -> None:
     assert train(home, tmp_path / "run", training__max_steps=2) == 0
-    for folder in (tmp_path / "run", tmp_path / "run/final"):
-        with served(folder, home / "cache", "--context", "20") as server:
-            assert "up to 20 tokens" in server.line
-            client = server.client()
-            with pytest.raises(openai.BadRequestError, match="The server's --context can be raised"):
-                client.completions.create(model="run", prompt="the model", max_tokens=20)
-            answer = client.completions.create(model="run", prompt="the model", max_tokens=5, temperature=0)
-            assert answer.usage.completion_tokens == 5
-            assert client.completions.create(model="run", prompt="the " * 8, temperature=0).usage.total_tokens <= 20
-            with pytest.raises(openai.BadRequestError, match="use /v1/completions"):
-                client.chat.completions.create(model="run", messages=[{"role": "user", "content": "x"}])
+    with served(tmp_path / folder, home / "cache", "--context", "20") as server:
+        assert "up to 20 tokens" in server.line
+        client = server.client()
+        with pytest.raises(openai.BadRequestError, match="The server's --context can be raised"):
+            client.completions.create(model="run", prompt="the model", max_tokens=20)
+        answer = client.completions.create(model="run", prompt="the model", max_tokens=5, temperature=0)
+        assert answer.usage.completion_tokens == 5
+        assert client.completions.create(model="run", prompt="the " * 8, temperature=0).usage.total_tokens <= 20
+        with pytest.raises(openai.BadRequestError, match="use /v1/completions"):
+            client.chat.completions.create(model="run", messages=[{"role": "user", "content": "x"}])
 
 
-def test_a_model_without_batches_answers_one_after_another(home: Path, capsys: Captured) -> None:
+@pytest.mark.long
+def test_a_model_without_batches_answers_one_after_another(home: Path) -> None:
     folder = model_folder("mamba")
     with served(folder, home / "cache", "--precision", "fp32") as server:
         assert "1 text at once" in server.line
@@ -392,8 +391,10 @@ def test_a_model_without_batches_answers_one_after_another(home: Path, capsys: C
         with ThreadPoolExecutor(3) as pool:
             texts = list(pool.map(lambda _: server.client().completions.create(**asked).choices[0].text, range(3)))
         assert len({*texts}) == 1
-    capsys.readouterr()
-    assert cli(["serve", str(folder), "--max-batch", "2", "--port", "0"]) == 2
+
+
+def test_places_of_a_model_without_batches_are_refused(home: Path, capsys: Captured) -> None:
+    assert cli(["serve", str(model_folder("mamba")), "--max-batch", "2", "--port", "0"]) == 2
     assert "one text at a time" in sentence(capsys)
 
 

@@ -55,7 +55,9 @@ def export(capsys: Captured, *arguments: object) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("changes", OPTIONS, ids=["plain", "rslora", "alphas"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize(
+    "architecture", ["gpt2", *(pytest.param(a, marks=pytest.mark.long) for a in ("llama", "qwen2"))]
+)
 def test_the_matrices_are_those_of_peft(
     architecture: str, changes: dict[str, Any], tmp_path: Path, capsys: Captured
 ) -> None:

@@ -43,7 +43,7 @@ PROMPTS = [" ".join(WORDS[: 1 + number % 7] * (1 + number % 3)) for number in ra
 CONTEXT = 96
 # Gemma 2, Gemma 3 and Mistral have sliding windows that are shorter than some prompts.
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gpt2", "phi", "gemma", "gemma2", "gemma3_text", "mistral")
-OFTEN = ("llama", "gpt2", "mistral", "gemma2")
+OFTEN = ("gpt2", "gemma2")
 
 
 def pretrained(architecture: str, **changes: Any) -> tuple[UnpaddedModel, Any]:

@@ -28,6 +28,7 @@ from tests.tasks.parity import ROWS, STEPS, our_losses
 from tests.tasks.texts import embed_settings, text_rows
 
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+OFTEN = ("triplets", "matryoshka")  # the other losses are compared before a release
 LOSSES = {
     "pairs": MultipleNegativesRankingLoss,
     "triplets": MultipleNegativesRankingLoss,
@@ -70,7 +71,7 @@ def their_losses(folder: Path, kind: str, batches: Sequence[TextGroups], lr: flo
     return losses
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in OFTEN else pytest.mark.long) for k in LOSSES])
 def test_first_losses_are_those_of_sentence_transformers(tmp_path: Path, kind: str) -> None:
     form = {"triplet": "triplets", "matryoshka": "pairs"}.get(kind, kind)
     rows = text_rows(tmp_path / "rows.jsonl", form)

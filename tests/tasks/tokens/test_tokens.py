@@ -128,7 +128,9 @@ def test_no_entity_of_a_long_text_is_lost(home: Path, tmp_path: Path, capsys: Ca
     assert len({span["start"] for span in spans}) == len(spans)
 
 
-@pytest.mark.parametrize("architecture", ["roberta", "modernbert", "qwen2"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen2", *(pytest.param(a, marks=pytest.mark.long) for a in ("roberta", "modernbert"))]
+)
 def test_other_models_learn_and_predict(home: Path, tmp_path: Path, architecture: str, capsys: Captured) -> None:
     """Qwen2 is a decoder: its tokens attend only to earlier ones."""
     run = learned(home, model__name_or_path=model_folder(architecture))
