@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sansgpu.config import TrainingConfig
+from sansgpu.config.tasks import built_in_settings
 from sansgpu.train.health import Health
 
 WELL: dict[str, Any] = {
@@ -104,3 +105,23 @@ def test_unknown_measurements_cause_no_warning() -> None:
     unknown = dict.fromkeys(WELL)
     events: list[dict[str, Any]] = [{**step(n, 5 / n), "system": told} for n in (1, 2, 3) for told in (None, unknown)]
     assert causes(events) == []
+
+
+@pytest.mark.parametrize(
+    ("rewards", "interval", "warned"),
+    [([0.8, 0.5, 0.4], 0.1, True), ([0.8, 0.75, 0.74], 0.1, False), ([0.4, 0.5, 0.8], 0.1, False)],
+)
+def test_a_reward_falls_if_its_best_value_is_outside_of_its_interval(
+    rewards: list[float], interval: float, warned: bool
+) -> None:
+    health, messages = Health(TrainingConfig(), built_in_settings()["grpo"].main_metric), list[str]()
+    for number in range(1, 100):
+        assert not health.observe(step(number, -0.001 * number))  # the loss of a step says nothing
+    for number, reward in enumerate(rewards, 100):
+        bounds = [reward - interval, reward + interval]
+        event = {**evaluation(number, -reward), "reward": reward, "reward_interval": bounds}
+        messages += [warning["message"] for warning in health.observe(event)]
+    assert len(messages) == warned
+    assert not warned or messages[0].startswith(
+        "the validation reward is falling: it is 0.4000 and was 0.8000 at step 1,000; --snapshot best selects"
+    )

@@ -75,6 +75,7 @@ def snapshots_list(run: RunArgument, as_json: JsonOption = False) -> None:
 
     Example: sansgpu snapshots list runs/default
     """
+    from sansgpu.config.wording import formatted
     from sansgpu.jobs.snapshots import list_snapshots
 
     rows = list_snapshots(run)
@@ -82,9 +83,10 @@ def snapshots_list(run: RunArgument, as_json: JsonOption = False) -> None:
         print_json({"snapshots": rows})
         return
     for row in rows:
-        loss = "not evaluated" if row["loss"] is None else f"validation loss {row['loss']:.4f}"
+        name, value = row["main_metric"].values()
+        result = "not evaluated" if value is None else f"validation {name} {formatted('{:.4f}', value)}"
         marks = "".join(f"  {mark}" for mark in ("best", "torn") if row.get(mark))
-        show(f"{row['name']}  {loss}  {row['bytes'] / 1e6:.1f} MB  {row.get('content_id', '')[:12]}{marks}")
+        show(f"{row['name']}  {result}  {row['bytes'] / 1e6:.1f} MB  {row.get('content_id', '')[:12]}{marks}")
 
 
 @snapshots.command("show")

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 from sansgpu.config.errors import ConfigError
-from sansgpu.config.wording import first_line
+from sansgpu.config.wording import first_line, formatted
 
 Values = dict[str, Any]
 
@@ -45,15 +45,23 @@ class Metric:
         """The label for reports, with the unit if it is a percentage."""
         return f"{self.label} (%)" if self.unit == "%" else self.label
 
+    @property
+    def heading(self) -> str:
+        return self.label[0].upper() + self.label[1:]
+
     def number(self, value: Any) -> float | None:
         """Converts a value of an event to the metric's unit. Returns None if it is not a number."""
         return self.scale * value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
     def words(self, event: Mapping[str, Any]) -> str:
         """Returns the text of an event's value for the terminal."""
-        if event[self.name] is None:
+        if event.get(self.name) is None:
             return f"{self.label} not finite"
-        return self.text.format(**{**event, "label": self.label, "value": self.form.format(event[self.name])})
+        return self.text.format(**{**event, "label": self.label, "value": self.shown(event[self.name])})
+
+    def shown(self, value: Any) -> str:
+        """Formats a value of an event."""
+        return formatted(self.form, value)
 
 
 def percentage(name: str, label: str, short: str = "") -> Metric:
@@ -61,8 +69,8 @@ def percentage(name: str, label: str, short: str = "") -> Metric:
     return Metric(name, label, "{:.2f}%", unit="%", better="higher", short=short)
 
 
-def interval(name: str, within: str) -> Metric:
-    return Metric(name, "95% interval", "{0[0]:.1%} to {0[1]:.1%}", within=within, reported=False)
+def interval(name: str, within: str, form: str = "{0[0]:.1%} to {0[1]:.1%}") -> Metric:
+    return Metric(name, "95% interval", form, within=within, reported=False)
 
 
 def share(name: str, label: str = "", short: str = "", within: str = "") -> Metric:
@@ -187,6 +195,8 @@ class TaskSettings:
     generates: bool = False  # True if the model generates text in every training step and evaluation
     has_leaves: bool = False  # True if the tokens of an example have leaf slots
     metrics: tuple[Metric, ...] = ()  # all except the loss, including those of variants, in display order
+    # Shown by curves, lists of runs and step lines, instead of the loss if that says little. In step and eval events.
+    main_metric: Metric = LOSS
     card: Callable[[Values], CardText] | None = None  # makes the card text from the section `model`
 
     @cached_property

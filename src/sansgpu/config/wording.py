@@ -43,6 +43,12 @@ def first_line(error: BaseException) -> str:
 MAX_REASON_CHARACTERS = 300  # a library's error may repeat a file's whole content
 
 
+def formatted(form: str, value: object) -> str:
+    """Formats a value with the template `form`. A negative number that is rounded to 0 has no sign."""
+    text = form.format(value)
+    return text if any(digit in text for digit in "123456789") else text.removeprefix("-")
+
+
 def count(number: float) -> str:
     """Formats a count, e.g. 25.1M."""
     for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):

@@ -35,9 +35,12 @@ def finite(value: Any) -> Any:
 
 
 def metrics_in(event: Event, settings: TaskSettings) -> list[Metric]:
-    """Returns the metrics in an eval event: the loss, those that the task declares, and all other numbers."""
-    declared = {metric.name: metric for metric in (LOSS, *settings.metrics)}
-    others = [Metric(key) for key in event if key not in declared and key not in EVALUATION_KEYS]
+    """Returns the metrics in an eval event: the main one, others that the task declares, and all other numbers.
+
+    The loss is among them only if it is the main metric.
+    """
+    declared = {metric.name: metric for metric in (settings.main_metric, *settings.metrics)}
+    others = [Metric(key) for key in event if key not in (*declared, LOSS.name, *EVALUATION_KEYS)]
     return [metric for name, metric in declared.items() if name in event] + [
         metric for metric in others if event[metric.name] is None or metric.number(event[metric.name]) is not None
     ]
@@ -62,7 +65,7 @@ def data_messages(start: Event) -> list[str]:
 def current_metrics(event: Event, settings: TaskSettings) -> list[tuple[str, str]]:
     """Returns (short label, value) of the metrics in a step or eval event that step lines and the live view show."""
     shown = (metric for metric in settings.metrics if metric.short and event.get(metric.name) is not None)
-    return [(metric.short, metric.form.format(event[metric.name])) for metric in shown]
+    return [(metric.short, metric.shown(event[metric.name])) for metric in shown]
 
 
 def now() -> str:

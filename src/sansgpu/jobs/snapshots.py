@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError, RunPaths, SansGPUError, load_config, save_config
+from sansgpu.config.tasks import Metric
 from sansgpu.events.jsonl import MetricsFile
 from sansgpu.files.atomic import make_folder, scratch_folder, write_failures_as
 from sansgpu.files.folders import copy_folder
@@ -21,11 +22,12 @@ from sansgpu.train.snapshots import Snapshot, best_snapshot, clear_leftovers, pr
 
 
 def list_snapshots(run: Path) -> list[dict[str, Any]]:
-    """Returns step, validation loss and size of every snapshot; abandoned branches come last."""
-    _, paths = open_run(run)
+    """Returns step, main validation metric and size of every snapshot; abandoned branches come last."""
+    config, paths = open_run(run)
     best = best_snapshot(snapshots(paths.snapshots))
     found = all_snapshots(paths.snapshots)
-    return [{**_row(snapshot, paths.snapshots), "best": snapshot == best} for snapshot in found]
+    metric = config.settings.main_metric
+    return [{**_row(snapshot, paths.snapshots, metric), "best": snapshot == best} for snapshot in found]
 
 
 def _name(snapshot: Snapshot, folder: Path) -> str:
@@ -33,9 +35,11 @@ def _name(snapshot: Snapshot, folder: Path) -> str:
     return str(snapshot.folder.relative_to(folder))
 
 
-def _row(snapshot: Snapshot, folder: Path) -> dict[str, Any]:
+def _row(snapshot: Snapshot, folder: Path, metric: Metric) -> dict[str, Any]:
     row: dict[str, Any] = {"name": _name(snapshot, folder), "step": snapshot.step, "tokens": None}
-    row |= {"loss": snapshot.validation_loss(), "abandoned": snapshot.folder.parent != folder}
+    value = snapshot.validation_metric(metric.name)
+    row |= {"loss": snapshot.validation_loss(), "main_metric": {"name": metric.label, "value": value}}
+    row["abandoned"] = snapshot.folder.parent != folder
     try:
         row["tokens"] = snapshot.state()["progress"]["tokens"]
         row["content_id"] = snapshot.content_id()

@@ -229,7 +229,7 @@ def _advice(config: Config, metric: Metric, baseline: Metric, metrics: Mapping[s
     settings = [setting for key in metric.remedies if (setting := _doubled(config, key))]
     better = "no better" if value <= limit else "little better"
     return (
-        f"{metric.label} {metric.form.format(value)} is {better} than the baseline without a model "
+        f"{metric.label} {metric.shown(value)} is {better} than the baseline without a model "
         f"({baseline.words(metrics)}); if that is still the case after more training, try {' or '.join(settings)}"
     )
 

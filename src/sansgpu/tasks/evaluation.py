@@ -140,15 +140,25 @@ def text_metrics(sums: Sums) -> dict[str, float]:
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits}
 
 
-WILSON_Z = 1.96  # normal quantile of a two-sided 95% interval
+NORMAL_QUANTILE = 1.96  # of a two-sided 95% interval
 
 
 def wilson(share: float, count: float) -> list[float]:
     """Returns the Wilson 95% confidence interval [low, high] of a proportion `share` of `count` samples."""
-    z2 = WILSON_Z**2 / count
+    z2 = NORMAL_QUANTILE**2 / count
     middle = (share + z2 / 2) / (1 + z2)
-    half = WILSON_Z / (1 + z2) * math.sqrt(share * (1 - share) / count + z2 / (4 * count))
+    half = NORMAL_QUANTILE / (1 + z2) * math.sqrt(share * (1 - share) / count + z2 / (4 * count))
     return [max(0.0, middle - half), min(1.0, middle + half)]
+
+
+def mean_interval(mean: float, squares: float, count: float) -> list[float]:
+    """Returns the 95% confidence interval of the mean of at least 2 values, the sum of whose squares is `squares`.
+
+    It assumes that the mean is normally distributed, as that of many values is.
+    """
+    variance = max(0.0, squares - count * mean**2) / (count - 1)
+    half = NORMAL_QUANTILE * math.sqrt(variance / count)
+    return [mean - half, mean + half]
 
 
 class OrderingObjective(Protocol):

@@ -7,6 +7,7 @@ from statistics import mean, median, stdev
 from typing import NamedTuple
 
 from sansgpu.config import TrainingConfig
+from sansgpu.config.tasks import LOSS, Metric
 from sansgpu.events.event import NEAR_LIMIT, Event
 
 # All thresholds are assumptions, chosen so that healthy runs get no warnings.
@@ -43,12 +44,12 @@ class Health:
     Warnings about losses depend on the events alone, so a resumed run that replays the earlier ones gets the same.
     """
 
-    def __init__(self, training: TrainingConfig, is_loss_relative: bool = False) -> None:
-        """`is_loss_relative`: the loss does not fall as the model improves, as that of reinforcement learning."""
-        self._training, self._is_loss_relative = training, is_loss_relative
+    def __init__(self, training: TrainingConfig, metric: Metric = LOSS) -> None:
+        """`metric` is the task's main one. If it is not the loss, the training loss says nothing about the model."""
+        self._training, self._metric = training, metric
         self._steps: list[_ObservedStep] = []
         self._sums = [0.0]  # cumulative sums of the losses
-        self._validation: list[tuple[int, float]] = []  # steps and losses
+        self._validation: list[Event] = []
         self._streaks: dict[str, int] = {}  # number of consecutive events with each cause
 
     def observe(self, event: Event) -> list[Event]:
@@ -58,15 +59,15 @@ class Health:
             self._steps.append(_ObservedStep(event["step"], event["loss"], event.get("grad_norm") or 0.0))
             self._sums.append(self._sums[-1] + event["loss"])
             found = [
-                ("rising", None if self._is_loss_relative else self._rising(), 1),
-                ("flat", None if self._is_loss_relative else self._flat(event.get("total_steps")), 1),
+                ("rising", self._rising() if self._metric == LOSS else None, 1),
+                ("flat", self._flat(event.get("total_steps")) if self._metric == LOSS else None, 1),
                 ("spike", self._spike(), 1),
                 *((cause, check(event), CONSECUTIVE) for cause, check in _MACHINE_CHECKS.items()),
             ]
         elif event["event"] == "eval" and event["loss"] is None:
             found = [("not_finite", _NOT_FINITE, 1)]
         elif event["event"] == "eval":
-            self._validation.append((event["step"], event["loss"]))
+            self._validation.append(event)
             found = [("overfitting", self._overfitting(), CONSECUTIVE), ("not_finite", None, 1)]
         return [
             {"event": "warning", "step": event["step"], "cause": cause, "message": message}
@@ -123,13 +124,18 @@ class Health:
         )
 
     def _overfitting(self) -> str | None:
-        best_step, best = min(self._validation, key=lambda at: at[1])
-        step, now = self._validation[-1]
-        if now <= best + OVERFIT_RATIO * abs(best) or step == best_step:
+        best, now, metric = min(self._validation, key=lambda event: event["loss"]), self._validation[-1], self._metric
+        if now["loss"] <= best["loss"] + OVERFIT_RATIO * abs(best["loss"]) or now["step"] == best["step"]:
             return None
+        interval = now.get(f"{metric.name}_interval")
+        if interval and interval[0] <= best[metric.name] <= interval[1]:
+            return None
+        change = "rising" if metric.better == "lower" else "falling"
+        remedies = "More data, dropout, weight_decay or fewer epochs" if metric == LOSS else "A lower learning_rate"
         return (
-            f"the validation loss is rising: it is {now:.4f} and was {best:.4f} at step {best_step:,}; --snapshot "
-            "best selects that snapshot. More data, dropout, weight_decay or fewer epochs may help."
+            f"the validation {metric.label} is {change}: it is {metric.shown(now[metric.name])} and was "
+            f"{metric.shown(best[metric.name])} at step {best['step']:,}; --snapshot best selects that snapshot. "
+            f"{remedies} may help."
         )
 
 

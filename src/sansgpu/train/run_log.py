@@ -36,7 +36,7 @@ class RunLog:
     ) -> None:
         self._run, self._length, self._sinks = run, length, sinks
         self._steps = StepLog(task, run, system)
-        self._health = Health(run.config.training, is_loss_relative=run.config.settings.generates)
+        self._health = Health(run.config.training, run.config.settings.main_metric)
         self._threads = AdaptiveThreads(run)
 
     def restore(self, recorded: Sequence[Event], step: int) -> None:

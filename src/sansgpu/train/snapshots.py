@@ -118,11 +118,15 @@ class Snapshot:
 
     def validation_loss(self) -> float | None:
         """Returns the validation loss at this step, or None if it was not evaluated, is not finite or is unreadable."""
+        return self.validation_metric("loss")
+
+    def validation_metric(self, name: str) -> float | None:
+        """Returns a metric of the evaluation at this step, like `validation_loss`."""
         try:
-            loss = float((self.state()["metrics"] or {})["loss"])
+            value = float((self.state()["metrics"] or {})[name])
         except (ConfigError, KeyError, TypeError):
             return None
-        return loss if math.isfinite(loss) else None
+        return value if math.isfinite(value) else None
 
     def manifest(self) -> dict[str, Any]:
         """Returns the content of MANIFEST.json. Raises ConfigError if it is missing or damaged."""

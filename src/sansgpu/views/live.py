@@ -20,12 +20,11 @@ from rich.console import Console
 from rich.live import Live
 
 from sansgpu.config import RunPaths
-from sansgpu.config.tasks import LOSS
 from sansgpu.events.controls import Controls
 from sansgpu.events.event import Event, data_messages
 from sansgpu.events.jsonl import read_events
 from sansgpu.views.live_screen import ScreenState, screen
-from sansgpu.views.loss_curve import loss_point
+from sansgpu.views.metric_curve import metric_points
 from sansgpu.views.terminal import REDRAWS_PER_SECOND, Terminal
 
 CPU_SHARE = 0.0012  # share of one core spent on drawing; it slows training by two to three times this share
@@ -115,14 +114,15 @@ class LiveView:
             shown.news += [(message, "") for message in data_messages(event)]
             for earlier in _earlier_events(event):
                 points = shown.training if earlier["event"] == "step" else shown.validation
-                points += loss_point(earlier)
+                points += metric_points([earlier], shown.settings.main_metric)
         elif name == "step":
             shown.step, shown.stepped = event, time.monotonic()
-            shown.training += loss_point(event)
+            shown.training += metric_points([event], shown.settings.main_metric)
         elif name == "eval":
             shown.evaluation = event
-            shown.validation += loss_point(event)
-            shown.news.append((f"step {event['step']:,}: validation {LOSS.words(event)}", ""))
+            metric = shown.settings.main_metric
+            shown.validation += metric_points([event], metric)
+            shown.news.append((f"step {event['step']:,}: validation {metric.words(event)}", ""))
         elif name == "snapshot" and event["path"] != shown.start.get("resumed_from"):
             shown.snapshot = event["path"], time.monotonic()
             shown.news.append((f"step {event['step']:,}: snapshot {event['path']}", "dim"))

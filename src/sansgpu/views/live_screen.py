@@ -17,11 +17,12 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from sansgpu.config import TaskSettings
 from sansgpu.config.tasks import settings_of
 from sansgpu.config.wording import duration
 from sansgpu.events.escape import printable, printable_line
 from sansgpu.events.event import NEAR_LIMIT, Event, current_metrics
-from sansgpu.views.loss_curve import TRAINING, VALIDATION, Point, loss_curve
+from sansgpu.views.metric_curve import TRAINING, VALIDATION, Point, best_point, metric_curve
 from sansgpu.views.tables import percent
 from sansgpu.views.terminal import clock
 
@@ -48,7 +49,7 @@ class ScreenState:
     start: Event = field(default_factory=dict)
     step: Event = field(default_factory=dict)  # the last one
     evaluation: Event = field(default_factory=dict)
-    training: list[Point] = field(default_factory=list)  # (step, loss)
+    training: list[Point] = field(default_factory=list)  # of the main metric
     validation: list[Point] = field(default_factory=list)
     news: list[tuple[str, str]] = field(default_factory=list)  # (text, style)
     snapshot: tuple[str, float] | None = None  # name and time.monotonic() of the last snapshot
@@ -57,6 +58,10 @@ class ScreenState:
     state: str = "training"
     keys: bool = True  # True if keys can be read
     plot: tuple[object, float, RenderableType] = (None, 0.0, "")  # size, time.monotonic(), rendered curve
+
+    @property
+    def settings(self) -> TaskSettings:
+        return settings_of(str(self.start.get("task")))
 
 
 def screen(shown: ScreenState, width: int, height: int) -> RenderableType:
@@ -162,7 +167,7 @@ def _progress(shown: ScreenState) -> list[Cell]:
             ("learning rate", f"{step['lr']:.3g}"),
             ("gradient norm", f"{step['grad_norm']:.3g}"),
         ]
-    metrics = current_metrics(evaluation, settings_of(str(shown.start.get("task"))))
+    metrics = current_metrics(evaluation, shown.settings)
     cells += [(name, f"{value} at {evaluation['step']:,}") for name, value in metrics]
     if shown.snapshot:
         name, when = shown.snapshot
@@ -247,18 +252,19 @@ def _news(shown: ScreenState, width: int) -> list[Text]:
 
 
 def _curve(shown: ScreenState, width: int, rows: int) -> RenderableType:
-    title = Text("loss  ", "bold")
+    metric = shown.settings.main_metric
+    title = Text(f"{metric.label}  ", "bold")
     if shown.training:
-        title.append(f"training {shown.training[-1][1]:.4f}", TRAINING)
+        title.append(f"training {metric.shown(shown.training[-1][1])}", TRAINING)
     if shown.validation:
-        best_step, best = min(shown.validation, key=lambda point: point[1])
-        title.append(f"  validation {shown.validation[-1][1]:.4f}", VALIDATION)
-        title.append(f" (best {best:.4f} at {best_step:,})", "dim")
+        best_step, best = best_point(metric, shown.validation)
+        title.append(f"  validation {metric.shown(shown.validation[-1][1])}", VALIDATION)
+        title.append(f" (best {metric.shown(best)} at {best_step:,})", "dim")
     body: RenderableType = Text("Waiting for the first steps.", "dim")
     if len(shown.training) > 1:
         size, now = (width, rows, len(shown.validation)), time.monotonic()
         if shown.plot[0] != size or now - shown.plot[1] > CURVE_SECONDS:  # drawing it takes as long as everything else
-            curve = loss_curve(shown.training, shown.validation, _total(shown), width - 4, rows - 2)
+            curve = metric_curve(metric, shown.training, shown.validation, _total(shown), width - 4, rows - 2)
             shown.plot = size, now, curve
         body = shown.plot[2]
     return Panel(body, title=title, title_align="left", height=rows, padding=(0, 1), border_style="dim")

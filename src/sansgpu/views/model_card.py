@@ -170,7 +170,8 @@ def _results(model: _Model) -> list[EvalResult]:
     evaluation, own = model.evaluation, model.record.config["data"].get("validation_name")
     if evaluation is None or not model.text.pipeline_tag:
         return []
-    loss = [] if evaluation["loss"] is None else [(LOSS, evaluation["loss"])]
+    has_loss = model.record.settings.main_metric == LOSS and evaluation["loss"] is not None
+    loss = [(LOSS, evaluation["loss"])] if has_loss else []
     return [
         EvalResult(
             task_type=model.text.pipeline_tag,

@@ -13,6 +13,7 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 from markupsafe import Markup, escape
 
 from sansgpu.config.errors import require
+from sansgpu.config.tasks import settings_of
 from sansgpu.config.wording import duration
 from sansgpu.events.event import Event
 from sansgpu.views.plots import PALETTE, Plot, Series
@@ -138,7 +139,8 @@ class NotebookView:
             known["evaluations" if name == "eval" else "warnings"].append(event)
         if name != "step" or time.monotonic() - self._redrawn >= REDRAW_SECONDS:
             self._redrawn = time.monotonic()
-            self._handle.update(self._html(self._page.render(**known, duration=duration)))
+            metric = settings_of(str(known["start"].get("task"))).main_metric
+            self._handle.update(self._html(self._page.render(**known, metric=metric, duration=duration)))
 
     def close(self) -> None:
         pass

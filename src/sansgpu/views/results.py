@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sansgpu.config.tasks import LOSS, Metric
-from sansgpu.config.wording import count, counted, duration
+from sansgpu.config.wording import count, counted, duration, formatted
 from sansgpu.events.event import Event, metrics_in
 from sansgpu.events.record import RunRecord
 from sansgpu.files.folders import entries_below
@@ -23,6 +23,16 @@ from sansgpu.views.terminal import clock
 
 NOT_FINITE = "not finite"  # shown for a number that is null in an event
 STATES = {"done": "done", "out_of_time": "out of time", "interrupted": "interrupted"}
+
+
+@dataclass(frozen=True)
+class MainMetric:
+    """The values of the task's main metric, which is the loss unless the task declares another one."""
+
+    name: str
+    training: float | None  # in the last step event
+    validation: float | None  # in the last evaluation
+    best: float | None  # in the evaluation with the lowest loss
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,7 @@ class RunSummary:
     validation_loss: float | None = None
     best_loss: float | None = None
     best_step: int | None = None
+    main_metric: MainMetric | None = None
     bits_per_byte: float | None = None
     tokens: int | None = None
     tokens_per_second: float | None = None
@@ -76,6 +87,7 @@ def summarize(record: RunRecord, held: bool = False) -> RunSummary:
         validation_loss=last_evaluation.get("loss"),
         best_loss=best["loss"] if best else None,
         best_step=best["step"] if best else None,
+        main_metric=_main_metric(record),
         bits_per_byte=best.get("bits_per_byte") if best else None,
         tokens=steps[-1].get("tokens") if steps else None,
         tokens_per_second=_median(steps, "tokens_per_second"),
@@ -88,11 +100,20 @@ def summarize(record: RunRecord, held: bool = False) -> RunSummary:
     )
 
 
+def _main_metric(record: RunRecord) -> MainMetric:
+    metric = record.settings.main_metric
+    training, validation, best = (
+        metric.number(event.get(metric.name))
+        for event in ((record.steps or [{}])[-1], (record.evaluations or [{}])[-1], record.best or {})
+    )
+    return MainMetric(metric.label, training, validation, best)
+
+
 def describe_results(found: RunSummary) -> Iterator[tuple[str, str]]:
     """Yields (name, text) for every known result of a run."""
     for name, format_text in _FORMATS.items():
         if (text := format_text(found)) is not None:
-            yield name, text
+            yield name.format(metric=found.main_metric.name if found.main_metric else ""), text
 
 
 def ran_on(record: RunRecord) -> str:
@@ -137,7 +158,16 @@ def _steps(found: RunSummary) -> str:
 
 
 def _best(found: RunSummary) -> str | None:
-    return None if found.best_loss is None else f"{found.best_loss:.4f} at step {found.best_step:,}"
+    best = _main("best")(found)
+    return None if best is None else f"{best} at step {found.best_step:,}"
+
+
+def _main(key: str) -> Callable[[RunSummary], str | None]:
+    def words(found: RunSummary) -> str | None:
+        value = getattr(found.main_metric, key, None)
+        return None if value is None else formatted("{:.4f}", value)
+
+    return words
 
 
 def parameter_words(found: RunSummary) -> str | None:
@@ -158,9 +188,9 @@ _FORMATS: dict[str, Callable[[RunSummary], str | None]] = {
     "state": lambda found: str(found.state),
     "task": lambda found: str(found.task),
     "steps": _steps,
-    "validation loss, best": _best,
-    "validation loss, last": _known("validation_loss", "{:.4f}"),
-    "training loss, last": _known("loss", "{:.4f}"),
+    "validation {metric}, best": _best,
+    "validation {metric}, last": _main("validation"),
+    "training {metric}, last": _main("training"),
     "bits per byte, best": _known("bits_per_byte", "{:.4f}"),
     "parameters": parameter_words,
     "training tokens": lambda found: None if found.tokens is None else f"{found.tokens:,}",
@@ -173,15 +203,22 @@ _FORMATS: dict[str, Callable[[RunSummary], str | None]] = {
 
 
 def evaluation_words(record: RunRecord, event: Event) -> list[tuple[str, str]]:
-    """Returns (name, text) for the loss and the metrics of an evaluation."""
-    loss = NOT_FINITE if event["loss"] is None else LOSS.form.format(event["loss"])
-    return [(LOSS.title, loss)] + [
+    """Returns (name, text) for the metrics of an evaluation, the main one first."""
+    main = record.settings.main_metric
+    value = event.get(main.name)
+    return [(main.title, NOT_FINITE if value is None else main.shown(value))] + [
         (metric.title, f"{value:,.0f}" if value >= 1000 else f"{value:.4g}")
         for metric, value in reported_metrics(record, event)
+        if metric != main
     ]
 
 
 _COLOURS = {"training": "green", "killed": "yellow", "interrupted": "yellow", "broken": "red"}
+
+
+def _main_cell(metric: MainMetric, value: float | None) -> str:
+    name = "" if metric.name == LOSS.label else f"{metric.name} "
+    return "" if value is None else name + formatted("{:.3f}", value)
 
 
 def _when(changed: str) -> str:
@@ -194,8 +231,8 @@ _COLUMNS: list[tuple[str, str, Callable[[Any], str], int]] = [
     ("task", "task", str, 6),
     ("state", "state", str, 0),
     ("step", "step", "{:,}".format, 0),
-    ("train", "loss", "{:.3f}".format, 3),
-    ("val (best)", "best_loss", "{:.3f}".format, 0),
+    ("train", "main_metric", lambda metric: _main_cell(metric, metric.training), 3),
+    ("val (best)", "main_metric", lambda metric: _main_cell(metric, metric.best), 0),
     ("tokens/s", "tokens_per_second", "{:,.0f}".format, 4),
     ("params", "parameters", count, 5),
     ("time", "seconds", duration, 2),

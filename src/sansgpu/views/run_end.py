@@ -1,4 +1,4 @@
-"""Prints the end of a run: its loss curve, samples of the model, and the commands to use it."""
+"""Prints the end of a run: the curve of its main metric, samples of the model, and the commands to use it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 from sansgpu.config import import_class
 from sansgpu.events.record import RunRecord
 from sansgpu.tasks.capabilities import can
-from sansgpu.views.loss_curve import TRAINING, VALIDATION, loss_curve, loss_point
+from sansgpu.views.metric_curve import TRAINING, VALIDATION, metric_curve, metric_points
 
 CURVE_COLUMNS, CURVE_ROWS = 76, 12
 SAMPLE_LINES = 6
@@ -58,13 +58,14 @@ def _exports_gguf(record: RunRecord) -> bool:
 
 
 def _print_curve(console: Console, record: RunRecord) -> None:
-    training = [point for event in record.steps for point in loss_point(event)]
-    validation = [point for event in record.evaluations if event["step"] for point in loss_point(event)]
+    metric = record.settings.main_metric
+    training = metric_points(record.steps, metric)
+    validation = metric_points((event for event in record.evaluations if event["step"]), metric)
     if len(training) < 2:
         return
-    title = Text.assemble(("\nLoss", _STYLE), ": ", ("training", TRAINING))
+    title = Text.assemble((f"\n{metric.heading}", _STYLE), ": ", ("training", TRAINING))
     console.print(title + Text.assemble(", ", ("validation", VALIDATION)) if validation else title)
-    console.print(loss_curve(training, validation, None, min(CURVE_COLUMNS, console.width), CURVE_ROWS))
+    console.print(metric_curve(metric, training, validation, None, min(CURVE_COLUMNS, console.width), CURVE_ROWS))
 
 
 def _print_samples(console: Console, record: RunRecord) -> None:

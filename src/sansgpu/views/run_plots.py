@@ -14,6 +14,7 @@ from typing import Any
 
 from markupsafe import escape
 
+from sansgpu.config.tasks import LOSS, Metric
 from sansgpu.events.event import Event
 from sansgpu.events.record import RunRecord
 from sansgpu.views.page import PlotlyFigure
@@ -70,24 +71,28 @@ class Drawing:
 
     def curves(self) -> list[Plot]:
         steps: Callable[[str], Getter] = lambda key: lambda event: event.get(key)  # noqa: E731
-        loss = [("training", "step", steps("loss")), ("validation", "eval", steps("loss"))]
+        main = {run.record.settings.main_metric.name: run.record.settings.main_metric for run in self.runs}
         found = [
-            self._plot("loss", "Loss", "loss (nats per token)", loss, wide=True),
+            *(self._metric(metric, wide=True) for metric in main.values()),
             self._plot("learning_rate", "Learning rate", "learning rate", [("", "step", steps("lr"))], from_zero=True),
             self._plot("gradient_norm", "Gradient norm, before clipping", "norm", [("", "step", steps("grad_norm"))]),
         ]
-        return [*_non_empty(found), *(plot for plot in _non_empty(self._metrics()) if _is_informative(plot))]
+        more = (self._metric(metric) for metric in self._reported_metrics() if metric.name not in main)
+        return [*_non_empty(found), *(plot for plot in _non_empty(more) if _is_informative(plot))]
 
-    def _metrics(self) -> Iterator[Plot]:
-        """Yields plots of the task's metrics in training, if recorded, and validation."""
+    def _reported_metrics(self) -> list[Metric]:
+        """Returns the tasks' metrics that have plots."""
         first = [(run.record, event) for run in self.runs for event in run.record.evaluations[:1]]
         found = (metric for record, event in first for metric, _ in reported_metrics(record, event))
-        for metric in {metric.name: metric for metric in found if metric.plotted}.values():
-            get: Getter = lambda event, of=metric: of.number(event.get(of.name))  # type: ignore[misc]  # noqa: E731
-            roles = [("training", "step", get), ("validation", "eval", get)]
-            note = "Higher is better." if metric.better == "higher" else ""
-            title = metric.label[0].upper() + metric.label[1:]
-            yield self._plot(metric.name, title, metric.unit or metric.label, roles, note=note)
+        return list({metric.name: metric for metric in found if metric.plotted}.values())
+
+    def _metric(self, metric: Metric, wide: bool = False) -> Plot:
+        """Plots a metric in training, if recorded, and validation."""
+        get: Getter = lambda event: metric.number(event.get(metric.name))  # noqa: E731
+        roles = [("training", "step", get), ("validation", "eval", get)]
+        note = "Higher is better." if metric.better == "higher" else ""
+        unit = "loss (nats per token)" if metric == LOSS else metric.unit or metric.label
+        return self._plot(metric.name, metric.heading, unit, roles, note=note, wide=wide)
 
     def speed(self) -> list[Plot]:
         rate: Getter = lambda event: event.get("tokens_per_second")  # noqa: E731

@@ -72,7 +72,7 @@ def run_report(records: Sequence[RunRecord], held: Sequence[bool]) -> str:
         title=runs[0].label if len(runs) == 1 else f"{len(runs)} runs compared",
         runs=runs,
         axes=drawing.axes,
-        tiles={name: found[0][name] for name in _TILES if name in found[0]} if len(runs) == 1 else {},
+        tiles=_tiles(records[0], found[0]) if len(runs) == 1 else {},
         results=_as_rows(found),
         differing={
             "Configuration": _differing(map(_flat_config, runs)),
@@ -84,7 +84,11 @@ def run_report(records: Sequence[RunRecord], held: Sequence[bool]) -> str:
     )
 
 
-_TILES = ("state", "steps", "validation loss, best", "bits per byte, best", "tokens/s, median", "time", "memory, peak")
+def _tiles(record: RunRecord, results: Mapping[str, str]) -> dict[str, str]:
+    """Returns the most important results."""
+    best = f"validation {record.settings.main_metric.label}, best"
+    names = "state", "steps", best, "bits per byte, best", "tokens/s, median", "time", "memory, peak"
+    return {name: results[name] for name in names if name in results}
 
 
 def with_unique_names(records: Sequence[RunRecord]) -> list[NamedRun]:

@@ -17,7 +17,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from sansgpu.config import RunPaths, TaskSettings
-from sansgpu.config.tasks import DEFAULT_TASK, settings_of
+from sansgpu.config.tasks import DEFAULT_TASK, LOSS, settings_of
 from sansgpu.config.wording import count, counted, duration
 from sansgpu.events.escape import printable, printable_line
 from sansgpu.events.event import Event, current_metrics, data_messages, metric_texts
@@ -117,10 +117,11 @@ class Terminal:
     def _figures(self, event: Event) -> str:
         eta = event["eta_seconds"]
         finish = datetime.now() + timedelta(seconds=eta)
+        loss = f"loss {LOSS.shown(event['loss'])}  " if self._settings.main_metric == LOSS else ""
         metrics = "".join(f"{name} {value}  " for name, value in current_metrics(event, self._settings))
         speed = f"{event['tokens_per_second']:,.0f} tokens/s  {1 / event['step_seconds']:.3g} it/s"
         return (
-            f"loss {event['loss']:.4f}  {metrics}{speed}  MFU {percent(event['mfu'])}  "
+            f"{loss}{metrics}{speed}  MFU {percent(event['mfu'])}  "
             f"{event['rss_bytes'] / 1e9:.1f} GB  {duration(eta)} left, done {clock(finish)}"
         )
 

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 
-from sansgpu.config.tasks import BITS_PER_BYTE, LOSS
+from sansgpu.config.tasks import BITS_PER_BYTE, LOSS, settings_of
 from sansgpu.config.wording import counted, duration
 from sansgpu.files.atomic import write_text
 from sansgpu.views.bench import as_html
@@ -65,7 +65,7 @@ class TrialStep:
     trial: int
     step: int
     total_steps: int | None
-    loss: float
+    metric: str  # name and value of the task's main metric
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,8 @@ class SearchResult:
 
     @property
     def measure_label(self) -> str:
+        if self.measure == LOSS.name and (main := settings_of(self.task).main_metric) != LOSS:
+            return f"loss (minus the {main.label})"
         return next(metric.label for metric in (LOSS, BITS_PER_BYTE) if metric.name == self.measure)
 
     @property
@@ -185,7 +187,7 @@ class TuneTerminal:
                 self._begin_trial(event)
             case TrialStep():
                 of = f"/{event.total_steps:,}" if event.total_steps else ""
-                self._running[event.trial] = f"step {event.step:,}{of} loss {event.loss:.3f}"
+                self._running[event.trial] = f"step {event.step:,}{of} {event.metric}"
                 self._redraw()
             case TrialEnd():
                 self._end_trial(event)
@@ -283,9 +285,10 @@ def sentences(result: SearchResult) -> list[str]:
     if best.trial == 0:
         found.append(f"the unchanged configuration was the best: {measure} {best.loss:.4f}")
     elif default is not None:
+        change = "compared to" if result.gain is None else f"{result.gain:.2%} below"
         found.append(
-            f"trial {best.trial} has {measure} {best.loss:.4f}, {result.gain:.2%} below the {default.loss:.4f} of the "
-            "unchanged configuration"
+            f"trial {best.trial} has {measure} {best.loss:.4f}, {change} the {default.loss:.4f} of the unchanged "
+            "configuration"
         )
     if result.importance:
         shares = [f"{key.rpartition('.')[2]} {share:.0%}" for key, share in result.importance.items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,14 @@ from sansgpu.data.sources import open_sources
 from sansgpu.machine.distributed.group import SINGLE_PROCESS
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.models.huggingface.pretrained import load_tokenizer_of
+from sansgpu.tasks.evaluation import wilson
 from sansgpu.tasks.grpo.batch import Completions
+from sansgpu.tasks.grpo.evaluate import GRPOEvaluator
 from sansgpu.tasks.grpo.losses import MIN_DEVIATION, advantages
 from sansgpu.tasks.grpo.objective import GRPOObjective
 from sansgpu.tasks.grpo.rewards import is_right
+from sansgpu.tasks.grpo.rollout import Rewarded
+from sansgpu.tasks.grpo.rows import PromptExamples
 from sansgpu.tasks.grpo.task import GRPO
 from tests.processes import events_of, options
 from tests.tasks.fine_tuned import TINY, made, sentence
@@ -109,6 +114,17 @@ def test_equal_rewards_have_advantages_of_exactly_zero() -> None:
     rewards = torch.tensor([[0.1] * 7, [0.0] * 6 + [1.0]], dtype=torch.float64)
     assert advantages(rewards, "group")[0].tolist() == [0.0] * 7
     assert advantages(rewards, "batch")[1].abs().min() > 0
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, 0.25, -2.0]), min_size=2, max_size=40))
+def test_an_evaluation_has_the_confidence_interval_of_the_mean_reward(rewards: list[float]) -> None:
+    objective: Any = None
+    evaluator, rewarded = GRPOEvaluator(objective, PromptExamples([], 1, 1)), [Rewarded([1], False, r) for r in rewards]
+    found = evaluator.metrics(evaluator.sums(rewarded))
+    half = 1.96 * np.std(rewards, ddof=1) / len(rewards) ** 0.5
+    mean = np.mean(rewards)
+    expected = wilson(mean, len(rewards)) if {*rewards} <= {0, 1} else [mean - half, mean + half]
+    assert found["reward_interval"] == pytest.approx(expected, abs=1e-6)
 
 
 def examples(vocabulary: int) -> tuple[list[np.ndarray], list[list[int]], torch.Tensor]:
@@ -308,7 +324,19 @@ def test_a_model_learns_what_is_rewarded(home: Path, tmp_path: Path, capsys: Cap
     assert {"generate", "forward", "backward"} <= steps[-1]["phase_seconds"].keys()
     assert f"reward {steps[-1]['reward']:.4f}" in shown
     assert not [event for event in events_of(run, "warning") if event.get("cause") in ("rising", "flat", "overfitting")]
-    assert "reward" in (run / "report.html").read_text(encoding="utf-8")
+    low, high = evaluations[-1]["reward_interval"]
+    assert low <= evaluations[-1]["reward"] <= high
+    assert high > low
+
+    assert "\nReward: training, validation\n" in shown
+    assert not re.search(r"\bloss\b|-0\.0+\b", shown)
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "validation reward, best" in page
+    assert "validation loss" not in page
+    assert cli(["snapshots", "list", str(run)]) == 0
+    assert f"validation reward {evaluations[-1]['reward']:.4f}" in capsys.readouterr().out
+    assert cli(["runs", str(run)]) == 0
+    assert f"reward {evaluations[-1]['reward']:.3f}" in capsys.readouterr().out
 
     refused = f"was trained with the reward {name}, which is Python code: add --reward {name}"
     assert cli(["eval", str(run)]) == 2

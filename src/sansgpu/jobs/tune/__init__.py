@@ -255,7 +255,7 @@ def _result_of(study: Study, config: Config, default: Values, name: str, measure
         folder=str(study.folder),
         best=rows[0],
         default=unchanged,
-        gain=None if before is None or lowest is None else 1 - lowest / before,
+        gain=None if not before or lowest is None else (before - lowest) / abs(before),
         importance=_importance(study),
         seconds=sum(row.seconds for row in rows),
         trials=rows,

@@ -342,7 +342,8 @@ class Search:
             if event["event"] == "eval":
                 self._report(claimed, run, event, total)
             elif event["event"] == "step":
-                self._emit(TrialStep(claimed.number, event["step"], event["total_steps"], event["loss"]))
+                metric = self._config.settings.main_metric.words(event)
+                self._emit(TrialStep(claimed.number, event["step"], event["total_steps"], metric))
 
         try:
             return run.train(claimed.resumed, on_event)

@@ -1,16 +1,19 @@
-"""Evaluates a model on prompts: the mean reward of its most likely completions."""
+"""Evaluates a model on prompts: the mean reward of its most likely completions, with a confidence interval."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
 from sansgpu.models.generation.sampling import Sampling
+from sansgpu.tasks.evaluation import mean_interval, wilson
 from sansgpu.tasks.grpo.batch import Prompts
 from sansgpu.tasks.grpo.objective import GRPOObjective, completion_metrics, completion_sums
-from sansgpu.tasks.grpo.rollout import SLOTS
+from sansgpu.tasks.grpo.rollout import SLOTS, Rewarded
 from sansgpu.tasks.grpo.rows import PromptExamples
+from sansgpu.tasks.grpo.settings import REWARD_INTERVAL
 from sansgpu.tasks.task import Sums
 
 
@@ -30,8 +33,17 @@ class GRPOEvaluator:
             yield Prompts(self._part.questions[start : start + SLOTS])
 
     def evaluate(self, batch: Prompts) -> Sums:
-        return completion_sums(self._objective.rollout(batch.questions, Sampling(temperature=0.0)))
+        return self.sums(self._objective.rollout(batch.questions, Sampling(temperature=0.0)))
 
-    def metrics(self, sums: Sums) -> dict[str, float]:
-        found = completion_metrics(sums)
-        return {"loss": 0.0 - found["reward"], **found, "prompts": sums["completions"]}
+    def sums(self, rewarded: list[Rewarded]) -> Sums:
+        """Returns sums for `metrics`."""
+        squares, binary = sum(one.reward**2 for one in rewarded), sum(one.reward in (0, 1) for one in rewarded)
+        return {**completion_sums(rewarded), "squares": squares, "binary": float(binary)}
+
+    def metrics(self, sums: Sums) -> dict[str, Any]:
+        found, count = completion_metrics(sums), sums["completions"]
+        if sums["binary"] == count:
+            found[REWARD_INTERVAL] = wilson(found["reward"], count)
+        elif count > 1:
+            found[REWARD_INTERVAL] = mean_interval(found["reward"], sums["squares"], count)
+        return {"loss": 0.0 - found["reward"], **found, "prompts": count}

@@ -117,7 +117,7 @@ def completion_sums(rewarded: list[Rewarded]) -> Sums:
     }
 
 
-def completion_metrics(sums: Sums) -> dict[str, float]:
+def completion_metrics(sums: Sums) -> dict[str, Any]:
     """Returns means over completions."""
     count = sums["completions"]
     means = {"reward": "reward", "completion_length": "tokens", "truncated": "truncated"}

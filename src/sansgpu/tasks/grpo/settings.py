@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sansgpu.config.tasks import ARITHMETIC, CardText, Metric, Purpose, TaskSettings, share
+from sansgpu.config.tasks import ARITHMETIC, CardText, Metric, Purpose, TaskSettings, interval, share
 from sansgpu.tasks.settings import CHAT, FINE_TUNED, SMALL_CHAT_MODEL, fine_tuning_problems
 
 LEARNING_RATE, LORA_LEARNING_RATE = 1e-6, 1e-5
+REWARD_INTERVAL = "reward_interval"
+REWARD = Metric("reward", better="higher", short="reward")
 
 
 def _grpo_problems(config: Any) -> Iterator[str]:
@@ -60,13 +62,15 @@ SETTINGS = TaskSettings(
     problems=_grpo_problems,
     generates=True,
     metrics=(
-        Metric("reward", better="higher", short="reward"),
+        REWARD,
+        interval(REWARD_INTERVAL, REWARD.name, "{0[0]:.4f} to {0[1]:.4f}"),
         share("equal_rewards", "prompts without different rewards", short="equal"),
         Metric("completion_length", "completion", "{:.1f}", unit="tokens", short="tokens"),
         share("truncated", "truncated completions"),
         Metric("kl", "KL divergence from the reference", unit="nats", short="KL"),
         Metric("prompts", form="{:,.0f}", text="{value} {label}", reported=False),
     ),
+    main_metric=REWARD,
     card=lambda model: CardText(
         "a decoder trained with reinforcement learning on verifiable answers", "text-generation", "CausalLM", CHAT
     ),

@@ -1,36 +1,48 @@
-"""Draws loss curves with the characters of a terminal."""
+"""Draws the curves of a metric with the characters of a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import mean
 
 import plotille
 from rich.ansi import AnsiDecoder
 from rich.text import Text
 
+from sansgpu.config.tasks import Metric
 from sansgpu.events.event import Event
 
 TRAINING, VALIDATION = "cyan", "magenta"
 
-Point = tuple[int, float]  # (step, loss)
+Point = tuple[int, float]  # (step, value)
 
 
-def loss_point(event: Event) -> list[Point]:
-    """Returns the point of a step or eval event, or an empty list if its loss was not finite."""
-    return [] if event["loss"] is None else [(event["step"], event["loss"])]
+def metric_points(events: Iterable[Event], metric: Metric) -> list[Point]:
+    """Returns the points of step or eval events, without those whose value was not finite."""
+    name = metric.name
+    return [(event["step"], event[name]) for event in events if metric.number(event.get(name)) is not None]
 
 
-def loss_curve(
-    training: Sequence[Point], validation: Sequence[Point], last_step: int | None, width: int, rows: int
+def best_point(metric: Metric, points: Sequence[Point]) -> Point:
+    return (max if metric.better == "higher" else min)(points, key=lambda point: point[1])
+
+
+def metric_curve(
+    metric: Metric,
+    training: Sequence[Point],
+    validation: Sequence[Point],
+    last_step: int | None,
+    width: int,
+    rows: int,
 ) -> Text:
-    """Draws both losses up to `last_step`, by default the last point; `training` has at least two points.
+    """Draws both curves up to `last_step`, by default the last point; `training` has at least two points.
 
-    The initial drop of the loss is left out, because it would flatten the rest.
+    The initial drop of a loss is left out, because it would flatten the rest.
     """
     training, validation = _downsample(training, 2 * width), _downsample(validation, 2 * width)
-    high = max(loss for _, loss in training[len(training) // 10 :])
-    low = min(loss for _, loss in (*training, *validation))
+    every = (*training, *validation)
+    high = max(value for _, value in (every if metric.better == "higher" else training[len(training) // 10 :]))
+    low = min(value for _, value in every)
     margin = 0.03 * (high - low) or 0.01 * abs(high) or 1.0
     labels = [f"{high:.2f}", f"{low:.2f}"]
     first, last = training[0][0], last_step or training[-1][0]
@@ -59,4 +71,4 @@ def _downsample(points: Sequence[Point], most: int) -> Sequence[Point]:
     if size <= 1:
         return points
     groups = (points[start : start + size] for start in range(0, len(points), size))
-    return [(group[-1][0], mean(loss for _, loss in group)) for group in groups]
+    return [(group[-1][0], mean(value for _, value in group)) for group in groups]
