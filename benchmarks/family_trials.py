@@ -21,10 +21,11 @@ from benchmarks.outcome import json_lines
 from benchmarks.tiny_model import has_chat_template, make_folder
 
 STEPS, LENGTH, WINDOW, NEW_TOKENS = 2, 96, 64, 12
-TASKS = ("pretrain", "sft", "preference", "qa", "classify", "tokens", "embed")
+TASKS = ("pretrain", "sft", "preference", "grpo", "qa", "classify", "tokens", "embed")
 TRIALS = (*TASKS, "batched", "GGUF export", "GGUF import", "ONNX")
-ADAPTED = ("sft", "preference", "embed")  # trained with LoRA; the other tasks train all weights
+ADAPTED = ("sft", "preference", "grpo", "embed")  # trained with LoRA; the other tasks train all weights
 LOSS_TOLERANCE, SCORE_TOLERANCE = 1e-4, 1e-3
+GRPO = {"reward": f"{__name__}:letters", "group_size": 2, "max_completion_length": NEW_TOKENS}
 PROMPTS = ("the red fox", "def add(a, b):\n    return", "import os\nfor name in")
 Refusals = dict[str, str]  # trial -> error message
 
@@ -146,6 +147,8 @@ class _Trials:
             settings |= {"model.name_or_path": self.model, "data.max_length": LENGTH}
         if task in ADAPTED:
             settings["model.adapter"] = "lora"
+        if task == "grpo":
+            settings |= {f"training.grpo.{key}": value for key, value in GRPO.items()}
         if task in ("sft", "preference") and not has_chat_template(self.family.model_type):
             settings["data.chat_template"] = "simple"
         if task in ("qa", "tokens"):
@@ -246,6 +249,11 @@ def _require_equal(what: str, found: float, expected: float, tolerance: float) -
         raise TrialError(f"{what} is {found}, but transformers computes {expected}")
 
 
+def letters(completions: list[str]) -> list[float]:
+    """Rewards completions for letters, of which a random model writes different numbers."""
+    return [float(sum(map(str.isalpha, completion))) for completion in completions]
+
+
 def write_rows(file: Path, rows: Iterator[dict[str, Any]]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
@@ -262,6 +270,8 @@ def rows_of(task: str, count: int = 24) -> Iterator[dict[str, Any]]:
                 yield {"prompt": f"Which color has fox {number}?", "completion": text}
             case "preference":
                 yield {"prompt": f"Which color has fox {number}?", "chosen": text, "rejected": f"{size}no {number}"}
+            case "grpo":
+                yield {"prompt": f"Which color has fox {number}?"}
             case "qa":
                 answers = {"text": [color], "answer_start": [text.index(color)]}
                 yield {"id": str(number), "question": "Which color?", "context": text, "answers": answers}
