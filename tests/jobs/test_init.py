@@ -14,13 +14,14 @@ import pytest
 import yaml
 
 from sansgpu.cli import run as cli
-from sansgpu.config import load_config
+from sansgpu.config import as_config, load_config
+from sansgpu.config.load import commented_yaml
 from tests.processes import finish, messages, write_corpus, write_rows
 from tests.tasks.folders import chat_rows, conll, labeled_rows, model_folder, preference_rows, prompt_rows, squad
 
 Captured = pytest.CaptureFixture[str]
 YES = ["--yes", "--json"]
-QUICK = ["--set", "training.gradient_accumulation_steps=2", "--set", "training.compile=off", "--max-steps", "2"]
+QUICK = ["--set", "training.gradient_accumulation_steps=8", "--set", "training.compile=off", "--max-steps", "2"]
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +41,7 @@ KINDS: dict[str, tuple[Callable[[Path], Path], str | None]] = {
     "tokens": (conll, "bert"),
     "qa": (squad, "bert"),
     "embed": (_pairs, "bert"),
+    "static": (_pairs, "bert"),
     "preference": (preference_rows, "qwen2"),
     "grpo": (prompt_rows, "qwen2"),
 }
@@ -72,6 +74,12 @@ def test_every_key_has_a_comment(tmp_path: Path) -> None:
     sections = yaml.safe_load("\n".join(lines))
     assert len(keys) == 1 + sum(1 + len(sections[name]) for name in ("model", "training", "data"))
     assert all(lines[n - 1].lstrip().startswith("#") for n in keys if not lines[n].endswith(":"))
+
+
+def test_a_value_that_is_the_default_of_other_tasks_is_written(tmp_path: Path) -> None:
+    config = as_config({"task": "static", "training": {"batch_size": "auto"}, "data": {"dataset_name": "rows.jsonl"}})
+    (tmp_path / "a.yaml").write_text(commented_yaml(config, ""))
+    assert load_config(tmp_path / "a.yaml")[0] == config
 
 
 def test_only_plan_says_how_much_of_the_text_is_read(capsys: Captured) -> None:

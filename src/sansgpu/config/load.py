@@ -201,6 +201,10 @@ def commented_yaml(config: Config, head: str, comments: Mapping[str, str] | None
     meanings["task"] = f"kind of run: {config.settings.description or 'your own class'}"
     values = config.model_dump(mode="json", exclude_defaults=True)
     values = {"task": config.task, **values}
+    for section, defaults in config.settings.defaults.items():  # a schema's default may not be that of the task
+        for name in defaults:
+            if setting(config, f"{section}.{name}") != defaults[name]:
+                values.setdefault(section, {})[name] = config.model_dump(mode="json")[section][name]
     for key in comments or {}:
         section, _, name = key.partition(".")
         values.setdefault(section, {})[name] = setting(config, key)

@@ -170,8 +170,10 @@ class Purpose:
     rows: str  # the data it needs
     model: str | None = None  # suggested base model; None: trained from scratch
     built_in: str | None = None  # name of a built-in dataset for the task
-    batch: int = 16  # examples per step
+    batch: int | None = 16  # examples per step; None: the default of the task
+    epochs: int = 3
     is_decoder: bool = False  # True: fine-tuned with an adapter
+    trained: str = "all weights"  # what is fine-tuned without an adapter
 
 
 @dataclass(frozen=True)

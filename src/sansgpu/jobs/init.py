@@ -181,9 +181,8 @@ def _fine_tuned(
             "task": answers.task,
             "model": {"name_or_path": model, **(_ADAPTER if purpose.is_decoder else {})},
             "training": {
-                "batch_size": "auto",
-                "gradient_accumulation_steps": purpose.batch,
-                "num_epochs": 3,
+                **({} if purpose.batch is None else {"batch_size": "auto", "gradient_accumulation_steps": purpose.batch}),
+                "num_epochs": purpose.epochs,
                 "max_hours": answers.hours,
                 "save_steps": 50,
                 "eval_steps": 50,
@@ -192,7 +191,7 @@ def _fine_tuned(
         }
     )
     config = _fitting(config, answers, progress, warn)
-    method = "a LoRA adapter" if purpose.is_decoder else "all weights"
+    method = "a LoRA adapter" if purpose.is_decoder else purpose.trained
     return config, f"Fine-tunes {method} of {model} to {purpose.words}, within {_duration(answers.hours)}."
 
 
@@ -204,17 +203,19 @@ def _fitting(config: Config, answers: InitAnswers, progress: ReportProgress, war
     progress("estimating memory", 0, 0)
     from sansgpu.planning.memory_fit import changes_that_fit
     from sansgpu.planning.resolve import ResolveOptions, ignore_message, resolve_run
+    from sansgpu.tasks.registry import task_of
 
     try:
         options = ResolveOptions("report", data="unread", timed="never")
-        run = resolve_run(config, progress, ignore_message, options)
+        sized = task_of(config).with_vocabulary(config)
+        run = resolve_run(sized, progress, ignore_message, options)
     except ConfigError as error:
         warn(f"{str(error).rstrip('.')}; the memory estimate is therefore skipped.")
         return config
     memory = answers.memory or run.available
     if run.memory.fits(memory):
         return config
-    changes = changes_that_fit(config, run.execution, memory)
+    changes = changes_that_fit(sized, run.execution, memory)
     if not changes:
         raise ConfigError(f"this model does not fit into {memory / 1e9:.1f} GB of memory; choose a smaller one.")
     return change_config(config, changes[0].settings)

@@ -138,6 +138,15 @@ def test_a_killed_run_resumes_byte_for_byte(home: Path, tmp_path: Path, base: st
     assert record(runs[0]) == record(runs[1])
 
 
+def test_a_run_ends_at_its_time_limit(home: Path, tmp_path: Path) -> None:
+    limited = settings(home, model__embedding_dim=16, training__max_steps=10**6, training__max_hours=0.001)
+    assert cli(["train", *limited, "--output-dir", str(tmp_path / "run")]) == 0
+    end = events_of(tmp_path / "run", "end")[0]
+    assert end["reason"] == "out_of_time"
+    assert 0 < end["step"] < 10**6
+    assert (tmp_path / "run/final/model.safetensors").is_file()
+
+
 def test_a_plan_knows_the_table(home: Path, capsys: Captured) -> None:
     capsys.readouterr()
     assert cli(["plan", *settings(home, data__vocab_size=300, model__embedding_dim=8), "--json"]) == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sansgpu.config.tasks import CardText, TaskSettings
+from sansgpu.config.tasks import CardText, Purpose, TaskSettings
 from sansgpu.tasks.embed.settings import EMBEDDING_KEYS, EMBEDDING_METRICS
 from sansgpu.tasks.embed.settings import SETTINGS as EMBED
 from sansgpu.tasks.settings import FINE_TUNED, row_problems
@@ -38,6 +38,14 @@ SETTINGS = TaskSettings(
     ("pretrained", "rows"),
     implementation="sansgpu.tasks.static.task:StaticEmbeddings",
     description="train static embeddings: vectors of tokens, whose mean is the vector of a text",
+    purpose=Purpose(
+        "turn thousands of texts per second into vectors",
+        "pairs of texts",
+        "sentence-transformers/all-MiniLM-L6-v2",
+        batch=None,
+        epochs=10,
+        trained="static embeddings",
+    ),
     own_keys=STATIC_KEYS,
     defaults={
         "training": {
