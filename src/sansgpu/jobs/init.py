@@ -176,12 +176,13 @@ def _fine_tuned(
 ) -> tuple[Config, str]:
     """Returns a fine-tuning configuration, which fits into memory if that can be estimated, and a comment."""
     model = answers.model or purpose.model
+    batch = {"batch_size": "auto", "gradient_accumulation_steps": purpose.batch} if purpose.batch else {}
     config = as_config(
         {
             "task": answers.task,
             "model": {"name_or_path": model, **(_ADAPTER if purpose.is_decoder else {})},
             "training": {
-                **({} if purpose.batch is None else {"batch_size": "auto", "gradient_accumulation_steps": purpose.batch}),
+                **batch,
                 "num_epochs": purpose.epochs,
                 "max_hours": answers.hours,
                 "save_steps": 50,
