@@ -163,7 +163,7 @@ class ModelConfig(Section):
         "distilled have fewer; for a static model that is trained further, its own",
     )
     sif_coefficient: float = Field(
-        1e-4,
+        3e-4,
         ge=0,
         lt=1,
         description="weighting of tokens when an encoder is distilled to static embeddings; the vector of a token with "

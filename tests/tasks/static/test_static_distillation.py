@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.decomposition import PCA
+from tokenizers import Tokenizer, models
 from transformers import AutoModel, AutoTokenizer
 
 from sansgpu.config import ConfigError
 from sansgpu.data.tokenizer import special_tokens_around
 from sansgpu.jobs.embed import open_encoder
 from sansgpu.models.huggingface.sentence_embedding import EmbeddingLayout
-from sansgpu.tasks.static.distill import distilled, principal_components, sif_weights, static_folder
+from sansgpu.tasks.static.distill import distilled, frequency_ranks, principal_components, sif_weights, static_folder
 from sansgpu.tasks.static.model import StaticModel, plain_tokenizer
 from sansgpu.tasks.static.words import TextTokenizer, has_independent_words
 from sansgpu.tasks.task import TrainedModel
@@ -40,10 +43,24 @@ def test_principal_components_are_those_of_scikit_learn(rows: int, width: int, s
 
 
 def test_the_weights_of_tokens_are_smooth_inverse_frequencies() -> None:
-    ranks = [1 / 2, 1 / 3, 1 / 4]
-    expected = [0.01 / (0.01 + rank / sum(ranks)) for rank in ranks]
-    np.testing.assert_allclose(sif_weights(3, 0.01), expected)
-    assert sif_weights(2, 0.0).tolist() == [1.0, 1.0]
+    shares = [1 / 2, 1 / 4, 1 / 3]
+    expected = [0.01 / (0.01 + share / sum(shares)) for share in shares]
+    np.testing.assert_allclose(sif_weights(np.array([0, 2, 1]), 0.01), expected)
+    assert sif_weights(np.array([1, 0]), 0.0).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("model", [models.WordPiece, models.BPE, models.Unigram])
+def test_rare_characters_are_ranked_last_where_a_vocabulary_starts_with_all(model: type) -> None:
+    tokens = ["a", "é", "▁", "世", "the", "##é"]
+    vocabulary: Any = {token: number for number, token in enumerate(tokens)}
+    made = {
+        models.WordPiece: lambda: models.WordPiece(vocabulary, unk_token="a"),
+        models.BPE: lambda: models.BPE(vocabulary, []),
+        models.Unigram: lambda: models.Unigram([(token, -number) for token, number in vocabulary.items()]),
+    }[model]()
+    ranks = frequency_ranks(Tokenizer(made), np.array([0, 1, 2, 3, 4, 5]))
+    ordered = [tokens[place] for place in np.argsort(ranks)]
+    assert ordered == (tokens if model is models.Unigram else ["a", "▁", "the", "##é", "é", "世"])
 
 
 def test_distilled_vectors_are_those_of_the_tokens_alone(encoder: TrainedModel) -> None:
