@@ -323,6 +323,7 @@ def test_a_model_learns_what_is_rewarded(home: Path, tmp_path: Path, capsys: Cap
     assert evaluations[-1]["loss"] == -evaluations[-1]["reward"]
     assert {"generate", "forward", "backward"} <= steps[-1]["phase_seconds"].keys()
     assert f"reward {steps[-1]['reward']:.4f}" in shown
+    assert not re.search("validation.* prompts.*epoch", shown)  # it is shown before the metrics
     assert not [event for event in events_of(run, "warning") if event.get("cause") in ("rising", "flat", "overfitting")]
     low, high = evaluations[-1]["reward_interval"]
     assert low <= evaluations[-1]["reward"] <= high
