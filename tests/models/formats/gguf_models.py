@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from benchmarks.tiny_model import make_folder
 from gguf import Keys, TokenType
@@ -29,6 +30,18 @@ LLAMA3: dict[str, Any] = {
     "rope_parameters": {"rope_type": "llama3", **_ROPE, "original_max_position_embeddings": 64},
     "rms_norm_eps": 1e-5,
 }
+
+
+def longrope(trained: int) -> dict[str, Any]:
+    """Returns LongRoPE like Phi-4-mini's, with other factors for examples of more than `trained` tokens."""
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], "long_factor": [1.5, 2, 3, 4, 5, 6.7]}
+    return {
+        "rope_parameters": {"rope_type": "longrope", "partial_rotary_factor": 0.75, **factors},
+        "original_max_position_embeddings": trained,
+        "tie_word_embeddings": True,
+    }
+
+
 BASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (architecture, changes to its config.json)
     "llama": ("llama", {}),
     "tied": ("smollm", {}),
@@ -48,6 +61,8 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (architecture, changes
     "olmo2": ("olmo2", {}),
     "phi": ("phi", {}),
     "phi3": ("phi3", {"partial_rotary_factor": 0.5}),
+    "short_longrope": ("phi3", longrope(256)),
+    "long_longrope": ("phi3", longrope(64)),
     "gpt_neox": ("gpt_neox", {}),
     "sequential": ("gpt_neox", {"use_parallel_residual": False}),
     "lfm2": ("lfm2", {}),
@@ -87,10 +102,10 @@ def write_ours(
     )
 
 
-def base(folder: Path, name: str) -> tuple[PreTrainedModel, Any]:
+def base(folder: Path, name: str, **more: Any) -> tuple[PreTrainedModel, Any]:
     """Returns a transformers model, with noise added to all weights so that errors show, and its tokenizer."""
     architecture, changes = BASES[name]
-    given = ModelConfig(name_or_path=str(make_folder(folder, architecture, **changes)))
+    given = ModelConfig(name_or_path=str(make_folder(folder, architecture, **changes, **more)))
     model = load_pretrained(given, Head("causal"), 0).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -109,3 +124,25 @@ def logits_of(model: Any, ids: list[int]) -> torch.Tensor:
     out = model(torch.tensor([ids]))
     logits: torch.Tensor = out if isinstance(out, torch.Tensor) else out.logits
     return logits[0]
+
+
+def metadata(path: Path) -> dict[str, Any]:
+    return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+
+
+def rewritten(source: Path, path: Path, leave_out: str = "", architecture: str = "qwen3", **more: object) -> Path:
+    """Rewrites a file without a tensor or key, with another architecture, or with an additional tensor."""
+    reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(path, architecture)
+    for name, field in reader.fields.items():
+        if name not in ("general.architecture", leave_out) and not name.startswith("GGUF."):
+            writer.add_key_value(name, field.contents(), field.types[0], field.types[-1])
+    for tensor in reader.tensors:
+        if tensor.name != leave_out:
+            writer.add_tensor(tensor.name, tensor.data)
+    for name, value in more.items():
+        writer.add_string(name, value) if isinstance(value, str) else writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

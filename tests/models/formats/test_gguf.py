@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, models, pre_tokenizers
-from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError, ModelConfig, SansGPUError
-from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer
 from sansgpu.models import TransformerLM
 from sansgpu.models.formats.decoder_folder import load_gguf_decoder
 from sansgpu.models.formats.decoder_weights import hugging_face_config, to_hugging_face
@@ -29,12 +27,13 @@ from tests.models.formats.gguf_models import (
     BASES,
     base,
     logits_of,
+    metadata,
     parts_of,
-    sentence_piece,
+    rewritten,
     write_base,
     write_ours,
 )
-from tests.models.small import IN_GGUF, TEXT, TOKENIZER, model_of, tokens
+from tests.models.small import IN_GGUF, TOKENIZER, model_of, tokens
 
 # (share, count) for the maximum rounding error of a number x: share * |x| + count * 2^-25, where 2^-25 is half of f16's
 # smallest positive number. For q8_0, x is the largest number in the block of 32, whose scale is stored in f16.
@@ -47,10 +46,6 @@ def read(path: Path) -> TransformerLM:
     assert decoder is not None
     dequantize_layers(decoder, torch.float32)
     return decoder.eval()
-
-
-def metadata(path: Path) -> dict[str, Any]:
-    return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
 
 
 def bound(tensor: torch.Tensor, kind: GGUFType) -> torch.Tensor:
@@ -176,53 +171,6 @@ def test_a_model_of_transformers_comes_back(name: str, tmp_path: Path) -> None:
     assert metadata(tmp_path / "model.gguf")["tokenizer.ggml.add_bos_token"] is False
 
 
-def test_characters_and_their_bytes_come_back(tmp_path: Path) -> None:
-    tokenizer = CharTokenizer.train(TEXT)
-    write_ours(tmp_path / "model.gguf", model_of("modern", vocab_size=320), "f32", tokenizer)
-    parts = open_gguf(tmp_path / "model.gguf").tokenizer
-    assert parts.token(parts.eos_id) == "<|endoftext|>"
-    assert Tokenizer(Backend.from_str(parts.json)).encode("naïve 世\n") == tokenizer.encode("naïve 世\n")
-    said = metadata(tmp_path / "model.gguf")
-    assert said["tokenizer.ggml.model"] == "llama"
-    assert said["tokenizer.ggml.add_space_prefix"] is False
-
-
-def split(*patterns: str, use_regex: bool = False) -> Tokenizer:
-    backend = Backend.from_str(TOKENIZER.backend.to_str())
-    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)]
-    )
-    return Tokenizer(backend)
-
-
-@pytest.mark.parametrize(
-    ("tokenizer", "name"),
-    [(TOKENIZER, "dbrx"), (split(use_regex=True), "gpt-2"), (split(r"\p{N}", use_regex=True), "smollm")],
-    ids=["ours", "gpt2", "smollm"],
-)
-def test_the_split_has_llama_cpps_name(tokenizer: Tokenizer, name: str, tmp_path: Path) -> None:
-    write_ours(tmp_path / "model.gguf", model_of("modern"), "f32", tokenizer)
-    assert metadata(tmp_path / "model.gguf")["tokenizer.ggml.pre"] == name
-
-
-def unusual() -> Tokenizer:
-    backend = Backend(models.WordLevel({"a": 0, "<|endoftext|>": 1}, "a"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return Tokenizer(backend)
-
-
-@pytest.mark.parametrize(
-    "tokenizer",
-    [split(r"\s+"), unusual(), CharTokenizer.train(["a▁b"]), BPETokenizer.train(["ab"], 257)],
-    ids=["split", "words", "underscore", "no merges"],
-)
-def test_a_tokenizer_that_llama_cpp_cannot_compute_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"llama\.cpp does not support this tokenizer"):
-        write_ours(tmp_path / "model.gguf", model_of("modern"), "f32", tokenizer)
-    assert list(tmp_path.iterdir()) == []
-
-
 QWEN3 = hugging_face_config(model_of("grouped").config, 0)
 
 
@@ -258,7 +206,7 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
         ("gemma", {"hidden_act": "gelu"}, "supports only gelu_pytorch_tanh in gemma, but this model uses gelu"),
         ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}, r"no_rope_layers \[1, 1, 0, 1, 1\] in smollm3"),
         ("olmo2", {"head_dim": 32}, "head_dim 32 in olmo2"),
-        ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "does not support rope_parameters"),
+        ("phi3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "does not support rope_parameters"),
         ("lfm2", {"conv_bias": True}, "conv_bias True in lfm2"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -291,6 +239,33 @@ def test_a_window_that_llama_cpp_ignores_limits_the_context(family: str, tmp_pat
 def test_what_gguf_cannot_express_of_our_layouts_is_refused(layout: str, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{sentence}; use --format hf"):
         write_ours(tmp_path / "model.gguf", model_of(layout), "f32")
+
+
+LLAMA_3_1 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("trained", [8192, 64])
+def test_llama_3_files_of_others_have_only_the_factors(trained: int, tmp_path: Path) -> None:
+    rope = {**LLAMA_3_1, "original_max_position_embeddings": trained}
+    model, tokenizer = base(tmp_path / "base", "llama", rope_parameters=rope)
+    write_base(tmp_path / "model.gguf", model, tokenizer, "f32")
+    others = rewritten(tmp_path / "model.gguf", tmp_path / "other.gguf", "sansgpu.rope_parameters", "llama")
+    if trained == 8192:
+        assert open_gguf(others).settings["rope_parameters"] == rope
+    else:
+        with pytest.raises(ConfigError, match="its RoPE scaling is not that of Llama 3"):
+            open_gguf(others)
+
+
+@pytest.mark.parametrize("bad", [[1.0, 2.0], [1.0, 2.0, 3.0, 4.0, 5.0, 0.0], [1.0, 2.0, 3.0, 4.0, 5.0, float("nan")]])
+def test_bad_factors_of_rope_are_refused(bad: list[float], tmp_path: Path) -> None:
+    model, tokenizer = base(tmp_path / "base", "long_longrope")
+    write_base(tmp_path / "model.gguf", model, tokenizer, "f32")
+    name = "rope_factors_long.weight"
+    added = {name: np.array(bad, np.float32)}
+    path = rewritten(tmp_path / "model.gguf", tmp_path / "bad.gguf", name, "phi3", **added)
+    with pytest.raises(ConfigError, match=r"bad.gguf: its RoPE factors are not 6 positive numbers"):
+        open_gguf(path)
 
 
 def test_rows_of_a_rotary_pair_are_adjacent_in_a_llama_file(tmp_path: Path) -> None:
@@ -347,24 +322,6 @@ def test_a_torn_file_is_refused(whole: Path, tmp_path_factory: pytest.TempPathFa
     assert "\n" not in str(error.value)
 
 
-def rewritten(source: Path, path: Path, leave_out: str = "", architecture: str = "qwen3", **more: object) -> Path:
-    """Rewrites a file without a tensor or key, with another architecture, or with an additional tensor."""
-    reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(path, architecture)
-    for name, field in reader.fields.items():
-        if name not in ("general.architecture", leave_out) and not name.startswith("GGUF."):
-            writer.add_key_value(name, field.contents(), field.types[0], field.types[-1])
-    for tensor in reader.tensors:
-        if tensor.name != leave_out:
-            writer.add_tensor(tensor.name, tensor.data)
-    for name, value in more.items():
-        writer.add_string(name, value) if isinstance(value, str) else writer.add_tensor(name, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -386,40 +343,6 @@ def test_a_file_that_makes_no_model_is_refused(
         open_model(ModelRequest(str(path)), "generate", pytest.fail)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
-
-
-OTHERS = {
-    "dbrx": TOKENIZER,
-    "gpt-2": split(use_regex=True),
-    "smollm": split(r"\p{N}", use_regex=True),
-    "characters": CharTokenizer.train(TEXT),
-    "gemma": sentence_piece(adds_space=False),
-    "llama2": sentence_piece(adds_space=True),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_tokenizer_that_others_wrote_is_made_from_its_tokens(name: str, tmp_path: Path) -> None:
-    tokenizer = OTHERS[name]
-    write_ours(tmp_path / "model.gguf", model_of("modern", vocab_size=704), "f32", tokenizer)
-    path = rewritten(tmp_path / "model.gguf", tmp_path / "other.gguf", leave_out="tokenizer.huggingface.json")
-    made = open_model(ModelRequest(str(path)), "generate", pytest.fail).tokenizer
-    for text in (*TEXT[:1], "naïve 世界 1234 I'LL <|endoftext|>\n\n  x"):
-        assert made.encode(text) == tokenizer.encode(text)
-        assert made.decode(made.encode(text)) == text
-    assert made.end_id == tokenizer.end_id
-    theirs = load_tokenizer_of(ModelConfig(name_or_path=str(path)))
-    assert theirs("naïve").input_ids == [tokenizer.end_id, *tokenizer.encode("naïve")]
-
-
-def test_a_tokenizer_that_is_not_known_is_refused(tmp_path: Path) -> None:
-    write_ours(tmp_path / "model.gguf", model_of("modern"), "f32")
-    path = rewritten(tmp_path / "model.gguf", tmp_path / "other.gguf", leave_out="tokenizer.huggingface.json")
-    last = rewritten(path, tmp_path / "last.gguf", leave_out="tokenizer.ggml.pre")
-    with pytest.raises(
-        ConfigError, match=r"its tokenizer \(None\) is not supported, and the file contains no tokenizer"
-    ):
-        open_model(ModelRequest(str(last)), "generate", pytest.fail)
 
 
 def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:

@@ -29,10 +29,8 @@ from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_flaw
 from sansgpu.models.formats.expert_weights import separate_experts, stack_experts
 from sansgpu.models.formats.folders import require_layers
 from sansgpu.models.formats.gguf_metadata import (
-    ROPE_FACTORS,
     read_settings,
     require_expressible,
-    rope_factors,
     write_settings,
     xielu_weights,
 )
@@ -47,6 +45,7 @@ from sansgpu.models.formats.gguf_reader import (
     encoding_of,
     read_gguf,
 )
+from sansgpu.models.formats.gguf_rope import ROPE_TENSORS, rope_tensors
 from sansgpu.models.formats.gguf_tokenizer import read_tokenizer, write_tokenizer
 from sansgpu.models.formats.layout import Settings, Weights
 from sansgpu.models.formats.layouts import BY_GGUF_NAME, LAYOUTS, module_names, with_default_settings
@@ -89,8 +88,7 @@ def write_gguf(
     count = sum(prod(tensor.shape) for tensor in tensors.values())
     if layout.gguf_needs_head and HEAD not in tensors:
         tensors[HEAD] = tensors[EMBEDDING]
-    if (factors := rope_factors(settings)) is not None:
-        tensors[ROPE_FACTORS] = as_stored(factors)
+    tensors |= {name: as_stored(factors) for name, factors in rope_tensors(settings).items()}
     rows = tensors[EMBEDDING].shape[0]
     head = HEAD if HEAD in tensors else EMBEDDING
     choices = {name: encoding_of(name, tensor.shape, gguf_type, name == head) for name, tensor in tensors.items()}
@@ -198,9 +196,10 @@ class GGUFFile:
         """Returns the tensors, which are read on demand. Raises ConfigError if a name is not supported."""
         hf_modules = {gguf_name: hf_name for hf_name, gguf_name in gguf_modules(self.settings).items()}
         found: dict[str, StoredTensor] = {}
+        in_settings = rope_tensors(self.settings)
         for name, tensor in self._tensors.items():
-            if name == ROPE_FACTORS and rope_factors(self.settings) is not None:
-                continue  # the settings have the parameters from which they are computed
+            if name in in_settings:
+                continue
             module, _, parameter = name.rpartition(".")
             if module not in hf_modules:
                 raise ConfigError(
@@ -242,7 +241,9 @@ class GGUFFile:
     def _settings(self) -> dict[str, Any]:
         embedding, head = self._tensors[EMBEDDING], self._tensors.get(HEAD)
         tied = head is None or (self._layout.gguf_needs_head and np.array_equal(head.data, embedding.data))
-        settings = read_settings(BY_GGUF_NAME[self._architecture], self._metadata)
+        stored = ((name, self._tensors[name]) for name in ROPE_TENSORS if name in self._tensors)
+        rope_factors = {name: tensor.data for name, tensor in stored if tensor.tensor_type == Encoding.F32}
+        settings = read_settings(BY_GGUF_NAME[self._architecture], self._metadata, rope_factors)
         require_layers(_layers(settings), len(self._tensors), "its metadata")
         return {**settings, "vocab_size": embedding.shape[0], "tie_word_embeddings": tied}
 

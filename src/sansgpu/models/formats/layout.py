@@ -64,7 +64,7 @@ class Layout:
     gguf_layers: LayerTypes | None = None
     gguf_rows: Callable[[str, Settings], RowOrder | None] = lambda name, settings: None  # by a weight's name
     gguf_norm_offset: float = 0.0  # llama.cpp multiplies by w + offset where transformers multiplies by w
-    gguf_rope_scaling: bool = False  # whether llama.cpp supports Llama 3's RoPE scaling
+    gguf_rope_types: tuple[str, ...] = ()  # the types of scaled RoPE that llama.cpp supports
     gguf_local_rope: bool = False  # whether sliding_attention layers have a RoPE of their own
     gguf_no_window: bool = False  # whether llama.cpp ignores sliding_window: results are equal up to that length
     gguf_needs_head: bool = False  # whether llama.cpp requires the output head even if it is tied

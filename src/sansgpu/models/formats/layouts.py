@@ -115,7 +115,7 @@ _LLAMA = replace(
     model_class="LlamaForCausalLM",
     fixed={},
     biases={**_ATTENTION_BIAS, "mlp_bias": ("all",)},
-    gguf_rope_scaling=True,
+    gguf_rope_types=("llama3",),
     gguf_rows=rotary_pairs_adjacent,
 )
 _SCALES = {  # Granite's multipliers
@@ -179,7 +179,7 @@ LAYOUTS = {  # by model_type in config.json
         defaults=lambda settings: {**_modern_defaults(settings), "hidden_act": "xielu"},
         gguf_activations=("relu2", "xielu"),
         rope_theta=None,  # no default, because transformers' default has RoPE scaling
-        gguf_rope_scaling=True,
+        gguf_rope_types=("llama3",),
         gguf_needs_head=True,
     ),
     # For fine-tuning; TransformerLM does not compute these, nor qwen2.
@@ -188,7 +188,7 @@ LAYOUTS = {  # by model_type in config.json
         model_class="MistralForCausalLM",
         biases={},
         gguf_name="llama",
-        gguf_rope_scaling=False,
+        gguf_rope_types=(),
         gguf_no_window=True,
     ),
     "smollm3": replace(
@@ -196,9 +196,9 @@ LAYOUTS = {  # by model_type in config.json
         model_class="SmolLM3ForCausalLM",
         fixed={"use_sliding_window": False},
         gguf_fixed=every_fourth_without_rope,
-        gguf_rope_scaling=False,
+        gguf_rope_types=(),
     ),
-    "granite": replace(_LLAMA, model_class="GraniteForCausalLM", gguf_settings=_SCALES, gguf_rope_scaling=False),
+    "granite": replace(_LLAMA, model_class="GraniteForCausalLM", gguf_settings=_SCALES, gguf_rope_types=()),
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3_text": replace(
@@ -251,7 +251,7 @@ LAYOUTS = {  # by model_type in config.json
             "model.layers.{}.block_sparse_moe.experts.up_proj": "blk.{}.ffn_up_exps",
             "model.layers.{}.block_sparse_moe.experts.down_proj": "blk.{}.ffn_down_exps",
         },
-        gguf_rope_scaling=False,
+        gguf_rope_types=(),
     ),
     "olmo2": replace(
         _QWEN3,
@@ -288,6 +288,7 @@ LAYOUTS = {  # by model_type in config.json
         },
         fixed={},
         gguf_fixed=heads_as_wide_as_the_model,
+        gguf_rope_types=("longrope",),
         gguf_no_window=True,
     ),
     "gpt_neox": replace(

@@ -1,0 +1,150 @@
+"""Converts RoPE's parameters to the metadata and tensors of a GGUF file and back.
+
+A model with scaled RoPE divides each frequency by a factor. llama.cpp reads the factors from tensors: one for Llama 3's
+scaling, and two for LongRoPE, for contexts up to the length of pretraining and for longer ones.
+
+d / 2 frequencies, where d is how many elements of a head RoPE rotates.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import Keys
+
+from sansgpu.config import ConfigError
+from sansgpu.models.formats.layout import Layout, Settings, Weights
+from sansgpu.models.formats.layouts import rope_of
+
+_FACTORS, _LONG, _SHORT = ROPE_TENSORS = (
+    "rope_freqs.weight",
+    "rope_factors_long.weight",
+    "rope_factors_short.weight",
+)
+_THETA = 10_000.0  # default if a file has none
+_LOCAL_THETA = "{arch}.rope.freq_base_swa"
+_LLAMA3_KEY = "sansgpu.rope_parameters"  # JSON of the parameters from which Llama 3's factors are computed
+# All Llama 3 models have these values. llama.cpp's converter writes only the factors, from which `factor` follows, too.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def has_unsupported_rope(layout: Layout, settings: Settings) -> bool:
+    """Returns True if llama.cpp does not support the RoPE scaling of a model."""
+    used = {rope.get("rope_type", "default") for rope in _ropes(settings)}
+    return bool(used.difference(("default", *layout.gguf_rope_types)))
+
+
+def rope_metadata(settings: Settings) -> dict[str, Any]:
+    """Returns the metadata by key."""
+    rope, *local = _ropes(settings)
+    head_dim = settings["head_dim"]
+    values = {
+        Keys.Attention.KEY_LENGTH: head_dim,
+        Keys.Attention.VALUE_LENGTH: head_dim,
+        Keys.Rope.DIMENSION_COUNT: int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+        Keys.Rope.FREQ_BASE: float(rope.get("rope_theta", _THETA)),
+    }
+    if local:
+        values[_LOCAL_THETA] = float(local[0]["rope_theta"])
+    match rope.get("rope_type"):
+        case "llama3":
+            values[_LLAMA3_KEY] = json.dumps(dict(rope))
+        case "longrope":
+            values[Keys.Rope.SCALING_ORIG_CTX_LEN] = rope["original_max_position_embeddings"]
+            values[Keys.Rope.SCALING_ATTN_FACTOR] = _attention_factor(rope, settings)
+    return values
+
+
+def rope_tensors(settings: Settings) -> Weights:
+    """Returns the tensors of factors (d / 2,) by name; empty if RoPE is not scaled."""
+    rope = rope_of(settings)
+    match rope.get("rope_type"):
+        case "llama3":
+            return {_FACTORS: _llama3_factors(rope, settings["head_dim"])}
+        case "longrope":
+            factors = {_LONG: rope["long_factor"], _SHORT: rope["short_factor"]}
+            return {name: torch.tensor(values, dtype=torch.float32) for name, values in factors.items()}
+    return {}
+
+
+def read_rope(
+    layout: Layout, settings: Settings, value_of: Callable[[str], Any], factors: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
+    """Returns the settings of RoPE. Raises ConfigError if its scaling is not supported."""
+    scaling = value_of(Keys.Rope.SCALING_TYPE) or "none"
+    if scaling not in ("none", *layout.gguf_rope_types):
+        raise ConfigError(f"its RoPE scaling type {scaling} is not supported.")
+    if (own := value_of(_LLAMA3_KEY)) is not None:
+        return {"rope_parameters": json.loads(own)}
+    rope = {"rope_type": "default", "rope_theta": value_of(Keys.Rope.FREQ_BASE) or _THETA}
+    rotated = value_of(Keys.Rope.DIMENSION_COUNT) or settings["head_dim"]
+    if rotated != settings["head_dim"]:
+        rope["partial_rotary_factor"] = rotated / settings["head_dim"]
+    if layout.gguf_local_rope:
+        local = {"rope_type": "default", "rope_theta": value_of(_LOCAL_THETA) or _THETA}
+        return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
+    if any(array.shape != (rotated // 2,) or not (array > 0).all() for array in factors.values()):
+        raise ConfigError(f"its RoPE factors are not {rotated // 2} positive numbers.")
+    if "llama3" in layout.gguf_rope_types and _FACTORS in factors:
+        return {"rope_parameters": _read_llama3(rope, settings, factors[_FACTORS])}
+    if "longrope" in layout.gguf_rope_types and _LONG in factors:
+        return _read_longrope(rope, settings, value_of, factors)
+    return {"rope_parameters": rope}
+
+
+def _read_llama3(rope: Settings, settings: Settings, factors: np.ndarray) -> dict[str, Any]:
+    scaled = {**rope, "rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3}
+    if not np.allclose(_llama3_factors(scaled, settings["head_dim"]).numpy(), factors, rtol=1e-4):
+        raise ConfigError("its RoPE scaling is not that of Llama 3, the only one that is supported.")
+    return scaled
+
+
+def _read_longrope(
+    rope: Settings, settings: Settings, value_of: Callable[[str], Any], factors: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
+    trained = value_of(Keys.Rope.SCALING_ORIG_CTX_LEN) or settings["max_position_embeddings"]
+    scaled = {
+        **rope,
+        "rope_type": "longrope",
+        "long_factor": [shortest(factor) for factor in factors[_LONG].tolist()],
+        "short_factor": [shortest(factor) for factor in factors[_SHORT].tolist()],
+        "original_max_position_embeddings": trained,
+        "attention_factor": value_of(Keys.Rope.SCALING_ATTN_FACTOR) or 1.0,
+    }
+    # Phi-3's config ignores the length among RoPE's parameters if it also has one of its own, which has a default.
+    return {"rope_parameters": scaled, "original_max_position_embeddings": trained}
+
+
+def shortest(value: Any) -> Any:
+    """Rounds a float to the shortest decimal with the same fp32 value: 9.999999974752427e-07 becomes 1e-06."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def _ropes(settings: Settings) -> tuple[Mapping[str, Any], ...]:
+    """Returns the RoPE parameters: of all layers, or of those with full attention and of those with a window."""
+    rope = rope_of(settings)
+    return (rope["full_attention"], rope["sliding_attention"]) if "full_attention" in rope else (rope,)
+
+
+def _attention_factor(rope: Settings, settings: Settings) -> float:
+    """Returns the factor of queries and keys, by default the one that transformers computes as in LongRoPE's paper."""
+    if (given := rope.get("attention_factor")) is not None:
+        return float(given)
+    trained = rope["original_max_position_embeddings"]
+    longer = rope.get("factor") or settings["max_position_embeddings"] / trained
+    return math.sqrt(1 + math.log(longer) / math.log(trained)) if longer > 1 else 1.0
+
+
+def _llama3_factors(rope: Settings, d: int) -> torch.Tensor:
+    """Returns the factors (d / 2,) by which Llama 3's scaling lengthens RoPE wavelengths."""
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    wavelengths = 2 * torch.pi * rope["rope_theta"] ** (torch.arange(0, d, 2, dtype=torch.float64) / d)
+    turns = rope["original_max_position_embeddings"] / wavelengths
+    unscaled = ((turns - low) / (high - low)).clamp(0, 1)  # 1 for waves that turn often in the original context
+    factors: torch.Tensor = 1 / ((1 - unscaled) / rope["factor"] + unscaled)
+    return factors.float()

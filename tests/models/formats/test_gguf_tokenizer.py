@@ -1,0 +1,98 @@
+"""Tokenizers in GGUF files give the same tokens as before; those that llama.cpp cannot compute are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Regex, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from sansgpu.config import ConfigError, ModelConfig
+from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer
+from sansgpu.models.formats.gguf_source import open_gguf
+from sansgpu.models.huggingface.pretrained import load_tokenizer_of
+from sansgpu.train.loading import ModelRequest, open_model
+from tests.models.formats.gguf_models import metadata, rewritten, sentence_piece, write_ours
+from tests.models.small import TEXT, TOKENIZER, model_of
+
+
+def test_characters_and_their_bytes_come_back(tmp_path: Path) -> None:
+    tokenizer = CharTokenizer.train(TEXT)
+    write_ours(tmp_path / "model.gguf", model_of("modern", vocab_size=320), "f32", tokenizer)
+    parts = open_gguf(tmp_path / "model.gguf").tokenizer
+    assert parts.token(parts.eos_id) == "<|endoftext|>"
+    assert Tokenizer(Backend.from_str(parts.json)).encode("naïve 世\n") == tokenizer.encode("naïve 世\n")
+    said = metadata(tmp_path / "model.gguf")
+    assert said["tokenizer.ggml.model"] == "llama"
+    assert said["tokenizer.ggml.add_space_prefix"] is False
+
+
+def split(*patterns: str, use_regex: bool = False) -> Tokenizer:
+    backend = Backend.from_str(TOKENIZER.backend.to_str())
+    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)]
+    )
+    return Tokenizer(backend)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "name"),
+    [(TOKENIZER, "dbrx"), (split(use_regex=True), "gpt-2"), (split(r"\p{N}", use_regex=True), "smollm")],
+    ids=["ours", "gpt2", "smollm"],
+)
+def test_the_split_has_llama_cpps_name(tokenizer: Tokenizer, name: str, tmp_path: Path) -> None:
+    write_ours(tmp_path / "model.gguf", model_of("modern"), "f32", tokenizer)
+    assert metadata(tmp_path / "model.gguf")["tokenizer.ggml.pre"] == name
+
+
+def unusual() -> Tokenizer:
+    backend = Backend(models.WordLevel({"a": 0, "<|endoftext|>": 1}, "a"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return Tokenizer(backend)
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [split(r"\s+"), unusual(), CharTokenizer.train(["a▁b"]), BPETokenizer.train(["ab"], 257)],
+    ids=["split", "words", "underscore", "no merges"],
+)
+def test_a_tokenizer_that_llama_cpp_cannot_compute_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"llama\.cpp does not support this tokenizer"):
+        write_ours(tmp_path / "model.gguf", model_of("modern"), "f32", tokenizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+OTHERS = {
+    "dbrx": TOKENIZER,
+    "gpt-2": split(use_regex=True),
+    "smollm": split(r"\p{N}", use_regex=True),
+    "characters": CharTokenizer.train(TEXT),
+    "gemma": sentence_piece(adds_space=False),
+    "llama2": sentence_piece(adds_space=True),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_tokenizer_that_others_wrote_is_made_from_its_tokens(name: str, tmp_path: Path) -> None:
+    tokenizer = OTHERS[name]
+    write_ours(tmp_path / "model.gguf", model_of("modern", vocab_size=704), "f32", tokenizer)
+    path = rewritten(tmp_path / "model.gguf", tmp_path / "other.gguf", leave_out="tokenizer.huggingface.json")
+    made = open_model(ModelRequest(str(path)), "generate", pytest.fail).tokenizer
+    for text in (*TEXT[:1], "naïve 世界 1234 I'LL <|endoftext|>\n\n  x"):
+        assert made.encode(text) == tokenizer.encode(text)
+        assert made.decode(made.encode(text)) == text
+    assert made.end_id == tokenizer.end_id
+    theirs = load_tokenizer_of(ModelConfig(name_or_path=str(path)))
+    assert theirs("naïve").input_ids == [tokenizer.end_id, *tokenizer.encode("naïve")]
+
+
+def test_a_tokenizer_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    write_ours(tmp_path / "model.gguf", model_of("modern"), "f32")
+    path = rewritten(tmp_path / "model.gguf", tmp_path / "other.gguf", leave_out="tokenizer.huggingface.json")
+    last = rewritten(path, tmp_path / "last.gguf", leave_out="tokenizer.ggml.pre")
+    with pytest.raises(
+        ConfigError, match=r"its tokenizer \(None\) is not supported, and the file contains no tokenizer"
+    ):
+        open_model(ModelRequest(str(last)), "generate", pytest.fail)
