@@ -26,8 +26,6 @@ def write_foreign_gguf(path: Path, folder: Path, architecture: str) -> None:
     arch = next((arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), gguf.MODEL_ARCH.LLAMA)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
-        if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
-            tensor = _pairs_adjacent(tensor, config.head_dim)
         writer.add_tensor(names.get_name(name, (".weight", ".bias")) or name, tensor.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -49,12 +47,3 @@ def _add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     if theta := (getattr(config, "rope_parameters", None) or {}).get("rope_theta"):
         writer.add_rope_freq_base(theta)
-    if getattr(config, "num_local_experts", None):
-        writer.add_expert_count(config.num_local_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-
-
-def _pairs_adjacent(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Reorders the rows of a matrix (heads * head_dim, in) so that the two rows of each rotary pair are adjacent."""
-    heads = weight.shape[0] // head_dim
-    return weight.reshape(heads, 2, head_dim // 2, -1).transpose(1, 2).reshape(weight.shape)

@@ -48,13 +48,15 @@ from sansgpu.models.formats.gguf_reader import (
 from sansgpu.models.formats.gguf_rope import ROPE_TENSORS, rope_tensors
 from sansgpu.models.formats.gguf_tokenizer import read_tokenizer, write_tokenizer
 from sansgpu.models.formats.layout import Settings, Weights
-from sansgpu.models.formats.layouts import BY_GGUF_NAME, LAYOUTS, module_names, with_default_settings
+from sansgpu.models.formats.layouts import BY_GGUF_NAME, LAYOUTS, model_type_of, module_names, with_default_settings
 from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.formats.weights import StoredTensor, as_stored, kept_blocks
 
 # Raised when metadata has unexpected types, or contains JSON that is invalid or nested too deeply.
 METADATA_ERRORS = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
-_KERNEL = ".conv.conv.weight"  # LFM2's convolution, (channels, 1, width) in transformers
+# Weights from which llama.cpp's files leave out a dimension of size 1: LFM2's convolution (channels, 1, width) and
+# Qwen2-MoE's gate of the shared expert (1, width).
+_SQUEEZED = {".conv.conv.weight": 1, ".shared_expert_gate.weight": 0}
 _PLAIN = (Encoding.F32, Encoding.F16, Encoding.BF16, Encoding.F64)  # not quantized
 
 
@@ -142,7 +144,8 @@ class GGUFFile:
         if self._architecture not in BY_GGUF_NAME:
             known = ", ".join(BY_GGUF_NAME)
             raise ConfigError(f"{path} has the unsupported architecture {self._architecture}; supported are {known}.")
-        self._layout = LAYOUTS[BY_GGUF_NAME[self._architecture]]
+        self._model_type = model_type_of(self._architecture, self._metadata)
+        self._layout = LAYOUTS[self._model_type]
         try:
             self.settings = self._settings()
         except ConfigError as error:
@@ -243,7 +246,7 @@ class GGUFFile:
         tied = head is None or (self._layout.gguf_needs_head and np.array_equal(head.data, embedding.data))
         stored = ((name, self._tensors[name]) for name in ROPE_TENSORS if name in self._tensors)
         rope_factors = {name: tensor.data for name, tensor in stored if tensor.tensor_type == Encoding.F32}
-        settings = read_settings(BY_GGUF_NAME[self._architecture], self._metadata, rope_factors)
+        settings = read_settings(self._model_type, self._metadata, rope_factors)
         require_layers(_layers(settings), len(self._tensors), "its metadata")
         return {**settings, "vocab_size": embedding.shape[0], "tie_word_embeddings": tied}
 
@@ -317,10 +320,14 @@ def _to_file(name: str, tensor: torch.Tensor, settings: Settings) -> torch.Tenso
     layout = LAYOUTS[settings["model_type"]]
     if layout.is_transposed(name):
         return tensor.T
-    if name.endswith(_KERNEL):
-        return tensor.squeeze(1)
+    if (dimension := _squeezed(name)) is not None:
+        return tensor.squeeze(dimension)
     tensor = permuted(name, tensor, settings)
     return tensor + layout.gguf_norm_offset if layout.gguf_norm_offset and name.endswith("norm.weight") else tensor
+
+
+def _squeezed(name: str) -> int | None:
+    return next((dimension for ending, dimension in _SQUEEZED.items() if name.endswith(ending)), None)
 
 
 def permuted(name: str, rows: torch.Tensor, settings: Settings) -> torch.Tensor:
@@ -334,8 +341,8 @@ def _from_file(name: str, tensor: torch.Tensor, settings: Settings) -> torch.Ten
     layout = LAYOUTS[settings["model_type"]]
     if layout.is_transposed(name):
         return tensor.T.contiguous()
-    if name.endswith(_KERNEL):
-        return tensor.unsqueeze(1)
+    if (dimension := _squeezed(name)) is not None:
+        return tensor.unsqueeze(dimension)
     if layout.gguf_norm_offset and name.endswith("norm.weight"):
         return tensor - layout.gguf_norm_offset
     return _rows_from_file(name, tensor, settings)

@@ -9,115 +9,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from sansgpu.models.formats.base_layouts import ATTENTION_BIAS, GPT2, LLAMA, QWEN3, modern_defaults
 from sansgpu.models.formats.layout import LayerTypes, Layout, Settings
 from sansgpu.models.formats.layout_rules import (
     every_fourth_without_rope,
     heads_as_wide_as_the_model,
     heads_before_parts,
     read_convolutions,
-    rotary_pairs_adjacent,
     windows,
     write_convolutions,
 )
 
-
-def _modern_defaults(settings: Settings) -> dict[str, Any]:
-    heads = settings["num_attention_heads"]
-    return {
-        "head_dim": settings["hidden_size"] // heads,
-        "num_key_value_heads": heads,
-        "tie_word_embeddings": False,
-    }
-
-
-def _llama_defaults(settings: Settings) -> dict[str, Any]:
-    return {**_modern_defaults(settings), "hidden_act": "silu"}
-
-
-def _gpt2_defaults(settings: Settings) -> dict[str, Any]:
-    return {"n_inner": 4 * settings["n_embd"], "activation_function": "gelu_new", "tie_word_embeddings": True}
-
-
-_ATTENTION_BIAS = {"attention_bias": ("attention", "all")}
-_QWEN3 = Layout(
-    model_class="Qwen3ForCausalLM",
-    prefix="model.",
-    modules={
-        "embedding": "model.embed_tokens",
-        "norm": "model.norm",
-        "head": "lm_head",
-        "blocks.{}.attention_norm": "model.layers.{}.input_layernorm",
-        "blocks.{}.feed_forward_norm": "model.layers.{}.post_attention_layernorm",
-        "blocks.{}.attention.q": "model.layers.{}.self_attn.q_proj",
-        "blocks.{}.attention.k": "model.layers.{}.self_attn.k_proj",
-        "blocks.{}.attention.v": "model.layers.{}.self_attn.v_proj",
-        "blocks.{}.attention.o": "model.layers.{}.self_attn.o_proj",
-        "blocks.{}.attention.q_norm": "model.layers.{}.self_attn.q_norm",
-        "blocks.{}.attention.k_norm": "model.layers.{}.self_attn.k_norm",
-        "blocks.{}.feed_forward.gate": "model.layers.{}.mlp.gate_proj",
-        "blocks.{}.feed_forward.up": "model.layers.{}.mlp.up_proj",
-        "blocks.{}.feed_forward.down": "model.layers.{}.mlp.down_proj",
-    },
-    sizes={
-        "d_model": ("hidden_size", "{arch}.embedding_length"),
-        "n_heads": ("num_attention_heads", "{arch}.attention.head_count"),
-        "kv_heads": ("num_key_value_heads", "{arch}.attention.head_count_kv"),
-        "head_dim": ("head_dim", "{arch}.attention.key_length"),
-        "n_layers": ("num_hidden_layers", "{arch}.block_count"),
-        "d_ff": ("intermediate_size", "{arch}.feed_forward_length"),
-        "max_seq_len": ("max_position_embeddings", "{arch}.context_length"),
-    },
-    norm_eps=("rms_norm_eps", "{arch}.attention.layer_norm_rms_epsilon"),
-    activation_key="hidden_act",
-    activations={"silu": "swiglu"},
-    defaults=_llama_defaults,
-    gguf_activations=("silu",),
-    fixed={"use_sliding_window": False},
-    biases=_ATTENTION_BIAS,
-    dropouts={},
-    rope_theta=10_000.0,
-)
-_GPT2 = Layout(
-    model_class="GPT2LMHeadModel",
-    prefix="transformer.",
-    modules={
-        "embedding": "transformer.wte",
-        "position": "transformer.wpe",
-        "norm": "transformer.ln_f",
-        "head": "lm_head",
-        "blocks.{}.attention_norm": "transformer.h.{}.ln_1",
-        "blocks.{}.feed_forward_norm": "transformer.h.{}.ln_2",
-        "blocks.{}.attention.qkv": "transformer.h.{}.attn.c_attn",
-        "blocks.{}.attention.o": "transformer.h.{}.attn.c_proj",
-        "blocks.{}.feed_forward.up": "transformer.h.{}.mlp.c_fc",
-        "blocks.{}.feed_forward.down": "transformer.h.{}.mlp.c_proj",
-    },
-    sizes={
-        "d_model": ("n_embd", "{arch}.embedding_length"),
-        "n_heads": ("n_head", "{arch}.attention.head_count"),
-        "n_layers": ("n_layer", "{arch}.block_count"),
-        "d_ff": ("n_inner", "{arch}.feed_forward_length"),
-        "max_seq_len": ("n_positions", "{arch}.context_length"),
-    },
-    norm_eps=("layer_norm_epsilon", "{arch}.attention.layer_norm_epsilon"),
-    activation_key="activation_function",
-    activations={"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"},
-    defaults=_gpt2_defaults,
-    gguf_activations=("gelu_new", "gelu_pytorch_tanh"),
-    fixed={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
-    biases={},
-    dropouts={"embd_pdrop": "dropout", "resid_pdrop": "dropout", "attn_pdrop": "attention_dropout"},
-    transposed=("c_attn", "c_proj", "c_fc"),
-    rotary=False,
-)
-_LLAMA = replace(
-    _QWEN3,
-    model_class="LlamaForCausalLM",
-    fixed={},
-    biases={**_ATTENTION_BIAS, "mlp_bias": ("all",)},
-    gguf_rope_types=("llama3",),
-    gguf_rows=rotary_pairs_adjacent,
-)
 _SCALES = {  # Granite's multipliers
     "attention_multiplier": "{arch}.attention.scale",
     "embedding_multiplier": "{arch}.embedding_scale",
@@ -135,11 +37,12 @@ _EXPERTS = {
     "blocks.{}.experts.down": "model.layers.{}.mlp.experts.down_proj",
 }
 _EXPERTS_USED = {"num_experts_per_tok": "{arch}.expert_used_count"}
+_ALL_LAYERS_HAVE_EXPERTS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 _GEMMA = replace(
-    _QWEN3,
+    QWEN3,
     model_class="GemmaForCausalLM",
     activations={},
-    defaults=lambda settings: {**_modern_defaults(settings), "tie_word_embeddings": True},
+    defaults=lambda settings: {**modern_defaults(settings), "tie_word_embeddings": True},
     gguf_activations=("gelu_pytorch_tanh",),
     fixed={"tie_word_embeddings": True},
     gguf_norm_offset=1.0,
@@ -163,20 +66,20 @@ _GEMMA2 = replace(
 )
 _LAYER_NORM_EPS = ("layer_norm_eps", "{arch}.attention.layer_norm_epsilon")
 LAYOUTS = {  # by model_type in config.json
-    "gpt2": _GPT2,
-    "llama": _LLAMA,
-    "qwen2": replace(_QWEN3, model_class="Qwen2ForCausalLM"),
-    "qwen3": _QWEN3,
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "qwen2": replace(QWEN3, model_class="Qwen2ForCausalLM"),
+    "qwen3": QWEN3,
     "apertus": replace(
-        _QWEN3,
+        QWEN3,
         model_class="ApertusForCausalLM",
         modules={
-            **_QWEN3.modules,
+            **QWEN3.modules,
             "blocks.{}.attention_norm": "model.layers.{}.attention_layernorm",
             "blocks.{}.feed_forward_norm": "model.layers.{}.feedforward_layernorm",
         },
         activations={"relu2": "relu2"},
-        defaults=lambda settings: {**_modern_defaults(settings), "hidden_act": "xielu"},
+        defaults=lambda settings: {**modern_defaults(settings), "hidden_act": "xielu"},
         gguf_activations=("relu2", "xielu"),
         rope_theta=None,  # no default, because transformers' default has RoPE scaling
         gguf_rope_types=("llama3",),
@@ -184,7 +87,7 @@ LAYOUTS = {  # by model_type in config.json
     ),
     # For fine-tuning; TransformerLM does not compute these, nor qwen2.
     "mistral": replace(
-        _LLAMA,
+        LLAMA,
         model_class="MistralForCausalLM",
         biases={},
         gguf_name="llama",
@@ -192,13 +95,13 @@ LAYOUTS = {  # by model_type in config.json
         gguf_no_window=True,
     ),
     "smollm3": replace(
-        _LLAMA,
+        LLAMA,
         model_class="SmolLM3ForCausalLM",
         fixed={"use_sliding_window": False},
         gguf_fixed=every_fourth_without_rope,
         gguf_rope_types=(),
     ),
-    "granite": replace(_LLAMA, model_class="GraniteForCausalLM", gguf_settings=_SCALES, gguf_rope_types=()),
+    "granite": replace(LLAMA, model_class="GraniteForCausalLM", gguf_settings=_SCALES, gguf_rope_types=()),
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3_text": replace(
@@ -212,10 +115,10 @@ LAYOUTS = {  # by model_type in config.json
         gguf_local_rope=True,
     ),
     "qwen3_moe": replace(
-        _QWEN3,
+        QWEN3,
         model_class="Qwen3MoeForCausalLM",
-        modules={**_QWEN3.modules, **_EXPERTS},
-        fixed={**_QWEN3.fixed, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        modules={**QWEN3.modules, **_EXPERTS},
+        fixed={**QWEN3.fixed, **_ALL_LAYERS_HAVE_EXPERTS, "norm_topk_prob": True},
         gguf_name="qwen3moe",
         gguf_settings={
             **_EXPERTS_USED,
@@ -223,10 +126,42 @@ LAYOUTS = {  # by model_type in config.json
             "moe_intermediate_size": "{arch}.expert_feed_forward_length",
         },
     ),
+    "mixtral": replace(
+        LLAMA,
+        model_class="MixtralForCausalLM",
+        modules={**LLAMA.modules, **_EXPERTS},
+        biases={},
+        gguf_name="llama",
+        gguf_settings={**_EXPERTS_USED, "num_local_experts": "{arch}.expert_count"},
+        gguf_rope_types=(),
+        gguf_no_window=True,
+    ),
+    "qwen2_moe": replace(
+        QWEN3,
+        model_class="Qwen2MoeForCausalLM",
+        modules={
+            **QWEN3.modules,
+            **_EXPERTS,
+            "blocks.{}.shared_expert.router": "model.layers.{}.mlp.shared_expert_gate",
+            "blocks.{}.shared_expert.gate": "model.layers.{}.mlp.shared_expert.gate_proj",
+            "blocks.{}.shared_expert.up": "model.layers.{}.mlp.shared_expert.up_proj",
+            "blocks.{}.shared_expert.down": "model.layers.{}.mlp.shared_expert.down_proj",
+        },
+        fixed={**QWEN3.fixed, **_ALL_LAYERS_HAVE_EXPERTS, "norm_topk_prob": False, "qkv_bias": True},
+        biases={},
+        gguf_name="qwen2moe",
+        gguf_settings={
+            **_EXPERTS_USED,
+            "num_experts": "{arch}.expert_count",
+            "moe_intermediate_size": "{arch}.expert_feed_forward_length",
+            "shared_expert_intermediate_size": "{arch}.expert_shared_feed_forward_length",
+        },
+        gguf_needs_head=True,
+    ),
     "olmoe": replace(
-        _QWEN3,
+        QWEN3,
         model_class="OlmoeForCausalLM",
-        modules={**_QWEN3.modules, **_EXPERTS},
+        modules={**QWEN3.modules, **_EXPERTS},
         fixed={"norm_topk_prob": False, "clip_qkv": None},
         gguf_settings={**_EXPERTS_USED, "num_experts": "{arch}.expert_count"},
         gguf_fixed=lambda settings: {
@@ -236,14 +171,14 @@ LAYOUTS = {  # by model_type in config.json
         gguf_needs_head=True,
     ),
     "granitemoe": replace(
-        _LLAMA,
+        LLAMA,
         model_class="GraniteMoeForCausalLM",
         modules={
-            **_LLAMA.modules,
+            **LLAMA.modules,
             **{name: key.replace(".mlp.", ".block_sparse_moe.") for name, key in _EXPERTS.items()},
             "blocks.{}.router": "model.layers.{}.block_sparse_moe.router",
         },
-        biases=_ATTENTION_BIAS,
+        biases=ATTENTION_BIAS,
         gguf_settings={**_SCALES, **_EXPERTS_USED, "num_local_experts": "{arch}.expert_count"},
         gguf_modules={
             "model.layers.{}.block_sparse_moe.router": "blk.{}.ffn_gate_inp",
@@ -254,18 +189,18 @@ LAYOUTS = {  # by model_type in config.json
         gguf_rope_types=(),
     ),
     "olmo2": replace(
-        _QWEN3,
+        QWEN3,
         model_class="Olmo2ForCausalLM",
-        modules={**_QWEN3.modules, **_POST_NORMS},
+        modules={**QWEN3.modules, **_POST_NORMS},
         fixed={},
         gguf_fixed=heads_as_wide_as_the_model,
         gguf_needs_head=True,
     ),
     "phi": replace(
-        _QWEN3,
+        QWEN3,
         model_class="PhiForCausalLM",
         modules={
-            **_QWEN3.modules,
+            **QWEN3.modules,
             "norm": "model.final_layernorm",
             "blocks.{}.attention.o": "model.layers.{}.self_attn.dense",
             "blocks.{}.feed_forward.up": "model.layers.{}.mlp.fc1",
@@ -279,10 +214,10 @@ LAYOUTS = {  # by model_type in config.json
         gguf_fixed=heads_as_wide_as_the_model,
     ),
     "phi3": replace(
-        _QWEN3,
+        QWEN3,
         model_class="Phi3ForCausalLM",
         modules={
-            **_QWEN3.modules,
+            **QWEN3.modules,
             "blocks.{}.attention.qkv": "model.layers.{}.self_attn.qkv_proj",
             "blocks.{}.feed_forward.gate_up": "model.layers.{}.mlp.gate_up_proj",
         },
@@ -292,7 +227,7 @@ LAYOUTS = {  # by model_type in config.json
         gguf_no_window=True,
     ),
     "gpt_neox": replace(
-        _QWEN3,
+        QWEN3,
         model_class="GPTNeoXForCausalLM",
         prefix="gpt_neox.",
         modules={
@@ -306,7 +241,7 @@ LAYOUTS = {  # by model_type in config.json
             "blocks.{}.feed_forward.up": "gpt_neox.layers.{}.mlp.dense_h_to_4h",
             "blocks.{}.feed_forward.down": "gpt_neox.layers.{}.mlp.dense_4h_to_h",
         },
-        sizes={name: keys for name, keys in _QWEN3.sizes.items() if name != "kv_heads"},
+        sizes={name: keys for name, keys in QWEN3.sizes.items() if name != "kv_heads"},
         norm_eps=_LAYER_NORM_EPS,
         gguf_activations=("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"),
         fixed={"attention_bias": True},
@@ -318,7 +253,7 @@ LAYOUTS = {  # by model_type in config.json
         gguf_needs_head=True,
     ),
     "lfm2": replace(
-        _QWEN3,
+        QWEN3,
         model_class="Lfm2ForCausalLM",
         modules={
             "embedding": "model.embed_tokens",
@@ -347,9 +282,14 @@ LAYOUTS = {  # by model_type in config.json
         gguf_layers=LayerTypes(write_convolutions, read_convolutions),
     ),
 }
-BY_GGUF_NAME: dict[str, str] = {}  # llama.cpp's name of an architecture -> model_type; `llama` is Llama, not Mistral
+BY_GGUF_NAME: dict[str, str] = {}  # llama.cpp's name of an architecture -> model_type; `llama` is Llama, see below
 for _model_type, _layout in LAYOUTS.items():
     BY_GGUF_NAME.setdefault(_layout.gguf_name or _model_type, _model_type)
+
+
+def model_type_of(gguf_name: str, metadata: Mapping[str, Any]) -> str:
+    """Returns the model_type of a file with an architecture of llama.cpp, in which Mixtral is `llama` with experts."""
+    return "mixtral" if gguf_name == "llama" and metadata.get("llama.expert_count") else BY_GGUF_NAME[gguf_name]
 
 
 def module_names(layout: Layout, layers: int) -> Iterator[str]:
