@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,15 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (architecture, changes
 }
 
 
+_CASED = (  # parts of the patterns of Phi-4-mini's and Mistral Nemo's tokenizer.json
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+)
+_ENDING, _LAST = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT4O = rf"{_CASED[0]}{_ENDING}|{_CASED[1]}{_ENDING}|\p{{N}}{{1,3}}{_LAST}"
+TEKKEN = rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}{_LAST}"
+
+
 def sentence_piece(adds_space: bool) -> Tokenizer:
     """Returns a tokenizer like Gemma's or, if it starts each text with a space, Llama 2's, with 300 merged tokens."""
     words = Backend(models.BPE())
@@ -89,6 +99,23 @@ def sentence_piece(adds_space: bool) -> Tokenizer:
         Keys.Tokenizer.SCORES: [-float(place) for place in range(len(names))], Keys.Tokenizer.ADD_PREFIX: adds_space,
     }  # fmt: skip
     return Tokenizer(Backend.from_str(read_tokenizer(metadata).json))
+
+
+def split(
+    *patterns: str,
+    use_regex: bool = False,
+    ignore_merges: bool = False,
+    inverted: bool = False,
+    tokenizer: Tokenizer = TOKENIZER,
+) -> Tokenizer:
+    """Returns a tokenizer that divides texts by patterns. `inverted` writes them as Phi-4-mini's files do."""
+    raw = json.loads(tokenizer.backend.to_str())
+    raw["model"]["ignore_merges"] = ignore_merges
+    kind = {"behavior": "Removed", "invert": True} if inverted else {"behavior": "Isolated", "invert": False}
+    steps = [{"type": "Split", "pattern": {"Regex": pattern}, **kind} for pattern in patterns]
+    as_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
+    raw["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*steps, as_bytes]}
+    return Tokenizer(Backend.from_str(json.dumps(raw)))
 
 
 def parts_of(tokenizer: Tokenizer) -> TokenizerParts:

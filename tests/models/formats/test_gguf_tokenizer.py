@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
 
 from sansgpu.config import ConfigError, ModelConfig
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer
 from sansgpu.models.formats.gguf_source import open_gguf
 from sansgpu.models.huggingface.pretrained import load_tokenizer_of
 from sansgpu.train.loading import ModelRequest, open_model
-from tests.models.formats.gguf_models import metadata, rewritten, sentence_piece, write_ours
+from tests.models.formats.gguf_models import GPT4O, TEKKEN, metadata, rewritten, sentence_piece, split, write_ours
 from tests.models.small import TEXT, TOKENIZER, model_of
 
 
@@ -28,20 +28,14 @@ def test_characters_and_their_bytes_come_back(tmp_path: Path) -> None:
     assert said["tokenizer.ggml.add_space_prefix"] is False
 
 
-def split(*patterns: str, use_regex: bool = False) -> Tokenizer:
-    backend = Backend.from_str(TOKENIZER.backend.to_str())
-    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)]
-    )
-    return Tokenizer(backend)
-
-
 @pytest.mark.parametrize(
     ("tokenizer", "name"),
-    [(TOKENIZER, "dbrx"), (split(use_regex=True), "gpt-2"), (split(r"\p{N}", use_regex=True), "smollm")],
-    ids=["ours", "gpt2", "smollm"],
-)
+    [
+        (TOKENIZER, "dbrx"), (split(use_regex=True), "gpt-2"), (split(r"\p{N}", use_regex=True), "smollm"),
+        (split(GPT4O, inverted=True), "gpt-4o"), (split(TEKKEN, ignore_merges=True), "tekken"),
+    ],
+    ids=["ours", "gpt2", "smollm", "gpt-4o", "tekken"],
+)  # fmt: skip
 def test_the_split_has_llama_cpps_name(tokenizer: Tokenizer, name: str, tmp_path: Path) -> None:
     write_ours(tmp_path / "model.gguf", model_of("modern"), "f32", tokenizer)
     assert metadata(tmp_path / "model.gguf")["tokenizer.ggml.pre"] == name
@@ -55,9 +49,12 @@ def unusual() -> Tokenizer:
 
 @pytest.mark.parametrize(
     "tokenizer",
-    [split(r"\s+"), unusual(), CharTokenizer.train(["a▁b"]), BPETokenizer.train(["ab"], 257)],
-    ids=["split", "words", "underscore", "no merges"],
-)
+    [
+        split(r"\s+"), split(r"\p{N}", use_regex=True, inverted=True), unusual(), CharTokenizer.train(["a▁b"]),
+        BPETokenizer.train(["ab"], 257),
+    ],
+    ids=["split", "only digits", "words", "underscore", "no merges"],
+)  # fmt: skip
 def test_a_tokenizer_that_llama_cpp_cannot_compute_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"llama\.cpp does not support this tokenizer"):
         write_ours(tmp_path / "model.gguf", model_of("modern"), "f32", tokenizer)
@@ -68,6 +65,8 @@ OTHERS = {
     "dbrx": TOKENIZER,
     "gpt-2": split(use_regex=True),
     "smollm": split(r"\p{N}", use_regex=True),
+    "gpt-4o": split(GPT4O, inverted=True),
+    "tekken": split(TEKKEN, ignore_merges=True),
     "characters": CharTokenizer.train(TEXT),
     "gemma": sentence_piece(adds_space=False),
     "llama2": sentence_piece(adds_space=True),

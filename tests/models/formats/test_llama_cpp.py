@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,17 @@ from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer
 from sansgpu.models.formats.decoder_folder import load_gguf_decoder
 from sansgpu.models.formats.gguf_reader import GGUFType
 from sansgpu.models.formats.gguf_source import open_gguf
-from tests.models.formats.gguf_models import BASES, base, logits_of, sentence_piece, write_base, write_ours
+from tests.models.formats.gguf_models import (
+    BASES,
+    GPT4O,
+    TEKKEN,
+    base,
+    logits_of,
+    sentence_piece,
+    split,
+    write_base,
+    write_ours,
+)
 from tests.models.llama import LlamaFile
 from tests.models.small import IN_GGUF, TEXT, model_of, tokens
 
@@ -57,10 +68,31 @@ def test_logits_and_tokens_of_what_fine_tuning_goes_on_from(name: str, tmp_path:
     assert theirs.encode("naïve text", special=True) == tokenizer("naïve text").input_ids
 
 
+BPE = BPETokenizer.train([*TEXT, *random_texts(300)[:300]], 700)
+
+
+def has_case_beyond_ascii(text: str) -> bool:
+    """Returns True if GPT-4o and tekken divide a text where llama.cpp does not: before `Y` in `éY`, and `É` in `yÉ`."""
+    return any(a.islower() and b.isupper() and not (a + b).isascii() for a, b in pairwise(text))
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [split(GPT4O, tokenizer=BPE), split(TEKKEN, ignore_merges=True, tokenizer=BPE)],
+    ids=["gpt-4o", "tekken"],
+)
+def test_odd_texts_become_the_same_tokens_up_to_case(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    write_ours(tmp_path / "model.gguf", model_of("modern", vocab_size=704), "f16", tokenizer)
+    theirs = LlamaFile(tmp_path / "model.gguf")
+    texts = [*ODD, *random_texts(3000), "iPhone SHOUTed DON'T He'LL Привет МИР ÀÉ हिन्दी में ᾈ ǅ"]
+    texts = [text for text in texts if not has_case_beyond_ascii(text)]
+    assert [text for text in texts if theirs.encode(text) != tokenizer.encode(text)] == []
+
+
 @pytest.mark.parametrize(
     "tokenizer",
     [
-        BPETokenizer.train([*TEXT, *random_texts(300)[:300]], 700), CharTokenizer.train(TEXT),
+        BPE, CharTokenizer.train(TEXT),
         sentence_piece(adds_space=False), sentence_piece(adds_space=True),
     ],
     ids=["bpe", "characters", "gemma", "llama2"],

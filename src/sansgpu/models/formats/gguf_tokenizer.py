@@ -21,7 +21,15 @@ _GPT4 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _GPT4.replace("{1,3}", "")
+# Words that begin with capitals and go on in lower case, as the tokenizers of GPT-4o and of Mistral Nemo divide text.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = [rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{upper}{_LOWER}{lower}" for upper, lower in ("*+", "+*")]
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT4O = "|".join(f"{word}{_ENDING}" for word in _CASED) + r"|\p{N}{1,3}" + _OTHERS
+_TEKKEN = "|".join(_CASED) + r"|\p{N}" + _OTHERS
 _DIGIT = r"\p{N}"
+_WHOLE = (_GPT2, _GPT4, _QWEN2, _GPT4O, _TEKKEN)  # match every character, so that no text lies between their matches
 # llama.cpp's names of pre-tokenizers, by (split patterns, ignore_merges). GPT-4's pattern has several names; dbrx is
 # the one without side effects.
 _PRE_TOKENIZERS = {
@@ -30,6 +38,8 @@ _PRE_TOKENIZERS = {
     ((_QWEN2,), False): "qwen2",
     ((_GPT2,), False): "gpt-2",
     ((_DIGIT, _GPT2), False): "smollm",
+    ((_GPT4O,), False): "gpt-4o",
+    ((_TEKKEN,), True): "tekken",
 }
 _ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED)
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -82,7 +92,7 @@ def write_tokenizer(writer: GGUFWriter, parts: TokenizerParts, rows: int) -> Non
 def read_tokenizer(metadata: Mapping[str, Any]) -> TokenizerParts:
     """Reads the tokenizer from metadata. Raises ConfigError if there is none or it is not supported."""
     bos, eos, pad = (metadata.get(k) for k in (Keys.Tokenizer.BOS_ID, Keys.Tokenizer.EOS_ID, Keys.Tokenizer.PAD_ID))
-    begins = bool(metadata.get(Keys.Tokenizer.ADD_BOS, metadata.get(Keys.Tokenizer.PRE) == "llama-bpe"))
+    begins = bool(metadata.get(Keys.Tokenizer.ADD_BOS, metadata.get(Keys.Tokenizer.PRE) in ("llama-bpe", "tekken")))
     tokenizer_json = metadata.get(Keys.Tokenizer.HF_JSON) or _rebuild_json(metadata, bos if begins else None)
     return TokenizerParts(tokenizer_json, bos, eos, pad, begins, metadata.get(Keys.Tokenizer.CHAT_TEMPLATE))
 
@@ -214,7 +224,7 @@ def _pre_tokenizer(raw: Mapping[str, Any]) -> str:
             return name
     raise ConfigError(
         "llama.cpp does not support this tokenizer; --format gguf supports byte-level BPE with the pre-tokenizers of "
-        "GPT-2, GPT-4, Llama 3, Qwen and sansgpu, SentencePiece's BPE, and character tokenizers."
+        "GPT-2, GPT-4, GPT-4o, Llama 3, Mistral Nemo, Qwen and sansgpu, SentencePiece's BPE, and character tokenizers."
     )
 
 
@@ -232,6 +242,10 @@ def _split(pre_tokenizer: Any) -> tuple[str, ...] | None:
     for step in steps:
         match step:
             case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
+                patterns.append(pattern)
+            case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Removed", "invert": True}:
+                if pattern not in _WHOLE:
+                    return None
                 patterns.append(pattern)
             case {"type": "Digits", "individual_digits": True}:
                 patterns.append(_DIGIT)
