@@ -30,6 +30,7 @@ from sansgpu.models.huggingface.probes import (
     packs_well,
 )
 from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
+from sansgpu.models.huggingface.short_convolution import CONVOLUTION, TokenPositions
 from sansgpu.models.modules import multiplies_integers
 from sansgpu.models.quantized_layers import matrix_of
 
@@ -53,7 +54,8 @@ class UnpaddedModel:
         self._text: Any = model.config.get_text_config()
         self.causal = has_causal_attention(model)
         self._window = _causal_window(self._text) if self.causal else _encoder_window(self._text)
-        known = self._window is not None or not _has_windows(self._text)
+        self._has_convolutions = set(_layer_types(self._text)) == {FULL, CONVOLUTION}
+        known = self._window is not None or self._has_convolutions or not _has_windows(self._text)
         self._by_ranges = known and model.config._attn_implementation == NAME
         self.position_offset = _position_offset(model)
         self.softcap = getattr(self._text, "final_logit_softcapping", None) or 0.0
@@ -75,13 +77,16 @@ class UnpaddedModel:
         """
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions + self.position_offset}
         if mask is not None:
-            inputs["attention_mask"] = self._by_layer(mask, windowed, ids.device)
+            inputs["attention_mask"] = self._by_layer(mask, windowed, positions)
         return inputs
 
     def _by_layer(
-        self, mask: PackedMask, windowed: Callable[[int], PackedMask] | None, device: torch.device
-    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        self, mask: PackedMask, windowed: Callable[[int], PackedMask] | None, positions: torch.Tensor
+    ) -> torch.Tensor | dict[str, Any]:
         """Returns the mask of all layers, or one for each layer type."""
+        device = positions.device
+        if self._has_convolutions:
+            return {FULL: stand_in_mask(mask, device), CONVOLUTION: TokenPositions(positions)}
         if self._window is None or windowed is None:
             return stand_in_mask(mask, device)
         local = stand_in_mask(windowed(self._window), device)
@@ -98,17 +103,20 @@ class UnpaddedModel:
         if self.packs:
             inputs = self.packed_inputs(tokens[None], positions[None])
             if self._by_ranges:
-                inputs["attention_mask"] = self._packed_mask(examples[None])
+                inputs["attention_mask"] = self._packed_mask(examples[None], positions[None])
             if types is not None:
                 inputs["token_type_ids"] = types[None]
             return inputs, lambda output: output[0]
         return self._padded(tokens, lengths, types), lambda output: output[examples, positions]
 
-    def _packed_mask(self, examples: torch.Tensor) -> Any:
-        """Returns the mask of packed tokens, or one per layer type. `examples` (1, N) is the example of each token."""
+    def _packed_mask(self, examples: torch.Tensor, positions: torch.Tensor) -> Any:
+        """Returns the mask of packed tokens, or one per layer type.
+
+        `examples` and `positions` (1, N) are the example of each token and its position in it.
+        """
         if self.causal:
             ranges = causal_ranges(examples)
-            return self._by_layer(KeyRanges(ranges), lambda size: KeyRanges(in_window(ranges, size)), examples.device)
+            return self._by_layer(KeyRanges(ranges), lambda size: KeyRanges(in_window(ranges, size)), positions)
         ranges = bidirectional_ranges(examples)
 
         def windowed(size: int) -> KeyRanges:
@@ -117,7 +125,7 @@ class UnpaddedModel:
             end = torch.minimum(ranges[..., 1], position + size + 1)
             return KeyRanges(torch.stack((first, end), dim=-1))
 
-        return self._by_layer(KeyRanges(ranges), windowed, examples.device)
+        return self._by_layer(KeyRanges(ranges), windowed, positions)
 
     def _padded(
         self, tokens: torch.Tensor, lengths: torch.Tensor, types: torch.Tensor | None
@@ -174,7 +182,7 @@ class UnpaddedModel:
     @property
     def has_plain_rows(self) -> bool:
         """True if the model `has_ranges` and all its layers have full attention."""
-        return self.has_ranges and self._window is None
+        return self.has_ranges and self._window is None and not self._has_convolutions
 
     @property
     def has_ranges(self) -> bool:

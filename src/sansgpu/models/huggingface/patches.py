@@ -29,6 +29,7 @@ from sansgpu.models.huggingface.fused_layers import (
     with_forward,
 )
 from sansgpu.models.huggingface.rotary_attention import fuse_rotary_attention
+from sansgpu.models.huggingface.short_convolution import pack_convolutions
 
 GELUS: dict[type[nn.Module], Activation] = {FusedGELU: Activation.GELU, FusedTanhGELU: Activation.GELU_TANH}
 
@@ -272,6 +273,7 @@ def patch_model(model: PreTrainedModel) -> list[str]:
     patch_layers(model)
     fuse_layers(model)
     fuse_rotary_attention(model)
+    pack_convolutions(model)
     fuse_encoder_layers(model)
     others = {type(m).__name__: None for m in model.modules() if type(m).__name__ == "Conv1D"}
     return unpatched + [f"layers of type {name}" for name in others]
