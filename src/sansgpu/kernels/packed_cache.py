@@ -85,10 +85,10 @@ class PackedCache:
 
     def read(self, slots: slice, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns a copy of the keys and values (B, K, count, d) of some slots."""
-        word = self._word
-        keys = self.keys[slots].unflatten(-1, (-1, BLOCK, word)).permute(0, 1, 2, 4, 3, 5)
-        values = self.values[slots].unflatten(-1, (BLOCK // word, -1, word)).transpose(-2, -1)
-        first, second = (x.reshape(*x.shape[:2], self.length, -1)[:, :, :count] for x in (keys, values))
+        word, blocks = self._word, -(-count // BLOCK)
+        keys = self.keys[slots, :, :blocks].unflatten(-1, (-1, BLOCK, word)).permute(0, 1, 2, 4, 3, 5)
+        values = self.values[slots, :, :blocks].unflatten(-1, (BLOCK // word, -1, word)).transpose(-2, -1)
+        first, second = (x.reshape(*x.shape[:2], blocks * BLOCK, -1)[:, :, :count] for x in (keys, values))
         return first, second
 
     def move(self, to: int, slot: int, count: int) -> None:

@@ -6,6 +6,8 @@ N tokens in the row, S keys, H query heads, K key-value heads, d head dim.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import compress, count
+from operator import ne
 from typing import NamedTuple
 
 import torch
@@ -36,7 +38,7 @@ class PrefixTree:
 
     def new_tokens(self, sequence: Sequence[int]) -> int:
         """Returns the number of tokens that a sequence would add to the row."""
-        return len(sequence) - (_common_length(self._last, sequence) if self._shares else 0)
+        return len(sequence) - (common_length(self._last, sequence) if self._shares else 0)
 
     def add(self, sequence: Sequence[int]) -> None:
         new = self.new_tokens(sequence)
@@ -102,6 +104,6 @@ class _Call(NamedTuple):
         return cls(slice(first, stop), torch.tensor(keys), torch.tensor([ranges], dtype=torch.int32))
 
 
-def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
+def common_length(one: Sequence[object], other: Sequence[object]) -> int:
     """Returns the length of the common beginning."""
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(compress(count(), map(ne, one, other)), min(len(one), len(other)))  # a loop in Python takes twice as long

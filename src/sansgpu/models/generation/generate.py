@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +24,11 @@ from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.formats.tokenizers import TextCodec
 from sansgpu.models.generation.batch import BatchReader, Continuation, RunningBatch
 from sansgpu.models.generation.kv_cache import LayerSlots, SlotCache
-from sansgpu.models.generation.prefix_cache import PrefixCache
+from sansgpu.models.generation.prefix_cache import MIN_SHARED, PrefixCache
 from sansgpu.models.generation.sampling import Sampling, reading, sample_tokens
 from sansgpu.models.generation.text import TextPieces
 from sansgpu.models.modules import integer_of_model
+from sansgpu.models.prefix_tree import common_length
 from sansgpu.models.quantized_layers import matrix_of
 
 PROMPT_TOKENS = 2048  # maximum prompt tokens per forward pass: enough for full speed, with bounded memory
@@ -118,6 +120,8 @@ def _tokens(model: BatchModel, held: list[int], count: int, sampling: Sampling) 
 class SlotReader:
     """Base of the BatchReaders that use a SlotCache.
 
+    What a prompt has in common with the beginning of a sequence in the cache is copied from there.
+
     It adds filler tokens so that each pass has at least MIN_ROWS tokens. Otherwise torch's matmul, which sums in a
     different order, would replace sansgpu's kernel, and results would depend on the batch size.
     """
@@ -151,46 +155,62 @@ class SlotReader:
         for number, source in reversed(list(enumerate(sources))):  # a source is never after its copies
             if number != source:
                 with torch.inference_mode():
-                    self.cache.copy(first + number, first + source)
+                    self.cache.copy(first + number, first + source, len(prompts[number]))
         self._sequences[first:] = map(list, prompts)
         return logits if len(distinct) == len(prompts) else logits[sources]
 
     def _add(self, prompts: Sequence[list[int]]) -> torch.Tensor:
-        parts, together, tokens = [], list[list[int]](), 0
+        parts, waiting, starts = [], list[list[int]](), list[int]()
         for prompt in prompts:
-            shared, layers = (0, []) if self.prefixes is None else self.prefixes.find(prompt, MIN_ROWS)
-            if together and (shared or tokens + len(prompt) > PROMPT_TOKENS):
-                parts.append(self._read(together))
-                together, tokens = [], 0
-            if shared:
-                with torch.inference_mode():
-                    self.cache.restore(len(self._sequences), layers, shared)
-                parts.append(self._read([prompt], shared))
+            slot = len(self._sequences) + len(waiting)
+            start = self._copy_prefix(slot, prompt)
+            ahead = max((common_length(other, prompt) for other in waiting), default=0)
+            tokens = sum(map(len, waiting)) - sum(starts) + len(prompt) - start
+            if waiting and (tokens > PROMPT_TOKENS or ahead >= start + MIN_SHARED):
+                parts.append(self._read(waiting, starts))
+                waiting, starts = [], []
+                start = self._copy_prefix(slot, prompt)  # it may share more with the prompts that were just processed
+            waiting.append(prompt)
+            starts.append(start)
+        return torch.cat([*parts, self._read(waiting, starts)])
+
+    def _copy_prefix(self, slot: int, prompt: list[int]) -> int:
+        """Copies the longest cached beginning of a prompt to a slot; returns its length, or 0 if it is too short.
+
+        The last token of the prompt is always left to be processed, because its logits are needed.
+        """
+        known = prompt[:-1]
+        shared = [common_length(sequence, known) for sequence in self._sequences]
+        longest = max(shared, default=0)
+        count, layers = (0, []) if self.prefixes is None else self.prefixes.find(known)
+        if max(longest, count) < MIN_SHARED:
+            return 0
+        with torch.inference_mode():
+            if longest >= count:
+                self.cache.copy(slot, shared.index(longest), longest)
             else:
-                together.append(prompt)
-                tokens += len(prompt)
-        return torch.cat([*parts, self._read(together)] if together else parts)
+                self.cache.restore(slot, layers, count)
+        return max(longest, count)
 
-    def _read(self, prompts: Sequence[list[int]], shared: int = 0) -> torch.Tensor:
-        """Processes several prompts in one pass, or in pieces one that is long or has `shared` cached tokens."""
-        first, prompt = len(self._sequences), prompts[0]
+    def _read(self, prompts: Sequence[list[int]], starts: Sequence[int]) -> torch.Tensor:
+        """Processes prompts from `starts` on; returns the logits of their next tokens.
+
+        A single prompt may have more than PROMPT_TOKENS tokens, which take several passes.
+        """
+        first = len(self._sequences)
         self._sequences += map(list, prompts)
-        if not shared and len(prompt) <= PROMPT_TOKENS:
-            return self._read_whole(first, prompts)
-        for start in range(shared, len(prompt), PROMPT_TOKENS):
-            piece = prompt[start : start + PROMPT_TOKENS]
-            padded = [*piece, *[0] * (MIN_ROWS - len(piece))]
-            self.cache.start_piece(first, start, len(padded))
-            logits = self._run(torch.tensor([padded]), [len(piece) - 1])
-        self.cache.lengths[first] = len(prompt)
-        return logits
+        *before, last = range(starts[0], len(prompts[0]), PROMPT_TOKENS)
+        for start in before:
+            self._pass(first, [prompts[0][: start + PROMPT_TOKENS]], [start])
+        return self._pass(first, prompts, [last, *starts[1:]])
 
-    def _read_whole(self, first: int, prompts: Sequence[list[int]]) -> torch.Tensor:
-        lengths = [len(prompt) for prompt in prompts]
-        fill = max(0, MIN_ROWS - sum(lengths))
-        self.cache.start_prompts(first, lengths + [fill] * (fill > 0))
-        ids = torch.tensor([[*(token for prompt in prompts for token in prompt), *[0] * fill]])
-        return self._run(ids, (torch.tensor(lengths).cumsum(0) - 1).tolist())
+    def _pass(self, first: int, prompts: Sequence[list[int]], starts: Sequence[int]) -> torch.Tensor:
+        rests = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
+        ids, ends = [token for rest in rests for token in rest], list(accumulate(map(len, rests)))
+        fill = max(0, MIN_ROWS - len(ids))
+        filler = [fill] * (fill > 0)  # a sequence of its own
+        self.cache.start_prompts(first, [*starts, *[0] * len(filler)], [*map(len, rests), *filler])
+        return self._run(torch.tensor([[*ids, *[0] * fill]]), [end - 1 for end in ends])
 
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
         for sequence, token in zip(self._sequences, tokens, strict=True):

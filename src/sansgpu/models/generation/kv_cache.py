@@ -18,7 +18,7 @@ class SlotCache:
     """The keys and values of all layers, which are allocated in a layer's first forward pass.
 
     `packed` selects the memory layout that a DecoderStep needs. The sequences occupy the first slots. Before each
-    forward pass, call `start_prompts`, `start_piece` or `start_step` to say where its tokens go. The results of a
+    forward pass, call `start_prompts` or `start_step` to say where its tokens go. The results of a
     sequence do not depend on the other sequences.
     """
 
@@ -33,28 +33,23 @@ class SlotCache:
         """Bytes of the cached keys and values per token."""
         return sum(layer.nbytes for layer in self._layers.values()) // (self.slots * self.length)
 
-    def start_prompts(self, first: int, lengths: Sequence[int]) -> None:
-        """Prepares for a pass over complete prompts, concatenated in one row, whose slots start at `first`."""
-        self._separate, counts = list(lengths), torch.tensor(lengths)
-        slots = torch.arange(first, first + len(counts))
-        self.lengths[slots] = counts
-        starts = counts.cumsum(0) - counts
-        self._slots = torch.repeat_interleave(slots, counts)
-        self.positions = torch.arange(len(self._slots)) - torch.repeat_interleave(starts, counts)
-        self._visible: slice | None = None
+    def start_prompts(self, first: int, starts: Sequence[int], counts: Sequence[int]) -> None:
+        """Prepares for a pass over tokens [start, start + count) of the sequences in the slots from `first` on.
 
-    def start_piece(self, slot: int, start: int, count: int) -> None:
-        """Prepares for a pass over tokens [start, start + count) of a long prompt, after those before are cached."""
-        self.lengths[slot] = start + count
-        self._slots, self.positions = torch.full((count,), slot), torch.arange(start, start + count)
-        self._visible, self._longest, self._separate = slice(slot, slot + 1), start + count, []
-        self._ranges = _up_to(self.positions[None] + 1)
+        The tokens are concatenated in one row. Those before them in their sequences are cached.
+        """
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        self._pieces = list(zip(range(first, first + len(ends)), starts, ends, strict=True))
+        self.lengths[first : first + len(ends)] = torch.tensor(ends)
+        self._slots = torch.cat([torch.full((end - start,), slot) for slot, start, end in self._pieces])
+        self.positions = torch.cat([torch.arange(start, end) for _, start, end in self._pieces])
+        self._visible: slice | None = None
 
     def start_step(self, count: int) -> None:
         """Prepares for a decoding step: a pass over one token for each of the first `count` slots, one per row."""
         self._slots, self.positions = torch.arange(count), self.lengths[:count].clone()
         self.lengths[:count] += 1
-        self._visible, self._longest, self._separate = slice(0, count), int(self.lengths[:count].max()), []
+        self._visible, self._longest = slice(0, count), int(self.lengths[:count].max())
         self._ranges = _up_to(self.lengths[:count, None])
 
     def packed_layers(self) -> list[PackedCache]:
@@ -66,15 +61,14 @@ class SlotCache:
         """Moves the sequences in `slots`, in ascending order, to the first slots."""
         for to, slot in enumerate(slots):
             if to != slot:
-                self.copy(to, slot)
+                self.copy(to, slot, int(self.lengths[slot]))
         self.lengths[len(slots) :] = 0
 
-    def copy(self, to: int, slot: int) -> None:
-        """Copies the sequence in `slot` to the slot `to`."""
-        used = int(self.lengths[slot])
+    def copy(self, to: int, slot: int, count: int) -> None:
+        """Copies the first `count` tokens of the sequence in `slot` to the slot `to`."""
         for layer in self._layers.values():
-            layer.move(to, slot, used)
-        self.lengths[to] = used
+            layer.move(to, slot, count)
+        self.lengths[to] = count
 
     def copy_of(self, slot: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns a copy of the keys and values of the first `count` tokens of a slot, for `restore`."""
@@ -90,29 +84,42 @@ class SlotCache:
     def append(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores the keys and values of a pass; returns the keys and values to which its queries may attend.
 
-        The inputs are (1, K, N, d), or (B, K, 1, d) in a decoding step.
+        The inputs are (1, K, N, d), or (B, K, 1, d) in a decoding step. In a pass over prompts, the outputs are those
+        of the sequences one after the other, with their cached tokens.
         """
         if layer not in self._layers:
             _, heads, _, dim = keys.shape  # some rotary embeddings widen keys to fp32, and attention narrows them
             self._layers[layer] = self._type(self.slots, self.length, heads, dim, values.dtype)
         by_token = [new[0].transpose(0, 1) if len(new) == 1 else new[:, :, 0] for new in (keys, values)]
         self._layers[layer].store(self._slots, self.positions, *by_token)
-        return (keys, values) if self._visible is None else self._layers[layer].read(self._visible, self._longest)
+        if self._visible is not None:
+            return self._layers[layer].read(self._visible, self._longest)
+        if not any(start for _, start, _ in self._pieces):
+            return keys, values
+        pairs = [self._layers[layer].read(slice(slot, slot + 1), end) for slot, _, end in self._pieces]
+        all_keys, all_values = (torch.cat(states, dim=2) for states in zip(*pairs, strict=True))
+        return all_keys, all_values
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: AttentionKernel, window: int | None = None
     ) -> torch.Tensor:
         """Computes attention from q, (1, H, N, d) or (B, H, 1, d), and the k and v that `append` returned.
 
-        With a `window`, a query attends only to the last `window` tokens. Complete prompts are computed one by one,
-        because the order of summation in a packed row would depend on the preceding prompts.
+        With a `window`, a query attends only to the last `window` tokens. Prompts are computed one by one, because the
+        order of summation in a packed row would depend on the preceding prompts.
         """
         if self._visible is not None:
             return kernel(q, k, v, self._ranges if window is None else in_window(self._ranges, window))
-        ranges = causal_ranges(torch.zeros(1, max(self._separate), dtype=torch.long))
+        ends = [end for _, _, end in self._pieces]
+        ranges = causal_ranges(torch.zeros(1, max(ends), dtype=torch.long))
         ranges = ranges if window is None else in_window(ranges, window)
-        parts = zip(*(x.split(self._separate, dim=2) for x in (q, k, v)), strict=True)
-        outs = [kernel(q, k, v, ranges[:, : q.shape[2]]) for q, k, v in parts]
+        queries = q.split([end - start for _, start, end in self._pieces], dim=2)
+        outs = [
+            kernel(query, key, value, ranges[:, start:end])
+            for query, key, value, (_, start, end) in zip(
+                queries, k.split(ends, dim=2), v.split(ends, dim=2), self._pieces, strict=True
+            )
+        ]
         return torch.cat(outs, dim=2)
 
 

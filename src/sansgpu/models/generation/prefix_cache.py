@@ -6,21 +6,19 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from sansgpu.models.generation.kv_cache import SlotCache
+from sansgpu.models.prefix_tree import common_length
 
-# Tokens. A prompt with a stored prefix needs a pass of its own, which takes longer than reading a shorter prefix in one
-# pass with other prompts.
-MIN_SHARED = 64
+MIN_SHARED = 64  # tokens; copying the keys and values of fewer tokens would hardly be faster than computing them
 
 
 @dataclass(frozen=True, eq=False)
 class _StoredSequence:
     """A sequence: its tokens, and its keys and values, one pair of tensors per layer."""
 
-    tokens: np.ndarray
+    tokens: list[int]
     layers: list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -33,38 +31,27 @@ class PrefixCache:
 
     def store(self, tokens: Sequence[int], cache: SlotCache, slot: int) -> None:
         """Copies a sequence from its slot, and forgets the oldest ones and those that it begins with."""
-        ids = np.array(tokens[: int(cache.lengths[slot])])
+        ids = list(tokens[: int(cache.lengths[slot])])
         if not MIN_SHARED <= len(ids) <= self._max_tokens or self._longest(ids)[0] == len(ids):
             return
-        self._finished = deque(one for one in self._finished if _shared(one.tokens, ids) < len(one.tokens))
+        self._finished = deque(one for one in self._finished if common_length(one.tokens, ids) < len(one.tokens))
         self._finished.append(_StoredSequence(ids, cache.copy_of(slot, len(ids))))
         while sum(len(one.tokens) for one in self._finished) > self._max_tokens:
             self._finished.popleft()
 
-    def find(self, prompt: Sequence[int], least: int) -> tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Returns the length of the longest stored prefix of a prompt, or 0, and what `SlotCache.restore` needs.
-
-        Leaves at least `least` tokens of the prompt to be processed.
-        """
-        shared, found = self._longest(np.array(prompt))
-        shared = min(shared, len(prompt) - least)
+    def find(self, prompt: Sequence[int]) -> tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Returns the length of the longest stored prefix of a prompt, or 0, and what `SlotCache.restore` needs."""
+        shared, found = self._longest(prompt)
         if found is None or shared < MIN_SHARED:
             return 0, []
         self._finished.remove(found)
         self._finished.append(found)  # now the most recent one
         return shared, found.layers
 
-    def _longest(self, ids: np.ndarray) -> tuple[int, _StoredSequence | None]:
+    def _longest(self, ids: Sequence[int]) -> tuple[int, _StoredSequence | None]:
         """Returns the sequence with the longest common prefix, and the length of that prefix."""
         best: tuple[int, _StoredSequence | None] = (0, None)
         for one in self._finished:
-            if (shared := _shared(one.tokens, ids)) > best[0]:
+            if (shared := common_length(one.tokens, ids)) > best[0]:
                 best = shared, one
         return best
-
-
-def _shared(first: np.ndarray, second: np.ndarray) -> int:
-    """Returns the number of tokens with which both sequences begin."""
-    length = min(len(first), len(second))
-    different = np.flatnonzero(first[:length] != second[:length])
-    return int(different[0]) if len(different) else length
