@@ -304,7 +304,10 @@ def test_options_and_models_that_do_not_fit_are_refused(
     assert "--fewshot requires --harness" in refusal(capsys, run, "--fewshot", 2)
     assert "--apply-chat-template requires --harness" in refusal(capsys, run, "--apply-chat-template")
     assert "--limit requires --link-prediction or --harness" in refusal(capsys, run, "--limit", 2)
-    assert "--data has no effect with --harness" in refusal(capsys, run, "--harness", task, "--data", "x.txt")
+    for option, value in (("--data", "x.txt"), ("--mteb", "STS17"), ("--reward", "answer")):
+        assert f"{option} has no effect with --harness; remove it" in refusal(
+            capsys, run, "--harness", task, option, value
+        )
     assert "--harness is empty" in refusal(capsys, run, "--harness", " , ")
     assert "./none.yaml does not exist" in refusal(capsys, run, "--harness", "./none.yaml").replace("none", "./none", 1)
     assert "no YAML file that defines a task" in refusal(capsys, run, "--harness", f"{tmp_path}/")

@@ -84,10 +84,7 @@ class PrefixTree:
         Our own decoder passes key ranges, which have no meaning here, instead of a kernel.
         """
         compute = attention if isinstance(kernel, torch.Tensor) else kernel
-        outs = [
-            compute(q[:, :, call.queries], k.index_select(2, call.keys), v.index_select(2, call.keys), call.ranges)
-            for call in self._calls
-        ]
+        outs = [compute(q[:, :, call.queries], call.keys_of(k), call.keys_of(v), call.ranges) for call in self._calls]
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
@@ -95,13 +92,18 @@ class _Call(NamedTuple):
     """The arguments of one call of the attention kernel."""
 
     queries: slice
-    keys: torch.Tensor  # (S,): places of the keys in the row
+    keys: torch.Tensor | None  # (S,): places of the keys in the row; None: those of the queries, as nothing is shared
     ranges: torch.Tensor  # (1, N, 2): range of each query in `keys`
 
     @classmethod
     def of(cls, first: int, stop: int, keys: list[int], ends: list[tuple[int, range]]) -> _Call:
         ranges = [(start, end) for start, of_tokens in ends for end in of_tokens]
-        return cls(slice(first, stop), torch.tensor(keys), torch.tensor([ranges], dtype=torch.int32))
+        places = None if keys == list(range(first, stop)) else torch.tensor(keys)
+        return cls(slice(first, stop), places, torch.tensor([ranges], dtype=torch.int32))
+
+    def keys_of(self, states: torch.Tensor) -> torch.Tensor:
+        """Selects the call's keys from keys or values (1, K, N, d) of all tokens in the row."""
+        return states[:, :, self.queries] if self.keys is None else states.index_select(2, self.keys)
 
 
 def common_length(one: Sequence[object], other: Sequence[object]) -> int:

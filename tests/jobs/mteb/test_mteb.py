@@ -144,7 +144,7 @@ def test_arguments_that_do_not_fit_are_one_sentence(home: Path, tmp_path: Path, 
         capsys.readouterr()
         assert cli(["eval", str(run), "--mteb", names]) == 2
         assert said in message(capsys)
-    for more in (["--data", "x.jsonl"], ["--link-prediction"], ["--window", "8"]):
+    for more in (["--data", "x.jsonl"], ["--link-prediction"], ["--window", "8"], ["--reward", "answer"]):
         capsys.readouterr()
         assert cli(["eval", str(run), "--mteb", "STSBenchmark", *more]) == 2
         assert f"{more[0]} has no effect with --mteb; remove it" in message(capsys)
