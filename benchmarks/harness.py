@@ -1,7 +1,7 @@
 """Evaluates a model with `sansgpu eval --harness` and with lm-evaluation-harness's own `hf` models, on the same tasks.
 
     python -m benchmarks.harness --model FILE.gguf --reviews dev.tsv --questions squad.json --documents docs.jsonl
-        [--precisions fp32 bf16 int8] [--batch 16] [--limit 32] [--rounds 1] [--threads N] [--json FILE]
+        [--precisions fp32 bf16 int8] [--batch 16] [--limit 32] [--fewshot N] [--rounds 1] [--threads N] [--json FILE]
 
 The tasks are made from local files: `reviews` (a table with sentence and label) becomes a choice between two words,
 `questions` (in SQuAD's format) a choice between four answers after a paragraph and the generation of the answer, and
@@ -60,6 +60,8 @@ TASKS: dict[str, dict[str, Any]] = {
         "doc_to_text": "{{context}}\nQuestion: {{question}}\nAnswer:",
         "doc_to_target": "{{answer}}",
         "generation_kwargs": {"until": ["\n"], "max_gen_toks": 32, "do_sample": False},
+        "fewshot_split": "test",
+        "fewshot_config": {"sampler": "first_n"},
         "metric_list": [{"metric": "chrf"}],
     },
 }
@@ -115,7 +117,7 @@ def hugging_face_folder(model: Path, folder: Path) -> Path:
     return folder
 
 
-def measure(model: Any, task: Path, limit: int) -> Row:
+def measure(model: Any, task: Path, limit: int, fewshot: int | None) -> Row:
     """Returns the seconds and the metrics of a task."""
     import lm_eval
 
@@ -123,7 +125,7 @@ def measure(model: Any, task: Path, limit: int) -> Row:
     from sansgpu.jobs.harness.tasks import load_tasks
 
     with contained():
-        loaded = load_tasks([str(task)], None, trusts=False)
+        loaded = load_tasks([str(task)], fewshot if task.stem == "generation" else None, trusts=False)
         begun, cpu = time.perf_counter(), time.process_time()
         found: Any = lm_eval.evaluate(model, loaded, limit=limit, bootstrap_iters=0, log_samples=False)
         seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu
@@ -175,6 +177,7 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", default=["fp32"])
     parser.add_argument("--batch", type=int, default=16, help="batch size of hf")
     parser.add_argument("--limit", type=int, default=32, help="examples per task")
+    parser.add_argument("--fewshot", type=int, help="solved examples before each question of the task generation")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path)
@@ -197,7 +200,7 @@ def main() -> None:
             for number in range(args.rounds):
                 for name, model in models.items():
                     say(f"{task.stem}, {name}, round {number + 1} of {args.rounds}")
-                    passes[name].append(measure(model, task, args.limit))
+                    passes[name].append(measure(model, task, args.limit, args.fewshot))
             rows += [summary(task.stem, name, found, passes[THEIRS]) for name, found in passes.items()]
     print_table(f"{args.model.name}, {args.limit} examples per task", COLUMNS, rows)
     write_json(args.json, "harness", vars(args), rows)

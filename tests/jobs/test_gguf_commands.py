@@ -11,10 +11,14 @@ from pathlib import Path
 
 import gguf
 import pytest
+import torch
 
 from sansgpu.cli import run as cli
+from sansgpu.config.training import Precision
+from sansgpu.jobs.generate import open_generator
 from sansgpu.models.formats.gguf_file import write_gguf
 from sansgpu.models.huggingface.pretrained import tokenizer_parts
+from sansgpu.train.loading import ModelRequest
 from sansgpu.train.snapshots import snapshots
 from tests.models.formats.gguf_models import ABOUT, base, write_base
 from tests.processes import messages, options, settings, train_once, write_corpus, write_rows
@@ -177,6 +181,25 @@ print(any(name in ("transformers.modeling_utils", "sympy") for name in sys.modul
 """
     found = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True).stdout
     assert found.splitlines()[-1] == "False"
+
+
+def test_a_quantized_file_generates_in_the_chosen_precision(tmp_path: Path) -> None:
+    model, tokenizer = base(tmp_path / "base", "llama3")
+    model.config.rope_parameters = {"rope_type": "default", "rope_theta": 500.0}
+    write_base(tmp_path / "model.gguf", model, tokenizer, "q4_1")
+    logits = {}
+    precisions: tuple[Precision, ...] = ("fp32", "bf16")
+    for precision in precisions:
+        loaded = open_generator(ModelRequest(str(tmp_path / "model.gguf"), precision=precision), pytest.fail)
+        generator, found = loaded.task_class.batch_model(loaded), []
+        for prompts in ([[5, 6, 7]], [[5, 6, 7], [8]]):
+            reader = generator.open_reader(2, 32)
+            found.append((reader.add(prompts)[0], reader.step([9] * len(prompts))[0]))
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True)), "the batch changes nothing"
+        logits[precision] = found[0]
+    for exact, rounded in zip(*logits.values(), strict=True):
+        assert (exact.dtype, rounded.dtype) == (torch.float32, torch.bfloat16)
+        assert 0 < (rounded - exact).abs().max() < 0.03 * exact.abs().max()
 
 
 def test_training_continues_from_a_gguf_file(home: Path, tmp_path: Path, capsys: Captured) -> None:

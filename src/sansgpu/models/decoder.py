@@ -197,6 +197,8 @@ class TransformerLM(nn.Module):
     If `seed` is None, the weights are on the meta device, to count them or to load them with `assign=True`.
     """
 
+    quantized_dtype = torch.float32  # of products with quantized matrices
+
     def __init__(self, config: ModelConfig, seed: int | None = 0) -> None:
         super().__init__()
         if config.vocab_size is None:
@@ -258,15 +260,15 @@ class TransformerLM(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which the model computes: that of its matrices, or fp32 if they are quantized."""
+        """The dtype in which the model computes: that of its matrices, or `quantized_dtype` if they are quantized."""
         weight = self.head_matrix
-        return torch.float32 if isinstance(weight, QuantizedWeight) else weight.dtype
+        return self.quantized_dtype if isinstance(weight, QuantizedWeight) else weight.dtype
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Computes logits from the final hidden states: (N, D) -> (N, V)."""
         weight = self.head_matrix
         if isinstance(weight, QuantizedWeight):
-            return quantized_linear(hidden.float(), weight)
+            return quantized_linear(hidden.to(self.dtype), weight)
         return linear(hidden.to(weight.dtype), weight)
 
     def hidden(

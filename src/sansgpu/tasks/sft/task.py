@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import numpy as np
+import torch
 
 from sansgpu.config import Config
 from sansgpu.data.batch import ExampleBatch
@@ -158,6 +159,8 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
         # Each generated token reads all matrices, so bf16 is always faster if the processor multiplies it.
         if has_bf16_tensors(loaded.precision) if loaded.is_precision_chosen else has_native_bf16():
             narrow_matrices(loaded.objective.model)
+            if isinstance(loaded.objective, DecoderChat):
+                loaded.objective.model.quantized_dtype = torch.bfloat16
         if isinstance(loaded.objective, DecoderChat):
             return decoder_chat(loaded.objective.model, loaded.tokenizer)
         from sansgpu.models.huggingface.generation import pretrained_batch  # imports transformers
