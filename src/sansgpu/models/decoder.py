@@ -197,7 +197,7 @@ class TransformerLM(nn.Module):
     If `seed` is None, the weights are on the meta device, to count them or to load them with `assign=True`.
     """
 
-    quantized_dtype = torch.float32  # of products with quantized matrices
+    quantized_dtype = torch.float32  # the dtype in which a model with quantized matrices computes
 
     def __init__(self, config: ModelConfig, seed: int | None = 0) -> None:
         super().__init__()

@@ -125,7 +125,7 @@ def test_prompts_of_a_batch_share_their_beginnings(kind: str) -> None:
     )
 )
 def test_logits_do_not_depend_on_what_prompts_share(arrivals: list[tuple[int, int, int, bool]]) -> None:
-    """Each arrival is a prompt: its kind, how much it shares, how many tokens follow, and whether a new call adds it."""
+    """Each arrival is a prompt: its kind, the tokens it may share, its own tokens, and whether a new call adds it."""
     opened = readers("decoder")
     calls: list[list[list[int]]] = []
     for kind, shared, own, is_new in arrivals[:SLOTS]:

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from itertools import groupby
-from os.path import commonprefix
 from typing import Any, Literal
 
 import numpy as np
@@ -305,7 +304,7 @@ class _RenderedConversation:
         except UnusableTemplateError as error:
             raise self._unusable(error) from None
         self._require_text(marked)
-        prompt_length = len(commonprefix([self._prefix(self._first), self.full])) if self._first else 0
+        prompt_length = _common_length(self._prefix(self._first), self.full) if self._first else 0
         return [(start, stop) for start, stop in marked.spans if start >= prompt_length]
 
     def _span(self, number: int, stops: np.ndarray) -> Span:
@@ -358,9 +357,14 @@ class _RenderedConversation:
         if self.full.startswith(suffix.rstrip(), stop):
             return stop + len(suffix.rstrip())
         # Phi-3 ends only the last turn with an extra token, so keep the whole tokens of the common part.
-        common = stop + len(commonprefix([suffix, self.full[stop:]]))
+        common = stop + _common_length(suffix, self.full[stop:])
         token_end = int(stops[stops <= common].max(initial=stop))
         return max(stop, len(self.full[:token_end].rstrip()))
+
+
+def _common_length(one: str, other: str) -> int:
+    """Returns the length of the common prefix."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _called(turn: Message) -> Iterator[str]:
