@@ -11,7 +11,8 @@ import torch
 from sansgpu.models.generation.kv_cache import SlotCache
 from sansgpu.models.prefix_tree import common_length
 
-MIN_SHARED = 64  # tokens; copying the keys and values of fewer tokens would hardly be faster than computing them
+# Tokens. For a shorter common prefix, dividing prompts into two passes takes longer than computing it several times.
+MIN_SHARED = 64
 
 
 @dataclass(frozen=True, eq=False)
