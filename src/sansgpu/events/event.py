@@ -18,7 +18,8 @@ MEASURED_KEYS = (
     "time", "tokens_per_second", "step_seconds", "it/s", "mfu", "gemm_flops_per_second", "rss_bytes", "cpu_percent",
     "eta_seconds", "seconds", "elapsed_seconds", "phase_seconds", "system",
 )  # fmt: skip
-EVALUATION_KEYS = ("event", "step", "epoch", "seconds", "sample", "time")  # fields of an eval event that are not metrics
+# Fields of an eval event that are not metrics.
+EVALUATION_KEYS = ("event", "step", "epoch", "seconds", "sample", "time")
 # Warnings with these causes depend on the machine's state, so two otherwise identical runs may differ in them.
 MEASURED_CAUSES = ("memory", "swap", "data", "threads", "neighbour", "heat", "report", "callback")
 

@@ -48,3 +48,23 @@ def needing(completions: list[Any], solution: list[str]) -> list[float]:
 
 
 number = 3
+
+
+def exiting(completions: list[Any], **columns: Any) -> list[float]:
+    raise SystemExit(0)
+
+
+def single(completions: list[Any], **columns: Any) -> float:
+    return 0.5
+
+
+def digits(completions: list[Any], **columns: Any) -> str:
+    return "1" * len(completions)
+
+
+def words(completions: list[Any], **columns: Any) -> list[str]:
+    return ["1.0" for _ in completions]
+
+
+def keyed(completions: list[Any], **columns: Any) -> dict[int, float]:
+    return dict.fromkeys(range(len(completions)), 1.0)

@@ -241,6 +241,11 @@ def test_a_reward_function_gets_the_arguments_that_it_names(tmp_path: Path) -> N
     [
         ("raising", "failed with KeyError: 'color'; correct the function"),
         ("needing", "failed with TypeError: needing() missing 1 required positional argument: 'solution'"),
+        ("exiting", "failed with SystemExit: 0"),
+        ("single", "returned 0.5 instead of a list of numbers"),
+        ("digits", 'returned "1111111111111111" instead of a list of numbers'),
+        ("words", 'returned "1.0", which is not a finite number'),
+        ("keyed", "instead of a list of numbers"),
         ("short", "returned 1 reward for 16 completions"),
         ("missing", "returned null, which is not a finite number"),
         ("infinite", "returned Infinity, which is not a finite number"),

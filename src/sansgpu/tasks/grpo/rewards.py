@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -109,14 +109,20 @@ class _FunctionReward:
         if self._named is not None:
             given = {name: values for name, values in given.items() if name in self._named}
         try:
-            found = list(self._function(**given))
-        except Exception as error:
+            found = self._function(**given)
+            if isinstance(found, Iterable) and not isinstance(found, (str, Mapping, Set)):
+                found = list(found)  # runs a generator
+        except (Exception, SystemExit) as error:
             raise SansGPUError(
                 f"the reward function {self._name} failed with {type(error).__name__}: {first_line(error)}; {REMEDY}."
             ) from error
         return self._checked(found, len(questions))
 
-    def _checked(self, found: list[Any], count: int) -> list[float]:
+    def _checked(self, found: Any, count: int) -> list[float]:
+        if not isinstance(found, list):
+            raise SansGPUError(
+                f"the reward function {self._name} returned {shown(found)} instead of a list of numbers; {REMEDY}."
+            )
         if len(found) != count:
             raise SansGPUError(
                 f"the reward function {self._name} returned {counted(len(found), 'reward')} for "
@@ -125,7 +131,7 @@ class _FunctionReward:
         rewards = []
         for value in found:
             try:
-                rewards.append(float(value))
+                rewards.append(math.nan if isinstance(value, str) else float(value))
             except (TypeError, ValueError):
                 rewards.append(math.nan)
             if not math.isfinite(rewards[-1]):
