@@ -173,7 +173,7 @@ class Purpose:
     batch: int | None = 16  # examples per step; None: the default of the task
     epochs: int = 3
     is_decoder: bool = False  # True: fine-tuned with an adapter
-    trained: str = "all weights"  # what is fine-tuned without an adapter
+    trained: str = "all weights"  # the weights that are fine-tuned if there is no adapter, in words
 
 
 @dataclass(frozen=True)

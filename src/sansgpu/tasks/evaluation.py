@@ -140,7 +140,7 @@ def text_metrics(sums: Sums) -> dict[str, float]:
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits}
 
 
-NORMAL_QUANTILE = 1.96  # of a two-sided 95% interval
+NORMAL_QUANTILE = 1.96  # normal quantile of a two-sided 95% interval
 
 
 def wilson(share: float, count: float) -> list[float]:

@@ -49,7 +49,7 @@ class ScreenState:
     start: Event = field(default_factory=dict)
     step: Event = field(default_factory=dict)  # the last one
     evaluation: Event = field(default_factory=dict)
-    training: list[Point] = field(default_factory=list)  # of the main metric
+    training: list[Point] = field(default_factory=list)  # the values of the main metric by step
     validation: list[Point] = field(default_factory=list)
     news: list[tuple[str, str]] = field(default_factory=list)  # (text, style)
     snapshot: tuple[str, float] | None = None  # name and time.monotonic() of the last snapshot

@@ -33,8 +33,14 @@ def commands(record: RunRecord) -> list[str]:
     """Returns the commands that use the model of a run, the most typical one first."""
     run, use = shlex.quote(str(record.paths.root)), _use(record)
     found = [_with_prompt(use, record).replace("MODEL", run)] if use else []
-    found += [] if use.startswith("sansgpu eval ") else [f"sansgpu eval {run}"]
+    found += [] if use.startswith("sansgpu eval ") else [f"sansgpu eval {run}{_reward_option(record)}"]
     return [*found, f"sansgpu export {run} --format {'gguf' if _exports_gguf(record) else 'hf'}"]
+
+
+def _reward_option(record: RunRecord) -> str:
+    """Returns the option without which `eval` does not run the reward function of a run, or ""."""
+    reward = str((record.section("training").get("grpo") or {}).get("reward", ""))
+    return f" --reward {shlex.quote(reward)}" if ":" in reward else ""
 
 
 def _use(record: RunRecord) -> str:

@@ -335,6 +335,7 @@ def test_a_model_learns_what_is_rewarded(home: Path, tmp_path: Path, capsys: Cap
     assert high > low
 
     assert "\nReward: training, validation\n" in shown
+    assert f"\n  sansgpu eval {run} --reward {name}\n" in shown
     assert not re.search(r"\bloss\b|-0\.0+\b", shown)
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "validation reward, best" in page

@@ -116,7 +116,8 @@ def frequency_ranks(backend: Backend, numbers: np.ndarray) -> np.ndarray:
     Vocabularies list frequent tokens first, but those of WordPiece and BPE start with all characters of the text that
     they were trained on. Most characters beyond ASCII are rare, so they are ranked last.
     """
-    tokens = map(backend.id_to_token, numbers.tolist()) if isinstance(backend.model, (BPE, WordPiece)) else ()
+    is_affected = isinstance(backend.model, (BPE, WordPiece))
+    tokens = [str(backend.id_to_token(number)) for number in numbers.tolist()] if is_affected else []
     rare = [len(token) == 1 and not token.isascii() and token not in _SPACES for token in tokens]
     ranks = np.arange(len(numbers))
     ranks[np.argsort(rare, kind="stable")] = np.arange(len(rare))
