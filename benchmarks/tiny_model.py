@@ -82,16 +82,19 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "roberta": {**_LAYERED, "max_position_embeddings": CONTEXT + 2, "pad_token_id": 1},  # position ids start after it
     "distilbert": {"dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 4, "max_position_embeddings": CONTEXT},
     "modernbert": {**_LAYERED, "local_attention": 32, "global_attn_every_n_layers": 2},
-}
-MORE_ENCODERS: dict[str, dict[str, Any]] = {
-    "xlm-roberta": ENCODERS["roberta"],
-    "electra": {**_LAYERED, "embedding_size": 32},
-    "albert": {**_LAYERED, "embedding_size": 32},
-    "mpnet": ENCODERS["roberta"],
+    "mpnet": {**_LAYERED, "max_position_embeddings": CONTEXT + 2, "pad_token_id": 1},
     "deberta-v2": {
         **_LAYERED, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 16,
         "share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False, "type_vocab_size": 0,
     },
+}  # fmt: skip
+MORE_ENCODERS: dict[str, dict[str, Any]] = {
+    "xlm-roberta": ENCODERS["roberta"],
+    "eurobert": {  # The defaults of its special tokens exceed a small vocabulary.
+        **_LAYERED, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None, "mask_token_id": 0,
+    },
+    "electra": {**_LAYERED, "embedding_size": 32},
+    "albert": {**_LAYERED, "embedding_size": 32},
 }  # fmt: skip
 _ALL_ENCODERS = {**ENCODERS, **MORE_ENCODERS}
 _ALL = {**CAUSAL, **MORE_CAUSAL, **_ALL_ENCODERS}

@@ -27,16 +27,16 @@ from tests.tasks.folders import chat_rows, model_folder, squad
 PACKS = {
     "llama": True, "smollm": True, "qwen2": True, "qwen3": True, "gemma": True, "gemma2": True, "gemma3_text": True,
     "mistral": True, "phi": True, "phi3": True, "gpt2": True, "mixtral": True, "qwen2_moe": True, "mamba": False,
-    "bert": True, "roberta": True, "distilbert": True, "modernbert": True,
+    "bert": True, "roberta": True, "distilbert": True, "modernbert": True, "mpnet": True, "deberta-v2": True,
 }  # fmt: skip
 # Trained with adapters on all kinds of layers: separate and fused projections, with and without bias, Conv1D, new
 # heads, layers next to experts, and mixers of a state space model.
 ADAPTED = ("llama", "gemma2", "gemma3_text", "phi", "phi3", "gpt2", "mixtral", "qwen2_moe", "mamba", "roberta",
-           "distilbert", "modernbert")  # fmt: skip
+           "distilbert", "modernbert", "mpnet", "deberta-v2")  # fmt: skip
 RUNS = [(name, "none") for name in PACKS] + [(name, "lora") for name in ADAPTED]
 # Resumed even without long tests: dropout in the model, in adapters or nowhere; fused layers; packing and padding.
-RESUMED = {(name, "none") for name in ("gpt2", "modernbert")}
-RESUMED |= {(name, "lora") for name in ("phi3", "mixtral", "mamba", "roberta")}
+RESUMED = {(name, "none") for name in ("gpt2", "modernbert", "deberta-v2")}
+RESUMED |= {(name, "lora") for name in ("phi3", "mixtral", "mamba", "mpnet")}
 # Runs in bf16, which compute with rounded frozen weights.
 NARROW = [(name, "lora") for name in ADAPTED] + [("qwen2", "none"), ("qwen2", "dora"), ("gpt2", "dora")]
 OFTEN_NARROW = (("qwen2", "none"), ("gemma2", "lora"), ("mixtral", "lora"), ("gpt2", "dora"))

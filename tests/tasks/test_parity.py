@@ -47,7 +47,8 @@ def test_questions(tmp_path: Path, architecture: str, pack: bool) -> None:
 
 
 LABELED = [
-    ("bert", "multiple", True), ("modernbert", "single", True), ("bert", "regression", True),
+    ("bert", "multiple", True), ("modernbert", "single", True), ("deberta-v2", "single", True),
+    ("bert", "regression", True), ("mpnet", "single", True),
     ("bert", "single", True), ("bert", "single", False), ("roberta", "single", True), ("distilbert", "single", True),
     ("qwen2", "single", True),
 ]  # fmt: skip
@@ -56,12 +57,14 @@ STILL = {
     "roberta": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     "distilbert": {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0},
     "modernbert": {"local_attention": 4},  # two tokens on each side, fewer than the texts have
+    "mpnet": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "deberta-v2": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pooler_dropout": 0.0},
     "qwen2": {"classifier_dropout": 0.0},
 }
 
 
 @pytest.mark.parametrize(
-    ("architecture", "kind", "pack"), [*LABELED[:2], *(pytest.param(*c, marks=pytest.mark.long) for c in LABELED[2:])]
+    ("architecture", "kind", "pack"), [*LABELED[:3], *(pytest.param(*c, marks=pytest.mark.long) for c in LABELED[3:])]
 )
 def test_labels(tmp_path: Path, architecture: str, kind: str, pack: bool) -> None:
     rows = labeled_rows(tmp_path / "rows.jsonl", kind, pairs=kind == "single")

@@ -34,9 +34,11 @@ _FUSED_SAVED_BYTES = {
     "decoder": {"bf16": (20, 2), "fp32": (28, 4)},
     "sandwich": {"bf16": (28, 4), "fp32": (36, 8)},  # also the outputs of attention, feed-forward layers and GELU
     "encoder": {"bf16": (20, 2), "fp32": (32, 4)},
+    "relative": {"bf16": (52, 2), "fp32": (42, 4)},  # DeBERTa and MPNet; their attention weights are extra
 }
+_ATTENTION_WEIGHT_BYTES = 8  # saved per pair of tokens and head in "relative" blocks: results of softmax and dropout
 
-FusedBlocks = Literal["decoder", "sandwich", "encoder"]
+FusedBlocks = Literal["decoder", "sandwich", "encoder", "relative"]
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,8 @@ class ModuleCosts(Costs):
         width, inner = (_FUSED_SAVED_BYTES[fused] if fused else _SAVED_BYTES)[execution.compute_dtype_name]
         up_projections = dict(shape.products).get((shape.width, shape.inner), 1)
         per_token = width * shape.width + inner * up_projections * shape.inner + 8 * shape.heads
+        if shape.fused == "relative":
+            per_token += _ATTENTION_WEIGHT_BYTES * shape.heads * self.window
         return self.micro_batch_tokens(execution) * per_token
 
     def head_bytes(self, execution: Execution) -> int:

@@ -73,7 +73,11 @@ def replaced(model: nn.Module, before: nn.Module) -> set[str]:
             DISTILBERT,
             {"LayerNorm", "GELUActivation", "DistilBertSelfAttention", "FFN", "TransformerBlock"},
         ),
-        ("MPNet", {}, {"LayerNorm", "GELUActivation", "MPNetOutput"}),  # its attention has a relative position bias
+        (
+            "MPNet",
+            {},
+            {"LayerNorm", "GELUActivation", "MPNetEncoder", "MPNetSelfAttention", "MPNetOutput", "MPNetLayer"},
+        ),
         ("RobertaPreLayerNorm", {}, {"LayerNorm", "GELUActivation", "RobertaPreLayerNormSelfAttention"}),
     ],
 )

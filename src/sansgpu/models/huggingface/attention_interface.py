@@ -1,6 +1,6 @@
 """Runs our attention kernel in transformers models.
 
-B batch, T queries, S keys, H query heads, K key-value heads, d head dim.
+B batch, T queries, S keys, H query heads, K key-value heads, d head dim, D width.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from sansgpu.kernels.attention import AttentionKernel, attention, softcapped_attention, visible_keys
+from sansgpu.kernels.linear import Linear, linear_each
 
 if TYPE_CHECKING:  # transformers is optional and slow to import, so functions import it when they need it
     from transformers import PreTrainedModel
@@ -77,6 +78,12 @@ def stand_in_mask(mask: PackedMask, device: torch.device) -> torch.Tensor:
     return stand_in
 
 
+def ranges_in(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns the key ranges that a mask of `stand_in_mask` carries; None for other masks."""
+    packed: PackedMask | None = getattr(mask, _PACKED, None)
+    return packed.ranges if isinstance(packed, KeyRanges) else None
+
+
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Builds SDPA's mask, even where SDPA needs none, and computes its key ranges once for all layers."""
     from transformers.masking_utils import sdpa_mask
@@ -86,6 +93,13 @@ def _mask(*args: Any, **kwargs: Any) -> torch.Tensor:
     if (ranges := ranges_of(mask)) is not None:
         setattr(mask, _PACKED, KeyRanges(ranges))
     return mask
+
+
+def projected_heads(x: torch.Tensor, head_dim: int, *layers: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+    """Applies linear layers to x (B, T, D) in one call, and splits their outputs into heads, (B, H, T, d) for each."""
+    plain = [layer for layer in layers if type(layer) is Linear]  # layers with an adapter have another class
+    projected = linear_each(x, *plain) if len(plain) == len(layers) else tuple(layer(x) for layer in layers)
+    return tuple(y.view(*x.shape[:-1], -1, head_dim).transpose(1, 2) for y in projected)
 
 
 def attention_forward(

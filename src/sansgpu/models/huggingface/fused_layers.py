@@ -36,7 +36,7 @@ class Part(nn.Module):
 class AttentionPart(Part):
     """Replaces an attention layer in a trial. Returns its output and None for the attention weights."""
 
-    def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> Any:
+    def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> Any:
         return super().forward(hidden_states), None
 
 

@@ -29,6 +29,7 @@ from sansgpu.models.huggingface.probes import (
     head_is_plain,
     packs_well,
 )
+from sansgpu.models.huggingface.relative_attention import has_relative_attention
 from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
 from sansgpu.models.huggingface.short_convolution import CONVOLUTION, TokenPositions
 from sansgpu.models.modules import multiplies_integers
@@ -56,7 +57,7 @@ class UnpaddedModel:
         self._window = _causal_window(self._text) if self.causal else _encoder_window(self._text)
         self._has_convolutions = set(_layer_types(self._text)) == {FULL, CONVOLUTION}
         known = self._window is not None or self._has_convolutions or not _has_windows(self._text)
-        self._by_ranges = known and model.config._attn_implementation == NAME
+        self._by_ranges = known and (model.config._attn_implementation == NAME or has_relative_attention(model))
         self.position_offset = _position_offset(model)
         self.softcap = getattr(self._text, "final_logit_softcapping", None) or 0.0
         with reading(model), torch.no_grad(), autocast_of(model):
@@ -362,5 +363,5 @@ def _encoder_window(config: Any) -> int | None:
 
 def _position_offset(model: PreTrainedModel) -> int:
     """Returns the position id of the first token, which is the padding id plus one in RoBERTa and its relatives."""
-    modules: Iterator[Any] = (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids"))
+    modules: Iterator[Any] = (m for m in model.modules() if hasattr(m, "create_position_ids_from_inputs_embeds"))
     return next((int(module.padding_idx) + 1 for module in modules), 0)

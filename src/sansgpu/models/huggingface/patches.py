@@ -12,10 +12,15 @@ from transformers import PreTrainedModel
 
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.feed_forward import feed_forward
-from sansgpu.kernels.linear import Linear, linear_each
+from sansgpu.kernels.linear import Linear
 from sansgpu.kernels.norm import LayerNorm
 from sansgpu.kernels.pointwise import Activation, dropout
-from sansgpu.models.huggingface.attention_interface import NAME, attention_forward, use_our_attention
+from sansgpu.models.huggingface.attention_interface import (
+    NAME,
+    attention_forward,
+    projected_heads,
+    use_our_attention,
+)
 from sansgpu.models.huggingface.fused_layers import (
     AttentionPart,
     FusedGELU,
@@ -28,6 +33,7 @@ from sansgpu.models.huggingface.fused_layers import (
     replaced_parts,
     with_forward,
 )
+from sansgpu.models.huggingface.relative_attention import fuse_relative_attention
 from sansgpu.models.huggingface.rotary_attention import fuse_rotary_attention
 from sansgpu.models.huggingface.short_convolution import pack_convolutions
 
@@ -45,11 +51,7 @@ class _EncoderAttention:
 
     def attend(self, x: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
         """Computes attention without the output projection: (B, T, D) -> (B, T, D)."""
-        layers = [getattr(self, name) for name in self.projections]
-        plain = all(type(layer) is Linear for layer in layers)  # layers with an adapter have another class
-        projected = linear_each(x, *layers) if plain else tuple(layer(x) for layer in layers)
-        shape = (*x.shape[:-1], -1, self.attention_head_size)
-        q, k, v = (y.view(shape).transpose(1, 2) for y in projected)
+        q, k, v = projected_heads(x, self.attention_head_size, *(getattr(self, name) for name in self.projections))
         dropout = self.dropout.p if self.training else 0.0
         out, _ = attention_forward(cast(Any, self), q, k, v, attention_mask, dropout, self.scaling, **kwargs)
         return out.flatten(2)
@@ -109,9 +111,20 @@ class BertLayer:
     def feed_forward_chunk(self, attention_output: torch.Tensor) -> torch.Tensor:
         up, down = self.intermediate.dense, self.output.dense
         if type(up) is not Linear or type(down) is not Linear:  # layers with an adapter have another class
-            return cast(torch.Tensor, cast(Any, super()).feed_forward_chunk(attention_output))
+            return cast(torch.Tensor, self.output(self.intermediate(attention_output), attention_output))
         y = feed_forward(attention_output, GELUS[type(self.intermediate.intermediate_act_fn)], up, down)
         return cast(torch.Tensor, self.output.LayerNorm.after(attention_output, y, self.output.dropout.p))
+
+
+class DebertaLayer(BertLayer):
+    """Mixin for a block of DeBERTa or MPNet, which has no method for the feed-forward network."""
+
+    fused_as = "relative"
+    attention: nn.Module
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        attention_output, *others = self.attention(hidden_states, *args, **kwargs)
+        return (self.feed_forward_chunk(attention_output), *others)
 
 
 class DistilBertFeedForward:
@@ -154,6 +167,7 @@ def fuse_encoder_layers(model: nn.Module) -> None:
         (_is_output, BertOutput),
         (_is_distilbert_feed_forward, DistilBertFeedForward),
         (_is_bert_layer, BertLayer),
+        (_is_deberta_layer, DebertaLayer),
         (_is_distilbert_block, DistilBertBlock),
     ]
     for recognizes, mixin in replaced:  # submodules before the blocks that contain them
@@ -200,14 +214,30 @@ def _is_output(module: nn.Module) -> bool:
 
 
 def _is_bert_layer(module: Any) -> bool:
+    return _has_feed_forward(module, lambda x: module.feed_forward_chunk(x), lambda x: x)
+
+
+def _is_deberta_layer(module: Any) -> bool:
+    attention = AttentionPart(0.7)
+    return _has_feed_forward(module, lambda x: module.forward(x, None)[0], lambda x: attention(x)[0], attention)
+
+
+def _has_feed_forward(
+    module: Any,
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    before: Callable[[torch.Tensor], torch.Tensor],
+    attention: nn.Module | None = None,
+) -> bool:
+    """Returns True if `forward` applies `before` and then the feed-forward network of a block like BERT's."""
     if not _has_parts(module, attention=nn.Module, intermediate=nn.Module, output=BertOutput):
         return False
     first, up, act, output, x = module.intermediate, Part(1.5), Part(2.5), _OutputPart(), random_tensor(1, 3, 8)
     if not _has_parts(first, dense=Linear, intermediate_act_fn=tuple(GELUS)):
         return False
     stubs = {"dense": up, "intermediate_act_fn": act}
-    with replaced_parts(first, stubs), replaced_parts(module, {"output": output}):
-        return agree(lambda: module.feed_forward_chunk(x), lambda: output(act(up(x)), x))
+    blocks = {"attention": attention or module.attention, "output": output}
+    with replaced_parts(first, stubs), replaced_parts(module, blocks):
+        return agree(lambda: forward(x), lambda: output(act(up(before(x))), before(x)))
 
 
 def _is_distilbert_feed_forward(module: Any) -> bool:
@@ -269,7 +299,7 @@ def patch_layers(model: nn.Module) -> None:
 
 def patch_model(model: PreTrainedModel) -> list[str]:
     """Makes a model use our kernels, in place; returns descriptions of the parts that do not."""
-    unpatched = [] if use_our_attention(model) else ["attention"]
+    unpatched = [] if use_our_attention(model) or fuse_relative_attention(model) else ["attention"]
     patch_layers(model)
     fuse_layers(model)
     fuse_rotary_attention(model)
