@@ -47,6 +47,7 @@ FAMILIES = (
     Family("XLM-RoBERTa", "xlm-roberta", gguf="bert"),
     Family("DistilBERT", "distilbert", gguf="bert"),
     Family("ModernBERT", "modernbert", gguf="modern-bert"),
+    Family("EuroBERT", "eurobert"),
     Family("ELECTRA", "electra"),
     Family("MPNet", "mpnet"),
     Family("ALBERT", "albert"),
