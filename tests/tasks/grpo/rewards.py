@@ -27,6 +27,17 @@ def columns(prompts: list[Any], completions: list[Any], answer: list[str], numbe
     return [float(one) for one in number]
 
 
+def changing(prompts: list[Any], answer: list[str], number: list[int]) -> list[float]:
+    """Changes its arguments."""
+    rewards = [float(one) for one in number]
+    for prompt in prompts:
+        if isinstance(prompt, list):
+            prompt.clear()
+    answer.clear()
+    number.clear()
+    return rewards
+
+
 def raising(completions: list[Any], **columns: Any) -> list[float]:
     raise KeyError("color")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -234,6 +235,15 @@ def test_a_reward_function_gets_the_arguments_that_it_names(tmp_path: Path) -> N
     rows = task.corpus.train.questions
     rewards = [one.reward for one in task.objective.rollout(rows, Sampling(1.0))]
     assert rewards == [row.columns["number"] for row in rows]
+
+
+def test_a_reward_function_cannot_change_the_data(tmp_path: Path) -> None:
+    task = opened(tmp_path, reward=f"{OWN}changing")
+    rows = list(task.corpus.train.questions)
+    before = copy.deepcopy([(row.prompt, row.columns) for row in rows])
+    rewards = [one.reward for one in task.objective.rollout(rows, Sampling(1.0))]
+    assert rewards == [columns["number"] for _, columns in before]
+    assert [(row.prompt, row.columns) for row in rows] == before
 
 
 @pytest.mark.parametrize(

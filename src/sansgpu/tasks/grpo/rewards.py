@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import re
@@ -109,7 +110,7 @@ class _FunctionReward:
         if self._named is not None:
             given = {name: values for name, values in given.items() if name in self._named}
         try:
-            found = self._function(**given)
+            found = self._function(**copy.deepcopy(given))  # a function that changes rows must not change the data
             if isinstance(found, Iterable) and not isinstance(found, (str, Mapping, Set)):
                 found = list(found)  # runs a generator
         except (Exception, SystemExit) as error:
