@@ -1,5 +1,6 @@
 """Devices, threads, memory, precision and compilation are chosen for this machine."""
 
+import json
 import os
 import signal
 import subprocess
@@ -12,12 +13,14 @@ import pytest
 import torch
 
 from sansgpu.config import TrainingConfig
-from sansgpu.kernels.roofline import first_gemm_rate, resolve_precision
+from sansgpu.kernels import library
+from sansgpu.kernels.roofline import first_gemm_rate, is_faster, resolve_precision
 from sansgpu.machine import probe
 from sansgpu.machine.launch import CONTENDED_SPINS, SPINS, make_cublas_deterministic, set_openmp
 from sansgpu.machine.measurements import assumed_seconds, cached_measurement
 from sansgpu.machine.memory import effective_batch, micro_batch_choices, usual_micro_batch
 from sansgpu.machine.torch_compile import missing_compiler, resolve_compile
+from tests.processes import use_cache
 
 
 @pytest.mark.parametrize("effective", [1, 6, 7, 16, 48])
@@ -106,6 +109,24 @@ def test_precision_is_what_was_asked_for_and_auto_is_the_faster() -> None:
         threads = torch.get_num_threads()
         fast, slow = (first_gemm_rate(p, "cpu", threads) for p in ("bf16", "fp32"))
         assert fast > slow
+
+
+def test_clear_measurements_of_earlier_processes_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_cache(monkeypatch, tmp_path)
+    library.load()
+    is_faster("int16", "fp32", ours=True)
+    files = {json.loads(file.read_text())["question"]["precision"]: file for file in tmp_path.rglob("measured/*.json")}
+    assert files.keys() == {"int16", "fp32"}
+    for fast, slow in (("int16", "fp32"), ("fp32", "int16")):
+        for name, rate in ((fast, 2e9), (slow, 1e9)):  # faster than any processor
+            files[name].write_text(json.dumps({**json.loads(files[name].read_text()), "answer": rate}))
+        assert is_faster(fast, slow, ours=True)
+        assert not is_faster(slow, fast, ours=True)
+    files["int16"].write_text(json.dumps({**json.loads(files["int16"].read_text()), "answer": 1e-9}))
+    files["fp32"].write_text(json.dumps({**json.loads(files["fp32"].read_text()), "answer": 1.4e-9}))
+    is_faster("int16", "fp32", ours=True)
+    answers = [json.loads(file.read_text())["answer"] for file in files.values()]
+    assert min(answers) > 1.4e-9, "they were measured again"
 
 
 def test_threads_and_memory_are_within_the_machine() -> None:

@@ -88,8 +88,7 @@ class PackedCache:
         word, blocks = self._word, -(-count // BLOCK)
         keys = self.keys[slots, :, :blocks].unflatten(-1, (-1, BLOCK, word)).permute(0, 1, 2, 4, 3, 5)
         values = self.values[slots, :, :blocks].unflatten(-1, (BLOCK // word, -1, word)).transpose(-2, -1)
-        first, second = (x.reshape(*x.shape[:2], blocks * BLOCK, -1)[:, :, :count] for x in (keys, values))
-        return first, second
+        return keys.flatten(4).flatten(2, 3)[:, :, :count], values.flatten(2, 4)[:, :, :count]
 
     def move(self, to: int, slot: int, count: int) -> None:
         """Copies the blocks with the first `count` tokens of `slot` to the slot `to`."""

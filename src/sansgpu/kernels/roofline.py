@@ -17,7 +17,7 @@ import torch
 from sansgpu.config import TrainingConfig
 from sansgpu.kernels import library
 from sansgpu.kernels.matmul import Matmul, MatmulPrecision, integer_of, multiply
-from sansgpu.machine.measurements import best_measurement
+from sansgpu.machine.measurements import best_known, best_measurement
 from sansgpu.machine.probe import cache_dir, has_native_bf16, is_emulated, tensor_dtype
 
 COPY_BYTES = 64 << 20  # size of the copy that measures bandwidth: larger than most caches, small enough for any machine
@@ -26,6 +26,7 @@ SMALL_SIZE, LONG_SECONDS = 256, 1.0  # a GEMM that would take longer than this i
 GEMM_SIZE = 2048  # large enough for the peak rate, and takes only tenths of a second on a slow core
 LAYER_TOKENS, LAYER_WIDTH = 1024, 768  # a typical layer, timed to choose the precision
 LAYER_ROUNDS = 2  # times that each precision is timed
+CLEAR_RATIO = 1.5  # precisions whose speeds differed by more than this before are not timed again
 
 Shape = tuple[int, int]  # (inputs, outputs) of a linear layer
 
@@ -156,17 +157,20 @@ def is_faster(precision: str, other: str, ours: bool) -> bool:
 
     Flags do not suffice: virtual machines may emulate bf16, and an emulation may be slow in only one layout. Other
     programs make a measurement too slow, never too fast, so the best ones count: of this process, which measures
-    alternately, and of earlier processes.
+    alternately, and of earlier processes. If those differ by more than CLEAR_RATIO, this process does not measure.
     """
-    folder, rates = cache_dir(None), dict.fromkeys((precision, other), 0.0)
-    for _ in range(LAYER_ROUNDS):
-        for name, rate in rates.items():
-            seconds = product_seconds(LAYER_TOKENS, (LAYER_WIDTH, LAYER_WIDTH), name, 0.0, ours)
-            rates[name] = max(rate, 1 / seconds)
+    folder = cache_dir(None)
     of_layer = {
         "gemm": [LAYER_TOKENS, LAYER_WIDTH, LAYER_WIDTH],
         "kernels": library.name() if ours else f"torch {torch.backends.cpu.get_cpu_capability()}",
         "threads": torch.get_num_threads(),
     }
-    best = {name: best_measurement(folder, {**of_layer, "precision": name}, rate) for name, rate in rates.items()}
+    questions = {name: {**of_layer, "precision": name} for name in (precision, other)}
+    best = {name: best_known(folder, question) for name, question in questions.items()}
+    if 0 < CLEAR_RATIO * min(best.values()) < max(best.values()):
+        return best[precision] > best[other]
+    for _ in range(LAYER_ROUNDS):
+        for name, question in questions.items():
+            seconds = product_seconds(LAYER_TOKENS, (LAYER_WIDTH, LAYER_WIDTH), name, 0.0, ours)
+            best[name] = best_measurement(folder, question, 1 / seconds)
     return best[precision] > best[other]

@@ -45,12 +45,16 @@ def best_measurement(cache: Path, question: dict[str, Any], measured: float) -> 
 
     Read and write errors of the cache are ignored.
     """
-    path, text = _place(cache, question)
-    known = _read(path, text)
-    if isinstance(known, float) and measured <= known < float("inf"):
+    if measured <= (known := best_known(cache, question)):
         return known
-    _write(path, text, measured)
+    _write(*_place(cache, question), measured)
     return measured
+
+
+def best_known(cache: Path, question: dict[str, Any]) -> float:
+    """Returns the largest answer to `question` ever measured on this processor model, or 0 if there is none."""
+    known = _read(*_place(cache, question))
+    return known if isinstance(known, float) and 0 < known < float("inf") else 0.0
 
 
 def _place(cache: Path, question: dict[str, Any]) -> tuple[Path, str]:
