@@ -164,7 +164,8 @@ def test_a_step_that_hangs_is_ended_by_a_second_signal(home: Path, processes: in
     assert (process.returncode, error) == (143, "")
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_step_that_outlasts_the_grace_period_is_abandoned(home: Path, processes: int) -> None:
     run, many = f"abandoned-{processes}", ["--processes", str(processes)] if processes > 1 else []
     process = stuck(home, run, *many, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="3")

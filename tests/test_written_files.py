@@ -163,7 +163,7 @@ def test_new_and_empty_folders_are_written(
     assert not [name for name in written if name.rpartition("/")[2].startswith(".sansgpu-")]
 
 
-@pytest.mark.parametrize("command", ["export", "tokenizer", "k8s", "report png", "report", "export gguf"])
+@pytest.mark.parametrize("command", ["export", "k8s", "report png", "export gguf"])
 def test_a_command_writes_again_what_it_wrote_and_keeps_what_was_added(
     command: str, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

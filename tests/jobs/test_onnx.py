@@ -110,6 +110,7 @@ def test_an_adapter_is_merged(home: Path, capsys: Captured, tmp_path: Path) -> N
     assert_close(file, answering(home / "adapted/final"), {"start_logits", "end_logits"}, tmp_path, 1e-5)
 
 
+@pytest.mark.long
 def test_int8_weights_are_a_quarter_and_nearly_agree(home: Path, capsys: Captured, tmp_path: Path) -> None:
     file, checked = exported(capsys, home / "roberta", "--type", "int8")
     assert file == home / "roberta/onnx-int8/model_quantized.onnx"
@@ -126,7 +127,7 @@ def test_int8_weights_are_a_quarter_and_nearly_agree(home: Path, capsys: Capture
     [
         pytest.param("ForSequenceClassification", {"logits"}, marks=pytest.mark.long),
         pytest.param("ForTokenClassification", {"logits"}, marks=pytest.mark.long),
-        ("", {"last_hidden_state"}),
+        pytest.param("", {"last_hidden_state"}, marks=pytest.mark.long),
     ],
 )
 def test_other_heads_have_their_own_outputs(capsys: Captured, tmp_path: Path, head: str, names: set[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sansgpu.cli import run as cli
 from tests.hub_uploads import TOKEN, UploadHub, serving_uploads
 from tests.jobs.test_gguf_commands import ADAPTED
 from tests.processes import SURROUNDINGS, ended, messages, options, settings, start_apart, train_once, write_corpus
@@ -121,12 +122,15 @@ def test_a_failed_upload_is_one_sentence(path: str, home: Path, hub: UploadHub) 
     assert hub.repositories["me/failed"].files == {}
 
 
+@pytest.mark.parametrize("name", ["tiny", "me/a/b", "me/a b"])
+def test_what_is_no_name_on_the_hub_is_refused(home: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["export", str(home / "plain"), "--push-to-hub", name]) == 2
+    assert f"--push-to-hub is {name}, but must be OWNER/NAME" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "sentence"),
     [
-        ("tiny", {}, "--push-to-hub is tiny, but must be OWNER/NAME"),
-        ("me/a/b", {}, "--push-to-hub is me/a/b, but must be OWNER/NAME"),
-        ("me/a b", {}, "--push-to-hub is me/a b, but must be OWNER/NAME"),
         ("me/tiny", {"HF_TOKEN": ""}, "--push-to-hub needs a token with write access; run `hf auth login`"),
         ("me/tiny", {"HF_TOKEN": "hf_wrong"}, "the Hub rejects the token"),
         ("you/tiny", {}, "the token may not write to you/tiny"),

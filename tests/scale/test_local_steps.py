@@ -123,6 +123,7 @@ def test_a_run_goes_on_with_other_processes_and_without_local_steps(home: Path) 
     assert loss(run) < 5.8  # the loss of uniform guessing is 5.7
 
 
+@pytest.mark.long
 def test_a_round_ends_with_a_run_whose_time_is_up(home: Path) -> None:
     """The time limit ends before the first regular synchronization."""
     changes = {"training__max_steps": "null", "training__max_hours": 12 / 3600, "training__sync_every": 100_000}

@@ -80,7 +80,7 @@ def runs(home: Path, ranks: int, names: Collection[str]) -> dict[str, list[str]]
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (2, ("pretrain", "graph", "lora", "grpo", "embed")),
+        (2, ("graph", "grpo", "embed")),
         *(pytest.param(ranks, None, marks=pytest.mark.long) for ranks in (2, 3)),
     ],
 )

@@ -90,7 +90,8 @@ def test_two_runs_and_one_that_was_killed_are_byte_identical(home: Path, changes
 
 
 @pytest.mark.parametrize(
-    ("architecture", "adapter"), [("qwen2", "lora"), ("qwen2", "dora"), ("mamba", "lora"), ("mixtral", "lora")]
+    ("architecture", "adapter"),
+    [("qwen2", "dora"), *(pytest.param(n, "lora", marks=pytest.mark.long) for n in ("qwen2", "mamba", "mixtral"))],
 )
 def test_an_adapter_is_exported_merged_or_alone(home: Path, tmp_path: Path, architecture: str, adapter: str) -> None:
     base = model_folder(architecture)

@@ -48,8 +48,8 @@ def outcome(run: Path) -> tuple[dict[str, str], list[dict[str, object]]]:
 @pytest.mark.parametrize(
     ("task", "changes"),
     [
-        ("classify", {}),
         ("grpo", {**GRPO, **LORA}),
+        pytest.param("classify", {}, marks=pytest.mark.long),
         pytest.param("preference", KTO, marks=pytest.mark.long),
         *(pytest.param(*c, marks=pytest.mark.long) for c in (("tokens", {}), ("embed", {}), ("embed", LORA))),
     ],

@@ -79,7 +79,11 @@ def peft_logits(folder: Path) -> torch.Tensor:
     return logits(AutoPeftModelForCausalLM.from_pretrained(folder))
 
 
-@pytest.mark.parametrize("changes", [{}, UNUSUAL, {"use_dora": True}], ids=["plain", "unusual", "dora"])
+@pytest.mark.parametrize(
+    "changes",
+    [UNUSUAL, *(pytest.param(c, marks=pytest.mark.long) for c in ({}, {"use_dora": True}))],
+    ids=["unusual", "plain", "dora"],
+)
 def test_an_adapter_of_peft_is_trained_further_with_its_own_options(
     home: Path, tmp_path: Path, changes: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:

@@ -161,7 +161,7 @@ def test_workers_and_prefetch_change_nothing(home: Path, straight: Path) -> None
     assert outcome(run) == outcome(straight) == outcome(more)
 
 
-@pytest.mark.parametrize("precision", ["auto", "int16", "int8"])
+@pytest.mark.parametrize("precision", ["auto", *(pytest.param(p, marks=pytest.mark.long) for p in ("int16", "int8"))])
 def test_the_number_of_threads_changes_nothing_where_our_kernels_run(home: Path, precision: str) -> None:
     """Micro-batches have at least 256 tokens, for which our matmul kernels are used."""
     large = {"model__max_seq_len": 128, "training__max_steps": 3, "training__precision": precision}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sansgpu.config import ConfigError
@@ -137,6 +137,7 @@ def test_both_templates_give_the_same_text(name: str) -> None:
 WORDS = st.text("ab{}\"'\\% <>|\n", min_size=1, max_size=12).map(lambda text: f"x{text}x")
 
 
+@settings(max_examples=30)
 @given(st.lists(WORDS, min_size=1, max_size=7).filter(lambda turns: len(turns) % 2), st.none() | WORDS)
 def test_they_agree_on_any_content(turns: list[str], system: str | None) -> None:
     for template in (CHATML, LLAMA_3, MISTRAL_3, GEMMA_3, PHI_3):

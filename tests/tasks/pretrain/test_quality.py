@@ -186,6 +186,7 @@ def outcome(run: Path) -> tuple[dict[str, str], list[dict[str, object]]]:
     return {name: digest for name, digest in digests(run).items() if "000008" in name or "final" in name}, record(run)
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_while_scoring_or_training_ends_the_same(home: Path, tmp_path: Path) -> None:
     """Neither does it matter whether the scores come from the cache."""
     straight, killed, again = (tmp_path / name for name in ("straight", "killed", "again"))
