@@ -134,6 +134,7 @@ def test_units_go_to_the_thread_that_is_free_first() -> None:
     assert makespan([], 4) == 0
 
 
+@pytest.mark.long
 def test_link_prediction_on_a_small_graph_is_measured_beside_its_baseline(tmp_path: Path) -> None:
     tiny = ["model.d_model=32", "model.n_heads=2", "model.n_layers=1", "training.compile=off", "training.eval_steps=0"]
     changes = as_options(tiny)

@@ -184,6 +184,7 @@ def test_a_step_that_outlasts_the_grace_period_is_abandoned(home: Path, processe
     assert record(home / run)[-1]["reason"] == "done", error
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_run_under_nohup_goes_on_when_the_terminal_closes(home: Path, processes: int) -> None:
     run = home / f"nohup-{processes}"

@@ -46,6 +46,16 @@ def device(path: Path) -> Path:
     return path
 
 
+# Their files take seconds to write. One of each kind is always read.
+LARGE = (
+    "bomb of JSON",
+    "bomb of TSV",
+    "bomb as Parquet",
+    "long CSV line",
+    "long TSV line",
+    "many columns",
+    "many objects",
+)
 SOURCES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "pipe": (lambda f: pipe(f / "a.jsonl"), "a.jsonl is a pipe, a device or a socket"),
     "pipe without suffix": (lambda f: pipe(f / "a"), "a is a pipe, a device or a socket"),
@@ -73,7 +83,7 @@ SOURCES: dict[str, tuple[Callable[[Path], Path], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long if n in LARGE else ()) for n in SOURCES])
 def test_a_source_that_cannot_be_read_costs_neither_time_nor_memory(name: str, tmp_path: Path) -> None:
     make, sentence = SOURCES[name]
     assert_refused(sentence, "tokenizer", "train", make(tmp_path), "--vocab-size", 300, "--output", tmp_path / "made")

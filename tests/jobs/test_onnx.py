@@ -139,6 +139,7 @@ def test_other_heads_have_their_own_outputs(capsys: Captured, tmp_path: Path, he
     assert_close(file, model, names, tmp_path, 1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["mean", *(pytest.param(m, marks=pytest.mark.long) for m in ("cls", "lasttoken"))])
 def test_a_sentence_transformers_folder_has_vectors(capsys: Captured, tmp_path: Path, mode: str) -> None:
     transformer = Transformer(str(model_folder("bert")), max_seq_length=64)

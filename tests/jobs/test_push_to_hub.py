@@ -92,6 +92,7 @@ def test_gguf_files_folders_for_ollama_and_adapters_are_uploaded(home: Path, hub
     assert "adapter_model.safetensors" in hub.repositories["me/adapter"].files
 
 
+@pytest.mark.long
 def test_an_interrupted_upload_leaves_no_commit_and_can_be_repeated(home: Path, hub: UploadHub) -> None:
     hub.stalls = True
     process = start_apart(["export", str(home / "plain"), "--push-to-hub", "me/late"], home / "cache")

@@ -32,6 +32,7 @@ KINDS = {
     "qa": {"task": "qa", "data.max_length": 64, "data.doc_stride": 16},
     "masked": {"task": "graph", "data.max_length": 32},
 }
+OFTEN = ("pretrain", "graph", "sft")  # the others are planned before a release
 MODELS = {"sft": "qwen2", "qa": "bert", "masked": "bert"}
 
 
@@ -51,7 +52,7 @@ def arguments(kind: str, *more: str) -> list[str]:
     return [*options(values), *more]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in OFTEN else pytest.mark.long) for k in KINDS])
 def test_a_plan_of_data_that_cannot_be_reached(kind: str, capsys: Captured) -> None:
     assert cli(["plan", *arguments(kind), "--json"]) == 0
     captured = capsys.readouterr()

@@ -48,6 +48,7 @@ def grown(kind: str) -> tuple[float, int]:
     return float(ratio), int(left)
 
 
+@pytest.mark.long
 def test_tensors_of_ever_other_sizes_take_little_more_memory_than_is_in_them() -> None:
     ratio, left = grown("varying")
     assert ratio < 2.2

@@ -98,6 +98,7 @@ def test_a_batch_that_grows_with_the_nodes_is_more_efficient(plan: dict[str, Any
     assert 0 < cluster["critical_batch_loss"] < 5.8  # ln 300 = 5.7 is the loss of uniform guessing
 
 
+@pytest.mark.long
 def test_sharding_reduces_memory_per_node_and_max_hours_fixes_the_time(home: Path) -> None:
     more = {"training__max_hours": 1, "training__max_steps": "null", "training__sharding": "optimizer"}
     wide = {"model__d_model": 256, "training__optimizer": "adamw", "training__gradient_reduction": "bf16"}
@@ -113,6 +114,7 @@ def test_sharding_reduces_memory_per_node_and_max_hours_fixes_the_time(home: Pat
         assert 600 < row["total_steps"] * row["step_seconds"] < 3600
 
 
+@pytest.mark.long
 def test_the_plan_of_a_cluster_fits_in_80_columns(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -189,7 +189,9 @@ def losses(home: Path, architecture: str, pack: bool, micro_batches: list[int]) 
     return [total / batch.target_count() for total in sums]
 
 
-@pytest.mark.parametrize("architecture", PACKS)
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(n, marks=() if (n, "none") in RESUMED else pytest.mark.long) for n in PACKS]
+)
 def test_neither_packing_nor_micro_batches_change_the_loss(home: Path, architecture: str) -> None:
     """Examples are longer than the sliding windows of some of these models."""
     packed = losses(home, architecture, True, [1, 3, ROWS])

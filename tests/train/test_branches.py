@@ -77,6 +77,7 @@ def test_going_back_sets_later_snapshots_aside_and_keeps_the_new_ones(
     assert f"step-{best:06d}" in names(run)
 
 
+@pytest.mark.long
 def test_what_is_announced_is_there_when_it_is_announced(home: Path, run: Path) -> None:
     """The newest snapshot is kept, whatever other folders exist."""
     shutil.copytree(run / "snapshots/step-000012", run / "snapshots/step-000999")

@@ -45,6 +45,7 @@ def portable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.mark.long
 def test_doctor_names_the_forced_set(portable: Path) -> None:
     code, out, error = finish(["doctor", "--json"], portable)
     assert code == 0, error
@@ -73,7 +74,9 @@ def test_a_run_names_its_set_and_resuming_with_another_one_is_not_exact(
     assert f"parameters, int16, 1 thread, {library.name()} kernels, resumed from step-000002" in out
 
 
-@pytest.mark.parametrize(("kernels", "cost"), [("native", "up to twice"), ("torch", "5 to 35 times")])
+@pytest.mark.parametrize(
+    ("kernels", "cost"), [("native", "up to twice"), pytest.param("torch", "5 to 35 times", marks=pytest.mark.long)]
+)
 def test_emulated_bf16_is_announced_and_mfu_compares_with_fp32(
     home: Path, tmp_path: Path, portable: Path, kernels: str, cost: str
 ) -> None:

@@ -15,7 +15,7 @@ def final_loss(home: Path, precision: str) -> float:
     return float(events_of(home / precision, "eval")[-1]["loss"])
 
 
-@pytest.mark.parametrize(("precision", "share"), [("int16", 0.003), ("int8", 0.01)])
+@pytest.mark.parametrize(("precision", "share"), [("int16", 0.003), pytest.param("int8", 0.01, marks=pytest.mark.long)])
 def test_a_model_learns_as_well_as_in_fp32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], precision: str, share: float
 ) -> None:

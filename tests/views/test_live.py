@@ -234,6 +234,7 @@ def test_a_run_that_is_suspended_gives_the_terminal_back(long_run: tuple[list[st
     assert termios.tcgetattr(terminal.other) == terminal.modes
 
 
+@pytest.mark.long
 def test_the_option_plain_prints_lines(long_run: tuple[list[str], Path], tmp_path: Path) -> None:
     arguments, _ = long_run
     terminal = Terminal([*arguments, "--plain", "--max-steps", "2"], tmp_path / "cache")
