@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -78,10 +79,19 @@ def test_every_key_has_a_comment(tmp_path: Path) -> None:
     assert all(lines[n - 1].lstrip().startswith("#") for n in keys if not lines[n].endswith(":"))
 
 
-def test_a_value_that_is_the_default_of_other_tasks_is_written(tmp_path: Path) -> None:
-    config = as_config({"task": "static", "training": {"batch_size": "auto"}, "data": {"dataset_name": "rows.jsonl"}})
-    (tmp_path / "a.yaml").write_text(commented_yaml(config, ""))
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+@pytest.mark.parametrize("rate", [2e-5, 1e-4, 0.01])
+@pytest.mark.parametrize("task", ["sft", "classify", "static"])
+def test_only_values_that_are_not_defaults_of_the_task_are_written(
+    task: str, rate: float, adapter: str, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"training": {"learning_rate": rate, "batch_size": "auto", "beta2": 0.999}}
+    if task != "static":
+        given["model"] = {"name_or_path": "base", "adapter": adapter}
+    config = as_config({"task": task, "data": {"dataset_name": "rows.jsonl"}, **given})
+    (tmp_path / "a.yaml").write_text(written := commented_yaml(config, ""))
     assert load_config(tmp_path / "a.yaml")[0] == config
+    assert "beta2" not in written, "it is the default of all three tasks"
 
 
 def test_only_plan_says_how_much_of_the_text_is_read(capsys: Captured) -> None:

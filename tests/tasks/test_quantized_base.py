@@ -121,7 +121,7 @@ def test_an_adapter_alone_is_used_with_the_base_that_it_names(home: Path, tmp_pa
             "is the folder of the adapter to export; choose another --output",
         ),
         (["export", str(final), "--no-merge", "--output", str(tmp_path / "x")], "already contains only an adapter"),
-        (["embed", str(final), "--data", str(rows), "--output", "v.npy"], 'an adapter for a "Qwen2ForCausalLM"'),
+        (["embed", str(final), "--data", str(rows), "--output", "v.npy"], 'an adapter for "Qwen2ForCausalLM"'),
     ]:
         capsys.readouterr()
         assert cli(arguments) == 2

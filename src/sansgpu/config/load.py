@@ -19,7 +19,7 @@ from sansgpu.config.parse import Values, parse_value, read_values
 from sansgpu.config.plain_data import MAX_DEPTH
 from sansgpu.config.schema import Config
 from sansgpu.config.section import AUTO, TOP_LEVEL_KEYS, all_keys, problems
-from sansgpu.config.tasks import DEFAULT_TASK, is_outside, task_class, with_defaults
+from sansgpu.config.tasks import DEFAULT_TASK, is_outside, task_class, task_defaults, with_defaults
 from sansgpu.config.training import default_learning_rate, unused_settings
 from sansgpu.config.wording import shown, truncate
 
@@ -192,19 +192,19 @@ MAX_WIDTH = 110  # characters per line of a comment
 
 
 def commented_yaml(config: Config, head: str, comments: Mapping[str, str] | None = None) -> str:
-    """Returns YAML with all values that are not defaults and with the dotted keys of `comments`.
+    """Returns YAML with all values that are not defaults of the task and with the dotted keys of `comments`.
 
     It starts with `head` as a comment. A comment above each key has its text in `comments`, or else its description in
     the schema.
     """
     meanings = {key: field.description or "" for key, field in all_keys(Config)}
     meanings["task"] = f"kind of run: {config.settings.description or 'your own class'}"
-    values = config.model_dump(mode="json", exclude_defaults=True)
-    values = {"task": config.task, **values}
-    for section, defaults in config.settings.defaults.items():  # a schema's default may not be that of the task
-        for name in defaults:
-            if setting(config, f"{section}.{name}") != defaults[name]:
-                values.setdefault(section, {})[name] = config.model_dump(mode="json")[section][name]
+    given = config.model_dump(mode="json")
+    values = {"task": config.task, **config.model_dump(mode="json", exclude_defaults=True)}
+    for section, defaults in task_defaults(config.task, given).items():
+        changed = {name: given[section][name] for name, default in defaults.items() if given[section][name] != default}
+        others = {name: value for name, value in values.get(section, {}).items() if name not in defaults}
+        values[section] = changed | others
     for key in comments or {}:
         section, _, name = key.partition(".")
         values.setdefault(section, {})[name] = setting(config, key)

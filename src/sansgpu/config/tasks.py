@@ -293,17 +293,24 @@ def kind_of(task: str, values: Any) -> str:
     return task
 
 
+def task_defaults(task: str, values: dict[str, Any]) -> dict[str, Values]:
+    """Returns the defaults of the kind of run of `values` that replace those of the schema, by section."""
+    settings, model = settings_of(kind_of(task, values)), as_values(values.get("model"))
+    adapted = settings.adapter_defaults if model.get("adapter", "none") != "none" else {}
+    return {
+        section: {**settings.defaults.get(section, {}), **adapted.get(section, {})}
+        for section in dict.fromkeys((*settings.defaults, *adapted))
+    }
+
+
 def with_defaults(task: str, values: dict[str, Any]) -> dict[str, Any]:
     """Returns `values` with the defaults of their kind of run for missing keys.
 
     Sections may be mappings or schema objects. Any other section is returned unchanged, for validation to reject.
     """
-    given, model = {**values}, as_values(values.get("model"))
-    settings = settings_of(kind_of(task, values))
-    adapted = settings.adapter_defaults if model.get("adapter", "none") != "none" else {}
-    for section in dict.fromkeys((*settings.defaults, *adapted)):
+    given = {**values}
+    for section, defaults in task_defaults(task, values).items():
         if is_section(given.get(section)):
-            defaults = {**settings.defaults.get(section, {}), **adapted.get(section, {})}
             given[section] = {**defaults, **as_values(given.get(section))}
     return given
 

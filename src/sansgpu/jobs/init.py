@@ -118,6 +118,7 @@ def init(
     else:
         config, head = _fine_tuned(answers, purpose, progress, warn)
     comments = {
+        **({} if from_scratch else {"training.learning_rate": "peak learning rate"}),
         "training.num_epochs": "maximum passes over the training split",
         "training.max_hours": f"maximum hours; the run ends after {_duration(answers.hours)}, or after num_epochs if "
         "that is earlier",
