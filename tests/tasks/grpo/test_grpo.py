@@ -195,7 +195,8 @@ def test_completions_without_an_advantage_can_be_left_out() -> None:
         assert isinstance(grad, torch.Tensor)
         return grad
 
-    assert torch.equal(gradient(whole), gradient(part))
+    wanted, found = gradient(whole), gradient(part)  # rounded differently, since matmuls have other sizes
+    assert float((found - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
     none = Completions.with_advantages(prompts, completions, torch.zeros(3)).with_advantage_only()
     assert (len(none), none.target_count()) == (1, 12)
     assert len(list(none.micro_batches(1, rank=1, world_size=2))) == 1
