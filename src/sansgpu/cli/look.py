@@ -83,7 +83,7 @@ def snapshots_list(run: RunArgument, as_json: JsonOption = False) -> None:
         print_json({"snapshots": rows})
         return
     for row in rows:
-        name, value = row["main_metric"].values()
+        name, value = row["main_metric"]["name"], row["main_metric"]["value"]
         result = "not evaluated" if value is None else f"validation {name} {formatted('{:.4f}', value)}"
         marks = "".join(f"  {mark}" for mark in ("best", "torn") if row.get(mark))
         show(f"{row['name']}  {result}  {row['bytes'] / 1e6:.1f} MB  {row.get('content_id', '')[:12]}{marks}")

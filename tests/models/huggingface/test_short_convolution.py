@@ -70,6 +70,18 @@ def test_prompts_of_a_batch_continue_as_if_they_were_alone() -> None:
         found = reader.step(next_tokens)
 
 
+@torch.no_grad()
+def test_prompts_that_share_a_long_beginning_continue_as_if_they_were_alone() -> None:
+    plain, patched = models(max_position_embeddings=256)
+    beginning = [number * 7 % 60 for number in range(90)]
+    prompts = [[*beginning, *range(start, start + own)] for start, own in ((1, 20), (5, 28), (40, 19))]
+    reader = PretrainedSlots(UnpaddedModel(patched, pack=True), 3, 200)
+    expected = torch.stack([plain(torch.tensor([ids])).logits[0, -1] for ids in prompts])
+    torch.testing.assert_close(reader.add(prompts), expected, rtol=1e-4, atol=1e-4)
+    expected = torch.stack([plain(torch.tensor([[*ids, 3]])).logits[0, -1] for ids in prompts])
+    torch.testing.assert_close(reader.step([3, 3, 3]), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_convolution_with_bias_is_left_alone() -> None:
     plain, patched = models(conv_bias=True)
     assert not any(isinstance(module, PackedConvolution) for module in patched.modules())

@@ -20,6 +20,9 @@ class SlotCache:
     `packed` selects the memory layout that a DecoderStep needs. The sequences occupy the first slots. Before each
     forward pass, call `start_prompts` or `start_step` to say where its tokens go. The results of a
     sequence do not depend on the other sequences.
+
+    Of each token in the pass, `positions` is the position in its sequence, and `places` the index in cached keys that
+    `append` returns.
     """
 
     def __init__(self, slots: int, length: int, packed: bool) -> None:
@@ -43,11 +46,14 @@ class SlotCache:
         self.lengths[first : first + len(ends)] = torch.tensor(ends)
         self._slots = torch.cat([torch.full((end - start,), slot) for slot, start, end in self._pieces])
         self.positions = torch.cat([torch.arange(start, end) for _, start, end in self._pieces])
+        before = torch.tensor(ends).cumsum(0) - torch.tensor(ends)
+        self.places = self.positions + torch.repeat_interleave(before, torch.tensor(counts))
         self._visible: slice | None = None
 
     def start_step(self, count: int) -> None:
         """Prepares for a decoding step: a pass over one token for each of the first `count` slots, one per row."""
         self._slots, self.positions = torch.arange(count), self.lengths[:count].clone()
+        self.places = self.positions
         self.lengths[:count] += 1
         self._visible, self._longest = slice(0, count), int(self.lengths[:count].max())
         self._ranges = _up_to(self.lengths[:count, None])

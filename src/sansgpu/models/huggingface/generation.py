@@ -76,6 +76,11 @@ class _TransformersCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self._cache.append(key_states, value_states, layer_idx)
 
+    @property
+    def places(self) -> torch.Tensor:
+        """The indices of the tokens of a pass in the states that `update` returns."""
+        return self._cache.places
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 

@@ -42,7 +42,10 @@ class PackedConvolution:
         cached = None if past_key_values is None else _cached(x, past_key_values, module.layer_idx)
         y = x * kernel[:, -1]
         for back in range(1, kernel.shape[1]):
-            earlier = F.pad(x, (0, 0, back, -back)) if cached is None else _at(cached, positions - back)
+            if cached is None:
+                earlier = F.pad(x, (0, 0, back, -back))
+            else:
+                earlier = _at(cached, past_key_values.places.view_as(positions) - back)
             y = y + (positions >= back)[..., None] * earlier * kernel[:, -1 - back]
         return cast(torch.Tensor, module.out_proj(after * y.to(x.dtype)))
 
@@ -57,10 +60,10 @@ def _cached(x: torch.Tensor, cache: Any, layer: int) -> torch.Tensor | None:
     return None if halves[0] is new[0] else torch.cat(halves, dim=-1)[:, 0]
 
 
-def _at(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Returns the states (B, S, D) at positions (B, T), or at 0 for negative ones: (B, T, D)."""
+def _at(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Returns the states (B, S, D) at indices (B, T), or at 0 for negative ones: (B, T, D)."""
     rows = torch.arange(len(states), device=states.device)[:, None]
-    return states[rows, positions.clamp(min=0)]
+    return states[rows, places.clamp(min=0)]
 
 
 def pack_convolutions(model: nn.Module) -> None:
