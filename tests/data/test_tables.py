@@ -108,11 +108,21 @@ def test_every_key_for_a_column_may_be_a_number(tmp_path: Path, key: str) -> Non
 @pytest.mark.parametrize(
     ("name", "content", "column", "sentence"),
     [
-        ("a.tsv", b"text\nb\n\0\n", "text", "a.tsv, line 3 is not text (it contains a NUL byte)."),
+        (
+            "a.tsv",
+            b"text\nb\n\0\n",
+            "text",
+            "a.tsv, line 3 is not text (it contains a NUL byte)",
+        ),
         ("a.csv", b"text\nb\n\0\n", "text", "a.csv is a binary file (it contains NUL bytes); remove it"),
-        ("a.tsv", b"text\nb\n\xff\n", "text", "a.tsv, line 3 is not UTF-8 text (byte 0xff)."),
-        ("a.tsv", b"\xff\nb\n", "text", "a.tsv, line 1 is not UTF-8 text (byte 0xff)."),
-        ("a.tsv", "text\nb\n".encode("utf-16-le"), "text", "a.tsv, line 1 is not text (it contains a NUL byte)."),
+        ("a.tsv", b"text\nb\n\xff\n", "text", "a.tsv, line 3 is not UTF-8 text (byte 0xff); fix or remove the row."),
+        ("a.tsv", b"\xff\nb\n", "text", "a.tsv, line 1 is not UTF-8 text (byte 0xff); fix or remove the row."),
+        (
+            "a.tsv",
+            "text\nb\n".encode("utf-16-le"),
+            "text",
+            "a.tsv, line 1 is not text (it contains a NUL byte); fix or remove the row.",
+        ),
         (
             "a.tsv",
             b"\t" * (33 << 20) + b"a\n",

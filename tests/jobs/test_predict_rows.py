@@ -57,7 +57,7 @@ def _answer(line: str) -> tuple[str, float]:
     [
         ({"question": "Who?"}, "rows.jsonl, line 3: it has no context; fix or remove the row."),
         ({"question": 5, "context": "a"}, "rows.jsonl, line 3: it has no question; fix or remove the row."),
-        ([1], "rows.jsonl, line 3 is not an object with columns."),
+        ([1], "rows.jsonl, line 3: it is not an object with columns; fix or remove the row."),
         ({"question": "fox " * 600, "context": "a"}, "rows.jsonl, line 3 has "),
     ],
 )
@@ -76,7 +76,7 @@ def test_lines_that_cannot_be_read_are_named(tmp_path: Path, capsys: Captured) -
     (tmp_path / "rows.jsonl").write_bytes(b"{\n")
     assert "rows.jsonl, line 1 is not valid JSON" in refused(capsys, tmp_path / "rows.jsonl")
     (tmp_path / "rows.jsonl").write_bytes(b"\n")
-    assert refused(capsys, tmp_path / "rows.jsonl").endswith("rows.jsonl has no rows.")
+    assert refused(capsys, tmp_path / "rows.jsonl").endswith("rows.jsonl has no rows; pass a file with at least one.")
     (tmp_path / "lines.txt").write_bytes(b"Who?\n")
     assert "lines.txt, line 1: it has no question" in refused(capsys, tmp_path / "lines.txt")
 
@@ -126,4 +126,4 @@ def test_each_question_of_nested_articles_is_answered(tmp_path: Path, capsys: Ca
 def test_a_damaged_question_of_an_article_is_named(tmp_path: Path, capsys: Captured) -> None:
     articles = [{"paragraphs": [{"context": "A fox.", "qas": [{"question": "Who?"}, "What?"]}]}]
     (tmp_path / "squad.json").write_text(json.dumps({"data": articles}), encoding="utf-8")
-    assert "squad.json, row 1, paragraph 1, question 2 is not an object" in refused(capsys, tmp_path / "squad.json")
+    assert "squad.json, row 1, paragraph 1, question 2: it is not an object" in refused(capsys, tmp_path / "squad.json")

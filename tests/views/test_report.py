@@ -114,7 +114,7 @@ def test_png_has_the_dots_of_print(home: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["missing"], "missing is not a run: it has no config.yaml."),
+        (["missing"], "missing is not a run: it has no config.yaml;"),
         (["a/tiny", "--format", "pdf"], "--format is pdf, but must be one of html, png, svg."),
         (["empty", "--format", "svg"], "has no steps to plot yet"),
         (["list"], "keys and values"),

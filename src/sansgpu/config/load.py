@@ -178,13 +178,16 @@ def _key_and_value(override: Override) -> tuple[str, Any]:
 def _set(values: Values, key: str, value: Any) -> None:
     *sections, name = key.split(".")
     if len(sections) > MAX_DEPTH:
-        raise ConfigError(f"--set {truncate(key)}: a key has at most {MAX_DEPTH} parts.")
+        raise ConfigError(f"--set {truncate(key)}: a key has at most {MAX_DEPTH} parts; see docs/configuration.md.")
     for section in sections:
         if values.get(section) is None:  # missing or empty
             values[section] = {}
         values = values[section]
         if not isinstance(values, dict):
-            raise ConfigError(f"--set {truncate(key)}: {section} is not a section.")
+            raise ConfigError(
+                f"--set {truncate(key)}: {section} is not a section; write a section and one of its keys, e.g. "
+                "training.max_steps=100."
+            )
     values[name] = value
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from sansgpu.config.errors import ConfigError
-from sansgpu.config.plain_data import MAX_DEPTH, InvalidDataError, read_regular, reason_of, require_plain
+from sansgpu.config.plain_data import MAX_DEPTH, InvalidDataError, read_regular, reason_of, require_plain, unreadable
 from sansgpu.config.wording import shown, truncate
 
 _CLOCKS = "%H:%M", "%I%p", "%I:%M%p"  # 18:00, 6PM, 6:00PM
@@ -53,18 +53,20 @@ def read_values(path: Path) -> Values:
             raise ConfigError(f"{path} is a folder; pass a .yaml, .toml or .json file.")
         text = read_regular(path, MAX_CONFIG_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist.") from None
+        raise ConfigError(f"{path} does not exist; pass the path of a .yaml, .toml or .json file.") from None
     except OSError as error:
-        raise ConfigError(f"{truncate(str(path))} cannot be read: {error.strerror}.") from None
+        raise unreadable(path, error) from None
     except (InvalidDataError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from None
+        raise ConfigError(f"{path} cannot be read: {error}; pass a configuration as UTF-8 text.") from None
     try:
         values = _parse(path, text)
         require_plain(values)
     except RecursionError:
-        raise ConfigError(f"{path} cannot be parsed: values are nested more than {MAX_DEPTH} levels deep.") from None
+        raise ConfigError(
+            f"{path} cannot be parsed: values are nested more than {MAX_DEPTH} levels deep; a configuration has two."
+        ) from None
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be parsed: {reason_of(error)}.") from None
+        raise ConfigError(f"{path} cannot be parsed: {reason_of(error)}; correct the file.") from None
     if values is None:
         return {}
     if not isinstance(values, dict):

@@ -26,6 +26,14 @@ class InvalidDataError(ValueError):
     """A file has invalid text or values. The message is a clause that names the place in the file."""
 
 
+def unreadable(path: Path, error: OSError) -> ConfigError:
+    """Returns the error for a file that the operating system refuses to open or read."""
+    reason = error.strerror or str(error)
+    return ConfigError(
+        f"{truncate(str(path))} cannot be read: {reason}; check that it exists and that you may read it."
+    )
+
+
 @contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
     """Opens a regular file for reading.
@@ -53,11 +61,13 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
     try:
         return read_regular(path, max_bytes).decode()
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+        raise unreadable(path, error) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} cannot be read: it is not UTF-8 text (byte {error.start:,}).") from None
+        raise ConfigError(
+            f"{path} cannot be read: it is not UTF-8 text (byte {error.start:,}); convert it to UTF-8."
+        ) from None
     except InvalidDataError as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from None
+        raise ConfigError(f"{path} cannot be read: {error}; replace the file.") from None
 
 
 def parse_json(text: str | bytes, finite: bool = True) -> Any:

@@ -265,7 +265,10 @@ def task_class(kind: str) -> Any:
     known = built_in_settings().get(kind)
     found = import_class(known.implementation if known else kind)
     if not isinstance(getattr(found, "settings", None), TaskSettings):
-        raise ConfigError(f"task {kind} is not a task class: it has no attribute `settings` with a TaskSettings.")
+        raise ConfigError(
+            f"task {kind} is not a task class, because it has no attribute `settings` with a TaskSettings; set task to "
+            "package.module:Class."
+        )
     return found
 
 

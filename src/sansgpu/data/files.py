@@ -33,6 +33,8 @@ MAX_DEPTH = 100  # levels of nesting in one row
 MAX_EXPANSION, FREE_EXPANSION = 200, 64 << 20  # maximum size / compressed size, applied beyond this many bytes
 
 
+ROW_REMEDY = "; fix or remove the row."
+CONVERT = f"save the data as one of {' '.join(SUFFIXES)}, each also with .gz"
 UNREADABLE = (OSError, EOFError, zlib.error)  # raised for damaged files
 Header = bool | Sequence[str]  # True: the first line has the column names; False: there are none; or the names
 
@@ -141,10 +143,12 @@ def read_lines(path: Path, blank: bool = False) -> Iterator[SourceRow]:
                 try:
                     text = line.decode()
                 except UnicodeDecodeError as error:
-                    yield SourceRow(where, None, f"{where} is not UTF-8 text (byte 0x{line[error.start]:02x}).")
+                    yield SourceRow(
+                        where, None, f"{where} is not UTF-8 text (byte 0x{line[error.start]:02x}){ROW_REMEDY}"
+                    )
                     continue
                 if "\0" in text:
-                    yield SourceRow(where, None, f"{where} is not text (it contains a NUL byte).")
+                    yield SourceRow(where, None, f"{where} is not text (it contains a NUL byte){ROW_REMEDY}")
                 elif blank or text.strip():
                     yield SourceRow(where, text)
     except UNREADABLE as error:
@@ -169,7 +173,7 @@ def _undecodable(path: Path, error: UnicodeDecodeError) -> ConfigError:
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"{path} cannot be read: {error}.")
+    return ConfigError(f"{path} cannot be read: {error}; check that the file is complete and that you may read it.")
 
 
 def _rows(path: Path, header: Header) -> Iterator[SourceRow]:
@@ -289,11 +293,13 @@ def _parse_json(text: str, where: str) -> Any:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{where} is not valid JSON: {error.msg} at character {error.pos}.") from None
+        raise ConfigError(f"{where} is not valid JSON: {error.msg} at character {error.pos}{ROW_REMEDY}") from None
     except (ValueError, RecursionError) as error:  # numbers or nesting beyond Python's limits
-        raise ConfigError(f"{where} cannot be read as JSON: {error}.") from None
+        raise ConfigError(f"{where} cannot be read as JSON: {error}{ROW_REMEDY}") from None
     if nested > MAX_DEPTH and _is_deep(value):
-        raise ConfigError(f"{where} cannot be read as JSON: its values are nested more than {MAX_DEPTH} levels deep.")
+        raise ConfigError(
+            f"{where} cannot be read as JSON: its values are nested more than {MAX_DEPTH} levels deep{ROW_REMEDY}"
+        )
     return value
 
 
@@ -323,7 +329,7 @@ def _csv_rows(path: Path, header: Header) -> Iterator[SourceRow]:
             columns = next(records, []) if header is True else _given_names(header)
             yield from _numbered(path, (_by_column(fields, columns, path) for fields in records))
         except csv.Error as error:
-            raise ConfigError(f"{path}, line {reader.line_num} is not valid CSV: {error}.") from None
+            raise ConfigError(f"{path}, line {reader.line_num} is not valid CSV: {error}{ROW_REMEDY}") from None
 
 
 def _tsv_rows(path: Path, header: Header) -> Iterator[SourceRow]:
@@ -387,4 +393,6 @@ def _parquet_rows(path: Path) -> Iterator[SourceRow]:
             rows = (row for batch in table.iter_batches(batch_size=256) for row in batch.to_pylist())
             yield from _numbered(path, (with_names(row, names) for row in rows))
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # the last two: invalid text or dates
-        raise ConfigError(f"{path} is not a valid Parquet file: {first_line(error)}.") from None
+        raise ConfigError(
+            f"{path} is not a valid Parquet file: {first_line(error)}; download or export it again."
+        ) from None

@@ -14,12 +14,13 @@ from typing import Any
 from sansgpu.config import ARITHMETIC, PYTHON_STDLIB, PYTHON_STDLIB_CHAT, ConfigError, DataConfig, UnreachableError
 from sansgpu.config.errors import require
 from sansgpu.config.paths import local_path
+from sansgpu.config.plain_data import unreadable
 from sansgpu.config.tasks import BUILT_IN_NAMES
 from sansgpu.config.wording import first_line
 from sansgpu.data.arithmetic import fingerprint, sums
 from sansgpu.data.files import (
+    CONVERT,
     PIECE_CHARS,
-    SUFFIXES,
     TEXT_SUFFIXES,
     Piece,
     file_form,
@@ -104,7 +105,7 @@ def open_parts(name: str, data: DataConfig, text_rows: bool = False) -> Sources:
     path = local_path(name)
     if path.is_file():
         if file_form(path) is None and data.tag_column is None:
-            raise ConfigError(f"{path} has an unknown suffix; supported are {' '.join(SUFFIXES)}, each also with .gz.")
+            raise ConfigError(f"{path} has an unknown suffix; {CONVERT}.")
         labels = partial(_label, root=path.parent, depth=0) if text_rows else None
         return Sources(_files_source(name, path.parent, [path], data, labels), None)
     if path.is_dir():
@@ -183,7 +184,7 @@ def dataset_files(root: Path) -> list[Path]:
     found = (p for p in sorted(entries_below(root)) if p.is_file() and file_form(p))
     files = [p for p in found if not any(part.startswith(".") for part in p.relative_to(root).parts)]
     if not files:
-        raise ConfigError(f"{root} has no file with a supported suffix ({' '.join(SUFFIXES)}, each also with .gz).")
+        raise ConfigError(f"{root} has no file with a supported suffix; {CONVERT}.")
     return files
 
 
@@ -249,7 +250,7 @@ def files_fingerprint(files: Mapping[str, Path], settings: tuple[Any, ...]) -> s
         try:
             digest.update(os.fsencode(f"{name}\0{file_sha256(path)}"))
         except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+            raise unreadable(path, error) from None
     return digest.hexdigest()
 
 
@@ -264,7 +265,10 @@ def _hub_sources(name: str, data: DataConfig, local: bool) -> Sources:
     splits = loaded if isinstance(loaded, dict) else {"train": loaded}
     named = {part: next((splits[n] for n in names if n in splits), None) for part, names in PARTS.items()}
     if named["train"] is None:
-        raise ConfigError(f"{name} has no training split; its splits are {', '.join(splits)}.")
+        raise ConfigError(
+            f"{name} has no training split, only {', '.join(splits)}; save the split to train on as a file, and set "
+            "data.dataset_name to it."
+        )
     sources = {
         part: _dataset_source(_title(name, part), split, data.text_column)
         for part, split in named.items()
@@ -287,10 +291,12 @@ def _explained(name: str, local: bool) -> Iterator[None]:
         answered = isinstance(error, datasets.exceptions.DatasetsError)  # e.g. the Hub has no dataset of this name
         if not local and isinstance(error, OSError) and not answered:
             raise UnreachableError(
-                f'dataset "{name}" was not found: no such file or folder, and the Hub is unreachable ({reason})'
+                f'dataset "{name}" was not found: no such file or folder, and the Hub is unreachable ({reason}); '
+                "correct the name, or download the dataset and set data.dataset_name to its folder"
             ) from None
         raise ConfigError(
-            f"{name} is not a local path, and loading it as a Hugging Face dataset failed: {reason}."
+            f"{name} is not a local path, and loading it as a Hugging Face dataset failed ({reason}); correct the "
+            "name, or set data.dataset_name to a file or folder."
         ) from None
 
 

@@ -140,7 +140,9 @@ def open_teacher_folder(root: Path) -> TeacherFolder:
     """Opens a folder, possibly with missing shards. Raises ConfigError if it is not one, or a file was changed."""
     if not is_teacher_folder(root):
         what = "it has no MANIFEST.json" if root.is_dir() else "it does not exist"
-        raise ConfigError(f"{root} is not a folder written by `sansgpu distill`: {what}.")
+        raise ConfigError(
+            f"{root} is not a folder written by `sansgpu distill`: {what}; pass the --output of that command."
+        )
     manifest = read_object(root / MANIFEST)
     settings, files, shards = (manifest.get(key) for key in ("settings", "files", "shards"))
     version = manifest.get("format")

@@ -289,13 +289,15 @@ class CharTokenizer(Tokenizer):
 def parsed_tokenizer(text: str, end_of_text: str | None, source: Path) -> Tokenizer:
     """Parses a tokenizer.json. Raises ConfigError if it is invalid or has no end-of-text token."""
     if (flaw := tokenizer_flaw(text)) is not None:
-        raise ConfigError(f"{source} is not a usable tokenizer: {flaw}.")
+        raise ConfigError(f"{source} is not a usable tokenizer: {flaw}; download or save it again.")
     try:
         return Tokenizer(Backend.from_str(text), end_of_text)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     except (TypeError, UnicodeEncodeError):  # UnicodeEncodeError: an unpaired surrogate
-        raise ConfigError(f"{source}: eos_token in tokenizer_config.json is not a string; fix it.") from None
+        raise ConfigError(
+            f"{source}: eos_token in tokenizer_config.json is not a string; set it to the text of a token."
+        ) from None
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
@@ -339,7 +341,10 @@ def _loaded_by_transformers(name: str | Path, remote_code: bool = False) -> tupl
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(str(name), trust_remote_code=remote_code)
     except Exception as error:
-        raise ConfigError(f"cannot load the tokenizer of {name}: {first_line(error)}.") from None
+        raise ConfigError(
+            f"the tokenizer of {name} cannot be loaded ({first_line(error)}); set data.tokenizer to bpe, char or a "
+            "tokenizer.json."
+        ) from None
     if not getattr(loaded, "is_fast", False):
         raise ConfigError(f"{name} has no tokenizer.json; convert it with transformers first.")
     return Backend.from_str(loaded.backend_tokenizer.to_str()), loaded.eos_token

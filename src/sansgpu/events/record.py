@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError, RunPaths, TaskSettings, recorded_values, require_identity
-from sansgpu.config.plain_data import InvalidDataError
+from sansgpu.config.plain_data import InvalidDataError, unreadable
 from sansgpu.config.tasks import kind_of, settings_of
 from sansgpu.events.event import Event
 from sansgpu.events.jsonl import read_record
@@ -21,6 +21,11 @@ from sansgpu.files.reading import read_validated
 def seconds_of(events: Iterable[Event]) -> float:
     """Returns the total run time of all processes of a run."""
     return max((e.get("elapsed_seconds") or e.get("seconds") or 0.0 for e in events), default=0.0)
+
+
+def not_a_run(folder: Path) -> ConfigError:
+    """Returns the error for a folder that no training run wrote."""
+    return ConfigError(f"{folder} is not a run: it has no config.yaml; pass the --output-dir of a training run.")
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class RunRecord:
     def read(cls, paths: RunPaths) -> RunRecord:
         """Reads a run. Raises ConfigError if the folder is not a run or its files are invalid."""
         if not paths.config.exists():
-            raise ConfigError(f"{paths.root} is not a run: it has no config.yaml.")
+            raise not_a_run(paths.root)
         config = recorded_values(paths.config)
         file = paths.environment
         try:
@@ -45,9 +50,9 @@ class RunRecord:
             file = paths.metrics
             events, problem = read_record(file)
         except OSError as error:
-            raise ConfigError(f"{file} cannot be read: {error.strerror}.") from None
+            raise unreadable(file, error) from None
         except InvalidDataError as error:
-            raise ConfigError(f"{file} cannot be read: {error}.") from None
+            raise ConfigError(f"{file} is damaged: {error}; restore it from a backup, or delete it.") from None
         return cls(paths, config, environment, events, problem)
 
     @classmethod

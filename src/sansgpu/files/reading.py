@@ -26,14 +26,17 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(read_text(path, MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from None
+        raise ConfigError(f"{path} is not valid JSON ({error}); correct it, or download or export it again.") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file. Raises ConfigError like `read_json`, or if the value is not an object."""
     value = read_json(path)
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} contains a value of type {type(value).__name__} instead of keys and values; fix it.")
+        raise ConfigError(
+            f"{path} contains a value of type {type(value).__name__} instead of keys and values; correct it, or "
+            "download or export it again."
+        )
     return value
 
 

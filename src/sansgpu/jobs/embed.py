@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from sansgpu.config import ConfigError, DataConfig, SansGPUError, TrainingConfig
 from sansgpu.config.wording import first_line
-from sansgpu.data.files import SUFFIXES, file_form
+from sansgpu.data.files import CONVERT, file_form
 from sansgpu.data.rows import BadRowError, SourceRow, row_text
 from sansgpu.data.shards import ReportProgress, counting
 from sansgpu.data.sources import dataset_files, open_single
@@ -108,7 +108,7 @@ def embed(request: EmbedRequest, warn: Callable[[str], None], progress: ReportPr
                 write(chunk, loaded.task_class.encode_texts(loaded, texts, counted, words))
                 done += len(chunk)
         if not done:
-            raise ConfigError(f"{data} has no rows.")
+            raise ConfigError(f"{data} has no rows; pass a file with at least one.")
     return Embedded(done, loaded.precision, agreement)
 
 
@@ -286,7 +286,7 @@ def _files_of(folder: Path) -> list[Path]:
     if not folder.exists():
         raise ConfigError(f"{folder} does not exist; pass a folder of documents, or a file.")
     if file_form(folder) is None:
-        raise ConfigError(f"{folder} has an unknown suffix; supported are {' '.join(SUFFIXES)}, each also with .gz.")
+        raise ConfigError(f"{folder} has an unknown suffix; {CONVERT}.")
     return [folder]
 
 

@@ -354,7 +354,10 @@ def export_static(
 def _require_plain_folder(target: Path, model: ModelRequest, output: Path | None) -> None:
     """Raises ConfigError unless `target` is a Hugging Face folder, and the options are for one."""
     if not (target / "config.json").is_file():
-        raise ConfigError(f"{target} is neither a run nor a Hugging Face folder: it has no config.yaml or config.json.")
+        raise ConfigError(
+            f"{target} is neither a run nor a Hugging Face folder, which have a config.yaml or a config.json; "
+            "pass one of them."
+        )
     if output is None:
         raise ConfigError(f"{target} is not a run; set --output to the folder to write.")
     if model.snapshot != "latest" or model.objective is not None:

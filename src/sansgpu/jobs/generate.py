@@ -128,7 +128,7 @@ def generate_rows(request: GenerateRequest, warn: Callable[[str], None], progres
     prompts = list(_encoded(request.data, model, bad_rows, progress))
     bad_rows.report(lambda note: warn(f"{request.data}: {note}"))
     if not prompts:
-        raise ConfigError(f"{request.data} has no rows to complete; rows need a prompt, messages or a text.")
+        raise ConfigError(f"{request.data} has no rows to complete; add rows, which need a prompt, messages or a text.")
     file = PartialFile(
         request.output, target, _fingerprint(request, loaded, prompts), weights_sha256(loaded.objective.model)
     )

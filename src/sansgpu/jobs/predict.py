@@ -89,7 +89,7 @@ def rows_of(
     row = None
     for row in each(source.rows()):
         if not isinstance(row.readable_value(), dict):
-            raise ConfigError(f"{row.where} is not an object with columns.")
+            raise row.error("it is not an object with columns")
         yield LocatedRow(row)
     if row is None:
-        raise ConfigError(f"{name} has no rows.")
+        raise ConfigError(f"{name} has no rows; pass a file with at least one.")

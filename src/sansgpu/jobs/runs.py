@@ -10,7 +10,7 @@ from filelock import FileLock, Timeout
 
 from sansgpu.config import ABANDONED_FOLDER, ConfigError, RunPaths
 from sansgpu.config.paths import RUNS
-from sansgpu.events.record import RunRecord
+from sansgpu.events.record import RunRecord, not_a_run
 from sansgpu.files.ownership import require_folder
 from sansgpu.views.results import RunSummary, changed_settings, size_bytes, summarize
 
@@ -47,7 +47,7 @@ def run_folders(folder: Path) -> Iterator[Path]:
 def require_run(run: Path) -> None:
     """Raises ConfigError unless `run` is a run folder that may be written to."""
     if not (run / "config.yaml").is_file():
-        raise ConfigError(f"{run} is not a run: it has no config.yaml.")
+        raise not_a_run(run)
     require_folder(run.resolve(), "run", "--output")
 
 

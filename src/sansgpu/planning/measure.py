@@ -83,7 +83,8 @@ def measure_in_subprocess(request: MeasureRequest) -> Measured:
             raise
         except Exception as error:  # anything that torch or its compiler may raise
             raise SansGPUError(
-                f"the measurement failed: {' '.join(str(error).split())[:MAX_REASON_CHARACTERS]}."
+                f"the measurement failed ({' '.join(str(error).split())[:MAX_REASON_CHARACTERS]}); run the command "
+                "with --debug to see where."
             ) from error
 
 

@@ -127,7 +127,8 @@ def _require_memory(config: Config, run: TrainingRun) -> None:
     memory = estimate_memory(config, replace(run.execution, micro_batch=size))
     if not memory.fits(run.available):
         raise SansGPUError(
-            f"it needs {memory.least / 1e9:.1f} GB of memory, but {run.available / 1e9:.1f} GB are available"
+            f"it needs {memory.least / 1e9:.1f} GB of memory, but {run.available / 1e9:.1f} GB are available; "
+            "stop other programs"
         )
 
 

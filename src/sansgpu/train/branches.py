@@ -60,7 +60,9 @@ class Branch:
         try:
             self.folder.rename(trash)
         except OSError as error:
-            raise SansGPUError(f"{self.folder} cannot be deleted: {error.strerror}.") from None
+            raise SansGPUError(
+                f"{self.folder} cannot be deleted: {error.strerror}; check the permissions of its parent folder."
+            ) from None
         _discard(trash)
 
 

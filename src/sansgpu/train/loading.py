@@ -103,7 +103,9 @@ def class_of_model(target: str, verb: Verb) -> TaskClass:
     found = next((task for task in able if task.recognizes(target)), None)
     found = found or next((task for task in able if verb in task.verbs_for_any_model), None)
     if found is None:
-        raise ConfigError(f"{target} is neither a run of task {_tasks_with(verb)} nor a folder exported from one.")
+        raise ConfigError(
+            f"{target} is neither a run of task {_tasks_with(verb)} nor a folder exported from one; pass one of these."
+        )
     return found
 
 

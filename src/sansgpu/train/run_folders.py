@@ -35,6 +35,7 @@ from sansgpu.config.paths import RUNS, local_path
 from sansgpu.config.tasks import TRAINED_TOKENIZERS, is_outside
 from sansgpu.data.shards import ReportProgress
 from sansgpu.events.escape import printable_line
+from sansgpu.events.record import not_a_run
 from sansgpu.files.atomic import cleanup_of, make_folder, scratch_folder, write_failures_as, write_text
 from sansgpu.files.marks import MARK, FolderMark, is_output, read_mark, write_mark
 from sansgpu.files.ownership import require_folder, require_no_links
@@ -175,7 +176,7 @@ def require_allowed(config: Config, file: Path, overrides: Sequence[Override]) -
 def recorded_config(folder: Path) -> Config:
     """Returns a run's recorded configuration, which may name untrusted code. Raises ConfigError if it is unreadable."""
     if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"{folder} is not a run: it has no config.yaml.")
+        raise not_a_run(folder)
     return load_config(folder / "config.yaml", own=False)[0]
 
 

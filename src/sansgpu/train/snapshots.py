@@ -139,7 +139,9 @@ class Snapshot:
             reason = str(error)
         except OSError as error:
             reason = str(error.strerror)
-        raise ConfigError(f"{self.folder} is not a complete snapshot: {name} cannot be read: {reason}.")
+        raise ConfigError(
+            f"{self.folder} is not a complete snapshot: {name} cannot be read ({reason}); choose another one."
+        )
 
     def content_id(self) -> str:
         """Returns the SHA-256 of canonical JSON with the hashes of weights and moments and the training progress.
@@ -150,7 +152,10 @@ class Snapshot:
         files = self.manifest()["files"]
         learned = {key: value for key, value in self.state()["progress"].items() if key != TIME_DEPENDENT_KEY}
         if missing := {WEIGHTS, MOMENTS} - files.keys():
-            raise ConfigError(f"{self.folder} is not a complete snapshot: {MANIFEST} does not list {min(missing)}.")
+            raise ConfigError(
+                f"{self.folder} is not a complete snapshot: {MANIFEST} does not list {min(missing)}; choose "
+                "another one."
+            )
         content = {"weights": files[WEIGHTS], "moments": files[MOMENTS], "progress": learned}
         text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()

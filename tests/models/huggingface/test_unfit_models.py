@@ -80,6 +80,6 @@ def test_an_operation_that_onnx_does_not_have_is_named(tmp_path: Path, capsys: C
     capsys.readouterr()
     assert cli(["export", str(folder), "--format", "onnx", "--output", str(tmp_path / "onnx")]) == 2
     said = sentence(capsys)
-    assert said.startswith(f"sansgpu: {folder} cannot be exported as ONNX: No ONNX function found for ")
+    assert said.startswith(f"sansgpu: {folder} cannot be exported as ONNX (No ONNX function found for ")
     assert "grouped_mm" in said
     assert said.endswith(".")

@@ -194,7 +194,10 @@ class _GenerationOptions:
         self.sampling = Sampling(temperature, top_k, top_p) if is_sampled else Sampling(0.0)
         for name, value in rest.items():
             if value is not None and (name not in _WITHOUT_EFFECT or value != _WITHOUT_EFFECT[name]):
-                raise ConfigError(f"a task asks for {name}: {value} in generation, which sansgpu does not support.")
+                raise ConfigError(
+                    f"a task asks for {name}: {value} in generation, which sansgpu does not support; choose "
+                    "a different task."
+                )
         if self.limit >= model.max_length:
             raise ConfigError(
                 f"a task generates up to {counted(self.limit, 'token')}, but the model's context has only "

@@ -61,13 +61,18 @@ def task_errors(name: str) -> Iterator[None]:
         raise ConfigError(f"task {name} needs the package {error.name}, which is not installed; install it.") from error
     except OSError as error:
         if isinstance(error, (FileNotFoundError, datasets.exceptions.DatasetsError)):
-            raise ConfigError(f"the data of task {name} cannot be loaded: {first_line(error)}.") from error
+            raise ConfigError(
+                f"the data of task {name} cannot be loaded ({first_line(error)}); correct its dataset_path."
+            ) from error
         raise ConfigError(
             f"the dataset of task {name} is not in the cache of `datasets`, and the Hub is unreachable "
             f"({first_line(error)}); run the command once with access to the Hub."
         ) from error
     except Exception as error:  # tasks are foreign code and data, which may raise anything
-        raise ConfigError(f"task {name} cannot be used: {type(error).__name__}: {first_line(error)}.") from error
+        raise ConfigError(
+            f"task {name} cannot be used ({type(error).__name__}: {first_line(error)}); correct its YAML file, or "
+            "choose a different task."
+        ) from error
 
 
 def _is_local(name: str) -> bool:
@@ -96,12 +101,12 @@ def _add_local(manager: TaskManager, path: Path, trusts: bool) -> list[str]:
         if not any(key in values for key in _DEFINING):
             if path.is_dir():
                 continue
-            raise ConfigError(f"{file} defines no task: it has no key `task`.")
+            raise ConfigError(f"{file} defines no task, because it has no key `task`; add one with its name.")
         _name_of(file, values)
         _find_data_beside(values, file.parent)
         TaskIndex.process_cfg(values, file, index)
     if not index:
-        raise ConfigError(f"{path} has no YAML file that defines a task.")
+        raise ConfigError(f"{path} has no YAML file that defines a task; pass a folder with one.")
     for name, entry in index.items():
         if entry.kind.name != "TAG" and manager.task_index.get(name) is not None:
             raise ConfigError(f"{entry.yaml_path}: lm-evaluation-harness has a task {name}, too; choose a new name.")
@@ -134,7 +139,7 @@ def _read(file: Path, trusts: bool, including: tuple[Path, ...]) -> dict[str, An
         with task_errors(str(file)):
             return dict(load_yaml(file))
     if file.resolve() in including:
-        raise ConfigError(f"{file} includes itself.")
+        raise ConfigError(f"{file} includes itself; remove the line.")
     try:
         values = read_values(file)
     except ConfigError as error:

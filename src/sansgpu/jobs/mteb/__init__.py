@@ -55,7 +55,10 @@ def evaluate_mteb(
                 with reading_hub():
                     task.load_data()
             except Exception as error:  # datasets raises errors of all kinds
-                raise ConfigError(f"--mteb {name}: its data cannot be read ({first_line(error)}).") from None
+                raise ConfigError(
+                    f"--mteb {name}: its data cannot be read ({first_line(error)}); run the command once with access "
+                    "to the Hub, or pass a folder with the task's data."
+                ) from None
             try:
                 cache = ResultCache(run / RESULTS) if is_run else None
                 options = {"batch_size": BATCH}
@@ -69,7 +72,10 @@ def evaluate_mteb(
                     co2_tracker=False,
                 )
             except (KeyError, ValueError, TypeError) as error:
-                raise ConfigError(f"--mteb {name}: its data do not fit the task ({first_line(error)}).") from None
+                raise ConfigError(
+                    f"--mteb {name}: its data do not fit the task ({first_line(error)}); correct the columns or the "
+                    "type of the task."
+                ) from None
             results.append(_scores(task, result))
     mean = sum(result["main_score"] for result in results) / len(results)
     step = encoder.loaded.source.step
@@ -92,7 +98,7 @@ def open_tasks(names: str) -> list[AbsTask]:
         try:
             task = get_task(name)
         except KeyError as error:
-            raise ConfigError(f"--mteb {name} is not a task of mteb ({error.args[0]}).") from None
+            raise ConfigError(f"--mteb {name} is not a task of mteb ({error.args[0]}); correct its name.") from None
         if task.metadata.modalities != ["text"]:
             raise ConfigError(f"--mteb {name} is not a task for texts; choose another one.")
         found.append(task)

@@ -50,7 +50,8 @@ def local_task(folder: Path) -> AbsTask:
         near = get_close_matches(str(unknown), ["type", *KEYS], n=1)
         raise ConfigError(
             f"{file}: unknown key {shown(unknown)}"
-            + (f" (did you mean {near[0]}?)." if near else f" (known keys: type, {', '.join(KEYS)}).")
+            + (f" (did you mean {near[0]}?)" if near else "")
+            + f"; use only type, {', '.join(KEYS)}."
         )
     kind = TYPES.get(str(given.get("type")))
     if kind is None:
@@ -63,7 +64,7 @@ def local_task(folder: Path) -> AbsTask:
         metadata = TaskMetadata(dataset=source, **values)
         metadata._validate_metadata()
     except (ValidationError, ValueError) as error:
-        raise ConfigError(f"{file}: {_problem(error)}.") from None
+        raise ConfigError(f"{file}: {_problem(error)}; correct it.") from None
     made: AbsTask = type("LocalTask", (kind.task_class,), {"metadata": metadata})()
     return made
 

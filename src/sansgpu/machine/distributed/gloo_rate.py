@@ -46,10 +46,16 @@ def measure_gloo(size: int, dtype: str) -> Link:
             first, _ = (rank.result() for rank in both)
             return first
         except BrokenProcessPool:
-            raise SansGPUError("the bandwidth of gloo could not be measured: a measuring process was killed.") from None
+            raise SansGPUError(
+                "the bandwidth of gloo could not be measured, because a measuring process was killed; free some "
+                "memory, and run the command again."
+            ) from None
         except RuntimeError as error:  # raised by gloo
             reason = " ".join(str(error).split())[:MAX_ERROR_CHARS]
-            raise SansGPUError(f"the bandwidth of gloo could not be measured over {LOOPBACK}: {reason}.") from None
+            raise SansGPUError(
+                f"the bandwidth of gloo could not be measured over {LOOPBACK} ({reason}); check that the firewall "
+                "allows connections of this machine to itself."
+            ) from None
 
 
 def _rank(rank: int, meeting: str, size: int, dtype: str) -> Link:

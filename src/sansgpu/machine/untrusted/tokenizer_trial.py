@@ -61,7 +61,10 @@ def tokenizer_errors(where: str = "") -> Iterator[None]:
         if type(error) is not Exception and not is_panic(error):  # the library raises bare Exception or panics
             raise
         place = f"{where}: " if where else ""
-        raise ConfigError(f"{place}the tokenizer fails on this text ({first_line(error)}).") from None
+        raise ConfigError(
+            f"{place}the tokenizer fails on this text ({first_line(error)}); remove the text, or use a different "
+            "tokenizer."
+        ) from None
 
 
 def _try(content: bytes) -> bytes:

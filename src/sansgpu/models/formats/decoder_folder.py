@@ -92,7 +92,10 @@ def _build_decoder(config: ModelConfig, weights: Mapping[str, Matrix], source: P
         model.load_state_dict({name: value for name, value in plain.items() if value is not None}, assign=True)
     except (RuntimeError, MemoryError, ValueError, AssertionError, AttributeError, ConfigError) as error:
         reason = " ".join(str(error).split())[:300]  # torch lists every missing weight
-        raise ConfigError(f"{source}: the weights do not match the model's config: {reason}") from None
+        raise ConfigError(
+            f"{source}: the weights do not match the model's config ({reason.removesuffix('.')}); download or "
+            "export it again."
+        ) from None
     return model
 
 
@@ -117,7 +120,9 @@ def decoder_config(source: Path) -> ModelConfig | None:
     if is_gguf(str(source)):
         return _config_from(open_gguf(source).settings, source)
     if not (source / "config.json").exists():
-        raise ConfigError(f"{source} is not a Hugging Face model folder: it has no config.json.")
+        raise ConfigError(
+            f"{source} is not a Hugging Face model folder: it has no config.json; pass the folder that contains it."
+        )
     return _config_from(folder_settings(source), source)
 
 
@@ -127,9 +132,13 @@ def _config_from(settings: dict[str, Any], source: Path) -> ModelConfig | None:
     except KeyError as error:
         raise ConfigError(f"{source}: config.json has no {error.args[0]}; save the model again.") from None
     except ValidationError as error:
-        raise ConfigError(f"{source}: config.json is not valid: {'; '.join(problems(error, Config))}.") from None
+        raise ConfigError(
+            f"{source}: config.json is not valid ({'; '.join(problems(error, Config))}); correct these values."
+        ) from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(f"{source}: config.json has a value of an unexpected type ({first_line(error)}).") from None
+        raise ConfigError(
+            f"{source}: config.json has a value of an unexpected type ({first_line(error)}); download the model again."
+        ) from None
 
 
 class HuggingFaceLM(torch.nn.Module):

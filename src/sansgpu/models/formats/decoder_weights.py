@@ -65,7 +65,7 @@ def _translate(name: str, modules: Mapping[str, str]) -> str:
     layer = _LAYER.search(name)
     module, _, parameter = _LAYER.sub("{}", name, count=1).rpartition(".")
     if module not in modules:
-        raise ConfigError(f"this layout has no weight named {name}.")
+        raise ConfigError(f"its layout has no weight named {name}; download or export the model again.")
     return f"{modules[module].format(layer[0] if layer else '')}.{parameter}"
 
 

@@ -45,7 +45,7 @@ def write_folder_atomically(folder: Path, write: Callable[[Path], None]) -> None
         with write_failures_as(SansGPUError, folder), replace_folder(folder, "model") as new:
             write(new)
     except SafetensorError as error:
-        raise SansGPUError(f"{folder} cannot be written: {error}.") from None
+        raise SansGPUError(f"{folder} cannot be written ({error}); free some space or choose another folder.") from None
 
 
 class SavedTokenizer(Protocol):
@@ -108,18 +108,23 @@ def require_possible_sizes(settings: Any, source: Path) -> None:
     """Raises ConfigError if a config has implausibly large sizes, or key-value heads that do not divide the heads."""
     if not isinstance(settings, dict):
         raise ConfigError(
-            f"{source} contains a value of type {type(settings).__name__} instead of keys and values; fix it."
+            f"{source} contains a value of type {type(settings).__name__} instead of keys and values; download the "
+            "model again."
         )
     for key, value in settings.items():
         if isinstance(value, dict):
             require_possible_sizes(value, source)
         limit = MAX_PARTS if _PARTS.search(key) else MAX_WIDTH if _WIDTHS.search(key) else None
         if limit is not None and isinstance(value, (int, float)) and not -limit <= value <= limit:
-            raise ConfigError(f"{source}: {key} is larger than {limit:,}, the largest plausible value; fix it.")
+            raise ConfigError(
+                f"{source}: {key} is {shown(value)}, but models have at most {limit:,}; correct it, or download the "
+                "model again."
+            )
     heads, kv_heads = (settings.get(key) for key in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads:
         raise ConfigError(
-            f"{source}: num_key_value_heads is {kv_heads}, which does not divide {heads} attention heads."
+            f"{source}: num_key_value_heads is {kv_heads}, which does not divide num_attention_heads, {heads}; correct "
+            "one of the two."
         )
 
 
@@ -127,8 +132,8 @@ def require_layers(layers: int, weights: int, source: Path | str) -> None:
     """Raises ConfigError if a config asks for more layers than there are weights, before they are all built."""
     if layers > max(weights, ALLOWED_LAYERS):
         raise ConfigError(
-            f"{source}: the weights do not match the model's config: {counted(layers, 'layer')}, but "
-            f"{counted(weights, 'weight')}."
+            f"{source}: the weights do not match the model's config ({counted(layers, 'layer')}, but "
+            f"{counted(weights, 'weight')}); download or export it again."
         )
 
 

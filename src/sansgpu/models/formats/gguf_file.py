@@ -143,7 +143,9 @@ class GGUFFile:
         self._architecture = str(self._metadata.get(Keys.General.ARCHITECTURE))
         if self._architecture not in BY_GGUF_NAME:
             known = ", ".join(BY_GGUF_NAME)
-            raise ConfigError(f"{path} has the unsupported architecture {self._architecture}; supported are {known}.")
+            raise ConfigError(
+                f"{path} has the unsupported architecture {self._architecture}; use a model with one of {known}."
+            )
         self._model_type = model_type_of(self._architecture, self._metadata)
         self._layout = LAYOUTS[self._model_type]
         try:
@@ -168,9 +170,11 @@ class GGUFFile:
         except BaseException as error:  # `tokenizers` raises a bare Exception for invalid merges, or panics in Rust
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
-            raise ConfigError(f"{self.path}: its tokenizer is invalid ({truncate(str(error))}).") from None
+            raise ConfigError(
+                f"{self.path}: its tokenizer is invalid ({truncate(str(error))}); download or export it again."
+            ) from None
         if flaw is not None:
-            raise ConfigError(f"{self.path}: its tokenizer is invalid ({flaw}).")
+            raise ConfigError(f"{self.path}: its tokenizer is invalid ({flaw}); download or export it again.")
         return parts
 
     def weights(self) -> Weights:
@@ -206,7 +210,8 @@ class GGUFFile:
             module, _, parameter = name.rpartition(".")
             if module not in hf_modules:
                 raise ConfigError(
-                    f"{self.path}: the weight {name} does not belong to the architecture {self._architecture}."
+                    f"{self.path}: the weight {name} does not belong to the architecture {self._architecture}; "
+                    "download or export the file again."
                 )
             hf_name = f"{hf_modules[module]}.{parameter}"
             found[hf_name] = self._stored(name, hf_name, tensor)
@@ -231,7 +236,10 @@ class GGUFFile:
             values = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
         except NotImplementedError:
             encoding = tensor.tensor_type.name
-            raise ConfigError(f"{self.path}: {name} has the unsupported type {encoding}.") from None
+            raise ConfigError(
+                f"{self.path}: the tensor {name} has the type {encoding}, which cannot be read; use a file in another "
+                "quantization, e.g. Q4_K_M or Q8_0."
+            ) from None
         return _from_file(hf_name, torch.from_numpy(values), self.settings)
 
     def _blocks(self, hf_name: str, tensor: GGUFTensor, known: BlockFormat) -> QuantizedWeight:

@@ -30,7 +30,9 @@ def require_expressible(settings: Settings) -> None:
     """Raises ConfigError if llama.cpp does not support a setting of the model."""
     architecture = settings["model_type"]
     if architecture not in LAYOUTS:
-        raise ConfigError(f"--format gguf supports {KNOWN}, but this model has the architecture {architecture}.")
+        raise ConfigError(
+            f"--format gguf supports {KNOWN}, but this model has the architecture {architecture}; use --format hf."
+        )
     layout = LAYOUTS[architecture]
     if (activation := settings.get(layout.activation_key)) not in (*layout.gguf_activations, None):
         supported = " or ".join(layout.gguf_activations)

@@ -26,6 +26,7 @@ _FACTORS, _LONG, _SHORT = ROPE_TENSORS = (
     "rope_factors_long.weight",
     "rope_factors_short.weight",
 )
+OTHER_FORMAT = "use the model in Hugging Face's format"
 _THETA = 10_000.0  # default if a file has none
 _LOCAL_THETA = "{arch}.rope.freq_base_swa"
 _LLAMA3_KEY = "sansgpu.rope_parameters"  # JSON of the parameters from which Llama 3's factors are computed
@@ -78,7 +79,7 @@ def read_rope(
     """Returns the settings of RoPE. Raises ConfigError if its scaling is not supported."""
     scaling = value_of(Keys.Rope.SCALING_TYPE) or "none"
     if scaling not in ("none", *layout.gguf_rope_types):
-        raise ConfigError(f"its RoPE scaling type {scaling} is not supported.")
+        raise ConfigError(f"its RoPE scaling type {scaling} is not supported; {OTHER_FORMAT}.")
     if (own := value_of(_LLAMA3_KEY)) is not None:
         return {"rope_parameters": json.loads(own)}
     rope = {"rope_type": "default", "rope_theta": value_of(Keys.Rope.FREQ_BASE) or _THETA}
@@ -89,7 +90,7 @@ def read_rope(
         local = {"rope_type": "default", "rope_theta": value_of(_LOCAL_THETA) or _THETA}
         return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
     if any(array.shape != (rotated // 2,) or not (array > 0).all() for array in factors.values()):
-        raise ConfigError(f"its RoPE factors are not {rotated // 2} positive numbers.")
+        raise ConfigError(f"its RoPE factors are not {rotated // 2} positive numbers; {OTHER_FORMAT}.")
     if "llama3" in layout.gguf_rope_types and _FACTORS in factors:
         return {"rope_parameters": _read_llama3(rope, settings, factors[_FACTORS])}
     if "longrope" in layout.gguf_rope_types and _LONG in factors:
@@ -100,7 +101,7 @@ def read_rope(
 def _read_llama3(rope: Settings, settings: Settings, factors: np.ndarray) -> dict[str, Any]:
     scaled = {**rope, "rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3}
     if not np.allclose(_llama3_factors(scaled, settings["head_dim"]).numpy(), factors, rtol=1e-4):
-        raise ConfigError("its RoPE scaling is not that of Llama 3, the only one that is supported.")
+        raise ConfigError(f"its RoPE scaling is not that of Llama 3, the only one that is supported; {OTHER_FORMAT}.")
     return scaled
 
 

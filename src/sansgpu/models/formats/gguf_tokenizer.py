@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError
+from sansgpu.models.formats.gguf_rope import OTHER_FORMAT
 from sansgpu.models.formats.tokenizers import TokenizerParts
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -116,7 +117,9 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> Back
     pre = metadata.get(Keys.Tokenizer.PRE)
     split = next((key for key, name in _PRE_TOKENIZERS.items() if name == pre), None)
     if metadata.get(Keys.Tokenizer.MODEL) != "gpt2" or split is None:
-        raise ConfigError(f"its tokenizer ({pre}) is not supported, and the file contains no tokenizer.json.")
+        raise ConfigError(
+            f"its tokenizer ({pre}) is not supported, and the file contains no tokenizer.json; {OTHER_FORMAT}."
+        )
     patterns, ignore_merges = split
     merges = [tuple(merge.split(" ", 1)) for merge in metadata[Keys.Tokenizer.MERGES]]
     backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges))
@@ -224,7 +227,8 @@ def _pre_tokenizer(raw: Mapping[str, Any]) -> str:
             return name
     raise ConfigError(
         "llama.cpp does not support this tokenizer; --format gguf supports byte-level BPE with the pre-tokenizers of "
-        "GPT-2, GPT-4, GPT-4o, Llama 3, Mistral Nemo, Qwen and sansgpu, SentencePiece's BPE, and character tokenizers."
+        "GPT-2, GPT-4, GPT-4o, Llama 3, Mistral Nemo, Qwen and sansgpu, SentencePiece's BPE, and character tokenizers; "
+        "use --format hf."
     )
 
 

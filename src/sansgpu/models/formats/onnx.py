@@ -112,7 +112,8 @@ def write_onnx(source: Path, name: str, folder: Path, weight_type: str, remote_c
         found.append(_compare(traced, path, name))
         if weight_type == "f32" and not found[0].is_exact:
             raise SansGPUError(
-                f"{name} cannot be exported as ONNX: the outputs of the file differ from those of torch ({found[0]})."
+                f"{name} cannot be exported as ONNX: the outputs of the file differ from those of torch ({found[0]}); "
+                "use --format hf."
             )
         model.config.save_pretrained(partial)
         save_tokenizer(tokenizer, partial)
@@ -137,8 +138,8 @@ def _head_of(source: Path, name: str) -> HeadType:
     if found is None:
         known = " ".join(f"*{endings[head_type]}" for head_type in _OUTPUTS)
         raise ConfigError(
-            f"{name} cannot be exported as ONNX: its architecture in config.json is {architecture}; supported are "
-            f"transformers' {known}."
+            f"{name} cannot be exported as ONNX: its architecture in config.json is {architecture}; pass a model with "
+            f"one of transformers' {known}, or use --format hf."
         )
     return found
 
@@ -248,7 +249,7 @@ def _trace(model: _TracedModel, path: Path, name: str) -> None:
                 dynamic_shapes=tuple(sizes for _ in model.inputs),
             )
         except (torch.onnx.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
-            raise ConfigError(f"{name} cannot be exported as ONNX: {_reason(error)}.") from None
+            raise ConfigError(f"{name} cannot be exported as ONNX ({_reason(error)}); use --format hf.") from None
         assert program is not None
         ClearMetadataAndDocStringPass()(program.model)  # removes stack traces with paths of this machine
         program.save(path)
@@ -304,7 +305,7 @@ def _compare(model: _TracedModel, path: Path, name: str) -> OnnxCheck:
     if any(isinstance(size, int) for given in session.get_inputs() for size in given.shape):
         raise ConfigError(
             f"{name} cannot be exported as ONNX: the exporter unrolls its recurrence, so that the file would take only "
-            "texts of one length."
+            "texts of one length; use --format hf."
         )
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     for shape in _CHECKED_SHAPES:

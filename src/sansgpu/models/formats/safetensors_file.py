@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from sansgpu.config import ConfigError
+from sansgpu.config.plain_data import unreadable
 from sansgpu.config.wording import truncate
 from sansgpu.files.reading import require_regular_file
 from sansgpu.machine.disk import Bytes, write_hashed
@@ -42,7 +43,7 @@ def readable_weights(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
+        raise unreadable(path, error) from None
     except _UNREADABLE as error:
         reason = truncate(" ".join(str(error).split())).removesuffix(".")
         raise ConfigError(f"{path} is a damaged safetensors file ({reason}); download or export it again.") from None

@@ -54,5 +54,5 @@ class TokenizerParts:
             return None
         name = self.backend.id_to_token(index) if type(index) is int and 0 <= index < 1 << 32 else None
         if name is None:
-            raise ConfigError(f"the tokenizer has no token {index}.")
+            raise ConfigError(f"the tokenizer has no token {index}, which its settings name; correct its token ids.")
         return str(name)

@@ -35,7 +35,9 @@ def set_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: Path
         model.load_state_dict(weights, assign=assign)
     except (RuntimeError, TypeError) as error:
         reason = truncate(" ".join(str(error).split()))
-        raise ConfigError(f"{source} does not match the model: {reason}") from None
+        raise ConfigError(
+            f"{source} does not match the model ({reason.removesuffix('.')}); train or export it again."
+        ) from None
 
 
 def weights_sha256(model: nn.Module) -> str:

@@ -46,14 +46,17 @@ def prompt_text(
     ConfigError if the chat template refuses the conversation, or if there is none.
     """
     if tokenizer.chat_template is None:
-        raise ConfigError("the model has no chat template.")
+        raise ConfigError("the model has no chat template; set data.chat_template, or pass a text instead of messages.")
     try:
         template = revise(tokenizer.get_chat_template())
         prompt = render_prefixes(template, tokenizer.special_tokens_map, messages, [(len(messages), new_answer)])[0]
     except (UnusableTemplateError, ValueError) as error:  # ValueError: several templates, but no default
         raise ConfigError(f"{first_line(error)}; choose a different chat template.") from None
     if prompt.refusal is not None:
-        raise ConfigError(f"the chat template rejects this conversation: {prompt.refusal}.")
+        raise ConfigError(
+            f"the chat template rejects this conversation ({prompt.refusal}); change its turns, or choose a different "
+            "chat template."
+        )
     return prompt.text if new_answer else _through(prompt.text, messages[-1]["content"])
 
 

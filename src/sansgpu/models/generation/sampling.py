@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,8 +28,12 @@ class Sampling:
 
 def require_valid_sampling(sampling: Sampling) -> None:
     """Raises ConfigError if an option is out of range."""
-    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-        raise ConfigError("--temperature and --top-k must not be negative, and --top-p must be in (0, 1].")
+    if not 0 <= sampling.temperature < math.inf:
+        raise ConfigError(f"--temperature is {sampling.temperature:g}; set it to 0 (greedy) or a positive number.")
+    if sampling.top_k < 0:
+        raise ConfigError(f"--top-k is {sampling.top_k}; set it to a number of tokens, or to 0 for all.")
+    if not 0 < sampling.top_p <= 1:
+        raise ConfigError(f"--top-p is {sampling.top_p:g}; set it to a number above 0 and at most 1.")
 
 
 @contextmanager

@@ -37,7 +37,8 @@ def require_lora(folder: Path, loaded: PreTrainedModel) -> None:
     kind = settings.get("peft_type")
     if kind != "LORA":
         raise ConfigError(
-            f"{folder} contains an adapter of type {shown(kind)}, but sansgpu supports only LoRA and DoRA."
+            f"{folder} contains an adapter of type {shown(kind)}, but sansgpu supports only LoRA and DoRA; merge it "
+            "into its base model with peft, and pass the merged model."
         )
     trained = how_trained(settings).get("base_model_class")
     ends = _CLASSES.get(str(settings.get("task_type")), () if trained is None else (str(trained),))
@@ -67,7 +68,9 @@ def stored_lora_config(folder: Path, loaded: PreTrainedModel, new_heads: Sequenc
             "model.adapter to lora, which merges it and trains a new adapter."
         )
     if not isinstance(rank := settings.get("r"), int) or not isinstance(settings.get("lora_alpha"), (int, float)):
-        raise ConfigError(f"{folder / ADAPTER_CONFIG} has the rank {shown(rank)}, or no lora_alpha; fix it.")
+        raise ConfigError(
+            f"{folder / ADAPTER_CONFIG} has the rank {shown(rank)}, or no lora_alpha; set r and lora_alpha to numbers."
+        )
     before, now = how_trained(settings).get("labels"), list((loaded.config.id2label or {}).values())
     if before is not None and before != now:
         raise ConfigError(

@@ -73,7 +73,10 @@ def require_layers(loaded: PreTrainedModel, model: ModelConfig) -> None:
         try:
             missing = [] if any(re.fullmatch(asked, name) for name in names) else [asked]
         except re.error as error:
-            raise ConfigError(f"model.lora_targets {shown(asked)} is not a regular expression: {error}.") from None
+            raise ConfigError(
+                f"model.lora_targets {shown(asked)} is not a regular expression ({error}); write one, or a list of "
+                "names of layers."
+            ) from None
     else:
         ends = {name[start:] for name in names for start in _part_starts(name)}
         missing = [name for name in asked if name not in ends]
@@ -197,7 +200,8 @@ def _does_not_match(model: ModelConfig, reason: str) -> ConfigError:
     base = base_of(model)
     assert base is not None
     return ConfigError(
-        f"the adapter in {model.name_or_path} does not match its base model {base.name_or_path}: {reason}."
+        f"the adapter in {model.name_or_path} does not match its base model {base.name_or_path} ({reason}); set "
+        "base_model_name_or_path in its adapter_config.json to the model that it was trained on."
     )
 
 

@@ -161,7 +161,8 @@ def load_pretrained(model: ModelConfig, head: Head, seed: int, frozen: bool = Fa
                 "in a different way; choose another model or task."
             )
         raise ConfigError(
-            f"{model.name_or_path}: the weights do not match config.json: {first} is missing or has a different shape."
+            f"{model.name_or_path}: the weights do not match config.json, because {first} is missing or has a "
+            "different shape; download or export the model again."
         )
     return configure_for_training(loaded, model)
 
@@ -324,7 +325,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 def _require_sound_tokenizer(file: Path) -> None:
     if file.is_file() and (flaw := tokenizer_flaw(read_text(file))) is not None:
-        raise ConfigError(f"{file} is not a usable tokenizer: {flaw}.")
+        raise ConfigError(f"{file} is not a usable tokenizer: {flaw}; download or save it again.")
 
 
 def _require_finite_length(tokenizer: Any, name: str | None) -> None:

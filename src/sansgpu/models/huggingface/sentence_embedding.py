@@ -82,7 +82,10 @@ def read_static_layout(folder: Path) -> tuple[EmbeddingLayout, Path]:
     _require_modules(folder / MODULES, paths, (STATIC, "Normalize"))
     inner = folder / paths[STATIC]
     if not inner.resolve().is_relative_to(folder.resolve()):
-        raise ConfigError(f"{folder / MODULES} names the path {paths[STATIC][:100]}, which is outside its folder.")
+        raise ConfigError(
+            f"{folder / MODULES} names the path {paths[STATIC][:100]}, which is outside its folder; choose "
+            "another model."
+        )
 
     def find(name: str) -> Path | None:
         return folder / name if (folder / name).is_file() else None

@@ -173,8 +173,8 @@ def source_of(model: ModelConfig) -> tuple[str, dict[str, Any]]:
         )
     if path.is_dir() and not any((path / known).is_file() for known in ("config.json", ADAPTER_CONFIG)):
         final = RunPaths(path).final
-        advice = f"; use {final}" if final.is_dir() else ""
-        raise ConfigError(f"{name} is not a model folder: it has no config.json{advice}.")
+        advice = f"use {final}" if final.is_dir() else "pass the folder that contains it"
+        raise ConfigError(f"{name} is not a model folder: it has no config.json; {advice}.")
     if path.is_dir():
         validate_model_folder(path)
         _require_no_import(path / ADAPTER_CONFIG)
@@ -226,4 +226,6 @@ class library_errors:  # noqa: N801  used like a function
                     f"{self._prefix}: its weights do not have the shapes that its configuration describes; download or "
                     "export it again."
                 ) from None
-            raise ConfigError(f"{self._prefix}: {first_line(error)}.") from None
+            raise ConfigError(
+                f"{self._prefix} ({first_line(error)}); download or export it again, or choose another model."
+            ) from None

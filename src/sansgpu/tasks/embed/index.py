@@ -19,6 +19,7 @@ from filelock import FileLock
 
 from sansgpu.config import ConfigError
 from sansgpu.config.errors import require
+from sansgpu.config.plain_data import unreadable
 from sansgpu.data.files import TEXT_SUFFIXES, Piece, file_form, read_documents, read_rows
 from sansgpu.data.rows import row_text
 from sansgpu.data.shards import ReportProgress, counting
@@ -201,7 +202,7 @@ class PassageIndex:
         try:
             content = file_sha256(path)
         except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+            raise unreadable(path, error) from None
         form = "".join(path.suffixes[-2:])  # because .txt and .jsonl files with the same content differ in passages
         return hashlib.sha256(repr((content, form, self._rules.max_tokens, self._rules.column)).encode()).hexdigest()
 

@@ -133,7 +133,7 @@ class TextEmbedding(Embeds, StepWideTask):
             source, bad_rows, notes = open_single(request.data, data, text_rows=True), BadRows("skip"), list[str]()
             rows, name = read_text_rows(source.rows(), data, bad_rows), source.name
             if not rows:
-                raise ConfigError(bad_rows.first or f"{name} has no rows.")
+                raise ConfigError(bad_rows.first or f"{name} has no rows; pass a file with at least one.")
             scale = score_scale(rows, data) if rows[0].form == "scores" else None
             rows = with_scores_in_range(rows, scale, bad_rows)
             config = with_values(config, "data", score_scale=scale)

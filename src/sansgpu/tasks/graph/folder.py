@@ -94,10 +94,14 @@ def load_graph_folder(folder: Path) -> tuple[GraphEncoder, dict[str, Any]]:
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{folder} is not a graph encoder folder: {error}; export the model again.") from None
     except ValidationError as error:
-        raise ConfigError(f"{folder}: config.json is not valid: {'; '.join(problems(error, Config))}.") from None
+        raise ConfigError(
+            f"{folder}: config.json is not valid ({'; '.join(problems(error, Config))}); export the model again."
+        ) from None
     except (RuntimeError, MemoryError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{folder}: the weights do not match config.json: {reason}") from None
+        raise ConfigError(
+            f"{folder}: the weights do not match config.json ({reason.removesuffix('.')}); export the model again."
+        ) from None
     return model, {name: settings[name] for name in ("data", "training") if name in settings}
 
 

@@ -185,7 +185,9 @@ def _config_of(model: GraphEncoder, learned: dict[str, Any], folder: Path) -> Co
             {"task": Graph.settings.task, "model": model.config.model_dump(), **learned, "data": data}
         )
     except ValidationError as error:
-        raise ConfigError(f"{folder}: config.json is not valid: {'; '.join(problems(error, Config))}.") from None
+        raise ConfigError(
+            f"{folder}: config.json is not valid ({'; '.join(problems(error, Config))}); export the model again."
+        ) from None
 
 
 def exported_settings(config: Config) -> dict[str, dict[str, Any]]:

@@ -44,12 +44,10 @@ class PreferenceRow:
 
 def read_preference(row: SourceRow) -> PreferenceRow:
     """Parses a row. Raises BadRowError if it has no valid preference."""
-    where = row.where
-    if row.problem is not None:
-        raise bad_row(where, row.problem.removeprefix(where).strip().removesuffix("."))
-    if not isinstance(row.value, dict):
-        raise bad_row(where, f"is of type {type(row.value).__name__} instead of an object with {ROW_FORMS}")
-    values = {name: value for name, value in row.value.items() if value is not None}
+    where, value = row.where, row.readable_value()
+    if not isinstance(value, dict):
+        raise bad_row(where, f"is of type {type(value).__name__} instead of an object with {ROW_FORMS}")
+    values = {name: entry for name, entry in value.items() if entry is not None}
     if not is_text(json.dumps(values, ensure_ascii=False, default=str)):
         raise bad_row(where, "contains an unpaired surrogate, which is not valid text")
     if "chosen" in values and "rejected" in values:

@@ -213,7 +213,9 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
         model = None
         if path.is_dir() and not is_adapter_folder(path):
             if not (path / "config.json").is_file():
-                raise ConfigError(f"{path} is neither a run (config.yaml) nor a Hugging Face model (config.json).")
+                raise ConfigError(
+                    f"{path} is neither a run (config.yaml) nor a Hugging Face model (config.json); pass one of these."
+                )
             name, model = path, load_decoder(path)
         elif not path.is_dir() and _is_path(source.target):
             raise ConfigError(f"{source.target} does not exist; pass a run folder or a Hugging Face model.")

@@ -100,7 +100,10 @@ class QAEvaluator:
                     text = json.dumps(value, indent=4, ensure_ascii=False)
                     write_text(folder / name, text + "\n")
                 except OSError as error:
-                    raise SansGPUError(f"{folder / name} cannot be written: {error.strerror}.") from None
+                    raise SansGPUError(
+                        f"{folder / name} cannot be written: {error.strerror}; free some space, or "
+                        "make the folder writable."
+                    ) from None
                 written.append(folder / name)
         return written
 

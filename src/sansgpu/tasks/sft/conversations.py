@@ -108,13 +108,10 @@ def bad_row(where: str, problem: str) -> BadRowError:
 
 def read_conversation(row: SourceRow) -> Conversation:
     """Parses a row. Raises BadRowError if it is not a valid conversation."""
-    where = row.where
-    if row.problem is not None:
-        problem = row.problem.removeprefix(where).strip().removesuffix(".")
-        raise bad_row(where, problem)
-    if not isinstance(row.value, dict):
-        raise bad_row(where, f"is of type {type(row.value).__name__} instead of an object with {FORMS}")
-    conversation = _read(where, {name: value for name, value in row.value.items() if value is not None})
+    where, value = row.where, row.readable_value()
+    if not isinstance(value, dict):
+        raise bad_row(where, f"is of type {type(value).__name__} instead of an object with {FORMS}")
+    conversation = _read(where, {name: entry for name, entry in value.items() if entry is not None})
     content = json.dumps([conversation.turns, conversation.text], ensure_ascii=False, default=str)
     if not is_text(content):
         raise bad_row(where, "contains an unpaired surrogate, which is not valid text")

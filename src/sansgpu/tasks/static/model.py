@@ -118,5 +118,5 @@ def read_tokenizer(file: Path) -> Backend:
     """Reads a tokenizer.json. Raises ConfigError if it is invalid."""
     text = read_text(file)
     if (flaw := tokenizer_flaw(text)) is not None:
-        raise ConfigError(f"{file} is not a usable tokenizer: {flaw}.")
+        raise ConfigError(f"{file} is not a usable tokenizer: {flaw}; download or save it again.")
     return Backend.from_str(text)
