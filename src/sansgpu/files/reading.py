@@ -26,7 +26,9 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(read_text(path, MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid JSON ({error}); correct it, or download or export it again.") from None
+        raise ConfigError(
+            f"{path} cannot be read as JSON ({error}); correct it, or download or export it again."
+        ) from None
 
 
 def read_object(path: Path) -> dict[str, Any]:

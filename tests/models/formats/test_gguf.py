@@ -328,7 +328,7 @@ def test_a_torn_file_is_refused(whole: Path, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"architecture": "mamba"}, "has the unsupported architecture mamba; supported are gpt2"),
+        ({"architecture": "mamba"}, "has the unsupported architecture mamba; use a model with one of gpt2"),
         ({"leave_out": "blk.0.attn_q.weight"}, "do not match the model's config.*blocks.0.attention.q.weight"),
         ({"leave_out": "token_embd.weight"}, "the model's metadata are incomplete"),
         ({"leave_out": "qwen3.block_count"}, "the model's metadata are incomplete .'qwen3.block_count' is missing"),
