@@ -1,11 +1,13 @@
 """Chaos test: kills runs of every kind at random moments, resumes them, and compares the results byte by byte.
 
     python -m benchmarks.chaos --kills 300 --json chaos.json
+    python -m benchmarks.chaos --signals --kills 60
     python -m benchmarks.chaos --disk --kills 24
 
 Every kind of run is first made once without disturbances, as a reference. Then runs of it are disturbed one to four
 times each: one of the processes gets SIGKILL at a random moment, or during the start, a snapshot, tokenization, an
-evaluation or the end. With `--disk`, the run's disk is full from that moment until the run fails, which must print a
+evaluation or the end. With `--signals`, the command gets a signal that asks it to save and end, as batch systems send
+them. With `--disk`, the run's disk is full from that moment until the run fails, which must print a
 single error. The run is then resumed until it is done. Its snapshots, `final/` and events must equal those of the
 reference; otherwise the exit code is 1.
 """
@@ -16,6 +18,7 @@ import argparse
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,6 +40,7 @@ END_SECONDS = 120  # a run that should have ended by then counts as hanging
 POLL_SECONDS = 0.003
 SPREAD_SECONDS = 0.08  # maximum random delay after the intended moment
 DISK_ROOM = 3 << 20  # size of the small disk in bytes, in addition to three reference runs
+POLITE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 # Files of final/ that may differ: the model card contains times and names, and .sansgpu.json contains the card's
 # hash.
 UNEQUAL_FILES = ("README.md", ".sansgpu.json")
@@ -54,10 +58,10 @@ class Trial:
 
 
 class Chaos:
-    """Disturbs runs in `folder`; with `disk` it fills the disk instead of killing processes."""
+    """Disturbs runs in `folder`: with `how` "kill", "signal" or "disk" (fills the disk)."""
 
-    def __init__(self, folder: Path, disk: bool) -> None:
-        self._folder, self._disk = folder, disk
+    def __init__(self, folder: Path, how: str) -> None:
+        self._folder, self._how, self._disk = folder, how, how == "disk"
         self._references: dict[str, tuple[Path, float]] = {}
 
     def undisturbed(self, kind: Kind) -> tuple[Path, float]:
@@ -107,9 +111,18 @@ class Chaos:
             process.end()
             return
         trial.disturbed.append(moment.aim)
-        if not self._disk:
+        if self._how == "kill":
             process.kill_one(moment.draw)
             process.end()
+            return
+        if self._how == "signal":
+            number = moment.draw.choice(POLITE)
+            began = (moment.run / "metrics.jsonl").exists()  # earlier, Python's own default action ends the process
+            process.send(number)
+            code, said = process.end()
+            wanted = (0, 130 if number == signal.SIGINT else 143)
+            if "Traceback" in said or (began and code not in wanted):
+                trial.differences.append(f"exit code {code} after {number.name}, saying: {said}")
             return
         with _filled(home, moment.draw.choice([0, 4096, 100_000])):
             code, said = process.end()
@@ -134,6 +147,10 @@ class _Process:
 
     def running(self) -> bool:
         return self._process.poll() is None
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to the process that the user started."""
+        self._process.send_signal(number)
 
     def kill_one(self, draw: random.Random) -> None:
         """Sends SIGKILL to a randomly chosen process of the run."""
@@ -167,7 +184,7 @@ class _Moment:
 
     def __init__(self, aim: str, draw: random.Random, run: Path, cache: Path, seconds: float) -> None:
         self.aim, self.draw = aim, draw
-        self._run, self._cache = run, cache
+        self.run, self._cache = run, cache
         self._at: float | None = None
         if aim in ("any moment", "start"):
             self._at = time.monotonic() + draw.uniform(0.0, 1.5 if aim == "start" else seconds)
@@ -181,7 +198,7 @@ class _Moment:
         return self._at is not None and time.monotonic() >= self._at
 
     def _seen(self) -> bool:
-        snapshots = self._run / "snapshots"
+        snapshots = self.run / "snapshots"
         match self.aim:
             case "snapshot":
                 there = len(list(snapshots.glob("step-*")))
@@ -189,8 +206,8 @@ class _Moment:
             case "tokenizing":
                 return any(self._cache.rglob("*.partial"))
             case "evaluation":
-                return f'"event": "step", "step": {self._step},'.encode() in _content(self._run / "metrics.jsonl")
-        return bool(list(snapshots.glob("step-000016"))) or (self._run / "final").exists()
+                return f'"event": "step", "step": {self._step},'.encode() in _content(self.run / "metrics.jsonl")
+        return bool(list(snapshots.glob("step-000016"))) or (self.run / "final").exists()
 
 
 def differences(whole: Path, run: Path) -> list[str]:
@@ -269,7 +286,9 @@ def _filled(folder: Path, room: int) -> Iterator[None]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=300, help="total number of disturbances")
-    parser.add_argument("--disk", action="store_true", help="fill the disk instead of killing processes (needs root)")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--signals", action="store_true", help="ask processes to end instead of killing them")
+    how.add_argument("--disk", action="store_true", help="fill the disk instead of killing processes (needs root)")
     parser.add_argument("--kinds", default="", help="comma-separated; run kinds whose name contains one of them")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="folder in which to keep reference runs and differing runs")
@@ -281,7 +300,8 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         wanted = [part for part in arguments.kinds.split(",") if part]
         kinds = [k for k in make_kinds(folder) if not wanted or any(part in k.name for part in wanted)]
-        chaos, trials, left = Chaos(folder, arguments.disk), list[Trial](), arguments.kills
+        disturbance = "disk" if arguments.disk else "signal" if arguments.signals else "kill"
+        chaos, trials, left = Chaos(folder, disturbance), list[Trial](), arguments.kills
         while left > 0:
             trial = chaos.trial(kinds[len(trials) % len(kinds)], arguments.seed * 1_000_000 + len(trials), left)
             trials.append(trial)
@@ -289,7 +309,7 @@ def main() -> int:
             say(f"{len(trials)}: {trial.kind}: {', '.join(trial.disturbed) or 'not met'}; {trial.seconds:.0f} s"
                 + "".join(f"\n   {difference}" for difference in trial.differences))  # fmt: skip
     _print_table(trials)
-    settings = {"disk": arguments.disk, "seed": arguments.seed, "kinds": [kind.name for kind in kinds]}
+    settings = {"how": disturbance, "seed": arguments.seed, "kinds": [kind.name for kind in kinds]}
     write_json(arguments.json, "chaos", settings, [asdict(trial) for trial in trials])
     return int(any(trial.differences for trial in trials))
 

@@ -319,11 +319,11 @@ def test_steps_with_a_picture_are_compared_with_those_around_them(tmp_path: Path
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("disk", [False, True])
-def test_disturbed_runs_end_as_undisturbed_ones(tmp_path: Path, disk: bool) -> None:
-    if disk and (os.geteuid() or not sys.platform.startswith("linux")):
+@pytest.mark.parametrize("how", ["", "--signals", "--disk"])
+def test_disturbed_runs_end_as_undisturbed_ones(tmp_path: Path, how: str) -> None:
+    if how == "--disk" and (os.geteuid() or not sys.platform.startswith("linux")):
         pytest.skip("mounting a small disk requires Linux and root")
-    arguments = ["--kills", "6", "--kinds", "GPT-2,LoRA,sharded", *(["--disk"] if disk else [])]
+    arguments = ["--kills", "6", "--kinds", "GPT-2,LoRA,sharded", *([how] if how else [])]
     found = benchmark("chaos", *arguments, cache=tmp_path / "cache", result=tmp_path / "chaos.json")["rows"]
     assert sum(len(row["disturbed"]) for row in found) >= 6
     assert [row["differences"] for row in found] == [[]] * len(found)

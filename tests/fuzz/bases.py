@@ -17,6 +17,8 @@ from tests.tasks.folders import chat_rows, conll, labeled_rows, preference_rows,
 from tests.tasks.graph.graphs import rows as graph_rows
 from tests.tasks.texts import text_rows
 
+FAMILIES = ("gpt2", "gemma3_text", "phi3", "qwen2_moe", "mamba", "lfm2")
+
 
 @dataclass(frozen=True)
 class Bases:
@@ -26,6 +28,7 @@ class Bases:
     run: Path  # the folder of a pretraining run with snapshots, final/ and a report
     gguf: Path
     decoder: Path  # Hugging Face folder
+    families: dict[str, Path]  # Hugging Face folders of decoders whose layers or caches differ from a Llama's
     encoder: Path  # Hugging Face folder
     questions: Path
     graph: Path
@@ -82,6 +85,7 @@ def make_bases(home: Path) -> Bases:
         run=run,
         gguf=home / "model.gguf",
         decoder=make_folder(home / "decoder", "llama"),
+        families={name: make_folder(home / name, name, vocabulary=300) for name in FAMILIES},
         encoder=encoder,
         questions=squad(home / "questions.json"),
         graph=graph,

@@ -139,13 +139,14 @@ def _changed_shallow(value: Any, draw: random.Random) -> Any:
 
 
 def model_folders(draw: random.Random, bases: Bases) -> Case:
-    """Draws a Hugging Face folder in which one file is changed or damaged."""
-    source = draw.choice((bases.final, bases.final, bases.decoder))
+    """Draws a Hugging Face folder of some family in which one file is changed or damaged."""
+    source = draw.choice((bases.final, bases.decoder, *bases.families.values()))
     seed = draw.randrange(2**32)
     command = draw.choice(
         [
             ["generate", "model", "--prompt", "the", "--max-new-tokens", "2"],
             ["eval", "model", "--data", str(bases.corpus)],
+            ["export", "model", "--format", "gguf", "--output", "model.gguf"],
         ]
     )
 

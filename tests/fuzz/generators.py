@@ -227,11 +227,39 @@ def variables(draw: random.Random, bases: Bases) -> Case:
     return Case(draw.choice(commands), writes("file", "x"), codes, chosen, apart=True)
 
 
+_LETTERS = "Größe, naïve, Łódź, 東京, \u2028, 🙂, \ufeff, \x85"
+
+
+def encodings(draw: random.Random, bases: Bases) -> Case:
+    """Draws a command that prints text which the encoding of the terminal lacks."""
+    chosen = draw.choice([{"PYTHONIOENCODING": name} for name in ("ascii", "latin-1", "cp1252", "utf-16", "cp437")])
+    chosen = draw.choice([chosen, chosen, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
+    train = ["train", *settings(data__dataset_name="letters.txt", training__max_steps=2, data__max_length=16), *FAST]
+    command = draw.choice(
+        [
+            [*train, "--dry-run"],
+            [*train, "--output-dir", _LETTERS],
+            [*train, "--headless", "--output-dir", "run"],
+            ["generate", str(bases.run), "--prompt", _LETTERS, "--max-new-tokens", "4"],
+            ["generate", str(bases.final), "--prompt", _LETTERS, "--max-new-tokens", "4", "--json"],
+            ["chat", str(bases.decoder), "--prompt", _LETTERS, "--max-new-tokens", "4"],
+            ["search", str(bases.encoder), "letters.txt", _LETTERS],
+            ["tokenizer", "encode", str(bases.final), "--text", _LETTERS],
+            ["eval", str(bases.run), "--data", "letters.txt"],
+            ["report", str(bases.run), "--output", "page.html"],
+            ["runs", str(bases.run.parent)],
+            ["doctor"],
+            ["train", _LETTERS],
+        ]
+    )
+    return Case(command, writes("letters.txt", f"{_LETTERS} words to read.\n" * 200), (0, 2), chosen, apart=True)
+
+
 # The generator of each kind and its number of cases in a thousand.
 KINDS: dict[str, tuple[Generator, int]] = {
-    "configuration": (configuration, 170),
+    "configuration": (configuration, 150),
     "flags": (flags, 110),
-    "rows": (rows, 140),
+    "rows": (rows, 130),
     "tokenizers": (tokenizers, 80),
     "model folders": (model_folders, 80),
     "GGUF files": (ggufs, 80),
@@ -242,6 +270,7 @@ KINDS: dict[str, tuple[Generator, int]] = {
     "folders": (folders, 25),
     "weights": (weights, 35),
     "templates": (templates, 20),
+    "encodings": (encodings, 30),
 }
 
 
