@@ -187,6 +187,14 @@ class OnPolicyObjective(Protocol):
 
 
 @runtime_checkable
+class CarriesSums(Protocol):
+    """A task whose training metrics also depend on steps before the last step event."""
+
+    def carried_sums(self, sums: Sums) -> Sums:
+        """Returns what of the sums since the last step event the next one needs, too."""
+
+
+@runtime_checkable
 class FittedHead(Protocol):
     """A task whose head is not trained by gradient descent, but fitted to the trained model's outputs."""
 

@@ -22,7 +22,6 @@ DISK_BYTES_PER_SECOND = 100e6  # assumed rate of hashing and writing the last sn
 MARGIN_RATIO, MARGIN_SECONDS = 0.01, 1.0  # safety margin: a share of the total budget, plus seconds
 # Extra time of the first evaluation, which compiles: seconds, and at most this share of the total budget.
 FIRST_EVALUATION_SECONDS, FIRST_EVALUATION_RATIO = 10.0, 0.03
-EVALUATED_IN_A_STEP = 3.0  # evaluation throughput / training throughput, in tokens
 MIN_USEFUL_RATIO = 0.05  # a finished run continues if more than this share of the budget is left
 EARLY_END_RATIO = 0.2  # warn if the run would end with more than this share of its time budget unused
 REPLAN_RATIO, REPLAN_LEFT_RATIO = 0.02, 0.2  # re-plan after this share of the total, or of the remaining, budget
@@ -159,7 +158,7 @@ class RunLength:
         self.budget = Budget(
             self._training,
             self.elapsed_seconds,
-            run.eval_token_ratio / (1.0 if run.config.settings.generates else EVALUATED_IN_A_STEP),
+            run.steps_per_evaluation,
             snapshot_bytes=weights + moments,
             export_bytes=weights,
         )
