@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import Config, ConfigError, as_config, note_of, with_own_names
+from sansgpu.config import Config, ConfigError, as_config, note_of, require_batch_size, with_own_names
 from sansgpu.events.event import Event, Sink
 from sansgpu.events.loggers import Callback, CallbackSink
 from sansgpu.events.record import RunRecord
@@ -100,6 +100,7 @@ def fit(
     if isinstance(config, dict):
         own, replaced = with_own_names(config)
         values, notes = as_config(own), note_of(replaced)
+        require_batch_size(values.training, replaced, find_world().size)
     if not make_cublas_deterministic():
         notes.append(
             "CUDA was used before training started, so results may differ between runs on a GPU; set "

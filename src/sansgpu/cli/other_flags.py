@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from sansgpu.cli.options import flag, option
+from sansgpu.config.other_names import PER_DEVICE, own_name
 
 GROUP = "Flags of other trainers"
 # Keys by flag. A dash may also be written as an underscore.
@@ -20,7 +21,7 @@ _VALUES = {
     ("--weight-decay",): "training.weight_decay",
     ("--max-grad-norm",): "training.max_grad_norm",
     ("--num-train-epochs",): "training.num_epochs",
-    ("--per-device-train-batch-size",): "training.batch_size",
+    ("--per-device-train-batch-size",): PER_DEVICE,
     ("--gradient-accumulation-steps",): "training.gradient_accumulation_steps",
     ("--logging-steps",): "training.logging_steps",
     ("--save-steps",): "training.save_steps",
@@ -60,7 +61,7 @@ def with_other_flags(command: Callable[..., int]) -> Callable[..., int]:
     keys = {_parameter(names[0]): key for names, key in _VALUES.items()}
     settings = {_parameter(names[0]): setting for names, setting in _SWITCHES.items()}
     added: dict[str, Any] = {
-        _parameter(names[0]): Annotated[str | None, option(f"Sets {key}.", GROUP, *names, metavar="VALUE")]
+        _parameter(names[0]): Annotated[str | None, option(f"Sets {own_name(key, None)[0]}.", GROUP, *names, metavar="VALUE")]
         for names, key in _VALUES.items()
     }
     switches = {names: f"Sets {setting}." for names, setting in _SWITCHES.items()}
