@@ -18,6 +18,7 @@ from sansgpu.jobs.train import TrainRequest
 from sansgpu.jobs.train import train as train_job
 from sansgpu.machine.distributed.world import find_world, is_forwarded
 from sansgpu.machine.launch import make_cublas_deterministic
+from sansgpu.machine.user_code import no_silent_exit, preserved_state
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.train.loading import ModelRequest
 from sansgpu.train.loop import TrainingResult
@@ -120,10 +121,11 @@ def fit(
     bar = PreparationBar(RunConsole(stderr=True), silent=quiet or console.is_jupyter or rank > 0)
     sinks: list[Sink] = [Warnings(RunConsole(stderr=True), rank)]
     if not rank:
-        sinks = [CallbackSink(callback, request.controls) for callback in callbacks]
+        sinks = [CallbackSink(callback, request.controls, preserved_state) for callback in callbacks]
         sinks += [] if quiet else [bar, NotebookView() if console.is_jupyter else Terminal(console)]
     try:
-        outcome = train_job(request, sinks, bar)
+        with no_silent_exit():
+            outcome = train_job(request, sinks, bar)
     finally:
         bar.close()
     assert isinstance(outcome, TrainingResult)

@@ -155,10 +155,11 @@ def test_a_batch_size_per_device_is_refused_with_several_processes(
     for command in (["plan", str(file), "--nodes", "2"], ["slurm", str(file), "--nodes", "2"]):
         assert run_command_line(command) == 2
         assert "would count for each of the 2 processes" in capsys.readouterr().err
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError, match="each of the 2 processes"):
+    with pytest.MonkeyPatch.context() as patch:
         for name, value in two.items():
             patch.setenv(name, value)
-        sansgpu.fit({"training": {key: 4}}, tmp_path / "run")
+        with pytest.raises(ConfigError, match="each of the 2 processes"):
+            sansgpu.fit({"training": {key: 4}}, tmp_path / "run")
     assert load_config(file, [ours], processes=2)[0].training.batch_size == 4
 
 

@@ -61,7 +61,9 @@ def with_other_flags(command: Callable[..., int]) -> Callable[..., int]:
     keys = {_parameter(names[0]): key for names, key in _VALUES.items()}
     settings = {_parameter(names[0]): setting for names, setting in _SWITCHES.items()}
     added: dict[str, Any] = {
-        _parameter(names[0]): Annotated[str | None, option(f"Sets {own_name(key, None)[0]}.", GROUP, *names, metavar="VALUE")]
+        _parameter(names[0]): Annotated[
+            str | None, option(f"Sets {own_name(key, None)[0]}.", GROUP, *names, metavar="VALUE")
+        ]
         for names, key in _VALUES.items()
     }
     switches = {names: f"Sets {setting}." for names, setting in _SWITCHES.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -192,6 +192,14 @@ class CarriesSums(Protocol):
 
     def carried_sums(self, sums: Sums) -> Sums:
         """Returns what of the sums since the last step event the next one needs, too."""
+
+
+@runtime_checkable
+class FindsProblems(Protocol):
+    """A task that recognizes steps from which the model learns nothing."""
+
+    def step_problem(self, event: Mapping[str, Any]) -> str | None:
+        """Describes what is wrong in the steps of a step event and what to change, or returns None."""
 
 
 @runtime_checkable

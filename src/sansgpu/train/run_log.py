@@ -11,7 +11,7 @@ from sansgpu.events.event import Event, Sinks, finite
 from sansgpu.machine.measurements import BUSY_CORES, flops_utilization
 from sansgpu.machine.monitor import Usage
 from sansgpu.machine.probe import resolve_threads
-from sansgpu.tasks.task import CarriesSums, Task
+from sansgpu.tasks.task import CarriesSums, FindsProblems, Task
 from sansgpu.train.health import Health
 from sansgpu.train.run import TrainingRun
 from sansgpu.train.run_length import RunLength
@@ -36,7 +36,8 @@ class RunLog:
     ) -> None:
         self._run, self._length, self._sinks = run, length, sinks
         self._steps = StepLog(task, run, system)
-        self._health = Health(run.config.training, run.config.settings.main_metric)
+        problem = task.step_problem if isinstance(task, FindsProblems) else None
+        self._health = Health(run.config.training, run.config.settings.main_metric, problem)
         self._threads = AdaptiveThreads(run)
 
     def restore(self, recorded: Sequence[Event], step: int) -> None:
