@@ -13,6 +13,7 @@ from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.config.wording import counted
 from sansgpu.events.event import Event
 from sansgpu.train.run import TrainingRun
+from sansgpu.train.schedule import learning_rate
 from sansgpu.train.snapshots import Progress
 from sansgpu.train.state import TrainState
 
@@ -176,6 +177,22 @@ class RunLength:
         planned = self._progress.total_steps
         if self._training.time_limited and planned and (self._progress.step < planned or finished):
             self.total_steps = min(self._run.total_steps, planned)
+
+    def schedule_change(self, recorded: Sequence[Event]) -> str | None:
+        """Describes the learning rate of a resumed run whose number of steps differs from the recorded one."""
+        before = next(filter(None, (event.get("total_steps") for event in reversed(recorded))), None)
+        step, now, training = self._progress.step, self.total_steps, self._training
+        if training.time_limited or not before or step >= now:
+            return None
+        old, new = (learning_rate(training, min(step, total - 1), total) for total in (before, now))
+        if old == new:
+            return None
+        was = "was" if step >= before else "would be"
+        return (
+            f"the run now has {now:,} steps instead of {before:,}, and training.lr_scheduler {training.lr_scheduler} "
+            f"covers all of them: the learning rate of the next step is {new:.3g}, where it {was} {old:.3g}. To keep a "
+            "low learning rate, set training.learning_rate and training.lr_scheduler=constant."
+        )
 
     def elapsed_seconds(self) -> float:
         """Returns the seconds the run has taken, including its earlier processes."""
