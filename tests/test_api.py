@@ -1,11 +1,13 @@
 """Training from Python gives the same run as the command, obeys callbacks and works in a notebook."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
@@ -64,6 +66,27 @@ def test_a_run_from_python_is_that_of_the_command(tmp_path: Path, overrides: lis
     assert "state done, steps 12 of 12, training loss" in repr(run)
     assert "<td>12 of 12</td>" in run._repr_html_()
     assert run.generate("the", max_new_tokens=5, seed=1) == run.generate("the", max_new_tokens=5, seed=1)
+
+
+class Careless(sansgpu.Callback):
+    """Moves to another folder, and then exits."""
+
+    def on_step(self, event: dict[str, Any], run: Controls) -> None:
+        os.chdir("/")
+        torch.set_grad_enabled(False)
+        if event["step"] == 4:
+            sys.exit(0)
+
+
+def test_a_callback_can_neither_end_a_run_nor_move_it(
+    tmp_path: Path, overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = sansgpu.fit(None, "run", overrides=overrides, callbacks=[Careless()], quiet=True)
+    assert (tmp_path / "run/final").is_dir()
+    assert torch.is_grad_enabled()
+    (warning,) = [event for event in run.events("warning") if event.get("cause") == "callback"]
+    assert warning["message"] == "Careless failed and was disabled (SystemExit: 0); training continues."
 
 
 def test_a_callback_saves_evaluates_and_ends_a_run_that_goes_on_later(tmp_path: Path, overrides: list[str]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import Config, ConfigError, as_config, note_of, with_own_names
+from sansgpu.config import Config, ConfigError, as_config, note_of, require_batch_size, with_own_names
 from sansgpu.events.event import Event, Sink
 from sansgpu.events.loggers import Callback, CallbackSink
 from sansgpu.events.record import RunRecord
@@ -18,6 +18,7 @@ from sansgpu.jobs.train import TrainRequest
 from sansgpu.jobs.train import train as train_job
 from sansgpu.machine.distributed.world import find_world, is_forwarded
 from sansgpu.machine.launch import make_cublas_deterministic
+from sansgpu.machine.user_code import no_silent_exit, preserved_state
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.train.loading import ModelRequest
 from sansgpu.train.loop import TrainingResult
@@ -100,6 +101,7 @@ def fit(
     if isinstance(config, dict):
         own, replaced = with_own_names(config)
         values, notes = as_config(own), note_of(replaced)
+        require_batch_size(values.training, replaced, find_world().size)
     if not make_cublas_deterministic():
         notes.append(
             "CUDA was used before training started, so results may differ between runs on a GPU; set "
@@ -119,10 +121,11 @@ def fit(
     bar = PreparationBar(RunConsole(stderr=True), silent=quiet or console.is_jupyter or rank > 0)
     sinks: list[Sink] = [Warnings(RunConsole(stderr=True), rank)]
     if not rank:
-        sinks = [CallbackSink(callback, request.controls) for callback in callbacks]
+        sinks = [CallbackSink(callback, request.controls, preserved_state) for callback in callbacks]
         sinks += [] if quiet else [bar, NotebookView() if console.is_jupyter else Terminal(console)]
     try:
-        outcome = train_job(request, sinks, bar)
+        with no_silent_exit():
+            outcome = train_job(request, sinks, bar)
     finally:
         bar.close()
     assert isinstance(outcome, TrainingResult)

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 import sansgpu
 from sansgpu.cli import run as run_command_line
 from sansgpu.config import Config, ConfigError, DataConfig, ModelConfig, TrainingConfig, change_config, load_config
-from tests.processes import environment, finish, settings, write_corpus
+from tests.processes import environment, finish, messages, settings, write_corpus
 
 OXIDIZR = """
 model:
@@ -138,6 +138,29 @@ def test_train_takes_flags_of_other_trainers_and_warns_of_another_world_size(tmp
         section, name = key.split(".")
         assert shown[section][name] == yaml.safe_load(value), setting
     assert "training.world_size is 2, but the world size is 1" in error
+
+
+def test_a_batch_size_per_device_is_refused_with_several_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, ours, key = tmp_path / "theirs.yaml", "training.batch_size=4", "per_device_train_batch_size"
+    file.write_text(f"training: {{{key}: 4, gradient_accumulation_steps: 3}}\ndata: {{dataset_name: python-stdlib}}")
+    flags = [f"--{key}=4", "--gradient_accumulation_steps=3"]
+    two = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}  # as torchrun sets them
+    for given in ([str(file)], flags, [str(file), "--set", ours, "--set", f"training.{key}=4"]):
+        code, _, error = finish(["train", *given, "--output-dir", str(tmp_path / "run")], tmp_path / "cache", **two)
+        assert (code, len(messages(error))) == (2, 1), error
+        assert "per_device_train_batch_size 4 would count for each of the 2 processes" in error
+        assert "set training.batch_size=4 and training.gradient_accumulation_steps=6." in error
+    for command in (["plan", str(file), "--nodes", "2"], ["slurm", str(file), "--nodes", "2"]):
+        assert run_command_line(command) == 2
+        assert "would count for each of the 2 processes" in capsys.readouterr().err
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in two.items():
+            patch.setenv(name, value)
+        with pytest.raises(ConfigError, match="each of the 2 processes"):
+            sansgpu.fit({"training": {key: 4}}, tmp_path / "run")
+    assert load_config(file, [ours], processes=2)[0].training.batch_size == 4
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ import csv
 import json
 import shutil
 import signal
+import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -353,3 +355,46 @@ def test_trials_that_would_end_within_their_warm_up_are_refused(capsys: pytest.C
     (sentence,) = messages(capsys.readouterr().err)
     assert sentence.startswith("sansgpu: all trials would end during the warmup")
     assert not Path("search/trials").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (
+            {"warmup_steps": {"int": [1, 200]}},
+            "training.gradient_accumulation_steps 1 would end after 32 steps, during their warmup",
+        ),
+        ({"warmup_steps": [1, 7], "gradient_accumulation_steps": [1, 8]}, "training.gradient_accumulation_steps 8"),
+        ({"num_epochs": {"float": [0.001, 4]}}, "training.num_epochs 0.001 would end after 1 step, during their"),
+    ],
+)
+def test_a_space_with_a_warmup_that_is_longer_than_a_trial_is_refused(
+    more: dict[str, object], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written({**SPACE, **more})
+    changes = {"training__max_steps": "", "training__num_epochs": 1} if "num_epochs" in more else {}
+    assert cli(arguments("--trials", "2", **changes)) == 2
+    (sentence,) = messages(capsys.readouterr().err)
+    assert words in sentence
+    assert "lower training.warmup_steps in the search space" in sentence
+    assert not Path("search/trials").exists()
+
+
+@pytest.mark.parametrize("damage", ["garbage", "cut", "odd values"])
+def test_a_damaged_database_is_named(
+    damage: str, home: Path, continued: tuple[dict[str, Any], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(home / "search", "search")
+    shutil.copy(home / "corpus.jsonl", "corpus.jsonl")
+    database = Path("search/study.db")
+    if damage == "garbage":
+        database.write_bytes(b"not a database" * 999)
+    elif damage == "cut":
+        database.write_bytes(database.read_bytes()[:5000])
+    else:
+        with closing(sqlite3.connect(database)) as connection:
+            connection.execute("update trial_params set distribution_json = '{'")
+            connection.commit()
+    assert cli(arguments("--trials", "3")) == 2
+    (sentence,) = messages(capsys.readouterr().err)
+    assert "search/study.db cannot be read: " in sentence

@@ -16,6 +16,10 @@ RANDOM = settings(max_examples=12, suppress_health_check=[HealthCheck.function_s
 BLOCKS: dict[Integer, int] = {"int16": 512, "int8": 256}  # terms that share a scale
 UNITS = {"int16": 2.0**-10, "int8": 9 / 8 / 127}  # largest unit of a mantissa, relative to its block's largest value
 PRECISIONS = {"int16": MatmulPrecision.INT16, "int8": MatmulPrecision.INT8}
+# Infinity, and NaN whose bits are at the ends of their range, where a sum of bits may overflow.
+NOT_FINITE = torch.tensor(
+    [0x7F800000, 0xFF800000, 0x7F800001, 0x7FC00000, 0x7FF00000, 0x7FF00001, 0x7FFF0000, 0x7FFFFFFF, 0xFFFFFFFF]
+).int().view(torch.float32)  # fmt: skip
 each_integer = pytest.mark.parametrize("integer", INTEGERS)
 
 
@@ -131,15 +135,26 @@ def test_blocks_of_one_value_do_not_overflow(native_kernels: str, integer: Integ
 
 
 @each_integer
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_infinity_and_nan_reach_the_result(native_kernels: str, integer: Integer, bad: float) -> None:
-    a, b, out = torch.ones(4, 600), torch.ones(600, 20), torch.empty(4, 20)
-    a[1, 555] = bad
-    b[3, 7] = bad
-    multiply(PRECISIONS[integer], Matmul(a, b, out))
-    expected = torch.zeros(4, 20, dtype=torch.bool)
-    expected[1], expected[:, 7] = True, True
-    assert torch.equal(out.isnan(), expected)
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_infinity_and_every_nan_reach_the_result(native_kernels: str, integer: Integer, layout: str) -> None:
+    for bad in NOT_FINITE:
+        a, b, out = torch.ones(4, 600), torch.ones(600, 20), torch.empty(4, 20)
+        a[1, 555:556], b[3, 7:8] = bad, bad  # slices, because scalars would lose their bits
+        multiply(PRECISIONS[integer], Matmul(LAYOUTS[layout](a), LAYOUTS[layout](b), out))
+        expected = torch.zeros(4, 20, dtype=torch.bool)
+        expected[1], expected[:, 7] = True, True
+        assert torch.equal(out.isnan(), expected), bad.view(torch.int32)
+
+
+@pytest.mark.parametrize("bits", [0x7F80, 0x7F81, 0x7FC0, 0x7FF1, 0x7FFF, 0xFFFF])
+def test_infinity_and_every_nan_of_bf16_reach_the_result_of_int8(native_kernels: str, bits: int) -> None:
+    bad = torch.tensor([bits], dtype=torch.uint16).view(torch.bfloat16)
+    a, b = torch.ones(4, 600, dtype=torch.bfloat16), torch.ones(600, 20, dtype=torch.bfloat16)
+    a[1, 555:556] = bad
+    total, out = torch.empty(4, 20), torch.empty(4, 20, dtype=torch.bfloat16)
+    multiply(MatmulPrecision.INT8_OF_BF16, Matmul(a, b, total, rounded=out))
+    for found in (total, out):
+        assert found.isfinite().all(dim=1).tolist() == [True, False, True, True]
 
 
 @each_integer

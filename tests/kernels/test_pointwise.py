@@ -145,6 +145,21 @@ def test_activation(
         assert torch.all((mine[0].double() - value).abs() <= unit * value.abs() + 2e-6)  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("function", [swiglu, gelu_tanh, gelu, relu_squared, relu])
+def test_nan_reaches_the_activation_and_its_gradient(
+    kernels: str, function: Callable[..., object], dtype: torch.dtype
+) -> None:
+    for place in range(3 if function is swiglu else 2):  # in the gradient, or in one of the inputs
+        given = [torch.ones(40, dtype=dtype) for _ in range(3)]
+        given[place][7] = float("nan")
+        gradient, *inputs = (part.requires_grad_() for part in given[: 3 if function is swiglu else 2])
+        out: torch.Tensor = function(*inputs)  # type: ignore[assignment]
+        out.backward(gradient.detach())
+        found = [inputs[0].grad] if place == 0 else [out]
+        assert all(tensor is not None and tensor.isnan().nonzero().tolist() == [[7]] for tensor in found)
+
+
 @RANDOM
 @given(
     st.integers(1, 3), st.integers(1, 20), st.integers(1, 3), st.integers(1, 2), st.integers(1, 40), st.booleans(),

@@ -53,6 +53,23 @@ def test_values_are_those_of_gguf_py(
     assert expected.shape == (weight.outputs, weight.inputs)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scale_that_is_infinity_or_nan_reaches_the_results(kernels: str, name: str, dtype: torch.dtype) -> None:
+    for bits in (0x7C00, 0xFC00, 0x7C01, 0x7E00, 0x7FFF, 0xFFFF):
+        weight = new_weight(name, outputs=9, blocks=3)
+        block = weight.data.view(9, 3, -1).numpy().copy()
+        place = -2 if name == "q6_k" else 0
+        block[5, 1, place : place + 2 or None] = bits & 0xFF, bits >> 8
+        weight = QuantizedWeight(torch.from_numpy(block.reshape(9, -1)), weight.format)
+        for rows in (1, 20):
+            x = leaves(rows, weight, dtype)[0]
+            y = quantized_linear(x, weight)
+            (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+            assert y.isfinite().all(dim=0).tolist() == [output != 5 for output in range(9)], hex(bits)
+            assert not gradient.view(rows, 3, -1)[:, 1].isfinite().any(), hex(bits)
+
+
 @pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0"])
 def test_simple_formats_are_rounded_as_by_gguf_py(name: str) -> None:
     values, format = torch.randn(5, 320), FORMATS[name]

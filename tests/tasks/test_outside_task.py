@@ -172,6 +172,31 @@ def test_its_code_runs_only_if_it_is_named(home: Path, run: Path, capsys: pytest
     assert "sentence_order" not in sys.modules
 
 
+@pytest.mark.parametrize(
+    ("statement", "code", "words"),
+    [
+        ("sys.exit(0)", 1, "line 7, ended the command with SystemExit: 0; remove this call."),
+        ("os._exit(0)", 1, "os._exit(0) was called in "),
+        ("torch.set_grad_enabled(False)", 1, "step 1: the loss does not depend on any trained weight"),
+        ("os.chdir('/'), torch.set_default_dtype(torch.float64)", 0, ""),
+    ],
+)
+def test_its_loss_can_neither_end_the_command_nor_change_how_training_goes_on(
+    home: Path, tmp_path: Path, statement: str, code: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "careless.py").write_text(
+        "import os, sys, torch\nfrom sentence_order import SentenceOrder\n\n\nclass Careless(SentenceOrder):\n"
+        f"    def loss(self, batch):\n        {statement}\n        return super().loss(batch)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    changes = {"task": "careless:Careless", "training__max_steps": 2}
+    line = ["train", *configured(home, **changes), "--output-dir", str(tmp_path / "run"), "--plain"]
+    found, _, error = finish(line, home / "cache")
+    assert found == code, error
+    assert words in error
+    assert (tmp_path / "run/final").exists() == (code == 0)
+
+
 def test_what_it_cannot_do_is_refused(home: Path, run: Path) -> None:
     assert "cannot generate text" in refused(home, "generate", str(run), *NAMED)
     assert "remove --data" in refused(home, "eval", str(run), *NAMED, "--data", str(home / "stories.jsonl"))

@@ -9,7 +9,7 @@ import yaml
 import sansgpu
 from sansgpu.cli import run as cli
 from sansgpu.config import Config, TrainingConfig, acting_values, default_values, load_config
-from tests.processes import record, settings, train, write_corpus
+from tests.processes import events_of, record, settings, train, write_corpus
 
 SFT = {"task": "sft", "model": {"name_or_path": "m"}, "data": {"dataset_name": "rows.jsonl"}}
 # With windows of 8 tokens, orthogonalization would be most of the work of a step, so `auto` chooses adamw.
@@ -105,3 +105,22 @@ def test_fit_trains_with_the_rate_of_an_assigned_optimizer() -> None:
     config.data.dataset_name, config.data.vocab_size = "corpus.jsonl", 300
     sansgpu.fit(config, Path("run"))
     assert load_config(Path("run/config.yaml"))[0].training.learning_rate == 0.0028
+
+
+def test_a_resumed_run_with_more_epochs_tells_its_learning_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    changes: dict[str, object] = {
+        "data__vocab_size": 280, "training__gradient_accumulation_steps": 64, "training__lr_scheduler": "linear",
+        "training__save_steps": 0, "training__eval_steps": 0, "training__logging_steps": 1,
+    }  # fmt: skip
+    assert train(Path(), Path("run"), **changes, training__num_epochs=1) == 0
+    first = events_of(Path("run"), "step")[-1]
+    steps = first["step"]
+    capsys.readouterr()
+    assert train(Path(), Path("run"), "--resume", **changes, training__num_epochs=2) == 0
+    shown = "".join(capsys.readouterr())
+    next_rate = next(event["lr"] for event in events_of(Path("run"), "step") if event["step"] == steps + 1)
+    assert next_rate != first["lr"]
+    assert f"the run now has {2 * steps} steps instead of {steps}, and training.lr_scheduler linear covers" in shown
+    assert f"the learning rate of the next step is {next_rate:.3g}, where it was {first['lr']:.3g}." in shown
+    assert train(Path(), Path("run"), "--resume", **changes, training__num_epochs=2) == 0
+    assert "the run now has" not in "".join(capsys.readouterr())

@@ -11,7 +11,7 @@ from sansgpu.config import ConfigError, TrainingConfig, load_config
 from sansgpu.planning.forecast import Forecast
 from sansgpu.train.run_length import Budget, finish_time
 from sansgpu.train.schedule import UNKNOWN_STEPS, learning_rate, total_steps, warmup_steps
-from tests.processes import train
+from tests.processes import train, write_corpus
 
 NOW = datetime(2026, 3, 1, 22, 30)
 
@@ -30,6 +30,25 @@ def test_a_time_of_another_zone_is_that_moment_here() -> None:
     there = datetime(2030, 1, 31, 7, tzinfo=timezone(timedelta(hours=9)))
     assert config.training.until is not None
     assert datetime.fromisoformat(config.training.until).astimezone() == there
+
+
+def test_an_evaluation_that_takes_a_large_part_of_the_run_is_announced(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = write_corpus(tmp_path / "corpus.jsonl", documents=600)
+    large = {"model__d_model": 512, "model__d_ff": 2048, "model__n_layers": 4, "data__validation_split": 0.6}
+
+    def warnings_of(steps: int, **changes: object) -> list[str]:
+        chosen = {**large, "data__dataset_name": corpus, "training__max_steps": steps, **changes}
+        assert train(home, tmp_path / "run", "--dry-run", **chosen) == 0
+        lines = capsys.readouterr().err.splitlines()
+        return [line for line in lines if line.startswith("warning: an evaluation takes about ")]
+
+    (warning,) = warnings_of(50)
+    assert "% of the time of all training steps; set training.eval_batches to " in warning
+    batches = int(warning.split("training.eval_batches to ")[1].split(",")[0])
+    assert not warnings_of(50, training__eval_batches=batches)
+    assert not warnings_of(100_000)
 
 
 @pytest.mark.parametrize(

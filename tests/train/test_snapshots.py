@@ -1,5 +1,6 @@
 """Damaged snapshots are reported, old ones are pruned, and bad input never deletes one."""
 
+import hashlib
 import json
 import resource
 import shutil
@@ -13,7 +14,7 @@ import pytest
 from sansgpu.cli import run as cli
 from sansgpu.train.snapshots import clear_leftovers, snapshots
 from tests import processes
-from tests.processes import environment, json_lines, record, settings, write_corpus, write_rows
+from tests.processes import environment, json_lines, messages, record, settings, write_corpus, write_rows
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -94,6 +95,28 @@ def test_a_run_without_an_intact_snapshot_is_not_resumed(
         alter(snapshot.folder / "state.json")
     assert train(home, run, "--resume") == 2
     assert "nothing to resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("precision", "fp8"), ("compile", "perhaps"), ("kernels", 3), ("threads", 0)]
+)
+def test_a_snapshot_with_an_environment_that_cannot_be_is_refused(
+    home: Path, run: Path, key: str, value: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for snapshot in snapshots(run / "snapshots"):
+        file, manifest = snapshot.folder / "state.json", snapshot.folder / "MANIFEST.json"
+        state = json.loads(file.read_text())
+        state["environment"][key] = value
+        file.write_text(json.dumps(state))
+        listed = json.loads(manifest.read_text())
+        listed["files"]["state.json"] = hashlib.sha256(file.read_bytes()).hexdigest()
+        manifest.write_text(json.dumps(listed))
+    for command in (["eval", str(run)], ["generate", str(run), "--max-new-tokens", "1"]):
+        assert cli(command) == 2
+        (line,) = messages(capsys.readouterr().err)
+        assert f"state.json cannot be read: environment.{key} " in line
+    assert train(home, run, "--resume", training__precision="auto") == 2
+    assert f"environment.{key} " in messages(capsys.readouterr().err)[-1]
 
 
 def test_a_damaged_snapshot_requested_by_name_is_refused(

@@ -7,6 +7,7 @@ import threading
 
 from sansgpu.cli.signals import CODE, handle_interrupts, stop_handling_interrupts
 from sansgpu.machine.launch import make_deterministic, set_openmp
+from sansgpu.machine.user_code import exit_soon
 
 __all__ = ["main", "run"]
 
@@ -24,7 +25,7 @@ def main() -> None:
         code = CODE
         sys.stderr.write("sansgpu: interrupted.\n")
     stop_handling_interrupts()
-    sys.exit(code)
+    exit_soon(code)
 
 
 def _warn_of_thread(failed: threading.ExceptHookArgs) -> None:

@@ -12,6 +12,7 @@ import typer
 from sansgpu.cli.options import flag, option
 
 GROUP = "Flags of other trainers"
+_PER_DEVICE = "training.per_device_train_batch_size"  # not batch_size, which is meant for all processes together
 # Keys by flag. A dash may also be written as an underscore.
 _VALUES = {
     ("--learning-rate", "--lr"): "training.learning_rate",
@@ -20,7 +21,7 @@ _VALUES = {
     ("--weight-decay",): "training.weight_decay",
     ("--max-grad-norm",): "training.max_grad_norm",
     ("--num-train-epochs",): "training.num_epochs",
-    ("--per-device-train-batch-size",): "training.batch_size",
+    ("--per-device-train-batch-size",): _PER_DEVICE,
     ("--gradient-accumulation-steps",): "training.gradient_accumulation_steps",
     ("--logging-steps",): "training.logging_steps",
     ("--save-steps",): "training.save_steps",
@@ -34,6 +35,7 @@ _VALUES = {
     ("--max-seq-length", "--block-size"): "data.max_length",
     ("--doc-stride",): "data.doc_stride",
 }
+_OWN_NAMES = {_PER_DEVICE: "training.batch_size"}
 _SWITCHES = {
     ("--bf16",): "training.precision=bf16",
     ("--use-cpu", "--no-cuda"): "training.force_cpu=true",
@@ -60,7 +62,9 @@ def with_other_flags(command: Callable[..., int]) -> Callable[..., int]:
     keys = {_parameter(names[0]): key for names, key in _VALUES.items()}
     settings = {_parameter(names[0]): setting for names, setting in _SWITCHES.items()}
     added: dict[str, Any] = {
-        _parameter(names[0]): Annotated[str | None, option(f"Sets {key}.", GROUP, *names, metavar="VALUE")]
+        _parameter(names[0]): Annotated[
+            str | None, option(f"Sets {_OWN_NAMES.get(key, key)}.", GROUP, *names, metavar="VALUE")
+        ]
         for names, key in _VALUES.items()
     }
     switches = {names: f"Sets {setting}." for names, setting in _SWITCHES.items()}

@@ -21,6 +21,7 @@ from sansgpu.cli.start import bench, doctor, init, plan
 from sansgpu.cli.texts import chat, embed, generate, search, tokenizer
 from sansgpu.cli.train import distill, train, tune
 from sansgpu.cli.use import evaluate, extract, predict
+from sansgpu.machine.user_code import no_silent_exit
 from sansgpu.version import __version__
 
 # Commands in the order of `sansgpu --help`, under its headings. Within a heading, commands with subcommands come last.
@@ -46,7 +47,8 @@ def run(arguments: list[str]) -> int:
     arguments = _with_resume_value([a for a in arguments if a != "--debug"])
     try:
         _require_text(arguments)
-        code = app(arguments, prog_name="sansgpu", standalone_mode=False)
+        with no_silent_exit():
+            code = app(arguments, prog_name="sansgpu", standalone_mode=False)
         if interrupted():  # typer turns the interrupt into an exit code
             raise KeyboardInterrupt
         return code if isinstance(code, int) else 0

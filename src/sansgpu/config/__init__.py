@@ -17,7 +17,7 @@ from sansgpu.config.load import (
     setting,
 )
 from sansgpu.config.model import MAX_LEAVES, ModelConfig
-from sansgpu.config.other_names import note_of, with_own_names
+from sansgpu.config.other_names import note_of, require_batch_size, with_own_names
 from sansgpu.config.paths import ABANDONED_FOLDER, RunPaths
 from sansgpu.config.schema import Config, DataConfig
 from sansgpu.config.search_space import SearchParameter, Space, load_space, measure_of, spaced_values
@@ -78,6 +78,7 @@ __all__ = [
     "overridden_key",
     "problems",
     "recorded_values",
+    "require_batch_size",
     "require_identity",
     "same_input",
     "save_config",

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.find import built_in, configuration_file, use_files_beside
 from sansgpu.config.model import ModelConfig
-from sansgpu.config.other_names import note_of, own_name, with_own_names
+from sansgpu.config.other_names import note_of, own_name, require_batch_size, with_own_names
 from sansgpu.config.parse import Values, parse_value, read_values
 from sansgpu.config.plain_data import MAX_DEPTH
 from sansgpu.config.schema import Config
@@ -27,13 +27,17 @@ Override = str | tuple[str, Any]  # `key.path=value` with the value in YAML, or 
 
 
 def load_config(
-    path: Path | None = None, overrides: Sequence[Override] = (), own: bool = True, find_beside: bool = True
+    path: Path | None = None,
+    overrides: Sequence[Override] = (),
+    own: bool = True,
+    find_beside: bool = True,
+    processes: int = 1,
 ) -> tuple[Config, list[str]]:
     """Loads a configuration file, given by path or name, or the built-in default if `path` is None.
 
     Then applies the overrides. `own` means that the user wrote the file: a task that it names as `package.module:Class`
     is imported and, with `find_beside`, paths that do not exist in the working directory are looked up in the file's
-    folder.
+    folder. `processes` is the number of processes that will train.
 
     Returns the configuration and notes for the user about ignored and renamed keys and ambiguous paths.
     Raises ConfigError naming the file and every problem in it.
@@ -48,7 +52,10 @@ def load_config(
     notes += _override(values, overrides)
     if own and is_outside(task := str(values.get("task"))):
         task_class(task)
-    return as_config(values, where), [*notes, *unused_settings(values)]
+    config = as_config(values, where)
+    overriding = [overridden_key(one) for one in overrides if _key_and_value(one)[0] == "training.batch_size"]
+    require_batch_size(config.training, overriding[-1:] or replaced, processes)
+    return config, [*notes, *unused_settings(values)]
 
 
 def change_config(config: Config, overrides: Sequence[Override]) -> Config:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.wording import truncate
 
 MAX_NOTE_CHARACTERS = 1000
+PER_DEVICE = "training.per_device_train_batch_size"  # of each process, unlike training.batch_size
 _SECTIONS = {"trainer": "training"}
 # sansgpu's keys by section and by the other trainer's key, unless both are equal.
 KEYS = {
@@ -95,6 +96,23 @@ def _require_one_name(names: dict[str, str], section: str, where: str) -> None:
     for name in names.values():
         if len(same := [f"{section}.{key}" for key, other in names.items() if other == name]) > 1:
             raise ConfigError(f"{where}: {' and '.join(same)} are names of the same key; keep only {name}.")
+
+
+def require_batch_size(training: Any, names: Sequence[str], processes: int) -> None:
+    """Raises ConfigError if the batch size was given per device, under one of `names`, and there are several processes.
+
+    `training` is the resulting section.
+    """
+    is_per_device = any(name.partition(" ")[0] == PER_DEVICE for name in names)
+    if not is_per_device or processes == 1 or training.batch_size == "auto":
+        return
+    size, accumulated = training.batch_size, training.gradient_accumulation_steps
+    raise ConfigError(
+        f"{PER_DEVICE.partition('.')[2]} {size} would count for each of the {processes} processes, but here batch_size "
+        f"x gradient_accumulation_steps is the batch of all processes together; for the same {size} x {accumulated} "
+        f"examples in each process, set training.batch_size={size} and training.gradient_accumulation_steps="
+        f"{accumulated * processes}."
+    )
 
 
 def note_of(replaced: list[str]) -> list[str]:

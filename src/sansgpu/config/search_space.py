@@ -76,6 +76,13 @@ class SearchParameter:
             value = self.low + self.step * round((value - self.low) / self.step)
         return min(max(round(value) if self.is_integer else value, self.low), self.high)
 
+    def extremes(self) -> tuple[Choice, ...]:
+        """Returns the lowest and the highest value, or all choices if some are not numbers."""
+        if not self.choices:
+            return self.low, self.high
+        numbers = [c for c in self.choices if isinstance(c, (int, float)) and not isinstance(c, bool)]
+        return (min(numbers), max(numbers)) if len(numbers) == len(self.choices) else self.choices
+
     def to_json(self) -> Values:
         """Returns the parameter in the format of a space file."""
         if self.choices:

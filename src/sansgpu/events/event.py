@@ -100,9 +100,9 @@ class EventBuffer:
         pass
 
 
-def disabled_warning(name: str, error: Exception) -> Event:
+def disabled_warning(name: str, error: BaseException) -> Event:
     """Returns the warning about a sink that raised an exception."""
-    why = " ".join(str(error).split())
+    why = " ".join(str(error).split()) if isinstance(error, Exception) else f"{type(error).__name__}: {error}"
     message = f"{name} failed and was disabled ({why}); training continues."
     return {"event": "warning", "cause": "callback", "message": message}
 
@@ -145,7 +145,7 @@ class Sinks:
                 sink.emit(event)
             except RecordError:
                 raise
-            except Exception as error:  # a sink must not stop training
+            except (Exception, SystemExit) as error:  # a sink must not stop training
                 self._sinks.remove(sink)
                 failed.append(disabled_warning(getattr(sink, "name", type(sink).__name__), error))
         for warning in failed:

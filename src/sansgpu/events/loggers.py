@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from sansgpu.config.errors import how_to_install, is_installed, require
@@ -76,8 +77,14 @@ class Callback:
 class CallbackSink:
     """A sink that passes events to one callback."""
 
-    def __init__(self, callback: Callback, controls: Controls) -> None:
-        self._callback, self._controls = callback, controls
+    def __init__(
+        self,
+        callback: Callback,
+        controls: Controls,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`around` is entered for each call of the callback."""
+        self._callback, self._controls, self._around = callback, controls, around
         self.name = type(callback).__name__  # named in the warning if the callback fails
 
     def emit(self, event: Event) -> None:
@@ -88,7 +95,8 @@ class CallbackSink:
             "end": self._callback.on_end,
         }
         if (method := methods.get(event["event"])) is not None:
-            method(event, self._controls)
+            with self._around():
+                method(event, self._controls)
 
     def close(self) -> None:
         pass

@@ -120,7 +120,9 @@ class ClusterJob:
 
 def kubernetes(request: ClusterRequest, progress: ReportProgress, warn: Callable[[str], None]) -> dict[str, Any]:
     """Writes the files and returns their summary and the next commands. Raises ConfigError."""
-    config, notes = load_config(request.config_file, request.overrides, find_beside=False)  # its paths are on the claim
+    processes = request.nodes * request.processes_per_node
+    # Its paths are on the claim.
+    config, notes = load_config(request.config_file, request.overrides, find_beside=False, processes=processes)
     for note in notes:
         warn(note)
     progress(ESTIMATING, 0, 0)

@@ -19,7 +19,7 @@ def plan(
     file: Path | None, overrides: Sequence[str], progress: ReportProgress, warn: Warn, cluster: Cluster | None = None
 ) -> RunPlan:
     """Returns the plan that `plan --json` prints, including one for `cluster` if it is given. Raises ConfigError."""
-    config, notes = load_config(file, overrides)
+    config, notes = load_config(file, overrides, processes=cluster.nodes if cluster else 1)
     for note in notes:
         warn(note)
     if cluster:

@@ -52,7 +52,8 @@ class SlurmRequest:
 
 def slurm(request: SlurmRequest, progress: ReportProgress, warn: Callable[[str], None]) -> dict[str, Any]:
     """Writes the script into the run's folder and returns its path and the next commands. Raises ConfigError."""
-    config, notes = load_config(request.config_file, request.overrides)
+    processes = request.nodes * request.processes_per_node
+    config, notes = load_config(request.config_file, request.overrides, processes=processes)
     for note in notes:
         warn(note)
     name = request.name or request.config_file.stem

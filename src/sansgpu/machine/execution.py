@@ -15,6 +15,8 @@ from sansgpu.machine.probe import has_bf16_tensors, isa, mixed_precision, tensor
 
 CPU = torch.device("cpu")
 _Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
+_Precision = Annotated[str, Field(pattern="^(fp32|bf16|int16|int8)$")]
+_Compile = Annotated[str, Field(pattern="^(on|off)$")]
 
 
 @with_config(ConfigDict(extra="allow", strict=True))
@@ -26,8 +28,8 @@ class Environment(TypedDict):
     device: str
     threads: _Positive
     world_size: _Positive
-    precision: str
-    compile: str
+    precision: _Precision
+    compile: _Compile
     kernels: str
     micro_batch: _Positive
 

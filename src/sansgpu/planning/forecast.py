@@ -20,8 +20,8 @@ from sansgpu.planning.memory_fit import changes_that_fit
 from sansgpu.planning.resolve import seconds_allowed
 from sansgpu.planning.results import MemoryChange, Projection, RunPlan
 from sansgpu.tasks.task import ReferenceCorpus
-from sansgpu.train.run import TrainingRun
-from sansgpu.train.run_length import DISK_BYTES_PER_SECOND, EVALUATED_IN_A_STEP, finish_time
+from sansgpu.train.run import EVALUATED_IN_A_STEP, TrainingRun
+from sansgpu.train.run_length import DISK_BYTES_PER_SECOND, finish_time
 from sansgpu.train.schedule import UNKNOWN_STEPS
 
 ROOFLINE_TOKENS = 4096  # maximum rows of timed matrix products

@@ -31,7 +31,13 @@ from sansgpu.train.optim import choose_optimizer
 from sansgpu.train.run import TrainingRun
 from sansgpu.train.run_folders import prepare_data
 from sansgpu.train.run_length import finish_time
-from sansgpu.train.schedule import UNKNOWN_STEPS, repetition_problem, total_steps, warmup_problem
+from sansgpu.train.schedule import (
+    UNKNOWN_STEPS,
+    evaluation_problem,
+    repetition_problem,
+    total_steps,
+    warmup_problem,
+)
 
 # needed: prepare the data or fail. wanted: continue without it if it is unreachable, or if it cannot be read and the
 # run's length does not depend on it. unread: do not read it.
@@ -77,6 +83,7 @@ def resolve_run(
     config, corpus = _corpus(config, progress, warn, options, group)
     tokens = math.ceil(corpus.example_tokens if corpus else config.window)
     config, steps, seconds, affordable = _with_length(config, execution, corpus)
+    assumed_step = seconds / affordable
     if problem := warmup_problem(config.training, steps):
         warn(problem)
     if corpus is not None and before is None and (problem := _repetition_problem(config, corpus, affordable)):
@@ -95,7 +102,21 @@ def resolve_run(
         timing = Timing(**group.broadcast_object(lambda: _measured(calibration, sizes, progress)))
         execution.micro_batch = timing.micro_batch
     execution.accumulation = micro_batches_per_rank(config.training, execution.micro_batch, group.size)
-    return TrainingRun(config, execution, steps, estimate_memory(config, execution), available, corpus, timing)
+    run = TrainingRun(config, execution, steps, estimate_memory(config, execution), available, corpus, timing)
+    if before is None and (problem := _evaluation_problem(run, assumed_step, affordable)):
+        warn(problem)
+    return run
+
+
+def _evaluation_problem(run: TrainingRun, step_seconds: float, affordable: float) -> str | None:
+    """Describes an evaluation that is long compared to the run. The arguments apply if no step was timed."""
+    if run.corpus is None:
+        return None
+    if run.timing is not None:
+        step_seconds = run.timing.step_seconds(run.costs.layers, run.execution.accumulation)
+        affordable = min(run.total_steps, seconds_allowed(run.config) / step_seconds)
+    batches = run.eval_token_ratio * effective_batch(run.config.training) / run.execution.micro_batch
+    return evaluation_problem(run.config.training, affordable, run.steps_per_evaluation, step_seconds, batches)
 
 
 def _compilation(

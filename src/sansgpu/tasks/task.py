@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -184,6 +184,22 @@ class OnPolicyObjective(Protocol):
 
     def generation_seconds(self, completions: int, tokens: int) -> float:
         """Estimates the time to generate `completions` texts; a prompt and its completion have `tokens` tokens."""
+
+
+@runtime_checkable
+class CarriesSums(Protocol):
+    """A task whose training metrics also depend on steps before the last step event."""
+
+    def carried_sums(self, sums: Sums) -> Sums:
+        """Returns what of the sums since the last step event the next one needs, too."""
+
+
+@runtime_checkable
+class FindsProblems(Protocol):
+    """A task that recognizes steps from which the model learns nothing."""
+
+    def step_problem(self, event: Mapping[str, Any]) -> str | None:
+        """Describes what is wrong in the steps of a step event and what to change, or returns None."""
 
 
 @runtime_checkable

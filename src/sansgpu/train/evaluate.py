@@ -14,6 +14,7 @@ from sansgpu.config import derive_seed
 from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.events.event import Event, finite
 from sansgpu.machine.execution import Execution
+from sansgpu.machine.user_code import preserved_state
 from sansgpu.models.generation.sampling import Sampling, reading
 from sansgpu.tasks.task import (
     Evaluator,
@@ -95,7 +96,7 @@ class Validation:
 @contextmanager
 def _evaluating(model: torch.nn.Module, execution: Execution) -> Iterator[None]:
     """Disables dropout and gradients, and computes in the run's precision."""
-    with reading(model), torch.no_grad(), execution.autocast():
+    with preserved_state(), reading(model), torch.no_grad(), execution.autocast():
         yield
 
 

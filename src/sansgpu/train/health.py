@@ -25,11 +25,29 @@ DATA_WAIT_RATIO = 0.1  # waiting for data / step time
 BUSY_PERCENT = 25.0  # share of one core that other programs use
 THROTTLED_PERCENT = 5.0  # share of time in which the container's CPU quota stops the run
 SWAPPING_FAULTS_PER_SECOND = 20.0  # major page faults
-_NOT_FINITE = (
-    "the validation loss is infinite or NaN, so it is recorded as null; resume from an earlier snapshot with a lower "
-    "training.learning_rate or more warmup_steps."
-)
+LOWER_RATE_DIVISOR = 5  # a suggested lower learning rate is the current one divided by this
+LASTING_STEPS = 10  # a problem that the task itself finds is reported if it lasts for this many steps
 CONSECUTIVE = 2  # events in a row before a warning, because a single one may be an outlier
+
+
+def not_finite_remedy(training: TrainingConfig, step: int, snapshot: str | None) -> str:
+    """Returns what to change after `step` steps if the next loss is infinite or NaN.
+
+    `snapshot` is the name of the newest snapshot, or None if there is none.
+    """
+    if step == 0:
+        return (
+            "no weight has changed yet, so the cause is the model, the data or the precision, not the learning rate: "
+            "check that the weights are finite, and try training.precision=fp32."
+        )
+    again = "start the run again" if snapshot is None else f"resume from {snapshot}, or from an earlier snapshot,"
+    limit = "" if training.max_grad_norm else ", and set training.max_grad_norm to 1"
+    same = "" if snapshot is None else "; without a change it would fail at the same step again"
+    return (
+        f"the learning rate is probably too high: {again} with --set training.learning_rate="
+        f"{training.learning_rate / LOWER_RATE_DIVISOR:.1g} (it is {training.learning_rate:g}) or more "
+        f"training.warmup_steps (now {training.warmup_steps}){limit}{same}."
+    )
 
 
 class _ObservedStep(NamedTuple):
@@ -44,9 +62,18 @@ class Health:
     Warnings about losses depend on the events alone, so a resumed run that replays the earlier ones gets the same.
     """
 
-    def __init__(self, training: TrainingConfig, metric: Metric = LOSS) -> None:
-        """`metric` is the task's main one. If it is not the loss, the training loss says nothing about the model."""
-        self._training, self._metric = training, metric
+    def __init__(
+        self,
+        training: TrainingConfig,
+        metric: Metric = LOSS,
+        problem: Callable[[Event], str | None] | None = None,
+    ) -> None:
+        """`metric` is the task's main one. If it is not the loss, the training loss says nothing about the model.
+
+        `problem` is the task's own check of step events.
+        """
+        self._training, self._metric, self._problem = training, metric, problem
+        self._sound_step = 0  # the last step event without a problem
         self._steps: list[_ObservedStep] = []
         self._sums = [0.0]  # cumulative sums of the losses
         self._validation: list[Event] = []
@@ -62,10 +89,16 @@ class Health:
                 ("rising", self._rising() if self._metric == LOSS else None, 1),
                 ("flat", self._flat(event.get("total_steps")) if self._metric == LOSS else None, 1),
                 ("spike", self._spike(), 1),
+                ("task", self._lasting_problem(event), 1),
                 *((cause, check(event), CONSECUTIVE) for cause, check in _MACHINE_CHECKS.items()),
             ]
         elif event["event"] == "eval" and event["loss"] is None:
-            found = [("not_finite", _NOT_FINITE, 1)]
+            rate = self._training.learning_rate
+            message = (
+                "the validation loss is infinite or NaN, so it is recorded as null; start again, or resume from an "
+                f"earlier snapshot, with a lower training.learning_rate (it is {rate:g}) or more warmup_steps."
+            )
+            found = [("not_finite", message, 1)]
         elif event["event"] == "eval":
             self._validation.append(event)
             found = [("overfitting", self._overfitting(), CONSECUTIVE), ("not_finite", None, 1)]
@@ -111,6 +144,12 @@ class Health:
             f"further, try a different training.learning_rate ({self._training.learning_rate:g}), a larger model or "
             "more data."
         )
+
+    def _lasting_problem(self, event: Event) -> str | None:
+        message = self._problem(event) if self._problem else None
+        if message is None:
+            self._sound_step = event["step"]
+        return message if event["step"] - self._sound_step >= LASTING_STEPS else None
 
     def _spike(self) -> str | None:
         before, now = self._steps[-SPIKE_WINDOW - 1 : -1], self._steps[-1].grad_norm

@@ -26,13 +26,14 @@ from sansgpu.tasks.task import Collecting, Sums, Task, add_sums
 from sansgpu.train.branches import record_of
 from sansgpu.train.checkpoint import Saver, load_snapshot
 from sansgpu.train.evaluate import Validation
+from sansgpu.train.health import not_finite_remedy
 from sansgpu.train.run import TrainingRun
 from sansgpu.train.run_length import RunLength
 from sansgpu.train.run_log import RunLog, SystemStatistics
 from sansgpu.train.schedule import UNKNOWN_STEPS, learning_rate
 from sansgpu.train.snapshots import Progress, Snapshot
 from sansgpu.train.state import TrainState
-from sansgpu.train.step import train_step
+from sansgpu.train.step import NotFiniteError, train_step
 
 PAUSE_SECONDS = 0.1  # polling interval while paused
 FORWARD_SECONDS = 3.0  # within this time, a launcher may forward a signal that its processes have already received
@@ -116,6 +117,8 @@ class Trainer:
             warn(problem)
         self._log.restore(events, snapshot.step)
         self._length.restore(events)
+        if is_main and (change := self._length.schedule_change(events)):
+            warn(change)
 
     def train(self) -> TrainingResult:
         """Trains until a limit is reached, time is up or the run is interrupted.
@@ -188,7 +191,11 @@ class Trainer:
         lr = learning_rate(self._training, progress.step, total_steps)
         batch = prefetch(progress.step, total_steps)
         data_seconds = time.perf_counter() - start
-        result = train_step(self._state, self._task, batch, lr, self._guard)
+        try:
+            result = train_step(self._state, self._task, batch, lr, self._guard)
+        except NotFiniteError as error:
+            newest = None if self._saver.newest is None else self._saver.newest.folder.name
+            raise SansGPUError(f"{error}; {not_finite_remedy(self._training, progress.step, newest)}") from None
         progress.add_step(result.tokens)
         add_sums(self._sums, result.logged_sums())
         if self._is_synchronized():

@@ -21,6 +21,7 @@ from sansgpu.train.calibrate import Timing
 from sansgpu.train.schedule import UNKNOWN_STEPS
 
 NOWHERE = RunPaths(Path(os.devnull))  # a path where nothing can be written
+EVALUATED_IN_A_STEP = 3.0  # evaluation throughput / training throughput, in tokens
 _EXECUTION_FACTS = ("device", "isa", "precision", "threads", "compile", "kernels")
 
 
@@ -93,6 +94,11 @@ class TrainingRun:
         if limit is not None:
             tokens = min(tokens, limit * self.execution.micro_batch * self.example_tokens)
         return tokens / (effective_batch(self.config.training) * self.example_tokens)
+
+    @property
+    def steps_per_evaluation(self) -> float:
+        """Estimated duration of an evaluation divided by that of a step."""
+        return self.eval_token_ratio / (1.0 if self.config.settings.generates else EVALUATED_IN_A_STEP)
 
     def peak_gemm_rate(self, again: bool = False) -> float:
         """Returns the best GEMM rate of this process in FLOP/s; `again` measures it once more."""

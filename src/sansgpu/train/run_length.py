@@ -13,6 +13,7 @@ from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.config.wording import counted
 from sansgpu.events.event import Event
 from sansgpu.train.run import TrainingRun
+from sansgpu.train.schedule import learning_rate
 from sansgpu.train.snapshots import Progress
 from sansgpu.train.state import TrainState
 
@@ -22,7 +23,6 @@ DISK_BYTES_PER_SECOND = 100e6  # assumed rate of hashing and writing the last sn
 MARGIN_RATIO, MARGIN_SECONDS = 0.01, 1.0  # safety margin: a share of the total budget, plus seconds
 # Extra time of the first evaluation, which compiles: seconds, and at most this share of the total budget.
 FIRST_EVALUATION_SECONDS, FIRST_EVALUATION_RATIO = 10.0, 0.03
-EVALUATED_IN_A_STEP = 3.0  # evaluation throughput / training throughput, in tokens
 MIN_USEFUL_RATIO = 0.05  # a finished run continues if more than this share of the budget is left
 EARLY_END_RATIO = 0.2  # warn if the run would end with more than this share of its time budget unused
 REPLAN_RATIO, REPLAN_LEFT_RATIO = 0.02, 0.2  # re-plan after this share of the total, or of the remaining, budget
@@ -159,7 +159,7 @@ class RunLength:
         self.budget = Budget(
             self._training,
             self.elapsed_seconds,
-            run.eval_token_ratio / (1.0 if run.config.settings.generates else EVALUATED_IN_A_STEP),
+            run.steps_per_evaluation,
             snapshot_bytes=weights + moments,
             export_bytes=weights,
         )
@@ -177,6 +177,22 @@ class RunLength:
         planned = self._progress.total_steps
         if self._training.time_limited and planned and (self._progress.step < planned or finished):
             self.total_steps = min(self._run.total_steps, planned)
+
+    def schedule_change(self, recorded: Sequence[Event]) -> str | None:
+        """Describes the learning rate of a resumed run whose number of steps differs from the recorded one."""
+        before = next(filter(None, (event.get("total_steps") for event in reversed(recorded))), None)
+        step, now, training = self._progress.step, self.total_steps, self._training
+        if training.time_limited or not before or step >= now:
+            return None
+        old, new = (learning_rate(training, min(step, total - 1), total) for total in (before, now))
+        if old == new:
+            return None
+        was = "was" if step >= before else "would be"
+        return (
+            f"the run now has {now:,} steps instead of {before:,}, and training.lr_scheduler {training.lr_scheduler} "
+            f"covers all of them: the learning rate of the next step is {new:.3g}, where it {was} {old:.3g}. To keep a "
+            "low learning rate, set training.learning_rate and training.lr_scheduler=constant."
+        )
 
     def elapsed_seconds(self) -> float:
         """Returns the seconds the run has taken, including its earlier processes."""

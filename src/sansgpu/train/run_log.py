@@ -11,7 +11,7 @@ from sansgpu.events.event import Event, Sinks, finite
 from sansgpu.machine.measurements import BUSY_CORES, flops_utilization
 from sansgpu.machine.monitor import Usage
 from sansgpu.machine.probe import resolve_threads
-from sansgpu.tasks.task import Task
+from sansgpu.tasks.task import CarriesSums, FindsProblems, Task
 from sansgpu.train.health import Health
 from sansgpu.train.run import TrainingRun
 from sansgpu.train.run_length import RunLength
@@ -36,7 +36,8 @@ class RunLog:
     ) -> None:
         self._run, self._length, self._sinks = run, length, sinks
         self._steps = StepLog(task, run, system)
-        self._health = Health(run.config.training, run.config.settings.main_metric)
+        problem = task.step_problem if isinstance(task, FindsProblems) else None
+        self._health = Health(run.config.training, run.config.settings.main_metric, problem)
         self._threads = AdaptiveThreads(run)
 
     def restore(self, recorded: Sequence[Event], step: int) -> None:
@@ -114,7 +115,8 @@ class StepLog:
             "phase_seconds": {p: sum(step[2][p] for step in steps) / len(steps) for p in steps[-1][2]},
             "system": system,
         }
-        progress.logged_loss, progress.logged_targets, progress.logged_sums = 0.0, 0, {}
+        carried = self._task.carried_sums(progress.logged_sums) if isinstance(self._task, CarriesSums) else {}
+        progress.logged_loss, progress.logged_targets, progress.logged_sums = 0.0, 0, carried
         return event
 
     def _correct_gemm(self, flops_per_second: float, system: dict[str, Any]) -> None:

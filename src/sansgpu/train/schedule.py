@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 
 from sansgpu.config import TrainingConfig
-from sansgpu.config.wording import count, counted
+from sansgpu.config.wording import count, counted, duration
 from sansgpu.data.order import step_limits
 
 MAX_WARMUP_DIVISOR = 10  # the warm-up of a time-limited run takes at most total_steps / this
 # Beyond, repeated text teaches little (arXiv 2305.16264), and models with more weights than tokens overfit.
 MAX_EPOCHS = 4
+MAX_EVALUATION_RATIO = 0.1  # warn about an evaluation that takes longer than this share of all training steps,
+MIN_EVALUATION_SECONDS = 10.0  # unless it is shorter than this
+SHORT_EVALUATION_RATIO = 0.02  # the same share for the shorter evaluation that is suggested
 UNKNOWN_STEPS = 1 << 40  # total steps of a time-limited run before any step was timed
 
 
@@ -64,6 +67,28 @@ def repetition_problem(epochs: float, tokens: int, parameters: int) -> str | Non
         f"this run would read its text {epochs:.0f} times, and the model has {count(parameters)} parameters for "
         f"{count(tokens)} tokens: after about {MAX_EPOCHS} epochs it learns the text by heart, and the validation loss "
         f"rises; set training.num_epochs to {MAX_EPOCHS}, or use more text."
+    )
+
+
+def evaluation_problem(
+    training: TrainingConfig, steps: float, evaluation: float, step_seconds: float, batches: float
+) -> str | None:
+    """Describes an evaluation on `batches` micro-batches that is long compared to the `steps` steps of the run.
+
+    `evaluation` is its duration in steps.
+    """
+    ratio, seconds = evaluation / steps, evaluation * step_seconds
+    if ratio <= MAX_EVALUATION_RATIO or seconds < MIN_EVALUATION_SECONDS:
+        return None
+    fewer = max(1, int(batches * SHORT_EVALUATION_RATIO * steps / evaluation))
+    remedy = (
+        "set a lower training.eval_batches"
+        if training.eval_batches is not None and training.eval_batches <= fewer
+        else f"set training.eval_batches to {fewer}, which evaluates on as many micro-batches"
+    )
+    return (
+        f"an evaluation takes about {duration(seconds)}, which is {ratio:.0%} of the time of all training steps; "
+        f"{remedy}, or lower data.validation_split."
     )
 
 

@@ -19,9 +19,14 @@ from sansgpu.config import ConfigError, SansGPUError, derive_seed
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.machine.distributed.group import Group
 from sansgpu.machine.pressure import MemoryGuard, split_to_fit
+from sansgpu.machine.user_code import preserved_state
 from sansgpu.tasks.task import OnPolicyObjective, StepWideObjective, Sums, Task
 from sansgpu.train.snapshots import LOSS, TARGETS
 from sansgpu.train.state import TrainState
+
+
+class NotFiniteError(SansGPUError):
+    """The loss or the gradient of a step is infinite or NaN."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ def train_step(
 
     The summed loss is divided by the number of targets of the global batch, so the result does not depend on how the
     batch is split. With an outer optimizer, the step is that of this rank alone, on its share of the batch. `guard`
-    splits micro-batches that would not fit into memory. Raises SansGPUError before any weight changes if the loss or
+    splits micro-batches that would not fit into memory. Raises NotFiniteError before any weight changes if the loss or
     the gradient norm is not finite.
     """
     optimizer, execution, phases, tokens = state.optimizer, state.execution, _PhaseTimer(), batch.token_count()
@@ -81,8 +86,14 @@ def train_step(
 
     def forward(piece: ExampleBatch, later: Iterable[ExampleBatch], index: int) -> torch.Tensor:
         seed(index)
-        with execution.autocast():
-            return loss_of(piece.to(device), later, index)
+        with preserved_state(), execution.autocast():
+            loss = loss_of(piece.to(device), later, index)
+        if not loss.requires_grad:
+            raise SansGPUError(
+                f"step {state.progress.step + 1}: the loss does not depend on any trained weight, e.g. because it was "
+                "computed without gradients; correct the task's loss."
+            )
+        return loss
 
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     pieces = batch.micro_batches(execution.micro_batch, group.rank, group.size)
@@ -99,9 +110,9 @@ def train_step(
     phases.lap("reduce")
     grad_norm = optimizer.grad_norm()
     if not (math.isfinite(total) and math.isfinite(grad_norm)):
-        raise SansGPUError(
+        raise NotFiniteError(
             f"step {state.progress.step + 1}: the loss is {total / max(1, targets):g} and the gradient norm "
-            f"{grad_norm:g}; resume from an earlier snapshot with a lower training.learning_rate or more warmup_steps."
+            f"{grad_norm:g}"
         )
     limit = state.training.max_grad_norm
     scale = min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,11 @@ def refused(capsys: Captured, *arguments: str) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize("changes", [{"training__sbo_weight": 0.5, "model__position": "learned"}], ids=["all heads"])
+ALL_HEADS = {"training__sbo_weight": 0.5, "model__position": "learned"}
+RARE_LEAVES = {"data__leaf_mask_ratio": 0.1, "data__min_leaf_groups": 0}
+
+
+@pytest.mark.parametrize("changes", [{**ALL_HEADS, **RARE_LEAVES}], ids=["all heads"])
 def test_a_run_that_was_killed_goes_on_without_one_bit_of_difference(home: Path, changes: dict[str, object]) -> None:
     long = {"training__max_steps": 10, "training__gradient_accumulation_steps": 4, **changes}
     whole, killed = home / "whole", home / "killed"
@@ -116,6 +121,18 @@ def test_events_report_metrics_of_tokens_and_leaves(home: Path) -> None:
     wanted = {f"{kind}_{key}" for kind in ("mlm", "mnm") for key in ("loss", "acc", "count", "majority_acc")}
     assert wanted | {"tail_acc", "tail_count", "loss"} <= evaluated.keys()
     assert evaluated["loss"] == pytest.approx(evaluated["mlm_loss"] + evaluated["mnm_loss"])
+
+
+def test_losses_of_steps_with_and_without_masked_leaves_are_comparable(home: Path) -> None:
+    run = made(home, "rare", training__max_steps=8, **RARE_LEAVES)
+    (start,), events = events_of(run, "start"), events_of(run, "step")
+    last = math.log(start["vocab_size"])  # of a uniform prediction, until leaves were masked
+    for event in events:
+        last = event.get("mnm_loss", last)
+        assert event["loss"] == pytest.approx(event["mlm_loss"] + last)
+    assert 0 < sum("mnm_loss" in event for event in events) < len(events)
+    losses = [event["loss"] for event in events]
+    assert max(losses) < 1.2 * min(losses)
 
 
 def test_eval_gives_what_the_run_found_with_intervals(home: Path, capsys: Captured) -> None:

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import random
+import signal
+import sys
+import threading
+import time
 from typing import Any
+
+import numpy as np
+import torch
 
 LOW_IDS = 150  # token ids below this are rewarded; the tiny models have 1,024 token ids
 
@@ -79,3 +89,47 @@ def words(completions: list[Any], **columns: Any) -> list[str]:
 
 def keyed(completions: list[Any], **columns: Any) -> dict[int, float]:
     return dict.fromkeys(range(len(completions)), 1.0)
+
+
+async def waiting(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """The same rewards as `low_ids`, in the form that TRL also accepts."""
+    await asyncio.sleep(0)
+    return low_ids(completion_ids)
+
+
+def meddling(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """The same rewards as `low_ids`; changes all global state that training might depend on."""
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(2)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_float32_matmul_precision("medium")
+    torch.manual_seed(len(completion_ids))
+    random.seed(1)
+    np.random.seed(1)
+    os.chdir("/")
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return low_ids(completion_ids)
+
+
+async def exiting_later(completions: list[Any], **columns: Any) -> list[float]:
+    await asyncio.sleep(0)
+    sys.exit(0)
+
+
+def leaving(completions: list[Any], **columns: Any) -> list[float]:
+    os._exit(0)
+
+
+def leaving_in_a_thread(completions: list[Any], **columns: Any) -> list[float]:
+    threading.Thread(target=os._exit, args=(0,)).start()
+    time.sleep(60)
+    return []
+
+
+def constant(completions: list[Any], **columns: Any) -> list[float]:
+    """Gives every completion the same reward, and starts a thread that never ends."""
+    if threading.active_count() < 100 and "endless" not in {thread.name for thread in threading.enumerate()}:
+        threading.Thread(target=time.sleep, args=(3600,), name="endless").start()
+    return [0.25] * len(completions)

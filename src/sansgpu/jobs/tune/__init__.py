@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from sansgpu.files.marks import FolderMark, write_mark
 from sansgpu.files.ownership import LOCK, require_folder, require_no_links
 from sansgpu.files.reading import read_validated
 from sansgpu.jobs.tune.search import LOCK_SECONDS, STATES, Search, SearchBudget, Show, Study, require_same
-from sansgpu.jobs.tune.trial import Length, chosen_config, trial_config
+from sansgpu.jobs.tune.trial import LENGTH_KEYS, Length, chosen_config, trial_config, trial_steps
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.probe import resolve_threads
 from sansgpu.planning.forecast import describe_plan, forecast_of, length_of
@@ -98,13 +99,13 @@ def tune(
     space = load_space(request.space_file, resolved)
     recorded = _recorded_length(folder, config, space)  # raises before anything is written there
     if request.dry_run:
-        length = recorded or _planned_length(config, progress, warn)
+        length = recorded or _planned_length(config, space, progress, warn)
         return _budget(request, space).estimate(length.seconds, 0)
     clean_up = cleanup_of(folder, LOCK)
     require_writable(folder)
     with FileLock(folder / LOCK, timeout=LOCK_SECONDS), ExitStack() as until_recorded:
         until_recorded.callback(clean_up)
-        length = _recorded_length(folder, config, space) or _planned_length(config, progress, warn)
+        length = _recorded_length(folder, config, space) or _planned_length(config, space, progress, warn)
         _record(folder, config, space, length)
         study = Study(folder, space, request.pruner, config.training.seed, length)
         default = {key: setting(resolved, key) for key in space}
@@ -160,8 +161,11 @@ def _with_optimizer(config: Config) -> Config:
     return change_config(config, [("training.optimizer", chosen.training.optimizer)])
 
 
-def _planned_length(config: Config, progress: ReportProgress, warn: Warn) -> Length:
-    """Returns a trial's length, with its duration from a timing. Raises ConfigError if it does not fit into memory."""
+def _planned_length(config: Config, space: Space, progress: ReportProgress, warn: Warn) -> Length:
+    """Returns a trial's length, with its duration from a timing.
+
+    Raises ConfigError if a trial does not fit into memory, or would end during its warmup.
+    """
     run = resolve_run(config, progress, warn, ResolveOptions(timed="always"))
     if warmup_problem(config.training, run.total_steps):
         raise ConfigError(
@@ -180,6 +184,7 @@ def _planned_length(config: Config, progress: ReportProgress, warn: Warn) -> Len
     tokens = None if most is None else max(1, planned_tokens * most // steps - 1)
     evaluations = round(steps / every) if every and steps / every >= MIN_EVALUATIONS else DEFAULT_EVALUATIONS
     length = Length(steps, tokens, min(evaluations, steps), None)
+    _require_short_warmups(config, space, length)
     if run.timing is None:
         return length
     training = trial_config(config, {}, length).training
@@ -187,6 +192,25 @@ def _planned_length(config: Config, progress: ReportProgress, warn: Warn) -> Len
     own = run.config.training.model_copy(update=changed)
     trial = replace(run, config=run.config.model_copy(update={"training": own}))
     return replace(length, seconds=length_of(trial, forecast_of(trial))[1])
+
+
+def _require_short_warmups(config: Config, space: Space, length: Length) -> None:
+    """Raises ConfigError if trials with some values of the space would end during their warmup."""
+    searched = [space[key] for key in LENGTH_KEYS if key in space]
+    for ends in product(*(parameter.extremes() for parameter in searched)):
+        values = {parameter.key: value for parameter, value in zip(searched, ends, strict=True)}
+        try:
+            chosen = chosen_config(config, values, length)
+        except ConfigError:  # the values contradict each other, so their trials fail
+            continue
+        steps = max(1, int(trial_steps(config, chosen, length)))
+        if warmup_problem(chosen.training, steps):
+            named = ", ".join(f"{key} {value}" for key, value in values.items())
+            raise ConfigError(
+                f"trials with {named} would end after {counted(steps, 'step')}, during their warmup of "
+                f"{counted(chosen.training.warmup_steps, 'step')}, so their ranking would be meaningless; lower "
+                "training.warmup_steps in the search space, or train for longer."
+            )
 
 
 class _RecordedLength(BaseModel):

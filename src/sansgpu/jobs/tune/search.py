@@ -10,8 +10,9 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -19,7 +20,9 @@ from typing import Any
 
 import optuna
 from filelock import FileLock, Timeout
+from optuna.exceptions import OptunaError
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.exc import SQLAlchemyError
 
 from sansgpu.config import (
     Config,
@@ -32,6 +35,7 @@ from sansgpu.config import (
     flatten,
     spaced_values,
 )
+from sansgpu.config.wording import first_line
 from sansgpu.files.ownership import remove_folder
 from sansgpu.jobs.tune.trial import Length, Outcome, TrialRun, trial_config
 from sansgpu.machine.distributed.world import grace_seconds
@@ -65,6 +69,18 @@ class ClaimedTrial:
     lock: FileLock
 
 
+@contextmanager
+def readable(folder: Path) -> Iterator[None]:
+    """Raises ConfigError if the search's database is damaged or was changed by another program."""
+    try:
+        yield
+    except (OptunaError, SQLAlchemyError, RuntimeError, ValueError, LookupError) as error:
+        raise ConfigError(
+            f"{folder / 'study.db'} cannot be read: {first_line(error)}; restore it from a copy, or start a new search "
+            "in another --output-dir."
+        ) from None
+
+
 class Study:
     """A new or existing search in `folder`, with its trials/ and study.db."""
 
@@ -75,8 +91,10 @@ class Study:
         self.folder, self._space, self._seed, self._length = folder, space, seed, length
         self._pruner = pruners()[pruner]
         url = f"sqlite:///{folder.absolute() / 'study.db'}"
-        self._storage = optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": {"timeout": LOCK_SECONDS}})
-        self.optuna = optuna.create_study(storage=self._storage, study_name=NAME, load_if_exists=True)
+        with readable(folder):
+            self._storage = optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": {"timeout": LOCK_SECONDS}})
+            self.optuna = optuna.create_study(storage=self._storage, study_name=NAME, load_if_exists=True)
+            self.trials()
 
     def begin(self, default: Values) -> None:
         """Enqueues the startup trials that are missing. Trial 0 is the unchanged configuration; the sampler uses only

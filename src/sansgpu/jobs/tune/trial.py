@@ -24,6 +24,12 @@ from sansgpu.train.snapshots import snapshots
 
 SAVING_SECONDS = 600  # time to save after SIGTERM
 
+# Keys on which the number of a trial's steps or of its warmup steps depends.
+LENGTH_KEYS = (
+    "training.warmup_steps", "training.batch_size", "training.gradient_accumulation_steps", "training.num_epochs",
+    "model.max_seq_len", "data.max_length",
+)  # fmt: skip
+
 Values = dict[str, Any]
 Event = dict[str, Any]
 # Requests SIGKILL when the parent dies (1: PR_SET_PDEATHSIG). The request survives the exec of the command.
@@ -65,14 +71,19 @@ def chosen_config(config: Config, values: Values, length: Length) -> Config:
     return change_config(changed, settings)
 
 
-def trial_config(config: Config, values: Values, length: Length) -> Config:
-    """Returns the configuration of a trial's run, with evaluations at the same fractions as in all other trials."""
-    chosen = chosen_config(config, values, length)
+def trial_steps(config: Config, chosen: Config, length: Length) -> float:
+    """Returns the number of steps of a trial with the configuration `chosen`."""
     steps = length.steps * _step_tokens(config) / _step_tokens(chosen)
     if config.training.num_epochs and chosen.training.num_epochs:
         steps *= chosen.training.num_epochs / config.training.num_epochs
+    return steps
+
+
+def trial_config(config: Config, values: Values, length: Length) -> Config:
+    """Returns the configuration of a trial's run, with evaluations at the same fractions as in all other trials."""
+    chosen = chosen_config(config, values, length)
     settings = {
-        "eval_steps": max(1, round(steps / length.evaluations)),
+        "eval_steps": max(1, round(trial_steps(config, chosen, length) / length.evaluations)),
         "eval_on_start": False,
         "save_steps": 0,  # the best evaluation so far is saved anyway
         "keep_last": 1,

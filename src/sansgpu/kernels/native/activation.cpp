@@ -38,9 +38,9 @@ inline Slope slope(float x, float y) {
     const float share = 0.5f * (1.0f + error_function(0.7071067812f * x, power));
     return {x * share, share + x * 0.3989422804f * power, 0.0f};
   }
-  const float positive = x > 0.0f ? x : 0.0f;
+  const float positive = x <= 0.0f ? 0.0f : x;  // NaN remains NaN
   if constexpr (kind == RELU_SQUARED) return {positive * positive, 2.0f * positive, 0.0f};
-  return {positive, x > 0.0f ? 1.0f : 0.0f, 0.0f};
+  return {positive, x <= 0.0f ? 0.0f : 1.0f, 0.0f};
 }
 
 using Activate = void (*)(const float* x, const float* y, float* values, int64_t count);

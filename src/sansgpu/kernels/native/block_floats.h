@@ -112,7 +112,9 @@ template <>
 inline BlockScale<bfp8>::BlockScale(int32_t largest) {
   constexpr float INVERSES[] = {1.0f, 8.0f / 9, 8.0f / 10, 8.0f / 11, 8.0f / 12, 8.0f / 13, 8.0f / 14, 8.0f / 15};
   constexpr int32_t BITS = 20;  // a scale has only the first 3 of the 23 bits of an fp32 fraction
-  const int32_t unit = magnitude_bits(float_of(largest) * (1.0f / BlockFormat<bfp8>::LARGEST));
+  // Every NaN counts as infinity: with its own bits, the sum below could overflow to a scale that is finite.
+  const int32_t unit =
+      std::min(magnitude_bits(float_of(largest) * (1.0f / BlockFormat<bfp8>::LARGEST)), NO_EXPONENT << 23);
   const int32_t up = std::max(unit + ((1 << BITS) - 1), LEAST_EXPONENT << 23) >> BITS, exponent = up >> 3;
   const bool is_finite = exponent < NO_EXPONENT;
   scale = is_finite ? float_of(up << BITS) : std::numeric_limits<float>::quiet_NaN();

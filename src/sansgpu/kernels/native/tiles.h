@@ -42,11 +42,14 @@ class Buffer {
   std::unique_ptr<T, Free> data_;
 };
 
-// Rounds to bf16 (to nearest, ties to even) with integer arithmetic, which compilers vectorize. Does not support NaN.
+// Rounds to bf16 (to nearest, ties to even) with integer arithmetic, which compilers vectorize. NaN remains NaN, because
+// its bits are not rounded: some would overflow to 0, and others become infinity.
 inline uint16_t round_bf16(float x) {
+  constexpr uint32_t MAGNITUDE = 0x7FFFFFFF, INFINITE = 0x7F800000, QUIET = 0x00400000;
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
-  return static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+  const uint32_t rounded = bits + 0x7FFF + ((bits >> 16) & 1);
+  return static_cast<uint16_t>(((bits & MAGNITUDE) > INFINITE ? bits | QUIET : rounded) >> 16);
 }
 
 inline float widen(uint16_t x) {

@@ -136,8 +136,10 @@ class GraphBatch(ExampleBatch):
     # number of leaves, head entity, tail entity if it is the target of a query, else 0
     triple_counts: torch.Tensor  # (B,) int64
     facts: torch.Tensor  # (B, K, 3) int64: head, relation and tail of triples to learn without text
-    # Weights of roots, leaves, span boundaries, entity queries and facts in the summed loss.
+    # Weights of roots, leaves, span boundaries, entity queries and facts: of each target in the summed loss, and of
+    # each mean loss in the loss of a step.
     weights: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    mean_weights: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
 
     @classmethod
     def of(
@@ -210,7 +212,8 @@ class GraphBatch(ExampleBatch):
         per_token = total / max(1, roots + leaves)
         weights = (mlm * per_token, mnm * per_token) if pooled else (mlm * per_root, mnm * per_leaf)
         per_entity = (entity * total / max(1, count) for count in (self.queries, self.fact_count))
-        return replace(self, weights=(*weights, per_root, *per_entity))
+        mean_weights = (mlm, mnm, 1.0, entity, entity)
+        return replace(self, weights=(*weights, per_root, *per_entity), mean_weights=mean_weights)
 
     def rows(self, start: int, stop: int) -> GraphBatch:
         first, last = (int(self.lengths[:end].sum()) for end in (start, stop))
@@ -225,6 +228,7 @@ class GraphBatch(ExampleBatch):
             self.triple_counts[start:stop],
             self.facts[start:stop],
             self.weights,
+            self.mean_weights,
         )
 
     def without_targets(self, size: int) -> GraphBatch:

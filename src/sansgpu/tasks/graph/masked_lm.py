@@ -57,7 +57,7 @@ class MaskedObjective(FineTuning):
         logits = self.masked_logits(batch).float()
         loss = F.cross_entropy(logits, targets, reduction="sum")
         hits = float((logits.argmax(dim=1) == targets).sum())
-        self._sums.add_target("mlm", loss=float(loss.detach()), hits=hits, count=float(len(targets)))
+        self._sums.add_target("mlm", 1.0, float(loss.detach()), float(len(targets)), hits=hits)
         return loss
 
     def step_sums(self) -> Sums:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -126,9 +127,61 @@ def validation_masking(graphs: LeafyDataset, rules: MaskRules, seed: int, ordere
 class MetricSums(StepSums):
     """Accumulates sums for training metrics of several kinds of targets."""
 
-    def add_target(self, name: str, **values: float) -> None:
-        """Adds values for one type of target; `name` prefixes their keys."""
+    def add_target(self, name: str, weight: float, loss: float, count: float, **values: float) -> None:
+        """Adds values for one type of target: its summed loss, which has a weight, and the number of targets.
+
+        `name` prefixes their keys.
+        """
+        values = {"loss": loss, "weighted": weight * loss, "count": count, **values}
         self.add({f"{name}_{key}": value for key, value in values.items()})
+
+
+class MeanLosses:
+    """Computes a training loss that is comparable between step events, whichever targets their steps happen to have.
+
+    Each kind of target contributes its weighted mean loss over all targets since the last event. Without any target
+    (e.g. if few leaves are masked) it contributes its last mean, or before the first one, that of a uniform prediction.
+    """
+
+    def __init__(self, config: Config) -> None:
+        pooled = config.training.mnm_reduction == "pooled"
+        self._kinds = [*([NODE_TARGETS] if pooled else [(name,) for name in NODE_TARGETS]), (SBO,), (ENTITY,), (KGE,)]
+        self._untrained = _untrained_losses(config)
+
+    def total(self, sums: Sums) -> float:
+        """Returns the sum of the weighted mean losses."""
+        return sum(self._mean(kinds, sums) for kinds in self._kinds)
+
+    def carried(self, sums: Sums) -> Sums:
+        """Returns the last mean loss of each kind, which `total` needs if there are no targets until the next event."""
+        return {_key(kinds): self._mean(kinds, sums) for kinds in self._kinds if self._untrained_loss(kinds)}
+
+    def _mean(self, kinds: tuple[str, ...], sums: Sums) -> float:
+        if count := sum(sums.get(f"{kind}_count", 0.0) for kind in kinds):
+            return sum(sums.get(f"{kind}_weighted", 0.0) for kind in kinds) / count
+        return sums.get(_key(kinds), self._untrained_loss(kinds))
+
+    def _untrained_loss(self, kinds: tuple[str, ...]) -> float:
+        return max(self._untrained[kind] for kind in kinds)
+
+
+def _key(kinds: tuple[str, ...]) -> str:
+    return f"{kinds[0]}_last_mean"
+
+
+def _untrained_losses(config: Config) -> dict[str, float]:
+    """Returns the weighted mean loss of a uniform prediction for each kind of target that the configuration has."""
+    data, training, model = config.data, config.training, config.model
+    token, entity = (math.log(max(1, number or 1)) for number in (model.vocab_size, model.n_entities))
+    masks_leaves = config.leaf_slots and (data.leaf_mask_ratio or data.min_leaf_groups)
+    return {
+        "mlm": training.mlm_weight * token if data.mask_ratio else 0.0,
+        # A ramp of the weight begins near 0.
+        "mnm": training.mnm_weight * token if masks_leaves and not training.mnm_ramp_steps else 0.0,
+        SBO: training.sbo_weight * token if data.mask_ratio else 0.0,
+        ENTITY: training.entity_weight * entity if data.entity_query_ratio else 0.0,
+        KGE: training.entity_weight * entity if data.kge_triples else 0.0,
+    }
 
 
 def masked_metrics(sums: Sums) -> dict[str, float]:

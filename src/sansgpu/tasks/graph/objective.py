@@ -14,7 +14,15 @@ from sansgpu.models.modules import multiplies_integers
 from sansgpu.tasks.graph.batch import HEAD_ENTITY, QUERY_TAIL, RELATION, TAIL_START, GraphBatch
 from sansgpu.tasks.graph.encoder import GraphEncoder
 from sansgpu.tasks.graph.entities import NameBags
-from sansgpu.tasks.graph.masked_prediction import ENTITY, KGE, NODE_TARGETS, SBO, MetricSums, masked_metrics
+from sansgpu.tasks.graph.masked_prediction import (
+    ENTITY,
+    KGE,
+    NODE_TARGETS,
+    SBO,
+    MeanLosses,
+    MetricSums,
+    masked_metrics,
+)
 from sansgpu.tasks.task import Sums
 
 
@@ -29,6 +37,7 @@ class GraphObjective:
         self.model = model or GraphEncoder(
             config.model, derive_seed(config.training.seed, "model"), longest_span(config)
         )
+        self.mean_losses = MeanLosses(config)
         self._names = names
         self._bags: NameBags | None = None
 
@@ -59,12 +68,13 @@ class GraphObjective:
         states, chosen = self.states(batch), batch.targets != IGNORE
         targets, leaves = batch.targets[chosen], batch.is_leaf[chosen]
         predicted, total = self.model.predicted(states[chosen]), states.sum() * 0.0
-        for name, rows, weight in zip(NODE_TARGETS, (~leaves, leaves), batch.weights[:2], strict=True):
+        weights = zip(batch.weights[:2], batch.mean_weights[:2], strict=True)
+        for name, rows, (weight, share) in zip(NODE_TARGETS, (~leaves, leaves), weights, strict=True):
             if bool(rows.any()):
                 head = self.model.embedding.weight
                 loss, hits = linear_cross_entropy_and_hits(predicted[rows], head, targets[rows], self._loss_options)
                 total = total + weight * loss
-                self._sums.add_target(name, loss=float(loss.detach()), hits=float(hits), count=float(rows.sum()))
+                self._sums.add_target(name, share, float(loss.detach()), float(rows.sum()), hits=float(hits))
         if self.model.entities is not None:
             vectors = self.entity_vectors()
             total = total + batch.weights[3] * self._query_loss(batch, states, vectors, self._sums)
@@ -86,7 +96,7 @@ class GraphObjective:
             states[rows[:, TAIL_START]], rows[:, HEAD_ENTITY], rows[:, RELATION], vectors
         )
         loss, hits = linear_cross_entropy_and_hits(predicted, vectors, rows[:, QUERY_TAIL] - 1, self._loss_options)
-        sums.add_target(ENTITY, loss=float(loss.detach()), hits=float(hits), count=float(len(rows)))
+        sums.add_target(ENTITY, batch.mean_weights[3], float(loss.detach()), float(len(rows)), hits=float(hits))
         return loss
 
     def predicted_entities(
@@ -108,7 +118,7 @@ class GraphObjective:
         head, relation, tail = batch.facts.flatten(0, 1).unbind(1)
         predicted = self.model.entities.predict_tails(embed(head[None] - 1, vectors)[0], relation)
         loss = linear_cross_entropy(predicted, vectors, tail - 1, self._loss_options)
-        sums.add_target(KGE, loss=float(loss.detach()), count=float(len(tail)))
+        sums.add_target(KGE, batch.mean_weights[4], float(loss.detach()), float(len(tail)))
         return loss
 
     def query_sums(self, batch: GraphBatch) -> Sums:
@@ -130,14 +140,15 @@ class GraphObjective:
         before, after = (bounds + batch.first_nodes()[chosen, None]).unbind(1)
         rows = self.model.boundary(embed(before[None], states)[0], embed(after[None], states)[0], offsets)
         loss = linear_cross_entropy(rows, self.model.embedding.weight, batch.targets[chosen], self._loss_options)
-        self._sums.add_target(SBO, loss=float(loss.detach()), count=float(len(rows)))
-        return self.config.training.sbo_weight * loss
+        weight = self.config.training.sbo_weight
+        self._sums.add_target(SBO, weight * batch.mean_weights[2], float(loss.detach()), float(len(rows)))
+        return weight * loss
 
     def step_sums(self) -> Sums:
         return self._sums.take()
 
     def step_metrics(self, sums: Sums) -> dict[str, float]:
-        metrics = masked_metrics(sums)
+        metrics = {"loss": self.mean_losses.total(sums), **masked_metrics(sums)}
         for name in (SBO, KGE):
             if count := sums.get(f"{name}_count"):
                 metrics[f"{name}_loss"] = sums[f"{name}_loss"] / count

@@ -39,7 +39,7 @@ from sansgpu.tasks.graph.objective import GraphObjective, longest_span
 from sansgpu.tasks.graph.settings import SETTINGS
 from sansgpu.tasks.graph.tokenizer import GraphCodec
 from sansgpu.tasks.graph.triples import Triple
-from sansgpu.tasks.task import EvaluationRequest, ModelSource, TrainedModel
+from sansgpu.tasks.task import EvaluationRequest, ModelSource, Sums, TrainedModel
 
 UNKNOWN = "-"  # data.dataset_name of an exported model, whose dataset is unknown
 EXPECTED_RELATIONS = 32  # assumed if the data has not been read; the number hardly affects memory or speed
@@ -50,6 +50,7 @@ class Graph(RanksEntities, ExtractsTriples, ComposedTask):
 
     settings = SETTINGS
     evaluator: MaskedEvaluation
+    objective: GraphObjective
 
     def __init__(self, config: Config, corpus: GraphCorpus, effective_batch: int) -> None:
         objective = GraphObjective(config, names=corpus.entity_names)
@@ -117,6 +118,9 @@ class Graph(RanksEntities, ExtractsTriples, ComposedTask):
         return batch.weighed(
             training.mlm_weight, training.mnm_weight * ramp, training.mnm_reduction == "pooled", training.entity_weight
         )
+
+    def carried_sums(self, sums: Sums) -> Sums:
+        return self.objective.mean_losses.carried(sums)
 
     def save_tokenizer(self, folder: Path) -> None:
         self.corpus.codec.save(folder)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from decimal import Decimal, InvalidOperation
+from functools import cache
 from typing import Any
 
 from sansgpu.config import ConfigError, SansGPUError, import_class
 from sansgpu.config.wording import counted, first_line, shown
+from sansgpu.machine.user_code import preserved_state
 from sansgpu.tasks.grpo.batch import PromptRow
 from sansgpu.tasks.sft.conversations import bad_row
 
@@ -81,10 +85,36 @@ def _number(text: str) -> Decimal | None:
         return None
 
 
+@cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Returns the event loop of rewards that are coroutines. What they open, e.g. a connection, stays usable.
+
+    It runs in a thread, because the caller's thread may have a loop of its own, as in notebooks.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
+    return loop
+
+
+def _awaited(found: Awaitable[Any]) -> Any:
+    """Returns the result of an `async def` function."""
+
+    async def result() -> Any:
+        try:
+            return await found
+        except SystemExit as error:  # it would end the loop's thread, and the caller would wait forever
+            return error
+
+    value = asyncio.run_coroutine_threadsafe(result(), _event_loop()).result()
+    if isinstance(value, SystemExit):
+        raise value
+    return value
+
+
 class _FunctionReward:
     """Calls a reward function with the arguments that TRL's GRPOTrainer passes, apart from its trainer's state.
 
-    A function without `**kwargs` gets only the arguments that it names.
+    A function without `**kwargs` gets only the arguments that it names. It may be `async def`.
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
@@ -110,9 +140,12 @@ class _FunctionReward:
         if self._named is not None:
             given = {name: values for name, values in given.items() if name in self._named}
         try:
-            found = self._function(**copy.deepcopy(given))  # a function that changes rows must not change the data
-            if isinstance(found, Iterable) and not isinstance(found, (str, Mapping, Set)):
-                found = list(found)  # runs a generator
+            with preserved_state():
+                found = self._function(**copy.deepcopy(given))  # a function that changes rows must not change the data
+                if inspect.isawaitable(found):
+                    found = _awaited(found)
+                if isinstance(found, Iterable) and not isinstance(found, (str, Mapping, Set)):
+                    found = list(found)  # runs a generator
         except (Exception, SystemExit) as error:
             raise SansGPUError(
                 f"the reward function {self._name} failed with {type(error).__name__}: {first_line(error)}; {REMEDY}."

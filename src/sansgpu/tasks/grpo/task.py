@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,6 +53,26 @@ class GRPO(SFT):
     def generation_seconds(self, completions: int, tokens: int) -> float:
         seconds: float = self.objective.generation_seconds(completions, tokens)
         return seconds
+
+    def step_problem(self, event: Mapping[str, Any]) -> str | None:
+        """Describes steps in which all completions of each prompt had the same reward."""
+        if event.get("equal_rewards") != 1.0:
+            return None
+        grpo = self.config.training.grpo
+        nothing = (
+            "all completions of a prompt have had the same reward in the last steps, so the model learns nothing from "
+            "them"
+        )
+        if event.get("truncated") == 1.0:
+            return (
+                f"{nothing}: all were cut off after {grpo.max_completion_length} tokens, before they ended. Raise "
+                "training.grpo.max_completion_length, or ask for short answers in the prompts."
+            )
+        return (
+            f"{nothing}: their mean reward is {event['reward']:g}. Check what the reward function returns; use one "
+            "that also rewards partly right answers, easier prompts, a larger training.grpo.group_size (now "
+            f"{grpo.group_size}), or a higher training.grpo.temperature (now {grpo.temperature:g})."
+        )
 
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, Any]:
