@@ -76,7 +76,7 @@ def test_a_file_written_for_llm_trainer_loads_unchanged(values: dict[str, object
     ("override", "words"),
     [
         ("model.d_modle=3", "did you mean model.d_model?"),
-        ("training.d_model=3", "it belongs in model"),
+        ("training.d_model=3", "unknown key training.d_model (write model.d_model)"),
         ("modell.d_model=3", "did you mean model?"),
         ("model.n_layers=four", "model.n_layers"),
         ("model.d_model=255", "not divisible by n_heads"),

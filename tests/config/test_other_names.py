@@ -144,7 +144,7 @@ def test_train_takes_flags_of_other_trainers_and_warns_of_another_world_size(tmp
     ("flag", "words"),
     [
         ("--do_eval", "--do_eval without --do_train trains nothing; use `sansgpu eval RUN`"),
-        ("--do_predict", "there is no option --do-predict: `sansgpu predict RUN` writes predictions; see"),
+        ("--do_predict", "there is no option --do_predict (`sansgpu predict RUN` writes predictions); see"),
         ("--overwrite_output_dir", "a run never overwrites an existing one"),
     ],
 )
