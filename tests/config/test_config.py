@@ -65,7 +65,7 @@ def test_a_file_written_for_llm_trainer_loads_unchanged(values: dict[str, object
     config, notes = load_config(tmp_path / "theirs.yaml")
     assert notes == []
     assert config.device == "cpu"
-    assert config.training.wanted_precision == "fp32"
+    assert config.training.precision == "fp32"
     assert config.model.vocab_size == config.data.vocab_size
     for section in ("model", "training", "data"):
         dumped = config.model_dump()[section]
@@ -228,9 +228,9 @@ def test_a_prefetch_factor_without_workers_is_dropped_with_one_note() -> None:
 
 
 def test_use_amp_means_a_precision() -> None:
-    assert TrainingConfig(use_amp=True).wanted_precision == "auto"
-    assert TrainingConfig(use_amp=False).wanted_precision == "fp32"
-    assert TrainingConfig(precision="bf16").wanted_precision == "bf16"
+    assert TrainingConfig(use_amp=True).precision == "auto"
+    assert TrainingConfig(use_amp=False).precision == "fp32"
+    assert TrainingConfig(precision="bf16").precision == "bf16"
     for precision in ("bf16", "int16", "int8"):
         assert f"precision is {precision}" in refusal("training.use_amp=false", f"training.precision={precision}")
     assert "use_amp true means mixed" in refusal("training.use_amp=true", "training.precision=fp32")
