@@ -14,10 +14,11 @@ from sansgpu.cli.export import export
 from sansgpu.cli.look import list_runs, report, snapshots
 from sansgpu.cli.options import CONFIG_SUFFIXES, complain, flag, show
 from sansgpu.cli.other_flags import with_switch_values
+from sansgpu.cli.plan import plan
 from sansgpu.cli.scale import k8s, slurm
 from sansgpu.cli.serve import serve
 from sansgpu.cli.signals import CODE, INTERRUPTED, interrupted
-from sansgpu.cli.start import bench, doctor, init, plan
+from sansgpu.cli.start import bench, doctor, init
 from sansgpu.cli.texts import chat, embed, generate, search, tokenizer
 from sansgpu.cli.train import distill, train, tune
 from sansgpu.cli.use import evaluate, extract, predict

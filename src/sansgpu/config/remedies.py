@@ -82,7 +82,7 @@ _ONLY_ANSWERS = "the loss counts only the answers of conversations; remove it"
 _OWN_KERNELS = "sansgpu has its own CPU kernels; remove it"
 _PROCESSES = "`--processes N` or torchrun starts several processes"
 _FOR_GRPO = "the training.grpo keys of task grpo have its settings; remove it"
-_NO_MAMBA = "state space layers (Mamba) are not trained from scratch; remove it, or fine-tune a Mamba model with task sft"
+_NO_MAMBA = "Mamba layers are not trained from scratch; remove it, or fine-tune a Mamba model with task sft"
 _NO_EXPERTS = (
     "mixtures of experts are not trained from scratch; remove it, or fine-tune e.g. OLMoE or Qwen3-MoE with task sft"
 )
@@ -113,7 +113,7 @@ _TEXTS = {
     "jit_mode_eval": "the kernels are already compiled; remove it",
     "kv_latent_dim": _NO_LATENT,
     "load_balance_alpha": _NO_EXPERTS,
-    "load_best_model_at_end": "`--snapshot best`, in every command that loads a run, chooses the best snapshot; remove it",
+    "load_best_model_at_end": "commands that load a run take the best snapshot with `--snapshot best`; remove it",
     "max_prompt_length": "data.max_length limits the prompt and the answer together",
     "max_samples": "use a shorter file, or max_steps for a shorter run",
     "max_train_samples": "use a shorter file, or max_steps for a shorter run",
