@@ -63,7 +63,9 @@ def _config_of(target: str) -> Config:
         return Config.model_validate({"task": "sft", "model": values, "data": {"dataset_name": "-"}})
     config, _ = load_config(path, [])
     if config.model.name_or_path is None or not config.settings.acts("model.adapter"):
-        raise ConfigError(f"{target} does not fine-tune a pretrained model with an adapter; pass a model instead.")
+        raise ConfigError(
+            f"{target} does not fine-tune a pretrained model with an adapter; pass a model, or none for the presets."
+        )
     return config
 
 
