@@ -49,10 +49,12 @@ class _PlanOptions:
         ),
     ] = None
     until: Annotated[
-        str | None, option("Without CONFIG: show what can be trained until this time, e.g. 07:00.", _LIMITS)
+        str | None,
+        option("Without CONFIG: show what can be trained until this time, e.g. 07:00.", _LIMITS, metavar="HH:MM"),
     ] = None
     context: Annotated[
-        int | None, option("Tokens per example, with --memory or --until. Default: the usual lengths.", _LIMITS, min=2)
+        int | None,
+        option("Tokens per example of what is shown. Default: the usual lengths.", _LIMITS, metavar="N", min=2),
     ] = None
     hours: Annotated[
         float | None,
