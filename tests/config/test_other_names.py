@@ -198,7 +198,7 @@ SCRIPTS = {
             "--mlm_probability": "--set data.mask_ratio=VALUE",
             "--pad_to_max_length": "rows are packed without padding; remove it",
             "--config_name": "the keys of section model describe a model to train from scratch",
-            "--fp16": "CPUs compute in bf16 or fp32; set bf16",
+            "--fp16": "CPUs compute in bf16 or fp32; use bf16",
         },
     ),
     "accelerate": (
@@ -228,9 +228,10 @@ def test_all_unknown_flags_of_a_script_are_answered_at_once(script: str, capsys:
         ("--bf16=maybe", "--bf16 is maybe, but must be true or false"),
         ("--version_2_with_negative False --set task=classify", "data.null_answers is for task qa"),
         ("--bf16 False --set training.use_amp=true", "use_amp true means mixed precision, but precision is fp32"),
-        ("--model_name_or_path m --dataset_name d", "add --set task=TASK, which is sft (conversations or texts), qa"),
+        ("--model_name_or_path m --dataset_name d", "or --set task=TASK, where TASK is one of graph, sft, qa, "),
         ("--set model.name_or_path=m", "has no effect in pretrain; set task, or remove it"),
         ("-f qa --doc_stride 3 --stride 4", "there is no option --stride"),
+        ("--frobnicate --lr=1 --zip --zip", "there are no options --frobnicate, --zip; see sansgpu train --help"),
     ],
 )
 def test_flags_that_cannot_work_say_what_to_write(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

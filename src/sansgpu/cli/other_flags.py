@@ -53,8 +53,7 @@ _ALWAYS = {
     ),
 }
 _TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
-SQUAD = "squad", "squad_v2"  # names of datasets on the Hub, without their owner
-TASKS_FOR_MODELS = "sft (conversations or texts), qa, classify, tokens, embed, preference or grpo"
+_SQUAD = "squad", "squad_v2"  # names of datasets on the Hub, without their owner
 
 
 def with_other_flags(command: Callable[..., int]) -> Callable[..., int]:
@@ -101,7 +100,7 @@ def _settings_without_configuration(given: dict[str, Any], overrides: list[str])
     if any(override.partition("=")[0].strip() == "task" for override in overrides):
         return []
     dataset = str(given["dataset_name"])
-    if given["doc_stride"] or given["version_2_with_negative"] or dataset.rpartition("/")[2] in SQUAD:
+    if given["doc_stride"] or given["version_2_with_negative"] or dataset.rpartition("/")[2] in _SQUAD:
         from sansgpu.machine.distributed.world import find_world
 
         if find_world().rank == 0:
@@ -109,9 +108,12 @@ def _settings_without_configuration(given: dict[str, Any], overrides: list[str])
         is_batch = given["per_device_train_batch_size"] and not given["gradient_accumulation_steps"]
         return ["task=qa", *(["training.gradient_accumulation_steps=1"] if is_batch else [])]
     if given["model_name_or_path"]:
+        from sansgpu.config.tasks import tasks_with
+
+        tasks = dict.fromkeys(settings.task for settings in tasks_with("model.name_or_path"))
         raise typer.BadParameter(
-            f"--model_name_or_path does not say what the model should learn; add --set task=TASK, which is "
-            f"{TASKS_FOR_MODELS}, or a configuration, e.g. -f configs/sft.yaml"
+            "--model_name_or_path does not say what the model should learn; add a configuration, e.g. -f "
+            f"configs/sft.yaml, or --set task=TASK, where TASK is one of {', '.join(tasks)}"
         )
     return []
 

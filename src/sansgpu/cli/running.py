@@ -115,10 +115,12 @@ def _explain(error: BaseException, arguments: list[str]) -> tuple[str, int]:
 
 def _usage_problem(error: Any, arguments: list[str]) -> str:
     """Returns a sentence about invalid arguments of a command, with what to write instead of unknown options."""
+    from sansgpu.config.wording import truncate
+
     context = error.ctx.command_path if error.ctx else "sansgpu"
     if getattr(error, "option_name", None) and error.ctx:
         names = _unknown_options(error.ctx, arguments) or [error.option_name]
-        named = ", ".join(f"{name}{_hint(name, error.ctx.command)}" for name in names)
+        named = ", ".join(f"{truncate(name)}{_hint(name, error.ctx.command)}" for name in names)
         message = f"there {'is no option' if len(names) == 1 else 'are no options'} {named}"
     else:
         message = error.format_message().rstrip(".").replace(". Did you mean ", ", did you mean ")
@@ -131,6 +133,8 @@ def _unknown_options(context: Any, arguments: list[str]) -> list[str]:
     unknown: list[str] = []
     is_value = False  # of the option before it
     for argument in arguments[len(context.command_path.split()) - 1 :]:
+        if hasattr(context.command, "commands") and not argument.startswith("-"):
+            break  # a subcommand, whose options follow
         name, equals, _ = argument.partition("=")
         option = None if is_value else known.get(name.replace("_", "-"))
         if name.startswith("--") and option is None and not is_value:

@@ -106,7 +106,7 @@ _TEXTS = {
     "experts_per_tok": _NO_EXPERTS,
     "flash_attention": _OWN_KERNELS,
     "flash_attn": _OWN_KERNELS,
-    "fp16": "CPUs compute in bf16 or fp32; set bf16",
+    "fp16": "CPUs compute in bf16 or fp32; use bf16",
     "group_by_length": _PACKED,
     "group_size": _FOR_GRPO,
     "hub_model_id": "`sansgpu export RUN --push-to-hub OWNER/NAME` uploads the model",
