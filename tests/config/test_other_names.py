@@ -10,6 +10,9 @@ from pydantic import ValidationError
 import sansgpu
 from sansgpu.cli import run as run_command_line
 from sansgpu.config import Config, ConfigError, DataConfig, ModelConfig, TrainingConfig, change_config, load_config
+from sansgpu.config.other_names import KEYS
+from sansgpu.config.remedies import COUNTERPARTS
+from sansgpu.config.section import all_keys
 from tests.processes import environment, finish, settings, write_corpus
 
 OXIDIZR = """
@@ -269,6 +272,10 @@ NANO = f"{MAMBA} name kv_latent_dim q_latent_dim d_rope num_experts experts_per_
             "training.max_epochs (write training.num_epochs)",
         ),
         (
+            {"model": "mlx-community/m", "data": "rows", "iters": 9, "steps_per_eval": 3, "fine_tune_type": "lora"},
+            "but a section must contain keys and values; write data.dataset_name",
+        ),
+        (
             {"training": {"output_dir": "x", "bf16": True}},
             "unknown key training.output_dir (the run folder is not part of",
         ),
@@ -280,7 +287,7 @@ NANO = f"{MAMBA} name kv_latent_dim q_latent_dim d_rope num_experts experts_per_
             "Mamba layers are not trained from scratch; remove it, or fine-tune a Mamba model with task sft",
         ),
     ],
-    ids=["LLaMA-Factory", "axolotl", "Lightning", "TrainingArguments", "oxidizr"],
+    ids=["LLaMA-Factory", "axolotl", "Lightning", "MLX LM", "TrainingArguments", "oxidizr"],
 )
 def test_a_file_of_another_program_is_answered_key_by_key(values: dict[str, Any], words: str, tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
@@ -291,6 +298,12 @@ def test_a_file_of_another_program_is_answered_key_by_key(values: dict[str, Any]
     inner = [key for value in values.values() if isinstance(value, dict) for key in value]
     known = {"hidden_size", "kv_heads", "bf16"} if inner else set()
     assert [key for key in inner or values if key not in known and key not in said] == []
+
+
+def test_what_messages_tell_to_write_are_keys() -> None:
+    keys = {*dict(all_keys(Config)), "task", "device"}
+    assert {text.partition("=")[0] for text in COUNTERPARTS.values()} <= keys
+    assert {f"{section}.{key}" for section, names in KEYS.items() for key in names.values()} <= keys
 
 
 def test_fit_reads_other_names_and_records_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,13 @@
 """What to write instead of names of other programs that are neither keys nor flags of sansgpu.
 
-The names are from transformers' TrainingArguments and example scripts, TRL, LLaMA-Factory, axolotl, Lightning,
-Accelerate, llm-trainer and oxidizr. Names whose values mean the same are in other_names.py, and accepted.
+The names are from transformers' TrainingArguments and example scripts, TRL, LLaMA-Factory, axolotl, torchtune, MLX LM,
+Lightning, Accelerate, llm-trainer and oxidizr. Names whose values mean the same are in other_names.py, and accepted.
 """
 
 from __future__ import annotations
 
 # A key of sansgpu, or a key and its value, by the other program's name.
-_KEYS = {
+COUNTERPARTS = {
     "accelerator": "device",
     "accumulate_grad_batches": "training.gradient_accumulation_steps",
     "base_model": "model.name_or_path",
@@ -22,13 +22,16 @@ _KEYS = {
     "deepspeed": "training.sharding",
     "deepspeed_config": "training.sharding",
     "dtype": "training.precision",
+    "epochs": "training.num_epochs",
     "eval_dataset": "data.validation_name",
     "eval_strategy": "training.eval_steps",
     "evals_per_epoch": "training.eval_steps",
     "evaluation_strategy": "training.eval_steps",
+    "fine_tune_type": "model.adapter",
     "finetuning_type": "model.adapter",
     "fsdp": "training.sharding",
     "gradient_clip_val": "training.max_grad_norm",
+    "iters": "training.max_steps",
     "label_column_name": "data.label_column",
     "label_smoothing_factor": "training.label_smoothing",
     "limit_val_batches": "training.eval_batches",
@@ -36,6 +39,7 @@ _KEYS = {
     "load_in_8bit": "model.base_precision=int8",
     "log_every_n_steps": "training.logging_steps",
     "logging_strategy": "training.logging_steps",
+    "lora_attn_modules": "model.lora_targets",
     "lora_r": "model.lora_rank",
     "lora_target": "model.lora_targets",
     "lora_target_linear": "model.lora_targets=all-linear",
@@ -48,6 +52,7 @@ _KEYS = {
     "mixed_precision": "training.precision",
     "mlm_probability": "data.mask_ratio",
     "model_revision": "model.revision",
+    "n_epochs": "training.num_epochs",
     "num_generations": "training.grpo.group_size",
     "optim": "training.optimizer",
     "packing": "data.pack_sequences",
@@ -58,11 +63,14 @@ _KEYS = {
     "reward_funcs": "training.grpo.reward",
     "rl": "task",
     "sample_packing": "data.pack_sequences",
+    "save_every": "training.save_steps",
     "save_strategy": "training.save_steps",
     "saves_per_epoch": "training.save_steps",
     "seed_everything": "training.seed",
     "sequence_len": "data.max_length",
     "stage": "task",
+    "steps_per_eval": "training.eval_steps",
+    "steps_per_report": "training.logging_steps",
     "strategy": "training.sharding",
     "template": "data.chat_template",
     "text_column_name": "data.text_column",
@@ -78,6 +86,7 @@ _KEYS = {
     "warmup_ratio": "training.warmup_steps",
 }
 _PACKED = "rows are packed without padding; remove it"
+_NOT_NEEDED = "not needed; remove it"
 _ONLY_ANSWERS = "the loss counts only the answers of conversations; remove it"
 _OWN_KERNELS = "sansgpu has its own CPU kernels; remove it"
 _PROCESSES = "`--processes N` or torchrun starts several processes"
@@ -88,7 +97,9 @@ _NO_EXPERTS = (
 )
 _NO_LATENT = "latent attention is not trained from scratch; remove it, and set n_kv_heads for smaller keys and values"
 _TEXTS = {
+    "adapter_path": "pass `--output-dir DIR`",
     "assistant_only_loss": _ONLY_ANSWERS,
+    "attn_implementation": _OWN_KERNELS,
     "beta": "set training.preference.beta, or training.grpo.beta with task grpo",
     "beta_kl": _FOR_GRPO,
     "cache_dir": "HF_HOME chooses the folder of the Hugging Face cache, and data.cache_dir that of tokenized data",
@@ -98,6 +109,7 @@ _TEXTS = {
     "config_overrides": "the keys of section model describe a model to train from scratch",
     "d_rope": _NO_LATENT,
     "dataset_dir": "data.dataset_name takes the path of a file or folder",
+    "ddp_find_unused_parameters": _NOT_NEEDED,
     "default_root_dir": "pass `--output-dir DIR`",
     "devices": _PROCESSES,
     "do_eval": "`sansgpu train` always evaluates; remove it",
@@ -114,6 +126,9 @@ _TEXTS = {
     "kv_latent_dim": _NO_LATENT,
     "load_balance_alpha": _NO_EXPERTS,
     "load_best_model_at_end": "commands that load a run take the best snapshot with `--snapshot best`; remove it",
+    "local_rank": _PROCESSES,
+    "logging_first_step": _NOT_NEEDED,
+    "low_cpu_mem_usage": _NOT_NEEDED,
     "max_prompt_length": "data.max_length limits the prompt and the answer together",
     "max_samples": "use a shorter file, or max_steps for a shorter run",
     "max_train_samples": "use a shorter file, or max_steps for a shorter run",
@@ -133,6 +148,7 @@ _TEXTS = {
     "plot_loss": "`sansgpu report RUN` plots the loss; remove it",
     "push_to_hub": "`sansgpu export RUN --push-to-hub OWNER/NAME` uploads the model",
     "q_latent_dim": _NO_LATENT,
+    "remove_unused_columns": _NOT_NEEDED,
     "resume_from_checkpoint": "pass `--resume` and `--output-dir RUN`",
     "run_name": "the run is named by its folder, --output-dir; remove it",
     "save_only_model": "final/ has only the model; remove it",
@@ -143,13 +159,9 @@ _TEXTS = {
     "train_on_inputs": _ONLY_ANSWERS,
     "use_fast_tokenizer": "fast tokenizers are always used; remove it",
     "use_ipex": _OWN_KERNELS,
+    "use_liger_kernel": _OWN_KERNELS,
 }
 _PREFIXES = {"mamba": _NO_MAMBA}
-
-
-def counterpart(name: str) -> str | None:
-    """Returns the key of sansgpu that replaces another program's name, or `key=value`, or None."""
-    return _KEYS.get(name)
 
 
 def advice(name: str) -> str | None:

@@ -14,11 +14,12 @@ from typing_extensions import Self
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.other_names import KEYS, section_with_own_names
 from sansgpu.config.plain_data import InvalidDataError, require_plain
-from sansgpu.config.remedies import advice, counterpart
+from sansgpu.config.remedies import COUNTERPARTS, advice
 from sansgpu.config.wording import counted, shown, truncate
 
 TOP_LEVEL_KEYS = ("device", "force_cpu")  # keys of `training` that a file may also set at the top level
 MAX_UNKNOWN_KEYS, MAX_WRONG_VALUES = 40, 10  # named in one message
+_NAMED_BY = {"model": "name_or_path", "data": "dataset_name"}  # keys for what other programs write as `model: NAME`
 MAX_SUGGESTION_LENGTH = 40  # longer keys get no "did you mean"
 
 
@@ -41,6 +42,8 @@ def problems(
             wrong[where] = f"{where}: {item['ctx']['error']}" if where else str(item["ctx"]["error"])
         elif item["type"] in ("model_type", "dict_type"):
             wrong[where] = f"{where or 'it'} is {shown(item['input'])}, but a section must contain keys and values"
+            if isinstance(item["input"], str) and where in _NAMED_BY:
+                wrong[where] += f"; write {where}.{_NAMED_BY[where]}"
         elif where not in wrong:
             wrong[where] = f"{where} is {shown(item['input'])}, but {item['msg'][0].lower()}{item['msg'][1:]}"
         elif (other := item["msg"].removeprefix("Input should be ")) not in wrong[where]:
@@ -95,7 +98,7 @@ def own_key(root: type[BaseModel], name: str) -> str | None:
     """Returns the dotted key, or `key=value`, for a name that another program or another section has, or None."""
     renamed = (f"{section}.{keys[name]}" for section, keys in KEYS.items() if name in keys)
     same = (key for key, _ in all_keys(root) if key.rpartition(".")[2] == name)
-    return counterpart(name) or next(renamed, None) or next(same, None)
+    return COUNTERPARTS.get(name) or next(renamed, None) or next(same, None)
 
 
 class _Automatic(str):
