@@ -184,7 +184,7 @@ GROUPS = (
     ),
     Group(
         "Files of other trainers",
-        "keys and names in files of llm-trainer, oxidizr and transformers, which load unchanged",
+        "keys and names in files of llm-trainer, oxidizr and transformers; what loads and what does not",
         "training.use_amp training.force_cpu training.world_size model.pre_norm",
     ),
 )
