@@ -184,10 +184,24 @@ GROUPS = (
     ),
     Group(
         "Files of other trainers",
-        "keys and names in files of llm-trainer, oxidizr and transformers, which load unchanged",
+        "keys and names in files of llm-trainer, oxidizr and transformers; what loads and what does not",
         "training.use_amp training.force_cpu training.world_size model.pre_norm",
     ),
 )
+
+# What happens with files of other programs: the last part of the last section.
+OTHER_FILES = """
+What loads, and what does not:
+
+| file | what happens |
+|---|---|
+| llm-trainer: `cpu_small_model.yaml`, `cpu_medium_model.yaml` | loads unchanged. If the file does not exist, `configs/cpu_small.yaml` or `configs/cpu_medium.yaml` is used |
+| oxidizr: decoders with `hidden_size`, `kv_heads` and a section `trainer` | loads unchanged |
+| oxidizr: `nano.yaml` and others with Mamba layers, mixtures of experts or latent attention | refused, because such models are not trained from scratch; the message names every key. Without these keys the file loads |
+| transformers: names of `TrainingArguments` in a section `training` | those above load; others are refused, with the key to write. `output_dir` is a flag, `--output-dir` |
+| LLaMA-Factory, axolotl, Accelerate: all keys at the top level | refused, with the section and key to write instead of each |
+| Lightning: a section `trainer` with `max_epochs`, `accumulate_grad_batches`, ... | refused, with the key to write instead of each |
+"""  # noqa: E501  a row of a table is one line
 
 
 def tables() -> str:
@@ -228,6 +242,7 @@ def _section(group: Group, fields: dict[str, FieldInfo]) -> Iterator[str]:
             yield from (
                 f"| `{section}.{name}` | [`{section}.{key}`](#{section}.{key}) |" for name, key in names.items()
             )
+        yield OTHER_FILES.rstrip()
 
 
 def _default_and_meaning(key: str, field: FieldInfo) -> tuple[str, str]:

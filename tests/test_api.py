@@ -89,6 +89,22 @@ def test_a_callback_can_neither_end_a_run_nor_move_it(
     assert warning["message"] == "Careless failed and was disabled (SystemExit: 0); training continues."
 
 
+def test_the_log_has_the_names_of_transformers(tmp_path: Path, overrides: list[str]) -> None:
+    run = sansgpu.fit(None, tmp_path / "run", overrides=overrides, quiet=True)
+    history, steps = run.state.log_history, run.events("step")
+    assert run.state.global_step == 12
+    logged = [entry for entry in history if "loss" in entry]
+    for entry, event in zip(logged, steps, strict=True):
+        assert [entry[key] for key in ("step", "train_loss", "learning_rate")] == [
+            event[key] for key in ("step", "loss", "lr")
+        ]
+        assert entry["train_samples_per_second"] == pytest.approx(4 / event["step_seconds"])
+    assert [entry["eval_loss"] for entry in history if "eval_loss" in entry] == [e["loss"] for e in run.events("eval")]
+    mean = sum(event["loss"] for event in steps) / len(steps)
+    assert history[-1]["train_loss"] == pytest.approx(mean)
+    assert history[-1]["train_samples_per_second"] * history[-1]["train_runtime"] == pytest.approx(4 * 12)
+
+
 def test_a_callback_saves_evaluates_and_ends_a_run_that_goes_on_later(tmp_path: Path, overrides: list[str]) -> None:
     none_due = ["training.save_steps=0", "training.eval_steps=0"]
     chosen = [*overrides, *none_due]

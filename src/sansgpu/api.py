@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from sansgpu.config import Config, ConfigError, as_config, note_of, require_batch_size, with_own_names
 from sansgpu.events.event import Event, Sink
+from sansgpu.events.history import LogHistory
 from sansgpu.events.loggers import Callback, CallbackSink
 from sansgpu.events.record import RunRecord
 from sansgpu.jobs.generate import generate_text
@@ -51,6 +53,13 @@ class Run:
         Example: `pandas.DataFrame(run.events("step"))`.
         """
         return self.record.events_named(kind)
+
+    @property
+    def state(self) -> LogHistory:
+        """The recorded events with the names of transformers: `run.state.log_history` and `global_step`."""
+        record = self.record
+        sizes = (record.start.get(key) or 1 for key in ("micro_batch", "gradient_accumulation_steps", "world_size"))
+        return LogHistory(math.prod(sizes), record.events)
 
     def generate(
         self, prompt: str = "", max_new_tokens: int = 200, *, trust_remote_code: bool = False, **sampling: Any

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sansgpu.config import Config, ConfigError, DataConfig, ModelConfig, TrainingConfig, derive_seed, load_config
 from sansgpu.config.identity import identity, require_identity
-from sansgpu.config.load import acting_values, as_config, default_values, flatten, save_config
+from sansgpu.config.load import acting_values, as_config, change_config, default_values, flatten, save_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -65,18 +65,48 @@ def test_a_file_written_for_llm_trainer_loads_unchanged(values: dict[str, object
     config, notes = load_config(tmp_path / "theirs.yaml")
     assert notes == []
     assert config.device == "cpu"
-    assert config.training.wanted_precision == "fp32"
+    assert config.training.precision == "fp32"
     assert config.model.vocab_size == config.data.vocab_size
     for section in ("model", "training", "data"):
         dumped = config.model_dump()[section]
         assert {key: dumped[key] for key in values[section]} == values[section]  # type: ignore[attr-defined, index]
 
 
+def test_windows_follow_a_context_that_is_shortened_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("model: {max_seq_len: 64}\ndata: {max_length: 64}")
+    config, [note] = load_config(tmp_path / "a.yaml", ["model.max_seq_len=32"])
+    assert config.data.max_length == config.window == 32
+    assert note == "data.max_length is 32 instead of 64, because it cannot be longer than model.max_seq_len."
+    assert change_config(load_config(tmp_path / "a.yaml")[0], ["model.max_seq_len=16"]).window == 16
+    assert load_config(tmp_path / "a.yaml", ["model.max_seq_len=128"])[0].window == 64
+    with pytest.raises(ConfigError, match=r"data\.max_length 64 is longer than model\.max_seq_len 32"):
+        load_config(tmp_path / "a.yaml", ["model.max_seq_len=32", "data.max_length=64"])
+
+
+def test_no_mixed_precision_is_recorded_as_fp32(tmp_path: Path) -> None:
+    config = Config(training={"use_amp": False})
+    save_config(config, tmp_path / "config.yaml")
+    recorded = yaml.safe_load((tmp_path / "config.yaml").read_text())["training"]
+    assert (recorded["use_amp"], recorded["precision"]) == (False, "fp32")
+    assert load_config(tmp_path / "config.yaml")[0].training.precision == "fp32"
+    config.training.use_amp = None
+    assert config.training.precision == "auto"
+
+
+def test_a_loop_over_the_epochs_works_without_setting_their_number() -> None:
+    assert list(range(TrainingConfig().num_epochs)) == [0]
+    assert TrainingConfig(max_steps=5).num_epochs is None
+    config = Config()
+    assert acting_values(config)["training"]["num_epochs"] is None, "so that a resumed run may set another limit"
+    config.training.max_steps = 5
+    assert config.training.num_epochs is None
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
         ("model.d_modle=3", "did you mean model.d_model?"),
-        ("training.d_model=3", "it belongs in model"),
+        ("training.d_model=3", "unknown key training.d_model (write model.d_model)"),
         ("modell.d_model=3", "did you mean model?"),
         ("model.n_layers=four", "model.n_layers"),
         ("model.d_model=255", "not divisible by n_heads"),
@@ -228,9 +258,9 @@ def test_a_prefetch_factor_without_workers_is_dropped_with_one_note() -> None:
 
 
 def test_use_amp_means_a_precision() -> None:
-    assert TrainingConfig(use_amp=True).wanted_precision == "auto"
-    assert TrainingConfig(use_amp=False).wanted_precision == "fp32"
-    assert TrainingConfig(precision="bf16").wanted_precision == "bf16"
+    assert TrainingConfig(use_amp=True).precision == "auto"
+    assert TrainingConfig(use_amp=False).precision == "fp32"
+    assert TrainingConfig(precision="bf16").precision == "bf16"
     for precision in ("bf16", "int16", "int8"):
         assert f"precision is {precision}" in refusal("training.use_amp=false", f"training.precision={precision}")
     assert "use_amp true means mixed" in refusal("training.use_amp=true", "training.precision=fp32")

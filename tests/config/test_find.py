@@ -38,6 +38,21 @@ def test_a_configuration_is_found_by_its_name(tmp_path: Path, monkeypatch: pytes
         load_config(Path("nano"))
 
 
+@pytest.mark.parametrize(
+    ("path", "name"), [("configs/cpu_small_model.yaml", "cpu_small"), ("models/nano.yaml", "nano")]
+)
+def test_a_file_that_a_guide_names_is_ours_of_the_same_purpose(
+    path: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config, [note] = load_config(Path(path))
+    assert config == load_config(Path(name))[0]
+    assert note == f"{path} does not exist; {REPOSITORY}/configs/{name}.yaml is used, which has the same purpose."
+    (tmp_path / path).parent.mkdir()
+    (tmp_path / path).write_text("training: {seed: 5}")
+    assert load_config(Path(path))[0].training.seed == 5
+
+
 PATHS = """
 model: {name_or_path: base}
 data: {dataset_name: texts, validation_name: texts/held.txt, chat_template: simple, tokenizer: bpe}

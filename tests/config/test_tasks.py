@@ -36,9 +36,11 @@ def test_fine_tuning_has_defaults_of_its_own() -> None:
 
 def test_keys_that_do_nothing_in_a_task_are_refused(tmp_path: Path) -> None:
     assert "model.d_model is for task pretrain" in refusal(tmp_path, model={"name_or_path": "m", "d_model": 64})
-    assert "data.doc_stride is for task graph and qa" in refusal(tmp_path, data={"dataset_name": "r", "doc_stride": 3})
+    assert "data.doc_stride is for task graph, qa and tokens" in refusal(
+        tmp_path, data={"dataset_name": "r", "doc_stride": 3}
+    )
     assert "training.label_smoothing" in refusal(tmp_path, task="qa", training={"label_smoothing": 0.1})
-    assert "model.name_or_path is for task graph and sft and qa" in refusal(tmp_path, task="pretrain")
+    assert "model.name_or_path is for task graph, sft, qa, " in refusal(tmp_path, task="pretrain")
     assert "model.leaves is for task graph, and" in refusal(tmp_path, task="pretrain", model={"leaves": 2})
     assert "revision is for task graph with model.name_or_path" in refusal(
         tmp_path, task="graph", model={"revision": "v1"}, data={}

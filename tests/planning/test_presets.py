@@ -58,6 +58,45 @@ def test_the_presets_are_compared_without_compiling_or_timing_steps(tmp_path: Pa
     assert all("gemm" in question for question in questions), "only matrix products may be measured"
 
 
+def test_memory_and_time_without_a_model_show_what_can_be_trained_here(capsys: Captured) -> None:
+    assert cli(["plan", "--memory", "2GB", "--hours", "8", "--context", "1024", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["memory_bytes"], shown["seconds"]) == (2_000_000_000, 28_800)
+    small, _, large = shown["presets"]
+    assert small["fits"]
+    assert small["needed_bytes"] < 2e9 < large["needed_bytes"]
+    assert (large["fits"], large["batch_size"], large["gradient_checkpointing"]) == (False, 1, True)
+    for row in shown["presets"]:
+        assert row["context"] == 1024
+        assert row["tokens"] == pytest.approx(28_800 * row["tokens_per_second"], rel=1e-6)
+        assert row["optimal_tokens"] == pytest.approx(row["optimal_seconds"] * row["tokens_per_second"])
+    assert cli(["plan", "--until", "07:00"]) == 0
+    printed = capsys.readouterr().out
+    for words in ("small", "346.6M", "of memory on this machine", "sansgpu plan --memory SIZE MODEL"):
+        assert words in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--memory", "much"], "--memory is 'much'; write a size such as 8GB"),
+        (["--until", "25:00"], "--until: 25:00 is not a time; write 18:00, 6PM or"),
+        (["--until", "2020-01-31T07:00"], "in the past; set a later time with --until"),
+        (["--memory", "4GB", "--hours", "-1"], "--hours is -1, but must be positive"),
+        (["--memory", "4GB", "--hours", "2", "--until", "07:00"], "--hours and --until both limit the time"),
+        (["--context", "1"], "--context"),
+        (["--memory", "4GB", "--set", "model.n_layers=3"], "remove the rest"),
+        (["--memory", "4GB", "--presets"], "remove the rest"),
+        (["tiny", "--until", "07:00"], "--set training.until=HH:MM"),
+        (["tiny", "--memory", "4GB", "--hours", "3"], "only with --context and --json"),
+    ],
+)
+def test_what_plan_cannot_answer_is_refused_in_a_sentence(arguments: list[str], words: str, capsys: Captured) -> None:
+    assert cli(["plan", *arguments]) == 2
+    [said] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("sansgpu: ")]
+    assert words in said
+
+
 FLOPS_PER_TOKEN = {"m80": 575e6, "cpu_small": 71.5e6}
 BENCHMARKS = (PAGE.parent / "benchmarks.md").read_text(encoding="utf-8")
 

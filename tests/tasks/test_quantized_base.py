@@ -259,6 +259,10 @@ def test_what_can_be_trained_in_a_memory(home: Path, wide_run: Path, capsys: Cap
     needed = {option["base_precision"]: option["needed_bytes"] for option in result["options"]}
     assert needed[None] > needed["bf16"] > needed["int8"] > needed["int4"]
     assert all(option["fits"] for option in result["options"])
+    assert cli(["plan", "--memory", "8GB", "--context", "100", str(home / "wide-base"), "--json"]) == 0
+    assert {option["context"] for option in json.loads(capsys.readouterr().out)["options"]} == {100}
+    assert cli(["plan", "--memory", "8GB", "--context", "100000", str(home / "wide-base")]) == 2
+    assert "tokens; lower it" in sentence(capsys)
     assert cli(["plan", "--memory", "100MB", str(home / "wide-base")]) == 0
     assert "does not fit" in capsys.readouterr().out
     for memory in ("8XB", "0GB", ""):

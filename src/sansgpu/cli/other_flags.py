@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable
 from functools import wraps
 from typing import Annotated, Any
 
 import typer
 
-from sansgpu.cli.options import flag, option
+from sansgpu.cli.options import flag, option, warn
 
 GROUP = "Flags of other trainers"
 _PER_DEVICE = "training.per_device_train_batch_size"  # not batch_size, which is meant for all processes together
@@ -36,39 +37,39 @@ _VALUES = {
     ("--doc-stride",): "data.doc_stride",
 }
 _OWN_NAMES = {_PER_DEVICE: "training.batch_size"}
+# The settings of a flag that is alone or followed by True, and of one followed by False.
 _SWITCHES = {
-    ("--bf16",): "training.precision=bf16",
-    ("--use-cpu", "--no-cuda"): "training.force_cpu=true",
-    ("--version-2-with-negative",): "data.null_answers=true",
+    ("--bf16",): ("training.precision=bf16", "training.precision=fp32"),
+    ("--use-cpu", "--no-cuda"): ("training.force_cpu=true", "training.force_cpu=false"),
+    ("--version-2-with-negative",): ("data.null_answers=true", "data.null_answers=false"),
 }
-# Flags for what `sansgpu train` always does, with their help text.
+# Flags for what `sansgpu train` always does, with their help text and the error message if False follows.
 _ALWAYS = {
-    "--do-train": "Accepted for compatibility. `sansgpu train` always trains.",
-    "--do-eval": "Accepted for compatibility. `sansgpu train` always evaluates.",
+    "--do-train": (
+        "Accepted for compatibility. `sansgpu train` always trains.",
+        "--do_train False trains nothing; use `sansgpu eval RUN`",
+    ),
+    "--do-eval": (
+        "Accepted for compatibility. `sansgpu train` always evaluates.",
+        "`sansgpu train` always evaluates; remove --do_eval False, or use --eval_steps 0 to evaluate only at the end",
+    ),
 }
-# Unsupported flags, with the hint that the error message gives.
-EXPLAINED = {
-    "--do-predict": "`sansgpu predict RUN` writes predictions",
-    "--fp16": "CPUs compute in bf16 or fp32; use --bf16",
-    "--jit-mode-eval": "the kernels are already compiled; remove it",
-    "--overwrite-output-dir": "a run never overwrites an existing one; remove it and choose a new --output-dir",
-    "--per-device-eval-batch-size": "evaluation uses the training batch size; remove it",
-    "--use-ipex": "sansgpu has its own CPU kernels; remove it",
-}
+_TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
+_SQUAD = "squad", "squad_v2"  # names of datasets on the Hub, without their owner
 
 
 def with_other_flags(command: Callable[..., int]) -> Callable[..., int]:
     """Adds the flags to a command, which receives them in its parameter `override`, in the form of --set."""
     keys = {_parameter(names[0]): key for names, key in _VALUES.items()}
-    settings = {_parameter(names[0]): setting for names, setting in _SWITCHES.items()}
+    settings = {_parameter(names[0]): setting for names, (setting, _) in _SWITCHES.items()}
     added: dict[str, Any] = {
         _parameter(names[0]): Annotated[
             str | None, option(f"Sets {_OWN_NAMES.get(key, key)}.", GROUP, *names, metavar="VALUE")
         ]
         for names, key in _VALUES.items()
     }
-    switches = {names: f"Sets {setting}." for names, setting in _SWITCHES.items()}
-    switches |= {(name,): text for name, text in _ALWAYS.items()}
+    switches = {names: f"Sets {setting}." for names, (setting, _) in _SWITCHES.items()}
+    switches |= {(name,): text for name, (text, _) in _ALWAYS.items()}
     added |= {_parameter(names[0]): Annotated[bool, flag(text, GROUP, *names)] for names, text in switches.items()}
 
     @wraps(command)
@@ -78,7 +79,10 @@ def with_other_flags(command: Callable[..., int]) -> Callable[..., int]:
             raise typer.BadParameter("--do_eval without --do_train trains nothing; use `sansgpu eval RUN`")
         texts = [f"{key}={given[name]}" for name, key in keys.items() if given[name] is not None]
         switched = [setting for name, setting in settings.items() if given[name]]
-        return command(override=[*(override or ()), *texts, *switched], **values)
+        all_given = [*(override or ()), *texts, *switched]
+        if not (values["config"] or values["config_option"] or values["resume"] or values["objective"]):
+            all_given += _settings_without_configuration(given, all_given)
+        return command(override=all_given, **values)
 
     own = inspect.signature(command, eval_str=True)
     keyword_only = inspect.Parameter.KEYWORD_ONLY
@@ -90,6 +94,57 @@ def with_other_flags(command: Callable[..., int]) -> Callable[..., int]:
         parameters=[*own.parameters.values(), *parameters]
     )
     return with_flags
+
+
+def _settings_without_configuration(given: dict[str, Any], overrides: list[str]) -> list[str]:
+    """Returns the task that the flags of an example script mean, and the batch size as the script counts it.
+
+    Raises BadParameter if the flags name a model to fine-tune, but nothing says for which task.
+    """
+    if any(override.partition("=")[0].strip() == "task" for override in overrides):
+        return []
+    dataset = str(given["dataset_name"])
+    if given["doc_stride"] or given["version_2_with_negative"] or dataset.rpartition("/")[2] in _SQUAD:
+        from sansgpu.machine.distributed.world import find_world
+
+        if find_world().rank == 0:
+            warn("the flags are those of question answering, so the task is qa; --set task=TASK chooses another.")
+        is_batch = given["per_device_train_batch_size"] and not given["gradient_accumulation_steps"]
+        return ["task=qa", *(["training.gradient_accumulation_steps=1"] if is_batch else [])]
+    if given["model_name_or_path"]:
+        from sansgpu.config.tasks import tasks_with
+
+        tasks = dict.fromkeys(settings.task for settings in tasks_with("model.name_or_path"))
+        raise typer.BadParameter(
+            "--model_name_or_path does not say what the model should learn; add a configuration, e.g. -f "
+            f"configs/sft.yaml, or --set task=TASK, where TASK is one of {', '.join(tasks)}"
+        )
+    return []
+
+
+def with_switch_values(arguments: list[str]) -> list[str]:
+    """Replaces `--bf16 True` and `--bf16=True` with `--bf16`, and `--bf16 False` with the setting that it means.
+
+    Scripts of transformers take their flags in all of these forms. Raises BadParameter for a flag that cannot be false.
+    """
+    settings = {_parameter(name): setting for names, (_, setting) in _SWITCHES.items() for name in names}
+    refused = {_parameter(name): message for name, (_, message) in _ALWAYS.items()}
+    replaced, rest = list[str](), deque(arguments)
+    while rest:
+        argument = rest.popleft()
+        name, _, value = argument.partition("=")
+        flag = _parameter(name)
+        if flag in {**settings, **refused}:
+            if not value and rest and rest[0].lower() in (*_TRUE, *_FALSE):
+                value = rest.popleft()
+            if value and value.lower() not in (*_TRUE, *_FALSE):
+                raise typer.BadParameter(f"{name} is {value}, but must be true or false")
+            if value.lower() in _FALSE and flag in refused:
+                raise typer.BadParameter(refused[flag])
+            replaced += ["--set", settings[flag]] if value.lower() in _FALSE else [name]
+        else:
+            replaced.append(argument)
+    return replaced
 
 
 def _parameter(name: str) -> str:

@@ -13,11 +13,12 @@ import typer
 from sansgpu.cli.export import export
 from sansgpu.cli.look import list_runs, report, snapshots
 from sansgpu.cli.options import CONFIG_SUFFIXES, complain, flag, show
-from sansgpu.cli.other_flags import EXPLAINED
+from sansgpu.cli.other_flags import with_switch_values
+from sansgpu.cli.plan import plan
 from sansgpu.cli.scale import k8s, slurm
 from sansgpu.cli.serve import serve
 from sansgpu.cli.signals import CODE, INTERRUPTED, interrupted
-from sansgpu.cli.start import bench, doctor, init, plan
+from sansgpu.cli.start import bench, doctor, init
 from sansgpu.cli.texts import chat, embed, generate, search, tokenizer
 from sansgpu.cli.train import distill, train, tune
 from sansgpu.cli.use import evaluate, extract, predict
@@ -44,9 +45,12 @@ _PATH_ERRORS = (
 
 def run(arguments: list[str]) -> int:
     debug = "--debug" in arguments
-    arguments = _with_resume_value([a for a in arguments if a != "--debug"])
+    arguments = [argument for argument in arguments if argument != "--debug"]
     try:
         _require_text(arguments)
+        arguments = _with_resume_value(arguments)
+        if arguments[:1] == ["train"]:
+            arguments = with_switch_values(arguments)
         with no_silent_exit():
             code = app(arguments, prog_name="sansgpu", standalone_mode=False)
         if interrupted():  # typer turns the interrupt into an exit code
@@ -58,7 +62,7 @@ def run(arguments: list[str]) -> int:
         if debug:
             for line in traceback.format_exc().splitlines():
                 complain(line)
-        message, code = _explain(error)
+        message, code = _explain(error, arguments)
         if message:
             complain(f"sansgpu: {message}")
         return code
@@ -77,7 +81,7 @@ def _require_text(arguments: list[str]) -> None:
             ) from None
 
 
-def _explain(error: BaseException) -> tuple[str, int]:
+def _explain(error: BaseException, arguments: list[str]) -> tuple[str, int]:
     """Returns the sentence to print, or "" if the help was printed instead, and the exit code."""
     if interrupted() or isinstance(error, (KeyboardInterrupt, typer.Abort)):
         # Checked first, because an interrupt during an import may have left a partly initialized module.
@@ -101,7 +105,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, SansGPUError):
         return " ".join(str(error).split()), error.exit_code  # it may quote a multi-line message of a library
     if isinstance(error, usage_error):
-        return _usage_problem(error), 2
+        return _usage_problem(error, arguments), 2
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return (
             f"{truncate(str(error.filename))} cannot be used: {error.strerror}.",
@@ -111,20 +115,52 @@ def _explain(error: BaseException) -> tuple[str, int]:
     return f"{type(error).__name__}: {' '.join(str(error).split())} (--debug shows where)", 1
 
 
-def _usage_problem(error: Any) -> str:
-    """Returns a sentence about invalid arguments of a command, with a suggestion if a known name is similar."""
+def _usage_problem(error: Any, arguments: list[str]) -> str:
+    """Returns a sentence about invalid arguments of a command, with what to write instead of unknown options."""
+    from sansgpu.config.wording import truncate
+
     context = error.ctx.command_path if error.ctx else "sansgpu"
-    name = getattr(error, "option_name", None)
-    if name in EXPLAINED:
-        message = f"there is no option {name}: {EXPLAINED[name]}"
-    elif name and error.ctx:
-        known = [known for param in error.ctx.command.params for known in param.opts if known.startswith("--")]
-        begins = [known for known in known if len(name) > len("--x") and known.startswith(name)]
-        near = begins or get_close_matches(name, known, n=1, cutoff=MIN_LIKENESS)
-        message = f"there is no option {name}" + (f" (did you mean {' or '.join(near)}?)" if near else "")
+    if getattr(error, "option_name", None) and error.ctx:
+        names = _unknown_options(error.ctx, arguments) or [error.option_name]
+        named = ", ".join(f"{truncate(name)}{_hint(name, error.ctx.command)}" for name in names)
+        message = f"there {'is no option' if len(names) == 1 else 'are no options'} {named}"
     else:
         message = error.format_message().rstrip(".").replace(". Did you mean ", ", did you mean ")
     return f"{message.rstrip('?')}; see {context} --help." if message else ""
+
+
+def _unknown_options(context: Any, arguments: list[str]) -> list[str]:
+    """Returns the arguments of the context's command that look like options, without those that it has."""
+    known = {name: each for each in context.command.get_params(context) for name in each.opts}
+    unknown: list[str] = []
+    is_value = False  # of the option before it
+    for argument in arguments[len(context.command_path.split()) - 1 :]:
+        if hasattr(context.command, "commands") and not argument.startswith("-"):
+            break  # a subcommand, whose options follow
+        name, equals, _ = argument.partition("=")
+        option = None if is_value else known.get(name.replace("_", "-"))
+        if name.startswith("--") and option is None and not is_value:
+            unknown.append(name)
+        is_value = option is not None and not equals and not option.is_flag
+    return list(dict.fromkeys(unknown))
+
+
+def _hint(name: str, command: Any) -> str:
+    """Returns what to write instead of an unknown option, in parentheses, or "" if nothing is similar."""
+    from sansgpu.config import Config
+    from sansgpu.config.remedies import advice
+    from sansgpu.config.section import own_key
+
+    known = [known for param in command.params for known in param.opts if known.startswith("--")]
+    key = name.removeprefix("--").replace("-", "_")
+    if "--set" in known:
+        if text := advice(key):
+            return f" ({text})"
+        if setting := own_key(Config, key):
+            return f" (--set {setting if '=' in setting else f'{setting}=VALUE'})"
+    begins = [known for known in known if len(name) > len("--x") and known.startswith(name)]
+    near = begins or get_close_matches(name, known, n=1, cutoff=MIN_LIKENESS)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 def _with_resume_value(arguments: list[str]) -> list[str]:

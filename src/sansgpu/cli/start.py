@@ -1,4 +1,4 @@
-"""The commands under the heading Start: `sansgpu init`, `doctor`, `plan` and `bench`."""
+"""The commands `sansgpu init`, `doctor` and `bench`. Like `plan`, they are under the heading Start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sansgpu.cli.options import (
-    CONFIGURATION,
     ConfigArgument,
     JsonOption,
     OverrideOption,
@@ -24,7 +23,6 @@ from sansgpu.cli.options import (
     print_json,
     print_result,
     show,
-    suggest,
     warn,
     with_fields,
 )
@@ -36,10 +34,7 @@ if TYPE_CHECKING:
 Ask = Callable[[str, str, str, Callable[[str], object]], str]
 MAX_CORES = 100_000
 _ANSWERS = "Answers"
-_PROPOSAL, _CLUSTER, _MEASUREMENT = "Proposal", "Cluster", "Measurement"
-_HoursOption = Annotated[
-    float | None, number_option("Propose the best configuration for a run of this many hours.", _PROPOSAL)
-]
+_MEASUREMENT = "Measurement"
 
 
 def doctor(as_json: JsonOption = False) -> None:
@@ -53,127 +48,6 @@ def doctor(as_json: JsonOption = False) -> None:
 
         report = job(bar)
     print_result(asdict(report), as_json, print_doctor)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _PlanOptions:
-    config: ConfigArgument = None
-    override: OverrideOption = None
-    presets: Annotated[
-        bool,
-        flag(
-            "Compare memory and time of the presets small, medium and large on several processors.",
-            CONFIGURATION,
-            "--presets",
-        ),
-    ] = False
-    memory: Annotated[
-        str | None,
-        option(
-            "List the ways to train CONFIG in this much memory, e.g. 8GB. CONFIG may also be a model folder, GGUF file "
-            "or Hub name.",
-            CONFIGURATION,
-            metavar="SIZE",
-        ),
-    ] = None
-    hours: _HoursOption = None
-    data: Annotated[str | None, option("With --hours: dataset (file, folder or Hub name).", _PROPOSAL)] = None
-    output: Annotated[
-        Path | None, path_option("With --hours: configuration file to write. Default: proposed.yaml.", "FILE")
-    ] = None
-    nodes: Annotated[int | None, option("Also estimate the run on this many nodes.", _CLUSTER, min=1)] = None
-    network: Annotated[
-        str | None, option("Bandwidth between nodes, e.g. 100mbit. Default: 10gbps.", _CLUSTER, metavar="RATE")
-    ] = None
-    latency: Annotated[
-        str | None, option("One-way network latency, e.g. 0.1ms. Default: 50us.", _CLUSTER, metavar="TIME")
-    ] = None
-    price: Annotated[float | None, number_option("Price of one node per hour, in any currency.", _CLUSTER, least=0)] = (
-        None
-    )
-    as_json: JsonOption = False
-
-
-@with_fields
-def plan(given: _PlanOptions) -> None:
-    """Estimate memory and time of a run without training.
-
-    Example: sansgpu plan configs/cpu_small.yaml --set data.dataset_name=notes/ --nodes 4 --network 10gbps
-    """
-    from sansgpu.config import ConfigError
-
-    if given.memory is not None:
-        others = given.presets, given.override, given.hours is not None, given.nodes is not None
-        if given.config is None or any(others):
-            raise ConfigError(
-                "--memory requires a model or a configuration, and only --json can be added; remove all other options."
-            )
-        _show_memory_options(str(given.config), given.memory, given.as_json)
-        return
-    _require_consistent(given)
-    if given.presets:
-        _show_presets(given.override or [], given.as_json)
-        return
-    if given.hours is None:
-        check_tables(given.config, given.override or [])
-    result: Any
-    with preparation_bar() as bar:
-        from sansgpu.jobs.plan import plan as job
-        from sansgpu.planning.cluster import cluster_of
-        from sansgpu.planning.propose import propose
-        from sansgpu.views.plan_table import print_plan
-
-        overrides = given.override or []
-        if given.hours is not None:
-            file = given.output or Path("proposed.yaml")
-            result = propose(given.hours, given.data or "python-stdlib", overrides, file, bar, warn)
-        else:
-            cluster = None
-            if given.nodes is not None:
-                cluster = cluster_of(given.nodes, given.network or "10gbps", given.latency or "50us", given.price)
-            result = job(given.config, overrides, bar, warn, cluster)
-    print_result(result, given.as_json, print_plan)
-    if given.hours is None and not given.as_json:
-        same = (part for text in given.override or [] for part in ("--set", text))
-        suggest("train", *([given.config] if given.config else []), *same)
-
-
-def _require_consistent(given: _PlanOptions) -> None:
-    """Raises ConfigError for options of `plan` that do not go together."""
-    from sansgpu.config import ConfigError
-
-    if given.presets and (given.config or given.hours is not None):
-        raise ConfigError("--presets compares small, medium and large; remove the configuration and --hours.")
-    if given.hours is not None and given.config:
-        raise ConfigError(f"--hours proposes a new configuration; replace {given.config} with --data.")
-    if given.hours is None and (given.data or given.output):
-        raise ConfigError(
-            "--data and --output require --hours; to plan with different data, use --set data.dataset_name=PATH."
-        )
-    if given.nodes is not None and (given.presets or given.hours is not None):
-        raise ConfigError("--nodes plans a single configuration; remove --presets and --hours.")
-    if given.nodes is None and (given.network, given.latency, given.price) != (None,) * 3:
-        raise ConfigError("--network, --latency and --price require --nodes; add it.")
-
-
-def _show_memory_options(model: str, memory: str, as_json: bool) -> None:
-    with preparation_bar() as bar:
-        from sansgpu.planning.memory_options import memory_options
-        from sansgpu.views.tables import print_memory_options
-
-        bar("estimating memory", 0, 0)
-        result = memory_options(model, memory)
-    print_result(result, as_json, print_memory_options)
-
-
-def _show_presets(overrides: list[str], as_json: bool) -> None:
-    with preparation_bar() as bar:
-        from sansgpu.planning.presets import compare_presets
-        from sansgpu.views.tables import print_presets
-
-        bar.show_message("estimating the presets; timing matrix products")
-        rows = compare_presets(overrides)
-    print_result({"presets": rows}, as_json, lambda console, _: print_presets(console, rows))
 
 
 @dataclass(frozen=True, kw_only=True)

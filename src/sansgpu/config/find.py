@@ -38,23 +38,28 @@ INPUT_KEYS = {
     "training.distillation": ("teacher",),
 }
 MAX_NAMES = 20  # names in a message
+# Files of configs/ by the names that guides of other trainers (llm-trainer, oxidizr) give to files like them.
+_NAMES_IN_GUIDES = {"cpu_small_model": "cpu_small", "cpu_medium_model": "cpu_medium", "nano": "nano"}
 _PRESETS = Path(__file__).parent / "presets"
 _SOURCE = Path(__file__).parents[2]  # `src` in a clone of the repository
 _FOLDERS = (Path("configs"), *((_SOURCE.parent / "configs",) if _SOURCE.name == "src" else ()))
 
 
-def configuration_file(path: Path) -> Path:
+def configuration_file(path: Path) -> tuple[Path, list[str]]:
     """Returns the file at `path`, or the one of this name among presets, ./configs and the repository's configs.
 
+    Instead of a missing file that a guide names, returns the one with its contents, and a note for the user.
     Raises ConfigError if there is none.
     """
     if os.path.isfile(path):
-        return path
+        return path, []
     known = _known_by_name()
     if str(path) in known:
-        return known[str(path)]
+        return known[str(path)], []
     if not _is_missing(path):
-        return path  # reading it raises an error that says why it cannot be read
+        return path, []  # reading it raises an error that says why it cannot be read
+    if (other := known.get(_NAMES_IN_GUIDES.get(path.stem, ""))) is not None:
+        return other, [f"{truncate(str(path))} does not exist; {other} is used, which has the same purpose."]
     beside = {file.name: file for file in _files(path.parent)}
     near = [str(beside[name]) for name in _nearest(path.name, beside)] + _nearest(path.stem, known)
     suggestion = f" (did you mean {near[0]}?)" if near else ""

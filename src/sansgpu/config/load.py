@@ -42,11 +42,11 @@ def load_config(
     Returns the configuration and notes for the user about ignored and renamed keys and ambiguous paths.
     Raises ConfigError naming the file and every problem in it.
     """
-    path = configuration_file(path) if path else None
+    path, renamed = configuration_file(path) if path else (None, [])
     where = str(path) if path else "the configuration"
     overridden = [overridden_key(override) for override in overrides]
     values, replaced = with_own_names(read_values(path) if path else built_in(overridden), where)
-    notes = note_of(replaced)
+    notes = [*renamed, *note_of(replaced)]
     if path and own and find_beside:
         notes += use_files_beside(values, path.parent, overridden)
     notes += _override(values, overrides)
@@ -99,7 +99,8 @@ def save_config(config: Config, path: Path) -> None:
 def acting_values(config: Config) -> Values:
     """Returns the values of all keys that have an effect in `config`'s kind of run, as plain values by section.
 
-    Omits the learning rate if it is a default that depends on an optimizer that is not chosen yet.
+    Omits the learning rate if it is a default that depends on an optimizer that is not chosen yet. An implied single
+    epoch stays unset, so that a resumed run may set another limit.
     """
     values = config.model_dump(mode="json")
     for name, section in values.items():
@@ -107,6 +108,8 @@ def acting_values(config: Config) -> Values:
             values[name] = {k: v for k, v in section.items() if config.settings.acts(f"{name}.{k}")}
     if config.training.optimizer == "auto" and "learning_rate" not in config.training.model_fields_set:
         del values["training"]["learning_rate"]  # its default depends on the optimizer that the run will choose
+    if config.training.num_epochs == 1 and "num_epochs" not in config.training.model_fields_set:
+        values["training"]["num_epochs"] = None
     top = {"task": values.pop("task"), "device": values["training"].pop("device")}
     return {**top, **values}
 
@@ -153,7 +156,7 @@ def _default_learning_rate(values: Values, own: Values) -> float:
 
 def _override(values: Values, overrides: Sequence[Override]) -> list[str]:
     """Applies the overrides. Returns notes about keys of other trainers and about replaced top-level keys."""
-    notes, replaced = [], []
+    notes, replaced, keys = [], [], set()
     for override in overrides:
         given, (key, value) = overridden_key(override), _key_and_value(override)
         name = key.removeprefix("training.")
@@ -163,8 +166,23 @@ def _override(values: Values, overrides: Sequence[Override]) -> list[str]:
                 notes.append(f"--set {key}={value} overrides {name}: {shown(top)} at the top level of the file.")
         if given not in (key, name):
             replaced.append(f"{given} as {key}")
+        keys.add(key)
         _set(values, key, value)
-    return [*note_of(replaced), *notes]
+    return [*note_of(replaced), *notes, *_shorten_windows(values, keys)]
+
+
+def _shorten_windows(values: Values, overridden: set[str]) -> list[str]:
+    """Lowers data.max_length to an overridden model.max_seq_len, unless it is overridden as well; returns a note."""
+    model, data = values.get("model"), values.get("data")
+    if {"model.max_seq_len", "data.max_length"} & overridden != {"model.max_seq_len"}:
+        return []
+    if not isinstance(model, dict) or not isinstance(data, dict):
+        return []
+    longest, length = model["max_seq_len"], data.get("max_length")
+    if not isinstance(longest, int) or not isinstance(length, int) or length <= longest:
+        return []
+    data["max_length"] = longest
+    return [f"data.max_length is {longest} instead of {length}, because it cannot be longer than model.max_seq_len."]
 
 
 def _key_and_value(override: Override) -> tuple[str, Any]:

@@ -313,7 +313,8 @@ class Config(Section):
         for key, default in self._defaults():
             if not here.acts(key) and attrgetter(key)(self) != default:
                 known = labels(tasks_with(key), here)
-                yield f"{key} is for task {known}, and has no effect in {here.shown}; remove it"
+                remedy = "remove it" if "task" in self.model_fields_set else "set task, or remove it"
+                yield f"{key} is for task {known}, and has no effect in {here.shown}; {remedy}"
 
     def without_effect(self, keys: Iterable[str], reason: str) -> Iterator[str]:
         """Yields a clause for every one of `keys` that is set although it has no effect."""

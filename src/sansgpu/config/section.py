@@ -12,12 +12,14 @@ from pydantic.fields import FieldInfo
 from typing_extensions import Self
 
 from sansgpu.config.errors import ConfigError
-from sansgpu.config.other_names import section_with_own_names
+from sansgpu.config.other_names import KEYS, section_with_own_names
 from sansgpu.config.plain_data import InvalidDataError, require_plain
+from sansgpu.config.remedies import COUNTERPARTS, advice
 from sansgpu.config.wording import counted, shown, truncate
 
 TOP_LEVEL_KEYS = ("device", "force_cpu")  # keys of `training` that a file may also set at the top level
-MAX_UNKNOWN_KEYS, MAX_WRONG_VALUES = 5, 10  # named in one message
+MAX_UNKNOWN_KEYS, MAX_WRONG_VALUES = 40, 10  # named in one message
+_NAMED_BY = {"model": "name_or_path", "data": "dataset_name"}  # keys for what other programs write as `model: NAME`
 MAX_SUGGESTION_LENGTH = 40  # longer keys get no "did you mean"
 
 
@@ -40,16 +42,25 @@ def problems(
             wrong[where] = f"{where}: {item['ctx']['error']}" if where else str(item["ctx"]["error"])
         elif item["type"] in ("model_type", "dict_type"):
             wrong[where] = f"{where or 'it'} is {shown(item['input'])}, but a section must contain keys and values"
+            if isinstance(item["input"], str) and where in _NAMED_BY:
+                wrong[where] += f"; write {where}.{_NAMED_BY[where]}"
         elif where not in wrong:
             wrong[where] = f"{where} is {shown(item['input'])}, but {item['msg'][0].lower()}{item['msg'][1:]}"
         elif (other := item["msg"].removeprefix("Input should be ")) not in wrong[where]:
             wrong[where] += f", or {other}"
-    named = [f"unknown key {where}{_nearest(root, path)}" for where, path in list(unknown.items())[:MAX_UNKNOWN_KEYS]]
-    more = (
-        [f"{counted(len(unknown) - MAX_UNKNOWN_KEYS, 'more unknown key')}"] if len(unknown) > MAX_UNKNOWN_KEYS else []
-    )
     rest = [f"{counted(len(wrong) - MAX_WRONG_VALUES, 'more wrong value')}"] if len(wrong) > MAX_WRONG_VALUES else []
-    return [*named, *more, *list(wrong.values())[:MAX_WRONG_VALUES], *rest]
+    return [*_unknown_keys(root, unknown), *list(wrong.values())[:MAX_WRONG_VALUES], *rest]
+
+
+def _unknown_keys(root: type[BaseModel], unknown: dict[str, list[str]]) -> list[str]:
+    """Returns a clause about all unknown keys, given by dotted name; keys with the same hint are named together."""
+    named: dict[str, list[str]] = {}  # keys by hint
+    for where, path in list(unknown.items())[:MAX_UNKNOWN_KEYS]:
+        named.setdefault(_hint(root, path), []).append(where)
+    items = [f"{', '.join(keys)}{hint}" for hint, keys in named.items()]
+    if len(unknown) > MAX_UNKNOWN_KEYS:
+        items.append(f"and {len(unknown) - MAX_UNKNOWN_KEYS:,} more")
+    return [f"unknown {'key' if len(unknown) == 1 else 'keys:'} {'; '.join(items)}"] if unknown else []
 
 
 def _field_path(root: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
@@ -65,19 +76,29 @@ def _field_path(root: type[BaseModel], location: tuple[int | str, ...]) -> list[
     return path
 
 
-def _nearest(root: type[BaseModel], path: list[str]) -> str:
+def _hint(root: type[BaseModel], path: list[str]) -> str:
+    """Returns what to write instead of an unknown key, in parentheses, or the keys that its section has."""
     model: Any = root
     for part in path[:-1]:
         model = model.model_fields[part].annotation
+    *sections, name = path
     known = list(model.model_fields) + (list(TOP_LEVEL_KEYS) if model is root else [])
-    if len(path[-1]) > MAX_SUGGESTION_LENGTH:
+    if len(name) > MAX_SUGGESTION_LENGTH:
         return ""
-    if near := difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5):
-        return f" (did you mean {'.'.join([*path[:-1], near[0]])}?)"
-    sections = [
-        s for s, field in root.model_fields.items() if path[-1] in getattr(field.annotation, "model_fields", ())
-    ]
-    return f" (it belongs in {sections[0]})" if sections else f" (known keys: {', '.join(known)})"
+    if text := advice(name):
+        return f" ({text})"
+    if key := own_key(root, name):
+        return f" (write {key.replace('=', ': ')})"
+    if near := difflib.get_close_matches(name, known, n=1, cutoff=0.5):
+        return f" (did you mean {'.'.join([*sections, near[0]])}?)"
+    return f" (known keys: {', '.join(known)})"
+
+
+def own_key(root: type[BaseModel], name: str) -> str | None:
+    """Returns the dotted key, or `key=value`, for a name that another program or another section has, or None."""
+    renamed = (f"{section}.{keys[name]}" for section, keys in KEYS.items() if name in keys)
+    same = (key for key, _ in all_keys(root) if key.rpartition(".")[2] == name)
+    return COUNTERPARTS.get(name) or next(renamed, None) or next(same, None)
 
 
 class _Automatic(str):

@@ -341,4 +341,5 @@ def labels(found: list[TaskSettings], here: TaskSettings) -> str:
     """Joins the labels of several tasks, for a message about a run of task `here`."""
     plain = {settings.task for settings in found if not settings.label}
     chosen = [settings for settings in found if not (settings.label and settings.task in plain)]
-    return " and ".join(s.shown if s.task == here.task else s.task for s in chosen)
+    *others, last = (s.shown if s.task == here.task else s.task for s in chosen)
+    return f"{', '.join(others)} and {last}" if others else last

@@ -334,12 +334,13 @@ class TrainingConfig(Section):
             raise ValueError(
                 f"use_amp false means precision fp32, but precision is {self.precision}; remove one of the two"
             )
+        if self.use_amp is False:
+            self.__dict__["precision"] = "fp32"  # and config.yaml says so
         if self.use_amp and self.precision == "fp32":
             raise ValueError("use_amp true means mixed precision, but precision is fp32; remove one of the two")
-        if self.master_weights == "bf16" and self.wanted_precision not in ("auto", "bf16"):
+        if self.master_weights == "bf16" and self.precision not in ("auto", "bf16"):
             raise ValueError(
-                f"master_weights bf16 requires precision bf16, but precision is {self.wanted_precision}; "
-                "change one of the two"
+                f"master_weights bf16 requires precision bf16, but precision is {self.precision}; change one of the two"
             )
         narrow = next((k for k in ("master_weights", "optimizer_state") if getattr(self, k) != "fp32"), None)
         local = f"sync_every {self.sync_every}" if self.sync_every > 1 else ""
@@ -349,12 +350,9 @@ class TrainingConfig(Section):
             raise ValueError(f"{local} needs all weights in every process; set sharding to none, or sync_every to 1")
         if narrow and self.optimizer != "adamw":
             raise ValueError(f"{narrow} {getattr(self, narrow)} is only supported by AdamW; set optimizer to adamw")
+        if not (self.max_steps or self.max_tokens or self.time_limited or self.num_epochs):
+            self.__dict__["num_epochs"] = 1  # so that `range(config.num_epochs)` works
         return self
-
-    @property
-    def wanted_precision(self) -> Precision:
-        """`precision` with `use_amp` taken into account."""
-        return "fp32" if self.use_amp is False else self.precision
 
     @property
     def time_limited(self) -> bool:

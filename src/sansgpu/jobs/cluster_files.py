@@ -60,7 +60,7 @@ def needs_of(config: Config, threads: int, world_size: int, warn: Callable[[str]
         execution = Execution(
             micro_batch=micro_batch_choices(training, config.window, world_size)[0],
             accumulation=1,
-            precision="bf16" if training.wanted_precision in ("auto", "bf16") else "fp32",
+            precision="bf16" if training.precision in ("auto", "bf16") else "fp32",
             compile="off",
             kernels="torch" if training.kernels == "torch" else "native",
             optimizer=choose_optimizer(training.optimizer, work.needed, work.muon),

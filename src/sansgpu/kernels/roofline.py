@@ -143,7 +143,7 @@ def resolve_precision(training: TrainingConfig, device: torch.device, ours: bool
 
     With `ours`, for models that use our kernels, it becomes int16 on a processor without bf16, on the same condition.
     """
-    precision = training.wanted_precision
+    precision = training.precision
     if precision != "auto":
         return precision
     if device.type == "cuda":

@@ -168,7 +168,7 @@ def _change(config: Config, execution: Execution, settings: tuple[str, ...], cos
         return None
     training = changed.training
     size = micro_batch_choices(training, changed.window, execution.world_size)[0]
-    precision = execution.precision if training.wanted_precision == "auto" else training.wanted_precision
+    precision = execution.precision if training.precision == "auto" else training.precision
     optimizer = execution.optimizer if training.optimizer == "auto" else training.optimizer
     execution = replace(execution, micro_batch=size, precision=precision, optimizer=optimizer)
     memory = estimate_memory(changed, execution)

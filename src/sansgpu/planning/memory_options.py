@@ -22,19 +22,24 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 
 
-def memory_options(target: str, memory: str) -> MemoryOptions:
-    """Returns the options for a model or for the one that a configuration names. Raises ConfigError."""
+def memory_options(target: str, memory: str, context: int | None = None) -> MemoryOptions:
+    """Returns the options for a model or for the one that a configuration names, at `context` or at usual lengths.
+
+    Raises ConfigError.
+    """
     available, config = parse_memory(memory), _config_of(target)
     methods = [("whole", "none", "auto"), *(("lora", "lora", precision) for precision in ("bf16", "int8", "int4"))]
     if is_gguf(str(config.model.name_or_path)):
         methods.insert(1, ("lora", "lora", "auto"))
     settings = pretrained_config(config.model).get_text_config()
     longest = getattr(settings, "max_position_embeddings", None) or CONTEXTS[-1]
+    if context is not None and context > longest:
+        raise ConfigError(f"--context is {context:,}, but {target} has a context of {longest:,} tokens; lower it.")
     options = [
-        _option(config, method, adapter, precision, context, available)
+        _option(config, method, adapter, precision, length, available)
         for method, adapter, precision in methods
-        for context in CONTEXTS
-        if context <= longest
+        for length in (CONTEXTS if context is None else (context,))
+        if length <= longest
     ]
     return {"model": str(config.model.name_or_path), "memory_bytes": available, "options": options}
 
@@ -58,7 +63,9 @@ def _config_of(target: str) -> Config:
         return Config.model_validate({"task": "sft", "model": values, "data": {"dataset_name": "-"}})
     config, _ = load_config(path, [])
     if config.model.name_or_path is None or not config.settings.acts("model.adapter"):
-        raise ConfigError(f"{target} does not fine-tune a pretrained model with an adapter; pass a model instead.")
+        raise ConfigError(
+            f"{target} does not fine-tune a pretrained model with an adapter; pass a model, or none for the presets."
+        )
     return config
 
 

@@ -19,7 +19,7 @@ from sansgpu.kernels.roofline import peak_gemm_rate, resolve_precision
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import MARGIN, Memory, effective_batch, micro_batch_choices, usual_micro_batch
 from sansgpu.machine.probe import cache_dir, memory_for_run, resolve_threads
-from sansgpu.planning.results import PresetRow, ProcessorSpeed
+from sansgpu.planning.results import FittingPreset, FittingPresets, PresetRow, ProcessorSpeed
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.optim import choose_optimizer
 
@@ -72,6 +72,42 @@ def compare_presets(overrides: Sequence[str]) -> list[PresetRow]:
     processors = (*PROCESSORS, this_machine(configs[0]))
     available = memory_for_run(torch.device("cpu"))
     return [_row(name, config, processors, available) for name, config in zip(PRESETS, configs, strict=True)]
+
+
+def presets_that_fit(memory: int | None, seconds: float | None, context: int | None) -> FittingPresets:
+    """Returns which presets can be trained in `memory` bytes, and on how many tokens in `seconds`, on this machine.
+
+    The default for `memory` is what this machine has available, and for `context` the presets' own.
+    """
+    lengths = [f"{key}={context}" for key in ("model.max_seq_len", "data.max_length") if context is not None]
+    configs = [_preset(name, lengths) for name in PRESETS]
+    here, available = this_machine(configs[0]), memory or memory_for_run(torch.device("cpu"))
+    rows = [_fitting(name, config, here, available, seconds) for name, config in zip(PRESETS, configs, strict=True)]
+    return {"memory_bytes": available, "seconds": seconds, "processor": "this machine", "presets": rows}
+
+
+def _fitting(name: str, config: Config, here: Processor, available: int, seconds: float | None) -> FittingPreset:
+    checkpointed = change_config(config, ["model.gradient_checkpointing=true"])
+    choices = micro_batch_choices(config.training, config.window)
+    usual = usual_micro_batch(config.window, choices)
+    ways = [(config, size) for size in reversed(choices) if size <= usual] + [(checkpointed, 1)]
+    needed = [(way, size, largest_memory(way, size)) for way, size in ways]
+    chosen, size, memory = next((each for each in needed if each[2].fits(available)), needed[-1])
+    costs = task_of(config).costs(config)
+    parameters, speed = sum(costs.parameters().values()), here.tokens_per_second(costs.work(1).needed)
+    return {
+        "preset": name,
+        "parameters": parameters,
+        "context": config.window,
+        "batch_size": size,
+        "gradient_checkpointing": chosen.model.gradient_checkpointing,
+        "needed_bytes": memory.least,
+        "fits": memory.fits(available),
+        "tokens_per_second": speed,
+        "optimal_tokens": OPTIMAL_TOKENS * parameters,
+        "optimal_seconds": OPTIMAL_TOKENS * parameters / speed,
+        "tokens": None if seconds is None else int(speed * seconds),
+    }
 
 
 def _preset(name: str, overrides: Sequence[str]) -> Config:

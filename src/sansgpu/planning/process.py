@@ -74,7 +74,7 @@ def configure_process(
 
 def _precision(training: TrainingConfig, before: Environment | None, device: torch.device, kernels: str) -> str:
     """Returns the precision of matmuls. Raises ConfigError if it is int16 or int8 without our kernels."""
-    begun_in = before["precision"] if before and training.wanted_precision == "auto" else None
+    begun_in = before["precision"] if before and training.precision == "auto" else None
     if begun_in is not None and not (begun_in in INTEGERS and kernels == "torch"):
         return begun_in
     precision = resolve_precision(training, device, kernels != "torch")
@@ -101,7 +101,7 @@ def _warn_of_precision(
         unsupported = slower if has_native_bf16() else "this processor does not support bf16"
         reason = "it started in fp32" if before and before["precision"] == "fp32" else unsupported
         warn(f"training.use_amp is true, but this run computes in fp32, because {reason}.")
-    if training.wanted_precision == precision and is_emulated(precision, device.type):
+    if training.precision == precision and is_emulated(precision, device.type):
         warn(
             f"training.precision is {precision}, which this processor only emulates: a step takes "
             f"{EMULATION_COST['torch' if kernels == 'torch' else 'native']} as long as in fp32; set it to auto or fp32."

@@ -278,3 +278,28 @@ class PresetRow(TypedDict):
     fits: bool
     optimal_tokens: int
     speeds: list[ProcessorSpeed]
+
+
+class FittingPreset(TypedDict):
+    """Memory and time of a preset, with the largest usual micro-batch that fits, or else the smallest one."""
+
+    preset: str
+    parameters: int
+    context: int
+    batch_size: int
+    gradient_checkpointing: bool
+    needed_bytes: int
+    fits: bool
+    tokens_per_second: float
+    optimal_tokens: int
+    optimal_seconds: float  # time to train on `optimal_tokens`
+    tokens: int | None  # training tokens in the given time; None without one
+
+
+class FittingPresets(TypedDict):
+    """What can be trained from scratch in `memory_bytes` and `seconds` on this machine."""
+
+    memory_bytes: int
+    seconds: float | None
+    processor: str
+    presets: list[FittingPreset]

@@ -15,11 +15,13 @@ from sansgpu.data.prefetch import Prefetcher
 from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.events.controls import Controls, Request
 from sansgpu.events.event import Sinks, now
+from sansgpu.events.history import LogHistory
 from sansgpu.events.jsonl import read_record
 from sansgpu.machine.distributed.group import Group
 from sansgpu.machine.distributed.peers import LostRankError
 from sansgpu.machine.distributed.world import grace_seconds
 from sansgpu.machine.interrupt import Interrupt, write_line
+from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.pressure import MemoryGuard
 from sansgpu.machine.probe import available_memory, held_memory
 from sansgpu.tasks.task import Collecting, Sums, Task, add_sums
@@ -82,6 +84,8 @@ class Trainer:
         self._validation = Validation(task, run, self._state, progress)
         self._log = RunLog(task, run, self._length, sinks, system)
         self._control = RunControl(controls or Controls(), execution.group)
+        self.state = LogHistory(effective_batch(run.config.training))  # as transformers' `trainer.state`
+        sinks.add(self.state)
         self._sums: Sums = {}  # logged sums of the steps since the last synchronization
         self._guard: MemoryGuard | None = None
         if run.sharding != "full":
@@ -116,6 +120,9 @@ class Trainer:
         if problem:
             warn(problem)
         self._log.restore(events, snapshot.step)
+        for event in events:
+            if event["event"] != "end" and (event.get("step") or 0) <= snapshot.step:
+                self.state.emit(event)
         self._length.restore(events)
         if is_main and (change := self._length.schedule_change(events)):
             warn(change)

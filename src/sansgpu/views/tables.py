@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sansgpu.config.wording import count, counted
-from sansgpu.planning.results import MemoryOption, MemoryOptions, PresetRow
+from sansgpu.planning.results import FittingPresets, MemoryOption, MemoryOptions, PresetRow
 
 Result = dict[str, Any]
 _PRECISIONS = {"bf16": "bf16", "int8": "int8", "int4": "int4", "file": "as in the file", "auto": "as in the file"}
@@ -229,6 +229,29 @@ def print_presets(console: Console, rows: list[PresetRow]) -> None:
         speeds.add_row(cells[0][0], *(cell for _, cell in cells))
     print_table(console, speeds)
     console.print("token counts are compute-optimal: 20 per parameter", style="dim")
+
+
+def print_fitting_presets(console: Console, result: FittingPresets) -> None:
+    rows, seconds = result["presets"], result["seconds"]
+    where = f"in {storage(result['memory_bytes'])} of memory on {result['processor']}"
+    table = Table(title=f"training from scratch {where} (estimates)", title_justify="left")
+    timed = [] if seconds is None else [f"in {_time(seconds)}"]
+    for heading in ("preset", "parameters", "context", "memory", "tokens/s", "optimal", *timed):
+        table.add_column(heading, justify="left" if heading == "preset" else "right")
+    for row in rows:
+        needed = f"{storage(row['needed_bytes'])}{'*' if row['gradient_checkpointing'] else ''}"
+        cells = [count(row["parameters"]), f"{row['context']:,}", needed if row["fits"] else f"{needed}: too much"]
+        cells += [f"{row['tokens_per_second']:,.0f}", _time(row["optimal_seconds"])]
+        if row["tokens"] is not None:
+            cells.append(f"{count(row['tokens'])}, {row['tokens'] / row['optimal_tokens']:.1%}")
+        table.add_row(row["preset"], *cells, style=None if row["fits"] else "red")
+    print_table(console, table)
+    optimal = "time for 20 tokens per parameter, which is about compute-optimal"
+    notes = [f"optimal: {optimal}", *(["%: share of these tokens"] if timed else [])]
+    notes += ["*: with model.gradient_checkpointing"] if any(row["gradient_checkpointing"] for row in rows) else []
+    console.print("; ".join(notes), style="dim")
+    console.print("best model for a time: sansgpu plan --hours N --data DATA", style="dim", soft_wrap=True)
+    console.print("ways to fine-tune a model: sansgpu plan --memory SIZE MODEL", style="dim", soft_wrap=True)
 
 
 def memory_cells(row: PresetRow) -> tuple[str, ...]:
