@@ -6,7 +6,7 @@ import sys
 import time
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from sansgpu.views.terminal import PreparationBar, RunConsole
 
 
-class Pruner(str, Enum):
+class Pruner(StrEnum):
     """Rules that stop trials early."""
 
     MEDIAN = "median"
