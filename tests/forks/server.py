@@ -72,6 +72,9 @@ def become(asked: dict[str, Any], streams: list[int]) -> None:
     os.environ.clear()
     os.environ.update({**asked["environment"], "PYTHONHASHSEED": "0"})
     sys.path[:0] = [str(Path(part).resolve()) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    if encoding := os.environ.get("PYTHONIOENCODING"):  # Python read it before the fork
+        for stream in (sys.stdin, sys.stdout, sys.stderr):
+            stream.reconfigure(encoding=encoding, errors=stream.errors)  # type: ignore[union-attr]
     if threads := os.environ.get("OMP_NUM_THREADS"):  # libgomp read it before the fork
         torch.set_num_threads(int(threads))
     if asked["limited"]:
