@@ -10,6 +10,7 @@ import errno
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 
@@ -38,7 +39,10 @@ def own_cache() -> Path:
 
     Raises ConfigError if neither can be written.
     """
-    return _writable(Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "sansgpu")
+    folder: Path | None = None  # of a user id without a name if $HOME is not set
+    with suppress(ConfigError):
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or local_path("~/.cache")) / "sansgpu"
+    return _writable(folder)
 
 
 def private_cache(warn: Callable[[str], None]) -> Path:
@@ -63,32 +67,28 @@ def private_cache(warn: Callable[[str], None]) -> Path:
 
 
 @cache
-def _writable(folder: Path) -> Path:
+def _writable(folder: Path | None) -> Path:
     """Returns `folder` if it can be written, otherwise a folder for temporary files, with a warning.
 
     All processes of this user find the same folder, and child processes inherit it, so only one of them warns.
     """
     try:
-        if folder.parts[0].startswith("~"):
+        if folder is None:
             raise FileNotFoundError(errno.ENOENT, "this user has no home folder")
         make_folder(folder, PRIVATE_MODE)
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
-        reason = error.strerror or str(error)
+        problem = f"the cache {folder or '~/.cache/sansgpu'} cannot be written ({error.strerror or error})"
     try:
         other = _in_temporary_files()
     except OSError:
         raise ConfigError(
-            f"the cache {folder} cannot be written ({reason}), and neither can a folder for temporary files; set "
-            f"{CACHE} to a folder that you can write to."
+            f"{problem}, and neither can a folder for temporary files; set {CACHE} to a folder that you can write to."
         ) from None
     if find_world().rank == 0:
-        write_line(
-            f"warning: the cache {printable_line(str(folder))} cannot be written ({reason}), so {other} is used; set "
-            f"{CACHE} to a folder that is kept."
-        )
-    os.environ.setdefault(CACHE, str(other))
+        write_line(f"warning: {printable_line(problem)}, so {other} is used; set {CACHE} to a folder that is kept.")
+    os.environ[CACHE] = os.environ.get(CACHE) or str(other)
     return other
 
 
