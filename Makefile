@@ -1,4 +1,4 @@
-# `make train` and `make test` work on a machine with Python 3.10-3.13, make and, for full speed, a C++ compiler.
+# `make train` and `make test` work on a machine with Python 3.11 or newer, make and, for full speed, a C++ compiler.
 PYTHON ?= python3
 PIP_ARGS ?=
 VENV := .venv
@@ -142,8 +142,14 @@ reached = import urllib.request; urllib.request.urlopen("$(CPU_TORCH)/torch/", t
 cpu_index = $(if $(PIP_ARGS),,$(if $(filter Linux,$(shell uname)),$(shell \
 	$(PYTHON) -c '$(reached)' 2>/dev/null && echo --index-url $(CPU_TORCH))))
 
+# Refuses an older Python before pip does, which would take minutes; an old $(VENV) keeps its Python if it is made again.
+suits = import sys; sys.exit(0 if sys.version_info >= (3, 11) else \
+	f"{sys.executable} is Python {sys.version_info[0]}.{sys.version_info[1]}, but sansgpu needs Python 3.11 or newer; $(1)")
+
 # What `make train` needs; everything else takes longer to install.
 $(VENV)/training: pyproject.toml constraints.txt
+	@$(PYTHON) -c '$(call suits,install a newer one and name it: make PYTHON=python3.12)'
+	@if test -e $(BIN)/python; then $(BIN)/python -c '$(call suits,delete $(VENV) and run make again)'; fi
 	$(call announced,Creating $(VENV),$(PYTHON) -m venv $(VENV))
 	$(call announced,Installing torch,$(install) $(cpu_index) $(TORCH))
 	$(call announced,Installing sansgpu,$(install) -c constraints.txt -e "$(FOR_TRAINING)" cmake ninja)

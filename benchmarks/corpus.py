@@ -79,7 +79,7 @@ def main() -> None:
     from sansgpu.config import DataConfig
     from sansgpu.data.shards import build_store, build_tokenizer
     from sansgpu.data.sources import open_single, open_sources
-    from sansgpu.machine.probe import cache_dir
+    from sansgpu.machine.cache_folder import cache_dir
 
     data, cache = DataConfig(dataset_name=args.data, vocab_size=args.vocab_size), cache_dir(None)
     source = open_sources(data).train

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import environment, fork_server
+from tests.processes import environment, finish, fork_server
+from tests.tasks.folders import model_folder
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "examples/README.md").read_text(encoding="utf-8")
@@ -40,6 +41,36 @@ def test_every_example_runs_from_the_root_of_the_repository(tmp_path: Path) -> N
     answers = json.loads((runs / "qa/predictions.json").read_text(encoding="utf-8"))
     assert sum(answers[city] == city for city in answers) >= 4
     assert answers["Rome"] in outputs["python examples/qa.py"]
+
+
+def test_the_bakery_of_the_readme_is_the_file_and_runs_in_a_clone(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    [shown] = re.findall(r"`examples/bakery\.yaml`:\n\n```yaml\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    assert shown == (ROOT / "examples/bakery.yaml").read_text(encoding="utf-8")
+    assert re.search(r"name_or_path: HuggingFaceTB/\S+", shown)  # a name on the Hub, not a file that a clone lacks
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    command = [
+        "train",
+        "examples/bakery.yaml",
+        "--set",
+        f"model.name_or_path={model_folder('qwen2')}",
+        "--max-steps",
+        "1",
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        code, _, err = finish([*command, "--output-dir", "runs/bakery"], tmp_path / "cache")
+    assert code == 0, err
+
+
+def test_first_commands_name_what_exists() -> None:
+    """sansgpu is on no package index, and a model on the Hub has an owner."""
+    for page in ("README.md", "docs/install.md", "docs/notebooks/teach_a_small_model.ipynb"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert not re.search(r"^[% \"]*(uv )?pip install .*\bsansgpu\b(?! @)", text, re.MULTILINE), page
+    models = re.findall(r"^\$ sansgpu (?:search|chat) (\S+)", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    assert models
+    assert all("/" in model for model in models)
 
 
 def test_the_page_lists_every_example() -> None:

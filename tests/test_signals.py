@@ -2,6 +2,7 @@
 
 import os
 import pty
+import resource
 import signal
 import subprocess
 import sys
@@ -10,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+import psutil
 import pytest
 
 from sansgpu.machine.interrupt import STOPPING as ACKNOWLEDGED
 from sansgpu.train.loop import FORWARD_SECONDS
-from tests.processes import environment, record, settings, write_corpus
+from tests.processes import Process, environment, record, settings, start, write_corpus
 
 ROOT = Path(__file__).parents[1]
 MOMENTS = (0.02, 0.1, 0.4, 1.0)
@@ -60,7 +62,7 @@ def started(home: Path, arguments: list[str], **more: object) -> subprocess.Pope
     return STARTED[-1]
 
 
-def has_snapshot(run: Path, process: subprocess.Popen[str]) -> None:
+def has_snapshot(run: Path, process: Process) -> None:
     limit = time.monotonic() + 90
     while not list((run / "snapshots").glob("step-*")):
         assert process.poll() is None
@@ -98,12 +100,17 @@ def test_ctrl_c_during_an_import_is_one_sentence(home: Path) -> None:
     assert (process.returncode, error) == (130, "sansgpu: interrupted; everything saved so far is kept.\n")
 
 
-def test_ctrl_c_is_acknowledged_while_a_library_computes(home: Path) -> None:
-    modules = home / "hanging"
+def hanging(home: Path, name: str) -> dict[str, str]:
+    """Returns the environment of a command that prints "hangs" and hangs in a library when it imports `yaml`."""
+    modules = home / f"hanging-{name}"
     modules.mkdir()
     lines = "import sys", f"sys.path.append({str(ROOT)!r})", "from tests.hanging import hang_in_c"
     (modules / "yaml.py").write_text("\n".join([*lines, "print('hangs', flush=True)", "hang_in_c()"]))
-    variables = {**environment(home / "cache"), "PYTHONPATH": str(modules)}
+    return {**environment(home / "cache"), "PYTHONPATH": str(modules)}
+
+
+def test_ctrl_c_is_acknowledged_while_a_library_computes(home: Path) -> None:
+    variables = hanging(home, "Ctrl-C")
     process = started(home, training(home, "hangs"), preexec_fn=hold_interrupts, env=variables)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -114,6 +121,37 @@ def test_ctrl_c_is_acknowledged_while_a_library_computes(home: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert (process.returncode, error) == (130, "sansgpu: interrupted; everything saved so far is kept.\n")
+
+
+def test_a_signal_of_a_cluster_before_the_first_step_acts_like_sigterm(home: Path) -> None:
+    """The script of a Slurm job queues it again after the code of SIGTERM; that of SIGUSR1 looks like a failure."""
+    process = started(home, training(home, "before"), env=hanging(home, "before"))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "hangs\n"
+    process.send_signal(signal.SIGUSR1)
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (-signal.SIGTERM, "")
+
+
+def test_signals_of_clusters_and_limits_save_like_sigterm(home: Path) -> None:
+    """Slurm's `--signal=USR1@60`, submitit's SIGUSR2, and a limit of CPU time, whose signal the kernel repeats."""
+    names = "SIGUSR1", "SIGUSR2", "SIGXCPU"
+    processes = {name: start(training(home, name), home / "cache") for name in names}
+    for name, process in processes.items():
+        has_snapshot(home / name, process)
+        if name == "SIGXCPU":
+            used = psutil.Process(process.pid).cpu_times()
+            limit = int(used.user + used.system) + 1
+            resource.prlimit(process.pid, resource.RLIMIT_CPU, (limit, limit + 60))
+        else:
+            process.send_signal(getattr(signal, name))
+    for name, process in processes.items():
+        _, error = process.communicate(timeout=100)
+        assert (process.returncode, "Traceback" in error) == (143, False), error
+        assert f"{ACKNOWLEDGED}\n" in error
+        end = record(home / name)[-1]
+        assert end["reason"] == "interrupted"
+        assert (home / name / "snapshots" / str(end["snapshot"]) / "MANIFEST.json").exists()
 
 
 def test_a_second_ctrl_c_ends_the_command_at_once(home: Path) -> None:
@@ -199,9 +237,12 @@ def test_a_run_under_nohup_goes_on_when_the_terminal_closes(home: Path, processe
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGHUP, 143), (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGUSR2, 143)],
+)
 def test_several_processes_save_and_end(home: Path, number: signal.Signals, code: int) -> None:
-    run = home / f"several-{code}"
+    run = home / f"several-{number}"
     process = started(home, training(home, run.name, "--processes", "2"), start_new_session=True)
     has_snapshot(run, process)
     os.killpg(process.pid, number)  # like a terminal, to the whole process group
@@ -226,7 +267,7 @@ def test_a_terminal_that_closes_costs_nothing(home: Path) -> None:
         os.read(view, 65536)
     os.close(view)
     _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 129
+    assert os.waitstatus_to_exitcode(status) == 143
     [end] = [event for event in record(run) if event["event"] == "end"]
     assert end["reason"] == "interrupted"
     assert (run / "snapshots" / str(end["snapshot"]) / "MANIFEST.json").exists()

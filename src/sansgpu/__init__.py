@@ -1,6 +1,17 @@
 """Train language models on machines without a GPU."""
 
-from __future__ import annotations
+# Without `from __future__ import annotations`, Python 3.6 compiles this file, too, and gets to the check.
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036  # pip refuses an older one, but in a checkout nothing else does
+    _problem = (
+        "{} is Python {}.{}, but sansgpu needs Python 3.11 or newer; install a newer one, or run sansgpu in another "
+        "environment."
+    ).format(sys.executable, *sys.version_info)
+    if sys.argv[:1] == ["-m"]:  # `python -m sansgpu` is importing this package
+        sys.stderr.write("sansgpu: " + _problem + "\n")
+        sys.exit(2)
+    raise ImportError(_problem)
 
 from sansgpu.version import __version__
 
@@ -13,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Callback", "Run", "__version__", "fit"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     """Imports `sansgpu.api` on first use, because importing torch takes seconds."""
     if name not in __all__:
         raise AttributeError(f"module sansgpu has no attribute {name}")

@@ -25,6 +25,7 @@ class Fork:
         with open(os.devnull, "rb") as nothing:
             streams = [nothing.fileno(), self._out.fileno(), self._err.fileno()]
             self._command = client.Command(str(address), arguments, streams, environment, str(Path.cwd()), module)
+        self._encoding = environment.get("PYTHONIOENCODING", "utf-8")
         self.pid = self._command.pid
         self.returncode: int | None = None
 
@@ -50,7 +51,7 @@ class Fork:
         texts = []
         for file in (self._out, self._err):
             file.seek(0)
-            texts.append(file.read().decode())
+            texts.append(file.read().decode(self._encoding))
             file.close()
         return texts[0], texts[1]
 

@@ -15,6 +15,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -72,6 +73,10 @@ def become(asked: dict[str, Any], streams: list[int]) -> None:
     os.environ.clear()
     os.environ.update({**asked["environment"], "PYTHONHASHSEED": "0"})
     sys.path[:0] = [str(Path(part).resolve()) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    tempfile.tempdir = None  # reads TMPDIR again
+    if encoding := os.environ.get("PYTHONIOENCODING"):  # Python read it before the fork
+        for stream in (sys.stdin, sys.stdout, sys.stderr):
+            stream.reconfigure(encoding=encoding, errors=stream.errors)  # type: ignore[union-attr]
     if threads := os.environ.get("OMP_NUM_THREADS"):  # libgomp read it before the fork
         torch.set_num_threads(int(threads))
     if asked["limited"]:

@@ -57,6 +57,13 @@ def test_a_conversation_comes_from_a_pipe(learned: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{first[0]}\n/new\n\n{second[0]}\n"))
     assert cli(["chat", str(learned), "--temperature", "0"]) == 0
     assert capsys.readouterr().out == f"{first[1]}\n{second[1]}\n"
+    for message, code in (
+        ("Grüße aus 日本".encode(), 0),
+        (b"Gr\xfc\xdfe", 2),
+    ):  # UTF-8, whatever the locale, and Latin-1
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(message), encoding="ascii"))
+        assert cli(["chat", str(learned), "--max-new-tokens", "1"]) == code
+    assert "standard input is not UTF-8 text (byte 0xfc)" in capsys.readouterr().err
 
 
 def test_a_conversation_is_remembered_until_it_is_reset(learned: Path) -> None:

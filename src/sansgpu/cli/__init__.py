@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import threading
 
 from sansgpu.cli.signals import CODE, handle_interrupts, stop_handling_interrupts
+from sansgpu.events.escape import SUBSTITUTE
 from sansgpu.machine.launch import make_deterministic, set_openmp
 from sansgpu.machine.user_code import exit_soon
 
@@ -18,6 +20,7 @@ def main() -> None:
         handle_interrupts()
         set_openmp()
         make_deterministic()
+        _accept_every_character()
         if "--debug" not in sys.argv:
             threading.excepthook = _warn_of_thread
         code = run(sys.argv[1:])
@@ -26,6 +29,13 @@ def main() -> None:
         sys.stderr.write("sansgpu: interrupted.\n")
     stop_handling_interrupts()
     exit_soon(code)
+
+
+def _accept_every_character() -> None:
+    """Lets stdout print, and stdin read, characters that their encoding lacks; Python would raise an exception."""
+    for stream, errors in ((sys.stdout, SUBSTITUTE), (sys.stdin, "replace")):
+        if isinstance(stream, io.TextIOWrapper):  # None under pythonw
+            stream.reconfigure(errors=errors)
 
 
 def _warn_of_thread(failed: threading.ExceptHookArgs) -> None:

@@ -186,7 +186,7 @@ def show(text: object = "", end: str = "\n") -> None:
 
 
 def show_json(text: str) -> None:
-    print(printable_json(text), end="", flush=True)
+    print(printable_json(text, sys.stdout.encoding), end="", flush=True)
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 import traceback
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -69,13 +70,15 @@ def run(arguments: list[str]) -> int:
 
 
 def _require_text(arguments: list[str]) -> None:
-    """Raises ConfigError if an argument has bytes that are not UTF-8, which Python reads as lone surrogates."""
+    """Raises ConfigError if an argument has bytes that Python could not decode and reads as lone surrogates."""
     for argument in arguments:
         try:
             argument.encode()
         except UnicodeEncodeError:
             from sansgpu.config import ConfigError  # not needed otherwise
 
+            if (encoding := sys.getfilesystemencoding()) != "utf-8":
+                raise ConfigError(f"the argument {argument} is not text in {encoding}; set PYTHONUTF8=1.") from None
             raise ConfigError(
                 f"the argument {argument} is not UTF-8 text; if it is the name of a file, rename the file."
             ) from None

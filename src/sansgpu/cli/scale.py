@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,14 +24,14 @@ from sansgpu.cli.options import (
 )
 
 
-class Allocator(str, Enum):
+class Allocator(StrEnum):
     """Memory allocators to preload."""
 
     TCMALLOC = "tcmalloc"
     NONE = "none"
 
 
-class OpenMP(str, Enum):
+class OpenMP(StrEnum):
     """OpenMP runtimes."""
 
     LIBGOMP = "libgomp"

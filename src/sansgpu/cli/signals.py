@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C outside of training: a command ends with one sentence instead of a traceback."""
+"""Handling of signals outside of training: after Ctrl-C, a command ends with one sentence instead of a traceback."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from sansgpu.machine.interrupt import SignalWatch, write_line
+from sansgpu.machine.interrupt import SignalWatch, as_sigterm, unhandled_signals, write_line
 
 TYPE_CHECKING = False  # type checkers treat it as true; importing `typing` would delay the handling of Ctrl-C
 if TYPE_CHECKING:
@@ -33,14 +33,17 @@ def interrupted() -> bool:
 def handle_interrupts() -> None:
     """Makes the first SIGINT raise KeyboardInterrupt and the second one end the process at once.
 
-    SIGINT stays ignored if the parent process ignored it.
+    SIGUSR1 and others act like SIGTERM. Signals stay ignored if the parent process ignored them.
     """
+    others = unhandled_signals()
+    for number in others:
+        signal.signal(number, as_sigterm)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
-        SignalWatch(_notice)
         sys.unraisablehook = _unraisable
+    SignalWatch(_notice)
     if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see `make_deterministic`
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, *others])  # see `make_deterministic`
 
 
 def stop_handling_interrupts() -> None:
@@ -59,9 +62,12 @@ def stop_handling_interrupts() -> None:
 def _notice(number: int) -> None:
     """Runs in the thread of SignalWatch, and acknowledges an interrupt while the main thread is busy in native code.
 
-    A second interrupt then ends the process, because `_interrupt` cannot run until the native code returns.
+    A second interrupt then ends the process, because `_interrupt` cannot run until the native code returns. Nor can
+    `as_sigterm`.
     """
     global _arrived
+    if signal.getsignal(number) is as_sigterm:
+        os.kill(os.getpid(), signal.SIGTERM)
     if signal.getsignal(number) is not _interrupt:
         return
     if _arrived is None:

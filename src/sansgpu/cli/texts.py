@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -175,7 +176,7 @@ def chat(given: _ChatOptions) -> None:
         model = ModelRequest(given.run, given.snapshot, given.trust_remote_code, given.objective, given.precision)
         conversation = ChatSession(model, given.system, warn, bar)
     interactive = given.prompt is None and sys.stdin.isatty()
-    lines = iter([given.prompt]) if given.prompt is not None else _lines("> " if interactive else "")
+    lines = iter([given.prompt]) if given.prompt is not None else _typed() if interactive else _piped()
     for number, line in enumerate(lines):
         if line.strip() == "/new":
             conversation.reset()
@@ -188,12 +189,18 @@ def chat(given: _ChatOptions) -> None:
         show()
 
 
-def _lines(prompt: str) -> Iterator[str]:
-    while True:
-        try:
-            yield input(prompt)
-        except EOFError:
-            return
+def _typed() -> Iterator[str]:
+    """Yields the lines that the user types, until Ctrl-D."""
+    with suppress(EOFError):
+        while True:
+            yield input("> ")
+
+
+def _piped() -> Iterator[str]:
+    """Yields the lines of standard input. Raises ConfigError if it is not UTF-8."""
+    with _reading_utf8(newline=None):
+        for line in sys.stdin:
+            yield line.rstrip("\n")
 
 
 _ENCODER_PRECISION = "bf16, or int16 without bf16, if that is faster on this machine."
@@ -350,12 +357,19 @@ def tokenizer_encode(
 
 def _standard_input() -> str:
     """Reads standard input without translating line ends. Raises ConfigError if it is not UTF-8."""
+    with _reading_utf8(newline=""):
+        return sys.stdin.read()
+
+
+@contextmanager
+def _reading_utf8(newline: str | None) -> Iterator[None]:
+    """A context that reads standard input as UTF-8, whatever the locale. Raises ConfigError if it is anything else."""
     from sansgpu.config import ConfigError
 
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8", newline="")
+        sys.stdin.reconfigure(encoding="utf-8", newline=newline)
     try:
-        return sys.stdin.read()
+        yield
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise ConfigError(f"standard input is not UTF-8 text (byte 0x{byte:02x}); convert it first.") from None

@@ -6,7 +6,7 @@ import sys
 import time
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from sansgpu.views.terminal import PreparationBar, RunConsole
 
 
-class Pruner(str, Enum):
+class Pruner(StrEnum):
     """Rules that stop trials early."""
 
     MEDIAN = "median"
@@ -186,7 +186,7 @@ def _train(request: TrainRequest, headless: bool, plain: bool, bar: PreparationB
         sink = Warnings(errors, rank)
     elif headless:
         sink = JsonLines(sys.stdout)
-    elif sys.stdout.isatty() and not (plain or request.dry_run or forwarded or console.is_dumb_terminal):
+    elif sys.stdout.isatty() and not (plain or request.dry_run or forwarded or _is_plain(console)):
         from sansgpu.views.live import LiveView
 
         sink = LiveView(console, request.controls, request.monitor.latest)
@@ -200,6 +200,11 @@ def _train(request: TrainRequest, headless: bool, plain: bool, bar: PreparationB
     if not rank:
         _print_dry_run(outcome)
     return 0
+
+
+def _is_plain(console: RunConsole) -> bool:
+    """Returns whether a terminal cannot show the live view: it cannot move its cursor, or lacks lines and blocks."""
+    return console.is_dumb_terminal or console.options.ascii_only
 
 
 def _show_end(console: RunConsole, folder: Path) -> None:

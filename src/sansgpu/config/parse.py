@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import tomllib
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from datetime import datetime
@@ -33,11 +33,6 @@ def normal_time(text: str) -> str:
         raise ValueError(f"{truncate(text)} is not a time; write 18:00, 6PM or 2030-01-31T18:00") from None
     return (moment.astimezone().replace(tzinfo=None) if moment.tzinfo else moment).isoformat()
 
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 Values = dict[str, Any]
 

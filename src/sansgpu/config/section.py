@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, cast
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, cast
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
-from typing_extensions import Self
 
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.other_names import KEYS, section_with_own_names

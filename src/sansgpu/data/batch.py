@@ -5,15 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 IGNORE = -100  # target that the loss skips: the default ignore_index of torch and transformers
-
-
-Self = TypeVar("Self", bound="ExampleBatch")  # typing.Self needs Python 3.11
 
 
 @dataclass(frozen=True)
@@ -32,14 +29,14 @@ class ExampleBatch(ABC):
         """Returns the number of input tokens without padding."""
 
     @abstractmethod
-    def rows(self: Self, start: int, stop: int) -> Self:
+    def rows(self, start: int, stop: int) -> Self:
         """Returns examples [start, stop)."""
 
     @abstractmethod
-    def without_targets(self: Self, size: int) -> Self:
+    def without_targets(self, size: int) -> Self:
         """Returns a micro-batch of at most `size` examples whose targets are all ignored, for ranks without data."""
 
-    def micro_batches(self: Self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[Self]:
+    def micro_batches(self, size: int, rank: int = 0, world_size: int = 1) -> Iterator[Self]:
         """Yields this rank's micro-batches of `size` examples.
 
         Every rank gets the same number of micro-batches. Ranks that run out of examples get one without targets.
@@ -48,14 +45,14 @@ class ExampleBatch(ABC):
         for start in range(rank * size, -(-len(self) // stride) * stride, stride):
             yield self.rows(start, start + size) if start < len(self) else self.without_targets(size)
 
-    def to(self: Self, device: torch.device) -> Self:
+    def to(self, device: torch.device) -> Self:
         return self._map(lambda value: value.to(device, non_blocking=True))
 
-    def pinned(self: Self) -> Self:
+    def pinned(self) -> Self:
         """Returns a copy in page-locked memory."""
         return self._map(lambda value: value.pin_memory())
 
-    def _map(self: Self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         changed: dict[str, Any] = {k: change(v) for k, v in values.items() if isinstance(v, torch.Tensor)}
         return replace(self, **changed)

@@ -24,8 +24,8 @@ from sansgpu.config import ConfigError, DataConfig, SansGPUError, UnreachableErr
 from sansgpu.config.wording import counted, first_line
 from sansgpu.data.rows import row_text
 from sansgpu.files.atomic import PRIVATE_MODE, atomic_write, make_folder, write_failures_as, write_text
+from sansgpu.machine.cache_folder import cache_dir
 from sansgpu.machine.hub import reading_hub
-from sansgpu.machine.probe import cache_dir
 
 SHARD_CHARS = 4 << 20
 ATTEMPTS = 4  # downloads of a shard before giving up

@@ -6,12 +6,31 @@ and a change of text direction could disguise a name.
 
 from __future__ import annotations
 
+import codecs
 import re
 
 # C0 and C1 controls except tabs and line ends, bidirectional controls (Unicode TR 36), and surrogates of invalid UTF-8.
 _CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]|\r(?!\n)")
 _LINE_ENDS = re.compile("[\r\n\u2028\u2029]")
+_NOT_PRINTABLE_ASCII = re.compile("[^\n -~]")
 _MARKUP = re.compile(r"[\\`*\[\]<>&|]")  # characters with a meaning in HTML or Markdown
+
+SUBSTITUTE = "sansgpu.substitute"  # error handler of encodings: writes what an encoding lacks in ASCII, or as ?
+_IN_ASCII = {"⟦": "[[", "⟧": "]]"}
+
+
+def _substitute(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(_IN_ASCII.get(character, "?") for character in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error(SUBSTITUTE, _substitute)
+
+
+def encodable(text: str, encoding: str) -> str:
+    """Replaces the characters that an encoding such as cp1252 lacks."""
+    return text if text.isascii() else text.encode(encoding, SUBSTITUTE).decode(encoding)
 
 
 def printable(text: str) -> str:
@@ -24,12 +43,14 @@ def printable_line(text: str) -> str:
     return _LINE_ENDS.sub(_escape, printable(text))
 
 
-def printable_json(text: str) -> str:
+def printable_json(text: str, encoding: str | None = None) -> str:
     """Replaces control characters in lines of JSON with JSON escapes, which leaves the values unchanged.
 
-    In JSON, control characters occur only in strings, and those below 32 are already escaped.
+    Also replaces all but ASCII if the `encoding` of the stream is not UTF-8, which readers of JSON expect. Such
+    characters occur only in strings of JSON, and control characters below 32 are already escaped there.
     """
-    return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+    is_utf8 = codecs.lookup(encoding or "utf-8").name == "utf-8"
+    return (_CONTROLS if is_utf8 else _NOT_PRINTABLE_ASCII).sub(_escape_in_json, text)
 
 
 def as_text(text: str) -> str:
@@ -41,6 +62,11 @@ def as_code(text: str) -> str:
     """Formats a name as inline code for Markdown."""
     inside = printable_line(text).replace("`", "'")
     return f"`{inside}`"
+
+
+def _escape_in_json(match: re.Match[str]) -> str:
+    units = match[0].encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{units[place : place + 4]}" for place in range(0, len(units), 4))
 
 
 def _escape(match: re.Match[str]) -> str:

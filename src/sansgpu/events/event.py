@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from sansgpu.config import SansGPUError, TaskSettings
@@ -71,7 +71,7 @@ def current_metrics(event: Event, settings: TaskSettings) -> list[tuple[str, str
 
 def now() -> str:
     """Returns the current time as ISO 8601 in UTC."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 class RecordError(SansGPUError):

@@ -78,7 +78,7 @@ class JsonLines:
 
     def _write(self, *events: Event) -> None:
         try:
-            self._stream.write(printable_json("".join(map(line, events))))
+            self._stream.write(printable_json("".join(map(line, events)), self._stream.encoding))
             self._stream.flush()
         except BrokenPipeError:
             redirect_to_null(self._stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -14,6 +15,8 @@ from sansgpu.config.errors import SansGPUError
 from sansgpu.files.folders import delete_folder
 
 PRIVATE_MODE = 0o700  # mode of caches, whatever the umask, because their content is trusted
+# Errors with which network and FUSE file systems, and Windows (EACCES), refuse to flush a folder
+_FOLDER_FLUSH_REFUSED = {errno.EINVAL, errno.EBADF, errno.EACCES, errno.EISDIR, errno.ENOTSUP, errno.ENOSYS}
 _SCRATCH = re.compile(r"\.sansgpu-[0-9a-f]{16}")
 
 
@@ -114,7 +117,24 @@ def cleanup_of(folder: Path, *unimportant: str) -> Callable[[], None]:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Flushes a file, or the entries of a folder, to disk."""
+    """Flushes a file, or the entries of a folder, to disk. Does nothing if the file system cannot flush folders."""
+    try:
+        _flush(path)
+    except OSError as error:
+        if error.errno not in _FOLDER_FLUSH_REFUSED or not path.is_dir():
+            raise
+
+
+def flush_refusal(folder: Path) -> str | None:
+    """Returns why the file system of a folder cannot flush the folder's entries to disk, or None if it can."""
+    try:
+        _flush(folder)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

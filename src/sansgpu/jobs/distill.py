@@ -29,9 +29,10 @@ from sansgpu.data.tokenizer import Tokenizer, load_tokenizer
 from sansgpu.files.atomic import write_failures_as
 from sansgpu.files.ownership import LOCK, require_no_links
 from sansgpu.kernels.roofline import resolve_precision
+from sansgpu.machine.cache_folder import cache_dir
 from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.distributed.world import require_one_process
-from sansgpu.machine.probe import cache_dir, has_bf16_tensors, mixed_precision
+from sansgpu.machine.probe import has_bf16_tensors, mixed_precision
 from sansgpu.models.formats.weights import weights_sha256
 from sansgpu.models.huggingface.pretrained import save_tokenizer
 from sansgpu.models.modules import narrow_matrices, set_matmul_precision

@@ -13,11 +13,11 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.kernels import library
 from sansgpu.kernels.matmul import INTEGERS
 from sansgpu.kernels.roofline import bandwidth, peak_gemm_rate
+from sansgpu.machine.cache_folder import cache_dir, private_cache
 from sansgpu.machine.description import hardware, software
 from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.monitor import LoadMeter
-from sansgpu.machine.private_folder import private_cache
-from sansgpu.machine.probe import available_cores, available_memory, cache_dir, has_native_bf16, resolve_threads
+from sansgpu.machine.probe import available_cores, available_memory, has_native_bf16, resolve_threads
 
 USAGE_SECONDS = 0.5  # how long the CPU use of other programs is measured
 MIN_BUSY_CORES = 0.25  # report other programs if they use more cores than this

@@ -27,7 +27,8 @@ from sansgpu.files.ownership import require_file
 from sansgpu.files.reading import require_regular_file
 from sansgpu.kernels import library
 from sansgpu.kernels.roofline import is_faster, resolve_precision
-from sansgpu.machine.private_folder import make_private, private_cache
+from sansgpu.machine.cache_folder import private_cache
+from sansgpu.machine.private_folder import make_private
 from sansgpu.machine.probe import has_bf16_tensors
 from sansgpu.models.formats.weights import weights_sha256
 from sansgpu.models.modules import narrow_matrices, set_matmul_precision

@@ -10,8 +10,8 @@ from sansgpu.config.paths import local_path
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import has_conversations
 from sansgpu.jobs.runs import require_run
+from sansgpu.machine.cache_folder import cache_dir
 from sansgpu.machine.execution import Execution
-from sansgpu.machine.probe import cache_dir
 from sansgpu.tasks.registry import TASKS
 from sansgpu.tasks.task import Corpus, DetailedEvaluator, EvaluationRequest, PredictionWriter, Verb
 from sansgpu.train.evaluate import evaluate

@@ -25,6 +25,7 @@ from sansgpu.train.run_folders import require_plain_name
 SCRIPT = "job.sbatch"
 HEAD = "# Written by `sansgpu slurm`."
 ASSUMED_CPUS = 16  # per node, to estimate the time of a step if --cpus is not given
+MAX_SIGNAL_SECONDS = 65_535  # of sbatch's --signal
 INTERRUPTED = 143  # exit code after SIGTERM and a saved snapshot
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 _PARTITIONS = rf"{_NAME}(,{_NAME})*"
@@ -119,6 +120,11 @@ def _grace_seconds(request: SlurmRequest, config: Config, warn: Callable[[str], 
         )
     threads = threads_of_share(cpus or ASSUMED_CPUS, processes)
     grace = needs_of(config, threads, request.nodes * processes, warn).grace_seconds
+    if grace > MAX_SIGNAL_SECONDS:
+        raise ConfigError(
+            f"a step and saving a snapshot may take {grace:,} s, but Slurm signals at most {MAX_SIGNAL_SECONDS:,} s "
+            "before the time limit; use more --nodes, or lower the batch size or training.sync_every."
+        )
     if request.time is not None and _seconds(request.time) <= grace:
         raise ConfigError(
             f"--time {request.time} is too short, because saving a snapshot may take {grace} s; raise it."

@@ -11,7 +11,8 @@ from sansgpu.data.sources import open_sources
 from sansgpu.data.tokenizer import load_tokenizer, require_vocabulary_size
 from sansgpu.files.atomic import write_failures_as
 from sansgpu.files.ownership import replace_folder, require_folder
-from sansgpu.machine.probe import available_cores, cache_dir, limit_tokenizer_threads
+from sansgpu.machine.cache_folder import cache_dir
+from sansgpu.machine.probe import available_cores, limit_tokenizer_threads
 
 
 def train_tokenizer(

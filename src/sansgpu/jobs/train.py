@@ -29,7 +29,7 @@ from sansgpu.events.jsonl import MetricsFile
 from sansgpu.events.loggers import TensorBoard, require_boards
 from sansgpu.events.trackers import InBackground, TrackedRun, trackers
 from sansgpu.events.trainjob import TrainJobStatus
-from sansgpu.files.atomic import atomic_write, cleanup_of, write_failures_as
+from sansgpu.files.atomic import atomic_write, cleanup_of, flush_refusal, write_failures_as
 from sansgpu.files.marks import MARK
 from sansgpu.files.ownership import LOCK, replace_folder
 from sansgpu.jobs.report import write_run_report
@@ -306,6 +306,11 @@ def _run(
     metrics = MetricsFile(paths.metrics, step)
     sinks.add(metrics)
     sinks.hold()  # the start event is the first
+    if reason := flush_refusal(paths.root):
+        sinks.warn(
+            f"the file system of {paths.root} does not flush folders to disk ({reason}), so a power failure may lose "
+            "the newest snapshots; choose an --output-dir on another disk if that matters."
+        )
     _add_loggers(sinks, run.config, paths, step)
     request.monitor.start(paths.root.absolute(), [execution.group.peers[rank] for rank in execution.group.local_ranks])
     try:

@@ -17,8 +17,9 @@ import torch
 from sansgpu.config import TrainingConfig
 from sansgpu.kernels import library
 from sansgpu.kernels.matmul import Matmul, MatmulPrecision, integer_of, multiply
+from sansgpu.machine.cache_folder import cache_dir
 from sansgpu.machine.measurements import best_known, best_measurement
-from sansgpu.machine.probe import cache_dir, has_native_bf16, is_emulated, tensor_dtype
+from sansgpu.machine.probe import has_native_bf16, is_emulated, tensor_dtype
 
 COPY_BYTES = 64 << 20  # size of the copy that measures bandwidth: larger than most caches, small enough for any machine
 MIN_CALLS, ENOUGH_SECONDS = 3, 0.05  # minimum calls and time to measure one product

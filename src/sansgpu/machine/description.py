@@ -92,8 +92,8 @@ def compiler() -> str | None:
     path = cxx()
     if path is None:
         return None
-    done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
-    return done.stdout.splitlines()[0] if done.stdout else path
+    done = subprocess.run([path, "--version"], capture_output=True, timeout=20, check=False)
+    return done.stdout.decode(errors="replace").splitlines()[0] if done.stdout else path
 
 
 def allocator() -> str:

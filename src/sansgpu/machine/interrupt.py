@@ -16,6 +16,12 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 
 STOPPING = "stopping after this step; press Ctrl-C again to stop now"
+# Signals that act like SIGTERM: of a closed terminal, those that clusters send before a time limit (Slurm's --signal,
+# submitit), and that of a limit of CPU time (ulimit -t). Without a handler, each would end the process at once.
+LIKE_SIGTERM = tuple(
+    getattr(signal, name) for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU") if hasattr(signal, name)
+)
+_CPU_LIMIT = getattr(signal, "SIGXCPU", None)
 REPORT_SECONDS = 2.0  # before the grace period ends: time to report that the step is abandoned, and to exit
 
 
@@ -61,17 +67,27 @@ def write_line(message: str) -> None:
         sys.stderr.flush()
 
 
-def _hangups() -> list[int]:
-    """Returns SIGHUP unless the process ignores it (nohup) or the system lacks it."""
-    number = getattr(signal, "SIGHUP", None)
-    return [] if number is None or signal.getsignal(number) is signal.SIG_IGN else [number]
+def as_sigterm(number: int, frame: FrameType | None) -> None:
+    """A handler that makes a signal of LIKE_SIGTERM act like SIGTERM, whether that is handled or ends the process."""
+    signal.raise_signal(signal.SIGTERM)
+
+
+def meaning(number: int) -> int:
+    """Returns SIGTERM for a signal that acts like it, and any other signal unchanged."""
+    return signal.SIGTERM if number in LIKE_SIGTERM else number
+
+
+def unhandled_signals() -> list[int]:
+    """Returns the signals of LIKE_SIGTERM that the process neither ignores (nohup: SIGHUP) nor handles by itself."""
+    return [number for number in LIKE_SIGTERM if signal.getsignal(number) in (signal.SIG_DFL, as_sigterm)]
 
 
 class Interrupt:
-    """Handles SIGINT, SIGTERM and SIGHUP within its context: the first is acknowledged, a second one ends the process.
+    """Handles SIGINT, SIGTERM and those like it within its context: a second signal ends the process.
 
-    `signal` is the number of the first signal, or None. A process that is still in its context at the end of its grace
-    period ends, too. An ignored SIGHUP (nohup) stays ignored.
+    `signal` is SIGINT or SIGTERM after the first signal, which is acknowledged, and None before. A process that is
+    still in its context at the end of its grace period ends, too. Signals that the process ignores (nohup: SIGHUP) or
+    has handlers of its own for, such as submitit's, stay as they are.
     """
 
     def __init__(
@@ -99,7 +115,7 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():  # other threads cannot install handlers
-            self._numbers = (signal.SIGINT, signal.SIGTERM, *_hangups())
+            self._numbers = (signal.SIGINT, signal.SIGTERM, *unhandled_signals())
             self._watch = SignalWatch(self._notice)
             for number in self._numbers:
                 self._before[number] = signal.signal(number, self._handle)
@@ -113,17 +129,19 @@ class Interrupt:
             signal.signal(number, handler)  # type: ignore[arg-type]  # signal.signal returned it
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.signal = self.signal or number
+        self.signal = self.signal or meaning(number)
 
     def _notice(self, number: int) -> None:
         """Runs in the thread of the watch."""
         if number not in self._numbers:
             return
         if self._received_at is None:
-            self.signal, self._received_at = self.signal or number, time.monotonic()
+            self.signal, self._received_at = self.signal or meaning(number), time.monotonic()
             _in_thread(self._acknowledge, STOPPING)
             if self._grace_seconds is not None:
                 _in_thread(self._abandon, number, self._grace_seconds)
+        elif number == _CPU_LIMIT:
+            return  # the kernel repeats it every second, and kills the process at the hard limit
         elif time.monotonic() - self._received_at >= self._repeat_seconds:
             self._exit(number)
 
@@ -143,7 +161,7 @@ class Interrupt:
                 self._say(message)
 
         _in_thread(leave).join(REPORT_SECONDS / 2)
-        os._exit(128 + number)
+        os._exit(128 + meaning(number))
 
 
 def _in_thread(call: Callable[..., None], *arguments: object) -> threading.Thread:

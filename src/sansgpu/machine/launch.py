@@ -8,6 +8,7 @@ import signal
 import sys
 
 from sansgpu.machine import cgroup
+from sansgpu.machine.interrupt import unhandled_signals
 
 SPINS = 20_000  # x86 pauses, which take half a millisecond on Zen 4
 CONTENDED_SPINS = 3_000  # faster while other programs use some cores, a few percent slower on an idle machine
@@ -43,8 +44,8 @@ def make_deterministic() -> None:
     if "PYTHONHASHSEED" not in os.environ:
         os.environ["PYTHONHASHSEED"] = "0"
         if os.name == "posix" and sys.executable:
-            # Blocked until the new process installs its handler; during startup it would print a traceback.
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            # Blocked until the new process installs its handlers; during startup SIGINT would print a traceback.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, *unhandled_signals()])
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 

@@ -6,9 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from statistics import median_low
-from typing import Protocol, TypeVar
-
-from typing_extensions import Self
+from typing import Protocol, Self, TypeVar
 
 from sansgpu.machine.allocator import trim_memory
 from sansgpu.machine.execution import Execution

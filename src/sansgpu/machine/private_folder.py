@@ -1,8 +1,4 @@
-"""The private folder for compiled code.
-
-Loading a shared library runs it. Therefore the folder is never taken from a run or a configuration, and is used only if
-nobody but this user and root can write to it.
-"""
+"""Folders whose content is trusted, because nobody but this user and root can write to them."""
 
 from __future__ import annotations
 
@@ -11,12 +7,11 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 from sansgpu.files.atomic import PRIVATE_MODE, make_folder
-from sansgpu.machine.probe import cache_dir, user_cache_dir
 
 ROOT_UID = 0
 
@@ -25,23 +20,6 @@ _temporary_folders: list[Path] = []  # created by this process; random names mak
 
 class NotPrivateError(OSError):
     """Raised if other users could change the content of a folder."""
-
-
-def private_cache(warn: Callable[[str], None]) -> Path:
-    """Returns the private folder in $SANSGPU_CACHE, or else in the user's own cache folder.
-
-    If it is not private in either cache, warns with the reason and returns a temporary folder for this process.
-    """
-    for root in dict.fromkeys([cache_dir(None), user_cache_dir()]):
-        try:
-            return private_in(root)
-        except OSError as error:
-            reason = str(error) if isinstance(error, NotPrivateError) else f"{root}: {error.strerror or error}"
-            warn(
-                f"the cache {root} is not used for compiled code, because {reason}; set SANSGPU_CACHE to a folder "
-                "that only you can write to."
-            )
-    return private_in(_temporary())
 
 
 def private_in(root: Path) -> Path:
@@ -123,7 +101,7 @@ def _steps(path: Path) -> Iterator[Path]:
 
 
 @cache
-def _temporary() -> Path:
+def temporary_folder() -> Path:
     """Creates a folder that is deleted when the process ends."""
     folder = Path(tempfile.mkdtemp(prefix="sansgpu-compiled-"))
     _temporary_folders.append(folder)

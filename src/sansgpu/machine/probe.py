@@ -7,14 +7,12 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from functools import cache
-from pathlib import Path
 
 import psutil
 import torch
 
 from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.config.errors import is_installed
-from sansgpu.config.paths import local_path
 from sansgpu.config.wording import counted
 from sansgpu.machine import cgroup, cores, instruction_sets
 from sansgpu.machine.address_space import address_space_left, address_space_limit
@@ -25,23 +23,6 @@ from sansgpu.version import __version__
 # Address space that a run reserves and does not use: stacks and heaps of threads, libraries. Measured: 460 to 750 MB.
 RESERVED_BYTES = 640 << 20
 MAX_THREADS, MAX_THREADS_PER_CPU = 512, 16  # a thread count is valid up to the larger limit; OpenMP may abort beyond
-
-
-def cache_dir(configured: str | None) -> Path:
-    """Returns the folder for tokens and measurements: as configured, else $SANSGPU_CACHE, else the user's cache folder.
-
-    Compiled code is not loaded from it; see `machine.private_folder`.
-    """
-    if configured:
-        return local_path(configured)
-    if chosen := os.environ.get("SANSGPU_CACHE"):
-        return local_path(chosen)
-    return user_cache_dir()
-
-
-def user_cache_dir() -> Path:
-    """Returns the cache folder in the user's home."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or local_path("~/.cache")) / "sansgpu"
 
 
 def allowed_cpus() -> int:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from sansgpu.config import ConfigError
 from sansgpu.files.atomic import PRIVATE_MODE, make_folder
-from sansgpu.machine.private_folder import private_cache, require_safe_path
+from sansgpu.machine.cache_folder import private_cache
+from sansgpu.machine.private_folder import require_safe_path
 
 COMPILE_SECONDS = 30.0  # measured: compiling all graphs of a 12-layer model on two cores
 SAVED_RATIO = 0.25  # share of an eager step that compiling saves, measured for 10M-100M parameters

@@ -21,11 +21,11 @@ from sansgpu.config import Config, SansGPUError
 from sansgpu.config.wording import MAX_REASON_CHARACTERS
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.kernels.roofline import peak_gemm_rate
+from sansgpu.machine.cache_folder import cache_dir
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.launch import quiet_profiler
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.monitor import LoadMeter, peak_rss_bytes, process_age
-from sansgpu.machine.probe import cache_dir
 from sansgpu.machine.torch_compile import ignore_cached_graphs, is_compiled
 from sansgpu.models.modules import compile_blocks, set_matmul_precision
 from sansgpu.planning.process import configure_process

@@ -15,11 +15,12 @@ from sansgpu.config.wording import counted
 from sansgpu.data.order import steps_per_epoch
 from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.allocator import trim_memory
+from sansgpu.machine.cache_folder import cache_dir
 from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
 from sansgpu.machine.execution import Environment, Execution
 from sansgpu.machine.measurements import assumed_seconds, cached_measurement
 from sansgpu.machine.memory import effective_batch, micro_batches_per_rank, usual_micro_batch
-from sansgpu.machine.probe import cache_dir, isa
+from sansgpu.machine.probe import isa
 from sansgpu.machine.torch_compile import keep_graphs, resolve_compile
 from sansgpu.models.costing import StepWork
 from sansgpu.planning.memory_fit import Shortage, estimate_memory, fitting_micro_batches

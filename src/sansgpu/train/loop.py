@@ -19,7 +19,7 @@ from sansgpu.events.history import LogHistory
 from sansgpu.events.jsonl import read_record
 from sansgpu.machine.distributed.group import Group
 from sansgpu.machine.distributed.peers import LostRankError
-from sansgpu.machine.distributed.world import grace_seconds
+from sansgpu.machine.distributed.world import find_world, grace_seconds
 from sansgpu.machine.interrupt import Interrupt, write_line
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.pressure import MemoryGuard
@@ -314,7 +314,7 @@ class RunControl:
 
         self.interrupt = Interrupt(
             grace_seconds(),
-            FORWARD_SECONDS if group.size > 1 else 0.0,
+            FORWARD_SECONDS if find_world().launcher else 0.0,
             say,
             lambda message: (controls.on_signal or say)(message),
             lambda: controls.on_exit(),

@@ -12,9 +12,9 @@ from typing import Any
 from sansgpu.config import Config, RunPaths
 from sansgpu.data.order import steps_per_epoch
 from sansgpu.kernels.roofline import peak_gemm_rate
+from sansgpu.machine.cache_folder import cache_dir
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import Memory, effective_batch
-from sansgpu.machine.probe import cache_dir
 from sansgpu.models.costing import Costs
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.calibrate import Timing

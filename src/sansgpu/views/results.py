@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -135,7 +135,7 @@ def ran_on(record: RunRecord) -> str:
 def changed_settings(record: RunRecord) -> datetime | None:
     """Returns the time of the last change of the run's files in UTC."""
     files = [file for file in (record.paths.metrics, record.paths.config) if file.is_file()]
-    return datetime.fromtimestamp(max(f.stat().st_mtime for f in files), timezone.utc) if files else None
+    return datetime.fromtimestamp(max(f.stat().st_mtime for f in files), UTC) if files else None
 
 
 def size_bytes(path: Path) -> int:

@@ -67,7 +67,7 @@ def _print_curve(console: Console, record: RunRecord) -> None:
     metric = record.settings.main_metric
     training = metric_points(record.steps, metric)
     validation = metric_points((event for event in record.evaluations if event["step"]), metric)
-    if len(training) < 2:
+    if len(training) < 2 or console.options.ascii_only:
         return
     title = Text.assemble((f"\n{metric.heading}", _STYLE), ": ", ("training", TRAINING))
     console.print(title + Text.assemble(", ", ("validation", VALIDATION)) if validation else title)

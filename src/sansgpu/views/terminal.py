@@ -19,7 +19,7 @@ from rich.text import Text
 from sansgpu.config import RunPaths, TaskSettings
 from sansgpu.config.tasks import DEFAULT_TASK, LOSS, settings_of
 from sansgpu.config.wording import count, counted, duration
-from sansgpu.events.escape import printable, printable_line
+from sansgpu.events.escape import encodable, printable, printable_line
 from sansgpu.events.event import Event, current_metrics, data_messages, metric_texts
 from sansgpu.events.jsonl import redirect_to_null
 from sansgpu.views.tables import percent
@@ -36,6 +36,8 @@ FIGURES = TextColumn("{task.fields[figures]}", markup=False)
 class RunConsole(Console):
     """A console that prints untrusted text safely: without control characters, markup or emoji codes.
 
+    Replaces the characters that the encoding of its file lacks.
+
     If its reader exits, as `head` does, the run continues; rich's console would end the process.
     """
 
@@ -48,8 +50,8 @@ class RunConsole(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Escapes control characters. All output passes through here, including the live view and progress bars."""
         for segment in super().render(renderable, options):
-            plain = segment.control or segment.text.isprintable()
-            yield segment if plain else segment._replace(text=printable(segment.text))
+            plain = segment.control or (segment.text.isascii() and segment.text.isprintable())
+            yield segment if plain else segment._replace(text=encodable(printable(segment.text), self.encoding))
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -245,7 +247,8 @@ class PreparationBar:
             self._console.print(stage.line(), highlight=False, soft_wrap=True)
         elif self._bar is None:
             has_size = bool(stage.total) and stage.unit == "byte"
-            columns = (BarColumn(),) if has_size else (SpinnerColumn(), TimeElapsedColumn())
+            spinner = SpinnerColumn("line" if self._console.options.ascii_only else "dots")
+            columns = (BarColumn(),) if has_size else (spinner, TimeElapsedColumn())
             self._bar = Progress(
                 DESCRIPTION, *columns, FIGURES, console=self._console, refresh_per_second=REDRAWS_PER_SECOND,
                 transient=not has_size,

@@ -61,6 +61,12 @@ def test_the_script_asks_for_what_the_options_say(capsys: Captured) -> None:
     assert "--set training.seed=5 --output-dir runs/trial --resume latest" in script
 
 
+def test_a_signal_that_slurm_cannot_send_so_early_is_refused(capsys: Captured) -> None:
+    long_steps = ["--nodes", "1", "--cpus", "1", "--set", "training.gradient_accumulation_steps=200000000"]
+    assert cli(["slurm", "notes.yaml", *long_steps]) == 2
+    assert "Slurm signals at most 65,535 s before the time limit" in capsys.readouterr().err
+
+
 def test_without_cpus_whole_nodes_are_asked_for(capsys: Captured) -> None:
     options = _options(_script(capsys, "--nodes", "1"))
     assert options["exclusive"] == ""

@@ -16,6 +16,7 @@ from sansgpu.config.parse import whole_number
 from sansgpu.config.wording import truncate
 from sansgpu.machine import cores
 from sansgpu.machine.distributed.world import SHUTDOWN_TIMEOUT
+from sansgpu.machine.interrupt import LIKE_SIGTERM, meaning
 
 MAX_PROCESSES_PER_CPU = 8  # a typo must not start thousands of processes
 SAVING_SECONDS = 600  # time to save after SIGTERM
@@ -33,8 +34,9 @@ def processes(requested: str) -> int:
 
 def _signals() -> list[str]:
     """Returns the signals to forward to the processes, except ignored ones, such as SIGHUP under nohup."""
-    names = ["SIGTERM", "SIGINT", "SIGQUIT", "SIGHUP"]
-    return [n for n in names if hasattr(signal, n) and signal.getsignal(getattr(signal, n)) is not signal.SIG_IGN]
+    numbers = [signal.SIGTERM, signal.SIGINT, *LIKE_SIGTERM]
+    numbers += [signal.SIGQUIT] if hasattr(signal, "SIGQUIT") else []
+    return [signal.Signals(n).name for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
 
 
 def launch(number: int, arguments: list[str]) -> int:
@@ -59,4 +61,4 @@ def launch(number: int, arguments: list[str]) -> int:
         code = error.get_first_failure()[1].exitcode
         return code if code >= 0 else 128 - code
     except SignalException as error:
-        return 128 + int(error.sigval)
+        return 128 + meaning(int(error.sigval))

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from sansgpu.machine.address_space import used_address_space
+from sansgpu.machine.interrupt import LIKE_SIGTERM
 
 MEMORY_BYTES = 1 << 30  # the child's memory limit on top of what this process uses
 IDLE_SECONDS = 2.0  # an idle child exits after this time, because copy-on-write slows this process down while it lives
@@ -94,7 +95,7 @@ def _serve_requests(pipe: Connection, serve: Callable[[bytes], bytes], cpu_secon
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust libraries print their panics to stderr
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C; this process exits with it
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGPROF):
+        for number in (signal.SIGTERM, signal.SIGPROF, *LIKE_SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         _limit(resource.RLIMIT_CORE, 0)
         if (used := used_address_space()) is not None:
