@@ -68,8 +68,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Encodes a text, without adding special tokens."""
-        with tokenizer_errors():
-            return list(self.backend.encode(text, add_special_tokens=False).ids)
+        return self.encode_batch([text])[0]  # unlike `encode`, it lets other threads run
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encodes several texts in parallel."""

@@ -16,8 +16,17 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from sansgpu.config.wording import truncate
 from sansgpu.jobs.serve.answers import TextAnswer, embedding_list, error_object
-from sansgpu.jobs.serve.bodies import BodyKind, ChatBody, CompletionBody, EmbeddingBody, GenerationBody, parse
+from sansgpu.jobs.serve.bodies import (
+    MAX_ECHOED,
+    BodyKind,
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    GenerationBody,
+    parse,
+)
 from sansgpu.jobs.serve.embeddings import EmbeddingWork
 from sansgpu.jobs.serve.generation import GenerationWork, Prompt
 from sansgpu.jobs.serve.worker import Accepted, Endpoint, Progress, ServiceError, Vectors, Work, Worker
@@ -65,15 +74,22 @@ class Service:
             return
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if not is_this_machine(_name_in(host)):
-            raise ServiceError(f"the host {host} is not this machine; start the server with --api-key.", 403)
+            raise ServiceError(
+                f"the host {truncate(host, MAX_ECHOED)} is not this machine; start the server with --api-key.", 403
+            )
         if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
-            raise ServiceError(f"pages of {origin} may not use this server; start it with --api-key.", 403)
+            raise ServiceError(
+                f"pages of {truncate(origin, MAX_ECHOED)} may not use this server; start it with --api-key.", 403
+            )
 
     def require_model(self, name: str | None, endpoint: Endpoint) -> None:
         """Raises ServiceError if a different model is asked for, or this one has no such endpoint."""
         if name not in (None, self.name):
             raise ServiceError(
-                f"there is no model {name}; this server has {self.name}.", 404, "model_not_found", "model"
+                f"there is no model {truncate(str(name), MAX_ECHOED)}; this server has {self.name}.",
+                404,
+                "model_not_found",
+                "model",
             )
         if endpoint not in self.worker.endpoints:
             lacking = {
@@ -128,7 +144,7 @@ class OpenAIEndpoints:
         return await answer_vectors(self._service, request, body)
 
     async def nothing(self, request: Request) -> Response:
-        raise ServiceError(f"there is no {request.url.path}.", 404)
+        raise ServiceError(f"there is no {truncate(request.url.path, MAX_ECHOED)}.", 404)
 
 
 def build_app(service: Service) -> Starlette:
@@ -143,7 +159,7 @@ def build_app(service: Service) -> Starlette:
             try:
                 service.require_access(request)
                 if request.method not in allowed:
-                    raise ServiceError(f"{request.url.path} accepts only {allowed[0]}.", 405)
+                    raise ServiceError(f"{truncate(request.url.path, MAX_ECHOED)} accepts only {allowed[0]}.", 405)
                 return await endpoint(request)
             except ServiceError as error:
                 return error_response(error)
@@ -173,13 +189,18 @@ def error_response(error: ServiceError) -> Response:
 
 
 async def read_body(kind: type[BodyKind], request: Request) -> BodyKind:
-    """Reads and parses the body of a request. Raises ServiceError."""
+    """Reads the body of a request, and parses it in another thread. Raises ServiceError."""
     read = bytearray()
-    async for part in request.stream():
-        read += part
-        if len(read) > MAX_BODY_BYTES:
-            raise ServiceError(f"the body is larger than {MAX_BODY_BYTES >> 20} MB; shorten it.", 413)
-    return parse(kind, bytes(read))
+    is_too_large = int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES  # the server has validated the number
+    async for part in request.stream():  # to its end, because many clients read no answer before they have sent all
+        is_too_large = is_too_large or len(read) + len(part) > MAX_BODY_BYTES
+        if is_too_large:
+            read.clear()
+        else:
+            read += part
+    if is_too_large:
+        raise ServiceError(f"the body is larger than {MAX_BODY_BYTES >> 20} MB; shorten it.", 413)
+    return await asyncio.to_thread(parse, kind, bytes(read))
 
 
 @contextlib.contextmanager
@@ -197,8 +218,8 @@ async def answer_text(service: Service, request: Request, body: GenerationBody, 
     """Generates text for prompts, and answers once it is complete or, if asked, with a stream."""
     events = Events()
     work = generation_work(body, prompts, events)
-    answer = TextAnswer(body, service.name, work.places)
     with submitted(service.worker, work):
+        answer = TextAnswer(body, service.name, work.places)
         answer.start(await while_connected(request, events.accepted()))
         if not body.stream:
             return JSONResponse(await while_connected(request, answer.whole(events)))
