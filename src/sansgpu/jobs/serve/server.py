@@ -19,9 +19,9 @@ from sansgpu.machine.interrupt import Interrupt, write_line
 from sansgpu.machine.probe import free_descriptors
 
 DRAIN_SECONDS = 5  # after a signal: time for clients to read the last event
-BACKLOG = 64
+BACKLOG = 128  # connections that the system accepts before the server does
 MAX_CONNECTIONS = 512
-ACCEPT_ROUNDS = 4  # the event loop accepts up to `backlog` connections this often until one that is closed is gone
+ACCEPT_ROUNDS = 4  # the event loop accepts connections this often before one that is closed has freed its descriptor
 RESERVED_FILES = 8  # file descriptors for the child process that renders chat templates, and for reading files
 
 
@@ -31,6 +31,11 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # asyncio uses one number for this and for how many it accepts in a row
 
 
 def run(
@@ -55,7 +60,7 @@ def run(
         access_log=False,
         server_header=False,
         limit_concurrency=limits.connections,
-        backlog=limits.backlog,
+        backlog=limits.accepted,
         timeout_graceful_shutdown=DRAIN_SECONDS,
     )
     server = HttpServer(settings)
@@ -72,7 +77,7 @@ def run(
     with Interrupt(None, acknowledge=stop):
         host, port = listener.getsockname()[:2]
         detect_lost_clients(listener)
-        listener.listen(limits.backlog)
+        listener.listen(BACKLOG)
         say(f"serving {service.name} at http://{f'[{host}]' if ':' in host else host}:{port} ({description})")
         service.worker.start()
         asyncio.run(serve())
@@ -81,10 +86,10 @@ def run(
 
 
 class ConnectionLimits(NamedTuple):
-    """The maximum number of open connections, and of those that the system accepts before the server does."""
+    """The maximum number of open connections, and of those that are accepted in a row."""
 
     connections: int
-    backlog: int
+    accepted: int
 
 
 def connection_limits() -> ConnectionLimits:
@@ -95,8 +100,8 @@ def connection_limits() -> ConnectionLimits:
     room = free - RESERVED_FILES
     if room < 2 * ACCEPT_ROUNDS:
         raise ConfigError(f"this process may open only {free} more files, too few to serve; raise `ulimit -n`.")
-    backlog = min(BACKLOG, room // (2 * ACCEPT_ROUNDS))
-    return ConnectionLimits(min(MAX_CONNECTIONS, room - ACCEPT_ROUNDS * backlog), backlog)
+    accepted = min(BACKLOG, room // (2 * ACCEPT_ROUNDS))
+    return ConnectionLimits(min(MAX_CONNECTIONS, room - ACCEPT_ROUNDS * accepted), accepted)
 
 
 def _problem(context: dict[str, Any]) -> str:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from sansgpu.config import ConfigError, ModelConfig, RunPaths
 from sansgpu.config.paths import local_path
-from sansgpu.config.wording import first_line
 from sansgpu.files.reading import read_object, require_regular_file
-from sansgpu.machine.hub import quiet_hub
+from sansgpu.machine.hub import failure, quiet_hub
 from sansgpu.machine.untrusted.sandbox import is_panic
 from sansgpu.models.formats.folders import (
     ADAPTER_CONFIG,
@@ -226,4 +225,4 @@ class library_errors:  # noqa: N801  used like a function
                     f"{self._prefix}: its weights do not have the shapes that its configuration describes; download or "
                     "export it again."
                 ) from None
-            raise ConfigError(f"{self._prefix}: {first_line(error)}.") from None
+            raise ConfigError(f"{self._prefix}: {failure(error)}.") from None
