@@ -90,6 +90,19 @@ def test_requests_that_would_cost_much_are_refused_at_once(server: Server) -> No
     assert server.post("/v1/" + "x" * 15_000, {})[1]["error"]["message"].endswith("xxx....")
 
 
+def test_large_bodies_that_arrive_slowly_take_little_memory(server: Server) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (8 * MEGABYTE)
+    with contextlib.ExitStack() as open_:
+        for _ in range(8):
+            open_.enter_context(server.connect()).sendall(head + b" " * (3 * MEGABYTE))
+        status, answer = server.post(COMPLETIONS, {"prompt": LARGE[: 2 * MEGABYTE]})
+        assert (status, answer["error"]["code"]) == (429, "queue_full")
+        assert server.post(COMPLETIONS, {"prompt": "red", "max_tokens": 1})[0] == 200
+    start = time.monotonic()
+    while server.post(COMPLETIONS, {"prompt": LARGE[: 12 * MEGABYTE]})[0] != 400:  # once the others have been dropped
+        assert time.monotonic() - start < 20
+
+
 def test_tokenizing_a_long_prompt_delays_no_running_text(server: Server) -> None:
     """The prompt has fewer bytes than its context might hold, so it is tokenized, which takes about a second."""
     client, model = server.client(), server.client().models.list().data[0].id

@@ -34,6 +34,7 @@ from sansgpu.machine.distributed.rendezvous import is_loopback
 from sansgpu.views.chat_page import ChatPage
 
 MAX_BODY_BYTES = 16 << 20
+LARGE_BODY_BYTES, MAX_LARGE_BODIES = 1 << 20, 8
 CLIENT_CLOSED = 499  # nginx's status of a request whose client has gone; nobody receives it
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 Result = TypeVar("Result")
@@ -119,7 +120,7 @@ class OpenAIEndpoints:
     """The functions behind the paths of OpenAI's interface."""
 
     def __init__(self, service: Service) -> None:
-        self._service = service
+        self._service, self._large = service, asyncio.Semaphore(MAX_LARGE_BODIES)
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._service.object()]})
@@ -129,17 +130,17 @@ class OpenAIEndpoints:
         return JSONResponse(self._service.object())
 
     async def completions(self, request: Request) -> Response:
-        body = await read_body(CompletionBody, request)
+        body = await read_body(CompletionBody, request, self._large)
         self._service.require_model(body.model, "completions")
         return await answer_text(self._service, request, body, body.prompt)
 
     async def chat(self, request: Request) -> Response:
-        body = await read_body(ChatBody, request)
+        body = await read_body(ChatBody, request, self._large)
         self._service.require_model(body.model, "chat")
         return await answer_text(self._service, request, body, [body.conversation()])
 
     async def embeddings(self, request: Request) -> Response:
-        body = await read_body(EmbeddingBody, request)
+        body = await read_body(EmbeddingBody, request, self._large)
         self._service.require_model(body.model, "embeddings")
         return await answer_vectors(self._service, request, body)
 
@@ -188,19 +189,27 @@ def error_response(error: ServiceError) -> Response:
     return JSONResponse(error_object(error), error.status, headers)
 
 
-async def read_body(kind: type[BodyKind], request: Request) -> BodyKind:
-    """Reads the body of a request, and parses it in another thread. Raises ServiceError."""
+async def read_body(kind: type[BodyKind], request: Request, large: asyncio.Semaphore) -> BodyKind:
+    """Reads the body of a request, and parses it in another thread. Raises ServiceError.
+
+    `large` limits how many large bodies are read at a time, because each takes tens of megabytes.
+    """
     read = bytearray()
     is_too_large = int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES  # the server has validated the number
-    async for part in request.stream():  # to its end, because many clients read no answer before they have sent all
-        is_too_large = is_too_large or len(read) + len(part) > MAX_BODY_BYTES
-        if is_too_large:
-            read.clear()
-        else:
+    async with contextlib.AsyncExitStack() as place:
+        async for part in request.stream():  # to its end, because many clients read no answer before they have sent all
+            is_too_large = is_too_large or len(read) + len(part) > MAX_BODY_BYTES
+            if is_too_large:
+                read.clear()
+                continue
+            if len(read) <= LARGE_BODY_BYTES < len(read) + len(part):
+                if large.locked():
+                    raise ServiceError("too many large requests are arriving; try again later.", 429, "queue_full")
+                await place.enter_async_context(large)
             read += part
-    if is_too_large:
-        raise ServiceError(f"the body is larger than {MAX_BODY_BYTES >> 20} MB; shorten it.", 413)
-    return await asyncio.to_thread(parse, kind, bytes(read))
+        if is_too_large:
+            raise ServiceError(f"the body is larger than {MAX_BODY_BYTES >> 20} MB; shorten it.", 413)
+        return await asyncio.to_thread(parse, kind, bytes(read))
 
 
 @contextlib.contextmanager

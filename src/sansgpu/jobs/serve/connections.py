@@ -40,10 +40,12 @@ class BoundedConnection(H11Protocol):
         waiting = {
             one: one._deadline.when()
             for one in self.connections
-            if isinstance(one, BoundedConnection) and one._deadline is not None and not one.transport.is_closing()
+            if isinstance(one, BoundedConnection) and one._deadline is not None and one is not self
         }
         if waiting:
-            min(waiting, key=waiting.__getitem__).transport.abort()
+            oldest = min(waiting, key=waiting.__getitem__)
+            oldest.transport.abort()
+            self.connections.discard(oldest)  # now, so that it no longer counts when the next request is read
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

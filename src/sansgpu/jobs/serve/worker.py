@@ -215,7 +215,7 @@ class Worker(ABC, Generic[Kind]):
             work.deliver(error)
 
     def require_fits(self, name: str, text: str) -> None:
-        """Raises ServiceError if a text is certainly longer than the context, so that it is not even tokenized."""
+        """Raises ServiceError if a text has more bytes than the tokens of the context; it is not even tokenized."""
         size, limit = len(text.encode()), self.context * self._token_bytes
         if size > limit:
             raise ServiceError(
