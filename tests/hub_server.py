@@ -15,6 +15,8 @@ from threading import Thread
 from typing import Any, Literal
 from urllib.parse import parse_qs, unquote, urlparse
 
+import pytest
+
 Fault = Literal["fail", "gone", "cut", "stall", None]
 STALL_SECONDS = 2.0
 
@@ -32,6 +34,8 @@ class Hub:
     revision: str = "a" * 40
     kind: Literal["datasets", "models"] = "datasets"
     fault: Callable[[int], Fault] = _no_fault  # returns what goes wrong with a download, given its number from 1
+    rejects_tokens: bool = False  # as the Hub does with invalid ones
+    status: int | None = None  # of all answers, except to the question whether there is a Hub
     downloads: list[str] = field(default_factory=list)  # the file and range of each download of data
     requests: int = 0
     sent: int = 0  # bytes of data
@@ -110,11 +114,19 @@ class _RepositoryHandler(HubHandler):
         resolve = f"{'/datasets' if hub.kind == 'datasets' else ''}/{hub.name}/resolve/"
         if path == "/":
             self._send(b"{}")
+        elif hub.status is not None:
+            self._send(b'{"error": "busy"}', hub.status)
+        elif hub.rejects_tokens and "Authorization" in self.headers:
+            message = "Invalid credentials in Authorization header"
+            self._send(json.dumps({"error": message}).encode(), 401, {"X-Error-Message": message})
         elif path == api or path.startswith(f"{api}/revision/"):
             self._send(json.dumps(hub.facts()).encode())
         elif found := re.fullmatch(rf"{re.escape(api)}/tree/[^/]+/?(.*)", path):
             entries = hub.entries(found[1].rstrip("/"))
-            self._send(json.dumps(entries).encode(), 200 if entries else 404)
+            if entries:
+                self._send(json.dumps(entries).encode())
+            else:
+                self._send(b'{"error": "not found"}', 404, {"X-Error-Code": "EntryNotFound"})
         elif path.startswith(f"{api}/paths-info/"):
             is_json = "json" in self.headers.get("Content-Type", "")
             self._send(json.dumps(hub.of_paths((json.loads if is_json else parse_qs)(body.decode())["paths"])).encode())
@@ -162,3 +174,13 @@ def serving_with(handler: type[HubHandler]) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+def connect(monkeypatch: pytest.MonkeyPatch, address: str, home: Path) -> None:
+    """Makes this process and those that it starts use a server as the Hub."""
+    monkeypatch.setenv("HF_ENDPOINT", address)  # for new processes
+    monkeypatch.setenv("HF_HOME", str(home / "hf"))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+    template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr("datasets.config.HF_ENDPOINT", address)

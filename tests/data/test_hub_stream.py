@@ -15,7 +15,7 @@ from sansgpu.cli import run as cli
 from sansgpu.config import DataConfig, UnreachableError
 from sansgpu.data import hub_stream
 from sansgpu.data.hub_stream import HubStream, open_stream
-from tests.hub_server import Fault, Hub, serving
+from tests.hub_server import Fault, Hub, connect, serving
 from tests.processes import (
     TINY,
     digests,
@@ -61,15 +61,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with serving(served) as address:
         connect(monkeypatch, address, tmp_path)
         yield served
-
-
-def connect(monkeypatch: pytest.MonkeyPatch, address: str, home: Path) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", address)  # for new processes
-    monkeypatch.setenv("HF_HOME", str(home / "hf"))
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
-    template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr("datasets.config.HF_ENDPOINT", address)
 
 
 def stream() -> HubStream:

@@ -251,8 +251,10 @@ def check_tables_for(run: str, data: str) -> None:
 
 def preparation_bar(silent: bool = False) -> closing[PreparationBar]:
     """Returns a progress bar on stderr for use in a `with` statement that begins with imports."""
+    from sansgpu.machine.hub_client import HUB
     from sansgpu.views.terminal import PreparationBar, RunConsole
 
+    HUB.report = warn
     bar = PreparationBar(RunConsole(stderr=True), silent)
     bar("loading PyTorch", 0, 0)
     return closing(bar)

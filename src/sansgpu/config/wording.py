@@ -23,8 +23,13 @@ def shown(value: object) -> str:
     """Formats a value as JSON for a message, truncated to `MAX_SHOWN_CHARACTERS`."""
     if isinstance(value, str):
         value = value[: MAX_SHOWN_CHARACTERS + 1]
+    text = ""
     try:
-        return truncate(json.dumps(value, default=str))
+        for part in json.JSONEncoder(default=str).iterencode(value):  # of a long list only the beginning is formatted
+            text += part
+            if len(text) > MAX_SHOWN_CHARACTERS:
+                break
+        return truncate(text)
     except (ValueError, TypeError, RecursionError):  # an integer of thousands of digits, a recursive list
         return f"a {type(value).__name__} that cannot be shown"
 

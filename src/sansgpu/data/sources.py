@@ -34,7 +34,7 @@ from sansgpu.data.stdlib import library_files, stdlib_conversations
 from sansgpu.files.folders import entries_below
 from sansgpu.files.reading import require_regular_file
 from sansgpu.machine.disk import file_sha256
-from sansgpu.machine.hub import reading_hub
+from sansgpu.machine.hub import is_unreachable, reading_hub, why_unread
 
 TRAIN_NAMES, VALIDATION_NAMES = ("train", "training"), ("validation", "valid", "val", "dev", "eval")
 TEST_NAMES = ("test", "testing")
@@ -289,9 +289,9 @@ def _explained(name: str, local: bool) -> Iterator[None]:
     except Exception as error:
         reason = first_line(error)
         answered = isinstance(error, datasets.exceptions.DatasetsError)  # e.g. the Hub has no dataset of this name
-        if not local and isinstance(error, OSError) and not answered:
+        if not local and not answered and is_unreachable(error):
             raise UnreachableError(
-                f'dataset "{name}" was not found: no such file or folder, and the Hub is unreachable ({reason}); '
+                f'dataset "{name}" was not found: no such file or folder, and {why_unread(reason)}; '
                 "correct the name, or download the dataset and set data.dataset_name to its folder"
             ) from None
         raise ConfigError(

@@ -18,10 +18,10 @@ from sansgpu.config import ConfigError, DataConfig
 from sansgpu.config.paths import local_path
 from sansgpu.config.plain_data import read_text
 from sansgpu.config.schema import MAX_VOCABULARY, MIN_VOCABULARY
-from sansgpu.config.wording import first_line, truncate
+from sansgpu.config.wording import truncate
 from sansgpu.data.sources import open_sources
 from sansgpu.files.reading import read_object, require_regular_file
-from sansgpu.machine.hub import quiet_hub
+from sansgpu.machine.hub import failure, quiet_hub
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors, tokenizer_flaw
 
 END_OF_TEXT = "<|endoftext|>"
@@ -68,8 +68,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Encodes a text, without adding special tokens."""
-        with tokenizer_errors():
-            return list(self.backend.encode(text, add_special_tokens=False).ids)
+        return self.encode_batch([text])[0]  # unlike `encode`, it lets other threads run
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encodes several texts in parallel."""
@@ -340,9 +339,11 @@ def _loaded_by_transformers(name: str | Path, remote_code: bool = False) -> tupl
     quiet_hub()
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(str(name), trust_remote_code=remote_code)
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(
-            f"the tokenizer of {name} cannot be loaded ({first_line(error)}); set data.tokenizer to bpe, char or a "
+            f"the tokenizer of {name} cannot be loaded ({failure(error)}); set data.tokenizer to bpe, char or a "
             "tokenizer.json."
         ) from None
     if not getattr(loaded, "is_fast", False):

@@ -8,14 +8,37 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
+from sansgpu.config.wording import first_line
+from sansgpu.machine.hub_client import HUB, install_client
+
 ANSWER_SECONDS = 5.0  # time limit for DNS, connection and response; the client would retry for about half a minute
 
 
 def quiet_hub() -> None:
-    """Silences the client's retry messages, because our own error reports the final failure."""
+    """Silences the client's retry messages, because our own messages report what fails."""
     from huggingface_hub.utils import logging  # takes a second to import
 
     logging.set_verbosity_error()
+    install_client()
+
+
+def is_unreachable(error: Exception) -> bool:
+    """Returns whether the Hub could not be asked, or could not answer, rather than answering with an error."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return isinstance(error, OSError) and (HUB.problem is not None or not isinstance(error, HfHubHTTPError))
+
+
+def failure(error: Exception) -> str:
+    """Returns a clause about why a library could not read something; it may hide that the Hub did not answer."""
+    if isinstance(error, OSError) and HUB.problem:
+        return f"{HUB.problem}, and it is not in the cache; try again later"
+    return first_line(error)
+
+
+def why_unread(reason: str) -> str:
+    """Returns a clause about why something could not be read from the Hub. `reason` is a library's own."""
+    return HUB.problem or f"the Hub is unreachable ({reason})"
 
 
 @contextmanager
@@ -74,18 +97,23 @@ def _is_on_hub(name: str, revision: str | None, file: str) -> bool:
 def reachable(address: str) -> bool:
     """Returns whether a server, through the configured proxy if there is one, answers within ANSWER_SECONDS.
 
-    Uses the session of the Hub client, so proxies and certificates are those that a download would use.
+    Uses the session of the Hub client, so proxies and certificates are those that a download would use. Raises
+    ConfigError if the proxy needs a package that is not installed.
     """
     from huggingface_hub import get_session
 
+    install_client()
     answered = threading.Event()
+    session = get_session()
 
     def ask() -> None:
         with suppress(Exception):  # DNS, the connection, its encryption or the proxy may fail, each in its own way
-            get_session().head(address, timeout=ANSWER_SECONDS)
+            session.head(address, timeout=ANSWER_SECONDS)
             answered.set()
 
     attempt = threading.Thread(target=ask, daemon=True)  # a thread, because a DNS query may block for longer
     attempt.start()
     attempt.join(ANSWER_SECONDS)
+    if not answered.is_set():
+        HUB.give_up(f"the Hub is unreachable (no answer within {ANSWER_SECONDS:.0f} seconds)")
     return answered.is_set()

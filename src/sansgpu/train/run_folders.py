@@ -198,6 +198,7 @@ def prepare_data(
     `tokenizer` is the folder of the tokenizer that the run trained earlier. It is used instead of training one again,
     because a dataset that has changed since then would give tokens that the model did not learn.
     """
+    progress(f"reading {config.data.dataset_name}", 0, 0)  # the Hub may let it wait
     task = task_of(config)
     trains = config.data.tokenizer in TRAINED_TOKENIZERS and task.settings.acts("data.tokenizer")
     if tokenizer is None or not trains or not (tokenizer / "tokenizer.json").is_file():

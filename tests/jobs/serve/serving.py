@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -44,6 +45,10 @@ class Server:
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
 
+    def connect(self) -> socket.socket:
+        host, port = self.url.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)), timeout=SECONDS)
+
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         """Sends a signal; returns the exit code and stderr."""
         self.process.send_signal(number)
@@ -52,9 +57,10 @@ class Server:
 
 
 @contextmanager
-def served(target: Path, cache: Path, *options: str, **variables: str) -> Iterator[Server]:
-    """Serves a model on a free port of this machine."""
-    command = [sys.executable, "-m", "sansgpu", "serve", str(target), "--port", "0", *options]
+def served(target: Path, cache: Path, *options: str, before: str = "", **variables: str) -> Iterator[Server]:
+    """Serves a model on a free port of this machine, after the Python code `before`."""
+    code = f"{before}\nimport sys\nfrom sansgpu.cli import run\nsys.exit(run(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "serve", str(target), "--port", "0", *options]
     surroundings = {**environment(cache), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **variables}
     surroundings["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -71,6 +72,20 @@ def test_what_cannot_be_embedded_is_refused(server: Server) -> None:
         assert words in caught.value.body["message"]
     with pytest.raises(openai.BadRequestError, match="serve a model that generates text"):
         client.chat.completions.create(model=name, messages=[{"role": "user", "content": "red"}])
+
+
+def test_texts_that_cannot_fit_are_refused_at_once(server: Server) -> None:
+    large = "red " * (15 << 18)
+    for texts, words in (
+        (large, "text 1 has 15,728,640 bytes"),
+        (["red", large], "text 2 has 15,728,640 bytes"),
+        (["red"] * 3000, "input can have at most 2,048 items"),
+        ([[1]] * 10**6, "more than 100,000 values"),
+    ):
+        start = time.monotonic()
+        status, answer = server.post("/v1/embeddings", {"input": texts})
+        assert (status, words in answer["error"]["message"]) == (400, True), answer
+        assert time.monotonic() - start < 10
 
 
 def test_options_of_generation_are_refused(capsys: Captured) -> None:

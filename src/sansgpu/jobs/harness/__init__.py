@@ -51,7 +51,7 @@ def evaluate_on_harness(
     if only_embeds(request.model):
         raise ConfigError(f"{target} computes embeddings; --harness needs a model that generates text.")
     started = time.monotonic()
-    with contained():
+    with contained(request.model.remote_code):
         from sansgpu.jobs.harness.model import HarnessModel
         from sansgpu.jobs.harness.tasks import load_tasks, task_errors
 
@@ -110,8 +110,11 @@ def _record(paths: RunPaths, results: dict[str, Any]) -> None:
 
 
 @contextmanager
-def contained() -> Iterator[None]:
-    """Context in which the library prints nothing, starts no processes, and renders templates in Jinja's sandbox."""
+def contained(trusts: bool) -> Iterator[None]:
+    """Context in which the library prints nothing, starts no processes, and renders templates in Jinja's sandbox.
+
+    Unless `trusts`, this happens in a child process, which can be given only text and numbers.
+    """
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(StringIO()))
         import logging
@@ -119,14 +122,12 @@ def contained() -> Iterator[None]:
         import lm_eval.api.metrics
         import lm_eval.api.task
         import lm_eval.utils
-        from jinja2.sandbox import SandboxedEnvironment
+
+        from sansgpu.jobs.harness.templates import render, sandboxed_environment
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
-        plain = lm_eval.utils.env
-        sandbox = SandboxedEnvironment(undefined=plain.undefined, keep_trailing_newline=plain.keep_trailing_newline)
-        sandbox.filters.update(plain.filters)
-        replaced = [
-            (lm_eval.utils, "env", sandbox),
+        replaced: list[tuple[Any, str, Any]] = [
+            (lm_eval.utils, "env", sandboxed_environment()) if trusts else (lm_eval.utils, "apply_template", render),
             (lm_eval.api.task, "tqdm", lambda items, **options: items),
             (lm_eval.api.metrics, "bootstrap_stderr", _bootstrap_error),
         ]

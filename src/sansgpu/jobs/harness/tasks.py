@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from lm_eval.api.registry import metric_registry
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import TaskIndex
 from lm_eval.tasks._yaml_loader import load_yaml
@@ -18,10 +17,11 @@ from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.parse import read_values
 from sansgpu.config.paths import local_path
 from sansgpu.config.wording import first_line, truncate
-from sansgpu.machine.hub import reading_hub
+from sansgpu.jobs.harness.safety import ALLOW, require_no_code
+from sansgpu.jobs.harness.templates import TemplateError
+from sansgpu.machine.hub import is_unreachable, reading_hub, why_unread
 
 FEWSHOT_SEED = 1234  # the library's default
-ALLOW = "pass --trust-remote-code if you trust it"
 SUFFIXES = (".yaml", ".yml")
 _DEFINING = ("task", "group", "class")  # a file without these keys is only included by others
 
@@ -57,16 +57,18 @@ def task_errors(name: str) -> Iterator[None]:
         yield
     except (SansGPUError, MemoryError):
         raise
+    except TemplateError as error:
+        raise ConfigError(f"task {name} cannot be used: {error}.") from error
     except ModuleNotFoundError as error:
         raise ConfigError(f"task {name} needs the package {error.name}, which is not installed; install it.") from error
     except OSError as error:
-        if isinstance(error, (FileNotFoundError, datasets.exceptions.DatasetsError)):
+        if isinstance(error, (FileNotFoundError, datasets.exceptions.DatasetsError)) or not is_unreachable(error):
             raise ConfigError(
                 f"the data of task {name} cannot be loaded ({first_line(error)}); correct its dataset_path."
             ) from error
         raise ConfigError(
-            f"the dataset of task {name} is not in the cache of `datasets`, and the Hub is unreachable "
-            f"({first_line(error)}); run the command once with access to the Hub."
+            f"the dataset of task {name} is not in the cache of `datasets`, and {why_unread(first_line(error))}; run "
+            "the command once with access to the Hub."
         ) from error
     except Exception as error:  # tasks are foreign code and data, which may raise anything
         raise ConfigError(
@@ -152,28 +154,8 @@ def _read(file: Path, trusts: bool, including: tuple[Path, ...]) -> dict[str, An
         more = _read(file.parent / str(name), trusts, (*including, file.resolve()))
         merged.update({key: value for key, value in more.items() if key != "task_list"})
     merged.update(values)
-    _require_no_code(file, merged)
+    require_no_code(file, merged)
     return merged
-
-
-def _require_no_code(file: Path, values: Any) -> None:
-    """Raises ConfigError if a task names code other than by !function. Members of groups may be tasks themselves."""
-    if isinstance(values, list):
-        for value in values:
-            _require_no_code(file, value)
-    if not isinstance(values, dict):
-        return
-    if values.get("use_prompt") is not None:
-        raise ConfigError(f"{file} loads prompts of other packages or files with use_prompt; {ALLOW}.")
-    metrics = values.get("metric_list") or []
-    for metric in metrics if isinstance(metrics, list) else []:
-        name = metric.get("metric") if isinstance(metric, dict) else None
-        if name is not None and (name not in metric_registry or metric.get("hf_evaluate")):
-            raise ConfigError(
-                f"{file}: {truncate(str(name))} is not a metric of lm-evaluation-harness ({', '.join(metric_registry)})"
-                f", and others are Python code that `evaluate` loads; {ALLOW}."
-            )
-    _require_no_code(file, values.get("task"))
 
 
 def _find_data_beside(values: dict[str, Any], folder: Path) -> None:

@@ -15,7 +15,7 @@ from sansgpu.config.wording import first_line
 from sansgpu.data.shards import ReportProgress
 from sansgpu.jobs.embed import open_encoder
 from sansgpu.jobs.runs import require_run
-from sansgpu.machine.hub import reading_hub
+from sansgpu.machine.hub import failure, reading_hub
 from sansgpu.train.loading import ModelRequest
 
 if TYPE_CHECKING:  # mteb is optional
@@ -56,8 +56,8 @@ def evaluate_mteb(
                     task.load_data()
             except Exception as error:  # datasets raises errors of all kinds
                 raise ConfigError(
-                    f"--mteb {name}: its data cannot be read ({first_line(error)}); run the command once with access "
-                    "to the Hub, or pass a folder with the task's data."
+                    f"--mteb {name}: its data cannot be read ({failure(error)}); run the command once with access to "
+                    "the Hub, or pass a folder with the task's data."
                 ) from None
             try:
                 cache = ResultCache(run / RESULTS) if is_run else None

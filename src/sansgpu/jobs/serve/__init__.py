@@ -13,6 +13,7 @@ from sansgpu.config.errors import require
 from sansgpu.config.paths import local_path
 from sansgpu.config.wording import counted
 from sansgpu.data.shards import ReportProgress
+from sansgpu.data.tokenizer import Tokenizer
 from sansgpu.jobs.embed import open_encoder
 from sansgpu.jobs.generate import cached_tokens, open_generator
 from sansgpu.jobs.serve.worker import Worker
@@ -46,7 +47,7 @@ def serve(
     require("sansgpu serve", "starlette", "uvicorn")
     require_one_process("serve")
     from sansgpu.jobs.serve.app import Service, is_this_machine
-    from sansgpu.jobs.serve.server import run
+    from sansgpu.jobs.serve.server import connection_limits, run
 
     if request.api_key is not None and not request.api_key.strip():
         raise ConfigError("--api-key is empty; pass a secret of your choice.")
@@ -54,10 +55,10 @@ def serve(
         raise ConfigError(
             f"--host {request.host} lets other machines use the model; set --api-key or SANSGPU_API_KEY to a secret."
         )
-    listener = _bind(request.host, request.port)
+    listener, limits = _bind(request.host, request.port), connection_limits()
     worker, description = _open_worker(request, warn, progress)
     service = Service(worker, _name_of(request.model.target), int(time.time()), request.api_key)
-    return lambda say: run(service, listener, description, say)
+    return lambda say: run(service, listener, limits, description, warn, say)
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -83,7 +84,9 @@ def _open_worker(
         if request.max_batch is not None or request.context is not None:
             raise ConfigError(f"{request.model.target} computes embeddings; remove --max-batch and --context.")
         loaded = open_encoder(request.model, warn, progress)
-        return EmbeddingWorker(loaded, warn), f"vectors of {counted(loaded.objective.width, 'dimension')}"
+        return EmbeddingWorker(
+            loaded, longest_token(loaded.tokenizer), warn
+        ), f"vectors of {counted(loaded.objective.width, 'dimension')}"
     loaded = open_generator(request.model, warn, progress)
     model = loaded.task_class.batch_model(loaded)
     if request.context is not None and request.context > model.context:
@@ -101,8 +104,14 @@ def _open_worker(
             "--max-batch."
         )
     progress("reserving memory", 0, 0)
-    worker = GenerationWorker(model, slots, context, warn)
+    worker = GenerationWorker(model, slots, context, longest_token(loaded.tokenizer), warn)
     return worker, f"{counted(slots, 'text')} at once, each of up to {counted(context, 'token')} with its prompt"
+
+
+def longest_token(tokenizer: Any) -> int:
+    """Returns the size in bytes of the longest token of a vocabulary."""
+    vocabulary = (tokenizer.backend if isinstance(tokenizer, Tokenizer) else tokenizer).get_vocab()
+    return max(len(token.encode()) for token in vocabulary)
 
 
 def _name_of(target: str) -> str:

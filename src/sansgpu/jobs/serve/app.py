@@ -16,8 +16,17 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from sansgpu.config.wording import truncate
 from sansgpu.jobs.serve.answers import TextAnswer, embedding_list, error_object
-from sansgpu.jobs.serve.bodies import BodyKind, ChatBody, CompletionBody, EmbeddingBody, GenerationBody, parse
+from sansgpu.jobs.serve.bodies import (
+    MAX_ECHOED,
+    BodyKind,
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    GenerationBody,
+    parse,
+)
 from sansgpu.jobs.serve.embeddings import EmbeddingWork
 from sansgpu.jobs.serve.generation import GenerationWork, Prompt
 from sansgpu.jobs.serve.worker import Accepted, Endpoint, Progress, ServiceError, Vectors, Work, Worker
@@ -25,6 +34,7 @@ from sansgpu.machine.distributed.rendezvous import is_loopback
 from sansgpu.views.chat_page import ChatPage
 
 MAX_BODY_BYTES = 16 << 20
+LARGE_BODY_BYTES, MAX_LARGE_BODIES = 1 << 20, 8
 CLIENT_CLOSED = 499  # nginx's status of a request whose client has gone; nobody receives it
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 Result = TypeVar("Result")
@@ -65,15 +75,22 @@ class Service:
             return
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if not is_this_machine(_name_in(host)):
-            raise ServiceError(f"the host {host} is not this machine; start the server with --api-key.", 403)
+            raise ServiceError(
+                f"the host {truncate(host, MAX_ECHOED)} is not this machine; start the server with --api-key.", 403
+            )
         if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
-            raise ServiceError(f"pages of {origin} may not use this server; start it with --api-key.", 403)
+            raise ServiceError(
+                f"pages of {truncate(origin, MAX_ECHOED)} may not use this server; start it with --api-key.", 403
+            )
 
     def require_model(self, name: str | None, endpoint: Endpoint) -> None:
         """Raises ServiceError if a different model is asked for, or this one has no such endpoint."""
         if name not in (None, self.name):
             raise ServiceError(
-                f"there is no model {name}; this server has {self.name}.", 404, "model_not_found", "model"
+                f"there is no model {truncate(str(name), MAX_ECHOED)}; this server has {self.name}.",
+                404,
+                "model_not_found",
+                "model",
             )
         if endpoint not in self.worker.endpoints:
             lacking = {
@@ -103,7 +120,7 @@ class OpenAIEndpoints:
     """The functions behind the paths of OpenAI's interface."""
 
     def __init__(self, service: Service) -> None:
-        self._service = service
+        self._service, self._large = service, asyncio.Semaphore(MAX_LARGE_BODIES)
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._service.object()]})
@@ -113,22 +130,22 @@ class OpenAIEndpoints:
         return JSONResponse(self._service.object())
 
     async def completions(self, request: Request) -> Response:
-        body = await read_body(CompletionBody, request)
+        body = await read_body(CompletionBody, request, self._large)
         self._service.require_model(body.model, "completions")
         return await answer_text(self._service, request, body, body.prompt)
 
     async def chat(self, request: Request) -> Response:
-        body = await read_body(ChatBody, request)
+        body = await read_body(ChatBody, request, self._large)
         self._service.require_model(body.model, "chat")
         return await answer_text(self._service, request, body, [body.conversation()])
 
     async def embeddings(self, request: Request) -> Response:
-        body = await read_body(EmbeddingBody, request)
+        body = await read_body(EmbeddingBody, request, self._large)
         self._service.require_model(body.model, "embeddings")
         return await answer_vectors(self._service, request, body)
 
     async def nothing(self, request: Request) -> Response:
-        raise ServiceError(f"there is no {request.url.path}.", 404)
+        raise ServiceError(f"there is no {truncate(request.url.path, MAX_ECHOED)}.", 404)
 
 
 def build_app(service: Service) -> Starlette:
@@ -143,7 +160,7 @@ def build_app(service: Service) -> Starlette:
             try:
                 service.require_access(request)
                 if request.method not in allowed:
-                    raise ServiceError(f"{request.url.path} accepts only {allowed[0]}.", 405)
+                    raise ServiceError(f"{truncate(request.url.path, MAX_ECHOED)} accepts only {allowed[0]}.", 405)
                 return await endpoint(request)
             except ServiceError as error:
                 return error_response(error)
@@ -172,14 +189,27 @@ def error_response(error: ServiceError) -> Response:
     return JSONResponse(error_object(error), error.status, headers)
 
 
-async def read_body(kind: type[BodyKind], request: Request) -> BodyKind:
-    """Reads and parses the body of a request. Raises ServiceError."""
+async def read_body(kind: type[BodyKind], request: Request, large: asyncio.Semaphore) -> BodyKind:
+    """Reads the body of a request, and parses it in another thread. Raises ServiceError.
+
+    `large` limits how many large bodies are read at a time, because each takes tens of megabytes.
+    """
     read = bytearray()
-    async for part in request.stream():
-        read += part
-        if len(read) > MAX_BODY_BYTES:
+    is_too_large = int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES  # the server has validated the number
+    async with contextlib.AsyncExitStack() as place:
+        async for part in request.stream():  # to its end, because many clients read no answer before they have sent all
+            is_too_large = is_too_large or len(read) + len(part) > MAX_BODY_BYTES
+            if is_too_large:
+                read.clear()
+                continue
+            if len(read) <= LARGE_BODY_BYTES < len(read) + len(part):
+                if large.locked():
+                    raise ServiceError("too many large requests are arriving; try again later.", 429, "queue_full")
+                await place.enter_async_context(large)
+            read += part
+        if is_too_large:
             raise ServiceError(f"the body is larger than {MAX_BODY_BYTES >> 20} MB; shorten it.", 413)
-    return parse(kind, bytes(read))
+        return await asyncio.to_thread(parse, kind, bytes(read))
 
 
 @contextlib.contextmanager
@@ -197,8 +227,8 @@ async def answer_text(service: Service, request: Request, body: GenerationBody, 
     """Generates text for prompts, and answers once it is complete or, if asked, with a stream."""
     events = Events()
     work = generation_work(body, prompts, events)
-    answer = TextAnswer(body, service.name, work.places)
     with submitted(service.worker, work):
+        answer = TextAnswer(body, service.name, work.places)
         answer.start(await while_connected(request, events.accepted()))
         if not body.stream:
             return JSONResponse(await while_connected(request, answer.whole(events)))

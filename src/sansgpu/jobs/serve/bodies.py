@@ -6,12 +6,17 @@ from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
-from sansgpu.config.wording import shown
+from sansgpu.config.wording import shown, truncate
 from sansgpu.jobs.serve.worker import ServiceError
 from sansgpu.models.generation.sampling import Sampling
 
-MAX_STOPS = 4
+MAX_ECHOED = 100  # characters of a request that an error message repeats
+MAX_ITEMS = 2048  # prompts, messages, parts of a message or texts to embed in one request, as in OpenAI's interface
+MAX_VALUES = 100_000  # in the JSON of a body; parsing millions of them would take gigabytes, and delay other requests
+MAX_COUNT = 2**31 - 1  # of tokens or answers; larger numbers would overflow
+MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1000
 MAX_COMPLETION_LOGPROBS, MAX_CHAT_LOGPROBS = 5, 20
 # Fields that do not change an answer.
 IGNORED = (
@@ -26,14 +31,22 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"), "tools": ([],),
 }  # fmt: skip
 
-Text = Annotated[str, Field(min_length=1)]
-
 
 def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-Texts = Annotated[list[Text], BeforeValidator(_listed)]  # a text, or a list of texts
+def _short(value: object) -> object:
+    """Refuses a long list before its items are validated, each of which takes memory and time."""
+    if isinstance(value, list) and len(value) > MAX_ITEMS:
+        raise PydanticCustomError("too_long", f"can have at most {MAX_ITEMS:,} items")
+    return value
+
+
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[list[Text], BeforeValidator(_listed), BeforeValidator(_short)]  # a text, or a list of texts
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 
 class OpenAIObject(BaseModel):
@@ -46,6 +59,7 @@ class OpenAIObject(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if value is None or name in IGNORED or value in WITHOUT_EFFECT.get(name, ()):
                 continue
+            name = truncate(name, MAX_ECHOED)
             near = get_close_matches(name, type(self).model_fields, n=1)
             meant = f" (did you mean {near[0]}?)" if near and name not in WITHOUT_EFFECT else ""
             raise ServiceError(f"{self.place}{name} is not supported{meant}; remove it.", param=name)
@@ -64,7 +78,7 @@ class ChatMessage(OpenAIObject):
 
     place = "a message's "
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
+    content: Annotated[str | list[TextPart], BeforeValidator(_short)]
 
     @property
     def text(self) -> str:
@@ -86,13 +100,15 @@ class GenerationBody(OpenAIObject):
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
+    n: Count | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[Text], Field(max_length=MAX_STOPS), BeforeValidator(_listed)] | None = None
+    stop: (
+        Annotated[list[StopText], Field(max_length=MAX_STOPS), BeforeValidator(_listed), BeforeValidator(_short)] | None
+    ) = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Count | None = None
 
     @property
     def sampling(self) -> Sampling:
@@ -128,8 +144,8 @@ class CompletionBody(GenerationBody):
 class ChatBody(GenerationBody):
     """A request to /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    messages: Annotated[list[ChatMessage], BeforeValidator(_short)] = Field(min_length=1)
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_CHAT_LOGPROBS)] | None = None
 
@@ -156,7 +172,7 @@ class EmbeddingBody(OpenAIObject):
     model: str | None = None
     input: Texts = Field(min_length=1)
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
+    dimensions: Count | None = None
 
 
 BodyKind = TypeVar("BodyKind", bound=OpenAIObject)
@@ -164,16 +180,31 @@ BodyKind = TypeVar("BodyKind", bound=OpenAIObject)
 
 def parse(kind: type[BodyKind], body: bytes) -> BodyKind:
     """Parses the body of a request. Raises ServiceError with the first problem."""
+    if _has_too_many_values(body):
+        raise ServiceError(f"the body has more than {MAX_VALUES:,} values; divide it into several requests.")
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
         raise ServiceError(f"the body is not valid JSON ({first['ctx']['error']}).")
-    where = ".".join(map(str, first["loc"])) or "the body"
-    problem = "is missing" if first["type"] == "missing" else f"is {shown(first['input'])}, but {_lower(first['msg'])}"
+    where = truncate(".".join(map(str, first["loc"])), MAX_ECHOED) or "the body"
+    if first["type"] == "missing":
+        problem = "is missing"
+    elif first["type"] == "too_long":
+        problem = _lower(first["msg"])
+    else:
+        problem = f"is {truncate(shown(first['input']), MAX_ECHOED)}, but {_lower(first['msg'])}"
     raise ServiceError(f"{where} {problem}.", param=str(first["loc"][0]) if first["loc"] else None)
 
 
 def _lower(message: str) -> str:
     return message[0].lower() + message[1:]
+
+
+def _has_too_many_values(body: bytes) -> bool:
+    """Counts the commas and brackets outside strings, which takes a small part of the time of parsing."""
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if unescaped.count(b'"') > 4 * MAX_VALUES:  # two for each key and each value
+        return True
+    return sum(part.count(sign) for part in unescaped.split(b'"')[::2] for sign in (b",", b"[", b"{")) > MAX_VALUES

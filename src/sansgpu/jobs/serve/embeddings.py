@@ -32,14 +32,16 @@ class EmbeddingWorker(Worker[EmbeddingWork]):
 
     endpoints = ("embeddings",)
 
-    def __init__(self, loaded: TrainedModel, warn: Callable[[str], None]) -> None:
-        super().__init__(MAX_WAITING, warn)
+    def __init__(self, loaded: TrainedModel, token_bytes: int, warn: Callable[[str], None]) -> None:
+        super().__init__(MAX_WAITING, token_bytes, warn)
         self.width: int = loaded.objective.width
         self.context = loaded.config.window
         self._loaded, self._prompt = loaded, loaded.objective.layout.prompt()
         self._waiting: list[EmbeddingWork] = []
 
-    def accept(self, work: EmbeddingWork) -> None:
+    def prepare(self, work: EmbeddingWork) -> None:
+        for number, text in enumerate(work.texts, 1):
+            self.require_fits(f"text {number}", text)
         work.tokens = tokenize(work.texts, self._loaded.tokenizer, UNBOUNDED, self._prompt)
         for number, length in enumerate(map(len, work.tokens), 1):
             if not length:
@@ -49,6 +51,8 @@ class EmbeddingWorker(Worker[EmbeddingWork]):
                     f"text {number} has {length:,} tokens, but the model reads at most {self.context:,}; shorten it.",
                     code="context_length_exceeded",
                 )
+
+    def accept(self, work: EmbeddingWork) -> None:
         work.deliver(Accepted(sum(map(len, work.tokens))))
         self._waiting.append(work)
 

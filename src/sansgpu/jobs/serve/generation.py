@@ -50,6 +50,8 @@ class GenerationWork(Work):
     stop: Sequence[str]
     alternatives: int | None = None  # number of most likely tokens to score with each generated one; None: no scores
     unfinished: int = field(init=False)
+    tokens: Sequence[list[int]] = field(init=False, default=())  # of the prompts, set by the worker
+    limits: Sequence[int] = field(init=False, default=())  # of each answer, set by the worker
 
     def __post_init__(self) -> None:
         self.places = self.unfinished = len(self.prompts) * self.copies
@@ -93,8 +95,10 @@ class _Choice:
 class GenerationWorker(Worker[GenerationWork]):
     """Generates texts with a model: at most `slots` at once, each of at most `context` tokens with its prompt."""
 
-    def __init__(self, model: BatchModel, slots: int, context: int, warn: Callable[[str], None]) -> None:
-        super().__init__(slots * (1 + WAITING_RATIO), warn)
+    def __init__(
+        self, model: BatchModel, slots: int, context: int, token_bytes: int, warn: Callable[[str], None]
+    ) -> None:
+        super().__init__(slots * (1 + WAITING_RATIO), token_bytes, warn)
         self.endpoints: tuple[Endpoint, ...] = ("completions",) if model.chat_ids is None else ("completions", "chat")
         self.slots, self.context, self._model = slots, context, model
         reader = model.open_reader(slots, context)
@@ -106,12 +110,17 @@ class GenerationWorker(Worker[GenerationWork]):
         self._waiting: deque[_Choice] = deque()
         self._active: list[_Choice] = []
 
+    def prepare(self, work: GenerationWork) -> None:
+        for prompt in work.prompts:
+            text = prompt if isinstance(prompt, str) else "".join(message["content"] for message in prompt)
+            self.require_fits("the prompt", text)
+        work.tokens = [self._encode(prompt) for prompt in work.prompts]
+        work.limits = [self._limit(len(ids), work) for ids in work.tokens]
+
     def accept(self, work: GenerationWork) -> None:
-        prompts = [self._encode(prompt) for prompt in work.prompts]
-        limits = [self._limit(len(ids), work) for ids in prompts]
         seed = secrets.randbits(63) if work.seed is None else work.seed
-        work.deliver(Accepted(sum(map(len, prompts))))
-        for number, (ids, limit) in enumerate(zip(prompts, limits, strict=True)):
+        work.deliver(Accepted(sum(map(len, work.tokens))))
+        for number, (ids, limit) in enumerate(zip(work.tokens, work.limits, strict=True)):
             for index in range(number * work.copies, (number + 1) * work.copies):
                 draws = torch.Generator().manual_seed(derive_seed(seed, "row", index))
                 tokens = Continuation(ids, limit, work.sampling, draws, work.alternatives)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +17,7 @@ from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.wording import first_line
 
 Endpoint = Literal["completions", "chat", "embeddings"]
+MIN_TOKEN_BYTES = 64  # limit of a token's size if all in the vocabulary are smaller: normalizers drop e.g. spaces
 STOPPED = "the server was stopped before the answer was complete."
 
 
@@ -80,29 +82,40 @@ class Work:
 
     deliver: Callable[[Progress], None]
     places: int = field(init=False, default=1)
+    is_prepared: bool = field(init=False, default=False)
     is_cancelled: bool = field(init=False, default=False)  # set by `Worker.cancel`
     is_over: bool = field(init=False, default=False)
+
+
+def _concerns_model(work: Work) -> bool:
+    return work.is_prepared or work.is_cancelled
 
 
 Kind = TypeVar("Kind", bound=Work)
 
 
 class Worker(ABC, Generic[Kind]):
-    """A thread that does work in the order of its arrival, as far as there is room for it."""
+    """A thread that does work in the order of its arrival, as far as there is room for it.
+
+    Another thread prepares the work, so that tokenizing a long text delays no running computation.
+    """
 
     endpoints: tuple[Endpoint, ...]
     context: int  # maximum tokens of a text, with its prompt
 
-    def __init__(self, capacity: int, warn: Callable[[str], None]) -> None:
-        """`capacity` is the maximum number of sequences, both running and waiting."""
-        self._capacity, self._warn = capacity, warn
+    def __init__(self, capacity: int, token_bytes: int, warn: Callable[[str], None]) -> None:
+        """`capacity` is the maximum number of sequences, running and waiting; `token_bytes` a token's maximum size."""
+        self._capacity, self._token_bytes, self._warn = capacity, max(token_bytes, MIN_TOKEN_BYTES), warn
         self._changed = threading.Condition()
-        self._arrived: list[Kind] = []
+        self._arrived: deque[Kind] = deque()
+        self._prepared: list[Kind] = []
         self._open: dict[Kind, None] = {}  # work that is not over, in the order of its arrival
         self._stopping = False
         self._thread = threading.Thread(target=self._run, args=(torch.get_num_threads(),), name="model", daemon=True)
+        self._preparation = threading.Thread(target=self._prepare_all, name="preparation", daemon=True)
 
     def start(self) -> None:
+        self._preparation.start()
         self._thread.start()
 
     def submit(self, work: Kind) -> None:
@@ -119,23 +132,37 @@ class Worker(ABC, Generic[Kind]):
                 raise ServiceError("too many requests are waiting; try again later.", 429, "queue_full")
             self._open[work] = None
             self._arrived.append(work)
-            self._changed.notify()
+            self._changed.notify_all()
 
     def cancel(self, work: Kind) -> None:
         """Ends work whose client has gone, at the latest after the next token."""
         with self._changed:
             work.is_cancelled = True
-            self._changed.notify()
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """Ends all work with an error after the current computation. A second call does nothing."""
         with self._changed:
             self._stopping = True
-            self._changed.notify()
+            self._changed.notify_all()
 
     def join(self, seconds: float) -> None:
         """Waits until the thread has ended after `stop`, at most this long."""
         self._thread.join(seconds)
+
+    def _prepare_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping or self._arrived)
+                if self._stopping:
+                    return
+                work = self._arrived.popleft()
+            if work.is_over or work.is_cancelled:
+                continue
+            self._guarded(lambda: [work], partial(self.prepare, work))  # noqa: B023  called at once
+            with self._changed:
+                self._prepared.append(work)
+                self._changed.notify_all()
 
     def _run(self, threads: int) -> None:
         torch.set_num_threads(threads)  # each thread has a setting of its own
@@ -150,16 +177,18 @@ class Worker(ABC, Generic[Kind]):
     def _wait(self) -> bool:
         """Waits for something to do; returns False if the worker is to stop."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or self._open)
+            self._changed.wait_for(lambda: self._stopping or any(map(_concerns_model, self._open)) or self._prepared)
             return not self._stopping
 
     def _take(self) -> list[Kind]:
-        """Returns new work, and forgets what was cancelled."""
+        """Returns newly prepared work, and forgets what was cancelled."""
         with self._changed:
-            arrived, self._arrived = self._arrived, []
+            prepared, self._prepared = self._prepared, []
             for work in [work for work in self._open if work.is_cancelled]:
                 self.close(work)
-        return [work for work in arrived if not work.is_over]
+        for work in prepared:
+            work.is_prepared = True
+        return [work for work in prepared if not work.is_over]
 
     def _guarded(self, concerned: Callable[[], Sequence[Kind]], compute: Callable[[], None]) -> None:
         """Computes. An error ends the work concerned, but not the server."""
@@ -185,6 +214,16 @@ class Worker(ABC, Generic[Kind]):
             self.close(work)
             work.deliver(error)
 
+    def require_fits(self, name: str, text: str) -> None:
+        """Raises ServiceError if a text has more bytes than the tokens of the context; it is not even tokenized."""
+        size, limit = len(text.encode()), self.context * self._token_bytes
+        if size > limit:
+            raise ServiceError(
+                f"{name} has {size:,} bytes, but the {self.context:,} tokens of the context have {limit:,} at most; "
+                "shorten it.",
+                code="context_length_exceeded",
+            )
+
     def close(self, work: Kind) -> None:
         """Frees the places of work that is over."""
         with self._changed:
@@ -192,8 +231,12 @@ class Worker(ABC, Generic[Kind]):
             self._open.pop(work, None)
 
     @abstractmethod
+    def prepare(self, work: Kind) -> None:
+        """Tokenizes new work in the thread for preparation. Raises ServiceError or ConfigError if it is invalid."""
+
+    @abstractmethod
     def accept(self, work: Kind) -> None:
-        """Tokenizes and queues new work. Raises ServiceError or ConfigError if it is invalid."""
+        """Queues work that is prepared."""
 
     @abstractmethod
     def running(self) -> Sequence[Kind]:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from sansgpu.config import ConfigError, ModelConfig, RunPaths
 from sansgpu.config.paths import local_path
-from sansgpu.config.wording import first_line
 from sansgpu.files.reading import read_object, require_regular_file
-from sansgpu.machine.hub import quiet_hub
+from sansgpu.machine.hub import failure, quiet_hub
 from sansgpu.machine.untrusted.sandbox import is_panic
 from sansgpu.models.formats.folders import (
     ADAPTER_CONFIG,
@@ -227,5 +226,5 @@ class library_errors:  # noqa: N801  used like a function
                     "export it again."
                 ) from None
             raise ConfigError(
-                f"{self._prefix} ({first_line(error)}); download or export it again, or choose another model."
+                f"{self._prefix} ({failure(error)}); download or export it again, or choose another model."
             ) from None

@@ -1,0 +1,85 @@
+"""Bounds how many connections are open and how long each may take, so that no client keeps the others out."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+REQUEST_SECONDS = 60  # limit for a complete request to arrive, from the start of the connection or the last answer
+SILENCE_SECONDS = 60  # limit for a client whose machine or network is gone to confirm that it received data
+PROBES = 3  # packets without a reply before a connection counts as lost
+
+
+class BoundedConnection(H11Protocol):
+    """A connection that is closed if its next request is not complete in time.
+
+    If `limit_concurrency` connections are open, the one that has waited longest for the rest of its request is closed,
+    so that uvicorn, which refuses requests at that limit, refuses one only if all others are being answered.
+    """
+
+    _deadline: asyncio.TimerHandle | None = None  # set while the client has to send something
+
+    def __init__(self, *arguments: Any, warn: Callable[[str], None], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._warn = warn
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+        limit = self.config.limit_concurrency
+        if limit is not None and len(self.connections) >= limit:
+            self._warn(f"{limit:,} connections are open; those that do not complete a request are closed")
+            self._close_oldest()
+
+    def _close_oldest(self) -> None:
+        waiting = {
+            one: one._deadline.when()
+            for one in self.connections
+            if isinstance(one, BoundedConnection) and one._deadline is not None and one is not self
+        }
+        if waiting:
+            oldest = min(waiting, key=waiting.__getitem__)
+            oldest.transport.abort()
+            self.connections.discard(oldest)  # now, so that it no longer counts when the next request is read
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_watching()
+
+    def _watch(self) -> None:
+        if self.transport.is_closing() or self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            self._stop_watching()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(REQUEST_SECONDS, self.transport.abort)
+
+    def _stop_watching(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+def detect_lost_clients(listener: socket.socket) -> None:
+    """Makes the system close connections whose clients are gone without a word, or do not read their answers."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    values = {
+        "TCP_KEEPIDLE": SILENCE_SECONDS,
+        "TCP_KEEPINTVL": SILENCE_SECONDS // PROBES,
+        "TCP_KEEPCNT": PROBES,
+        "TCP_USER_TIMEOUT": SILENCE_SECONDS * 1000,  # milliseconds
+    }
+    for name, value in values.items():
+        if hasattr(socket, name):  # not all systems have all of them
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
