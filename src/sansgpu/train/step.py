@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -86,7 +86,7 @@ def train_step(
 
     def forward(piece: ExampleBatch, later: Iterable[ExampleBatch], index: int) -> torch.Tensor:
         seed(index)
-        with preserved_state(), execution.autocast():
+        with _around_loss(task), execution.autocast():
             loss = loss_of(piece.to(device), later, index)
         if not loss.requires_grad:
             raise SansGPUError(
@@ -119,6 +119,11 @@ def train_step(
     optimizer.step(lr, state.progress.step + 1, scale)
     phases.lap("update")
     return StepResult(total, targets, tokens, grad_norm, sums, phases.seconds)
+
+
+def _around_loss(task: Task) -> AbstractContextManager[None]:
+    """Returns a context for a task's loss, which may be code of the user. Ours needs none, which would take time."""
+    return nullcontext() if type(task).__module__.startswith("sansgpu.") else preserved_state()
 
 
 @contextmanager
