@@ -124,7 +124,7 @@ def measure(model: Any, task: Path, limit: int, fewshot: int | None) -> Row:
     from sansgpu.jobs.harness import contained
     from sansgpu.jobs.harness.tasks import load_tasks
 
-    with contained():
+    with contained(trusts=False):
         loaded = load_tasks([str(task)], fewshot if task.stem == "generation" else None, trusts=False)
         begun, cpu = time.perf_counter(), time.process_time()
         found: Any = lm_eval.evaluate(model, loaded, limit=limit, bootstrap_iters=0, log_samples=False)

@@ -111,6 +111,23 @@ def test_training_on_unreachable_data_is_refused(tmp_path: Path, capsys: Capture
     assert 'dataset "wikitext" was not found' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("more", [(), ("--set", "data.streaming=true", "--set", "data.max_tokens=9")])
+def test_a_file_format_is_no_dataset(tmp_path: Path, capsys: Captured, more: tuple[str, ...]) -> None:
+    """The library would read all files of the current folder, in earlier versions even pickles."""
+    assert (
+        cli(
+            [
+                "train",
+                *arguments("pretrain", "--set", "data.dataset_name=pandas", *more),
+                "--output-dir",
+                str(tmp_path / "run"),
+            ]
+        )
+        == 2
+    )
+    assert "pandas is a file format of `datasets`; set data.dataset_name to" in capsys.readouterr().err
+
+
 class _Answers(BaseHTTPRequestHandler):
     """Answers every request to a Hub or a proxy with `status`."""
 

@@ -281,7 +281,12 @@ def _hub_sources(name: str, data: DataConfig, local: bool) -> Sources:
 def _explained(name: str, local: bool) -> Iterator[None]:
     """Converts exceptions of `datasets` and of the Hub's client to a ConfigError."""
     import datasets
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
+    if not local and name in _PACKAGED_DATASETS_MODULES:  # it would read all files of the current folder
+        raise ConfigError(
+            f"{name} is a file format of `datasets`; set data.dataset_name to a file, a folder or a dataset."
+        )
     try:
         yield
     except ConfigError:

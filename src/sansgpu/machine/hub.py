@@ -29,7 +29,7 @@ def is_unreachable(error: Exception) -> bool:
     return isinstance(error, OSError) and (HUB.problem is not None or not isinstance(error, HfHubHTTPError))
 
 
-def failure(error: Exception) -> str:
+def failure(error: BaseException) -> str:
     """Returns a clause about why a library could not read something; it may hide that the Hub did not answer."""
     if isinstance(error, OSError) and HUB.problem:
         return f"{HUB.problem}, and it is not in the cache; try again later"

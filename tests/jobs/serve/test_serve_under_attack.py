@@ -144,6 +144,11 @@ def test_silent_and_slow_clients_keep_nobody_out(home: Path) -> None:
                 with contextlib.suppress(ConnectionError):
                     connection.sendall(sent)
             assert [_ask(server) for _ in range(5)] == [200] * 5
+        stream = json.dumps({"prompt": "red blue", "temperature": 0, "stream": True, "max_tokens": 3000}).encode()
+        for _ in range(8):
+            with server.connect() as leaving:
+                leaving.sendall(begun[:-1].replace(b"99", b"%d" % len(stream)) + stream)
+                leaving.recv(100)
         trickling, start = open_.enter_context(server.connect()), time.monotonic()
         with contextlib.suppress(ConnectionError):
             trickling.sendall(begun)

@@ -8,7 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import h11
+from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from sansgpu.jobs.serve.answers import error_object
+from sansgpu.jobs.serve.worker import ServiceError
 
 REQUEST_SECONDS = 60  # limit for a complete request to arrive, from the start of the connection or the last answer
 SILENCE_SECONDS = 60  # limit for a client whose machine or network is gone to confirm that it received data
@@ -18,34 +22,38 @@ PROBES = 3  # packets without a reply before a connection counts as lost
 class BoundedConnection(H11Protocol):
     """A connection that is closed if its next request is not complete in time.
 
-    If `limit_concurrency` connections are open, the one that has waited longest for the rest of its request is closed,
-    so that uvicorn, which refuses requests at that limit, refuses one only if all others are being answered.
+    If `limit` connections are open, the one that has waited longest for the rest of its request is closed. If all
+    others are being answered, a new one gets an error. uvicorn's limit_concurrency would count closed ones for a while.
     """
 
     _deadline: asyncio.TimerHandle | None = None  # set while the client has to send something
 
-    def __init__(self, *arguments: Any, warn: Callable[[str], None], **options: Any) -> None:
+    def __init__(self, *arguments: Any, limit: int, warn: Callable[[str], None], **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._warn = warn
+        self._limit, self._warn = limit, warn
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._watch()
-        limit = self.config.limit_concurrency
-        if limit is not None and len(self.connections) >= limit:
-            self._warn(f"{limit:,} connections are open; those that do not complete a request are closed")
-            self._close_oldest()
+        if len(self.connections) > self._limit:
+            self._warn(f"{self._limit:,} connections are open; those that do not complete a request are closed")
+            if not self._close_oldest():
+                error = ServiceError("too many requests are being answered; try again later.", 503, "queue_full")
+                self.app = JSONResponse(error_object(error), 503, {"Connection": "close", "Retry-After": "1"})
 
-    def _close_oldest(self) -> None:
+    def _close_oldest(self) -> bool:
+        """Closes the other connection that has waited longest. Returns False if none is waiting."""
         waiting = {
             one: one._deadline.when()
             for one in self.connections
             if isinstance(one, BoundedConnection) and one._deadline is not None and one is not self
         }
-        if waiting:
-            oldest = min(waiting, key=waiting.__getitem__)
-            oldest.transport.abort()
-            self.connections.discard(oldest)  # now, so that it no longer counts when the next request is read
+        if not waiting:
+            return False
+        oldest = min(waiting, key=waiting.__getitem__)
+        oldest.transport.abort()
+        self.connections.discard(oldest)  # it is removed only later, and would be closed again for the next one
+        return True
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
@@ -48,7 +49,7 @@ def run(
 ) -> None:
     """Serves until SIGINT, SIGTERM or SIGHUP. Open answers then end with an error."""
     warn_once = lru_cache(warn)  # the same attack may repeat a warning endlessly
-    protocol: Any = partial(BoundedConnection, warn=warn_once)
+    protocol: Any = partial(BoundedConnection, limit=limits.connections, warn=warn_once)
     settings = uvicorn.Config(
         build_app(service),
         loop="asyncio",
@@ -59,7 +60,6 @@ def run(
         log_level="critical",  # clients get one sentence for each error, and the worker warns of its own failures
         access_log=False,
         server_header=False,
-        limit_concurrency=limits.connections,
         backlog=limits.accepted,
         timeout_graceful_shutdown=DRAIN_SECONDS,
     )
@@ -69,6 +69,10 @@ def run(
         write_line("stopping; press Ctrl-C again to stop now")
         service.worker.stop()
         server.should_exit = True
+
+    logging.getLogger("asyncio").setLevel(
+        logging.CRITICAL
+    )  # it logs each piece that is written to a client who has gone
 
     async def serve() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: warn_once(_problem(context)))
