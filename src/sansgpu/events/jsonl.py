@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, TextIO
 
 from pydantic_core import from_json
 
@@ -58,7 +58,7 @@ class MetricsFile:
 class JsonLines:
     """A sink for --headless that writes every event to a stream, `start` first as in metrics.jsonl."""
 
-    def __init__(self, stream: IO[str]) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._early: list[Event] = []
         self._started = False
