@@ -352,7 +352,7 @@ def test_a_model_that_changed_before_a_resume_is_noticed(home: Path, tmp_path: P
         ({"data__dataset_name": ""}, "set data.dataset_name"),
         ({"data__dataset_name": "./nowhere.jsonl"}, "nowhere.jsonl does not exist"),
         ({"model__d_model": 32}, "model.d_model is for task pretrain"),
-        ({"data__doc_stride": 16}, "data.doc_stride is for task graph and qa"),
+        ({"data__doc_stride": 16}, "data.doc_stride is for task graph, qa and tokens"),
         ({"model__lora_rank": 8}, "set adapter to lora or dora"),
         ({"model__adapter": "lora", "model__lora_targets": "nothing"}, "model.lora_targets"),
         ({"sampling__stream": "true"}, "sampling"),
