@@ -53,9 +53,12 @@ def encode_conversation(
     def hide(string: str) -> str:
         pieces, end = [], 0
         for start, stop, _ in special.found_in(string):
-            hidden.append(string[start:stop])
+            found = string[start:stop]
+            text = found.strip() or found  # white space around a token stays, because templates may strip it
+            start += found.index(text)
+            hidden.append(text)
             pieces += [string[end:start], f"{mark}{len(hidden) - 1}{mark}"]
-            end = stop
+            end = start + len(text)
         return "".join([*pieces, string[end:]])
 
     rendered = render(
@@ -74,7 +77,7 @@ def encode_plain(tokenizer: Any, text: str) -> EncodedConversation:
     special = _special_texts_of(tokenizer)
     if (found := next(special.found_in(text), None)) is None:
         return encode_raw(tokenizer, text)
-    return special.encode([_Piece(text)], text[found[0] : found[1]])
+    return special.encode([_Segment(text)], text[found[0] : found[1]])
 
 
 def encode_raw(tokenizer: Any, text: str) -> EncodedConversation:
@@ -110,7 +113,7 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Segment:
     """A piece of a rendered conversation: plain text, or a special token that the template wrote."""
 
     text: str
@@ -143,7 +146,7 @@ class _SpecialTexts:
     def are_in(self, texts: Iterator[str]) -> bool:
         return next(self.found_in("\n".join(texts)), None) is not None
 
-    def pieces(self, rendered: str, placeholder: re.Pattern[str], hidden: Sequence[str]) -> Iterator[_Piece]:
+    def pieces(self, rendered: str, placeholder: re.Pattern[str], hidden: Sequence[str]) -> Iterator[_Segment]:
         """Divides a rendered conversation at special tokens, and puts the hidden texts back into the plain text."""
 
         def shown(text: str) -> str:
@@ -151,10 +154,10 @@ class _SpecialTexts:
 
         end = 0
         for start, stop, token in self.found_in(rendered):
-            yield _Piece(shown(rendered[end:start]))
-            yield _Piece(rendered[start:stop], token)
+            yield _Segment(shown(rendered[end:start]))
+            yield _Segment(rendered[start:stop], token)
             end = stop
-        yield _Piece(shown(rendered[end:]))
+        yield _Segment(shown(rendered[end:]))
 
     @cached_property
     def _plain(self) -> tuple[Backend, str, int]:
@@ -170,7 +173,7 @@ class _SpecialTexts:
         copy.add_tokens([AddedToken(name, normalized=False, special=False)])
         return copy, name, int(copy.token_to_id(name) or 0)
 
-    def encode(self, pieces: Sequence[_Piece], special_text: str) -> EncodedConversation:
+    def encode(self, pieces: Sequence[_Segment], special_text: str) -> EncodedConversation:
         """Tokenizes pieces. Raises SpecialTextError if plain text has a special token's text as a whole word."""
         copy, name, marker = self._plain
         tokens = iter([piece.token for piece in pieces if piece.token is not None])

@@ -14,16 +14,18 @@ def end_notes(model: str, tokenizer: Any) -> Iterator[str]:
     end = answer_end(tokenizer)
     if end is None or (end.is_learned and end.token is not None):
         return
-    remedy = "write {{ eos_token }} there, in a file for data.chat_template"
     if not end.is_learned:
-        yield f"{model}: the chat template writes nothing after an answer, so the model cannot learn to stop; {remedy}."
+        yield (
+            f"{model}: the chat template writes nothing after an answer, so the model cannot learn to stop; "
+            "write {{ eos_token }} there, in a file for data.chat_template."
+        )
         return
     text = end.text.strip()
     count = counted(len(tokenizer(text, add_special_tokens=False).input_ids), "token")
     yield (
         f"{model}: the chat template ends an answer with {shown(text)}, which is no token of this tokenizer but "
-        f"{count} of text: sansgpu stops at this text, but other programs may run on; {remedy}, or use a model whose "
-        "tokenizer has such a token."
+        f"{count} of text: sansgpu stops at this text, but other programs may run on; write {{{{ eos_token }}}} in "
+        "its place, in a file for data.chat_template, or use a model whose tokenizer has such a token."
     )
 
 
