@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from queue import Queue
+from typing import Any
 
 import gguf
 import pytest
 from benchmarks.tiny_model import CHAT_TEMPLATE
 
+from sansgpu.jobs.generate import open_generator
+from sansgpu.jobs.serve.generation import GenerationWork, GenerationWorker
+from sansgpu.jobs.serve.worker import Finished, TextPiece
+from sansgpu.models.generation.sampling import Sampling
 from sansgpu.train.loading import ModelRequest, open_model
 from tests.jobs.test_chat import answers
 from tests.jobs.test_gguf_commands import said
@@ -69,6 +75,22 @@ def completed(capsys: Captured, target: Path, data: Path, output: Path) -> list[
     return [(row["completion"], row["finish_reason"]) for row in rows]
 
 
+def served_answer(target: Path) -> tuple[str, str]:
+    """Returns the text and the reason for its end that `serve` generates for QUESTION."""
+    loaded = open_generator(ModelRequest(str(target)), pytest.fail)
+    worker = GenerationWorker(loaded.task_class.batch_model(loaded), 1, 96, pytest.fail)  # type: ignore[attr-defined]
+    events: Queue[Any] = Queue()
+    question = [{"role": "user", "content": QUESTION}]
+    worker.submit(GenerationWork(events.put, [question], 1, 30, None, Sampling(temperature=0), 0, ()))
+    worker.start()
+    text = ""
+    while not isinstance(event := events.get(timeout=60), Finished):
+        text += event.text if isinstance(event, TextPiece) else ""
+    worker.stop()
+    worker.join(60)
+    return text, event.reason
+
+
 def test_a_token_of_the_template_ends_answers_everywhere(home: Path, tmp_path: Path, capsys: Captured) -> None:
     run = taught(home, "token")
     final = run / "final"
@@ -104,6 +126,7 @@ def test_a_text_of_the_template_is_named_and_ends_answers(home: Path, tmp_path: 
         assert found == [(ANSWER, "stop")] * 2
         assert said(capsys, "chat", target, "--prompt", QUESTION, "--temperature", 0) == f"{ANSWER}\n"
     assert TEXT in exported(capsys, run, "--type", "f32")[1]["stop"]
+    assert served_answer(run) == (ANSWER, "stop")
 
     own = {
         "task": "grpo", "model.name_or_path": run / "final", "data.dataset_name": home / "asked.jsonl",
