@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as Backend
 from sansgpu.config.wording import shown
 from sansgpu.models.generation.answer_end import added_tokens_in, answer_end, turn_texts
 
-Message = Mapping[str, Any]
+Message = dict[str, Any]
 
 
 class SpecialTextError(Exception):

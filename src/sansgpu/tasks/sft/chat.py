@@ -110,8 +110,9 @@ def tokenize_conversations(
         counted = is_text_token[fitted.ids[1:]] & np.array(fitted.learned[1:])
         sizes.append(int(np.array(fitted.sizes[1:])[counted].sum()))
     arrays = (np.array(tokens, np.int32), np.array(learned, np.bool_), np.array(offsets, np.int64))
-    counts = shortened, dropped, bad_rows.count, bad_rows.first, lacking_system, with_special_text, special_text
-    return TokenizedConversations(*arrays, np.array(sizes, np.int64), *counts)
+    skipped = bad_rows.count, bad_rows.first
+    examples = TokenizedConversations(*arrays, np.array(sizes, np.int64), shortened, dropped, *skipped, lacking_system)
+    return replace(examples, with_special_text=with_special_text, special_text=special_text)
 
 
 def mask_within(
