@@ -344,9 +344,11 @@ def save_tokenizer(tokenizer: Any, folder: Path, known_ends: Sequence[int] | Non
     """
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
-    own = tokenizer.eos_token
-    if known_ends is not None and (eos := end_tokens(tokenizer, known_ends).eos) != tokenizer.eos_token_id:
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(eos)
+    eos = tokenizer.eos_token_id if known_ends is None else end_tokens(tokenizer, known_ends).eos
+    if eos == tokenizer.eos_token_id:
+        tokenizer.save_pretrained(folder)
+        return
+    own, tokenizer.eos_token = tokenizer.eos_token, tokenizer.convert_ids_to_tokens(eos)
     try:
         tokenizer.save_pretrained(folder)
     finally:

@@ -20,7 +20,7 @@ from sansgpu.tasks.distillation import require_same_vocabulary, with_length_of
 from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.sft.chat import TokenizedConversations, show_masked, tokenize_conversations
 from sansgpu.tasks.sft.conversations import read_conversation
-from sansgpu.tasks.sft.notes import special_text_notes
+from sansgpu.tasks.sft.notes import end_notes, special_text_notes
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ def taught_corpus(config: Config, folder: TeacherFolder, progress: ReportProgres
     require_same_vocabulary(tokenizer.backend_tokenizer, str(config.model.name_or_path), folder)
     train, validation = (_examples_of(folder, part) for part in ("train", "validation"))
     predictions = Predictions(folder, progress)
-    corpus = ChatCorpus(train, validation, [], folder.fingerprint, tokenizer, predictions)
+    notes = list(end_notes(str(config.model.name_or_path), tokenizer))
+    corpus = ChatCorpus(train, validation, notes, folder.fingerprint, tokenizer, predictions)
     return with_length_of(config, folder), corpus
 
 
