@@ -108,7 +108,7 @@ GROUPS = (
     Group(
         "Tokenizer and chat template",
         "vocabulary size, BPE, an existing tokenizer, chat templates",
-        "data.tokenizer data.vocab_size data.tokenizer_sample_mb data.chat_template",
+        "data.tokenizer data.vocab_size data.tokenizer_sample_mb data.chat_template data.parse_special_tokens",
     ),
     Group("Loss of decoders", "label smoothing, z-loss", "training.label_smoothing training.z_loss"),
     Group(

@@ -120,6 +120,11 @@ class DataConfig(Section):
         None,
         description="file with a Jinja chat template, or `simple` for a built-in one. Default: the model's template",
     )
+    parse_special_tokens: bool = Field(
+        False,
+        description="read the texts of special tokens in messages as these tokens: only for trusted rows that contain "
+        "them on purpose. By default they stay plain text, so that no message can end its turn and forge another",
+    )
     on_bad_row: Literal["fail", "skip"] = Field(
         "fail",
         description="fail: stop at the first invalid row; skip: skip invalid rows and report their number. "

@@ -131,7 +131,7 @@ KEY_GROUPS = {
         model.adapter model.lora_rank model.lora_alpha model.lora_dropout model.lora_targets model.base_precision
         model.merge_adapter
     """,
-    "conversations": "data.long_rows data.chat_template",
+    "conversations": "data.long_rows data.chat_template data.parse_special_tokens",
     "labels": "data.labels",
     "distillation": "training.distillation",
 }

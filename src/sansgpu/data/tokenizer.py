@@ -60,6 +60,8 @@ class Tokenizer:
         self.end_of_text = found
         self.end_id = int(backend.token_to_id(found) or 0)
         self.prefix_ids, self.suffix_ids = around or ((self.end_id,), ())
+        self.other_end_ids: Ids = ()  # more tokens at which the model ends a text
+        self.stops: tuple[str, ...] = ()  # texts at which it ends one
 
     @property
     def vocab_size(self) -> int:

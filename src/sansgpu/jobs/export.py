@@ -25,12 +25,12 @@ from sansgpu.models.formats.ollama import (
     MAX_CONTEXT,
     ChatFormat,
     chat_format,
+    is_expressible,
     model_name,
     modelfile,
     stop_texts,
 )
 from sansgpu.models.formats.onnx import FILES, OnnxCheck, decoder_error, require_onnx, write_onnx
-from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.huggingface.source import pretrained_config
 from sansgpu.tasks.capabilities import Chats, GGUFParts, can
 from sansgpu.tasks.static.distill import static_folder
@@ -180,7 +180,7 @@ def export_ollama(
     Takes a run or a Hugging Face folder. Returns the folder and the command that adds the model to Ollama. Raises
     ConfigError if llama.cpp does not support the model, or Ollama its chat template.
     """
-    from sansgpu.tasks.sft.chat import with_fixed_date
+    from sansgpu.tasks.sft.rendering import with_fixed_date
 
     run = Path(model.target)
     folder = _gguf_output(model, output, weight_type, f"ollama-{weight_type}")
@@ -197,16 +197,17 @@ def export_ollama(
         if begins:
             found = found.without(bos)  # because Ollama adds it to each conversation
         tokenizer = replace(tokenizer, begins=begins)
-    progress(f"writing {folder}", 0, 0)
-
     file = f"{name}-{weight_type}.gguf"
+    template = COMPLETION if found is None else found.go_template()
+    system = None if found is None or found.system is None else _system_message(loaded, found)
+    content = modelfile(file, template, stop_texts(tokenizer, found), _parameters(loaded, settings), system)
+    if system is not None and not is_expressible(system):
+        warn("the Modelfile lacks the system message, which contains three quotation marks or control characters.")
+    progress(f"writing {folder}", 0, 0)
 
     def write(partial: Path) -> None:
         _write_gguf(partial / file, run, loaded, (settings, weights, tokenizer), weight_type, warn)
-        template = COMPLETION if found is None else found.go_template()
-        stops = stop_texts(tokenizer, found, _end_ids(loaded, settings, tokenizer))
-        system = None if found is None or found.system is None else _system_message(loaded, found)
-        write_text(partial / "Modelfile", modelfile(file, template, stops, _parameters(loaded, settings), system))
+        write_text(partial / "Modelfile", content)
 
     write_folder_atomically(folder, write)
     if not _is_model_folder(run):
@@ -229,13 +230,6 @@ def _parameters(loaded: TrainedModel, settings: dict[str, Any]) -> dict[str, Any
     context = settings.get("max_position_embeddings") or settings.get("n_positions") or MAX_CONTEXT
     chosen = {} if generation is None else generation.to_diff_dict()
     return {"num_ctx": min(context, MAX_CONTEXT), **{k: v for k, v in chosen.items() if k == "temperature"}}
-
-
-def _end_ids(loaded: TrainedModel, settings: dict[str, Any], tokenizer: TokenizerParts) -> list[int]:
-    """Returns the ids of the tokens that end a text."""
-    generation = getattr(loaded.objective.model, "generation_config", None)
-    ends = getattr(generation, "eos_token_id", None) or settings.get("eos_token_id")
-    return [end for end in (tokenizer.eos_id, *(ends if isinstance(ends, list) else [ends])) if end is not None]
 
 
 def _gguf_output(model: ModelRequest, output: Path | None, weight_type: str, default: str) -> Path:

@@ -25,8 +25,9 @@ from sansgpu.machine.distributed.world import require_one_process
 from sansgpu.machine.probe import available_memory, has_bf16_tensors
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.models.formats.weights import weights_sha256
-from sansgpu.models.generation.generate import BatchModel, Completion, complete, stream
+from sansgpu.models.generation.generate import BatchModel, Completion, complete, stops_of, stream
 from sansgpu.models.generation.sampling import Sampling, reading, require_valid_sampling
+from sansgpu.models.generation.text import without_stop
 from sansgpu.models.modules import set_matmul_precision
 from sansgpu.tasks.sft.conversations import Prompt, read_prompt
 from sansgpu.tasks.task import TrainedModel
@@ -169,8 +170,10 @@ def _complete_rest(
     if rest:
         limits = [min(request.max_new_tokens, model.context - len(ids)) for _, ids in rest]
         reader, ids = model.open_reader(slots, length), [ids for _, ids in rest]
-        for completion in _in_order(counted(complete(reader, ids, model.ends, limits, request.sampling, done)), done):
-            row = prompts[completion.row][0].completed(model.decode(completion.ids), completion.reason)
+        completions = complete(reader, ids, model.ends, limits, request.sampling, done, stops_of(model))
+        for completion in _in_order(counted(completions), done):
+            text = without_stop(model.decode(completion.ids), model.stops)
+            row = prompts[completion.row][0].completed(text, completion.reason)
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     file.finish()
     seconds = time.monotonic() - start

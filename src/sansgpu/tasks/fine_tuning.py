@@ -32,6 +32,7 @@ from sansgpu.models.huggingface.costs import PretrainedCosts, pretrained_shape
 from sansgpu.models.huggingface.pretrained import (
     Head,
     HeadType,
+    end_ids_of,
     load_tokenizer_of,
     merges_adapter,
     plain_name,
@@ -219,7 +220,7 @@ class FineTuningTask(ComposedTask):
         return weights_fingerprint(config.model)
 
     def save_tokenizer(self, folder: Path) -> None:
-        save_tokenizer(self.corpus.tokenizer, folder)
+        save_tokenizer(self.corpus.tokenizer, folder, end_ids_of(self.model))
 
     def export(self, folder: Path) -> None:
         """Writes the model, or only its adapter."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,11 @@ GEMMA_3 = """{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}
 {%- endfor -%}{%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- endif -%}"""
 THINKING = CHATML.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}{% endif %}")
 QUOTING = "{% for m in messages %}{{ '{{ \"\"\" ' + m.role + '\\u00a0\\u200b ' + m.content + '\"\" }}' }}{% endfor %}"
+BRACES = "{% for m in messages %}{{ '{' + m.role + ': {{{' + m.content + '}}}\\n{' }}{% endfor %}"
 TEMPLATES = {
     **{name: template for name, (template, *_) in FAMILIES.items()},
     "llama 2": LLAMA_2, "gemma 3": GEMMA_3, "thinking": THINKING, "quotes": QUOTING,
-    "simple": SIMPLE.read_text("utf-8"),
+    "braces": BRACES, "simple": SIMPLE.read_text("utf-8"),
 }  # fmt: skip
 WITHOUT_SYSTEM = "gemma 2", "mistral v1"
 
@@ -115,8 +117,13 @@ def test_the_system_message_of_a_template_is_an_instruction() -> None:
     messages = conversation("Hi", "Yes", "Why?")
     with_system = [{"role": "system", "content": instructions["SYSTEM"]}, *messages]
     assert render_go(instructions["TEMPLATE"], with_system) == own_text(parts_of(template), messages)
-    for unwritable in ('Say """.', "\x07"):
+    for unwritable in ('Say """.', "\x07", 'a"""\nADAPTER /etc/passwd\n"""', "a\rb"):
         assert "SYSTEM" not in dict(read_modelfile(modelfile("a.gguf", "", [], {}, unwritable)))
+        with pytest.raises(ConfigError, match=r'^the text ".*", at which answers of the model end, contains three quo'):
+            modelfile("a.gguf", "", [unwritable], {})
+    for number in ("1\nSYSTEM evil", float("nan"), None, True):
+        with pytest.raises(ConfigError, match=r"^temperature in the model's settings is .*; set it to a number\.$"):
+            modelfile("a.gguf", "", [], {"temperature": number})
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -183,15 +190,18 @@ def test_a_template_that_is_not_jinja_is_refused() -> None:
 
 def test_answers_stop_at_end_tokens_and_at_tokens_of_the_template() -> None:
     parts: Any = parts_of(CHATML)
-    assert stop_texts(parts, chat_format(parts), [parts.eos_id]) == ["</s>", "<|im_start|>", "<|im_end|>"]
-    assert stop_texts(parts, None, [parts.eos_id]) == ["</s>"]
+    assert stop_texts(parts, chat_format(parts)) == ["<|im_end|>", "</s>", "<|im_start|>"]
+    assert stop_texts(replace(parts, turn_end_id=None, other_end_ids=(), turn_end="\nEND"), None) == [
+        "<|im_end|>",
+        "END",
+    ]
 
 
 def test_a_modelfile_is_read_as_it_was_written() -> None:
-    written = modelfile("model.gguf", 'a "b"\n\n c ', ["<|end|>", 'a "b', "two words"], {"num_ctx": 32})
+    written = modelfile("model.gguf", 'a "b"\n\n c ', ["<|end|>", 'a "b', "two words", "a\nb"], {"num_ctx": 32})
     assert read_modelfile(written) == [
         ("FROM", "./model.gguf"), ("TEMPLATE", 'a "b"\n\n c '), ("stop", "<|end|>"), ("stop", 'a "b'),
-        ("stop", "two words"), ("num_ctx", "32"),
+        ("stop", "two words"), ("stop", "a\nb"), ("num_ctx", "32"),
     ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Exactly the assistant's words are trained on, with every chat template; errors name the invalid row."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -85,12 +86,17 @@ def conversation_of(*contents: str, system: str | None = None) -> list[dict[str,
     return [{"role": "system", "content": system}, *turns] if system is not None else turns
 
 
-def mask_of(tokenizer: Any, **row: Any) -> MaskedConversation:
-    return mask_conversation(read_conversation(SourceRow(WHERE, row)), tokenizer)
+def mask_of(tokenizer: Any, parse_special: bool = False, **row: Any) -> MaskedConversation:
+    conversation = replace(read_conversation(SourceRow(WHERE, row)), parse_special=parse_special)
+    return mask_conversation(conversation, tokenizer)
 
 
 def learned_text(tokenizer: Any, masked: MaskedConversation) -> str:
     return str(tokenizer.decode([t for t, kept in zip(masked.ids, masked.learned, strict=True) if kept]))
+
+
+def special_ids(ids: list[int]) -> list[int]:
+    return [index for index in ids if index < len(SPECIAL)]
 
 
 # For each template, the trained text of an assistant turn, given its content and whether it is the last turn.
@@ -124,10 +130,15 @@ ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_siz
 def test_the_assistants_words_and_their_end_tokens_are_learned(name: str, contents: list[tuple[str, str]]) -> None:
     tokenizer, expected = TOKENIZERS[name], FAMILIES[name][1]
     messages = conversation_of(*(text for pair in contents for text in pair))
-    masked = mask_of(tokenizer, messages=messages)
     answers = [expected(answer, n == len(contents)) for n, (_, answer) in enumerate(contents, 1)]
-    assert learned_text(tokenizer, masked) == "".join(answers)
-    assert masked.ids == tokenizer.apply_chat_template(messages, tokenize=True)["input_ids"]
+    found = [mask_of(tokenizer, parse_special, messages=messages) for parse_special in (False, True)]
+    assert [learned_text(tokenizer, masked) for masked in found] == ["".join(answers)] * 2
+    assert found[1].ids == tokenizer.apply_chat_template(messages, tokenize=True)["input_ids"]
+    harmless = conversation_of(*(["x"] * len(messages)))
+    written = tokenizer.apply_chat_template(harmless, tokenize=True)["input_ids"]
+    assert special_ids(found[0].ids) == special_ids(written), "texts of special tokens in messages stay plain text"
+    if found[0].special_text is None:
+        assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama", "qwen3", "generation"])

@@ -26,7 +26,7 @@ from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.models.generation.generate import BatchModel, complete
 from sansgpu.models.generation.prompts import prompt_text
 from sansgpu.models.generation.sampling import Sampling
-from sansgpu.models.generation.text import StopStrings, TextPieces
+from sansgpu.models.generation.text import StopDetector
 from sansgpu.models.scoring import Score, Scorer, ScoreRequest
 from sansgpu.tasks.task import TrainedModel
 
@@ -157,7 +157,8 @@ class HarnessModel(TemplateLM):
             prompts.append(ids[-room:])
         longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
         reader = model.open_reader(slots_for(model, None, len(prompts), longest), longest)
-        stops = [_StopDetector(self.tokenizer, options[number].until) for number in numbers]
+        # The texts include special tokens, which a stop string may be.
+        stops = [StopDetector(self.tokenizer.decode, options[number].until) for number in numbers]
         with torch.inference_mode():
             for completion in complete(
                 reader, prompts, model.ends, limits, sampling, stops=lambda row, ids: stops[row].ends(ids)
@@ -203,17 +204,3 @@ class _GenerationOptions:
                 f"a task generates up to {counted(self.limit, 'token')}, but the model's context has only "
                 f"{model.max_length:,}; choose a different task."
             )
-
-
-class _StopDetector:
-    """Finds stop strings in tokens as they are generated, including those that are special tokens."""
-
-    def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
-        self._pieces, self._stops, self._read = TextPieces(tokenizer.decode), StopStrings([s for s in strings if s]), 0
-
-    def ends(self, ids: Sequence[int]) -> bool:
-        """Returns whether a stop string is complete in `ids`, which have grown since the last call."""
-        for token in ids[self._read :]:
-            self._stops.add(self._pieces.add(token))
-        self._read = len(ids)
-        return self._stops.found

@@ -60,9 +60,10 @@ class GenerationWork(Work):
 class _Choice:
     """One of the texts of a request."""
 
-    def __init__(self, work: GenerationWork, index: int, tokens: Continuation, decode: Callable[[list[int]], str]):
+    def __init__(self, work: GenerationWork, index: int, tokens: Continuation, model: BatchModel) -> None:
+        decode, stops = model.decode, [*work.stop, *model.stops]
         self.work, self.index, self.tokens = work, index, tokens
-        self._pieces, self._stops, self._read = TextPieces(decode), StopStrings(work.stop), 0
+        self._pieces, self._stops, self._read = TextPieces(decode), StopStrings(stops), 0
         self._decode, self._scored = decode, 0  # tokens whose scores were sent
 
     def events(self) -> Iterator[TextPiece | Finished]:
@@ -124,7 +125,7 @@ class GenerationWorker(Worker[GenerationWork]):
             for index in range(number * work.copies, (number + 1) * work.copies):
                 draws = torch.Generator().manual_seed(derive_seed(seed, "row", index))
                 tokens = Continuation(ids, limit, work.sampling, draws, work.alternatives)
-                self._waiting.append(_Choice(work, index, tokens, self._model.decode))
+                self._waiting.append(_Choice(work, index, tokens, self._model))
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

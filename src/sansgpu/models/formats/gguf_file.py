@@ -177,6 +177,10 @@ class GGUFFile:
             raise ConfigError(f"{self.path}: its tokenizer is invalid ({flaw}); download or export it again.")
         return parts
 
+    @property
+    def has_chat_template(self) -> bool:
+        return Keys.Tokenizer.CHAT_TEMPLATE in self._metadata
+
     def weights(self) -> Weights:
         """Returns all weights in fp32. Raises ConfigError if the name or type of a tensor is not supported."""
         return {name: tensor.read() for name, tensor in self.stored_weights().items()}

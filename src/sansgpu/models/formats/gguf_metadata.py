@@ -11,6 +11,7 @@ from gguf import GGUFWriter, Keys
 
 from sansgpu.config import ConfigError
 from sansgpu.models.formats.gguf_rope import has_unsupported_rope, read_rope, rope_metadata, shortest
+from sansgpu.models.formats.gguf_tokenizer import read_end_ids
 from sansgpu.models.formats.layout import Layout, Settings, Weights
 from sansgpu.models.formats.layouts import LAYOUTS, with_default_settings
 from sansgpu.models.formats.weights import as_stored
@@ -100,11 +101,12 @@ def read_settings(
     activation = layout.gguf_activations[0]
     if _is_xielu(layout) and not _is_relu_squared(metadata):
         activation = "xielu"
+    ends = read_end_ids(metadata)
     settings = {
         "model_type": architecture,
         **{hf_key: value_of(key) for hf_key, key in {**layout.gguf_keys, **layout.gguf_optional}.items()},
         "bos_token_id": metadata.get(Keys.Tokenizer.BOS_ID),
-        "eos_token_id": metadata.get(Keys.Tokenizer.EOS_ID),
+        "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
         "pad_token_id": metadata.get(Keys.Tokenizer.PAD_ID),
         "dtype": "float32",
         layout.activation_key: activation,

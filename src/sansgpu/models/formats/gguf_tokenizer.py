@@ -42,6 +42,8 @@ _PRE_TOKENIZERS = {
     ((_GPT4O,), False): "gpt-4o",
     ((_TEKKEN,), True): "tekken",
 }
+ALL_ENDS = "tokenizer.ggml.eos_token_ids"  # Ollama's key; llama.cpp ends a text at those of `_END_KEYS`
+_END_KEYS = (Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
 _ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED)
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "▁"  # This character stands for a space in the tokens of SentencePiece and of llama.cpp's tokenizer `llama`.
@@ -82,6 +84,10 @@ def write_tokenizer(writer: GGUFWriter, parts: TokenizerParts, rows: int) -> Non
         writer.add_bos_token_id(parts.bos_id)
     if parts.eos_id is not None:
         writer.add_eos_token_id(parts.eos_id)
+    if parts.turn_end_id is not None:
+        writer.add_eot_token_id(parts.turn_end_id)
+    if len(parts.end_ids) > 1:
+        writer.add_array(ALL_ENDS, parts.end_ids)
     if parts.pad_id is not None:
         writer.add_pad_token_id(parts.pad_id)
     writer.add_add_bos_token(parts.begins)
@@ -95,7 +101,15 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> TokenizerParts:
     bos, eos, pad = (metadata.get(k) for k in (Keys.Tokenizer.BOS_ID, Keys.Tokenizer.EOS_ID, Keys.Tokenizer.PAD_ID))
     begins = bool(metadata.get(Keys.Tokenizer.ADD_BOS, metadata.get(Keys.Tokenizer.PRE) in ("llama-bpe", "tekken")))
     tokenizer_json = metadata.get(Keys.Tokenizer.HF_JSON) or _rebuild_json(metadata, bos if begins else None)
-    return TokenizerParts(tokenizer_json, bos, eos, pad, begins, metadata.get(Keys.Tokenizer.CHAT_TEMPLATE))
+    template = metadata.get(Keys.Tokenizer.CHAT_TEMPLATE)
+    return TokenizerParts(tokenizer_json, bos, eos, pad, begins, template)
+
+
+def read_end_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """Returns the tokens that end a text, first the main one."""
+    more = metadata.get(ALL_ENDS)
+    found = [*(metadata.get(key) for key in _END_KEYS), *(more if isinstance(more, list) else [])]
+    return [index for index in dict.fromkeys(found) if isinstance(index, int)]
 
 
 def _rebuild_json(metadata: Mapping[str, Any], bos: int | None) -> str:

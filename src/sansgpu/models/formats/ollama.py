@@ -10,9 +10,11 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 from sansgpu.config import ConfigError
+from sansgpu.config.wording import shown
 from sansgpu.machine.untrusted.templates import UnusableTemplateError, render_prefixes
 from sansgpu.models.formats.tokenizers import TokenizerParts
 
@@ -88,6 +90,8 @@ class ChatFormat:
 def _literal(text: str) -> str:
     """Escapes what Go templates or Modelfiles would not read as it is."""
     text = text.replace("{{", '{{ "{{" }}').replace('"""', r'{{ "\"\"\"" }}')
+    if text.endswith("{"):  # an action of the template may follow
+        text = text[:-1] + '{{ "{" }}'
     shown = (c if c.isprintable() or c in "\n\t" else f'{{{{ "\\U{ord(c):08x}" }}}}' for c in text)
     return "".join(shown)
 
@@ -157,11 +161,11 @@ def _between(text: str | None, contents: Sequence[str]) -> list[str] | None:
     return [*parts, rest]
 
 
-def stop_texts(tokenizer: TokenizerParts, found: ChatFormat | None, end_ids: Sequence[int]) -> list[str]:
-    """Returns the texts that end an answer: end tokens, and the special tokens of the chat format."""
+def stop_texts(tokenizer: TokenizerParts, found: ChatFormat | None) -> list[str]:
+    """Returns the texts that end an answer: end tokens, what the chat template writes, and its special tokens."""
     special = [token["content"] for token in json.loads(tokenizer.json)["added_tokens"] if token["special"]]
     texts = "" if found is None else "\0".join([found.start, found.answer, found.question, *(found.system or ())])
-    ends = [tokenizer.token(index) or "" for index in end_ids]
+    ends = [*(tokenizer.token(index) for index in tokenizer.end_ids), tokenizer.turn_end.strip()]
     return list(dict.fromkeys([*filter(None, ends), *(token for token in special if token in texts)]))
 
 
@@ -175,11 +179,26 @@ def modelfile(
 ) -> str:
     """Returns the content of a Modelfile for a GGUF file in the same folder.
 
-    Leaves out a system message that a Modelfile cannot express.
+    Leaves out a system message that a Modelfile cannot express. Raises ConfigError for such a stop text or parameter,
+    which could otherwise add lines of its own.
     """
     lines = [f"FROM ./{file}", f'TEMPLATE """{template}"""']
-    if system is not None and '"""' not in system and all(c.isprintable() or c in "\n\t" for c in system):
+    if system is not None and is_expressible(system):
         lines.append(f'SYSTEM """{system}"""')
-    lines += [f'PARAMETER stop """{stop}"""' if '"' in stop else f'PARAMETER stop "{stop}"' for stop in stops]
-    lines += [f"PARAMETER {name} {value}" for name, value in parameters.items()]
+    for stop in stops:
+        if not is_expressible(stop):
+            raise ConfigError(
+                f"the text {shown(stop)}, at which answers of the model end, contains three quotation marks or control "
+                "characters, which a Modelfile cannot express; use --format gguf with llama.cpp."
+            )
+        lines.append(f'PARAMETER stop """{stop}"""' if {'"', "\n"} & set(stop) else f'PARAMETER stop "{stop}"')
+    for name, value in parameters.items():
+        if type(value) not in (int, float) or not isfinite(value):
+            raise ConfigError(f"{name} in the model's settings is {shown(value)}; set it to a number.")
+        lines.append(f"PARAMETER {name} {value}")
     return "\n".join(lines) + "\n"
+
+
+def is_expressible(text: str) -> bool:
+    """Returns whether a Modelfile can contain a text in three quotation marks, within which nothing is escaped."""
+    return '"""' not in text and all(c.isprintable() or c in "\n\t" for c in text)

@@ -18,6 +18,8 @@ class TextCodec(Protocol):
 
     end_id: int
     prefix_ids: tuple[int, ...]  # ids to add at the start of a text
+    other_end_ids: tuple[int, ...]  # more tokens at which the model ends a text
+    stops: tuple[str, ...]  # texts at which the model ends a text
 
     def encode(self, text: str) -> list[int]:
         """Converts text to ids."""
@@ -33,7 +35,8 @@ class TextCodec(Protocol):
 class TokenizerParts:
     """The content of a tokenizer.json, its special tokens and its chat template.
 
-    If `begins`, the tokenizer adds `bos_id` at the start of each text.
+    If `begins`, the tokenizer adds `bos_id` at the start of each text. An answer of the chat template ends with the
+    token `turn_end_id`, or if that is None, with the text `turn_end`.
     """
 
     json: str
@@ -42,6 +45,15 @@ class TokenizerParts:
     pad_id: int | None
     begins: bool
     chat_template: str | None = None
+    turn_end_id: int | None = None
+    turn_end: str = ""
+    other_end_ids: tuple[int, ...] = ()  # more tokens that end a text
+
+    @property
+    def end_ids(self) -> list[int]:
+        """Returns the tokens that end a text."""
+        known = dict.fromkeys((self.eos_id, self.turn_end_id, *self.other_end_ids))
+        return [index for index in known if index is not None]
 
     @cached_property
     def backend(self) -> Backend:

@@ -26,7 +26,7 @@ from sansgpu.models.generation.batch import BatchReader, Continuation, RunningBa
 from sansgpu.models.generation.kv_cache import LayerSlots, SlotCache
 from sansgpu.models.generation.prefix_cache import MIN_SHARED, PrefixCache
 from sansgpu.models.generation.sampling import Sampling, reading, sample_tokens
-from sansgpu.models.generation.text import TextPieces
+from sansgpu.models.generation.text import StopDetector, StopStrings, TextPieces
 from sansgpu.models.modules import integer_of_model
 from sansgpu.models.prefix_tree import common_length
 from sansgpu.models.quantized_layers import matrix_of
@@ -56,6 +56,7 @@ class BatchModel:
     chat_ids: Callable[[list[dict[str, Any]]], list[int]] | None  # None: it has no chat template
     decode: Callable[[list[int]], str]
     ends: frozenset[int]
+    stops: tuple[str, ...] = ()  # texts that end an answer if the chat template ends it without a token
 
 
 def complete(
@@ -65,12 +66,12 @@ def complete(
     limits: Sequence[int],
     sampling: Sampling,
     first: int = 0,
-    stops: Callable[[int, list[int]], bool] = lambda row, ids: False,
+    stops: Callable[[int, list[int]], bool] | None = None,
 ) -> Iterator[Completion]:
     """Yields the completion of each prompt, in the order in which they end.
 
     `limits` are the maximum numbers of tokens to generate for each prompt, at least 1. Rows are numbered from `first`.
-    `stops` is called with a row and its tokens after each new one, and returns whether to end the row.
+    `stops` is called with a row and its tokens after each new one, and returns whether to end the row; see `stops_of`.
     """
     waiting, batch = list(range(len(prompts)))[::-1], RunningBatch(reader, ends)
     numbers: dict[Continuation, int] = {}
@@ -83,10 +84,25 @@ def complete(
                 numbers[added[-1]] = first + number
         batch.step(added)
         for one in batch.active:
-            if stops(numbers[one], one.ids):
+            if stops is not None and one.stop is None and stops(numbers[one], one.ids):
                 one.ended = "stop"
             if one.ended is not None:
                 yield Completion(numbers.pop(one), one.ids, one.ended, one.stop)
+
+
+def stops_of(model: BatchModel) -> Callable[[int, list[int]], bool] | None:
+    """Returns a function for `complete` that ends a row at a stop string of the model; None if it has none."""
+    if not model.stops:
+        return None
+    detectors: dict[int, StopDetector] = {}
+
+    def ends(row: int, ids: list[int]) -> bool:
+        found = detectors.setdefault(row, StopDetector(model.decode, model.stops)).ends(ids)
+        if found:
+            del detectors[row]
+        return found
+
+    return ends
 
 
 def stream(model: BatchModel, ids: list[int], max_new_tokens: int, sampling: Sampling) -> Iterator[str]:
@@ -94,13 +110,16 @@ def stream(model: BatchModel, ids: list[int], max_new_tokens: int, sampling: Sam
 
     When the context is full, its older half is dropped, so the text can be longer than the context.
     """
-    pieces = TextPieces(model.decode)
+    pieces, stops = TextPieces(model.decode), StopStrings(model.stops)
     for token in _tokens(model, ids[-model.context :], max_new_tokens, sampling):
         if token in model.ends:
             break
-        if piece := pieces.add(token):
+        if piece := stops.add(pieces.add(token)):
             yield piece
-    if rest := pieces.end():
+        if stops.found:
+            return
+    rest = stops.add(pieces.end())
+    if rest := rest if stops.found else rest + stops.end():
         yield rest
 
 
@@ -353,7 +372,8 @@ def decoder_batch(model: TransformerLM, tokenizer: TextCodec, packs: bool = True
         text_ids=lambda text: [*tokenizer.prefix_ids, *tokenizer.encode(text)] or [tokenizer.end_id],
         chat_ids=None,
         decode=tokenizer.decode,
-        ends=frozenset({tokenizer.end_id}),
+        ends=frozenset({tokenizer.end_id, *tokenizer.other_end_ids}),
+        stops=tokenizer.stops,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,27 +11,51 @@ from sansgpu.config.wording import first_line
 from sansgpu.machine.untrusted.templates import UnusableTemplateError, render_prefixes
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.models.decoder import TransformerLM
+from sansgpu.models.generation.answer_end import end_tokens, stop_strings
 from sansgpu.models.generation.generate import BatchModel, decoder_readers
+from sansgpu.models.generation.special_texts import (
+    EncodedConversation,
+    SpecialTextError,
+    encode_conversation,
+    encode_raw,
+)
 
 
 def as_it_is(template: str) -> str:
     return template
 
 
-@tokenizer_errors()
-def prompt_ids(
-    tokenizer: Any, messages: Sequence[dict[str, Any]], revise: Callable[[str], str] = as_it_is
-) -> list[int]:
+def prompt_ids(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
     """Returns the ids of a conversation up to the model's answer; without a chat template, those of the last message.
 
-    `revise` may change the chat template. Raises ConfigError if the template refuses the conversation.
+    Raises ConfigError if the template refuses the conversation.
     """
     if tokenizer.chat_template is None:
         return text_prompt_ids(tokenizer, messages[-1]["content"])
-    text = prompt_text(tokenizer, messages, revise=revise)
-    if not (ids := list(tokenizer(text, add_special_tokens=False).input_ids)):
+    return encoded_prompt(tokenizer, messages).ids
+
+
+@tokenizer_errors()
+def encoded_prompt(
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    revise: Callable[[str], str] = as_it_is,
+    parse_special: bool = False,
+) -> EncodedConversation:
+    """Returns the tokens of a conversation up to the model's answer.
+
+    `revise` may change the chat template. Texts of special tokens in messages stay plain text unless `parse_special`.
+    Raises ConfigError if the template refuses the conversation.
+    """
+    render = partial(prompt_text, tokenizer, revise=revise)
+    text = render(messages)
+    try:
+        found = encode_raw(tokenizer, text) if parse_special else encode_conversation(tokenizer, text, messages, render)
+    except SpecialTextError as error:
+        raise ConfigError(f"a message {error}; remove it.") from None
+    if not found.ids:
         raise ConfigError("the chat template produces no text for this conversation; choose a different chat template.")
-    return ids
+    return found
 
 
 def prompt_text(
@@ -83,12 +107,13 @@ def decode(tokenizer: Any, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
-def decoder_chat(model: TransformerLM, tokenizer: Any) -> BatchModel:
-    """Returns a `TransformerLM` with a transformers tokenizer as a BatchModel."""
+def decoder_chat(model: TransformerLM, tokenizer: Any, ends: Iterable[int]) -> BatchModel:
+    """Returns a `TransformerLM` with a transformers tokenizer as a BatchModel. `ends` are the model's end tokens."""
     return BatchModel(
         **decoder_readers(model),
         text_ids=partial(text_prompt_ids, tokenizer),
         chat_ids=None if tokenizer.chat_template is None else partial(prompt_ids, tokenizer),
         decode=partial(decode, tokenizer),
-        ends=frozenset({tokenizer.eos_token_id} - {None}),
+        ends=frozenset(end_tokens(tokenizer, ends).ids),
+        stops=stop_strings(tokenizer),
     )

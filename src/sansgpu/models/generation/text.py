@@ -71,3 +71,24 @@ class StopStrings:
         """Returns the held text once the text has ended."""
         text, self._held = self._held, ""
         return text
+
+
+def without_stop(text: str, strings: Sequence[str]) -> str:
+    """Returns a complete text up to the stop string that is complete first."""
+    stops = StopStrings(strings)
+    found = stops.add(text)
+    return found if stops.found else found + stops.end()
+
+
+class StopDetector:
+    """Finds stop strings in tokens as they are generated."""
+
+    def __init__(self, decode: Callable[[list[int]], str], strings: Sequence[str]) -> None:
+        self._pieces, self._stops, self._read = TextPieces(decode), StopStrings([s for s in strings if s]), 0
+
+    def ends(self, ids: Sequence[int]) -> bool:
+        """Returns whether a stop string is complete in `ids`, which have grown since the last call."""
+        for token in ids[self._read :]:
+            self._stops.add(self._pieces.add(token))
+        self._read = len(ids)
+        return self._stops.found

@@ -21,6 +21,7 @@ from sansgpu.models.huggingface.adapter_config import require_lora, stored_lora_
 from sansgpu.models.huggingface.pretrained import (
     Head,
     configure_for_training,
+    end_ids_of,
     is_inside,
     load_pretrained,
     plain_name,
@@ -352,7 +353,7 @@ def save_adapter(
                 config.target_modules = sorted(config.target_modules)
         adapted.save_pretrained(partial, save_embedding_layers=False)
         write_adapter_config(partial, model, head.labels, head.problem_type)
-        save_tokenizer(tokenizer, partial)
+        save_tokenizer(tokenizer, partial, end_ids_of(adapted.get_base_model()))
         write_more(partial)
 
     write_folder_atomically(folder, write)

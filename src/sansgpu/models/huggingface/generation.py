@@ -13,6 +13,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from sansgpu.kernels.decoder_step import DecoderStep, StepWeight, step_layer, step_of
 from sansgpu.kernels.linear import Linear, autocast_dtype
+from sansgpu.models.generation.answer_end import end_tokens, stop_strings, token_ids
 from sansgpu.models.generation.batch import BatchReader
 from sansgpu.models.generation.generate import PROMPT_TOKENS, BatchModel, SingleReader, SlotReader
 from sansgpu.models.generation.kv_cache import SlotCache, WindowedSlots
@@ -150,12 +151,6 @@ def _step_weight(layer: Any) -> StepWeight | None:
     return None if adapter is None or base is None else replace(base, adapter=adapter)
 
 
-def _end_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    eos: Any = getattr(model.generation_config, "eos_token_id", None)
-    ends = [tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])]
-    return frozenset(end for end in ends if end is not None)
-
-
 def pretrained_single(model: PreTrainedModel, tokenizer: Any) -> BatchModel:
     """Returns a transformers model and its tokenizer as a BatchModel that processes one sequence at a time."""
     return _batch_model(model, tokenizer, lambda slots, length: PretrainedReader(model), together=False)
@@ -198,5 +193,6 @@ def _batch_model(
         text_ids=partial(text_prompt_ids, tokenizer),
         chat_ids=None if tokenizer.chat_template is None else partial(prompt_ids, tokenizer),
         decode=partial(decode, tokenizer),
-        ends=_end_ids(model, tokenizer),
+        ends=frozenset(end_tokens(tokenizer, token_ids(getattr(model.generation_config, "eos_token_id", None))).ids),
+        stops=stop_strings(tokenizer),
     )

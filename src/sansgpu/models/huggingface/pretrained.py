@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from math import inf
@@ -21,6 +21,7 @@ from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_flaw
 from sansgpu.models.formats.folders import adapter_folder, base_of, write_folder_atomically
 from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.formats.weights import BasePrecision, StoredTensor, fill, placeholders, random_weights
+from sansgpu.models.generation.answer_end import EndTokens, end_tokens, stop_strings, token_ids
 from sansgpu.models.huggingface.probes import sees_later_tokens
 from sansgpu.models.huggingface.source import (
     base_precision,
@@ -110,13 +111,22 @@ def load_tokenizer_of(model: ModelConfig, chat_template: str | None = None) -> A
     return tokenizer
 
 
-def tokenizer_parts(tokenizer: Any) -> TokenizerParts:
-    """Converts a transformers tokenizer for export as GGUF."""
+def end_ids_of(model: PreTrainedModel) -> list[int] | None:
+    """Returns the tokens that end a text by a model's own settings; None if it does not generate text."""
+    settings: Any = getattr(model, "generation_config", None)
+    return None if settings is None else token_ids(settings.eos_token_id)
+
+
+def tokenizer_parts(tokenizer: Any, known_ends: Sequence[int] | None = None) -> TokenizerParts:
+    """Converts a transformers tokenizer for export as GGUF. `known_ends` are the end tokens in the model's settings."""
     bos, template = tokenizer.bos_token_id, tokenizer.chat_template
     begins = bos is not None and tokenizer("a").input_ids[:1] == [bos]
     template = template.get("default") if isinstance(template, dict) else template
-    tokenizer_json = tokenizer.backend_tokenizer.to_str()
-    return TokenizerParts(tokenizer_json, bos, tokenizer.eos_token_id, tokenizer.pad_token_id, begins, template)
+    tokenizer_json, ends = tokenizer.backend_tokenizer.to_str(), end_tokens(tokenizer, known_ends or ())
+    text = next(iter(stop_strings(tokenizer)), "")
+    return TokenizerParts(
+        tokenizer_json, bos, ends.eos, tokenizer.pad_token_id, begins, template, ends.turn, text, ends.ids
+    )
 
 
 def load_pretrained(model: ModelConfig, head: Head, seed: int, frozen: bool = False) -> PreTrainedModel:
@@ -306,21 +316,44 @@ def save_pretrained(
     model: PreTrainedModel, tokenizer: Any, folder: Path, write_more: Callable[[Path], None] = lambda folder: None
 ) -> None:
     """Writes a model to a folder that transformers loads, atomically. `write_more` can add files to it."""
+    known_ends = end_ids_of(model)
 
     def write(partial: Path) -> None:
         model.config.use_cache = True
+        if known_ends is not None:
+            _set_end_tokens(model, end_tokens(tokenizer, known_ends))
         model.save_pretrained(partial)
-        save_tokenizer(tokenizer, partial)
+        save_tokenizer(tokenizer, partial, known_ends)
         write_more(partial)
 
     write_folder_atomically(folder, write)
 
 
-def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Writes a tokenizer without the truncation and padding that an earlier call may have enabled."""
+def _set_end_tokens(model: PreTrainedModel, ends: EndTokens) -> None:
+    """Adds the chat template's end token to a model's settings, as transformers' Trainer does for a tokenizer's."""
+    generation: Any = model.generation_config
+    if ends.turn is not None and ends.turn not in token_ids(generation.eos_token_id):
+        generation.eos_token_id = list(ends.ids)
+        model.config.get_text_config().eos_token_id = ends.eos
+
+
+def save_tokenizer(tokenizer: Any, folder: Path, known_ends: Sequence[int] | None = None) -> None:
+    """Writes a tokenizer without the truncation and padding that an earlier call may have enabled.
+
+    If `known_ends`, the end tokens of a model that generates text, do not contain the chat template's, it becomes the
+    eos_token: only in the files, because in training, texts without a template still end with the model's own.
+    """
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
-    tokenizer.save_pretrained(folder)
+    eos = tokenizer.eos_token_id if known_ends is None else end_tokens(tokenizer, known_ends).eos
+    if eos == tokenizer.eos_token_id:
+        tokenizer.save_pretrained(folder)
+        return
+    own, tokenizer.eos_token = tokenizer.eos_token, tokenizer.convert_ids_to_tokens(eos)
+    try:
+        tokenizer.save_pretrained(folder)
+    finally:
+        tokenizer.eos_token = own
 
 
 def _require_sound_tokenizer(file: Path) -> None:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sansgpu.models.generation.generate import BatchModel, complete
+from sansgpu.models.generation.generate import BatchModel, Completion, complete, stops_of
 from sansgpu.models.generation.prompts import decode
 from sansgpu.models.generation.sampling import Sampling, reading
+from sansgpu.models.generation.text import without_stop
 from sansgpu.tasks.grpo.batch import PromptRow
 from sansgpu.tasks.grpo.rewards import Reward
 
@@ -42,22 +43,23 @@ class Rollout:
         if not questions:
             return []
         with reading(self._unpadded.model), torch.no_grad():
-            found = self._completions(questions, sampling, first)
-        texts = [decode(self._tokenizer, ids) for ids, _ in found]
-        ids = [ids if stop is None else [*ids, stop] for ids, stop in found]
+            model = batch_model(self._unpadded, self._tokenizer)
+            found = self._completions(model, questions, sampling, first)
+        texts = [without_stop(decode(self._tokenizer, one.ids), model.stops) for one in found]
+        ids = [one.ids if one.stop is None else [*one.ids, one.stop] for one in found]
         rewards = self._reward(questions, texts, ids)
-        stops = [stop for _, stop in found]
-        return [Rewarded(own, stop is None, reward) for own, stop, reward in zip(ids, stops, rewards, strict=True)]
+        truncated = [one.reason == "length" for one in found]
+        return [Rewarded(*one) for one in zip(ids, truncated, rewards, strict=True)]
 
     def _completions(
-        self, questions: Sequence[PromptRow], sampling: Sampling, first: int
-    ) -> list[tuple[list[int], int | None]]:
-        """Returns the tokens of each completion, and the token that ended it, or None if it was truncated."""
-        model, prompts = batch_model(self._unpadded, self._tokenizer), [question.ids.tolist() for question in questions]
+        self, model: BatchModel, questions: Sequence[PromptRow], sampling: Sampling, first: int
+    ) -> list[Completion]:
+        prompts = [question.ids.tolist() for question in questions]
         reader = model.open_reader(min(SLOTS, len(prompts)), max(map(len, prompts)) + self._longest)
         limits = [self._longest] * len(prompts)
-        done = {one.row: one for one in complete(reader, prompts, model.ends, limits, sampling, first)}
-        return [(done[row].ids, done[row].stop) for row in range(first, first + len(prompts))]
+        stops = stops_of(model)
+        done = {one.row: one for one in complete(reader, prompts, model.ends, limits, sampling, first, stops)}
+        return [done[row] for row in range(first, first + len(prompts))]
 
 
 def batch_model(unpadded: UnpaddedModel, tokenizer: Any) -> BatchModel:

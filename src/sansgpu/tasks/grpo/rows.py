@@ -15,12 +15,14 @@ from sansgpu.data.rows import BadRows, SourceRow
 from sansgpu.data.shards import ReportProgress, rows_with_progress
 from sansgpu.data.sources import Source
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
-from sansgpu.models.generation.prompts import prompt_ids, text_prompt_ids
+from sansgpu.models.generation.prompts import encoded_prompt, text_prompt_ids
+from sansgpu.models.generation.special_texts import EncodedConversation
 from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.grpo.batch import PromptRow, Prompts
 from sansgpu.tasks.grpo.rewards import check_answer
-from sansgpu.tasks.sft.chat import with_fixed_date
 from sansgpu.tasks.sft.conversations import Prompt, bad_row, read_prompt
+from sansgpu.tasks.sft.notes import special_text_notes
+from sansgpu.tasks.sft.rendering import with_fixed_date
 
 PROMPT_COLUMNS = ("prompt", "messages", "text")
 
@@ -85,6 +87,7 @@ def read_prompts(
     """
     grpo, bad_rows, too_long = config.training.grpo, BadRows(config.data.on_bad_row), 0
     room, questions = config.window - grpo.max_completion_length, list[PromptRow]()
+    special_texts = list[str]()
 
     def parse(row: SourceRow) -> PromptRow:
         prompt = read_prompt(row)
@@ -92,8 +95,10 @@ def read_prompts(
         if grpo.reward_function is None:
             check_answer(columns, prompt.where)
         with tokenizer_errors(row.where):
-            ids = np.array(_encoded(prompt, tokenizer), np.int64)
-        return PromptRow(prompt.where, ids, prompt.text or list(prompt.turns), columns)
+            encoded = _encoded(prompt, tokenizer, config.data.parse_special_tokens)
+        if encoded.special_text is not None:
+            special_texts.append(encoded.special_text)
+        return PromptRow(prompt.where, np.array(encoded.ids, np.int64), prompt.text or list(prompt.turns), columns)
 
     for question in bad_rows.parsed(rows_with_progress(source, progress), parse):
         if len(question.ids) > room:
@@ -101,6 +106,7 @@ def read_prompts(
         else:
             questions.append(question)
     notes += (f"{source.name}: {note}" for note in bad_rows.notes())
+    notes += special_text_notes(source.name, len(special_texts), next(iter(special_texts), None))
     if too_long:
         notes.append(
             f"{source.name}: {counted(too_long, 'row was', 'rows were')} skipped, because the prompt is longer than "
@@ -110,14 +116,14 @@ def read_prompts(
     return PromptExamples(questions, grpo.group_size, grpo.max_completion_length)
 
 
-def _encoded(prompt: Prompt, tokenizer: Any) -> list[int]:
+def _encoded(prompt: Prompt, tokenizer: Any, parse_special: bool) -> EncodedConversation:
     """Tokenizes a prompt: as a conversation if it has turns and there is a chat template, otherwise as text."""
     if prompt.turns and tokenizer.chat_template is not None:
-        return prompt_ids(tokenizer, list(prompt.turns), with_fixed_date)
+        return encoded_prompt(tokenizer, list(prompt.turns), with_fixed_date, parse_special)
     if not prompt.text:
         raise bad_row(
             prompt.where,
             "has messages, but the model's tokenizer has no chat template; set data.chat_template to simple or to a "
             "Jinja file",
         )
-    return text_prompt_ids(tokenizer, prompt.text)
+    return EncodedConversation(text_prompt_ids(tokenizer, prompt.text), [])

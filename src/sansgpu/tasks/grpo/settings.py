@@ -43,7 +43,7 @@ def _grpo_problems(config: Any) -> Iterator[str]:
 SETTINGS = TaskSettings(
     "grpo",
     ("samples", "packing", "pretrained", "rows", "adapter"),
-    own_keys=("training.grpo", "data.chat_template"),
+    own_keys=("training.grpo", "data.chat_template", "data.parse_special_tokens"),
     implementation="sansgpu.tasks.grpo.task:GRPO",
     description="reinforcement learning with verifiers of the answers",
     purpose=Purpose(

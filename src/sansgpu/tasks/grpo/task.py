@@ -25,6 +25,7 @@ from sansgpu.tasks.grpo.objective import GRPOObjective
 from sansgpu.tasks.grpo.rewards import check_answer
 from sansgpu.tasks.grpo.rows import PromptCorpus, PromptExamples, read_prompts
 from sansgpu.tasks.grpo.settings import SETTINGS
+from sansgpu.tasks.sft.notes import end_notes
 from sansgpu.tasks.sft.task import SFT, context_of
 from sansgpu.tasks.task import EvaluationRequest, TrainedModel
 
@@ -79,7 +80,7 @@ class GRPO(SFT):
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
         sources = open_sources(config.data)
         tokenizer = load_tokenizer_of(config.model, config.data.chat_template)
-        notes: list[str] = []
+        notes = list(end_notes(str(config.model.name_or_path), tokenizer))
         train = read_prompts(sources.train, config, tokenizer, progress, notes)
         split = None
         if sources.validation is not None:

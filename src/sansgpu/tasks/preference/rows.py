@@ -15,6 +15,7 @@ from sansgpu.data.rows import BadRows, SourceRow, column_names, is_text
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.tasks.sft.chat import MaskedConversation, mask_conversation
 from sansgpu.tasks.sft.conversations import Conversation, Message, bad_row, check_turns, read_turns
+from sansgpu.tasks.sft.notes import special_text_notes
 
 ROW_FORMS = (
     "prompt, chosen and rejected; chosen and rejected; conversations, chosen and rejected; messages and label; or "
@@ -161,6 +162,7 @@ class Answers:
     ids: tuple[np.ndarray, ...]  # (L,) int32 each
     learned: tuple[np.ndarray, ...]  # (L,) bool each: target tokens; the last token always is one
     label: bool = True  # whether the first answer is good
+    special_text: str | None = field(default=None, compare=False)  # a special token's text in a message, kept as text
 
 
 @dataclass
@@ -169,6 +171,8 @@ class ReadingNotes:
 
     shortened: int = 0  # rows whose oldest turns were removed
     dropped: int = 0  # rows that are too long, or have an answer without tokens to learn
+    with_special_text: int = 0  # examples with the text of a special token, which stayed plain text
+    special_text: str | None = None  # the first such text
     bad_rows: BadRows = field(default_factory=lambda: BadRows("fail"))
 
     def texts(self, name: str, max_length: int) -> Iterator[str]:
@@ -183,6 +187,7 @@ class ReadingNotes:
                 f"{name}: {self.dropped} rows were skipped, because they are longer than {max_length} tokens or have "
                 "nothing to learn; raise data.max_length (with eval: --window) to keep the long ones."
             )
+        yield from special_text_notes(name, self.with_special_text, self.special_text)
         yield from (f"{name}: {note}" for note in self.bad_rows.notes())
 
 
@@ -193,6 +198,7 @@ def tokenize_preferences(
     long_rows: Literal["truncate", "drop"],
     rated: bool,
     notes: ReadingNotes,
+    parse_special: bool = False,
 ) -> list[Answers]:
     """Tokenizes rows in order, which must all have the same form. If `rated`, each answer becomes a separate example.
 
@@ -203,6 +209,8 @@ def tokenize_preferences(
     def fit(row: SourceRow) -> list[tuple[Answers | None, bool]]:
         nonlocal first
         read = read_preference(row)
+        parsed = tuple(replace(one, parse_special=parse_special) for one in read.conversations)
+        read = replace(read, conversations=parsed)
         if read.label is not None and not rated:
             raise ConfigError(
                 f"{read.where} has a rated answer, but this loss needs a chosen and a rejected answer; set "
@@ -225,7 +233,10 @@ def tokenize_preferences(
         for answers, is_shortened in fitted:
             notes.shortened += is_shortened
             notes.dropped += answers is None
-            examples += [answers] if answers is not None else []
+            if answers is not None:
+                examples.append(answers)
+                notes.with_special_text += answers.special_text is not None
+                notes.special_text = notes.special_text or answers.special_text
     return examples
 
 
@@ -277,4 +288,6 @@ def _split(masked: Sequence[MaskedConversation]) -> Answers | None:
         return None
     answers = zip(ids, learned, stops, strict=True)
     parts = [(one[length : length + stop], known[:stop]) for one, known, stop in answers]
-    return Answers(ids[0][:length], tuple(one for one, _ in parts), tuple(known for _, known in parts))
+    special_text = next((one.special_text for one in masked if one.special_text is not None), None)
+    answered, targets = tuple(one for one, _ in parts), tuple(known for _, known in parts)
+    return Answers(ids[0][:length], answered, targets, special_text=special_text)

@@ -33,6 +33,7 @@ from sansgpu.tasks.preference.objective import KTOObjective, PreferenceObjective
 from sansgpu.tasks.preference.rows import Answers, ReadingNotes, tokenize_preferences
 from sansgpu.tasks.preference.settings import KTO as KTO_SETTINGS
 from sansgpu.tasks.preference.settings import SETTINGS
+from sansgpu.tasks.sft.notes import end_notes
 from sansgpu.tasks.sft.task import SFT
 from sansgpu.tasks.task import EvaluationRequest, TrainedModel
 
@@ -52,7 +53,7 @@ class Preference(SFT):
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
         sources = open_sources(config.data)
         tokenizer = load_tokenizer_of(config.model, config.data.chat_template)
-        notes: list[str] = []
+        notes = list(end_notes(str(config.model.name_or_path), tokenizer))
         train = cls._read(sources.train, config, tokenizer, progress, notes)
         split = None
         if sources.validation is not None:
@@ -73,8 +74,10 @@ class Preference(SFT):
         cls, source: Source, config: Config, tokenizer: Any, progress: ReportProgress, notes: list[str]
     ) -> list[Answers]:
         found = ReadingNotes(bad_rows=BadRows(config.data.on_bad_row))
-        rows, long_rows = rows_with_progress(source, progress), config.data.long_rows
-        examples = tokenize_preferences(rows, tokenizer, config.window, long_rows, cls.rated, found)
+        rows, data = rows_with_progress(source, progress), config.data
+        examples = tokenize_preferences(
+            rows, tokenizer, config.window, data.long_rows, cls.rated, found, data.parse_special_tokens
+        )
         notes += found.texts(source.name, config.window)
         return examples
 

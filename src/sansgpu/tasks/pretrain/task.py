@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from sansgpu.config import Config, ConfigError, DataConfig, derive_seed
+from sansgpu.config import Config, ConfigError, DataConfig, ModelConfig, derive_seed
 from sansgpu.config.paths import local_path
 from sansgpu.data.batch import Batch
 from sansgpu.data.bigrams import count_bigrams
@@ -27,6 +28,7 @@ from sansgpu.data.tokenizer import (
     parsed_tokenizer,
     special_tokens_around,
 )
+from sansgpu.files.reading import read_object
 from sansgpu.machine.probe import has_bf16_tensors
 from sansgpu.models import TransformerLM
 from sansgpu.models.bigrams import initialize_from_bigrams
@@ -42,6 +44,7 @@ from sansgpu.models.formats.folders import is_adapter_folder
 from sansgpu.models.formats.gguf_source import is_gguf, open_gguf
 from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.formats.weights import set_weights
+from sansgpu.models.generation.answer_end import end_tokens, stop_strings, token_ids
 from sansgpu.models.generation.generate import BatchModel, decoder_batch, generate
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.models.huggingface.sentence_embedding import is_static_folder
@@ -208,7 +211,9 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
         if is_gguf(source.target):
             file = open_gguf(path)
             model: Any = load_gguf_decoder(file) or HuggingFaceLM(str(path))
-            return PretrainObjective(config, model), _gguf_tokenizer(file), config
+            tokenizer, ends = _gguf_tokenizer(file), token_ids(file.settings["eos_token_id"])
+            _add_ends(tokenizer, ModelConfig(name_or_path=str(path)), ends, file.has_chat_template)
+            return PretrainObjective(config, model), tokenizer, config
         name: str | Path = source.target
         model = None
         if path.is_dir() and not is_adapter_folder(path):
@@ -219,8 +224,12 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
             name, model = path, load_decoder(path)
         elif not path.is_dir() and _is_path(source.target):
             raise ConfigError(f"{source.target} does not exist; pass a run folder or a Hugging Face model.")
+        tokenizer = load_tokenizer_of_model(name, source.remote_code)
+        if model is not None:
+            named = ModelConfig(name_or_path=str(path), trust_remote_code=source.remote_code)
+            _add_ends(tokenizer, named, *_ends_in(path))
         model = model or HuggingFaceLM(str(name), source.remote_code)
-        return PretrainObjective(config, model), load_tokenizer_of_model(name, source.remote_code), config
+        return PretrainObjective(config, model), tokenizer, config
 
     @classmethod
     def evaluation_batch(cls, config: Config) -> int:
@@ -278,6 +287,24 @@ def _windows_of_epoch(corpus: TextCorpus, seed: int, epoch: int) -> Windows:
     if epoch == 0 or corpus.teacher is not None or not isinstance(corpus.train, PackedWindows):
         return corpus.train
     return corpus.train.recut(generator(seed, "cut", epoch))
+
+
+def _ends_in(folder: Path) -> tuple[list[int], bool]:
+    """Returns the end tokens in a model's generation_config.json, and whether the model has a chat template."""
+    generation, named = folder / "generation_config.json", folder / "tokenizer_config.json"
+    ends = token_ids(read_object(generation).get("eos_token_id")) if generation.is_file() else []
+    has_template = named.is_file() and "chat_template" in read_object(named)
+    return ends, has_template or (folder / "chat_template.jinja").is_file()
+
+
+def _add_ends(tokenizer: Tokenizer, model: ModelConfig, known: Sequence[int], has_template: bool) -> None:
+    """Adds to a tokenizer the tokens and texts at which a model ends a text, including those of its chat template."""
+    tokenizer.other_end_ids = tuple(known)
+    if has_template:
+        from sansgpu.models.huggingface.pretrained import load_tokenizer_of  # imports transformers, if it is needed
+
+        chat = load_tokenizer_of(model)
+        tokenizer.other_end_ids, tokenizer.stops = end_tokens(chat, known).ids, stop_strings(chat)
 
 
 def _is_path(target: str) -> bool:

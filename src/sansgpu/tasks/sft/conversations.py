@@ -87,6 +87,7 @@ class Conversation:
     first: int = 0  # index of the first turn with targets
     plain: tuple[str, str] | None = None  # prompt and answer, for tokenizers without a chat template
     text: str | None = None
+    parse_special: bool = False  # whether the texts of special tokens in messages become the tokens
 
     def later_questions(self) -> list[int]:
         """Returns the indices of the user turns with an answer after them, except the first one."""

@@ -20,6 +20,7 @@ from sansgpu.tasks.distillation import require_same_vocabulary, with_length_of
 from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.sft.chat import TokenizedConversations, show_masked, tokenize_conversations
 from sansgpu.tasks.sft.conversations import read_conversation
+from sansgpu.tasks.sft.notes import end_notes, special_text_notes
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def taught_corpus(config: Config, folder: TeacherFolder, progress: ReportProgres
     require_same_vocabulary(tokenizer.backend_tokenizer, str(config.model.name_or_path), folder)
     train, validation = (_examples_of(folder, part) for part in ("train", "validation"))
     predictions = Predictions(folder, progress)
-    corpus = ChatCorpus(train, validation, [], folder.fingerprint, tokenizer, predictions)
+    notes = list(end_notes(str(config.model.name_or_path), tokenizer))
+    corpus = ChatCorpus(train, validation, notes, folder.fingerprint, tokenizer, predictions)
     return with_length_of(config, folder), corpus
 
 
@@ -116,7 +118,10 @@ def examples_in(
     data = config.data
     assert data.max_length is not None
     rows, window = rows_with_progress(source, progress), data.max_length
-    examples = tokenize_conversations(rows, tokenizer, window, data.long_rows, data.on_bad_row)
+    examples = tokenize_conversations(
+        rows, tokenizer, window, data.long_rows, data.on_bad_row, data.parse_special_tokens
+    )
+    notes += special_text_notes(source.name, examples.with_special_text, examples.special_text)
     if examples.shortened:
         notes.append(
             f"{source.name}: {examples.shortened} rows are longer than {window} tokens, so their beginnings were "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.formats.decoder_folder import load_gguf_decoder
 from sansgpu.models.formats.gguf_source import is_gguf, open_gguf
+from sansgpu.models.generation.answer_end import token_ids
 from sansgpu.models.teacher import student_loss
 from sansgpu.tasks.base import ObjectiveBase
 from sansgpu.tasks.distillation import StudentLoss, student_metrics
@@ -56,16 +58,17 @@ class SFTObjective(FineTuning):
 class DecoderChat(ObjectiveBase):
     """A TransformerLM with the interface of SFTObjective that evaluation and generation use."""
 
-    def __init__(self, config: Config, model: TransformerLM) -> None:
-        self.config, self.model = config, model
+    def __init__(self, config: Config, model: TransformerLM, ends: Sequence[int]) -> None:
+        self.config, self.model, self.ends = config, model, ends
 
     @classmethod
     def load(cls, source: ModelSource, config: Config) -> DecoderChat | None:
         """Loads a GGUF file. Returns None if `source` is not one, or if TransformerLM does not support the model."""
         if source.config is not None or not is_gguf(source.target):
             return None
-        model = load_gguf_decoder(open_gguf(source.path))
-        return None if model is None else cls(config, model)
+        file = open_gguf(source.path)
+        model = load_gguf_decoder(file)
+        return None if model is None else cls(config, model, token_ids(file.settings["eos_token_id"]))
 
     def plain_loss(self, batch: PackedSequences) -> torch.Tensor:
         """Computes the summed cross-entropy, ()."""

@@ -16,12 +16,14 @@ from sansgpu.tasks.settings import (
     fine_tuning_problems,
 )
 
+_ROW_KEYS = "data.long_rows", "data.chat_template", "data.parse_special_tokens", "data.on_bad_row"
+
 
 def _sft_problems(config: Any) -> Iterator[str]:
     if config.training.distillation.teacher is None or config.model.name_or_path is None:
         yield from fine_tuning_problems(config)
     yield from config.without_effect(("training.distillation.token_share",), "only task pretrain selects tokens")
-    yield from distillation_problems(config, ("data.long_rows", "data.chat_template", "data.on_bad_row"))
+    yield from distillation_problems(config, _ROW_KEYS)
 
 
 SETTINGS = TaskSettings(

@@ -19,7 +19,7 @@ from sansgpu.machine.probe import has_bf16_tensors, has_native_bf16
 from sansgpu.models.generation.generate import BatchModel, stream
 from sansgpu.models.generation.prompts import decoder_chat, prompt_ids
 from sansgpu.models.generation.sampling import Sampling, reading
-from sansgpu.models.huggingface.pretrained import load_tokenizer_of, tokenizer_parts
+from sansgpu.models.huggingface.pretrained import end_ids_of, load_tokenizer_of, tokenizer_parts
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.scoring import Scorer, decoder_scorer, transformers_scorer
 from sansgpu.models.teacher import Teacher, decoder_teacher, transformers_teacher
@@ -37,6 +37,7 @@ from sansgpu.tasks.sft.data import (
     tokenize_source,
 )
 from sansgpu.tasks.sft.evaluate import SFTEvaluator
+from sansgpu.tasks.sft.notes import end_notes
 from sansgpu.tasks.sft.objective import DecoderChat, SFTObjective
 from sansgpu.tasks.sft.settings import SETTINGS
 from sansgpu.tasks.task import EvaluationRequest, Evaluator, ModelSource, TrainedModel
@@ -69,7 +70,7 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
     def read(cls, config: Config, tokenizer: Any, progress: ReportProgress) -> ChatCorpus:
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
         sources = open_sources(config.data)
-        notes: list[str] = []
+        notes = list(end_notes(str(config.model.name_or_path), tokenizer))
         examples = examples_in(sources.train, config, tokenizer, progress, notes)
         split = None
         if sources.validation is not None:
@@ -162,7 +163,7 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
             if isinstance(loaded.objective, DecoderChat):
                 loaded.objective.model.quantized_dtype = torch.bfloat16
         if isinstance(loaded.objective, DecoderChat):
-            return decoder_chat(loaded.objective.model, loaded.tokenizer)
+            return decoder_chat(loaded.objective.model, loaded.tokenizer, loaded.objective.ends)
         from sansgpu.models.huggingface.generation import pretrained_batch  # imports transformers
 
         return pretrained_batch(loaded.objective.unpadded, loaded.tokenizer)
@@ -179,8 +180,9 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
 
     @classmethod
     def gguf_parts(cls, loaded: TrainedModel) -> GGUFParts:
-        settings = loaded.objective.model.config.to_dict()
-        return settings, loaded.objective.merged_weights(), tokenizer_parts(loaded.tokenizer)
+        model = loaded.objective.model
+        parts = tokenizer_parts(loaded.tokenizer, end_ids_of(model))
+        return model.config.to_dict(), loaded.objective.merged_weights(), parts
 
 
 def context_of(objective: SFTObjective | DecoderChat) -> int | None:
