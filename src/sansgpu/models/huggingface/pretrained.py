@@ -21,6 +21,7 @@ from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_flaw
 from sansgpu.models.formats.folders import adapter_folder, base_of, write_folder_atomically
 from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.formats.weights import BasePrecision, StoredTensor, fill, placeholders, random_weights
+from sansgpu.models.huggingface.older_versions import complete_config, complete_tokenizer_config
 from sansgpu.models.huggingface.probes import sees_later_tokens
 from sansgpu.models.huggingface.source import (
     base_precision,
@@ -309,6 +310,7 @@ def save_pretrained(
     def write(partial: Path) -> None:
         model.config.use_cache = True
         model.save_pretrained(partial)
+        complete_config(partial)
         save_tokenizer(tokenizer, partial)
         write_more(partial)
 
@@ -320,6 +322,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     tokenizer.save_pretrained(folder)
+    complete_tokenizer_config(tokenizer, folder)
 
 
 def _require_sound_tokenizer(file: Path) -> None:
