@@ -309,11 +309,11 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     """
     path = local_path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
+    require_regular_file(file)
     if file.is_file():
         settings = file.parent / "tokenizer_config.json"
         end = read_object(settings).get("eos_token") if settings.exists() else None
         return parsed_tokenizer(read_text(file), end.get("content") if isinstance(end, dict) else end, file)
-    require_regular_file(file)
     if path.is_absolute() or path.suffix == ".json" or str(name).startswith((".", "~")):
         raise ConfigError(
             f"{name} does not exist; set data.tokenizer to bpe, char, a tokenizer.json or the name of a model."
