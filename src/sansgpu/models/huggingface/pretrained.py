@@ -16,11 +16,12 @@ from sansgpu.config import SIMPLE_TEMPLATE, ConfigError, ModelConfig, derive_see
 from sansgpu.config.paths import local_path
 from sansgpu.config.plain_data import read_text
 from sansgpu.config.wording import shown
+from sansgpu.files.reading import read_object
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_flaw
 from sansgpu.models.formats.folders import adapter_folder, base_of, write_folder_atomically
 from sansgpu.models.formats.gguf_source import parts_of
-from sansgpu.models.formats.tokenizers import TokenizerParts
+from sansgpu.models.formats.tokenizers import TokenizerParts, with_rows
 from sansgpu.models.formats.weights import BasePrecision, StoredTensor, fill, placeholders, random_weights
 from sansgpu.models.huggingface.older_versions import complete_config, complete_tokenizer_config
 from sansgpu.models.huggingface.probes import sees_later_tokens
@@ -109,7 +110,26 @@ def load_tokenizer_of(model: ModelConfig, chat_template: str | None = None) -> A
         tokenizer.chat_template = read_text(path)
         if not tokenizer.chat_template.strip():
             raise ConfigError(f"{path} is empty; set data.chat_template to a file with a Jinja template, or to simple.")
+    if (rows := _embedding_rows(base_of(model) or model)) is not None:
+        roles = (getattr(tokenizer, role) for role in tokenizer.SPECIAL_TOKENS_ATTRIBUTES)
+        used = {*roles, *map(str, tokenizer.extra_special_tokens)}
+        template = str(tokenizer.chat_template)
+        tokenizer._tokenizer = with_rows(
+            tokenizer.backend_tokenizer, rows, str(model.name_or_path), lambda token: token in used or token in template
+        )
     return tokenizer
+
+
+def _embedding_rows(model: ModelConfig) -> int | None:
+    """Returns the number of rows of a model's embedding, or None if its config does not say it."""
+    if (file := gguf_file_of(model)) is not None:
+        return int(file.settings["vocab_size"])
+    if (path := model_file(model, "config.json")) is None:
+        return None
+    settings = read_object(path)
+    text = settings.get("text_config")
+    rows = (text if isinstance(text, dict) else settings).get("vocab_size")
+    return rows if isinstance(rows, int) else None
 
 
 def tokenizer_parts(tokenizer: Any) -> TokenizerParts:

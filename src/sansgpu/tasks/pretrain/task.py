@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from sansgpu.config import Config, ConfigError, DataConfig, derive_seed
+from sansgpu.config import Config, ConfigError, DataConfig, ModelConfig, derive_seed
 from sansgpu.config.paths import local_path
 from sansgpu.data.batch import Batch
 from sansgpu.data.bigrams import count_bigrams
@@ -38,9 +38,9 @@ from sansgpu.models.formats.decoder_folder import (
     load_gguf_decoder,
 )
 from sansgpu.models.formats.decoder_weights import hugging_face_config, to_hugging_face
-from sansgpu.models.formats.folders import is_adapter_folder
+from sansgpu.models.formats.folders import base_of, is_adapter_folder
 from sansgpu.models.formats.gguf_source import is_gguf, open_gguf
-from sansgpu.models.formats.tokenizers import TokenizerParts
+from sansgpu.models.formats.tokenizers import TokenizerParts, with_rows
 from sansgpu.models.formats.weights import set_weights
 from sansgpu.models.generation.generate import BatchModel, decoder_batch, generate
 from sansgpu.models.generation.sampling import Sampling
@@ -204,11 +204,15 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
             assert source.tokenizer is not None
             decoder = TransformerLM(config.model, seed=None)
             set_weights(decoder, source.snapshot.weights(), source.snapshot.folder, assign=True)
-            return PretrainObjective(config, decoder), load_tokenizer(source.tokenizer), config
+            return (
+                PretrainObjective(config, decoder),
+                _with_rows(load_tokenizer(source.tokenizer), decoder, source),
+                config,
+            )
         if is_gguf(source.target):
             file = open_gguf(path)
             model: Any = load_gguf_decoder(file) or HuggingFaceLM(str(path))
-            return PretrainObjective(config, model), _gguf_tokenizer(file), config
+            return PretrainObjective(config, model), _with_rows(_gguf_tokenizer(file), model, source), config
         name: str | Path = source.target
         model = None
         if path.is_dir() and not is_adapter_folder(path):
@@ -218,7 +222,8 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
         elif not path.is_dir() and _is_path(source.target):
             raise ConfigError(f"{source.target} does not exist; pass a run folder or a Hugging Face model.")
         model = model or HuggingFaceLM(str(name), source.remote_code)
-        return PretrainObjective(config, model), load_tokenizer_of_model(name, source.remote_code), config
+        tokenizer = load_tokenizer_of_model(_with_tokenizer(name), source.remote_code)
+        return PretrainObjective(config, model), _with_rows(tokenizer, model, source), config
 
     @classmethod
     def evaluation_batch(cls, config: Config) -> int:
@@ -287,6 +292,23 @@ def _context_of(model: TransformerLM | HuggingFaceLM) -> int:
     if isinstance(model, TransformerLM):
         return model.config.max_seq_len
     return model.context or UNBOUNDED_CONTEXT
+
+
+def _with_tokenizer(name: str | Path) -> str | Path:
+    """Returns the base model of an adapter without a tokenizer, which peft does not save, or else `name`."""
+    folder = local_path(name)
+    if is_adapter_folder(folder) and not (folder / "tokenizer.json").exists():
+        base = base_of(ModelConfig(name_or_path=str(name)))
+        return name if base is None else str(base.name_or_path)
+    return name
+
+
+def _with_rows(tokenizer: Tokenizer, model: TransformerLM | HuggingFaceLM, source: ModelSource) -> Tokenizer:
+    """Returns a tokenizer whose tokens all have a row in the model's embedding. Raises ConfigError if one has none."""
+    rows = model.rows if isinstance(model, HuggingFaceLM) else model.config.vocab_size
+    assert rows is not None
+    tokenizer.backend = with_rows(tokenizer.backend, rows, source.target, lambda token: token == tokenizer.end_of_text)
+    return tokenizer
 
 
 def _gguf_tokenizer(file: GGUFFile) -> Tokenizer:
