@@ -38,7 +38,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     "gemma3_text": {"rope_parameters": BOTH_ROPES},
     "gpt_neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 900.0, "partial_rotary_factor": 0.5}},
-    "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 900.0}},
+    "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 900.0}, "hidden_act": "relu2"},
     "qwen3_moe": {},
 }
 ENCODERS = {"classify": "bert", "tokens": "modernbert", "qa": "roberta", "embed": "mpnet"}

@@ -204,7 +204,9 @@ def _checking_keys(model: ModelConfig) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             warnings.filterwarnings("ignore", message="fan_in_fan_out")
-            warnings.filterwarnings("ignore", message=".*tie_word_embeddings")  # `merge_adapter` separates them
+            warnings.filterwarnings(
+                "ignore", message=".*tie_word_embeddings|.*lora_bias"
+            )  # `merge_adapter` handles both
             warnings.filterwarnings("error", message="Found missing adapter keys")
             yield
     except ConfigError:
