@@ -10,8 +10,8 @@ from gguf import Keys
 
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import counted, shown
+from sansgpu.models.formats.folders import gguf_parts
 from sansgpu.models.formats.gguf_reader import GGUFTensor, read_gguf
-from sansgpu.models.formats.gguf_source import parts_of
 
 _PIECE = re.compile(r"(?P<stem>.*)(\.part\d+of\d+|-split-[a-z]+)")  # names of pieces to join with `cat`
 _MODEL = "pass the GGUF file of the model"
@@ -57,7 +57,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
 
 def _read_parts(path: Path, metadata: dict[str, Any], count: int) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     """Returns the metadata of all parts, most of which are in the first one, and the tensors of all parts."""
-    index, parts = metadata.get(Keys.Split.LLM_KV_SPLIT_NO), parts_of(path)
+    index, parts = metadata.get(Keys.Split.LLM_KV_SPLIT_NO), gguf_parts(path)
     number = index + 1 if isinstance(index, int) else 0
     if len(parts) != count or number > count or parts[number - 1] != path:
         raise ConfigError(

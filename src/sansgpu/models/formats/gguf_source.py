@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,12 +10,10 @@ from sansgpu.config import ConfigError
 from sansgpu.config.errors import require
 from sansgpu.config.paths import local_path
 from sansgpu.files.reading import require_regular_file
+from sansgpu.models.formats.folders import gguf_parts
 
 if TYPE_CHECKING:
     from sansgpu.models.formats.gguf_file import GGUFFile
-
-_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-_MAX_PARTS = 1000
 
 
 def is_gguf(target: str) -> bool:
@@ -42,17 +39,8 @@ def open_gguf(path: Path) -> GGUFFile:
     if not starts_as_gguf(path):
         raise ConfigError(f"{path} is not a GGUF file; pass a run, a Hugging Face model or a GGUF file.")
     require(f"{path}: reading a GGUF file", "gguf")
-    stats = (part.stat() for part in parts_of(path) if part.is_file())
+    stats = (part.stat() for part in gguf_parts(path) if part.is_file())
     return _open_cached(path, tuple((status.st_mtime_ns, status.st_size) for status in stats))
-
-
-def parts_of(path: Path) -> list[Path]:
-    """Returns the paths of all parts of a model if the name of a file is llama.cpp's for one, or else `path` alone."""
-    name = _PART.fullmatch(path.name)
-    if name is None or not 1 <= int(name["number"]) <= int(name["count"]) <= _MAX_PARTS:
-        return [path]
-    count = int(name["count"])
-    return [path.with_name(f"{name['stem']}-{number + 1:05}-of-{count:05}.gguf") for number in range(count)]
 
 
 @lru_cache(maxsize=1)

@@ -19,8 +19,7 @@ from sansgpu.config.wording import shown
 from sansgpu.files.reading import read_object
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_flaw
-from sansgpu.models.formats.folders import adapter_folder, base_of, write_folder_atomically
-from sansgpu.models.formats.gguf_source import parts_of
+from sansgpu.models.formats.folders import adapter_folder, base_of, gguf_parts, write_folder_atomically
 from sansgpu.models.formats.tokenizers import TokenizerParts, with_rows
 from sansgpu.models.formats.weights import BasePrecision, StoredTensor, fill, placeholders, random_weights
 from sansgpu.models.huggingface.older_versions import complete_config, complete_tokenizer_config
@@ -293,7 +292,7 @@ def weights_fingerprint(model: ModelConfig) -> str:
     """Returns a fingerprint of a run's initial weights, which reveals on resume that they have changed."""
     folder = adapter_folder(model) or local_path(str(model.name_or_path))
     if folder.is_file():
-        return "-".join(file_sha256(part)[:16] for part in parts_of(folder))
+        return "-".join(file_sha256(part)[:16] for part in gguf_parts(folder))
     if not folder.is_dir():
         return str(getattr(pretrained_config(model), "_commit_hash", None) or model.revision or "main")
     files = sorted(path for pattern in WEIGHT_FILES for path in folder.glob(pattern))
