@@ -120,7 +120,9 @@ def test_training_goes_on_from_a_merged_adapter(home: Path, tmp_path: Path, caps
     assert_close(in_file(exported(home / "tied-lora", "gguf", tmp_path / "run.gguf")), expected)
     said = refusal(home, folder, capsys, model__adapter="continue")
     assert "shares its weight with another layer, and sansgpu cannot train that; set model.adapter to lora" in said
-    plain = adapter(tmp_path / "plain")
+    plain = adapter(tmp_path / "plain")  # without a tokenizer, so its base model's is used
+    (tmp_path / "text.txt").write_text("a red house " * 50)
+    assert cli(["eval", str(plain), "--data", str(tmp_path / "text.txt")]) == 0
     said = refusal(home, plain, capsys, model__adapter="lora", **UNMERGED)
     assert "with the adapter in" in said
     assert "merged in; merge it, too (model.merge_adapter=true), or set model.adapter to continue" in said
