@@ -20,6 +20,7 @@ from sansgpu.config.errors import require
 from sansgpu.config.wording import first_line
 from sansgpu.data.conll import DEFAULT_TAG_COLUMN, as_text, conll_rows
 from sansgpu.data.rows import SourceRow, is_text, parquet_class_names, row_text, with_names
+from sansgpu.files.reading import require_regular_file
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".json", ".csv", ".tsv", ".parquet", ".conll")
@@ -71,6 +72,7 @@ def read_documents(
 
     Raises ConfigError if the content does not match the suffix. `skip_undecodable` skips files that are not UTF-8.
     """
+    require_regular_file(path)
     try:
         if file_form(path) in TEXT_SUFFIXES:
             yield from _read_text(path)
@@ -92,6 +94,7 @@ def read_rows(path: Path, header: Header = True, tag_column: int | None = None) 
     it gives the names. With a `tag_column` the file is read as CoNLL, whatever its suffix. Raises ConfigError if the
     file is plain text or its content does not match the suffix.
     """
+    require_regular_file(path)
     if tag_column is not None:
         yield from conll_rows(read_lines(path, blank=True), tag_column)
         return

@@ -110,6 +110,9 @@ def save_tokenizer(folder: Path, backend: Backend, settings: dict[str, Any]) -> 
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
+_INPUTS = {"model_input_names": ["input_ids", "attention_mask"]}  # transformers 4 would add token_type_ids
+
+
 def _settings(end_of_text: Any) -> dict[str, Any]:
     """Returns the tokenizer_config.json for models pretrained with sansgpu."""
     return {
@@ -118,6 +121,7 @@ def _settings(end_of_text: Any) -> dict[str, Any]:
         "eos_token": end_of_text,
         "pad_token": end_of_text,
         "clean_up_tokenization_spaces": False,
+        **_INPUTS,
     }
 
 
@@ -308,11 +312,11 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     """
     path = local_path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
+    require_regular_file(file)
     if file.is_file():
         settings = file.parent / "tokenizer_config.json"
         end = read_object(settings).get("eos_token") if settings.exists() else None
         return parsed_tokenizer(read_text(file), end.get("content") if isinstance(end, dict) else end, file)
-    require_regular_file(file)
     if path.is_absolute() or path.suffix == ".json" or str(name).startswith((".", "~")):
         raise ConfigError(
             f"{name} does not exist; set data.tokenizer to bpe, char, a tokenizer.json or the name of a model."
@@ -329,7 +333,7 @@ def load_tokenizer_of_model(name: str | Path, remote_code: bool = False) -> Toke
     path = local_path(name)
     if path.is_dir():
         own, settings = load_tokenizer(path), path / "tokenizer_config.json"  # raises if the file is invalid
-        if settings.exists() and read_object(settings) == _settings(own.end_of_text):
+        if settings.exists() and {**read_object(settings), **_INPUTS} == _settings(own.end_of_text):
             return own
     backend, end_of_text = _loaded_by_transformers(path if path.is_dir() else name, remote_code)
     return Tokenizer(backend, end_of_text, special_tokens_around(backend))

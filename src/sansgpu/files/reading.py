@@ -15,10 +15,29 @@ from sansgpu.config.wording import shown
 MAX_JSON_BYTES = 32 << 20  # an index of 100,000 weights has 10 MB
 
 
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # the start of a pointer (github.com/git-lfs/git-lfs)
+
+
 def require_regular_file(path: Path) -> None:
-    """Raises ConfigError if `path` is a pipe, a device or a socket, from which reading may never end."""
+    """Raises ConfigError if `path` is a pipe, a device or a socket, from which reading may never end.
+
+    Raises it for a Git LFS pointer, too: a text file that only names the file to download.
+    """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ConfigError(f"{path} is a pipe, a device or a socket; pass a regular file or a folder.")
+    if path.is_file() and _starts_with(path, _LFS_POINTER):
+        raise ConfigError(
+            f"{path} is not the file itself, but a Git LFS pointer to it; run `git lfs pull` in its folder, or "
+            "download the file again."
+        )
+
+
+def _starts_with(path: Path, start: bytes) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(start)) == start
+    except OSError:
+        return False  # whoever reads the file reports the error
 
 
 def read_json(path: Path) -> Any:

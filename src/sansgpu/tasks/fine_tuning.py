@@ -23,12 +23,11 @@ from sansgpu.models.huggingface.adapters import (
     add_adapter,
     load_adapter_weights,
     load_model,
-    merge_adapter,
-    merged_tensors,
     restore_frozen,
     save_adapter,
 )
 from sansgpu.models.huggingface.costs import PretrainedCosts, pretrained_shape
+from sansgpu.models.huggingface.merging import merge_adapter, merged_tensors, require_known_biases
 from sansgpu.models.huggingface.pretrained import (
     Head,
     HeadType,
@@ -150,10 +149,14 @@ class FineTuning(ObjectiveBase, ABC):
     def merged_weights(self) -> Mapping[str, torch.Tensor | StoredTensor]:
         """Returns the fp32 tensors of the model with the adapter merged in, which happens when they are read."""
         if self._adapted is None:
-            return self.merged_model().state_dict()
+            weights = self.merged_model().state_dict()
+            require_known_biases(weights, self.config.model, self.head)
+            return weights
         if self._frozen_are_rounded():
             restore_frozen(self.model, self.config.model, self.head, self.config.training.seed)
-        return merged_tensors(self._adapted)
+        merged = merged_tensors(self._adapted)
+        require_known_biases(merged, self.config.model, self.head)
+        return merged
 
     def _frozen_are_rounded(self) -> bool:
         """Returns whether a frozen weight is now in a narrower dtype than the one in which it was loaded."""
@@ -170,7 +173,9 @@ class FineTuning(ObjectiveBase, ABC):
         if self._adapted is not None and not merge:
             save_adapter(self._adapted, tokenizer, folder, settings, self.head, self.write_more)
         else:
-            save_pretrained(self.merged_model(stored_dtype(settings)), tokenizer, folder, self.write_more)
+            merged = self.merged_model(stored_dtype(settings))
+            require_known_biases(merged.state_dict(), settings, self.head)
+            save_pretrained(merged, tokenizer, folder, self.write_more)
 
     def write_more(self, folder: Path) -> None:
         """Adds the task's own files to an exported folder."""

@@ -161,7 +161,7 @@ def metadata(path: Path) -> dict[str, Any]:
 
 
 def rewritten(source: Path, path: Path, leave_out: str = "", architecture: str = "qwen3", **more: object) -> Path:
-    """Rewrites a file without a tensor or key, with another architecture, or with an additional tensor."""
+    """Rewrites a file without a tensor or key, with another architecture, or with more metadata or tensors."""
     reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(path, architecture)
     for name, field in reader.fields.items():
         if name not in ("general.architecture", leave_out) and not name.startswith("GGUF."):
@@ -170,7 +170,8 @@ def rewritten(source: Path, path: Path, leave_out: str = "", architecture: str =
         if tensor.name != leave_out:
             writer.add_tensor(tensor.name, tensor.data)
     for name, value in more.items():
-        writer.add_string(name, value) if isinstance(value, str) else writer.add_tensor(name, value)
+        kinds = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+        kinds.get(type(value), writer.add_tensor)(name, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

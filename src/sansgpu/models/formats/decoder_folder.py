@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -166,6 +166,11 @@ class HuggingFaceLM(torch.nn.Module):
         from sansgpu.models.huggingface.packed_forward import UnpaddedModel  # imports transformers
 
         return UnpaddedModel(self.model, pack=True)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the embedding."""
+        return int(cast(Any, self.model.get_input_embeddings()).num_embeddings)
 
     @property
     def context(self) -> int | None:

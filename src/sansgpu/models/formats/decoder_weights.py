@@ -73,7 +73,8 @@ def hugging_face_config(config: ModelConfig, end_id: int) -> dict[str, Any]:
     """Returns the config.json of an exported model."""
     layout = LAYOUTS[config.decoder.name]
     theta = {"rope_theta": config.rope_theta}
-    rope = {**theta, "rope_parameters": {"rope_type": "default", **theta}}
+    # transformers 4 reads rope_theta and rope_scaling, for which Apertus has a default, and version 5 rope_parameters.
+    rope = {**theta, "rope_scaling": None, "rope_parameters": {"rope_type": "default", **theta}}
     return {
         "architectures": [layout.model_class],
         "model_type": config.decoder.name,

@@ -33,6 +33,8 @@ ALLOWED_LAYERS = 128  # up to this depth a model is built even if weights are mi
 MAX_WIDTH = 1 << 24  # maximum size of a vocabulary or a hidden layer in a config.json
 _WIDTHS = re.compile(r"(size|dim)$|^(n_embd|n_inner|d_\w+)$")
 _PARTS = re.compile(r"^(n|num)_.*(layers?|experts?|blocks?|heads?)$|_layers$")
+_MOST_GGUF_FILES = 1000
+_GGUF_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _PRECISIONS = get_args(ModelConfig.model_fields["base_precision"].annotation)
 
 
@@ -220,3 +222,12 @@ def add_base(settings: dict[str, Any], model: ModelConfig) -> None:
     """
     settings["base_model_name_or_path"], settings["revision"] = model.name_or_path, model.revision
     settings["auto_mapping"] = {**how_trained(settings), "base_precision": model.base_precision}
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """Returns the paths of all parts of a model in several GGUF files if `path` is named like one, or else only it."""
+    name = _GGUF_PART.fullmatch(path.name)
+    if name is None or not 1 <= int(name["number"]) <= int(name["count"]) <= _MOST_GGUF_FILES:
+        return [path]
+    count = int(name["count"])
+    return [path.with_name(f"{name['stem']}-{number + 1:05}-of-{count:05}.gguf") for number in range(count)]

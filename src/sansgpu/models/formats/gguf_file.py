@@ -31,9 +31,11 @@ from sansgpu.models.formats.folders import require_layers
 from sansgpu.models.formats.gguf_metadata import (
     read_settings,
     require_expressible,
+    require_sizes,
     write_settings,
     xielu_weights,
 )
+from sansgpu.models.formats.gguf_parts import read_model
 from sansgpu.models.formats.gguf_reader import (
     EMBEDDING,
     HEAD,
@@ -43,7 +45,6 @@ from sansgpu.models.formats.gguf_reader import (
     GGUFType,
     encode,
     encoding_of,
-    read_gguf,
 )
 from sansgpu.models.formats.gguf_rope import ROPE_TENSORS, rope_tensors
 from sansgpu.models.formats.gguf_tokenizer import read_tokenizer, write_tokenizer
@@ -136,10 +137,7 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self._metadata, self._tensors = read_gguf(path)
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"{path} is a damaged GGUF file ({error}); download or export it again.") from None
+        self._metadata, self._tensors = read_model(path)
         self._architecture = str(self._metadata.get(Keys.General.ARCHITECTURE))
         if self._architecture not in BY_GGUF_NAME:
             known = ", ".join(BY_GGUF_NAME)
@@ -227,7 +225,13 @@ class GGUFFile:
 
     def _stored(self, name: str, hf_name: str, tensor: GGUFTensor) -> StoredTensor:
         empty = torch.empty(tensor.shape, device="meta")
-        shape, tensor_type = tuple(_from_file(hf_name, empty, self.settings).shape), tensor.tensor_type
+        try:
+            shape, tensor_type = tuple(_from_file(hf_name, empty, self.settings).shape), tensor.tensor_type
+        except (RuntimeError, IndexError):
+            raise ConfigError(
+                f"{self.path}: the shape of {name}, {tensor.shape}, does not match its metadata; download or convert "
+                "it again."
+            ) from None
         if tensor_type in _PLAIN or len(shape) != 2:
             return StoredTensor(shape, partial(self._read, name, hf_name, tensor))
         known = FORMATS.get(tensor_type.name.lower())
@@ -258,6 +262,7 @@ class GGUFFile:
         tied = head is None or (self._layout.gguf_needs_head and np.array_equal(head.data, embedding.data))
         stored = ((name, self._tensors[name]) for name in ROPE_TENSORS if name in self._tensors)
         rope_factors = {name: tensor.data for name, tensor in stored if tensor.tensor_type == Encoding.F32}
+        require_sizes(self._architecture, self._metadata, {name: t.shape for name, t in self._tensors.items()})
         settings = read_settings(self._model_type, self._metadata, rope_factors)
         require_layers(_layers(settings), len(self._tensors), "its metadata")
         return {**settings, "vocab_size": embedding.shape[0], "tie_word_embeddings": tied}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isfinite, prod
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,37 @@ _XIELU = {
     "beta": (Keys.xIELU.BETA, 0.0),
     "eps": (Keys.xIELU.EPS, -1e-6),
 }
+# Tensors in each of whose layers a dimension is the product of values: (keys, tensor, dimension).
+_HEAD_DIM = Keys.Attention.KEY_LENGTH
+_SIZES = (
+    ((Keys.LLM.EMBEDDING_LENGTH,), "token_embd.weight", -1),
+    ((Keys.LLM.EMBEDDING_LENGTH,), "output.weight", -1),
+    ((Keys.LLM.CONTEXT_LENGTH,), "position_embd.weight", 0),
+    ((Keys.Attention.HEAD_COUNT, _HEAD_DIM), "attn_q.weight", 0),
+    ((Keys.Attention.HEAD_COUNT_KV, _HEAD_DIM), "attn_k.weight", 0),
+    ((Keys.Attention.HEAD_COUNT_KV, Keys.Attention.VALUE_LENGTH), "attn_v.weight", 0),
+    ((Keys.Attention.HEAD_COUNT, Keys.Attention.VALUE_LENGTH), "attn_output.weight", 1),
+    ((Keys.LLM.FEED_FORWARD_LENGTH,), "ffn_down.weight", 1),
+    ((Keys.LLM.EXPERT_COUNT,), "ffn_down_exps.weight", 0),
+)
+
+
+def require_sizes(architecture: str, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ConfigError if the sizes in a file's metadata do not match the shapes of its tensors.
+
+    `architecture` is llama.cpp's name. Ignores keys that are missing, or that have a value for each layer.
+    """
+    for keys, tensor, dimension in _SIZES:
+        names = [key.format(arch=architecture) for key in keys]
+        sizes = [metadata.get(name) for name in names]
+        size = prod(size if isinstance(size, int) else 0 for size in sizes)
+        for name, shape in shapes.items():
+            if size > 0 and (name == tensor or name.endswith(f".{tensor}")) and shape[dimension] != size:
+                told = " x ".join(f"{key} {value}" for key, value in zip(names, sizes, strict=True))
+                raise ConfigError(
+                    f"its metadata do not match its tensors: {told}, but {name} has the shape {shape}; download or "
+                    "convert it again."
+                )
 
 
 def require_expressible(settings: Settings) -> None:
@@ -118,6 +150,11 @@ def read_settings(
     for hf_key, key in layout.gguf_keys.items():
         if hf_key not in settings:
             raise KeyError(key.format(arch=name))
+    key, length = layout.norm_eps[0], layout.sizes["max_seq_len"][0]
+    if not (isfinite(settings[key]) and settings[key] > 0):
+        raise ConfigError(f"the epsilon of its norms is {settings[key]}, but must be positive; convert it again.")
+    if settings[length] < 1:
+        raise ConfigError(f"its context has {settings[length]} tokens; download or convert it again.")
     return {**settings, **read_rope(layout, settings, value_of, rope_factors)} if layout.rotary else settings
 
 

@@ -83,7 +83,12 @@ def read_rope(
     if (own := value_of(_LLAMA3_KEY)) is not None:
         return {"rope_parameters": json.loads(own)}
     rope = {"rope_type": "default", "rope_theta": value_of(Keys.Rope.FREQ_BASE) or _THETA}
-    rotated = value_of(Keys.Rope.DIMENSION_COUNT) or settings["head_dim"]
+    rotated, theta = value_of(Keys.Rope.DIMENSION_COUNT) or settings["head_dim"], rope["rope_theta"]
+    if not (rotated % 2 == 0 and 0 < rotated <= settings["head_dim"] and 0 < theta < math.inf):
+        raise ConfigError(
+            f"RoPE rotates {rotated} of {settings['head_dim']} elements of a head with base {theta}, which cannot be; "
+            "download or convert it again."
+        )
     if rotated != settings["head_dim"]:
         rope["partial_rotary_factor"] = rotated / settings["head_dim"]
     if layout.gguf_local_rope:

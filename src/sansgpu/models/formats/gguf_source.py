@@ -10,6 +10,7 @@ from sansgpu.config import ConfigError
 from sansgpu.config.errors import require
 from sansgpu.config.paths import local_path
 from sansgpu.files.reading import require_regular_file
+from sansgpu.models.formats.folders import gguf_parts
 
 if TYPE_CHECKING:
     from sansgpu.models.formats.gguf_file import GGUFFile
@@ -38,12 +39,12 @@ def open_gguf(path: Path) -> GGUFFile:
     if not starts_as_gguf(path):
         raise ConfigError(f"{path} is not a GGUF file; pass a run, a Hugging Face model or a GGUF file.")
     require(f"{path}: reading a GGUF file", "gguf")
-    status = path.stat()
-    return _open_cached(path, status.st_mtime_ns, status.st_size)
+    stats = (part.stat() for part in gguf_parts(path) if part.is_file())
+    return _open_cached(path, tuple((status.st_mtime_ns, status.st_size) for status in stats))
 
 
 @lru_cache(maxsize=1)
-def _open_cached(path: Path, mtime_ns: int, size: int) -> GGUFFile:
+def _open_cached(path: Path, version: tuple[tuple[int, int], ...]) -> GGUFFile:
     """Opens a file, cached because parsing a vocabulary of a hundred thousand tokens takes seconds."""
     from sansgpu.models.formats.gguf_file import GGUFFile
 

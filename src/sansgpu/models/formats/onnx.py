@@ -18,6 +18,7 @@ from sansgpu.config.errors import require
 from sansgpu.config.wording import first_line
 from sansgpu.files.reading import read_object
 from sansgpu.models.formats.folders import DECODER_CLASSES, validate_model_folder, write_folder_atomically
+from sansgpu.models.huggingface.older_versions import complete_config
 from sansgpu.models.huggingface.pretrained import (
     AUTO_CLASSES,
     Head,
@@ -116,6 +117,7 @@ def write_onnx(source: Path, name: str, folder: Path, weight_type: str, remote_c
                 "use --format hf."
             )
         model.config.save_pretrained(partial)
+        complete_config(partial)
         save_tokenizer(tokenizer, partial)
         if layout is not None:
             write_layout(layout, int(model.config.get_text_config().hidden_size), partial)

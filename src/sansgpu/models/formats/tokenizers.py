@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Protocol
 from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError
+from sansgpu.config.wording import shown
 
 
 class TextCodec(Protocol):
@@ -68,3 +70,26 @@ class TokenizerParts:
         if name is None:
             raise ConfigError(f"the tokenizer has no token {index}, which its settings name; correct its token ids.")
         return str(name)
+
+
+def with_rows(backend: Backend, rows: int, name: str, is_used: Callable[[str], bool]) -> Backend:
+    """Returns a tokenizer whose tokens all have one of the `rows` of the embedding of the model called `name`.
+
+    Removes special tokens without a row that the model does not use, such as Gemma 3's token for images. Raises
+    ConfigError if another token has no row.
+    """
+    beyond = sorted((i, token) for token, i in backend.get_vocab(with_added_tokens=True).items() if i >= rows)
+    if not beyond:
+        return backend
+    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    special -= backend.get_vocab(with_added_tokens=False).keys()
+    for index, token in beyond:
+        if token not in special or is_used(token):
+            raise ConfigError(
+                f"{name}: the tokenizer has {beyond[-1][0] + 1:,} tokens, but the model's embedding has {rows:,} rows, "
+                f"so token {shown(token)} (id {index:,}) has none; remove it from tokenizer.json, or add rows with "
+                "transformers' resize_token_embeddings."
+            )
+    content = json.loads(backend.to_str())
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < rows]
+    return Backend.from_str(json.dumps(content))

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 from sansgpu.config import ConfigError, ModelConfig
 from sansgpu.config.wording import shown
 from sansgpu.files.reading import read_object
-from sansgpu.models.formats.folders import ADAPTER_CONFIG, DECODER_CLASSES, add_base, base_of, how_trained
+from sansgpu.models.formats.folders import (
+    ADAPTER_CONFIG,
+    DECODER_CLASSES,
+    add_base,
+    base_of,
+    how_trained,
+    validate_model_folder,
+)
 from sansgpu.models.huggingface.source import library_errors
 
 if TYPE_CHECKING:  # peft takes a second to import, and transformers takes seconds
@@ -33,6 +40,7 @@ _CHANGES_THE_BASE = ("corda", "loftq", "olora", "pissa")  # values of init_lora_
 
 def require_lora(folder: Path, loaded: PreTrainedModel) -> None:
     """Raises ConfigError if a folder's adapter is not LoRA or DoRA, or was trained for another class of model."""
+    validate_model_folder(folder)
     settings, name = read_object(folder / ADAPTER_CONFIG), type(loaded).__name__
     kind = settings.get("peft_type")
     if kind != "LORA":

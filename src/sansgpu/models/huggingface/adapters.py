@@ -1,4 +1,4 @@
-"""Adds, merges and saves adapters with peft."""
+"""Adds, loads and saves adapters with peft."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,26 +15,21 @@ from torch import nn
 from sansgpu.config import ConfigError, ModelConfig
 from sansgpu.config.wording import first_line, shown
 from sansgpu.models.formats.folders import adapter_folder, base_of, frozen_base, write_folder_atomically
-from sansgpu.models.formats.weights import StoredTensor, as_stored
 from sansgpu.models.huggingface.adapter_config import require_lora, stored_lora_config, write_adapter_config
+from sansgpu.models.huggingface.merging import adapted_layers, has_bias, merge_adapter, require_known_biases
 from sansgpu.models.huggingface.pretrained import (
     Head,
     configure_for_training,
     end_ids_of,
     is_inside,
     load_pretrained,
+    merges_adapter,
     plain_name,
     save_tokenizer,
     seeded,
     stored_dtype,
 )
-from sansgpu.models.quantized_layers import (
-    QuantizedLayer,
-    dequantize_layer,
-    dequantize_layers,
-    matrix_of,
-    restore_conv1d,
-)
+from sansgpu.models.quantized_layers import matrix_of
 
 if TYPE_CHECKING:  # functions import these when they need them, because that takes seconds
     from peft import LoraConfig
@@ -141,6 +135,8 @@ def add_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
     """Adds a trainable LoRA or DoRA adapter (arXiv 2106.09685, 2402.09353) to a model. A new head is trained, too."""
     from peft import get_peft_model  # imported here because it takes a second
 
+    if not merges_adapter(model):
+        _require_recordable_base(model)
     config, can_have_one = _lora_config(loaded, model), adaptable(loaded)
     try:
         with seeded(seed, "adapter"), warnings.catch_warnings():
@@ -155,7 +151,7 @@ def add_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
         raise ConfigError(
             f"model.lora_targets: {reason}; set it to {ALL_LINEAR}, or to some of {can_have_one}."
         ) from None
-    _require_mergeable(loaded, can_have_one)
+    _require_mergeable(loaded, model, can_have_one)
     return adapted
 
 
@@ -213,6 +209,9 @@ def _checking_keys(model: ModelConfig) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             warnings.filterwarnings("ignore", message="fan_in_fan_out")
+            warnings.filterwarnings(
+                "ignore", message=".*tie_word_embeddings|.*lora_bias"
+            )  # `merge_adapter` handles both
             warnings.filterwarnings("error", message="Found missing adapter keys")
             yield
     except ConfigError:
@@ -221,15 +220,25 @@ def _checking_keys(model: ModelConfig) -> Iterator[None]:
         raise _does_not_match(model, first_line(error)) from None
 
 
-def _require_mergeable(model: PreTrainedModel, can_have_one: str) -> None:
+def _require_recordable_base(model: ModelConfig) -> None:
+    """Raises ConfigError if the base of a new adapter is a model with another adapter merged in, which has no name."""
+    if model.adapter != "continue" and base_of(model) is not None:
+        raise ConfigError(
+            f"the new adapter cannot be saved alone, because it is trained on a base model with the adapter in "
+            f"{model.name_or_path} merged in; merge it, too (model.merge_adapter=true), or set model.adapter to "
+            "continue."
+        )
+
+
+def _require_mergeable(loaded: PreTrainedModel, model: ModelConfig, can_have_one: str) -> None:
     """Raises ConfigError if the adapter of a layer could not be merged into the layer's weight.
 
     The message lists `can_have_one`, the names of possible layers.
     """
-    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    tables = [loaded.get_input_embeddings(), loaded.get_output_embeddings()]
     bases = [getattr(table, "base_layer", table) for table in tables if table is not None]
     tied = len(bases) == 2 and len({id(matrix_of(base)) for base in bases}) == 1
-    for name, layer in _adapted_layers(model).items():
+    for name, layer in adapted_layers(loaded).items():
         base = layer.get_base_layer()
         if not hasattr(base, "weight"):
             raise ConfigError(
@@ -237,70 +246,20 @@ def _require_mergeable(model: PreTrainedModel, can_have_one: str) -> None:
                 f"cannot merge; set it to {ALL_LINEAR}, or to some of {can_have_one}."
             )
         if tied and any(base is table for table in bases):
+            if model.adapter == "continue":
+                raise ConfigError(
+                    f"{model.name_or_path} adapts {plain_name(name)}, which shares its weight with another layer, and "
+                    "sansgpu cannot train that; set model.adapter to lora, which merges it and trains a new adapter."
+                )
             raise ConfigError(
                 f"model.lora_targets: {plain_name(name)} shares its weight with another layer, which the adapter "
                 "would also change; remove the embedding and the output head from model.lora_targets."
             )
-
-
-def merge_adapter(adapted: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """Merges the adapter into the weights in fp32, rounds once to `dtype` and returns the plain model."""
-    for layer in _adapted_layers(adapted).values():  # one by one, because the model in fp32 may not fit into memory
-        weight, base = _merged_weight(layer).to(dtype), layer.get_base_layer()
-        if isinstance(base, QuantizedLayer):
-            dequantize_layer(base, nn.Parameter(weight, requires_grad=False))
-        base.weight.data = weight
-    plain: PreTrainedModel = adapted.unload()
-    dequantize_layers(plain, dtype)
-    for module in plain.modules():
-        if getattr(module, "transposed", False):
-            restore_conv1d(module)
-    plain.to(dtype)  # type: ignore[arg-type]
-    return plain
-
-
-def merged_tensors(adapted: Any) -> dict[str, StoredTensor]:
-    """Returns the tensors of a model with its adapter merged in. Weights with an adapter are merged when read."""
-    model = adapted.get_base_model()
-    found = {plain_name(name): as_stored(t) for name, t in model.state_dict().items() if "lora_" not in name}
-    layers = _adapted_layers(model)
-    for name, module in model.named_modules():
-        if name in layers:
-            base = layers[name].get_base_layer()
-            found[f"{name}.weight"] = _in_own_layout(base, partial(_merged_weight, layers[name]))
-        elif isinstance(module, QuantizedLayer) and not name.endswith(".base_layer"):
-            found[f"{name}.weight"] = _in_own_layout(module, module.dequantize)
-    return found
-
-
-def _in_own_layout(base: Any, read: Callable[[], torch.Tensor]) -> StoredTensor:
-    """Returns the weight of a layer, which `read` gives as (outputs, inputs) if quantized, in transformers' layout."""
-    if not isinstance(base, QuantizedLayer):
-        return StoredTensor(tuple(base.weight.shape), read)
-    outputs, inputs = base.blocks.outputs, base.blocks.inputs
-    if getattr(base, "transposed", False):
-        return StoredTensor((inputs, outputs), lambda: read().T)
-    return StoredTensor((outputs, inputs), read)
-
-
-def _adapted_layers(model: Any) -> dict[str, Any]:
-    """Returns the layers that have an adapter, by name."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}
-
-
-@torch.no_grad()
-def _merged_weight(layer: Any) -> torch.Tensor:
-    """Returns the fp32 weight of a layer with its adapter merged in, without changing the layer."""
-    base = layer.get_base_layer()
-    before: nn.Parameter | None = base.weight
-    base.weight = nn.Parameter(base.dequantize() if before is None else before.float(), requires_grad=False)
-    layer.merge(safe_merge=True)
-    merged: torch.Tensor = base.weight.detach()
-    base.weight = before
-    layer.merged_adapters.clear()
-    return merged
+        if has_bias(layer) and base.bias is None and merges_adapter(model):
+            raise ConfigError(
+                f"{model.name_or_path} has a bias (lora_bias) for {plain_name(name)}, which has none, so it cannot be "
+                "merged; set model.merge_adapter=false."
+            )
 
 
 def load_model(model: ModelConfig, head: Head, seed: int, frozen: bool = False) -> PreTrainedModel:
@@ -309,7 +268,10 @@ def load_model(model: ModelConfig, head: Head, seed: int, frozen: bool = False) 
     if base is None:
         return load_pretrained(model, head, seed, frozen)
     if model.adapter != "continue":
-        return _load_merged(model, base, head, seed)
+        merged = _load_merged(model, base, head, seed)
+        if not frozen:
+            require_known_biases(merged.state_dict(), model, head)
+        return merged
     return load_pretrained(frozen_base(model), head, seed)
 
 
@@ -336,7 +298,9 @@ def _load_merged(model: ModelConfig, base: ModelConfig, head: Head, seed: int) -
     with _checking_keys(model):
         adapted = PeftModel.from_pretrained(loaded, str(folder))
         dtype = torch.float32 if model.adapter == "none" else stored_dtype(model)
-        return configure_for_training(merge_adapter(adapted, dtype), model)
+        merged = merge_adapter(adapted, dtype)
+    merged.requires_grad_(True)  # peft has frozen it
+    return configure_for_training(merged, model)
 
 
 def save_adapter(
@@ -346,6 +310,8 @@ def save_adapter(
 
     `model` is the configuration with which it was trained. `write_more` can add files to the folder.
     """
+
+    _require_recordable_base(model)
 
     def write(partial: Path) -> None:
         for config in adapted.peft_config.values():

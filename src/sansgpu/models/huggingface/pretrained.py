@@ -16,12 +16,14 @@ from sansgpu.config import SIMPLE_TEMPLATE, ConfigError, ModelConfig, derive_see
 from sansgpu.config.paths import local_path
 from sansgpu.config.plain_data import read_text
 from sansgpu.config.wording import shown
+from sansgpu.files.reading import read_object
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_flaw
-from sansgpu.models.formats.folders import adapter_folder, base_of, write_folder_atomically
-from sansgpu.models.formats.tokenizers import TokenizerParts
+from sansgpu.models.formats.folders import adapter_folder, base_of, gguf_parts, write_folder_atomically
+from sansgpu.models.formats.tokenizers import TokenizerParts, with_rows
 from sansgpu.models.formats.weights import BasePrecision, StoredTensor, fill, placeholders, random_weights
 from sansgpu.models.generation.answer_end import EndTokens, end_tokens, stop_strings, token_ids
+from sansgpu.models.huggingface.older_versions import complete_config, complete_tokenizer_config
 from sansgpu.models.huggingface.probes import sees_later_tokens
 from sansgpu.models.huggingface.source import (
     base_precision,
@@ -108,6 +110,13 @@ def load_tokenizer_of(model: ModelConfig, chat_template: str | None = None) -> A
         tokenizer.chat_template = read_text(path)
         if not tokenizer.chat_template.strip():
             raise ConfigError(f"{path} is empty; set data.chat_template to a file with a Jinja template, or to simple.")
+    if (rows := _embedding_rows(base_of(model) or model)) is not None:
+        roles = (getattr(tokenizer, role) for role in tokenizer.SPECIAL_TOKENS_ATTRIBUTES)
+        used = {*roles, *map(str, tokenizer.extra_special_tokens)}
+        template = str(tokenizer.chat_template)
+        tokenizer._tokenizer = with_rows(
+            tokenizer.backend_tokenizer, rows, str(model.name_or_path), lambda token: token in used or token in template
+        )
     return tokenizer
 
 
@@ -115,6 +124,18 @@ def end_ids_of(model: PreTrainedModel) -> list[int] | None:
     """Returns the tokens that end a text by a model's own settings; None if it does not generate text."""
     settings: Any = getattr(model, "generation_config", None)
     return None if settings is None else token_ids(settings.eos_token_id)
+
+
+def _embedding_rows(model: ModelConfig) -> int | None:
+    """Returns the number of rows of a model's embedding, or None if its config does not say it."""
+    if (file := gguf_file_of(model)) is not None:
+        return int(file.settings["vocab_size"])
+    if (path := model_file(model, "config.json")) is None:
+        return None
+    settings = read_object(path)
+    text = settings.get("text_config")
+    rows = (text if isinstance(text, dict) else settings).get("vocab_size")
+    return rows if isinstance(rows, int) else None
 
 
 def tokenizer_parts(tokenizer: Any, known_ends: Sequence[int] | None = None) -> TokenizerParts:
@@ -282,7 +303,7 @@ def weights_fingerprint(model: ModelConfig) -> str:
     """Returns a fingerprint of a run's initial weights, which reveals on resume that they have changed."""
     folder = adapter_folder(model) or local_path(str(model.name_or_path))
     if folder.is_file():
-        return file_sha256(folder)[:16]
+        return "-".join(file_sha256(part)[:16] for part in gguf_parts(folder))
     if not folder.is_dir():
         return str(getattr(pretrained_config(model), "_commit_hash", None) or model.revision or "main")
     files = sorted(path for pattern in WEIGHT_FILES for path in folder.glob(pattern))
@@ -323,6 +344,7 @@ def save_pretrained(
         if known_ends is not None:
             _set_end_tokens(model, end_tokens(tokenizer, known_ends))
         model.save_pretrained(partial)
+        complete_config(partial)
         save_tokenizer(tokenizer, partial, known_ends)
         write_more(partial)
 
@@ -345,13 +367,13 @@ def save_tokenizer(tokenizer: Any, folder: Path, known_ends: Sequence[int] | Non
     """
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
+    own = tokenizer.eos_token
     eos = tokenizer.eos_token_id if known_ends is None else end_tokens(tokenizer, known_ends).eos
-    if eos == tokenizer.eos_token_id:
-        tokenizer.save_pretrained(folder)
-        return
-    own, tokenizer.eos_token = tokenizer.eos_token, tokenizer.convert_ids_to_tokens(eos)
+    if eos != tokenizer.eos_token_id:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(eos)
     try:
         tokenizer.save_pretrained(folder)
+        complete_tokenizer_config(tokenizer, folder)
     finally:
         tokenizer.eos_token = own
 

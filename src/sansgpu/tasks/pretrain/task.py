@@ -40,9 +40,9 @@ from sansgpu.models.formats.decoder_folder import (
     load_gguf_decoder,
 )
 from sansgpu.models.formats.decoder_weights import hugging_face_config, to_hugging_face
-from sansgpu.models.formats.folders import is_adapter_folder
+from sansgpu.models.formats.folders import base_of, is_adapter_folder
 from sansgpu.models.formats.gguf_source import is_gguf, open_gguf
-from sansgpu.models.formats.tokenizers import TokenizerParts
+from sansgpu.models.formats.tokenizers import TokenizerParts, with_rows
 from sansgpu.models.formats.weights import set_weights
 from sansgpu.models.generation.answer_end import end_tokens, stop_strings, token_ids
 from sansgpu.models.generation.generate import BatchModel, decoder_batch, generate
@@ -207,11 +207,15 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
             assert source.tokenizer is not None
             decoder = TransformerLM(config.model, seed=None)
             set_weights(decoder, source.snapshot.weights(), source.snapshot.folder, assign=True)
-            return PretrainObjective(config, decoder), load_tokenizer(source.tokenizer), config
+            return (
+                PretrainObjective(config, decoder),
+                _with_rows(load_tokenizer(source.tokenizer), decoder, source),
+                config,
+            )
         if is_gguf(source.target):
             file = open_gguf(path)
             model: Any = load_gguf_decoder(file) or HuggingFaceLM(str(path))
-            tokenizer, ends = _gguf_tokenizer(file), token_ids(file.settings["eos_token_id"])
+            tokenizer, ends = _with_rows(_gguf_tokenizer(file), model, source), token_ids(file.settings["eos_token_id"])
             _add_ends(tokenizer, ModelConfig(name_or_path=str(path)), ends, file.has_chat_template)
             return PretrainObjective(config, model), tokenizer, config
         name: str | Path = source.target
@@ -224,12 +228,12 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
             name, model = path, load_decoder(path)
         elif not path.is_dir() and _is_path(source.target):
             raise ConfigError(f"{source.target} does not exist; pass a run folder or a Hugging Face model.")
-        tokenizer = load_tokenizer_of_model(name, source.remote_code)
+        tokenizer = load_tokenizer_of_model(_with_tokenizer(name), source.remote_code)
         if model is not None:
             named = ModelConfig(name_or_path=str(path), trust_remote_code=source.remote_code)
             _add_ends(tokenizer, named, *_ends_in(path))
         model = model or HuggingFaceLM(str(name), source.remote_code)
-        return PretrainObjective(config, model), tokenizer, config
+        return PretrainObjective(config, model), _with_rows(tokenizer, model, source), config
 
     @classmethod
     def evaluation_batch(cls, config: Config) -> int:
@@ -316,6 +320,23 @@ def _context_of(model: TransformerLM | HuggingFaceLM) -> int:
     if isinstance(model, TransformerLM):
         return model.config.max_seq_len
     return model.context or UNBOUNDED_CONTEXT
+
+
+def _with_tokenizer(name: str | Path) -> str | Path:
+    """Returns the base model of an adapter without a tokenizer, which peft does not save, or else `name`."""
+    folder = local_path(name)
+    if is_adapter_folder(folder) and not (folder / "tokenizer.json").exists():
+        base = base_of(ModelConfig(name_or_path=str(name)))
+        return name if base is None else str(base.name_or_path)
+    return name
+
+
+def _with_rows(tokenizer: Tokenizer, model: TransformerLM | HuggingFaceLM, source: ModelSource) -> Tokenizer:
+    """Returns a tokenizer whose tokens all have a row in the model's embedding. Raises ConfigError if one has none."""
+    rows = model.rows if isinstance(model, HuggingFaceLM) else model.config.vocab_size
+    assert rows is not None
+    tokenizer.backend = with_rows(tokenizer.backend, rows, source.target, lambda token: token == tokenizer.end_of_text)
+    return tokenizer
 
 
 def _gguf_tokenizer(file: GGUFFile) -> Tokenizer:
