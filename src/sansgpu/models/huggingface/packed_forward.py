@@ -28,6 +28,7 @@ from sansgpu.models.huggingface.probes import (
     has_causal_attention,
     head_is_plain,
     packs_well,
+    position_offset,
 )
 from sansgpu.models.huggingface.relative_attention import has_relative_attention
 from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
@@ -58,7 +59,7 @@ class UnpaddedModel:
         self._has_convolutions = set(_layer_types(self._text)) == {FULL, CONVOLUTION}
         known = self._window is not None or self._has_convolutions or not _has_windows(self._text)
         self._by_ranges = known and (model.config._attn_implementation == NAME or has_relative_attention(model))
-        self.position_offset = _position_offset(model)
+        self.position_offset = position_offset(model)
         self.softcap = getattr(self._text, "final_logit_softcapping", None) or 0.0
         with reading(model), torch.no_grad(), autocast_of(model):
             unscaled = min(longest, self._rotary.unscaled or longest)
@@ -133,7 +134,7 @@ class UnpaddedModel:
     ) -> dict[str, torch.Tensor]:
         """Returns the model's keyword arguments for one padded row per example."""
         mask = _pad(torch.ones_like(tokens), lengths)
-        inputs = {"input_ids": _pad(tokens, lengths, int(self._text.pad_token_id or 0)), "attention_mask": mask}
+        inputs = {"input_ids": _pad(tokens, lengths, int(getattr(self._text, "pad_token_id", None) or 0)), "attention_mask": mask}
         if types is not None:
             inputs["token_type_ids"] = _pad(types, lengths)
         return inputs
@@ -360,8 +361,3 @@ def _encoder_window(config: Any) -> int | None:
     types = set(_layer_types(config))
     return getattr(config, "sliding_window", None) if types <= {FULL, SLIDING} and SLIDING in types else None
 
-
-def _position_offset(model: PreTrainedModel) -> int:
-    """Returns the position id of the first token, which is the padding id plus one in RoBERTa and its relatives."""
-    modules: Iterator[Any] = (m for m in model.modules() if hasattr(m, "create_position_ids_from_inputs_embeds"))
-    return next((int(module.padding_idx) + 1 for module in modules), 0)

@@ -20,6 +20,7 @@ from sansgpu.models.huggingface.attention_interface import (
     attention_forward,
     projected_heads,
     use_our_attention,
+    uses_our_attention,
 )
 from sansgpu.models.huggingface.fused_layers import (
     AttentionPart,
@@ -31,9 +32,11 @@ from sansgpu.models.huggingface.fused_layers import (
     fuse_layers,
     random_tensor,
     replaced_parts,
+    tried,
     with_forward,
 )
-from sansgpu.models.huggingface.relative_attention import fuse_relative_attention
+from sansgpu.models.huggingface.patch_trial import Patch, apply_patches
+from sansgpu.models.huggingface.relative_attention import fuse_relative_attention, has_relative_attention
 from sansgpu.models.huggingface.rotary_attention import fuse_rotary_attention
 from sansgpu.models.huggingface.short_convolution import pack_convolutions
 
@@ -172,7 +175,7 @@ def fuse_encoder_layers(model: nn.Module) -> None:
     ]
     for recognizes, mixin in replaced:  # submodules before the blocks that contain them
         for module in modules:
-            if recognizes(module):
+            if tried(recognizes, module):
                 module.__class__ = with_forward(mixin, type(module))
 
 
@@ -298,12 +301,28 @@ def patch_layers(model: nn.Module) -> None:
 
 
 def patch_model(model: PreTrainedModel) -> list[str]:
-    """Makes a model use our kernels, in place; returns descriptions of the parts that do not."""
-    unpatched = [] if use_our_attention(model) or fuse_relative_attention(model) else ["attention"]
-    patch_layers(model)
-    fuse_layers(model)
-    fuse_rotary_attention(model)
-    pack_convolutions(model)
-    fuse_encoder_layers(model)
+    """Makes a model use our kernels where it still computes the same, in place; returns the parts that do not."""
+    rejected = apply_patches(model, _PATCHES)
+    unpatched = [name for name, patch in _NOTABLE.items() if patch in rejected]
+    if not (uses_our_attention(model) or has_relative_attention(model)) and ATTENTION not in unpatched:
+        unpatched.insert(0, ATTENTION)
     others = {type(m).__name__: None for m in model.modules() if type(m).__name__ == "Conv1D"}
     return unpatched + [f"layers of type {name}" for name in others]
+
+
+def _patch_attention(model: PreTrainedModel) -> None:
+    if not use_our_attention(model):
+        fuse_relative_attention(model)
+
+
+ATTENTION, LAYERS = "attention", "linear layers"
+_NOTABLE: dict[str, Patch] = {ATTENTION: _patch_attention, LAYERS: patch_layers}
+# In this order, because later patches recognize layers that earlier ones have changed.
+_PATCHES: tuple[Patch, ...] = (
+    _patch_attention,
+    patch_layers,
+    fuse_layers,
+    fuse_rotary_attention,
+    pack_convolutions,
+    fuse_encoder_layers,
+)

@@ -1,0 +1,120 @@
+"""Applies patches to a transformers model, except for those that change its outputs or raise an error.
+
+B batch, T time, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from sansgpu.kernels.linear import MIN_ROWS
+from sansgpu.models.generation.sampling import reading
+from sansgpu.models.huggingface.probes import PROBE_LONG, autocast_of, first_blocks_of, matrix_dtype, position_offset
+
+TRIAL_FLOPS = 2e11  # about a second; if a pass would take more, only the first blocks are tried
+TOLERANCE = 1e-3  # relative to the largest output
+# The same in bf16 and for quantized weights, but of the mean square, because rounding may send a token to other experts.
+NARROW_TOLERANCE = 0.1
+
+Patch = Callable[[PreTrainedModel], object]  # changes a model in place
+
+
+def apply_patches(model: PreTrainedModel, patches: Sequence[Patch]) -> list[Patch]:
+    """Applies those patches, in order, with which a model still computes the same; returns the others.
+
+    On the meta device, where nothing can be computed, only patches that raise an error are left out.
+    """
+    trial = _Trial(model)
+    if not trial.runs:
+        return list(patches)
+    if trial.succeeds(patches):
+        return []
+    return [patch for patch in patches if not trial.succeeds([patch])]
+
+
+class _Trial:
+    """The outputs of a model before it is patched."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self._is_meta = model, any(parameter.is_meta for parameter in model.parameters())
+        self.runs = self._is_meta
+        if self._is_meta:
+            return
+        for whole in (False, True):  # some models do not run with fewer blocks
+            self._whole = whole
+            try:
+                self._expected, self.runs = self._outputs(), True
+                return
+            except Exception:  # anything that the code of a model may raise
+                self.runs = False
+
+    def succeeds(self, patches: Sequence[Patch]) -> bool:
+        """Applies patches, and undoes them again if the outputs differ or there is an error."""
+        before = _State(self._model)
+        try:
+            for patch in patches:
+                patch(self._model)
+            if self._is_meta or self._agrees(self._outputs()):
+                return True
+        except Exception:  # anything that a patched layer may raise
+            pass
+        before.restore()
+        return False
+
+    def _agrees(self, outputs: torch.Tensor) -> bool:
+        if outputs.shape != self._expected.shape:
+            return False
+        found, expected = (part.double().nan_to_num() for part in (outputs, self._expected))
+        if matrix_dtype(self._model) == torch.float32:
+            return bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max())
+        return bool((found - expected).norm() <= NARROW_TOLERANCE * expected.norm())
+
+    def _outputs(self) -> torch.Tensor:
+        """Returns the outputs for two examples of different lengths: (N, D)."""
+        model, device = self._model, self._model.device
+        longest = _longest(model)
+        mask = torch.ones(max(2, -(-MIN_ROWS // longest)), longest, dtype=torch.long, device=device)
+        mask[1, longest // 2 + 1 :] = 0
+        ids = torch.arange(mask.numel(), device=device).view_as(mask) * 7 % model.config.get_text_config().vocab_size
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        with self._blocks(mask.numel()), reading(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # some models draw random numbers even for inference
+            with autocast_of(model):
+                try:
+                    output: Any = model.base_model(**inputs)[0]
+                except Exception:  # e.g. an encoder with a decoder, whose inputs only the head's code makes
+                    output = model(**inputs)[0]
+        return output[mask.bool()] if output.shape[:2] == mask.shape else output  # type: ignore[no-any-return]
+
+    def _blocks(self, tokens: int) -> AbstractContextManager[None]:
+        """Context in which a large model consists of its first blocks."""
+        flops = 2.0 * tokens * sum(p.numel() for p in self._model.base_model.parameters())
+        return nullcontext() if self._whole or flops < TRIAL_FLOPS else first_blocks_of(self._model)
+
+
+def _longest(model: PreTrainedModel) -> int:
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
+    return min(PROBE_LONG, positions - position_offset(model)) if positions > 0 else PROBE_LONG
+
+
+class _State:
+    """The classes and attributes of all parts of a model, to undo patches."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._modules: list[tuple[Any, type, dict[str, Any]]] = [(m, type(m), dict(vars(m))) for m in model.modules()]
+        configs = {id(config): config for m in model.modules() if (config := getattr(m, "config", None)) is not None}
+        self._configs: list[tuple[Any, dict[str, Any]]] = [(config, dict(vars(config))) for config in configs.values()]
+
+    def restore(self) -> None:
+        for module, original, attributes in self._modules:
+            module.__class__ = original
+            vars(module).clear()
+            vars(module).update(attributes)
+        for config, attributes in self._configs:
+            vars(config).clear()
+            vars(config).update(attributes)
