@@ -59,7 +59,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "longcat_flash": {"expert_ffn_hidden_size": 48, "zero_expert_num": 2},
+    "longcat_flash": {"head_dim": 16, "expert_ffn_hidden_size": 48, "zero_expert_num": 2},
     "luke": {"entity_vocab_size": 64},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "ministral": {"head_dim": 16},
@@ -108,6 +108,8 @@ def tiny_config(model_type: str) -> transformers.PreTrainedConfig:
 def _tiny(settings: dict[str, Any], model_type: str) -> dict[str, Any]:
     """Returns those settings that a tiny model changes, also of the configurations inside of it."""
     changed = {**dict(_sizes(settings)), **CHANGES.get(model_type, {})}
+    if "kv_lora_rank" in settings:  # with latent attention, keys and values have as many heads as queries
+        changed["num_key_value_heads"] = changed.get("num_attention_heads")
     inner = {key: value for key, value in settings.items() if isinstance(value, dict) and "model_type" in value}
     for value in inner.values():
         value.pop("per_layer_config", None)

@@ -64,11 +64,11 @@ def narrowed_matrices(model: nn.Module) -> Iterator[None]:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Returns the repeated blocks of a model in order, which are its longest ModuleList with parameters."""
+    """Returns the repeated blocks of a model in order, which are its ModuleList with the most parameters."""
     lists: list[Any] = [
         m for m in model.modules() if isinstance(m, nn.ModuleList) and any(True for _ in m.parameters())
     ]
-    return list(max(lists, key=len, default=[]))
+    return list(max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=[]))
 
 
 def set_matmul_precision(model: nn.Module, precision: str) -> None:

@@ -25,6 +25,7 @@ from sansgpu.models.huggingface.attention_interface import NAME, KeyRanges, Pack
 from sansgpu.models.huggingface.probes import (
     PROBE_LONGEST,
     autocast_of,
+    body_of,
     has_causal_attention,
     head_is_plain,
     packs_well,
@@ -176,7 +177,7 @@ class UnpaddedModel:
     def before_head(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Returns the same as `head_inputs`, but from the model's keyword arguments and as (B, T, ...)."""
         if self.head is not None:
-            states: torch.Tensor = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+            states: torch.Tensor = body_of(self.model)(**inputs, use_cache=False).last_hidden_state
             return states
         logits: torch.Tensor = self.model(**inputs, use_cache=False).logits
         return logits
@@ -230,7 +231,7 @@ class UnpaddedModel:
             plain: torch.Tensor = self.model(**padded).logits
             return plain
         packed, _ = self._inputs(tokens, lengths, types)
-        base: Any = self.model.base_model
+        base: Any = body_of(self.model)
 
         def pack(module: nn.Module, args: Any, kwargs: Any) -> Any:
             return (), {**kwargs, "attention_mask": None, **packed}
@@ -251,7 +252,7 @@ class UnpaddedModel:
 
     def hidden_states(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Returns the final hidden states of the base model: (N, D)."""
-        return self._by_token(lambda inputs: self.model.base_model(**inputs).last_hidden_state, tokens, lengths)
+        return self._by_token(lambda inputs: body_of(self.model)(**inputs).last_hidden_state, tokens, lengths)
 
     def masked_lm_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
         """Returns the logits of a masked LM at the M tokens where `masked` (N,) is True: (M, V)."""
@@ -291,7 +292,7 @@ class UnpaddedModel:
 
 def logits_of(model: PreTrainedModel, chosen: Flat, **inputs: Any) -> torch.Tensor:
     """Computes only the logits (n, V) of n tokens, whose final hidden states `chosen` gathers from (B, T, D)."""
-    base: Any = model.base_model
+    base: Any = body_of(model)
 
     def select(module: nn.Module, args: Any, output: Any) -> Any:
         output.last_hidden_state = chosen(output.last_hidden_state)[None]

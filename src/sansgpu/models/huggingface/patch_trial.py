@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from sansgpu.kernels.linear import MIN_ROWS
 from sansgpu.models.generation.sampling import reading
-from sansgpu.models.huggingface.probes import PROBE_LONG, autocast_of, first_blocks_of, matrix_dtype, position_offset
+from sansgpu.models.huggingface.probes import PROBE_LONG, autocast_of, body_of, first_blocks_of, matrix_dtype, position_offset
 
 TRIAL_FLOPS = 2e11  # about a second; if a pass would take more, only the first blocks are tried
 TOLERANCE = 1e-3  # relative to the largest output
@@ -45,9 +46,8 @@ class _Trial:
         self.runs = self._is_meta
         if self._is_meta:
             return
-        for whole in (False, True):  # some models do not run with fewer blocks
-            self._whole = whole
-            try:
+        for self._differentiated, self._whole in product((True, False), (False, True)):
+            try:  # some models do not run with fewer blocks
                 self._expected, self.runs = self._outputs(), True
                 return
             except Exception:  # anything that the code of a model may raise
@@ -66,34 +66,46 @@ class _Trial:
         before.restore()
         return False
 
-    def _agrees(self, outputs: torch.Tensor) -> bool:
-        if outputs.shape != self._expected.shape:
-            return False
-        found, expected = (part.double().nan_to_num() for part in (outputs, self._expected))
+    def _agrees(self, outputs: list[torch.Tensor]) -> bool:
+        both = zip(outputs, self._expected, strict=True)
+        return all(found.shape == expected.shape and self._close(found, expected) for found, expected in both)
+
+    def _close(self, found: torch.Tensor, expected: torch.Tensor) -> bool:
+        found, expected = found.double().nan_to_num(), expected.double().nan_to_num()
         if matrix_dtype(self._model) == torch.float32:
             return bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max())
         return bool((found - expected).norm() <= NARROW_TOLERANCE * expected.norm())
 
-    def _outputs(self) -> torch.Tensor:
-        """Returns the outputs for two examples of different lengths: (N, D)."""
+    def _outputs(self) -> list[torch.Tensor]:
+        """Returns the outputs for examples of different lengths, and the gradients of all biases and norms."""
         model, device = self._model, self._model.device
         longest = _longest(model)
         mask = torch.ones(max(2, -(-MIN_ROWS // longest)), longest, dtype=torch.long, device=device)
         mask[1, longest // 2 + 1 :] = 0
         ids = torch.arange(mask.numel(), device=device).view_as(mask) * 7 % model.config.get_text_config().vocab_size
         inputs = {"input_ids": ids, "attention_mask": mask}
-        with self._blocks(mask.numel()), reading(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with self._blocks(mask.numel()), reading(model), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # some models draw random numbers even for inference
-            with autocast_of(model):
+            with torch.set_grad_enabled(self._differentiated), autocast_of(model):
                 try:
-                    output: Any = model.base_model(**inputs)[0]
+                    output: Any = body_of(model)(**inputs)[0]
                 except Exception:  # e.g. an encoder with a decoder, whose inputs only the head's code makes
                     output = model(**inputs)[0]
-        return output[mask.bool()] if output.shape[:2] == mask.shape else output  # type: ignore[no-any-return]
+            output = output[mask.bool()] if output.shape[:2] == mask.shape else output
+            return [output.detach(), *self._gradients(output)]
+
+    def _gradients(self, output: torch.Tensor) -> list[torch.Tensor]:
+        small = [p for p in self._model.parameters() if p.ndim < 2 and p.requires_grad]
+        if not (small and output.requires_grad):
+            return []
+        weights = torch.arange(output.numel(), device=output.device).view_as(output).sin()
+        found = torch.autograd.grad((output.float() * weights).sum(), small, allow_unused=True)
+        given = zip(found, small, strict=True)
+        return [torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten() for g, p in given])]
 
     def _blocks(self, tokens: int) -> AbstractContextManager[None]:
         """Context in which a large model consists of its first blocks."""
-        flops = 2.0 * tokens * sum(p.numel() for p in self._model.base_model.parameters())
+        flops = 2.0 * tokens * sum(p.numel() for p in body_of(self._model).parameters())
         return nullcontext() if self._whole or flops < TRIAL_FLOPS else first_blocks_of(self._model)
 
 

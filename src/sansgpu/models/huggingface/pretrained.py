@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import cycle, islice
 from math import inf
@@ -21,7 +21,7 @@ from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_flaw
 from sansgpu.models.formats.folders import adapter_folder, base_of, write_folder_atomically
 from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.formats.weights import BasePrecision, StoredTensor, fill, placeholders, random_weights
-from sansgpu.models.huggingface.probes import sees_later_tokens
+from sansgpu.models.huggingface.probes import autocast_of, sees_later_tokens
 from sansgpu.models.huggingface.source import (
     base_precision,
     gguf_file_of,
@@ -33,6 +33,7 @@ from sansgpu.models.huggingface.source import (
     source_of,
     stored_weights,
 )
+from sansgpu.models.modules import blocks_of
 
 if TYPE_CHECKING:  # transformers takes seconds to import, so functions import it when they need it
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -202,10 +203,22 @@ def _load_one_by_one(
 
 
 def random_model(model: ModelConfig, head: Head, layers: int | None = None) -> PreTrainedModel:
-    """Builds a model with random weights, optionally with a different number of layers, to time its training steps."""
-    config = pretrained_config(model)
-    if layers is not None:
-        config = with_layers(config, layers)
+    """Builds a model with random weights to time its training steps.
+
+    It has `layers` blocks if they are given. If it does not run with so few, it has one more, or else all.
+    """
+    for config in () if layers is None else shortened_configs(model, head, layers):
+        try:
+            shorter = _random_model(model, head, config)
+            with torch.no_grad(), autocast_of(shorter):
+                shorter(input_ids=torch.ones(1, 2, dtype=torch.long))
+            return shorter
+        except Exception:  # anything that the code of a model with an unusual number of blocks may raise
+            continue
+    return _random_model(model, head, pretrained_config(model))
+
+
+def _random_model(model: ModelConfig, head: Head, config: PreTrainedConfig) -> PreTrainedModel:
     if (precision := base_precision(model)) is None:
         return configure_for_training(_from_config(model, head, config), model)
     from_file = stored_weights(model) if precision == "file" else {}
@@ -232,11 +245,27 @@ def _from_config(model: ModelConfig, head: Head, config: PreTrainedConfig, devic
     return built
 
 
+def shortened_configs(model: ModelConfig, head: Head, layers: int) -> Iterator[PreTrainedConfig]:
+    """Yields the configs of a model with `layers` blocks and with one more, unless no such model can be built.
+
+    RWKV needs two blocks, for instance, and the later blocks of Gemma 4 use the keys and values of earlier ones.
+    """
+    for count in (layers, layers + 1):
+        try:
+            config = with_layers(pretrained_config(model), count)
+            fits = len(blocks_of(_from_config(model, head, config, "meta"))) == count
+        except Exception:  # anything that the code of a model with an unusual number of blocks may raise
+            continue
+        if fits:
+            yield config
+
+
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """Sets the number of blocks of a config, in place; returns it."""
+    """Sets the number of blocks of a config and the lengths of its lists with a value per block, in place."""
     text = config.get_text_config()
-    if types := getattr(text, "layer_types", None):
-        text.layer_types = list(islice(cycle(types), layers))  # `layers` may be more than the original has
+    for key, values in list(vars(text).items()):
+        if isinstance(values, (list, tuple)) and len(values) == text.num_hidden_layers and values:
+            setattr(text, key, list(islice(cycle(values), layers)))
     text.num_hidden_layers = layers
     return config
 

@@ -56,7 +56,7 @@ def packs_well(unpadded: PackingModel, longest: int) -> bool:
     outputs: list[Output] = [lambda tokens, lengths: unpadded.hidden_states(tokens, lengths).float()]
     if type(model).__name__.endswith("ForSequenceClassification"):
         outputs.append(lambda tokens, lengths: unpadded.sequence_logits(tokens, lengths, None))
-    flops = 4.0 * sum(lengths) * sum(p.numel() for p in model.base_model.parameters())
+    flops = 4.0 * sum(lengths) * sum(p.numel() for p in body_of(model).parameters())
     with first_blocks_of(model) if flops > PROBE_FLOPS else nullcontext():
         return all(_packs_equally(unpadded, output, tokens, lengths) for output in outputs)
 
@@ -134,6 +134,17 @@ def first_blocks_of(model: PreTrainedModel) -> Iterator[None]:
         setattr(parent, name, block_list)
 
 
+def body_of(model: PreTrainedModel) -> Any:
+    """Returns the part of a model before its head, which computes the final hidden states."""
+    from transformers import PreTrainedModel
+
+    base = model.base_model
+    if base is not model or model.get_output_embeddings() is None:
+        return base
+    inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    return inner[0] if len(inner) == 1 else base  # Llama 4's class has the wrong name for its body
+
+
 def position_offset(model: PreTrainedModel) -> int:
     """Returns the position id of the first token, which is the padding id plus one in RoBERTa and its relatives."""
     modules: Iterator[Any] = (m for m in model.modules() if hasattr(m, "create_position_ids_from_inputs_embeds"))
@@ -188,7 +199,10 @@ def head_is_plain(model: PreTrainedModel, softcap: float) -> bool:
     if type(head) not in (nn.Linear, Linear, QuantizedLinear) or head.bias is not None:
         return False
     probe = torch.arange(4)[None] % head.out_features
-    logits = head(model.base_model(probe).last_hidden_state)
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
-    return torch.allclose(logits, model(probe).logits, rtol=1e-4, atol=1e-5)
+    try:
+        logits = head(body_of(model)(probe).last_hidden_state)
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        return torch.allclose(logits, model(probe).logits, rtol=1e-4, atol=1e-5)
+    except Exception:  # anything that the code of a model may raise
+        return False
