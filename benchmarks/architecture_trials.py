@@ -9,7 +9,6 @@ python -m benchmarks.architecture_trials [ARCHITECTURE ...] [--heads causal mask
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import multiprocessing
 import os
@@ -108,10 +107,9 @@ class _Reference:
         """Raises NotTinyError if transformers itself cannot load the model or run it."""
         import transformers
 
-        self.head = head
+        self.head, self._folder, self._class = head, folder, getattr(transformers, AUTO_CLASSES[head])
         try:
-            self.model = getattr(transformers, AUTO_CLASSES[head]).from_pretrained(folder, dtype=torch.float32).train()
-            self.model.config.use_cache = self.model.config.get_text_config().use_cache = False
+            self.model = self._load()
             vocabulary = int(self.model.config.get_text_config().vocab_size)
             self.tokens = 5 + torch.arange(sum(LENGTHS)) * 7 % (vocabulary - 5)
             found = [self._outputs(self.model(input_ids=ids[None]))[0] for ids in self.tokens.split(LENGTHS)]
@@ -119,6 +117,11 @@ class _Reference:
             self.gradients = _gradients(self.model, self.outputs)
         except Exception as error:
             raise NotTinyError(f"transformers itself fails: {type(error).__name__}: {str(error)[:200]}") from error
+
+    def _load(self) -> Any:
+        model = self._class.from_pretrained(self._folder, dtype=torch.float32).train()
+        model.config.use_cache = model.config.get_text_config().use_cache = False
+        return model
 
     def _outputs(self, output: Any) -> torch.Tensor:
         if self.head == "qa":
@@ -131,7 +134,7 @@ class _Reference:
         from sansgpu.models.huggingface.packed_forward import UnpaddedModel
         from sansgpu.models.huggingface.patches import patch_model
 
-        ours = copy.deepcopy(self.model)
+        ours = self._load()
         patch_model(ours)
         unpadded = UnpaddedModel(ours, True)
         found, expected = self._found(unpadded), (self.outputs, self.gradients)

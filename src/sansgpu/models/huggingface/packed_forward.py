@@ -339,11 +339,19 @@ def _layer_types(config: Any) -> list[str]:
     return list(getattr(config, "layer_types", None) or ())
 
 
+def _setting(config: Any, name: str) -> Any:
+    """Returns a value in a config; None if it has none, or if its layers have different ones."""
+    try:
+        return getattr(config, name, None)
+    except ValueError:  # transformers' AmbiguousGlobalPerLayerAttributeError
+        return None
+
+
 def _causal_window(config: Any) -> int | None:
     """Returns how many tokens a decoder's windowed layers attend to; None if unknown or without windows."""
     types = set(_layer_types(config))
-    has_windows = SLIDING in types if types else not getattr(config, "attention_chunk_size", None)
-    return getattr(config, "sliding_window", None) or None if has_windows and types <= {FULL, SLIDING} else None
+    has_windows = SLIDING in types if types else not _setting(config, "attention_chunk_size")
+    return _setting(config, "sliding_window") or None if has_windows and types <= {FULL, SLIDING} else None
 
 
 def _has_windows(config: Any) -> bool:
@@ -351,7 +359,7 @@ def _has_windows(config: Any) -> bool:
     types = _layer_types(config)
     if types:
         return any(layer_type != FULL for layer_type in types)
-    return any(getattr(config, name, None) for name in ("sliding_window", "local_attention", "attention_chunk_size"))
+    return any(_setting(config, name) for name in ("sliding_window", "local_attention", "attention_chunk_size"))
 
 
 def _encoder_window(config: Any) -> int | None:
@@ -360,5 +368,5 @@ def _encoder_window(config: Any) -> int | None:
     The window is that of transformers' `create_bidirectional_sliding_window_mask`, which ModernBERT uses.
     """
     types = set(_layer_types(config))
-    return getattr(config, "sliding_window", None) if types <= {FULL, SLIDING} and SLIDING in types else None
+    return _setting(config, "sliding_window") if types <= {FULL, SLIDING} and SLIDING in types else None
 

@@ -18,9 +18,10 @@ from sansgpu.models.generation.sampling import reading
 from sansgpu.models.huggingface.probes import PROBE_LONG, autocast_of, body_of, first_blocks_of, matrix_dtype, position_offset
 
 TRIAL_FLOPS = 2e11  # about a second; if a pass would take more, only the first blocks are tried
-TOLERANCE = 1e-3  # relative to the largest output
-# The same in bf16 and for quantized weights, but of the mean square, because rounding may send a token to other experts.
-NARROW_TOLERANCE = 0.1
+TOLERANCE = 1e-3  # relative to the largest output or gradient
+# Of the outputs in bf16 and of quantized weights, relative to their norm: rounding alone changes up to 0.06 of it, and
+# all of the gradients of a model that amplifies it.
+NARROW_TOLERANCE = 0.2
 
 Patch = Callable[[PreTrainedModel], object]  # changes a model in place
 
@@ -67,13 +68,13 @@ class _Trial:
         return False
 
     def _agrees(self, outputs: list[torch.Tensor]) -> bool:
-        both = zip(outputs, self._expected, strict=True)
-        return all(found.shape == expected.shape and self._close(found, expected) for found, expected in both)
-
-    def _close(self, found: torch.Tensor, expected: torch.Tensor) -> bool:
-        found, expected = found.double().nan_to_num(), expected.double().nan_to_num()
+        both = list(zip(outputs, self._expected, strict=True))
+        if any(found.shape != expected.shape for found, expected in both):
+            return False
+        pairs = [(found.double().nan_to_num(), expected.double().nan_to_num()) for found, expected in both]
         if matrix_dtype(self._model) == torch.float32:
-            return bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max())
+            return all((found - expected).abs().max() <= TOLERANCE * expected.abs().max() for found, expected in pairs)
+        found, expected = pairs[0]
         return bool((found - expected).norm() <= NARROW_TOLERANCE * expected.norm())
 
     def _outputs(self) -> list[torch.Tensor]:

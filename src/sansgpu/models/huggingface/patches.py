@@ -277,7 +277,7 @@ class Embedding(nn.Embedding):
     """nn.Embedding with fp32 outputs and gradients that are summed in fp32, whatever the dtype of its weight."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return embed(input, self.weight, sparse=True)
+        return embed(input, self.weight, sparse=True, padding=self.padding_idx)
 
 
 class Dropout(nn.Dropout):

@@ -187,7 +187,8 @@ def autocast_of(model: PreTrainedModel) -> torch.autocast:
 
 def matrix_dtype(model: PreTrainedModel) -> torch.dtype:
     embedding: Any = model.get_input_embeddings()
-    return torch.bfloat16 if embedding.weight is None else embedding.weight.dtype  # None: quantized, runs in bf16
+    weight = getattr(embedding, "weight", embedding)  # Perceiver's is no module
+    return torch.bfloat16 if weight is None else weight.dtype  # None: quantized, runs in bf16
 
 
 def head_is_plain(model: PreTrainedModel, softcap: float) -> bool:
