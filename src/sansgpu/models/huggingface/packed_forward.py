@@ -42,6 +42,8 @@ if TYPE_CHECKING:  # transformers is optional and slow to import
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of `layer_types` in transformers' configs
 
+VARIES = "varies"  # instead of a setting that differs between layers
+
 Flat = Callable[[torch.Tensor], torch.Tensor]  # gathers the N tokens of an output (B, T, ...): (N, ...)
 
 
@@ -340,18 +342,23 @@ def _layer_types(config: Any) -> list[str]:
 
 
 def _setting(config: Any, name: str) -> Any:
-    """Returns a value in a config; None if it has none, or if its layers have different ones."""
+    """Returns a value in a config, None if it has none, or VARIES if its layers have different ones."""
     try:
         return getattr(config, name, None)
-    except ValueError:  # transformers' AmbiguousGlobalPerLayerAttributeError
-        return None
+    except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError
+        return VARIES
+
+
+def _window_size(config: Any) -> int | None:
+    size = _setting(config, "sliding_window")
+    return None if size == VARIES else size or None
 
 
 def _causal_window(config: Any) -> int | None:
     """Returns how many tokens a decoder's windowed layers attend to; None if unknown or without windows."""
     types = set(_layer_types(config))
     has_windows = SLIDING in types if types else not _setting(config, "attention_chunk_size")
-    return _setting(config, "sliding_window") or None if has_windows and types <= {FULL, SLIDING} else None
+    return _window_size(config) if has_windows and types <= {FULL, SLIDING} else None
 
 
 def _has_windows(config: Any) -> bool:
@@ -368,5 +375,5 @@ def _encoder_window(config: Any) -> int | None:
     The window is that of transformers' `create_bidirectional_sliding_window_mask`, which ModernBERT uses.
     """
     types = set(_layer_types(config))
-    return _setting(config, "sliding_window") if types <= {FULL, SLIDING} and SLIDING in types else None
+    return _window_size(config) if types <= {FULL, SLIDING} and SLIDING in types else None
 
