@@ -35,7 +35,14 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"^mamba_n_heads$|^rotary_dim$", 8),
     (r"d_state$|^state_size$", 8),
 )  # fmt: skip
-IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "mask_token_id": 3, "sep_token_id": 2, "cls_token_id": 1}
+IDS = {
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "mask_token_id": 3,
+    "sep_token_id": 2,
+    "cls_token_id": 1,
+}
 RANDOM = re.compile(r"drop(out)?(_|$)|pdrop|jitter")  # keys of what makes training random
 _SAME_HEADS = {"num_key_value_heads": 4}
 # What the sizes above do not make of the defaults of an architecture.
@@ -96,11 +103,11 @@ def is_encoder(model_type: str) -> bool:
     return model_type in architectures("masked") or model_type not in architectures("causal")
 
 
-def tiny_config(model_type: str) -> transformers.PreTrainedConfig:
-    """Returns the configuration of a tiny model. Raises NotTinyError."""
+def tiny_config(model_type: str, **changes: Any) -> transformers.PreTrainedConfig:
+    """Returns the configuration of a tiny model. `changes` override its keys. Raises NotTinyError."""
     try:
         default = transformers.AutoConfig.for_model(model_type)
-        return type(default)(**_tiny(default.to_dict(), model_type))
+        return type(default)(**{**_tiny(default.to_dict(), model_type), **changes})
     except Exception as error:
         raise NotTinyError(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
 
@@ -129,9 +136,9 @@ def _sizes(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, None if key == "layer_types" else value[:LAYERS]
 
 
-def make_architecture(folder: Path, model_type: str, head: HeadType, tokenizer: Any = None, seed: int = 0) -> Path:
-    """Writes a folder with a tiny random model of an architecture. Raises NotTinyError."""
-    config = tiny_config(model_type)
+def make_architecture(folder: Path, model_type: str, head: HeadType, tokenizer: Any, **changes: Any) -> Path:
+    """Writes a folder with a tiny random model; `changes` override keys of its config.json. Raises NotTinyError."""
+    config = tiny_config(model_type, **changes)
     try:
         if head == "sequence":
             config.num_labels = 2
@@ -141,7 +148,7 @@ def make_architecture(folder: Path, model_type: str, head: HeadType, tokenizer: 
         if parameters > MAX_PARAMETERS:
             raise NotTinyError(f"{parameters:,} parameters")
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(seed)
+            torch.manual_seed(0)
             model = maker.from_config(config, dtype=torch.float32)
             for parameter in model.parameters():
                 parameter.add_(torch.randn(parameter.shape), alpha=NOISE)
@@ -150,7 +157,7 @@ def make_architecture(folder: Path, model_type: str, head: HeadType, tokenizer: 
         raise
     except Exception as error:
         raise NotTinyError(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
-    (tokenizer or tokenizer_for(model_type)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -11,9 +11,7 @@ from sansgpu.kernels import library
 SPARSE_RATIO = 8  # rows of the table per token above which the gradient is sparse: a dense one would be mostly zeros
 
 
-def embed(
-    indices: torch.Tensor, table: torch.Tensor, sparse: bool = False, padding: int | None = None
-) -> torch.Tensor:
+def embed(indices: torch.Tensor, table: torch.Tensor, sparse: bool = False, padding: int | None = None) -> torch.Tensor:
     """Looks up rows of `table` (V, D) at `indices` (B, T); returns (B, T, D) fp32.
 
     Gradients are summed in fp32, because F.embedding would sum those of a bf16 table in bf16. With `sparse` the

@@ -114,13 +114,25 @@ def require_possible_sizes(settings: Any, source: Path) -> None:
         if isinstance(value, dict):
             require_possible_sizes(value, source)
         limit = MAX_PARTS if _PARTS.search(key) else MAX_WIDTH if _WIDTHS.search(key) else None
-        if limit is not None and isinstance(value, (int, float)) and not -limit <= value <= limit:
+        is_number = isinstance(value, (int, float))
+        if limit is not None and is_number and not -limit <= value <= limit and not _is_default(settings, key):
             raise ConfigError(f"{source}: {key} is larger than {limit:,}, the largest plausible value; fix it.")
     heads, kv_heads = (settings.get(key) for key in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(kv_heads, int) and kv_heads > 0 and heads % kv_heads:
         raise ConfigError(
             f"{source}: num_key_value_heads is {kv_heads}, which does not divide {heads} attention heads."
         )
+
+
+def _is_default(settings: dict[str, Any], key: str) -> bool:
+    """Returns True if transformers has the same value for all models of a type, such as Doge's unused 16,384 experts."""
+    from transformers import AutoConfig
+
+    try:
+        default = AutoConfig.for_model(str(settings["model_type"]))
+    except (KeyError, ValueError):
+        return False
+    return bool(getattr(default, key, None) == settings[key])
 
 
 def require_layers(layers: int, weights: int, source: Path | str) -> None:

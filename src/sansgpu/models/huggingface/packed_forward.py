@@ -137,7 +137,10 @@ class UnpaddedModel:
     ) -> dict[str, torch.Tensor]:
         """Returns the model's keyword arguments for one padded row per example."""
         mask = _pad(torch.ones_like(tokens), lengths)
-        inputs = {"input_ids": _pad(tokens, lengths, int(getattr(self._text, "pad_token_id", None) or 0)), "attention_mask": mask}
+        inputs = {
+            "input_ids": _pad(tokens, lengths, int(getattr(self._text, "pad_token_id", None) or 0)),
+            "attention_mask": mask,
+        }
         if types is not None:
             inputs["token_type_ids"] = _pad(types, lengths)
         return inputs
@@ -376,4 +379,3 @@ def _encoder_window(config: Any) -> int | None:
     """
     types = set(_layer_types(config))
     return _window_size(config) if types <= {FULL, SLIDING} and SLIDING in types else None
-

@@ -15,7 +15,14 @@ from transformers import PreTrainedModel
 
 from sansgpu.kernels.linear import MIN_ROWS
 from sansgpu.models.generation.sampling import reading
-from sansgpu.models.huggingface.probes import PROBE_LONG, autocast_of, body_of, first_blocks_of, matrix_dtype, position_offset
+from sansgpu.models.huggingface.probes import (
+    PROBE_LONG,
+    autocast_of,
+    body_of,
+    first_blocks_of,
+    matrix_dtype,
+    position_offset,
+)
 
 TRIAL_FLOPS = 2e11  # about a second; if a pass would take more, only the first blocks are tried
 TOLERANCE = 1e-3  # relative to the largest output or gradient
