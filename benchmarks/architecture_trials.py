@@ -70,20 +70,20 @@ def try_architecture(
 def _verdict(trial: Callable[[], object]) -> str:
     try:
         trial()
-    except _Refused as refusal:
+    except _RefusedError as refusal:
         return f"refused: {refusal}"
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[-250:]}"
     return FINE
 
 
-class _Refused(Exception):
+class _RefusedError(Exception):
     """A command refused a model with one sentence."""
 
 
 def _command(*arguments: object) -> None:
     if (refusal := sansgpu(*arguments).refusal) is not None:
-        raise _Refused(refusal)
+        raise _RefusedError(refusal)
 
 
 def _settings(task: str, model: Path, home: Path) -> list[object]:
@@ -242,9 +242,9 @@ def cases(heads: list[HeadType], chosen: list[str]) -> Iterator[tuple[str, HeadT
 
 
 def failures(verdicts: Verdicts) -> Verdicts:
-    return {
-        trial: said for trial, said in verdicts.items() if said != FINE and not said.startswith(("refused", "not tiny"))
-    }
+    """Returns the trials that neither worked nor were refused."""
+    accepted = (FINE, "refused: ", "not tiny: ")
+    return {trial: said for trial, said in verdicts.items() if not said.startswith(accepted)}
 
 
 def main() -> None:

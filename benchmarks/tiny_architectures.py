@@ -28,7 +28,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"lora_rank$|head_dim$|^d_kv$|^attention_head_size$|^qk_\w+_head_dim$", 16),
     (r"sliding_window|window_size$|^local_attention$|^attention_chunk_size$|^block_size$", 32),
     (r"^embedding_size$|^hidden_size_per_layer_input$|^pronunciation_embed_dim$|^shape_embed_dim$", 32),
-    (r"^hidden_size$|^n_embd$|^d_model$|^dim$|^emb_dim$|^embed_dim$|^attention_hidden_size$|^lru_width$|^d_latents$", 64),
+    (r"^(attention_)?hidden_size$|^n_embd$|^d_model$|^(emb_|embed_)?dim$|^lru_width$|^d_latents$", 64),
     (r"intermediate_size|^n_inner$|ffn_(hidden_)?(dim|size)$|^dff$|^d_ff$|^d_inner$|^dim_ff$|^hidden_dim$", 96),
     (r"vocab(_size)?(_\w+)?$|_vocab_size$|^num_hash_buckets$", VOCABULARY),
     (r"position_embeddings$|^n_positions$|^n_ctx$|max_(seq|sequence)_len(gth)?$|^context_length$", CONTEXT),

@@ -125,7 +125,7 @@ def require_possible_sizes(settings: Any, source: Path) -> None:
 
 
 def _is_default(settings: dict[str, Any], key: str) -> bool:
-    """Returns True if transformers has the same value for all models of a type, such as Doge's unused 16,384 experts."""
+    """Returns True if the value is transformers' default, such as Doge's 16,384 experts, which it does not use."""
     from transformers import AutoConfig
 
     try:

@@ -78,7 +78,7 @@ def agree(found: Callable[[], object], expected: Callable[[], torch.Tensor]) -> 
 
 
 def tried(recognize: Callable[[Any], T], module: nn.Module) -> T | None:
-    """Returns what `recognize` finds out about a module; None if it raises an error, as for an unknown kind of layer."""
+    """Returns what `recognize` returns for a module; None if it raises an error, as for an unknown kind of layer."""
     try:
         return recognize(module)
     except Exception:

@@ -1,7 +1,4 @@
-"""Applies patches to a transformers model, except for those that change its outputs or raise an error.
-
-B batch, T time, D width.
-"""
+"""Applies patches to a transformers model, except for those that change its outputs or raise an error."""
 
 from __future__ import annotations
 
@@ -13,10 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from sansgpu.kernels.linear import MIN_ROWS
 from sansgpu.models.generation.sampling import reading
 from sansgpu.models.huggingface.probes import (
-    PROBE_LONG,
     autocast_of,
     body_of,
     first_blocks_of,
@@ -24,7 +19,8 @@ from sansgpu.models.huggingface.probes import (
     position_offset,
 )
 
-TRIAL_FLOPS = 2e11  # about a second; if a pass would take more, only the first blocks are tried
+EXAMPLES, TOKENS = 2, 24  # with more rows in all than `MIN_ROWS`, so that the same matmuls run as in training
+TRIAL_FLOPS = 2e10  # less than a second in all; a larger model is tried by its first blocks
 TOLERANCE = 1e-3  # relative to the largest output or gradient
 # Of the outputs in bf16 and of quantized weights, relative to their norm: rounding alone changes up to 0.06 of it, and
 # all of the gradients of a model that amplifies it.
@@ -87,9 +83,10 @@ class _Trial:
     def _outputs(self) -> list[torch.Tensor]:
         """Returns the outputs for examples of different lengths, and the gradients of all biases and norms."""
         model, device = self._model, self._model.device
-        longest = _longest(model)
-        mask = torch.ones(max(2, -(-MIN_ROWS // longest)), longest, dtype=torch.long, device=device)
-        mask[1, longest // 2 + 1 :] = 0
+        positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0)
+        tokens = min(TOKENS, positions - position_offset(model)) if positions > 0 else TOKENS
+        mask = torch.ones(EXAMPLES, tokens, dtype=torch.long, device=device)
+        mask[1, tokens // 2 + 1 :] = 0
         ids = torch.arange(mask.numel(), device=device).view_as(mask) * 7 % model.config.get_text_config().vocab_size
         inputs = {"input_ids": ids, "attention_mask": mask}
         with self._blocks(mask.numel()), reading(model), torch.random.fork_rng(devices=[]):
@@ -115,11 +112,6 @@ class _Trial:
         """Context in which a large model consists of its first blocks."""
         flops = 2.0 * tokens * sum(p.numel() for p in body_of(self._model).parameters())
         return nullcontext() if self._whole or flops < TRIAL_FLOPS else first_blocks_of(self._model)
-
-
-def _longest(model: PreTrainedModel) -> int:
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
-    return min(PROBE_LONG, positions - position_offset(model)) if positions > 0 else PROBE_LONG
 
 
 class _State:
