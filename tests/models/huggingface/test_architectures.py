@@ -25,7 +25,8 @@ PLANNED = {
     "smollm3": {"num_hidden_layers": 2},  # it has a list with a value per layer
     "bamba": {},
     "recurrent_gemma": {},
-    "gemma4_text": {},  # its last layers use the keys and values of earlier ones, so that it is measured whole
+    "gemma4_text": {},  # its last layers use the keys and values of earlier ones
+    "bart": {},  # its config has two numbers of layers, so that it is measured whole
 }
 # What fails for reasons of transformers, which the trials cannot tell from ours.
 KNOWN = {"perceiver masked"}  # returns more logits than tokens

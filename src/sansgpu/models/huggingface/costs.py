@@ -42,11 +42,18 @@ def _shape(model_json: str, head: Head) -> ModuleShape:
     config: Any = model.config.get_text_config()
     vocabulary = int(config.vocab_size)
     outputs = _outputs(head, vocabulary)
-    heads = int(getattr(config, "num_attention_heads", 0))  # state space models such as Mamba have none
-    shape = module_shape(model, int(config.hidden_size), heads, vocabulary, outputs)
+    shape = module_shape(model, int(config.hidden_size), _heads(config), vocabulary, outputs)
     shortens = any(True for _ in shortened_configs(settings, head, 1))
     shape = replace(shape, packs=packs, shortens=shortens)
     return replace(shape, quantized_blocks=quantized_blocks, quantized_tables=quantized_tables)
+
+
+def _heads(config: Any) -> int:
+    """Returns the largest number of attention heads of a layer; 0 for state space models such as Mamba."""
+    try:
+        return int(getattr(config, "num_attention_heads", 0))
+    except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError: the layers have different numbers
+        return max(int(layer.num_attention_heads) for layer in config.per_layer_config)
 
 
 def _quantized(settings: ModelConfig, model: nn.Module) -> list[QuantizedWeights]:

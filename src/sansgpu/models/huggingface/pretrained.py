@@ -248,7 +248,7 @@ def _from_config(model: ModelConfig, head: Head, config: PreTrainedConfig, devic
 def shortened_configs(model: ModelConfig, head: Head, layers: int) -> Iterator[PreTrainedConfig]:
     """Yields the configs of a model with `layers` blocks and with one more, unless no such model can be built.
 
-    RWKV needs two blocks, for instance, and the later blocks of Gemma 4 use the keys and values of earlier ones.
+    RWKV needs two blocks, for instance, and BART's config has another number for those of the decoder.
     """
     for count in (layers, layers + 1):
         try:
@@ -267,6 +267,8 @@ def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
         if isinstance(values, (list, tuple)) and len(values) == text.num_hidden_layers and values:
             setattr(text, key, list(islice(cycle(values), layers)))
     text.num_hidden_layers = layers
+    if getattr(text, "num_kv_shared_layers", 0):
+        text.num_kv_shared_layers = 0  # the first layers of Gemma share no keys and values with others
     return config
 
 
