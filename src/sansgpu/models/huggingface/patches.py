@@ -35,7 +35,7 @@ from sansgpu.models.huggingface.fused_layers import (
     tried,
     with_forward,
 )
-from sansgpu.models.huggingface.patch_trial import Patch, apply_patches
+from sansgpu.models.huggingface.patch_trial import apply_patches
 from sansgpu.models.huggingface.relative_attention import fuse_relative_attention, has_relative_attention
 from sansgpu.models.huggingface.rotary_attention import fuse_rotary_attention
 from sansgpu.models.huggingface.short_convolution import pack_convolutions
@@ -300,29 +300,20 @@ def patch_layers(model: nn.Module) -> None:
             module.__class__ = Embedding
 
 
+ATTENTION, LAYERS = "attention", "linear layers"  # parts that `patch_model` returns
+
+
 def patch_model(model: PreTrainedModel) -> list[str]:
     """Makes a model use our kernels where it still computes the same, in place; returns the parts that do not."""
-    rejected = apply_patches(model, _PATCHES)
-    unpatched = [name for name, patch in _NOTABLE.items() if patch in rejected]
-    if not (uses_our_attention(model) or has_relative_attention(model)) and ATTENTION not in unpatched:
-        unpatched.insert(0, ATTENTION)
-    others = {type(m).__name__: None for m in model.modules() if type(m).__name__ == "Conv1D"}
-    return unpatched + [f"layers of type {name}" for name in others]
+    # In this order, because later patches recognize layers that earlier ones have changed.
+    others = (fuse_layers, fuse_rotary_attention, pack_convolutions, fuse_encoder_layers)
+    rejected = apply_patches(model, (_patch_attention, patch_layers, *others))
+    unpatched = [] if uses_our_attention(model) or has_relative_attention(model) else [ATTENTION]
+    unpatched += [LAYERS] if patch_layers in rejected else []
+    other_layers = {type(m).__name__: None for m in model.modules() if type(m).__name__ == "Conv1D"}
+    return unpatched + [f"layers of type {name}" for name in other_layers]
 
 
 def _patch_attention(model: PreTrainedModel) -> None:
     if not use_our_attention(model):
         fuse_relative_attention(model)
-
-
-ATTENTION, LAYERS = "attention", "linear layers"
-_NOTABLE: dict[str, Patch] = {ATTENTION: _patch_attention, LAYERS: patch_layers}
-# In this order, because later patches recognize layers that earlier ones have changed.
-_PATCHES: tuple[Patch, ...] = (
-    _patch_attention,
-    patch_layers,
-    fuse_layers,
-    fuse_rotary_attention,
-    pack_convolutions,
-    fuse_encoder_layers,
-)
