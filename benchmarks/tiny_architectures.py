@@ -49,7 +49,6 @@ _SAME_HEADS = {"num_key_value_heads": 4}
 CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"o_lora_rank": 16},
     "dots3_note_text": _SAME_HEADS,
-    "esm": {"vocab_size": VOCABULARY},
     "cohere_compass_text": {"layer_types": ["full_attention"] * LAYERS},
     "esmc": _SAME_HEADS,
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128},
@@ -125,7 +124,9 @@ def _tiny(settings: dict[str, Any], model_type: str) -> dict[str, Any]:
 
 def _sizes(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in settings.items():
-        if key in IDS:
+        if key == "vocab_size":
+            yield key, VOCABULARY  # also where the default is smaller, for the tokens of the tokenizer
+        elif key in IDS:
             yield key, IDS[key]
         elif isinstance(value, float) and RANDOM.search(key):
             yield key, 0.0

@@ -95,7 +95,7 @@ class Calibration:
         deep, deeper = (short, shallow) if whole else self._timed(size, max(LONG, self._layers) if full_depth else LONG)
         parts: list[float] = []
         for few, many in zip(shallow, deeper, strict=True):
-            block = max(0.0, many - few) / max(1, deep - short)
+            block = max(0.0, many - few) / (deep - short) if deep > short else many / deep
             parts += [block, max(0.0, few - short * block)]
         return Timing(size, *parts)
 
