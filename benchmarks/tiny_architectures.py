@@ -86,7 +86,7 @@ class NotTinyError(Exception):
 
 def architectures(head: HeadType) -> dict[str, str]:
     """Returns the class of the model with this head, by model_type."""
-    names = {
+    names: Any = {
         "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
         "sequence": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,

@@ -69,7 +69,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     In a transformers model, it is one with as many modules as the config has layers, so that the blocks of an image
     encoder are not returned.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     depth = getattr(text, "num_hidden_layers", None)
     lists: list[Any] = [

@@ -127,8 +127,9 @@ def _is_rotary_attention(module: nn.Module) -> bool:
     trial._modules, trial.training = _stubs(trial, norms), False
     half = random_tensor(1, 5, trial.head_dim // 2)
     angles = torch.cat((half, half), dim=-1)
-    x, inputs = random_tensor(1, 5, 8), {"position_embeddings": (angles.cos(), angles.sin()), "attention_mask": None}
+    x, inputs = random_tensor(1, 5, 8), dict[str, Any](position_embeddings=(angles.cos(), angles.sin()))
     ours = RotaryAttention.forward
+    inputs["attention_mask"] = None
     return agree(lambda: trial.forward(x, **inputs)[0], lambda: ours(trial, x, **inputs)[0])
 
 
