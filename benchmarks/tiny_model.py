@@ -93,6 +93,9 @@ MORE_ENCODERS: dict[str, dict[str, Any]] = {
     "eurobert": {  # The defaults of its special tokens exceed a small vocabulary.
         **_LAYERED, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None, "mask_token_id": 0,
     },
+    "nomic_bert": _LAYERED,
+    "gte": _LAYERED,
+    "jina_embeddings_v3": _LAYERED,
     "electra": {**_LAYERED, "embedding_size": 32},
     "albert": {**_LAYERED, "embedding_size": 32},
 }  # fmt: skip

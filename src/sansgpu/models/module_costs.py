@@ -71,11 +71,13 @@ class ModuleShape:
     products: tuple[tuple[tuple[int, int], int], ...]
     fused: FusedBlocks | None  # the type of fused blocks that `patch_model` has put in, if it has
     packs: bool = True  # several examples can share a row
+    shortens: bool = True  # the model can be built with fewer blocks
     quantized_blocks: QuantizedWeights = QuantizedWeights()
     quantized_tables: QuantizedWeights = QuantizedWeights()  # in the token embedding and the output head
 
     def with_layers(self, layers: int) -> ModuleShape:
-        """Returns the shape of the same model, truncated to at most `layers` blocks."""
+        """Returns the shape of the same model, truncated to at most `layers` blocks if it can be."""
+        layers = layers if self.shortens else self.layers
         share = min(layers, self.layers) / self.layers
         removed = (1 - share) * (self.trained - self.head - self.embedding if self.adapter == 0 else self.adapter)
         return replace(

@@ -64,11 +64,19 @@ def narrowed_matrices(model: nn.Module) -> Iterator[None]:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Returns the repeated blocks of a model in order, which are its longest ModuleList with parameters."""
+    """Returns the repeated blocks of a model in order: its ModuleList with the most parameters.
+
+    In a transformers model, it is one with as many modules as the config has layers, so that the blocks of an image
+    encoder are not returned.
+    """
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    depth = getattr(text, "num_hidden_layers", None)
     lists: list[Any] = [
         m for m in model.modules() if isinstance(m, nn.ModuleList) and any(True for _ in m.parameters())
     ]
-    return list(max(lists, key=len, default=[]))
+    sizes = {id(blocks): sum(p.numel() for p in blocks.parameters()) for blocks in lists}
+    return list(max(lists, key=lambda blocks: (len(blocks) == depth, sizes[id(blocks)]), default=[]))
 
 
 def set_matmul_precision(model: nn.Module, precision: str) -> None:

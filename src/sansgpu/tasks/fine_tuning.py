@@ -65,6 +65,7 @@ class FineTuning(ObjectiveBase, ABC):
     def __init__(self, config: Config, random: bool = False, layers: int | None = None, frozen: bool = False) -> None:
         from sansgpu.models.huggingface.packed_forward import UnpaddedModel
         from sansgpu.models.huggingface.patches import (  # imports transformers, which takes seconds
+            LAYERS,
             patch_layers,
             patch_model,
         )
@@ -81,7 +82,8 @@ class FineTuning(ObjectiveBase, ABC):
         self._adapted = add_adapter(self.model, settings, seed) if settings.adapter != "none" else None
         if settings.adapter == "continue" and not random:
             load_adapter_weights(self._adapted, settings)
-        patch_layers(self.model)  # again, for the layers of the adapter
+        if LAYERS not in unpatched:
+            patch_layers(self.model)  # again, for the layers of the adapter
         if self._adapted is not None:
             from sansgpu.models.huggingface.lora import patch_adapter  # imports peft, which takes a second
 

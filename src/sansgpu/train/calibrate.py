@@ -20,7 +20,7 @@ from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.shards import ReportProgress
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import effective_batch, micro_batches_per_rank
-from sansgpu.models.modules import compile_blocks
+from sansgpu.models.modules import blocks_of, compile_blocks
 from sansgpu.tasks.task import Objective, OnPolicyObjective, StepWideObjective, TaskClass
 from sansgpu.train.state import TrainState
 
@@ -89,13 +89,14 @@ class Calibration:
 
     def time_parts(self, size: int) -> Timing:
         """Times one micro-batch size."""
-        short = self._timed(size, SHORT)
-        full_depth = self.all_layers_fit and self._layers * short[0] < MAX_FULL_DEPTH_SECONDS
-        deep = max(LONG, self._layers) if full_depth else LONG
+        short, shallow = self._timed(size, SHORT)
+        full_depth = self.all_layers_fit and self._layers * shallow[0] < MAX_FULL_DEPTH_SECONDS
+        whole = short >= self._layers > SHORT  # the model cannot be shortened
+        deep, deeper = (short, shallow) if whole else self._timed(size, max(LONG, self._layers) if full_depth else LONG)
         parts: list[float] = []
-        for few, many in zip(short, self._timed(size, deep), strict=True):
-            block = max(0.0, many - few) / (deep - SHORT)
-            parts += [block, max(0.0, few - SHORT * block)]
+        for few, many in zip(shallow, deeper, strict=True):
+            block = max(0.0, many - few) / (deep - short) if deep > short else many / deep
+            parts += [block, max(0.0, few - short * block)]
         return Timing(size, *parts)
 
     @property
@@ -114,10 +115,11 @@ class Calibration:
         """Returns seconds per example without the update."""
         return timing.pass_seconds(self._layers) / timing.micro_batch
 
-    def _timed(self, size: int, layers: int) -> tuple[float, float, float]:
-        """Returns seconds for a model with `layers` blocks: of a pass, of an update, and of generating a step's text.
+    def _timed(self, size: int, layers: int) -> tuple[int, tuple[float, float, float]]:
+        """Times a model with `layers` blocks, or more if it does not run with so few.
 
-        The first two are medians.
+        Returns its number of blocks and the seconds of a pass, of an update, and of generating a step's text. Passes
+        and updates are medians.
         """
         batch = self.task.random_batch(self.config, size, self.tokens).to(self.execution.device)
         trial = self.task.new_objective(self.config, layers)
@@ -144,7 +146,7 @@ class Calibration:
             generated = self._generation_seconds(trial)
         finally:
             optimizer.release_state()
-        return median(passes), median(updates), generated
+        return len(blocks_of(trial.model)) or layers, (median(passes), median(updates), generated)
 
     def _generation_seconds(self, trial: Objective) -> float:
         if not isinstance(trial, OnPolicyObjective):

@@ -12,6 +12,7 @@ from sansgpu.kernels import library
 from sansgpu.kernels.norm import FusedNorm
 from sansgpu.models.huggingface import patches
 from sansgpu.models.huggingface.fused_layers import FusedGELU, FusedTanhGELU
+from sansgpu.models.huggingface.patch_trial import Patch, apply_patches
 from sansgpu.models.huggingface.patches import patch_model
 
 SIZES = {
@@ -183,3 +184,45 @@ def test_other_activations_are_left_alone() -> None:
     kinds = {type(module) for module in model.modules()}
     assert not kinds & {FusedGELU, FusedTanhGELU}
     assert any(issubclass(kind, FusedNorm) for kind in kinds)
+
+
+def test_patches_that_do_not_fit_are_undone() -> None:
+    """A patch may change results, or raise an error when it is applied or when its layer runs."""
+
+    class Doubled(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    class InPlace(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input.detach().add_(input))
+
+    def use(kind: type[nn.Module]) -> Patch:
+        def patch(model: Any) -> None:
+            model.model.layers[1].mlp.up_proj.__class__ = kind
+            model.config.use_cache = True
+
+        return patch
+
+    def fails(model: Any) -> None:
+        use(nn.Identity)(model)
+        raise KeyError
+
+    model = tiny("Llama")
+    plain, wrong = copy.deepcopy(model), [use(Doubled), fails, use(InPlace), use(nn.Identity)]
+    assert apply_patches(model, [wrong[0], patches.patch_layers, *wrong[1:]]) == wrong
+    assert replaced(model, plain) == set()
+    assert not model.config.use_cache
+    assert type(model.lm_head) is not nn.Linear
+    torch.testing.assert_close(model(torch.arange(9)[None]).logits, plain(torch.arange(9)[None]).logits)
+
+
+def test_norms_with_methods_of_their_own_run_without_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tiny(
+        "Gemma3nText", num_kv_shared_layers=0, hidden_size_per_layer_input=8, layer_types=["full_attention"] * 2
+    )
+    ours = copy.deepcopy(plain)
+    monkeypatch.setattr(library, "_loaded", False)
+    patch_model(ours)
+    assert "Gemma3nRMSNorm" in replaced(ours, plain)
+    torch.testing.assert_close(ours(torch.arange(9)[None]).logits, plain(torch.arange(9)[None]).logits)

@@ -34,6 +34,13 @@ def models(**changes: object) -> tuple[Any, Any]:
     return plain, patched
 
 
+def test_rows_may_be_shorter_than_the_convolution() -> None:
+    plain, patched = models(conv_L_cache=5)
+    tokens = torch.tensor([7, 8])
+    found = UnpaddedModel(patched, pack=True).hidden_states(tokens, torch.tensor([2]))
+    torch.testing.assert_close(found, plain.model(tokens[None]).last_hidden_state[0], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("taps", [2, 3, 5])
 def test_packed_examples_have_the_loss_and_gradients_of_separate_ones(taps: int) -> None:
     plain, patched = models(conv_L_cache=taps)

@@ -117,7 +117,8 @@ def require_possible_sizes(settings: Any, source: Path) -> None:
         if isinstance(value, dict):
             require_possible_sizes(value, source)
         limit = MAX_PARTS if _PARTS.search(key) else MAX_WIDTH if _WIDTHS.search(key) else None
-        if limit is not None and isinstance(value, (int, float)) and not -limit <= value <= limit:
+        is_number = isinstance(value, (int, float))
+        if limit is not None and is_number and not -limit <= value <= limit and not _is_default(settings, key):
             raise ConfigError(
                 f"{source}: {key} is {shown(value)}, but models have at most {limit:,}; correct it, or download the "
                 "model again."
@@ -128,6 +129,17 @@ def require_possible_sizes(settings: Any, source: Path) -> None:
             f"{source}: num_key_value_heads is {kv_heads}, which does not divide num_attention_heads, {heads}; correct "
             "one of the two."
         )
+
+
+def _is_default(settings: dict[str, Any], key: str) -> bool:
+    """Returns True if the value is transformers' default, such as Doge's 16,384 experts, which it does not use."""
+    from transformers import AutoConfig
+
+    try:
+        default = AutoConfig.for_model(str(settings["model_type"]))
+    except (KeyError, ValueError):
+        return False
+    return bool(getattr(default, key, None) == settings[key])
 
 
 def require_layers(layers: int, weights: int, source: Path | str) -> None:

@@ -29,6 +29,7 @@ from sansgpu.models.huggingface.pretrained import (
     seeded,
     stored_dtype,
 )
+from sansgpu.models.huggingface.probes import body_of
 from sansgpu.models.quantized_layers import matrix_of
 
 if TYPE_CHECKING:  # functions import these when they need them, because that takes seconds
@@ -93,7 +94,7 @@ def _linear_layers(loaded: PreTrainedModel) -> list[str]:
     """Returns the names of all linear layers except the head."""
     from transformers.pytorch_utils import Conv1D
 
-    inside = {id(module) for module in loaded.base_model.modules()}
+    inside = {id(module) for module in body_of(loaded).modules()}
     return [n for n, m in loaded.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and id(m) in inside]
 
 

@@ -44,15 +44,23 @@ def use_our_attention(model: PreTrainedModel) -> bool:
     Softcapped scores are computed with PyTorch's kernels. Other models stay unchanged. They may need attention sinks,
     for instance, which our interface does not support.
     """
-    softcapped = bool(getattr(model.config.get_text_config(), "attn_logit_softcapping", None))
-    if model.config._attn_implementation != "sdpa" and not softcapped:
+    if model.config._attn_implementation != "sdpa" and not _is_softcapped(model):
         return False
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, _mask)
     model.set_attn_implementation(NAME)
-    return bool(model.config._attn_implementation == NAME) and not softcapped
+    return uses_our_attention(model)
+
+
+def uses_our_attention(model: PreTrainedModel) -> bool:
+    """Returns whether our kernel computes the attention of a model."""
+    return bool(model.config._attn_implementation == NAME) and not _is_softcapped(model)
+
+
+def _is_softcapped(model: PreTrainedModel) -> bool:
+    return bool(getattr(model.config.get_text_config(), "attn_logit_softcapping", None))
 
 
 def ranges_of(mask: torch.Tensor) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ from sansgpu.machine.execution import Execution
 from sansgpu.models.costing import StepWork, cross_entropy_bytes
 from sansgpu.models.formats.weights import matrix_formats
 from sansgpu.models.huggingface.adapters import add_adapter
-from sansgpu.models.huggingface.pretrained import Head, meta_model
+from sansgpu.models.huggingface.pretrained import Head, meta_model, shortened_configs
 from sansgpu.models.huggingface.source import base_precision, stored_weights
 from sansgpu.models.module_costs import ModuleCosts, ModuleShape, QuantizedWeights, module_shape
 
@@ -42,9 +42,18 @@ def _shape(model_json: str, head: Head) -> ModuleShape:
     config: Any = model.config.get_text_config()
     vocabulary = int(config.vocab_size)
     outputs = _outputs(head, vocabulary)
-    heads = int(getattr(config, "num_attention_heads", 0))  # state space models such as Mamba have none
-    shape = module_shape(model, int(config.hidden_size), heads, vocabulary, outputs)
-    return replace(shape, packs=packs, quantized_blocks=quantized_blocks, quantized_tables=quantized_tables)
+    shape = module_shape(model, int(config.hidden_size), _heads(config), vocabulary, outputs)
+    shortens = any(True for _ in shortened_configs(settings, head, 1))
+    shape = replace(shape, packs=packs, shortens=shortens)
+    return replace(shape, quantized_blocks=quantized_blocks, quantized_tables=quantized_tables)
+
+
+def _heads(config: Any) -> int:
+    """Returns the largest number of attention heads of a layer; 0 for state space models such as Mamba."""
+    try:
+        return int(getattr(config, "num_attention_heads", 0))
+    except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError: the layers have different numbers
+        return max(int(layer.num_attention_heads) for layer in config.per_layer_config)
 
 
 def _quantized(settings: ModelConfig, model: nn.Module) -> list[QuantizedWeights]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import nn
 from sansgpu.kernels.norm import FusedNorm, RMSNorm, residual
 from sansgpu.kernels.pointwise import gelu, gelu_tanh, swiglu
 
+T = TypeVar("T")
 # What autograd saves: a tensor, or its shape and the function that recomputes it.
 _Saved = torch.Tensor | tuple[torch.Size, Callable[[], torch.Tensor]]
 
@@ -68,12 +69,20 @@ def random_tensor(*shape: int) -> torch.Tensor:
 
 @torch.no_grad()
 def agree(found: Callable[[], object], expected: Callable[[], torch.Tensor]) -> bool:
-    """Returns True if `found` returns what is expected; False otherwise, or if it raises an error."""
+    """Returns True if both functions return equal tensors; False otherwise, or if one raises an error."""
     try:
-        value = found()
+        value, other = found(), expected()
+        return isinstance(value, torch.Tensor) and torch.allclose(value, other, rtol=1e-4, atol=1e-5)
     except Exception:
         return False
-    return isinstance(value, torch.Tensor) and torch.allclose(value, expected(), rtol=1e-4, atol=1e-5)
+
+
+def tried(recognize: Callable[[Any], T], module: nn.Module) -> T | None:
+    """Returns what `recognize` returns for a module; None if it raises an error, as for an unknown kind of layer."""
+    try:
+        return recognize(module)
+    except Exception:
+        return None
 
 
 @contextmanager
@@ -240,17 +249,17 @@ def fuse_layers(model: nn.Module) -> None:
     """
     recomputes = not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     for module in list(model.modules()):
-        if (norm := _rms_norm_of(module)) is not None:
+        if (norm := tried(_rms_norm_of, module)) is not None:
             original = cast(Any, module)
             original.original, original.eps = type(module), _epsilon(module)
-            module.__class__ = norm
-        elif (fused := _gelu_of(module)) is not None:
+            module.__class__ = with_forward(norm, type(module))
+        elif (fused := tried(_gelu_of, module)) is not None:
             module.__class__ = fused
-        elif (gated := _gated_feed_forward_of(module)) is not None:
+        elif (gated := tried(_gated_feed_forward_of, module)) is not None:
             module.__class__ = with_forward(gated, type(module))
             cast(Any, module).recomputes = recomputes
     for module in model.modules():
-        if (block := _block_of(module)) is not None:
+        if (block := tried(_block_of, module)) is not None:
             module.__class__ = with_forward(block, type(module))
             cast(Any, module).recomputes = recomputes
 

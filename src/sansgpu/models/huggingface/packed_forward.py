@@ -25,9 +25,11 @@ from sansgpu.models.huggingface.attention_interface import NAME, KeyRanges, Pack
 from sansgpu.models.huggingface.probes import (
     PROBE_LONGEST,
     autocast_of,
+    body_of,
     has_causal_attention,
     head_is_plain,
     packs_well,
+    position_offset,
 )
 from sansgpu.models.huggingface.relative_attention import has_relative_attention
 from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
@@ -39,6 +41,8 @@ if TYPE_CHECKING:  # transformers is optional and slow to import
     from transformers import PreTrainedModel
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of `layer_types` in transformers' configs
+
+VARIES = "varies"  # instead of a setting that differs between layers
 
 Flat = Callable[[torch.Tensor], torch.Tensor]  # gathers the N tokens of an output (B, T, ...): (N, ...)
 
@@ -58,7 +62,7 @@ class UnpaddedModel:
         self._has_convolutions = set(_layer_types(self._text)) == {FULL, CONVOLUTION}
         known = self._window is not None or self._has_convolutions or not _has_windows(self._text)
         self._by_ranges = known and (model.config._attn_implementation == NAME or has_relative_attention(model))
-        self.position_offset = _position_offset(model)
+        self.position_offset = position_offset(model)
         self.softcap = getattr(self._text, "final_logit_softcapping", None) or 0.0
         with reading(model), torch.no_grad(), autocast_of(model):
             unscaled = min(longest, self._rotary.unscaled or longest)
@@ -133,7 +137,10 @@ class UnpaddedModel:
     ) -> dict[str, torch.Tensor]:
         """Returns the model's keyword arguments for one padded row per example."""
         mask = _pad(torch.ones_like(tokens), lengths)
-        inputs = {"input_ids": _pad(tokens, lengths, int(self._text.pad_token_id or 0)), "attention_mask": mask}
+        inputs = {
+            "input_ids": _pad(tokens, lengths, int(getattr(self._text, "pad_token_id", None) or 0)),
+            "attention_mask": mask,
+        }
         if types is not None:
             inputs["token_type_ids"] = _pad(types, lengths)
         return inputs
@@ -175,7 +182,7 @@ class UnpaddedModel:
     def before_head(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Returns the same as `head_inputs`, but from the model's keyword arguments and as (B, T, ...)."""
         if self.head is not None:
-            states: torch.Tensor = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+            states: torch.Tensor = body_of(self.model)(**inputs, use_cache=False).last_hidden_state
             return states
         logits: torch.Tensor = self.model(**inputs, use_cache=False).logits
         return logits
@@ -229,7 +236,7 @@ class UnpaddedModel:
             plain: torch.Tensor = self.model(**padded).logits
             return plain
         packed, _ = self._inputs(tokens, lengths, types)
-        base: Any = self.model.base_model
+        base: Any = body_of(self.model)
 
         def pack(module: nn.Module, args: Any, kwargs: Any) -> Any:
             return (), {**kwargs, "attention_mask": None, **packed}
@@ -250,7 +257,7 @@ class UnpaddedModel:
 
     def hidden_states(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Returns the final hidden states of the base model: (N, D)."""
-        return self._by_token(lambda inputs: self.model.base_model(**inputs).last_hidden_state, tokens, lengths)
+        return self._by_token(lambda inputs: body_of(self.model)(**inputs).last_hidden_state, tokens, lengths)
 
     def masked_lm_logits(self, tokens: torch.Tensor, lengths: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
         """Returns the logits of a masked LM at the M tokens where `masked` (N,) is True: (M, V)."""
@@ -290,7 +297,7 @@ class UnpaddedModel:
 
 def logits_of(model: PreTrainedModel, chosen: Flat, **inputs: Any) -> torch.Tensor:
     """Computes only the logits (n, V) of n tokens, whose final hidden states `chosen` gathers from (B, T, D)."""
-    base: Any = model.base_model
+    base: Any = body_of(model)
 
     def select(module: nn.Module, args: Any, output: Any) -> Any:
         output.last_hidden_state = chosen(output.last_hidden_state)[None]
@@ -337,11 +344,24 @@ def _layer_types(config: Any) -> list[str]:
     return list(getattr(config, "layer_types", None) or ())
 
 
+def _setting(config: Any, name: str) -> Any:
+    """Returns a value in a config, None if it has none, or VARIES if its layers have different ones."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError
+        return VARIES
+
+
+def _window_size(config: Any) -> int | None:
+    size = _setting(config, "sliding_window")
+    return None if size == VARIES else size or None
+
+
 def _causal_window(config: Any) -> int | None:
     """Returns how many tokens a decoder's windowed layers attend to; None if unknown or without windows."""
     types = set(_layer_types(config))
-    has_windows = SLIDING in types if types else not getattr(config, "attention_chunk_size", None)
-    return getattr(config, "sliding_window", None) or None if has_windows and types <= {FULL, SLIDING} else None
+    has_windows = SLIDING in types if types else not _setting(config, "attention_chunk_size")
+    return _window_size(config) if has_windows and types <= {FULL, SLIDING} else None
 
 
 def _has_windows(config: Any) -> bool:
@@ -349,7 +369,7 @@ def _has_windows(config: Any) -> bool:
     types = _layer_types(config)
     if types:
         return any(layer_type != FULL for layer_type in types)
-    return any(getattr(config, name, None) for name in ("sliding_window", "local_attention", "attention_chunk_size"))
+    return any(_setting(config, name) for name in ("sliding_window", "local_attention", "attention_chunk_size"))
 
 
 def _encoder_window(config: Any) -> int | None:
@@ -358,10 +378,4 @@ def _encoder_window(config: Any) -> int | None:
     The window is that of transformers' `create_bidirectional_sliding_window_mask`, which ModernBERT uses.
     """
     types = set(_layer_types(config))
-    return getattr(config, "sliding_window", None) if types <= {FULL, SLIDING} and SLIDING in types else None
-
-
-def _position_offset(model: PreTrainedModel) -> int:
-    """Returns the position id of the first token, which is the padding id plus one in RoBERTa and its relatives."""
-    modules: Iterator[Any] = (m for m in model.modules() if hasattr(m, "create_position_ids_from_inputs_embeds"))
-    return next((int(module.padding_idx) + 1 for module in modules), 0)
+    return _window_size(config) if types <= {FULL, SLIDING} and SLIDING in types else None

@@ -20,6 +20,7 @@ from sansgpu.models.huggingface.attention_interface import (
     attention_forward,
     projected_heads,
     use_our_attention,
+    uses_our_attention,
 )
 from sansgpu.models.huggingface.fused_layers import (
     AttentionPart,
@@ -31,9 +32,11 @@ from sansgpu.models.huggingface.fused_layers import (
     fuse_layers,
     random_tensor,
     replaced_parts,
+    tried,
     with_forward,
 )
-from sansgpu.models.huggingface.relative_attention import fuse_relative_attention
+from sansgpu.models.huggingface.patch_trial import apply_patches
+from sansgpu.models.huggingface.relative_attention import fuse_relative_attention, has_relative_attention
 from sansgpu.models.huggingface.rotary_attention import fuse_rotary_attention
 from sansgpu.models.huggingface.short_convolution import pack_convolutions
 
@@ -172,7 +175,7 @@ def fuse_encoder_layers(model: nn.Module) -> None:
     ]
     for recognizes, mixin in replaced:  # submodules before the blocks that contain them
         for module in modules:
-            if recognizes(module):
+            if tried(recognizes, module):
                 module.__class__ = with_forward(mixin, type(module))
 
 
@@ -274,7 +277,7 @@ class Embedding(nn.Embedding):
     """nn.Embedding with fp32 outputs and gradients that are summed in fp32, whatever the dtype of its weight."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return embed(input, self.weight, sparse=True)
+        return embed(input, self.weight, sparse=True, padding=self.padding_idx)
 
 
 class Dropout(nn.Dropout):
@@ -297,13 +300,20 @@ def patch_layers(model: nn.Module) -> None:
             module.__class__ = Embedding
 
 
+ATTENTION, LAYERS = "attention", "linear layers"  # parts that `patch_model` returns
+
+
 def patch_model(model: PreTrainedModel) -> list[str]:
-    """Makes a model use our kernels, in place; returns descriptions of the parts that do not."""
-    unpatched = [] if use_our_attention(model) or fuse_relative_attention(model) else ["attention"]
-    patch_layers(model)
-    fuse_layers(model)
-    fuse_rotary_attention(model)
-    pack_convolutions(model)
-    fuse_encoder_layers(model)
-    others = {type(m).__name__: None for m in model.modules() if type(m).__name__ == "Conv1D"}
-    return unpatched + [f"layers of type {name}" for name in others]
+    """Makes a model use our kernels where it still computes the same, in place; returns the parts that do not."""
+    # In this order, because later patches recognize layers that earlier ones have changed.
+    others = (fuse_layers, fuse_rotary_attention, pack_convolutions, fuse_encoder_layers)
+    rejected = apply_patches(model, (_patch_attention, patch_layers, *others))
+    unpatched = [] if uses_our_attention(model) or has_relative_attention(model) else [ATTENTION]
+    unpatched += [LAYERS] if patch_layers in rejected else []
+    other_layers = {type(m).__name__: None for m in model.modules() if type(m).__name__ == "Conv1D"}
+    return unpatched + [f"layers of type {name}" for name in other_layers]
+
+
+def _patch_attention(model: PreTrainedModel) -> None:
+    if not use_our_attention(model):
+        fuse_relative_attention(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from math import inf
@@ -24,7 +24,7 @@ from sansgpu.models.formats.tokenizers import TokenizerParts, with_rows
 from sansgpu.models.formats.weights import BasePrecision, StoredTensor, fill, placeholders, random_weights
 from sansgpu.models.generation.answer_end import EndTokens, end_tokens, stop_strings, token_ids
 from sansgpu.models.huggingface.older_versions import complete_config, complete_tokenizer_config
-from sansgpu.models.huggingface.probes import sees_later_tokens
+from sansgpu.models.huggingface.probes import autocast_of, sees_later_tokens
 from sansgpu.models.huggingface.source import (
     base_precision,
     gguf_file_of,
@@ -36,6 +36,7 @@ from sansgpu.models.huggingface.source import (
     source_of,
     stored_weights,
 )
+from sansgpu.models.modules import blocks_of
 
 if TYPE_CHECKING:  # transformers takes seconds to import, so functions import it when they need it
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -234,10 +235,22 @@ def _load_one_by_one(
 
 
 def random_model(model: ModelConfig, head: Head, layers: int | None = None) -> PreTrainedModel:
-    """Builds a model with random weights, optionally with a different number of layers, to time its training steps."""
-    config = pretrained_config(model)
-    if layers is not None:
-        config = with_layers(config, layers)
+    """Builds a model with random weights to time its training steps.
+
+    It has `layers` blocks if they are given. If it does not run with so few, it has one more, or else all.
+    """
+    for config in () if layers is None else shortened_configs(model, head, layers):
+        try:
+            shorter = _random_model(model, head, config)
+            with torch.no_grad(), autocast_of(shorter):
+                shorter(input_ids=torch.ones(1, 2, dtype=torch.long))
+            return shorter
+        except Exception:  # anything that the code of a model with an unusual number of blocks may raise
+            continue
+    return _random_model(model, head, pretrained_config(model))
+
+
+def _random_model(model: ModelConfig, head: Head, config: PreTrainedConfig) -> PreTrainedModel:
     if (precision := base_precision(model)) is None:
         return configure_for_training(_from_config(model, head, config), model)
     from_file = stored_weights(model) if precision == "file" else {}
@@ -264,12 +277,30 @@ def _from_config(model: ModelConfig, head: Head, config: PreTrainedConfig, devic
     return built
 
 
+def shortened_configs(model: ModelConfig, head: Head, layers: int) -> Iterator[PreTrainedConfig]:
+    """Yields the configs of a model with `layers` blocks and with one more, unless no such model can be built.
+
+    RWKV needs two blocks, for instance, and BART's config has another number for those of the decoder.
+    """
+    for count in (layers, layers + 1):
+        try:
+            config = with_layers(pretrained_config(model), count)
+            fits = len(blocks_of(_from_config(model, head, config, "meta"))) == count
+        except Exception:  # anything that the code of a model with an unusual number of blocks may raise
+            continue
+        if fits:
+            yield config
+
+
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """Sets the number of blocks of a config, in place; returns it."""
+    """Sets the number of blocks of a config and the lengths of its lists with a value per block, in place."""
     text = config.get_text_config()
-    if types := getattr(text, "layer_types", None):
-        text.layer_types = list(islice(cycle(types), layers))  # `layers` may be more than the original has
+    for key, values in list(vars(text).items()):
+        if isinstance(values, (list, tuple)) and len(values) == text.num_hidden_layers and values:
+            setattr(text, key, list(islice(cycle(values), layers)))
     text.num_hidden_layers = layers
+    if getattr(text, "num_kv_shared_layers", 0):
+        text.num_kv_shared_layers = 0  # the first layers of Gemma share no keys and values with others
     return config
 
 

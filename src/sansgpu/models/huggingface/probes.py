@@ -56,8 +56,8 @@ def packs_well(unpadded: PackingModel, longest: int) -> bool:
     outputs: list[Output] = [lambda tokens, lengths: unpadded.hidden_states(tokens, lengths).float()]
     if type(model).__name__.endswith("ForSequenceClassification"):
         outputs.append(lambda tokens, lengths: unpadded.sequence_logits(tokens, lengths, None))
-    flops = 4.0 * sum(lengths) * sum(p.numel() for p in model.base_model.parameters())
-    with _first_blocks_of(model, text) if flops > PROBE_FLOPS else nullcontext():
+    flops = 4.0 * sum(lengths) * sum(p.numel() for p in body_of(model).parameters())
+    with first_blocks_of(model) if flops > PROBE_FLOPS else nullcontext():
         return all(_packs_equally(unpadded, output, tokens, lengths) for output in outputs)
 
 
@@ -67,7 +67,7 @@ def _packs_equally(unpadded: PackingModel, output: Output, tokens: torch.Tensor,
         packed = output(tokens, torch.tensor(lengths))
         unpadded.packs = False
         separate = [_separate(output, part) for part in tokens.split(lengths)]
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+    except Exception:  # anything that the code of a model may raise
         return False
     return close_outputs(unpadded.model, packed, torch.cat(separate))
 
@@ -112,11 +112,12 @@ def _possible_windows(settings: Any, name: str = "") -> Iterator[int]:
 
 
 @contextmanager
-def _first_blocks_of(model: PreTrainedModel, config: Any) -> Iterator[None]:
-    """Context that truncates a model to its first blocks, with at least one block of each layer type."""
+def first_blocks_of(model: PreTrainedModel) -> Iterator[None]:
+    """Context that truncates a model to its first blocks, with at least one block of each kind."""
     blocks = blocks_of(model)
-    types = (getattr(config, "layer_types", None) or [])[: len(blocks)]
-    count = max([2, *(types.index(layer_type) + 1 for layer_type in dict.fromkeys(types))])
+    types = getattr(model.config.get_text_config(), "layer_types", None) or [None] * len(blocks)
+    kinds = [(kind, *(type(module) for module in block.modules())) for kind, block in zip(types, blocks, strict=False)]
+    count = max([2, *(kinds.index(kind) + 1 for kind in dict.fromkeys(kinds))])
     if not blocks:
         yield
         return
@@ -131,6 +132,23 @@ def _first_blocks_of(model: PreTrainedModel, config: Any) -> Iterator[None]:
         yield
     finally:
         setattr(parent, name, block_list)
+
+
+def body_of(model: PreTrainedModel) -> Any:
+    """Returns the part of a model before its head, which computes the final hidden states."""
+    from transformers import PreTrainedModel
+
+    base = model.base_model
+    if base is not model or model.get_output_embeddings() is None:
+        return base
+    inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    return inner[0] if len(inner) == 1 else base  # Llama 4's class has the wrong name for its body
+
+
+def position_offset(model: PreTrainedModel) -> int:
+    """Returns the position id of the first token, which is the padding id plus one in RoBERTa and its relatives."""
+    modules: Iterator[Any] = (m for m in model.modules() if hasattr(m, "create_position_ids_from_inputs_embeds"))
+    return next((int(module.padding_idx) + 1 for module in modules), 0)
 
 
 def has_causal_attention(model: PreTrainedModel) -> bool:
@@ -158,18 +176,19 @@ def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _tolerance(model: PreTrainedModel) -> float:
-    of_dtype = PROBE_TOLERANCE.get(_matrix_dtype(model), min(PROBE_TOLERANCE.values()))
+    of_dtype = PROBE_TOLERANCE.get(matrix_dtype(model), min(PROBE_TOLERANCE.values()))
     return max(of_dtype, INTEGER_TOLERANCE.get(integer_of_model(model) or "", 0.0))
 
 
 def autocast_of(model: PreTrainedModel) -> torch.autocast:
     """Returns an autocast context for inference, which is enabled if the model's matrices are in bf16."""
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=_matrix_dtype(model) == torch.bfloat16)
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=matrix_dtype(model) == torch.bfloat16)
 
 
-def _matrix_dtype(model: PreTrainedModel) -> torch.dtype:
+def matrix_dtype(model: PreTrainedModel) -> torch.dtype:
     embedding: Any = model.get_input_embeddings()
-    return torch.bfloat16 if embedding.weight is None else embedding.weight.dtype  # None: quantized, runs in bf16
+    weight = getattr(embedding, "weight", embedding)  # Perceiver's is no module
+    return torch.bfloat16 if weight is None else weight.dtype  # None: quantized, runs in bf16
 
 
 def head_is_plain(model: PreTrainedModel, softcap: float) -> bool:
@@ -181,7 +200,10 @@ def head_is_plain(model: PreTrainedModel, softcap: float) -> bool:
     if type(head) not in (nn.Linear, Linear, QuantizedLinear) or head.bias is not None:
         return False
     probe = torch.arange(4)[None] % head.out_features
-    logits = head(model.base_model(probe).last_hidden_state)
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
-    return torch.allclose(logits, model(probe).logits, rtol=1e-4, atol=1e-5)
+    try:
+        logits = head(body_of(model)(probe).last_hidden_state)
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        return torch.allclose(logits, model(probe).logits, rtol=1e-4, atol=1e-5)
+    except Exception:  # anything that the code of a model may raise
+        return False

@@ -17,7 +17,7 @@ from torch import nn
 from sansgpu.kernels.norm import RMSNorm
 from sansgpu.kernels.rotary import rotate_heads
 from sansgpu.models.huggingface.attention_interface import NAME, attention_forward
-from sansgpu.models.huggingface.fused_layers import LinearPart, agree, random_tensor, with_forward
+from sansgpu.models.huggingface.fused_layers import LinearPart, agree, random_tensor, tried, with_forward
 
 
 class LengthDependentRotary:
@@ -110,7 +110,7 @@ def fuse_rotary_attention(model: nn.Module) -> None:
     """
     rotated = {2 * buffer.shape[-1] for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
     for module in model.modules():
-        if _is_rotary_attention(module) and rotated <= {cast(Any, module).head_dim}:
+        if tried(_is_rotary_attention, module) and rotated <= {cast(Any, module).head_dim}:
             module.__class__ = with_forward(RotaryAttention, type(module))
 
 
@@ -127,14 +127,16 @@ def _is_rotary_attention(module: nn.Module) -> bool:
     trial._modules, trial.training = _stubs(trial, norms), False
     half = random_tensor(1, 5, trial.head_dim // 2)
     angles = torch.cat((half, half), dim=-1)
-    x, rotation = random_tensor(1, 5, 8), (angles.cos(), angles.sin())
+    x, inputs = random_tensor(1, 5, 8), dict[str, Any](position_embeddings=(angles.cos(), angles.sin()))
     ours = RotaryAttention.forward
-    return agree(lambda: trial.forward(x, rotation, None)[0], lambda: ours(trial, x, rotation, None)[0])
+    inputs["attention_mask"] = None
+    return agree(lambda: trial.forward(x, **inputs)[0], lambda: ours(trial, x, **inputs)[0])
 
 
 def _stubs(module: Any, norms: list[Any]) -> dict[str, nn.Module]:
     """Returns small submodules for a trial of an attention layer with one key-value head."""
-    queries, dim = module.num_key_value_groups * module.head_dim, module.head_dim
+    groups = getattr(module, "num_key_value_groups", 1)  # encoders may have no grouped heads
+    queries, dim = groups * module.head_dim, module.head_dim
     sizes = {"q_proj": (8, queries), "k_proj": (8, dim), "v_proj": (8, dim), "o_proj": (queries, 8)}
     parts: dict[str, nn.Module] = {name: LinearPart(*size, place) for place, (name, size) in enumerate(sizes.items())}
     for name, norm in zip(NORMS, norms, strict=False):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sansgpu.models.huggingface.fused_layers import LinearPart, agree, random_tensor, with_forward
+from sansgpu.models.huggingface.fused_layers import LinearPart, agree, random_tensor, tried, with_forward
 
 CONVOLUTION = "conv"  # value of `layer_types` in transformers' configs
 _PARTS = {"in_proj", "conv", "out_proj"}
@@ -43,7 +43,7 @@ class PackedConvolution:
         y = x * kernel[:, -1]
         for back in range(1, kernel.shape[1]):
             if cached is None:
-                earlier = F.pad(x, (0, 0, back, -back))
+                earlier = F.pad(x[:, :-back], (0, 0, min(back, x.shape[1]), 0))
             else:
                 earlier = _at(cached, past_key_values.places.view_as(positions) - back)
             y = y + (positions >= back)[..., None] * earlier * kernel[:, -1 - back]
@@ -69,7 +69,7 @@ def _at(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 def pack_convolutions(model: nn.Module) -> None:
     """Makes the short convolutions of a model support examples that share a row, in place."""
     for module in model.modules():
-        if _is_short_convolution(module):
+        if tried(_is_short_convolution, module):
             module.__class__ = with_forward(PackedConvolution, type(module))
 
 
