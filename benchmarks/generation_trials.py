@@ -9,6 +9,7 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,11 +46,17 @@ def transformers_texts(folder: Path, prompts: tuple[str, ...]) -> list[str]:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "forced_eos_token_id": None}
+    eos: Any = model.generation_config.eos_token_id
+    ends = eos if isinstance(eos, list) else [eos]
     texts = []
     for prompt in prompts:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
-        row = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)[0]
-        texts.append(tokenizer.decode(row[ids.shape[1] :], skip_special_tokens=True))
+        row = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0]
+        tokens = row[ids.shape[1] :].tolist()
+        if tokens[-1] in ends:  # which may be a token that decoding does not skip
+            tokens.pop()
+        texts.append(tokenizer.decode(tokens, skip_special_tokens=True))
     return texts
 
 

@@ -9,11 +9,12 @@ T tokens, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from enum import Enum
-from typing import Any
+from itertools import accumulate, product
+from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from sansgpu.models.generation.generate import PROMPT_TOKENS, SingleReader
 from sansgpu.models.generation.sampling import reading
@@ -26,52 +27,68 @@ TRIAL = (5, 3, 1, 1)
 TRIAL_ERROR = 0.1  # maximum error of cached logits, relative to the error of logits without the earlier tokens
 
 
-class CacheUse(Enum):
-    """How a model's cache can be used."""
+class CacheUse(NamedTuple):
+    """How to use a model's cache."""
 
-    PIECES = "later passes may have several tokens"
-    TOKENS = "later passes may have one token"
-    NONE = "each pass computes the whole sequence"
+    positions: bool  # pass position ids, which some models do not infer from their cache
+    pieces: bool  # a long prompt may take several passes
 
 
 class PretrainedReader(SingleReader):
-    """A BatchReader with one sequence for any transformers model; see `cache_use`."""
+    """A BatchReader with one sequence for any transformers model. Without `use`, each pass computes all tokens."""
 
-    def __init__(self, model: PreTrainedModel, use: CacheUse) -> None:
+    def __init__(self, model: PreTrainedModel, use: CacheUse | None) -> None:
         self._model, self._use = model, use
         self.reset()
 
     def reset(self) -> None:
-        self._ids: list[int] = []  # the whole sequence if the cache is not used
+        self._ids: list[int] = []
         self._cache: dict[str, Any] = {}  # keyword arguments of the model
 
     def forward_new(self, ids: list[int]) -> torch.Tensor:
-        if self._use is CacheUse.NONE:
+        if self._use is None:
             self._ids += ids
             return _logits(self._model, self._ids)[-1]
-        size = PROMPT_TOKENS if self._use is CacheUse.PIECES else len(ids)
+        size = PROMPT_TOKENS if self._use.pieces else len(ids)
         for start in range(0, len(ids), size):
-            inputs = torch.tensor([ids[start : start + size]], device=self._model.device)
-            with autocast_of(self._model):
-                output = output_of(self._model, _last, input_ids=inputs, use_cache=True, **self._cache)
-            self._cache = _cache_in(output, self._model)
+            logits = self._forward_piece(ids[start : start + size], self._use)
+        return logits
+
+    def _forward_piece(self, ids: list[int], use: CacheUse) -> torch.Tensor:
+        inputs = {"input_ids": torch.tensor([ids], device=self._model.device)}
+        if use.positions:
+            end = len(self._ids) + len(ids)
+            inputs["position_ids"] = torch.arange(len(self._ids), end, device=self._model.device)[None]
+        with autocast_of(self._model):
+            output = output_of(self._model, lambda states: states[0, -1:], **inputs, **self._cache, use_cache=True)
+        self._ids += ids
+        self._cache = _cache_in(output, self._model)
         logits: torch.Tensor = output.logits[0, -1]
         return logits
 
+    @property
+    def holds_only_keys(self) -> bool:
+        """True if the cache consists of keys and values, without recurrent states.
 
-def _last(states: torch.Tensor) -> torch.Tensor:
-    return states[0, -1:]
+        Some models do not continue from a recurrent state if a later pass has several tokens. In a trial with few
+        tokens, this error can be smaller than the rounding in bf16.
+        """
+        (cache, *others) = self._cache.values()
+        if others or type(cache) is not DynamicCache:
+            return False
+        return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
 
 
 def _cache_in(output: Any, model: PreTrainedModel) -> dict[str, Any]:
-    """Returns the outputs that the model's forward pass also takes, which are its cache.
-
-    Raises ValueError if there are none.
-    """
-    taken = inspect.signature(model.forward).parameters
+    """Returns the outputs that the next pass takes, which are the cache. Raises ValueError if there are none."""
+    taken = _arguments(model)
     if not (cache := {name: value for name, value in output.items() if name in taken and value is not None}):
         raise ValueError(f"{type(model).__name__} returns no cache")
     return cache
+
+
+def _arguments(model: PreTrainedModel) -> set[str]:
+    return set(inspect.signature(model.forward).parameters)
 
 
 def _logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
@@ -81,31 +98,33 @@ def _logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     return logits
 
 
-def cache_use(model: PreTrainedModel) -> CacheUse:
-    """Returns the best use of the cache that gives the same logits as passes over the whole sequence."""
+def cache_use(model: PreTrainedModel) -> CacheUse | None:
+    """Returns the first use of the cache with which a trial gives the logits of a pass over all tokens, or None."""
     tokens = probe_tokens(model, sum(TRIAL)).tolist()
+    can_take = (True, False) if "position_ids" in _arguments(model) else (False,)
     with torch.inference_mode(), reading(model):
         expected, alone = _logits(model, tokens).float(), _logits(model, tokens[-1:])[-1].float()
         most = TRIAL_ERROR * float((alone - expected[-1]).abs().max())
-        for use, sizes in ((CacheUse.PIECES, TRIAL), (CacheUse.TOKENS, (sum(TRIAL[:2]), *TRIAL[2:]))):
+        for use in map(CacheUse._make, product(can_take, (True, False))):
             try:
-                found, places = _cached_logits(PretrainedReader(model, use), tokens, sizes)
-            except Exception:  # whatever goes wrong, passes over the whole sequence still work
+                found, places = _trial(model, use, tokens)
+            except Exception:  # whatever goes wrong, passes over all tokens still work
                 continue
             error = float((found - expected[places]).abs().max())
             if error <= most and close_outputs(model, found, expected[places]):
                 return use
-    return CacheUse.NONE
+    return None
 
 
-def _cached_logits(
-    reader: PretrainedReader, tokens: list[int], sizes: tuple[int, ...]
-) -> tuple[torch.Tensor, list[int]]:
-    """Reads tokens in passes of the given sizes; returns the logits after each pass, and the indices of these."""
-    logits, end = [], 0
-    ends = []
-    for size in sizes:
-        logits.append(reader.forward_new(tokens[end : end + size]))
-        end += size
-        ends.append(end - 1)
-    return torch.stack(logits).float(), ends
+def _trial(model: PreTrainedModel, use: CacheUse, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
+    """Reads tokens in several passes; returns the logits after each of them, and the indices of their last tokens.
+
+    Raises ValueError if the cache cannot be used in this way.
+    """
+    reader = PretrainedReader(model, use)
+    sizes = TRIAL if use.pieces else (TRIAL[0] + TRIAL[1], *TRIAL[2:])
+    ends = list(accumulate(sizes))
+    logits = [reader.forward_new(tokens[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+    if use.pieces and not reader.holds_only_keys:
+        raise ValueError(f"{type(model).__name__} has recurrent states")
+    return torch.stack(logits).float(), [end - 1 for end in ends]
