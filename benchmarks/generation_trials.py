@@ -16,6 +16,7 @@ import torch
 from benchmarks.family_trials import PROMPTS, TrialError, sansgpu
 from benchmarks.outcome import json_lines
 from sansgpu.events.escape import printable
+from sansgpu.models.generation.prompts import text_prompt_ids
 
 NEW_TOKENS = 12
 GREEDY = ("--temperature", 0, "--max-new-tokens", NEW_TOKENS, "--precision", "fp32")
@@ -46,12 +47,12 @@ def transformers_texts(folder: Path, prompts: tuple[str, ...]) -> list[str]:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "forced_eos_token_id": None}
     eos: Any = model.generation_config.eos_token_id
-    ends = eos if isinstance(eos, list) else [eos]
+    ends = [end for end in (*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id) if end is not None]
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": ends, "forced_eos_token_id": None}
     texts = []
     for prompt in prompts:
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        ids = torch.tensor([text_prompt_ids(tokenizer, prompt)])
         row = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0]
         tokens = row[ids.shape[1] :].tolist()
         if tokens[-1] in ends:  # which may be a token that decoding does not skip

@@ -1,7 +1,8 @@
 """Continues one sequence with any causal transformers model, with as much of its cache as a trial shows to be right.
 
 Models name and build their caches differently: keys and values, recurrent states, or both in a class of their own. The
-first forward pass creates the model's own cache, and each later pass gets back what the pass before it returned.
+first forward pass creates the model's own cache, and each later pass gets what the pass before it returned. Models that
+do not return their cache get one of transformers.
 
 T tokens, V vocabulary.
 """
@@ -30,7 +31,8 @@ TRIAL_ERROR = 0.1  # maximum error of cached logits, relative to the error of lo
 class CacheUse(NamedTuple):
     """How to use a model's cache."""
 
-    positions: bool  # pass position ids, which some models do not infer from their cache
+    given: bool  # the first pass gets an empty cache, for models that do not return their own
+    positions: bool  # each pass gets position ids, which some models do not infer from their cache
     pieces: bool  # a long prompt may take several passes
 
 
@@ -44,6 +46,8 @@ class PretrainedReader(SingleReader):
     def reset(self) -> None:
         self._ids: list[int] = []
         self._cache: dict[str, Any] = {}  # keyword arguments of the model
+        if self._use is not None and self._use.given:
+            self._cache["past_key_values"] = DynamicCache(config=self._model.config)
 
     def forward_new(self, ids: list[int]) -> torch.Tensor:
         if self._use is None:
@@ -62,7 +66,8 @@ class PretrainedReader(SingleReader):
         with autocast_of(self._model):
             output = output_of(self._model, lambda states: states[0, -1:], **inputs, **self._cache, use_cache=True)
         self._ids += ids
-        self._cache = _cache_in(output, self._model)
+        if not use.given:  # a given cache has grown in place
+            self._cache = _cache_in(output, self._model)
         logits: torch.Tensor = output.logits[0, -1]
         return logits
 
@@ -105,7 +110,7 @@ def cache_use(model: PreTrainedModel) -> CacheUse | None:
     with torch.inference_mode(), reading(model):
         expected, alone = _logits(model, tokens).float(), _logits(model, tokens[-1:])[-1].float()
         most = TRIAL_ERROR * float((alone - expected[-1]).abs().max())
-        for use in map(CacheUse._make, product(can_take, (True, False))):
+        for use in map(CacheUse._make, product((False, True), can_take, (True, False))):
             try:
                 found, places = _trial(model, use, tokens)
             except Exception:  # whatever goes wrong, passes over all tokens still work
