@@ -95,6 +95,10 @@ MORE_CAUSAL: dict[str, dict[str, Any]] = {
         **_LAYERED, "num_key_value_heads": 2, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16,
         "mamba_d_state": 8, "mamba_chunk_size": 16,
     },
+    "openai-gpt": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT},
+    "recurrent_gemma": {
+        **_LAYERED, "num_hidden_layers": 3, "num_key_value_heads": 1, "lru_width": 64, "attention_window_size": 32,
+    },
 }  # fmt: skip
 ENCODERS: dict[str, dict[str, Any]] = {
     "bert": _LAYERED,
