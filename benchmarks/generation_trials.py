@@ -57,7 +57,7 @@ def transformers_texts(folder: Path, prompts: tuple[str, ...]) -> list[str]:
         tokens = row[ids.shape[1] :].tolist()
         if tokens[-1] in ends:  # which may be a token that decoding does not skip
             tokens.pop()
-        texts.append(tokenizer.decode(tokens, skip_special_tokens=True))
+        texts.append(str(tokenizer.decode(tokens, skip_special_tokens=True)))
     return texts
 
 

@@ -80,7 +80,7 @@ def _separate(output: Output, part: torch.Tensor) -> torch.Tensor:
 
 def probe_tokens(model: PreTrainedModel, count: int) -> torch.Tensor:
     """Returns different tokens (count,) of a model's vocabulary."""
-    return torch.arange(count) * 7 % model.config.get_text_config().vocab_size
+    return torch.arange(count) * 7 % int(model.config.get_text_config().vocab_size)
 
 
 def copies_for_kernels(rows: int) -> int:
