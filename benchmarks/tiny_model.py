@@ -76,6 +76,29 @@ MORE_CAUSAL: dict[str, dict[str, Any]] = {
     },
     "lfm2": {**_LAYERED, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
     "falcon_mamba": {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
+    "mamba2": {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2,
+        "chunk_size": 16,
+    },
+    "rwkv": {
+        "hidden_size": 64, "attention_hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "context_length": CONTEXT,
+    },
+    "minimax": {
+        **_GROUPED, "num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"], "block_size": 16,
+    },
+    "falcon_h1": {
+        **_GROUPED, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+    },
+    "bamba": {
+        **_LAYERED, "num_key_value_heads": 2, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16,
+        "mamba_d_state": 8, "mamba_chunk_size": 16,
+    },
+    "openai-gpt": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT},
+    "recurrent_gemma": {
+        **_LAYERED, "num_hidden_layers": 3, "num_key_value_heads": 1, "lru_width": 64, "attention_window_size": 32,
+    },
 }  # fmt: skip
 ENCODERS: dict[str, dict[str, Any]] = {
     "bert": _LAYERED,

@@ -119,5 +119,8 @@ def shares_beginnings(model: UnpaddedModel) -> bool:
     places = torch.tensor([place for path in tree.paths for place in path])
     with torch.no_grad(), autocast_of(model.model):
         separate = model.head_inputs(row[places], tree.lengths)
-        shared = model.before_head(model.packed_inputs(row[None], positions[None], tree))[0][places]
+        try:
+            shared = model.before_head(model.packed_inputs(row[None], positions[None], tree))[0][places]
+        except Exception:  # whatever goes wrong, separate sequences still work
+            return False
         return close_outputs(model.model, shared, separate)

@@ -21,9 +21,10 @@ from sansgpu.models.generation.generate import (
     stream,
 )
 from sansgpu.models.generation.sampling import Sampling, sample_tokens
+from sansgpu.models.huggingface import cached_reader
 from sansgpu.models.huggingface.adapters import add_adapter
+from sansgpu.models.huggingface.cached_reader import PretrainedReader, cache_use
 from sansgpu.models.huggingface.generation import (
-    PretrainedReader,
     PretrainedSlots,
     pretrained_batch,
     pretrained_single,
@@ -202,10 +203,11 @@ def test_long_prompts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     decoder, (unpadded, tokenizer) = model_of("modern", vocab_size=300, max_seq_len=CONTEXT), pretrained("llama")
     for batch, reader in (
         (decoder_batch(decoder, TOKENIZER), DecoderReader(decoder)),
-        (pretrained_batch(unpadded, tokenizer), PretrainedReader(unpadded.model)),
+        (pretrained_batch(unpadded, tokenizer), PretrainedReader(unpadded.model, cache_use(unpadded.model))),
     ):
         prompts = [[7 * n % 250 + 1 for n in range(length)] for length in (70, 3, 50, 33, 17)]
         monkeypatch.setattr(batched, "PROMPT_TOKENS", 24)
+        monkeypatch.setattr(cached_reader, "PROMPT_TOKENS", 24)
         with torch.inference_mode():
             found = batch.open_reader(5, CONTEXT).add(prompts)
             for row, prompt in zip(found, prompts, strict=True):

@@ -297,6 +297,12 @@ class UnpaddedModel:
 
 def logits_of(model: PreTrainedModel, chosen: Flat, **inputs: Any) -> torch.Tensor:
     """Computes only the logits (n, V) of n tokens, whose final hidden states `chosen` gathers from (B, T, D)."""
+    logits: torch.Tensor = output_of(model, chosen, **inputs).logits[0]
+    return logits
+
+
+def output_of(model: PreTrainedModel, chosen: Flat, **inputs: Any) -> Any:
+    """Returns the model's output, in which `logits` (1, n, V) are those of the tokens that `chosen` gathers."""
     base: Any = body_of(model)
 
     def select(module: nn.Module, args: Any, output: Any) -> Any:
@@ -305,10 +311,9 @@ def logits_of(model: PreTrainedModel, chosen: Flat, **inputs: Any) -> torch.Tens
 
     hook = base.register_forward_hook(select)
     try:
-        logits: torch.Tensor = model(**inputs).logits[0]
+        return model(**inputs)
     finally:
         hook.remove()
-    return logits
 
 
 def _pad(values: torch.Tensor, lengths: torch.Tensor, fill_value: int = 0) -> torch.Tensor:

@@ -52,7 +52,7 @@ def packs_well(unpadded: PackingModel, longest: int) -> bool:
     model, text = unpadded.model, unpadded.model.config.get_text_config()
     lengths = _probe_lengths(unpadded, longest)
     lengths *= copies_for_kernels(sum(lengths))
-    tokens = torch.arange(sum(lengths)) * 7 % text.vocab_size
+    tokens = probe_tokens(model, sum(lengths))
     outputs: list[Output] = [lambda tokens, lengths: unpadded.hidden_states(tokens, lengths).float()]
     if type(model).__name__.endswith("ForSequenceClassification"):
         outputs.append(lambda tokens, lengths: unpadded.sequence_logits(tokens, lengths, None))
@@ -76,6 +76,11 @@ def _separate(output: Output, part: torch.Tensor) -> torch.Tensor:
     """Returns the output of a single example."""
     copies = copies_for_kernels(len(part))
     return output(part.repeat(copies), torch.full((copies,), len(part))).chunk(copies)[0]
+
+
+def probe_tokens(model: PreTrainedModel, count: int) -> torch.Tensor:
+    """Returns different tokens (count,) of a model's vocabulary."""
+    return torch.arange(count) * 7 % int(model.config.get_text_config().vocab_size)
 
 
 def copies_for_kernels(rows: int) -> int:
@@ -160,7 +165,7 @@ def sees_later_tokens(model: PreTrainedModel) -> bool:
     if has_causal_attention(model):
         return False
     copies = copies_for_kernels(PROBE_SHORT)
-    tokens = (torch.arange(2 * PROBE_SHORT) * 7 % model.config.get_text_config().vocab_size).repeat(copies, 1)
+    tokens = probe_tokens(model, 2 * PROBE_SHORT).repeat(copies, 1)
     with torch.no_grad(), autocast_of(model):
         part, whole = (model(ids).logits.float() for ids in (tokens[:, :PROBE_SHORT], tokens))
     return _relative_error(part, whole[:, :PROBE_SHORT]) > _tolerance(model)  # False for weights that are NaN
