@@ -14,7 +14,7 @@ def write_foreign_gguf(path: Path, folder: Path, architecture: str) -> None:
     import transformers
 
     from sansgpu.models.formats.gguf_tokenizer import write_tokenizer
-    from sansgpu.models.huggingface.pretrained import tokenizer_parts
+    from sansgpu.models.huggingface.tokenizer_files import tokenizer_parts
 
     encoder = not transformers.AutoConfig.from_pretrained(folder).architectures[0].endswith("LM")
     auto: Any = transformers.AutoModel if encoder else transformers.AutoModelForCausalLM

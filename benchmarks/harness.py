@@ -110,7 +110,8 @@ def hugging_face_folder(model: Path, folder: Path) -> Path:
         return model
     from sansgpu.config import ModelConfig
     from sansgpu.models.huggingface.adapters import load_model
-    from sansgpu.models.huggingface.pretrained import Head, load_tokenizer_of, save_pretrained
+    from sansgpu.models.huggingface.pretrained import Head, save_pretrained
+    from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 
     config = ModelConfig(name_or_path=str(model))
     save_pretrained(load_model(config, Head("causal"), seed=0), load_tokenizer_of(config), folder)

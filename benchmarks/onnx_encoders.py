@@ -22,8 +22,8 @@ class Batches:
 
     def __init__(self, folder: Path) -> None:
         from sansgpu.config import ModelConfig
-        from sansgpu.models.huggingface.pretrained import load_tokenizer_of
         from sansgpu.models.huggingface.sentence_embedding import read_layout
+        from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 
         model = ModelConfig(name_or_path=str(folder))
         self.tokenizer, layout = load_tokenizer_of(model), read_layout(model)

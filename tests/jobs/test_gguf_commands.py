@@ -17,7 +17,7 @@ from sansgpu.cli import run as cli
 from sansgpu.config.training import Precision
 from sansgpu.jobs.generate import open_generator
 from sansgpu.models.formats.gguf_file import write_gguf
-from sansgpu.models.huggingface.pretrained import tokenizer_parts
+from sansgpu.models.huggingface.tokenizer_files import tokenizer_parts
 from sansgpu.train.loading import ModelRequest
 from sansgpu.train.snapshots import snapshots
 from tests.models.formats.gguf_models import ABOUT, base, write_base

@@ -15,7 +15,7 @@ from sansgpu.cli import run as cli
 from sansgpu.config import ModelConfig
 from sansgpu.kernels.cross_entropy import linear_cross_entropy
 from sansgpu.kernels.embedding import add_rows, embed
-from sansgpu.models.huggingface.pretrained import load_tokenizer_of
+from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from tests.models.formats.gguf_models import write_ours
 from tests.models.small import model_of
 from tests.processes import write_rows

@@ -34,7 +34,7 @@ from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.distributed.world import require_one_process
 from sansgpu.machine.probe import has_bf16_tensors, mixed_precision
 from sansgpu.models.formats.weights import weights_sha256
-from sansgpu.models.huggingface.pretrained import save_tokenizer
+from sansgpu.models.huggingface.tokenizer_files import save_tokenizer
 from sansgpu.models.modules import narrow_matrices, set_matmul_precision
 from sansgpu.models.teacher import Teacher
 from sansgpu.tasks.distillation import Lesson, vocabulary_fingerprint

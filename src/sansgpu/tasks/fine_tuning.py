@@ -31,17 +31,15 @@ from sansgpu.models.huggingface.merging import merge_adapter, merged_tensors, re
 from sansgpu.models.huggingface.pretrained import (
     Head,
     HeadType,
-    end_ids_of,
-    load_tokenizer_of,
     merges_adapter,
     plain_name,
     random_model,
     save_pretrained,
-    save_tokenizer,
     stored_dtype,
     weights_fingerprint,
 )
 from sansgpu.models.huggingface.source import requantized_formats
+from sansgpu.models.huggingface.tokenizer_files import end_ids_of, load_tokenizer_of, save_tokenizer
 from sansgpu.models.modules import blocks_of
 from sansgpu.tasks.base import ComposedTask, ObjectiveBase
 from sansgpu.tasks.task import ModelSource, TrainedModel

@@ -22,7 +22,8 @@ from sansgpu.models.formats.gguf_file import ModelDescription, write_gguf
 from sansgpu.models.formats.gguf_reader import EncodingChoice, GGUFType
 from sansgpu.models.formats.gguf_tokenizer import read_tokenizer
 from sansgpu.models.formats.tokenizers import TokenizerParts
-from sansgpu.models.huggingface.pretrained import Head, load_pretrained, load_tokenizer_of, tokenizer_parts
+from sansgpu.models.huggingface.pretrained import Head, load_pretrained
+from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of, tokenizer_parts
 from tests.models.small import TEXT, TOKENIZER
 
 ABOUT = ModelDescription("small", "Made by a test.", "words", "base")

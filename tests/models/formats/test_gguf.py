@@ -19,7 +19,8 @@ from sansgpu.models.formats.decoder_weights import hugging_face_config, to_huggi
 from sansgpu.models.formats.gguf_file import write_gguf
 from sansgpu.models.formats.gguf_reader import GGUFType, describe_substitutes
 from sansgpu.models.formats.gguf_source import open_gguf
-from sansgpu.models.huggingface.pretrained import Head, load_pretrained, load_tokenizer_of, tokenizer_parts
+from sansgpu.models.huggingface.pretrained import Head, load_pretrained
+from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of, tokenizer_parts
 from sansgpu.models.quantized_layers import dequantize_layers
 from sansgpu.train.loading import ModelRequest, open_model
 from tests.models.formats.gguf_models import (

@@ -11,7 +11,7 @@ from tokenizers import models, pre_tokenizers
 from sansgpu.config import ConfigError, ModelConfig
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer
 from sansgpu.models.formats.gguf_source import open_gguf
-from sansgpu.models.huggingface.pretrained import load_tokenizer_of
+from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.train.loading import ModelRequest, open_model
 from tests.models.formats.gguf_models import GPT4O, TEKKEN, metadata, rewritten, sentence_piece, split, write_ours
 from tests.models.small import TEXT, TOKENIZER, model_of

@@ -14,7 +14,7 @@ from sansgpu.config import ConfigError
 from sansgpu.machine.untrusted.templates import render_prefixes
 from sansgpu.models.formats.ollama import chat_format, model_name, modelfile, stop_texts
 from sansgpu.models.formats.tokenizers import TokenizerParts
-from sansgpu.models.huggingface.pretrained import tokenizer_parts
+from sansgpu.models.huggingface.tokenizer_files import tokenizer_parts
 from tests.models.formats.go_templates import render as render_go
 from tests.tasks.sft.test_chat_families import CHATML, FAMILIES, GEMMA_2, LLAMA_3, MISTRAL_3, PHI_3, tokenizer_for
 

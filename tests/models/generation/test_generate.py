@@ -33,7 +33,8 @@ from sansgpu.models.huggingface.generation import (
 from sansgpu.models.huggingface.lora import patch_adapter
 from sansgpu.models.huggingface.packed_forward import UnpaddedModel
 from sansgpu.models.huggingface.patches import patch_model
-from sansgpu.models.huggingface.pretrained import Head, load_pretrained, load_tokenizer_of
+from sansgpu.models.huggingface.pretrained import Head, load_pretrained
+from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.models.modules import narrow_matrices, set_matmul_precision
 from tests.models.small import TEXT, TOKENIZER, model_of
 from tests.tasks.folders import model_folder

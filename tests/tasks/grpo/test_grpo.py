@@ -20,7 +20,7 @@ from sansgpu.config import Config, ConfigError, DataConfig
 from sansgpu.data.sources import open_sources
 from sansgpu.machine.distributed.group import SINGLE_PROCESS
 from sansgpu.models.generation.sampling import Sampling
-from sansgpu.models.huggingface.pretrained import load_tokenizer_of
+from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.evaluation import wilson
 from sansgpu.tasks.grpo.batch import Completions
 from sansgpu.tasks.grpo.evaluate import GRPOEvaluator

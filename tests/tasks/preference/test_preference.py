@@ -16,7 +16,7 @@ from sansgpu.cli import run as cli
 from sansgpu.config import Config, ConfigError
 from sansgpu.config.losses import PreferenceConfig
 from sansgpu.data.rows import BadRowError, SourceRow
-from sansgpu.models.huggingface.pretrained import load_tokenizer_of
+from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.preference.batch import PreferenceExamples, with_other_answers
 from sansgpu.tasks.preference.losses import Scores, kl_divergence, kto_losses, pair_losses
 from sansgpu.tasks.preference.objective import PreferenceObjective

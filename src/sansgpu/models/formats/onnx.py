@@ -19,14 +19,7 @@ from sansgpu.config.wording import first_line
 from sansgpu.files.reading import read_object
 from sansgpu.models.formats.folders import DECODER_CLASSES, validate_model_folder, write_folder_atomically
 from sansgpu.models.huggingface.older_versions import complete_config
-from sansgpu.models.huggingface.pretrained import (
-    AUTO_CLASSES,
-    Head,
-    HeadType,
-    load_pretrained,
-    load_tokenizer_of,
-    save_tokenizer,
-)
+from sansgpu.models.huggingface.pretrained import AUTO_CLASSES, Head, HeadType, load_pretrained
 from sansgpu.models.huggingface.sentence_embedding import (
     EmbeddingLayout,
     LinearHead,
@@ -34,6 +27,7 @@ from sansgpu.models.huggingface.sentence_embedding import (
     read_linear_head,
     write_layout,
 )
+from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of, save_tokenizer
 
 if TYPE_CHECKING:  # onnxruntime is optional, and transformers takes seconds to import
     from onnxruntime import InferenceSession

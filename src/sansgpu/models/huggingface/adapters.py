@@ -20,16 +20,15 @@ from sansgpu.models.huggingface.merging import adapted_layers, has_bias, merge_a
 from sansgpu.models.huggingface.pretrained import (
     Head,
     configure_for_training,
-    end_ids_of,
     is_inside,
     load_pretrained,
     merges_adapter,
     plain_name,
-    save_tokenizer,
     seeded,
     stored_dtype,
 )
 from sansgpu.models.huggingface.probes import body_of
+from sansgpu.models.huggingface.tokenizer_files import end_ids_of, save_tokenizer
 from sansgpu.models.quantized_layers import matrix_of
 
 if TYPE_CHECKING:  # functions import these when they need them, because that takes seconds

@@ -49,7 +49,7 @@ def packs_well(unpadded: PackingModel, longest: int) -> bool:
     They differ for models with recurrent state or with other position ids, for instance. The examples have up to
     `longest` tokens.
     """
-    model, text = unpadded.model, unpadded.model.config.get_text_config()
+    model = unpadded.model
     lengths = _probe_lengths(unpadded, longest)
     lengths *= copies_for_kernels(sum(lengths))
     tokens = probe_tokens(model, sum(lengths))

@@ -17,8 +17,8 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single, open_sources
 from sansgpu.data.split import describe_split
 from sansgpu.models.formats.folders import has_architecture
-from sansgpu.models.huggingface.pretrained import load_tokenizer_of
 from sansgpu.models.huggingface.source import pretrained_config
+from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.capabilities import Predicts
 from sansgpu.tasks.classify.data import LabeledCorpus, balanced_weights, labels_of, tokenize_labeled, with_labels
 from sansgpu.tasks.classify.evaluate import ClassifyEvaluator, prediction

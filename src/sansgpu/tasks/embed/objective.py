@@ -14,9 +14,9 @@ import torch
 from sansgpu.config import Config, ConfigError
 from sansgpu.machine.probe import mixed_precision
 from sansgpu.models.huggingface.costs import PretrainedCosts
-from sansgpu.models.huggingface.pretrained import load_tokenizer_of
 from sansgpu.models.huggingface.sentence_embedding import EmbeddingLayout, Pooling, pool, read_layout, write_layout
 from sansgpu.models.huggingface.source import pretrained_config
+from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.embed.data import tokenize
 from sansgpu.tasks.embed.groups import TextGroups
 from sansgpu.tasks.embed.losses import LossName, embedding_loss

@@ -16,8 +16,8 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single, open_sources
 from sansgpu.data.split import describe_split
 from sansgpu.machine.memory import effective_batch
-from sansgpu.models.huggingface.pretrained import load_tokenizer_of
 from sansgpu.models.huggingface.sentence_embedding import MODULES, is_static_folder, read_layout
+from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.capabilities import Embeds, ignore_count
 from sansgpu.tasks.embed.data import (
     EmbeddingCorpus,

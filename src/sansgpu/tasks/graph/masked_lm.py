@@ -15,8 +15,8 @@ from sansgpu.config.paths import local_path
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.shards import ReportProgress
 from sansgpu.models.formats.folders import has_architecture
-from sansgpu.models.huggingface.pretrained import load_tokenizer_of, save_tokenizer
 from sansgpu.models.huggingface.source import pretrained_config
+from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of, save_tokenizer
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask
 from sansgpu.tasks.graph.batch import GraphBatch, MaskRules, mask_example
 from sansgpu.tasks.graph.data import GraphCorpus, graph_corpus

@@ -15,8 +15,8 @@ from sansgpu.machine.memory import Memory
 from sansgpu.models.costing import numbers_of
 from sansgpu.models.generation.sampling import Sampling, reading
 from sansgpu.models.huggingface.costs import PretrainedCosts
-from sansgpu.models.huggingface.pretrained import load_tokenizer_of
 from sansgpu.models.huggingface.source import pretrained_config
+from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.fine_tuning import FineTuning
 from sansgpu.tasks.grpo.batch import Completions, Prompts
 from sansgpu.tasks.grpo.losses import advantages, kl_divergences, token_losses

@@ -16,7 +16,7 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import describe_split
 from sansgpu.machine.distributed.group import Group
-from sansgpu.models.huggingface.pretrained import load_tokenizer_of
+from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.evaluation import read_requested
 from sansgpu.tasks.fine_tuning import require_examples, split_rows
 from sansgpu.tasks.grpo.batch import Completions

@@ -17,7 +17,8 @@ from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import describe_split
 from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
 from sansgpu.machine.probe import has_bf16_tensors, mixed_precision
-from sansgpu.models.huggingface.pretrained import load_tokenizer_of, weights_fingerprint
+from sansgpu.models.huggingface.pretrained import weights_fingerprint
+from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.models.modules import narrowed_matrices
 from sansgpu.tasks.evaluation import read_requested
 from sansgpu.tasks.fine_tuning import StepWideTask, passes, require_examples, split_rows

@@ -305,7 +305,9 @@ def _add_ends(tokenizer: Tokenizer, model: ModelConfig, known: Sequence[int], ha
     """Adds to a tokenizer the tokens and texts at which a model ends a text, including those of its chat template."""
     tokenizer.other_end_ids = tuple(known)
     if has_template:
-        from sansgpu.models.huggingface.pretrained import load_tokenizer_of  # imports transformers, if it is needed
+        from sansgpu.models.huggingface.tokenizer_files import (
+            load_tokenizer_of,  # imports transformers, if it is needed
+        )
 
         chat = load_tokenizer_of(model)
         tokenizer.other_end_ids, tokenizer.stops = end_tokens(chat, known).ids, stop_strings(chat)

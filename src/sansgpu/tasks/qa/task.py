@@ -14,7 +14,7 @@ from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single, open_sources
 from sansgpu.data.split import describe_split
-from sansgpu.models.huggingface.pretrained import load_tokenizer_of
+from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.capabilities import Predicts
 from sansgpu.tasks.evaluation import require_rows
 from sansgpu.tasks.fine_tuning import FineTuningTask, require_examples, split_rows

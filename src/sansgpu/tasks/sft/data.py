@@ -15,7 +15,7 @@ from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import ReportProgress, rows_with_progress
 from sansgpu.data.sources import Source
 from sansgpu.data.teacher_folder import Predictions, TeacherFolder
-from sansgpu.models.huggingface.pretrained import load_tokenizer_of
+from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.distillation import require_same_vocabulary, with_length_of
 from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.sft.chat import TokenizedConversations, show_masked, tokenize_conversations

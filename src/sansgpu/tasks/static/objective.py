@@ -13,9 +13,10 @@ import torch
 from sansgpu.config import Config, ConfigError
 from sansgpu.config.paths import local_path
 from sansgpu.data.tokenizer import load_tokenizer, rows_needed
-from sansgpu.models.huggingface.pretrained import load_tokenizer_of, seeded
+from sansgpu.models.huggingface.pretrained import seeded
 from sansgpu.models.huggingface.sentence_embedding import EmbeddingLayout, is_static_folder
 from sansgpu.models.huggingface.source import pretrained_config
+from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.base import EXPECTED_CHARACTERS, ObjectiveBase
 from sansgpu.tasks.embed.groups import TextGroups
 from sansgpu.tasks.embed.objective import USUAL_TEXTS, ComparedEmbeddings, with_values

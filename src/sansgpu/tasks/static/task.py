@@ -16,8 +16,9 @@ from sansgpu.data.shards import ReportProgress
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, load_tokenizer, rows_needed
 from sansgpu.machine.probe import has_native_bf16
 from sansgpu.models.formats.weights import set_weights
-from sansgpu.models.huggingface.pretrained import load_tokenizer_of, weights_fingerprint
+from sansgpu.models.huggingface.pretrained import weights_fingerprint
 from sansgpu.models.huggingface.sentence_embedding import is_static_folder
+from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.capabilities import ignore_count
 from sansgpu.tasks.embed.data import EmbeddingCorpus, TextShape
 from sansgpu.tasks.embed.evaluate import EmbeddingEvaluator
