@@ -82,8 +82,9 @@ def read_rope(
         raise ConfigError(f"its RoPE scaling type {scaling} is not supported; {OTHER_FORMAT}.")
     if (own := value_of(_LLAMA3_KEY)) is not None:
         return {"rope_parameters": json.loads(own)}
-    rope = {"rope_type": "default", "rope_theta": value_of(Keys.Rope.FREQ_BASE) or _THETA}
-    rotated, theta = value_of(Keys.Rope.DIMENSION_COUNT) or settings["head_dim"], rope["rope_theta"]
+    theta: Any = value_of(Keys.Rope.FREQ_BASE) or _THETA
+    rope = {"rope_type": "default", "rope_theta": theta}
+    rotated = value_of(Keys.Rope.DIMENSION_COUNT) or settings["head_dim"]
     if not (rotated % 2 == 0 and 0 < rotated <= settings["head_dim"] and 0 < theta < math.inf):
         raise ConfigError(
             f"RoPE rotates {rotated} of {settings['head_dim']} elements of a head with base {theta}, which cannot be; "
