@@ -33,7 +33,6 @@ MAX_COLUMNS = 1_000_000  # largest number of columns in a table without a header
 MAX_DEPTH = 100  # levels of nesting in one row
 MAX_EXPANSION, FREE_EXPANSION = 200, 64 << 20  # maximum size / compressed size, applied beyond this many bytes
 
-
 ROW_REMEDY = "; fix or remove the row."
 CONVERT = f"save the data as one of {' '.join(SUFFIXES)}, each also with .gz"
 UNREADABLE = (OSError, EOFError, zlib.error)  # raised for damaged files
