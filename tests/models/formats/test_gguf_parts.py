@@ -146,6 +146,7 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, capsys: Captured) -> None
         ("llama", "llama.rope.dimension_count", 17, "RoPE rotates 17 of 16 elements"),
         ("llama", "llama.attention.layer_norm_rms_epsilon", -1.0, "the epsilon of its norms is -1.0"),
         ("llama", "llama.context_length", 0, "its context has 0 tokens"),
+        ("llama", "llama.rope.freq_base", float("nan"), "elements of a head with base nan"),
     ],
 )
 def test_metadata_that_do_not_match_the_tensors_are_named(

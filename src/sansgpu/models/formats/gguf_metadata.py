@@ -46,6 +46,11 @@ def require_sizes(architecture: str, metadata: Mapping[str, Any], shapes: Mappin
 
     `architecture` is llama.cpp's name. Ignores keys that are missing, or that have a value for each layer.
     """
+    experts, used = (
+        metadata.get(key.format(arch=architecture)) for key in (Keys.LLM.EXPERT_COUNT, Keys.LLM.EXPERT_USED_COUNT)
+    )
+    if isinstance(experts, int) and experts and isinstance(used, int) and not 1 <= used <= experts:
+        raise ConfigError(f"it uses {used} of {experts} experts, which cannot be; download or convert it again.")
     for keys, tensor, dimension in _SIZES:
         names = [key.format(arch=architecture) for key in keys]
         sizes = [metadata.get(name) for name in names]

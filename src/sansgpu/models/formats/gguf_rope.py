@@ -85,7 +85,9 @@ def read_rope(
     theta: Any = value_of(Keys.Rope.FREQ_BASE) or _THETA
     rope = {"rope_type": "default", "rope_theta": theta}
     rotated = value_of(Keys.Rope.DIMENSION_COUNT) or settings["head_dim"]
-    if not (rotated % 2 == 0 and 0 < rotated <= settings["head_dim"] and 0 < theta < math.inf):
+    local_theta: Any = value_of(_LOCAL_THETA) or _THETA
+    is_base = 0 < theta < math.inf and 0 < local_theta < math.inf
+    if not (is_base and rotated % 2 == 0 and 0 < rotated <= settings["head_dim"]):
         raise ConfigError(
             f"RoPE rotates {rotated} of {settings['head_dim']} elements of a head with base {theta}, which cannot be; "
             "download or convert it again."
@@ -93,7 +95,7 @@ def read_rope(
     if rotated != settings["head_dim"]:
         rope["partial_rotary_factor"] = rotated / settings["head_dim"]
     if layout.gguf_local_rope:
-        local = {"rope_type": "default", "rope_theta": value_of(_LOCAL_THETA) or _THETA}
+        local = {"rope_type": "default", "rope_theta": local_theta}
         return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
     if any(array.shape != (rotated // 2,) or not (array > 0).all() for array in factors.values()):
         raise ConfigError(f"its RoPE factors are not {rotated // 2} positive numbers; {OTHER_FORMAT}.")
