@@ -8,7 +8,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "sansgpu"
 ERRORS = {"ConfigError", "SansGPUError", "BadRowError", "LostRankError", "UnreachableError"}
-REMEDY = re.compile(r"; |, or |must be |must not |must name |requires |: add |: start |^pass ")
+REMEDY = re.compile(r"; |, or |must (be|have|name|not) |requires |: add |: start |^pass ")
 INSERTED = "\0"  # stands for a value that is inserted into a message, which may be a sentence with its own remedy
 
 # Messages that need no remedy, because the reader can do nothing.

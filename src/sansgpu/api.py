@@ -20,7 +20,7 @@ from sansgpu.jobs.train import TrainRequest
 from sansgpu.jobs.train import train as train_job
 from sansgpu.machine.distributed.world import find_world, is_forwarded
 from sansgpu.machine.launch import make_cublas_deterministic
-from sansgpu.machine.user_code import no_silent_exit, preserved_state
+from sansgpu.machine.untrusted.user_code import no_silent_exit, preserved_state
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.train.loading import ModelRequest
 from sansgpu.train.loop import TrainingResult

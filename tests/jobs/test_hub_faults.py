@@ -69,7 +69,7 @@ def test_a_socks_proxy_needs_a_package_only_if_the_network_is_used(tmp_path: Pat
 def test_a_hub_that_answers_with_errors_is_asked_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: int, phrase: str
 ) -> None:
-    monkeypatch.setattr("sansgpu.machine.hub_client.PATIENCE_SECONDS", 2.0)
+    monkeypatch.setattr("sansgpu.machine.hub.client.PATIENCE_SECONDS", 2.0)
     use_cache(monkeypatch, tmp_path / "cache")
     with serving(Hub("someone/data", tmp_path, status=status)) as address:
         connect(monkeypatch, address, tmp_path)

@@ -9,7 +9,7 @@ import threading
 from sansgpu.cli.signals import CODE, handle_interrupts, stop_handling_interrupts
 from sansgpu.events.escape import SUBSTITUTE
 from sansgpu.machine.launch import make_deterministic, set_openmp
-from sansgpu.machine.user_code import exit_soon
+from sansgpu.machine.untrusted.user_code import exit_soon
 
 __all__ = ["main", "run"]
 

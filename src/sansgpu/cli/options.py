@@ -251,7 +251,7 @@ def check_tables_for(run: str, data: str) -> None:
 
 def preparation_bar(silent: bool = False) -> closing[PreparationBar]:
     """Returns a progress bar on stderr for use in a `with` statement that begins with imports."""
-    from sansgpu.machine.hub_client import HUB
+    from sansgpu.machine.hub.client import HUB
     from sansgpu.views.terminal import PreparationBar, RunConsole
 
     HUB.report = warn

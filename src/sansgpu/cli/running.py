@@ -23,7 +23,7 @@ from sansgpu.cli.start import bench, doctor, init
 from sansgpu.cli.texts import chat, embed, generate, search, tokenizer
 from sansgpu.cli.train import distill, train, tune
 from sansgpu.cli.use import evaluate, extract, predict
-from sansgpu.machine.user_code import no_silent_exit
+from sansgpu.machine.untrusted.user_code import no_silent_exit
 from sansgpu.version import __version__
 
 # Commands in the order of `sansgpu --help`, under its headings. Within a heading, commands with subcommands come last.

@@ -14,7 +14,7 @@ from sansgpu.config import derive_seed
 from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.events.event import Event, finite
 from sansgpu.machine.execution import Execution
-from sansgpu.machine.user_code import preserved_state
+from sansgpu.machine.untrusted.user_code import preserved_state
 from sansgpu.models.generation.sampling import Sampling, reading
 from sansgpu.tasks.task import (
     Evaluator,

@@ -19,7 +19,7 @@ from sansgpu.config import ConfigError, SansGPUError, derive_seed
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.machine.distributed.group import Group
 from sansgpu.machine.pressure import MemoryGuard, split_to_fit
-from sansgpu.machine.user_code import preserved_state
+from sansgpu.machine.untrusted.user_code import preserved_state
 from sansgpu.tasks.task import OnPolicyObjective, StepWideObjective, Sums, Task
 from sansgpu.train.snapshots import LOSS, TARGETS
 from sansgpu.train.state import TrainState

@@ -1,1 +1,1 @@
-"""Runs parsers and library code on untrusted files, e.g. templates and tokenizers, in child processes with limits."""
+"""Runs code that is not ours: parsers and libraries on untrusted files in child processes with limits, and user code."""

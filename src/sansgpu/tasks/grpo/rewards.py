@@ -15,7 +15,7 @@ from typing import Any
 
 from sansgpu.config import ConfigError, SansGPUError, import_class
 from sansgpu.config.wording import counted, first_line, shown
-from sansgpu.machine.user_code import preserved_state
+from sansgpu.machine.untrusted.user_code import preserved_state
 from sansgpu.tasks.grpo.batch import PromptRow
 from sansgpu.tasks.sft.conversations import bad_row
 

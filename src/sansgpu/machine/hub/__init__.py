@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from sansgpu.config.wording import first_line
-from sansgpu.machine.hub_client import HUB, install_client
+from sansgpu.machine.hub.client import HUB, install_client
 
 ANSWER_SECONDS = 5.0  # time limit for DNS, connection and response; the client would retry for about half a minute
 
