@@ -1,1 +1,1 @@
-"""Runs code that is not ours: parsers and libraries on untrusted files in child processes with limits, and user code."""
+"""Runs code that is not ours: parsers of untrusted files, in child processes with limits, and the code of users."""
