@@ -73,8 +73,9 @@ class Head:
         if self.labels:
             set_labels(config, self.labels, self.problem_type)
         text = config.get_text_config()
-        if self.type == "sequence" and text.pad_token_id is None:  # by which a decoder finds the end of each row
-            ends = text.eos_token_id
+        padding = getattr(text, "pad_token_id", None)
+        if self.type == "sequence" and padding is None:  # by which a decoder finds the end of each row
+            ends = getattr(text, "eos_token_id", None)
             config.pad_token_id = text.pad_token_id = (ends[0] if isinstance(ends, list) else ends) or 0
 
 
