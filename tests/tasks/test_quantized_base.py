@@ -146,6 +146,14 @@ def test_experts_are_not_quantized(home: Path, tmp_path: Path, capsys: Captured)
     assert "weight by weight; set model.base_precision=auto" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_a_head_whose_weight_the_models_code_reads_is_not_quantized(
+    home: Path, tmp_path: Path, precision: str, capsys: Captured
+) -> None:
+    base = {"model__name_or_path": model_folder("mamba"), "model__adapter": "lora", "model__base_precision": precision}
+    assert cli(["train", *settings(home, **base), "--max-steps", "1", "--output-dir", str(tmp_path / "run")]) == 0
+
+
 def test_a_killed_run_resumes_byte_for_byte(home: Path, tmp_path: Path) -> None:
     chosen = {"model__adapter": "lora", "model__base_precision": "int4", "training__gradient_accumulation_steps": 8}
     first, killed = (["train", *settings(home, **chosen), "--output-dir", str(tmp_path / name)] for name in "ab")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -88,14 +89,15 @@ def quantizable_matrices(model: nn.Module) -> dict[int, QuantizableMatrix]:
     """Returns the matrices of the blocks, the token embedding and the output head, by the id() of their parameter.
 
     Omits an embedding or a head that is not exactly nn.Embedding or nn.Linear, and a matrix that it shares, because it
-    may compute more than a lookup or a product.
+    may compute more than a lookup or a product. Omits them, too, if the model's code reads a weight, as Mamba's does.
     """
     found: dict[int, QuantizableMatrix] = {}
     for block in blocks_of(model):
         for layer in block.modules():
             if type(layer) is nn.Linear or is_transposed(layer):
                 found[id(layer.weight)] = QuantizableMatrix((layer,), is_table=False)
-    for get_table in ("get_input_embeddings", "get_output_embeddings"):
+    code = inspect.unwrap(type(model).forward).__code__
+    for get_table in () if "weight" in code.co_names else ("get_input_embeddings", "get_output_embeddings"):
         table = getattr(model, get_table)()
         weight = getattr(table, "weight", None)
         users = tuple(m for m in model.modules() if weight is not None and getattr(m, "weight", None) is weight)
