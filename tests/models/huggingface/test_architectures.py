@@ -11,13 +11,14 @@ import pytest
 from benchmarks.architecture_trials import FINE, HEADS, TRIALS, Verdicts, cases, failures, try_apart, try_architecture
 from benchmarks.family_trials import rows_of, write_rows
 from benchmarks.tiny_architectures import is_encoder, make_architecture, tokenizer_for
-from transformers import DogeConfig
+from transformers import AutoConfig, DogeConfig
 
 from sansgpu.cli import run as cli
 from sansgpu.models.formats.folders import require_possible_sizes
 from sansgpu.models.huggingface.pretrained import HeadType
 from tests.processes import options
 from tests.tasks.fine_tuned import Captured
+from tests.tasks.folders import labeled_rows
 
 PLANNED = {
     "mamba": {},  # its layer types cannot be set
@@ -80,6 +81,15 @@ def test_a_plan_times_models_that_are_hard_to_shorten(tmp_path: Path, capsys: Ca
 def test_a_large_number_in_a_config_is_allowed_if_it_is_the_default_of_transformers(tmp_path: Path) -> None:
     """Doge has 16,384 experts by default, and uses none of them."""
     require_possible_sizes(json.loads(DogeConfig().to_json_string()), tmp_path / "config.json")
+
+
+def test_a_model_without_a_table_of_tokens_is_refused(tmp_path: Path, capsys: Captured) -> None:
+    AutoConfig.for_model("perceiver", vocab_size=1024).save_pretrained(tmp_path)
+    tokenizer(True).save_pretrained(tmp_path)
+    rows = labeled_rows(tmp_path / "rows.jsonl", "single")
+    chosen = {"task": "classify", "model.name_or_path": tmp_path, "data.dataset_name": rows}
+    assert cli(["train", *options(chosen)]) == 2
+    assert "its config has no hidden_size, because perceiver models" in capsys.readouterr().err
 
 
 @pytest.mark.long

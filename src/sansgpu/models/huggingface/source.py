@@ -58,6 +58,11 @@ def pretrained_config(model: ModelConfig) -> PreTrainedConfig:
         )
     with library_errors(f"{name} cannot be loaded"):
         loaded: PreTrainedConfig = AutoConfig.from_pretrained(name, **options)
+    if missing := [key for key in ("vocab_size", "hidden_size") if not hasattr(loaded.get_text_config(), key)]:
+        raise ConfigError(
+            f"{name}: its config has no {missing[0]}, because {loaded.model_type} models do not look tokens up in one "
+            "table of vectors, which sansgpu requires; choose another model."
+        )
     return loaded
 
 
