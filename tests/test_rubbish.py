@@ -238,9 +238,7 @@ def test_a_gguf_file_with_an_odd_head_size_is_refused(run: Path, tmp_path: Path)
     assert at is not None
     content[at.end() : at.end() + 4] = (7).to_bytes(4, "little")
     file.write_bytes(content)
-    assert_refused(
-        "its weights do not have the shapes that its configuration describes", "generate", file, "--prompt", "the"
-    )
+    assert_refused("its metadata do not match its tensors", "generate", file, "--prompt", "the")
 
 
 def test_advice_to_run_the_code_in_a_pickle_is_never_shown(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def completed(capsys: Captured, target: Path, data: Path, output: Path) -> list[
 def served_answer(target: Path) -> tuple[str, str]:
     """Returns the text and the reason for its end that `serve` generates for QUESTION."""
     loaded = open_generator(ModelRequest(str(target)), pytest.fail)
-    worker = GenerationWorker(loaded.task_class.batch_model(loaded), 1, 96, pytest.fail)  # type: ignore[attr-defined]
+    worker = GenerationWorker(loaded.task_class.batch_model(loaded), 1, 96, 20, pytest.fail)  # type: ignore[attr-defined]
     events: Queue[Any] = Queue()
     question = [{"role": "user", "content": QUESTION}]
     worker.submit(GenerationWork(events.put, [question], 1, 30, None, Sampling(temperature=0), 0, ()))

@@ -114,7 +114,7 @@ def test_a_snapshot_with_an_environment_that_cannot_be_is_refused(
     for command in (["eval", str(run)], ["generate", str(run), "--max-new-tokens", "1"]):
         assert cli(command) == 2
         (line,) = messages(capsys.readouterr().err)
-        assert f"state.json cannot be read: environment.{key} " in line
+        assert f"state.json cannot be read (environment.{key} " in line
     assert train(home, run, "--resume", training__precision="auto") == 2
     assert f"environment.{key} " in messages(capsys.readouterr().err)[-1]
 

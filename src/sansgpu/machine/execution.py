@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from pydantic import ConfigDict, Field, with_config
+from pydantic import AfterValidator, ConfigDict, Field, with_config
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
@@ -15,8 +16,21 @@ from sansgpu.machine.probe import has_bf16_tensors, isa, mixed_precision, tensor
 
 CPU = torch.device("cpu")
 _Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
-_Precision = Annotated[str, Field(pattern="^(fp32|bf16|int16|int8)$")]
-_Compile = Annotated[str, Field(pattern="^(on|off)$")]
+
+
+def _one_of(*names: str) -> AfterValidator:
+    """Returns the check of a recorded name."""
+
+    def check(value: str) -> str:
+        if value not in names:
+            raise PydanticCustomError("unknown_name", "Input should be {names}", {"names": " or ".join(names)})
+        return value
+
+    return AfterValidator(check)
+
+
+_Precision = Annotated[str, _one_of("fp32", "bf16", "int16", "int8")]
+_Compile = Annotated[str, _one_of("on", "off")]
 
 
 @with_config(ConfigDict(extra="allow", strict=True))

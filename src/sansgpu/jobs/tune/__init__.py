@@ -97,15 +97,16 @@ def tune(
     original, config = config, _for_worker(config, request)
     resolved = _with_optimizer(config)
     space = load_space(request.space_file, resolved)
+    own_space = space if request.space_file else {}
     recorded = _recorded_length(folder, config, space)  # raises before anything is written there
     if request.dry_run:
-        length = recorded or _planned_length(config, space, progress, warn)
+        length = recorded or _planned_length(config, own_space, progress, warn)
         return _budget(request, space).estimate(length.seconds, 0)
     clean_up = cleanup_of(folder, LOCK)
     require_writable(folder)
     with FileLock(folder / LOCK, timeout=LOCK_SECONDS), ExitStack() as until_recorded:
         until_recorded.callback(clean_up)
-        length = _recorded_length(folder, config, space) or _planned_length(config, space, progress, warn)
+        length = _recorded_length(folder, config, space) or _planned_length(config, own_space, progress, warn)
         _record(folder, config, space, length)
         study = Study(folder, space, request.pruner, config.training.seed, length)
         default = {key: setting(resolved, key) for key in space}
@@ -161,8 +162,8 @@ def _with_optimizer(config: Config) -> Config:
     return change_config(config, [("training.optimizer", chosen.training.optimizer)])
 
 
-def _planned_length(config: Config, space: Space, progress: ReportProgress, warn: Warn) -> Length:
-    """Returns a trial's length, with its duration from a timing.
+def _planned_length(config: Config, own_space: Space, progress: ReportProgress, warn: Warn) -> Length:
+    """Returns a trial's length, with its duration from a timing. `own_space` is what the user asks to search.
 
     Raises ConfigError if a trial does not fit into memory, or would end during its warmup.
     """
@@ -184,7 +185,7 @@ def _planned_length(config: Config, space: Space, progress: ReportProgress, warn
     tokens = None if most is None else max(1, planned_tokens * most // steps - 1)
     evaluations = round(steps / every) if every and steps / every >= MIN_EVALUATIONS else DEFAULT_EVALUATIONS
     length = Length(steps, tokens, min(evaluations, steps), None)
-    _require_short_warmups(config, space, length)
+    _require_short_warmups(config, own_space, length)
     if run.timing is None:
         return length
     training = trial_config(config, {}, length).training
