@@ -80,7 +80,7 @@ class TeacherFolder:
     def array(self, name: str) -> np.ndarray:
         try:
             found: np.ndarray = np.load(self.root / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:  # EOFError: the file is empty
             raise ConfigError(
                 f"{self.root / name}.npy cannot be read ({first_line(error)}); delete {self.root} and {REMEDY}."
             ) from None

@@ -26,11 +26,17 @@ from sansgpu.models.quantized_layers import QuantizableMatrix, is_transposed, qu
 
 BasePrecision = Literal["file", "bf16", "int8", "int4"]  # "file" keeps the quantization of a GGUF file
 REQUANTIZED: Literal["int8"] = "int8"  # replaces quantizations of GGUF files for which there is no kernel
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # which weights of a run may have
 _RANDOM_ROWS = 16  # distinct quantized rows of a random weight, which repeats them
 
 
 def set_weights(model: nn.Module, weights: dict[str, torch.Tensor], source: Path, assign: bool = False) -> None:
     """Loads `weights` into a model. Raises ConfigError, naming their `source`, if they do not fit."""
+    if odd := [name for name, weight in weights.items() if weight.is_floating_point() and weight.dtype not in _DTYPES]:
+        raise ConfigError(
+            f"{source} has the weight {odd[0]} in {str(weights[odd[0]].dtype).removeprefix('torch.')}, which cannot be "
+            "computed with; train or export it again."
+        )
     try:
         model.load_state_dict(weights, assign=assign)
     except (RuntimeError, TypeError) as error:
