@@ -53,10 +53,12 @@ def require_sizes(architecture: str, metadata: Mapping[str, Any], shapes: Mappin
         raise ConfigError(f"it uses {used} of {experts} experts, which cannot be; download or convert it again.")
     for keys, tensor, dimension in _SIZES:
         names = [key.format(arch=architecture) for key in keys]
-        sizes = [metadata.get(name) for name in names]
-        size = prod(size if isinstance(size, int) else 0 for size in sizes)
+        sizes: list[Any] = [metadata.get(name) for name in names]
+        if not all(isinstance(size, int) for size in sizes):
+            continue
+        size = prod(map(int, sizes))
         for name, shape in shapes.items():
-            if size > 0 and (name == tensor or name.endswith(f".{tensor}")) and shape[dimension] != size:
+            if (name == tensor or name.endswith(f".{tensor}")) and shape[dimension] != size:
                 told = " x ".join(f"{key} {value}" for key, value in zip(names, sizes, strict=True))
                 raise ConfigError(
                     f"its metadata do not match its tensors: {told}, but {name} has the shape {shape}; download or "
