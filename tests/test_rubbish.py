@@ -153,6 +153,15 @@ def test_moments_of_another_kind_shape_or_type_are_refused(copy: Path, how: str)
     assert_refused("was written with a different optimizer", *resume)
 
 
+def test_weights_in_a_format_that_cannot_compute_are_refused(copy: Path) -> None:
+    file = copy / "snapshots/step-000006/model.safetensors"
+    weights = load_file(file)
+    weights[min(weights)] = weights[min(weights)].to(torch.float8_e4m3fn)
+    save_file(weights, file)
+    with_hashes(file.parent)
+    assert_refused("in float8_e4m3fn, which cannot be computed with", "eval", copy)
+
+
 def test_weights_of_another_model_are_refused(copy: Path) -> None:
     file = copy / "snapshots/step-000006/model.safetensors"
     weights = load_file(file)

@@ -111,6 +111,12 @@ def test_a_killed_distillation_continues_and_a_damaged_shard_is_written_again(
     assert "shard-00001.bin is missing or was changed; run `sansgpu distill` again" in sentence(capsys)
     assert cli(command) == 0
     assert hashes(folder) == hashes(lessons)
+    empty, manifest = folder / "train_lengths.npy", json.loads((folder / "MANIFEST.json").read_text())
+    empty.write_bytes(b"")
+    manifest["files"][empty.name] = hashlib.sha256(b"").hexdigest()
+    (folder / "MANIFEST.json").write_text(json.dumps(manifest))
+    assert cli(student(folder)) == 2
+    assert "train_lengths.npy cannot be read (No data left in file)" in sentence(capsys)
 
 
 def test_a_student_resumes_exactly_and_learns_the_same_in_any_division(home: Path, lessons: Path) -> None:

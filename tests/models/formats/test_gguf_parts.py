@@ -136,6 +136,7 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, capsys: Captured) -> None
 @pytest.mark.parametrize(
     ("family", "key", "value", "words"),
     [
+        ("qwen3", "qwen3.embedding_length", 0, "qwen3.embedding_length 0, but token_embd.weight has the shape"),
         ("qwen3", "qwen3.embedding_length", 64, "qwen3.embedding_length 64, but token_embd.weight has the shape"),
         ("qwen3", "qwen3.feed_forward_length", 7, "qwen3.feed_forward_length 7, but blk.0.ffn_down.weight has"),
         ("llama", "llama.embedding_length", 32, "llama.embedding_length 32, but token_embd.weight has the shape"),
