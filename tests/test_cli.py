@@ -327,3 +327,14 @@ def test_the_list_of_runs_needs_no_torch() -> None:
     program = "import sys; from sansgpu.cli import run; run(['runs']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "No runs found in runs.\nFalse\n"
+
+
+def test_a_reader_that_leaves_early_is_not_blamed_on_other_code() -> None:
+    """`sansgpu --help | head` closes the pipe before everything is printed."""
+    code = "import sys; from sansgpu.cli import run; sys.exit(run(['generate', '--help']))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(60) in (0, 1)

@@ -266,6 +266,7 @@ REFUSED: dict[str, Refused] = {
     "storage": ({"dataset_kwargs": {"data_files": "x.json", "storage_options": {}}}, 'dataset_kwargs has "storage_opt'),
     "chain": ({"dataset_kwargs": {"data_files": {"test": ["reference::x.json"]}}}, "reads data from reference::x.json"),
     "scheme": ({"dataset_kwargs": {"data_files": "ssh://host/x.json"}}, "reads data from ssh://host/x.json"),
+    "address": ({"dataset_kwargs": {"data_files": {"test": "http://127.0.0.1:1/x.json"}}}, "reads data from http://"),
     "device": ({"dataset_path": "text", "dataset_kwargs": {"data_files": "/dev/zero"}}, "/dev/zero is a pipe, a dev"),
     "list": ({"dataset_path": ["pandas"]}, "must be a name or a path"),
     "unsafe": ({"unsafe_code": True}, "runs Python code that the model writes"),

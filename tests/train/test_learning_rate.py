@@ -124,3 +124,5 @@ def test_a_resumed_run_with_more_epochs_tells_its_learning_rate(capsys: pytest.C
     assert f"the learning rate of the next step is {next_rate:.3g}, where it was {first['lr']:.3g}." in shown
     assert train(Path(), Path("run"), "--resume", **changes, training__num_epochs=2) == 0
     assert "the run now has" not in "".join(capsys.readouterr())
+    assert train(Path(), Path("run"), "--resume", **changes, training__max_steps=1) == 0
+    assert f"the run is at step {2 * steps} and now ends after 1, so it is not" in "".join(capsys.readouterr())

@@ -254,10 +254,9 @@ def import_class(name: str, option: str = "task") -> Any:
     except Exception as error:  # the module may raise anything
         known = isinstance(error, (ImportError, AttributeError))
         reason = str(error) if known else f"{type(error).__name__}: {first_line(error)}"
-        raise ConfigError(
-            f"{option} {name} cannot be imported ({reason}); add its folder to PYTHONPATH, e.g. PYTHONPATH=. sansgpu "
-            "train ..."
-        ) from None
+        path = "add its folder to PYTHONPATH, e.g. PYTHONPATH=. sansgpu train ..."
+        remedy = "correct the name after the colon." if module in sys.modules else path
+        raise ConfigError(f"{option} {name} cannot be imported ({reason}); {remedy}") from None
 
 
 def task_class(kind: str) -> Any:

@@ -114,7 +114,7 @@ def open_parts(name: str, data: DataConfig, text_rows: bool = False) -> Sources:
         return _folder_sources(path, data, text_rows)
     require_regular_file(path)
     if path.is_absolute() or name.startswith((".", "~")) or file_form(path) is not None:
-        raise ConfigError(f"{name} does not exist; set data.dataset_name to a file, a folder or a dataset on the Hub.")
+        raise ConfigError(f"{name} does not exist; give a file, a folder or a dataset on the Hub.")
     return _hub_sources(name, data, local=False)
 
 

@@ -26,6 +26,7 @@ BUSY_PERCENT = 25.0  # share of one core that other programs use
 THROTTLED_PERCENT = 5.0  # share of time in which the container's CPU quota stops the run
 SWAPPING_FAULTS_PER_SECOND = 20.0  # major page faults
 LOWER_RATE_DIVISOR = 5  # a suggested lower learning rate is the current one divided by this
+HIGHEST_USUAL_RATE = 0.02  # of Muon; a suggested rate is never higher
 LASTING_STEPS = 10  # a problem that the task itself finds is reported if it lasts for this many steps
 CONSECUTIVE = 2  # events in a row before a warning, because a single one may be an outlier
 
@@ -40,12 +41,13 @@ def not_finite_remedy(training: TrainingConfig, step: int, snapshot: str | None)
             "no weight has changed yet, so the cause is the model, the data or the precision, not the learning rate: "
             "check that the weights are finite, and try training.precision=fp32."
         )
+    lower = min(training.learning_rate / LOWER_RATE_DIVISOR, HIGHEST_USUAL_RATE)
     again = "start the run again" if snapshot is None else f"resume from {snapshot}, or from an earlier snapshot,"
     limit = "" if training.max_grad_norm else ", and set training.max_grad_norm to 1"
     same = "" if snapshot is None else "; without a change it would fail at the same step again"
     return (
         f"the learning rate is probably too high: {again} with --set training.learning_rate="
-        f"{training.learning_rate / LOWER_RATE_DIVISOR:.1g} (it is {training.learning_rate:g}) or more "
+        f"{lower:.1g} (it is {training.learning_rate:g}) or more "
         f"training.warmup_steps (now {training.warmup_steps}){limit}{same}."
     )
 

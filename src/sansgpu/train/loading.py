@@ -127,7 +127,9 @@ def _refusal(target: str, config: Config, verb: Verb) -> ConfigError:
     if verb == "chat" and can(task_of(config), "generate"):
         return ConfigError(f"{target} was not trained on conversations; use `sansgpu generate` instead.")
     clause = _REFUSALS.get(verb, "but this command")
-    advice = f"; pass its folder {RunPaths(Path(target)).final}" if _takes_any_model(verb) else ""
+    takes_its_model = verb == "embed" or (verb != "predict" and can(task_of(config), "generate"))
+    is_accepted = takes_its_model and _takes_any_model(verb)
+    advice = f"; pass its folder {RunPaths(Path(target)).final}" if is_accepted else ""
     needed = f"needs one of task {_tasks_with(verb)}{advice}"
     return ConfigError(f"{target} is a run of task {config.task}, {clause} {needed}.")
 

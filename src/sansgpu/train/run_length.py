@@ -179,9 +179,14 @@ class RunLength:
             self.total_steps = min(self._run.total_steps, planned)
 
     def schedule_change(self, recorded: Sequence[Event]) -> str | None:
-        """Describes the learning rate of a resumed run whose number of steps differs from the recorded one."""
+        """Describes what a resumed run does whose number of steps differs from the recorded one."""
         before = next(filter(None, (event.get("total_steps") for event in reversed(recorded))), None)
         step, now, training = self._progress.step, self.total_steps, self._training
+        if not training.time_limited and before and now < min(step, before):
+            return (
+                f"the run is at step {step:,} and now ends after {now:,}, so it is not trained any further; raise its "
+                "limit, e.g. training.max_steps, to continue it."
+            )
         if training.time_limited or not before or step >= now:
             return None
         old, new = (learning_rate(training, min(step, total - 1), total) for total in (before, now))

@@ -221,8 +221,8 @@ def latest_intact_snapshot(folder: Path, warn: Callable[[str], None]) -> Snapsho
         warn(f"{problem} The snapshot is skipped.")
     if found:
         raise ConfigError(
-            f"all snapshots in {folder} are damaged ({len(found)}), so there is nothing to resume from; start a new "
-            "run in another --output-dir."
+            f"all snapshots in {folder} are damaged ({len(found)}), so the run cannot be continued; start a new run in "
+            "another --output-dir, or use the model in its final/ if there is one."
         )
     return None
 

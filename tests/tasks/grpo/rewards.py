@@ -56,6 +56,10 @@ def short(completions: list[Any], **columns: Any) -> list[float]:
     return [1.0]
 
 
+def huge(completions: list[Any], **columns: Any) -> list[float]:
+    return [1e300 for _ in completions]
+
+
 def missing(completions: list[Any], **columns: Any) -> list[float | None]:
     return [None for _ in completions]
 

@@ -23,7 +23,7 @@ SAFE_OPTIONS = (
     "column_names", "columns", "data_dir", "data_files", "delimiter", "encoding", "field", "header", "keep_linebreaks",
     "names", "quotechar", "revision", "sample_by", "sep", "skiprows", "streaming", "trust_remote_code", "usecols",
 )  # fmt: skip
-_OTHER_ADDRESS = re.compile(r"(?!https?://|hf://)\w+:/|.*::")  # schemes and chains of fsspec, e.g. zip://, reference::
+_OTHER_ADDRESS = re.compile(r"(?!hf://)\w{2,}:/|.*::")  # schemes and chains of fsspec, e.g. http://, reference::
 
 
 def require_no_code(file: Path, values: Any) -> None:
@@ -74,8 +74,8 @@ def _require_data_only(file: Path, values: dict[str, Any]) -> None:
     for path in _texts([reader, options.get("data_files"), options.get("data_dir")]):
         if _OTHER_ADDRESS.match(path):
             raise ConfigError(
-                f"{file} reads data from {truncate(path)}, but only paths, https:// and hf:// are known to run no "
-                f"code; {ALLOW}."
+                f"{file} reads data from {truncate(path)}, but only folders and the Hub (hf://) are known to run no "
+                f"code and to contact nobody else; {ALLOW}."
             )
         require_regular_file(Path(path))
         require_regular_file(file.parent / path)

@@ -116,7 +116,10 @@ class Heartbeats:
             if rank not in self._last_beats or self._last_beats[rank][0] != beat:
                 self._last_beats[rank] = beat, now
             elif now - self._last_beats[rank][1] > SILENT_SECONDS:
-                raise LostRankError(f"{self.describe(rank)} is lost: no heartbeat for {SILENT_SECONDS:.0f} s.")
+                raise LostRankError(
+                    f"{self.describe(rank)} is lost: no heartbeat for {SILENT_SECONDS:.0f} s; start all processes "
+                    "again with --resume latest."
+                )
 
     def describe(self, rank: int) -> str:
         peer = self._peers[rank]

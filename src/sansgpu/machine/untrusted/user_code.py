@@ -40,6 +40,8 @@ def no_silent_exit() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # the reader of our output is gone, e.g. `head`
+            raise
         from sansgpu.config import SansGPUError  # importing the schema takes time
 
         last = traceback.extract_tb(error.__traceback__)[-1]

@@ -20,6 +20,7 @@ from sansgpu.tasks.grpo.batch import PromptRow
 from sansgpu.tasks.sft.conversations import bad_row
 
 ANSWER = "answer"  # the column with the right answer
+MAX_REWARD = 1e30  # squares of larger ones overflow in statistics
 REMEDY = "correct the function, and continue the run with --resume"
 
 # Computes the reward of each completion, given as text and as token ids.
@@ -168,8 +169,9 @@ class _FunctionReward:
                 rewards.append(math.nan if isinstance(value, str) else float(value))
             except (TypeError, ValueError):
                 rewards.append(math.nan)
-            if not math.isfinite(rewards[-1]):
+            if not abs(rewards[-1]) <= MAX_REWARD:
                 raise SansGPUError(
-                    f"the reward function {self._name} returned {shown(value)}, which is not a finite number; {REMEDY}."
+                    f"the reward function {self._name} returned {shown(value)}, which is not a finite number of usual "
+                    f"size; {REMEDY}."
                 )
         return rewards
