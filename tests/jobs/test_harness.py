@@ -247,7 +247,7 @@ REFUSED: dict[str, Refused] = {
     "memory": ({"doc_to_text": "{{ 'a' * 3000000000 }}"}, "{{ 'a' * 3000000000 }} needs more than 1 GB of memory"),
     "size": ({"doc_to_choice": "{{ ['a' * 20000000] }}"}, "its template produces more than 16 million characters"),
     "column": ({"doc_to_text": "{{ missing }}"}, "task local_column cannot be used: UndefinedError"),
-    "split": ({"test_split": "other"}, "task local_split cannot be used: KeyError"),
+    "split": ({"test_split": "other"}, "task local_split cannot be used (KeyError"),
     "nothing": ({**KINDS["rolling"], "output_type": "loglikelihood", "doc_to_target": "{{''}}"}, "without tokens"),
     "beams": (
         {**KINDS["texts"], "generation_kwargs": {"until": ["x"], "num_beams": 4}},
