@@ -27,7 +27,7 @@ def test_a_run_without_a_snapshot_is_to_be_started_again(home: Path, tmp_path: P
     none = {"training__save_steps": 0, "training__eval_steps": 0, "training__max_grad_norm": 0}
     assert train(home, tmp_path / "run", **DIVERGING, **none) == 1
     said = failed(capsys)
-    assert "the learning rate is probably too high: start the run again with --set training.learning_rate=2e+29" in said
+    assert "the learning rate is probably too high: start the run again with --set training.learning_rate=0.02" in said
     assert "(it is 1e+30) or more training.warmup_steps (now 0), and set training.max_grad_norm to 1." in said
     assert "resume" not in said
 
@@ -38,7 +38,7 @@ def test_a_resume_is_suggested_only_with_a_change(home: Path, tmp_path: Path, ca
         assert train(home, tmp_path / "run", *more, **DIVERGING, **saved) == 1
         said = failed(capsys)
         assert "resume from step-00000" in said
-        assert ", or from an earlier snapshot, with --set training.learning_rate=2e+29" in said
+        assert ", or from an earlier snapshot, with --set training.learning_rate=0.02" in said
         assert said.endswith("; without a change it would fail at the same step again.")
 
 

@@ -94,7 +94,7 @@ def test_a_run_without_an_intact_snapshot_is_not_resumed(
     for snapshot in snapshots(run / "snapshots"):
         alter(snapshot.folder / "state.json")
     assert train(home, run, "--resume") == 2
-    assert "nothing to resume" in capsys.readouterr().err
+    assert "the run cannot be continued" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
