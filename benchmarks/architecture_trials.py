@@ -101,7 +101,7 @@ def _settings(task: str, model: Path, home: Path) -> list[object]:
 
 
 class _Reference:
-    """What transformers computes with a model: outputs for each of three examples, and the gradients of their sum."""
+    """A model's outputs for each of three examples, and the gradients of the sum of these outputs."""
 
     def __init__(self, folder: Path, head: HeadType) -> None:
         """Raises NotTinyError if transformers itself cannot load the model or run it."""

@@ -55,7 +55,7 @@ def transformers_texts(folder: Path, prompts: tuple[str, ...]) -> list[str]:
         ids = torch.tensor([text_prompt_ids(tokenizer, prompt)])
         row = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0]
         tokens = row[ids.shape[1] :].tolist()
-        if tokens[-1] in ends:  # which may be a token that decoding does not skip
+        if tokens[-1] in ends:  # an end token may be an ordinary one, which decoding would print
             tokens.pop()
         texts.append(str(tokenizer.decode(tokens, skip_special_tokens=True)))
     return texts

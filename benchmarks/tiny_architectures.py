@@ -16,7 +16,7 @@ from sansgpu.models.huggingface.pretrained import AUTO_CLASSES, HeadType
 
 VOCABULARY, CONTEXT, LAYERS = 1024, 128, 4
 MAX_PARAMETERS = 4_000_000  # a model with more is not tiny
-NOISE = 0.05  # added to all weights, so that those of norms differ from 1 and biases from 0
+NOISE = 0.05  # scale of the noise added to all weights; without it, norm weights are all 1 and biases all 0
 # The sizes of tiny models by the keys of configurations, as regular expressions. The first match counts.
 SIZES: tuple[tuple[str, int], ...] = (
     (r"(hidden|encoder|decoder|num|^n)_layers?$|^num_layers$", LAYERS),

@@ -136,7 +136,7 @@ def _unknown_options(context: Any, arguments: list[str]) -> list[str]:
     """Returns the arguments of the context's command that look like options, without those that it has."""
     known = {name: each for each in context.command.get_params(context) for name in each.opts}
     unknown: list[str] = []
-    is_value = False  # of the option before it
+    is_value = False  # True if the argument is the value of the option before it
     for argument in arguments[len(context.command_path.split()) - 1 :]:
         if hasattr(context.command, "commands") and not argument.startswith("-"):
             break  # a subcommand, whose options follow

@@ -9,7 +9,9 @@ from sansgpu.config.errors import ConfigError
 from sansgpu.config.wording import truncate
 
 MAX_NOTE_CHARACTERS = 1000
-PER_DEVICE = "training.per_device_train_batch_size"  # of each process, unlike training.batch_size
+PER_DEVICE = (
+    "training.per_device_train_batch_size"  # counts the examples of one process; training.batch_size counts all
+)
 _SECTIONS = {"trainer": "training"}
 # sansgpu's keys by section and by the other trainer's key, unless both are equal.
 KEYS = {

@@ -1,4 +1,4 @@
-"""What to write instead of names of other programs that are neither keys nor flags of sansgpu.
+"""Maps keys and flags of other training programs, which sansgpu does not have, to what to write instead.
 
 The names are from transformers' TrainingArguments and example scripts, TRL, LLaMA-Factory, axolotl, torchtune, MLX LM,
 Lightning, Accelerate, llm-trainer and oxidizr. Names whose values mean the same are in other_names.py, and accepted.

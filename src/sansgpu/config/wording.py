@@ -25,7 +25,9 @@ def shown(value: object) -> str:
         value = value[: MAX_SHOWN_CHARACTERS + 1]
     text = ""
     try:
-        for part in json.JSONEncoder(default=str).iterencode(value):  # of a long list only the beginning is formatted
+        for part in json.JSONEncoder(default=str).iterencode(
+            value
+        ):  # stops early, so that a long list is not formatted whole
             text += part
             if len(text) > MAX_SHOWN_CHARACTERS:
                 break

@@ -19,7 +19,7 @@ from sansgpu.config import ConfigError
 from sansgpu.config.errors import require
 from sansgpu.config.wording import first_line
 from sansgpu.data.conll import DEFAULT_TAG_COLUMN, as_text, conll_rows
-from sansgpu.data.rows import SourceRow, is_text, parquet_class_names, row_text, with_names
+from sansgpu.data.rows import ROW_REMEDY, SourceRow, is_text, parquet_class_names, row_text, with_names
 from sansgpu.files.reading import require_regular_file
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
@@ -33,7 +33,6 @@ MAX_COLUMNS = 1_000_000  # largest number of columns in a table without a header
 MAX_DEPTH = 100  # levels of nesting in one row
 MAX_EXPANSION, FREE_EXPANSION = 200, 64 << 20  # maximum size / compressed size, applied beyond this many bytes
 
-ROW_REMEDY = "; fix or remove the row."
 CONVERT = f"save the data as one of {' '.join(SUFFIXES)}, each also with .gz"
 UNREADABLE = (OSError, EOFError, zlib.error)  # raised for damaged files
 Header = bool | Sequence[str]  # True: the first line has the column names; False: there are none; or the names
@@ -253,9 +252,7 @@ def _row_documents(rows: Iterator[SourceRow], column: str | int | None) -> Itera
             )
         text = row if isinstance(row, str) else row_text(row, column, where)
         if not is_text(text):
-            raise ConfigError(
-                f"{where} contains an unpaired surrogate, which is not valid text; fix or remove the row."
-            )
+            raise ConfigError(f"{where} contains an unpaired surrogate, which is not valid text{ROW_REMEDY}")
         yield from pieces(text)
 
 

@@ -51,6 +51,9 @@ _Row = TypeVar("_Row")
 _T = TypeVar("_T")
 
 
+ROW_REMEDY = "; fix or remove the row."  # ends the message about an invalid row
+
+
 class BadRowError(ConfigError):
     """Raised for an invalid row. The message starts with the row's location."""
 
@@ -70,7 +73,7 @@ class SourceRow(NamedTuple):
 
     def error(self, problem: str) -> BadRowError:
         """Returns the error for an invalid value."""
-        return BadRowError(f"{self.where}: {shorten(problem)}; fix or remove the row.")
+        return BadRowError(f"{self.where}: {shorten(problem)}{ROW_REMEDY}")
 
     def valid_text(self, text: Any, key: str) -> str:
         """Returns `text`, the row's value for `key`. Raises BadRowError if it is not a string of valid Unicode."""

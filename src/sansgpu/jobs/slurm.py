@@ -25,7 +25,7 @@ from sansgpu.train.run_folders import require_plain_name
 SCRIPT = "job.sbatch"
 HEAD = "# Written by `sansgpu slurm`."
 ASSUMED_CPUS = 16  # per node, to estimate the time of a step if --cpus is not given
-MAX_SIGNAL_SECONDS = 65_535  # of sbatch's --signal
+MAX_SIGNAL_SECONDS = 65_535  # largest time that sbatch's --signal accepts
 INTERRUPTED = 143  # exit code after SIGTERM and a saved snapshot
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 _PARTITIONS = rf"{_NAME}(,{_NAME})*"

@@ -39,7 +39,7 @@ def own_cache() -> Path:
 
     Raises ConfigError if neither can be written.
     """
-    folder: Path | None = None  # of a user id without a name if $HOME is not set
+    folder: Path | None = None  # remains None if $HOME is not set and the user id has no name
     with suppress(ConfigError):
         folder = Path(os.environ.get("XDG_CACHE_HOME") or local_path("~/.cache")) / "sansgpu"
     return _writable(folder)

@@ -15,7 +15,7 @@ from sansgpu.models.generation.sampling import Sampling
 MAX_ECHOED = 100  # characters of a request that an error message repeats
 MAX_ITEMS = 2048  # prompts, messages, parts of a message or texts to embed in one request, as in OpenAI's interface
 MAX_VALUES = 100_000  # in the JSON of a body; parsing millions of them would take gigabytes, and delay other requests
-MAX_COUNT = 2**31 - 1  # of tokens or answers; larger numbers would overflow
+MAX_COUNT = 2**31 - 1  # largest number of tokens or answers; larger ones would overflow
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1000
 MAX_COMPLETION_LOGPROBS, MAX_CHAT_LOGPROBS = 5, 20
 # Fields that do not change an answer.

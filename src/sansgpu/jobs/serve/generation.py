@@ -50,8 +50,8 @@ class GenerationWork(Work):
     stop: Sequence[str]
     alternatives: int | None = None  # number of most likely tokens to score with each generated one; None: no scores
     unfinished: int = field(init=False)
-    tokens: Sequence[list[int]] = field(init=False, default=())  # of the prompts, set by the worker
-    limits: Sequence[int] = field(init=False, default=())  # of each answer, set by the worker
+    tokens: Sequence[list[int]] = field(init=False, default=())  # the ids of each prompt, set by the worker
+    limits: Sequence[int] = field(init=False, default=())  # the maximum tokens of each answer, set by the worker
 
     def __post_init__(self) -> None:
         self.places = self.unfinished = len(self.prompts) * self.copies

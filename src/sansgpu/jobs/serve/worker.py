@@ -95,7 +95,7 @@ Kind = TypeVar("Kind", bound=Work)
 
 
 class Worker(ABC, Generic[Kind]):
-    """A thread that does work in the order of its arrival, as far as there is room for it.
+    """A thread that starts work in the order of its arrival, as soon as there is room for it.
 
     Another thread prepares the work, so that tokenizing a long text delays no running computation.
     """

@@ -20,7 +20,7 @@ _TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 @dataclass
 class HubStatus:
-    """What is known about the Hub from its answers to the requests of this process."""
+    """Records whether the Hub answers the requests of this process, and why not."""
 
     report: Callable[[str], None] = field(default=lambda message: None)  # shows the user a sentence
     _endpoint: str = ""  # the address of the Hub that the rest is about

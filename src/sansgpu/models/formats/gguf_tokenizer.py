@@ -42,7 +42,7 @@ _PRE_TOKENIZERS = {
     ((_GPT4O,), False): "gpt-4o",
     ((_TEKKEN,), True): "tekken",
 }
-ALL_ENDS = "tokenizer.ggml.eos_token_ids"  # Ollama's key; llama.cpp ends a text at those of `_END_KEYS`
+ALL_ENDS = "tokenizer.ggml.eos_token_ids"  # Ollama reads this key; llama.cpp reads only `_END_KEYS`
 _END_KEYS = (Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
 _ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED)
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")

@@ -26,7 +26,7 @@ from sansgpu.models.quantized_layers import QuantizableMatrix, is_transposed, qu
 
 BasePrecision = Literal["file", "bf16", "int8", "int4"]  # "file" keeps the quantization of a GGUF file
 REQUANTIZED: Literal["int8"] = "int8"  # replaces quantizations of GGUF files for which there is no kernel
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # which weights of a run may have
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # the data types that weights of a run may have
 _RANDOM_ROWS = 16  # distinct quantized rows of a random weight, which repeats them
 
 

@@ -122,7 +122,7 @@ def has_bias(layer: Any) -> bool:
 def require_known_biases(names: Iterable[str], model: ModelConfig, head: Head) -> None:
     """Raises ConfigError if an adapter has given biases to layers that have none in the architecture.
 
-    A folder or file with the merged model could not contain them. `names` are those of the merged model's tensors.
+    A folder or file with the merged model could not contain them. `names` are the names of the merged tensors.
     """
     if base_of(model) is None:
         return

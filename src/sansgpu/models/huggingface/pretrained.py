@@ -208,7 +208,7 @@ def _from_config(model: ModelConfig, head: Head, config: PreTrainedConfig, devic
 def shortened_configs(model: ModelConfig, head: Head, layers: int) -> Iterator[PreTrainedConfig]:
     """Yields the configs of a model with `layers` blocks and with one more, unless no such model can be built.
 
-    RWKV needs two blocks, for instance, and BART's config has another number for those of the decoder.
+    RWKV needs two blocks, for instance, and BART's config has a separate number of decoder blocks.
     """
     for count in (layers, layers + 1):
         try:

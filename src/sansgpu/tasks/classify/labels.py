@@ -15,6 +15,7 @@ from sansgpu.data.files import file_form
 from sansgpu.data.headers import TABLES, FirstLine, require_no_header
 from sansgpu.data.rows import (
     LABEL_COLUMNS,
+    ROW_REMEDY,
     TEXT_NAMES,
     BadRowError,
     BadRows,
@@ -49,7 +50,7 @@ class LabeledText:
         return [label_name(value) for value in (self.label if isinstance(self.label, list) else [self.label])]
 
     def error(self, problem: str) -> BadRowError:
-        return BadRowError(f"{self.where}: {shorten(problem)}; fix or remove the row.")
+        return BadRowError(f"{self.where}: {shorten(problem)}{ROW_REMEDY}")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sansgpu.data.rows import BadRowError, SourceRow, column_names, is_text, shorten
+from sansgpu.data.rows import ROW_REMEDY, BadRowError, SourceRow, column_names, is_text, shorten
 
 PROMPT_FORMS = "prompt, messages or text"
 
@@ -104,7 +104,7 @@ class Conversation:
 
 def bad_row(where: str, problem: str) -> BadRowError:
     """Returns the error for an invalid row."""
-    return BadRowError(f"{where} {shorten(problem)}; fix or remove the row.")
+    return BadRowError(f"{where} {shorten(problem)}{ROW_REMEDY}")
 
 
 def read_conversation(row: SourceRow) -> Conversation:
