@@ -9,9 +9,8 @@ from sansgpu.config.errors import ConfigError
 from sansgpu.config.wording import truncate
 
 MAX_NOTE_CHARACTERS = 1000
-PER_DEVICE = (
-    "training.per_device_train_batch_size"  # counts the examples of one process; training.batch_size counts all
-)
+# Counts the examples of one process, whereas training.batch_size counts those of all processes.
+PER_DEVICE = "training.per_device_train_batch_size"
 _SECTIONS = {"trainer": "training"}
 # sansgpu's keys by section and by the other trainer's key, unless both are equal.
 KEYS = {

@@ -25,9 +25,8 @@ def shown(value: object) -> str:
         value = value[: MAX_SHOWN_CHARACTERS + 1]
     text = ""
     try:
-        for part in json.JSONEncoder(default=str).iterencode(
-            value
-        ):  # stops early, so that a long list is not formatted whole
+        # In parts, so that only the beginning of a long list is formatted.
+        for part in json.JSONEncoder(default=str).iterencode(value):
             text += part
             if len(text) > MAX_SHOWN_CHARACTERS:
                 break
