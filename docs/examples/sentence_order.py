@@ -17,10 +17,11 @@ from sansgpu.config import Config, ConfigError, Metric, TaskSettings, derive_see
 from sansgpu.data.order import generator
 from sansgpu.data.rows import row_text
 from sansgpu.data.sequences import LabeledSequences, PackedSequences
-from sansgpu.data.shards import ReportProgress, build_tokenizer
+from sansgpu.data.shards import build_tokenizer
 from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import split_examples
 from sansgpu.data.tokenizer import Tokenizer
+from sansgpu.events.progress import ReportProgress
 from sansgpu.tasks.base import TaskBase, with_vocabulary_of
 from sansgpu.tasks.capabilities import Predicts
 from sansgpu.tasks.evaluation import TokenizedCorpus

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from sansgpu.cli import run as cli
-from sansgpu.data.shards import ignore_progress
+from sansgpu.events.progress import ignore_progress
 from sansgpu.jobs.embed import search
 from sansgpu.tasks.embed.index import PassageIndex, PassageRules, Spans
 from sansgpu.train.loading import ModelRequest

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from sansgpu.config import Config
-from sansgpu.data.shards import ignore_progress
+from sansgpu.events.progress import ignore_progress
 from sansgpu.machine.execution import Execution
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.calibrate import Calibration, Timing

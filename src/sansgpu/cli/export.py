@@ -25,7 +25,7 @@ from sansgpu.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from sansgpu.data.shards import ReportProgress
+    from sansgpu.events.progress import ReportProgress
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ from sansgpu.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from sansgpu.data.shards import ReportProgress
+    from sansgpu.events.progress import ReportProgress
 
 _GRAPH, _QUERY = "Task graph", "Query"
 

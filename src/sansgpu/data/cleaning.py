@@ -14,8 +14,9 @@ from sansgpu.config import ConfigError
 from sansgpu.config.wording import counted
 from sansgpu.data.duplicates import BANDS, MIN_SIMILARITY, SHINGLE_WORDS, DocumentHashes, hash_documents
 from sansgpu.data.files import Piece
-from sansgpu.data.shards import ReportProgress, cache_key, cached, pieces_with_progress
+from sansgpu.data.shards import cache_key, cached, pieces_with_progress
 from sansgpu.data.sources import Source
+from sansgpu.events.progress import ReportProgress
 
 GIGABYTE = 10**9
 ARRAY = "documents.npy"  # file of the cache with a value for each document

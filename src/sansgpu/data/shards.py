@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol, TypeVar
+from typing import IO, TypeVar
 
 import numpy as np
 from filelock import FileLock
@@ -24,6 +24,7 @@ from sansgpu.data.files import Piece
 from sansgpu.data.rows import SourceRow
 from sansgpu.data.sources import Source
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, load_tokenizer
+from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import PRIVATE_MODE, atomic_folder, make_folder
 from sansgpu.machine.disk import free_disk_bytes
 
@@ -35,22 +36,6 @@ BYTES_PER_TOKEN = 2  # lower bound for ordinary text; character tokenizers and r
 USUAL_TOKEN_BYTES = 4  # bytes of English text per token of a trained BPE tokenizer
 SIZE = np.dtype("<u4")
 DOCUMENT = np.dtype([("end", "<u8"), ("content_hash", "<u8")])  # end: offset after its last token
-
-
-class ReportProgress(Protocol):
-    """A callback that shows the progress of a command."""
-
-    def __call__(self, doing: str, done: int, total: int, unit: str = "byte", /) -> None:
-        """Reports the progress of the activity `doing` in bytes or another `unit`. A `total` of 0 means unknown."""
-
-
-def counting(progress: ReportProgress, doing: str, before: int, total: int, unit: str) -> Callable[[int], None]:
-    """Returns a callback for one part of an activity. It adds `before`, the units done in earlier parts."""
-    return lambda done: progress(doing, before + done, total, unit)
-
-
-def ignore_progress(*_: object) -> None:
-    """Does nothing: a ReportProgress for callers without a display."""
 
 
 @dataclass(frozen=True)

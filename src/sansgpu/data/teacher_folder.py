@@ -20,7 +20,7 @@ from sansgpu.config import ConfigError
 from sansgpu.config.wording import first_line, shown
 from sansgpu.data.batch import IGNORE, Batch
 from sansgpu.data.sequences import PackedSequences
-from sansgpu.data.shards import ReportProgress
+from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import atomic_folder, atomic_write, write_text
 from sansgpu.files.reading import read_object
 from sansgpu.machine.disk import file_sha256

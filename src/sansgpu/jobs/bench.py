@@ -16,7 +16,7 @@ import torch
 
 from sansgpu.config import Config, ConfigError, SansGPUError, change_config, load_config, save_config
 from sansgpu.config.wording import counted, duration
-from sansgpu.data.shards import ReportProgress
+from sansgpu.events.progress import ReportProgress
 from sansgpu.files.ownership import replace_folder, require_folder
 from sansgpu.machine.measurements import flops_utilization
 from sansgpu.planning.forecast import Forecast, projections, roofline_of, step_limits

@@ -16,7 +16,6 @@ from sansgpu.config import Config, ConfigError, SansGPUError, TrainingConfig, as
 from sansgpu.config.training import Precision
 from sansgpu.config.wording import counted
 from sansgpu.data.sequences import PackedSequences
-from sansgpu.data.shards import ReportProgress
 from sansgpu.data.teacher_folder import (
     OF_TARGET,
     TeacherFolder,
@@ -26,6 +25,7 @@ from sansgpu.data.teacher_folder import (
     record_type,
 )
 from sansgpu.data.tokenizer import Tokenizer, load_tokenizer
+from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import write_failures_as
 from sansgpu.files.ownership import LOCK, require_no_links
 from sansgpu.kernels.roofline import resolve_precision

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sansgpu.config import TrainingConfig
-from sansgpu.data.shards import ReportProgress
+from sansgpu.events.progress import ReportProgress
 from sansgpu.kernels import library
 from sansgpu.kernels.matmul import INTEGERS
 from sansgpu.kernels.roofline import bandwidth, peak_gemm_rate

@@ -20,8 +20,8 @@ from sansgpu.config import ConfigError, DataConfig, SansGPUError, TrainingConfig
 from sansgpu.config.wording import first_line
 from sansgpu.data.files import CONVERT, file_form
 from sansgpu.data.rows import BadRowError, SourceRow, row_text
-from sansgpu.data.shards import ReportProgress, counting
 from sansgpu.data.sources import dataset_files, open_single
+from sansgpu.events.progress import ReportProgress, counting
 from sansgpu.files.atomic import atomic_write, write_failures_as
 from sansgpu.files.ownership import require_file
 from sansgpu.files.reading import require_regular_file

@@ -7,8 +7,8 @@ from typing import Any
 
 from sansgpu.config import ConfigError, TaskSettings
 from sansgpu.config.paths import local_path
-from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import has_conversations
+from sansgpu.events.progress import ReportProgress
 from sansgpu.jobs.runs import require_run
 from sansgpu.machine.cache_folder import cache_dir
 from sansgpu.machine.execution import Execution

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from sansgpu.config import Config, ConfigError, ModelConfig
 from sansgpu.config.errors import require
-from sansgpu.data.shards import ReportProgress
+from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import write_text
 from sansgpu.files.marks import is_output
 from sansgpu.files.ownership import GGUF, require_file, require_folder

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sansgpu.config import ConfigError
-from sansgpu.data.shards import ReportProgress
+from sansgpu.events.progress import ReportProgress
 from sansgpu.tasks.graph.data import leafy_rules, read_graphs
 from sansgpu.tasks.graph.extraction import Agreement, ExtractionRules, TripleExtractor
 from sansgpu.tasks.graph.link_prediction import require_triples, run_parts, tail_predictor

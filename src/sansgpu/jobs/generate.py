@@ -16,8 +16,8 @@ from sansgpu.config import ConfigError, DataConfig, SansGPUError
 from sansgpu.config.paths import local_path
 from sansgpu.config.plain_data import InvalidDataError
 from sansgpu.data.rows import BadRows, SourceRow
-from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.data.sources import open_single
+from sansgpu.events.progress import ReportProgress, ignore_progress
 from sansgpu.files.atomic import atomic_write, make_folder, sync_to_disk, write_failures_as
 from sansgpu.files.ownership import require_file
 from sansgpu.files.reading import read_object

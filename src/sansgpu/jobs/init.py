@@ -14,8 +14,8 @@ from sansgpu.config import Config, ConfigError, DataConfig, as_config, change_co
 from sansgpu.config.load import commented_yaml
 from sansgpu.config.tasks import DEFAULT_TASK, Purpose, built_in_settings
 from sansgpu.config.wording import counted, truncate
-from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single
+from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import write_failures_as, write_text
 from sansgpu.jobs.corpora import HubCorpus, corpus_named
 

@@ -16,7 +16,7 @@ import yaml
 
 from sansgpu.config import BUILT_IN_NAMES, INPUT_KEYS, Config, ConfigError, acting_values, load_config, setting
 from sansgpu.config.wording import counted
-from sansgpu.data.shards import ReportProgress
+from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import write_failures_as
 from sansgpu.files.ownership import replace_folder
 from sansgpu.jobs.cluster_files import ESTIMATING, PodNeeds, needs_of, template

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sansgpu.config import ConfigError, load_config
-from sansgpu.data.shards import ReportProgress
+from sansgpu.events.progress import ReportProgress
 from sansgpu.planning.cluster import Cluster, plan_nodes, require_examples
 from sansgpu.planning.forecast import describe_plan
 from sansgpu.planning.process import Warn

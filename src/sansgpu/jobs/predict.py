@@ -14,8 +14,8 @@ from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.files import file_form
 from sansgpu.data.headers import require_no_header
 from sansgpu.data.rows import LocatedRow, SourceRow
-from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single
+from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.probe import has_bf16_tensors
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.tasks.inference import predictions

@@ -12,7 +12,7 @@ from typing import Any
 
 from sansgpu.config import Config, ConfigError, load_config
 from sansgpu.config.wording import counted, truncate
-from sansgpu.data.shards import ReportProgress
+from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import make_folder, write_failures_as, write_text
 from sansgpu.files.marks import FolderMark, read_mark, write_mark
 from sansgpu.files.ownership import require_file, require_folder

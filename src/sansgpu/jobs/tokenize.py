@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import SansGPUError, as_config
-from sansgpu.data.shards import ReportProgress, build_tokenizer
+from sansgpu.data.shards import build_tokenizer
 from sansgpu.data.sources import open_sources
 from sansgpu.data.tokenizer import load_tokenizer, require_vocabulary_size
+from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import write_failures_as
 from sansgpu.files.ownership import replace_folder, require_folder
 from sansgpu.machine.cache_folder import cache_dir

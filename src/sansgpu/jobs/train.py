@@ -22,11 +22,11 @@ from sansgpu.config import (
     save_config,
 )
 from sansgpu.config.errors import is_installed
-from sansgpu.data.shards import ReportProgress
 from sansgpu.events.controls import Controls
 from sansgpu.events.event import Event, EventBuffer, Sink, Sinks, now
 from sansgpu.events.jsonl import MetricsFile
 from sansgpu.events.loggers import TensorBoard, require_boards
+from sansgpu.events.progress import ReportProgress
 from sansgpu.events.trackers import InBackground, TrackedRun, trackers
 from sansgpu.events.trainjob import TrainJobStatus
 from sansgpu.files.atomic import atomic_write, cleanup_of, flush_refusal, write_failures_as

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.wording import first_line
-from sansgpu.data.shards import ReportProgress
+from sansgpu.events.progress import ReportProgress
 from sansgpu.files.marks import read_mark
 from sansgpu.files.ownership import README
 from sansgpu.machine.hub import quiet_hub, reachable

@@ -12,7 +12,7 @@ import torch
 
 from sansgpu.config import Config, ConfigError, change_config
 from sansgpu.config.wording import counted
-from sansgpu.data.shards import ReportProgress
+from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.distributed.gloo_rate import Link, measure_gloo
 from sansgpu.machine.measurements import cached_measurement
 from sansgpu.machine.memory import Memory, effective_batch

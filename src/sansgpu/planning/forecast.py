@@ -11,7 +11,7 @@ from typing import Any
 from sansgpu.config import Config, ConfigError, TrainingConfig
 from sansgpu.config.parse import normal_time, whole_number
 from sansgpu.config.wording import truncate
-from sansgpu.data.shards import ReportProgress
+from sansgpu.events.progress import ReportProgress
 from sansgpu.kernels.roofline import Roofline, measure_roofline
 from sansgpu.machine.measurements import cached_measurement
 from sansgpu.machine.probe import isa, total_memory

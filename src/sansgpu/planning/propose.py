@@ -15,7 +15,7 @@ from sansgpu.config.model import MAX_BIGRAM_EPOCHS
 from sansgpu.config.paths import local_path
 from sansgpu.config.training import require_hours
 from sansgpu.config.wording import count
-from sansgpu.data.shards import ReportProgress
+from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import write_failures_as, write_text
 from sansgpu.files.ownership import require_file
 from sansgpu.planning.forecast import (

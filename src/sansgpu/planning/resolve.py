@@ -13,7 +13,7 @@ import torch
 from sansgpu.config import Config, ConfigError, UnreachableError, change_config
 from sansgpu.config.wording import counted
 from sansgpu.data.order import steps_per_epoch
-from sansgpu.data.shards import ReportProgress
+from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.allocator import trim_memory
 from sansgpu.machine.cache_folder import cache_dir
 from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group

@@ -9,7 +9,7 @@ from statistics import median
 from sansgpu.config import Config, ConfigError, SansGPUError, change_config, setting
 from sansgpu.config.tasks import Metric
 from sansgpu.config.wording import duration, truncate
-from sansgpu.data.shards import ReportProgress
+from sansgpu.events.progress import ReportProgress
 from sansgpu.kernels import library
 from sansgpu.machine.memory import effective_batch, micro_batch_choices
 from sansgpu.machine.probe import has_native_bf16

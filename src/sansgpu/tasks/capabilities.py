@@ -12,7 +12,7 @@ import torch
 
 from sansgpu.config import Config
 from sansgpu.data.rows import SourceRow
-from sansgpu.data.shards import ReportProgress
+from sansgpu.events.progress import ReportProgress
 from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.formats.weights import StoredTensor
 from sansgpu.models.generation.generate import BatchModel

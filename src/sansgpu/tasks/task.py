@@ -14,7 +14,7 @@ from sansgpu.config import Config, ConfigError, TaskSettings
 from sansgpu.config.paths import local_path
 from sansgpu.config.wording import counted
 from sansgpu.data.batch import ExampleBatch
-from sansgpu.data.shards import ReportProgress
+from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.distributed.group import Group
 from sansgpu.models.costing import Costs
 from sansgpu.models.generation.sampling import Sampling

@@ -17,7 +17,7 @@ import torch
 from sansgpu.config import Config, derive_seed
 from sansgpu.config.wording import counted
 from sansgpu.data.batch import ExampleBatch
-from sansgpu.data.shards import ReportProgress
+from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import effective_batch, micro_batches_per_rank
 from sansgpu.models.modules import blocks_of, compile_blocks

@@ -11,8 +11,8 @@ from math import ceil
 import torch
 
 from sansgpu.config import derive_seed
-from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.events.event import Event, finite
+from sansgpu.events.progress import ReportProgress, ignore_progress
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.untrusted.user_code import preserved_state
 from sansgpu.models.generation.sampling import Sampling, reading

@@ -11,7 +11,7 @@ import torch
 from sansgpu.config import Config, ConfigError, ModelConfig, RunPaths, task_class
 from sansgpu.config.paths import local_path
 from sansgpu.config.training import Precision
-from sansgpu.data.shards import ReportProgress, ignore_progress
+from sansgpu.events.progress import ReportProgress, ignore_progress
 from sansgpu.kernels.library import load_kernels_and_allocators
 from sansgpu.kernels.matmul import INTEGERS
 from sansgpu.kernels.roofline import resolve_precision

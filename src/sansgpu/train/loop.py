@@ -12,11 +12,11 @@ from typing import NamedTuple
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.prefetch import Prefetcher
-from sansgpu.data.shards import ReportProgress, ignore_progress
 from sansgpu.events.controls import Controls, Request
 from sansgpu.events.event import Sinks, now
 from sansgpu.events.history import LogHistory
 from sansgpu.events.jsonl import read_record
+from sansgpu.events.progress import ReportProgress, ignore_progress
 from sansgpu.machine.distributed.group import Group
 from sansgpu.machine.distributed.peers import LostRankError
 from sansgpu.machine.distributed.world import find_world, grace_seconds

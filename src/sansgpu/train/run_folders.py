@@ -33,8 +33,8 @@ from sansgpu.config import (
 from sansgpu.config.parse import read_values
 from sansgpu.config.paths import RUNS, local_path
 from sansgpu.config.tasks import TRAINED_TOKENIZERS, is_outside
-from sansgpu.data.shards import ReportProgress
 from sansgpu.events.escape import printable_line
+from sansgpu.events.progress import ReportProgress
 from sansgpu.events.record import not_a_run
 from sansgpu.files.atomic import cleanup_of, make_folder, scratch_folder, write_failures_as, write_text
 from sansgpu.files.marks import MARK, FolderMark, is_output, read_mark, write_mark

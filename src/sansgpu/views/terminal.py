@@ -189,7 +189,7 @@ class PreparationBar:
         self._updated = 0.0
 
     def __call__(self, doing: str, done: int, total: int, unit: str = "byte", /) -> None:
-        """Implements `data.shards.ReportProgress`."""
+        """Implements `events.progress.ReportProgress`."""
         if self._silent:
             return
         with self._lock:

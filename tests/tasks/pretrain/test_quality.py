@@ -11,7 +11,7 @@ import pytest
 
 from sansgpu.cli import run as cli
 from sansgpu.config import Config, as_config
-from sansgpu.data.shards import ignore_progress
+from sansgpu.events.progress import ignore_progress
 from sansgpu.tasks.pretrain import quality
 from sansgpu.tasks.pretrain.data import open_documents
 from tests.data.test_sources import documents

@@ -14,8 +14,8 @@ from typing import Any
 from sansgpu.config import ConfigError, RunPaths, SansGPUError
 from sansgpu.config.errors import require
 from sansgpu.config.plain_data import InvalidDataError
-from sansgpu.data.shards import ReportProgress
 from sansgpu.events.event import finite
+from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import write_failures_as, write_text
 from sansgpu.files.reading import read_object
 from sansgpu.jobs.generate import open_generator

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import counted
-from sansgpu.data.shards import ReportProgress
 from sansgpu.data.tokenizer import Tokenizer
+from sansgpu.events.progress import ReportProgress
 from sansgpu.jobs.generate import slots_for
 from sansgpu.machine.probe import mixed_precision
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors

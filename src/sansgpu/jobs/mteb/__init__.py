@@ -12,7 +12,7 @@ from sansgpu.config import ConfigError
 from sansgpu.config.errors import require
 from sansgpu.config.paths import local_path
 from sansgpu.config.wording import first_line
-from sansgpu.data.shards import ReportProgress
+from sansgpu.events.progress import ReportProgress
 from sansgpu.jobs.embed import open_encoder
 from sansgpu.jobs.runs import require_run
 from sansgpu.machine.hub import failure, reading_hub

@@ -11,7 +11,7 @@ from mteb.models.model_meta import ModelMeta, ScoringFunction
 from mteb.similarity_functions import cos_sim, pairwise_cos_sim
 from mteb.types import PromptType
 
-from sansgpu.data.shards import ReportProgress, counting
+from sansgpu.events.progress import ReportProgress, counting
 from sansgpu.jobs.embed import PASSAGE_PROMPTS, QUERY_PROMPT
 from sansgpu.tasks.task import TrainedModel
 

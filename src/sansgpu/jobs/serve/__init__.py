@@ -12,8 +12,8 @@ from sansgpu.config import ConfigError
 from sansgpu.config.errors import require
 from sansgpu.config.paths import local_path
 from sansgpu.config.wording import counted
-from sansgpu.data.shards import ReportProgress
 from sansgpu.data.tokenizer import Tokenizer
+from sansgpu.events.progress import ReportProgress
 from sansgpu.jobs.embed import open_encoder
 from sansgpu.jobs.generate import cached_tokens, open_generator
 from sansgpu.jobs.serve.worker import Worker

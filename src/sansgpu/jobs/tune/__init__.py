@@ -33,7 +33,7 @@ from sansgpu.config.paths import RUNS
 from sansgpu.config.plain_data import InvalidDataError
 from sansgpu.config.training import require_hours
 from sansgpu.config.wording import counted
-from sansgpu.data.shards import ReportProgress
+from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import atomic_write, cleanup_of, write_failures_as, write_text
 from sansgpu.files.marks import FolderMark, write_mark
 from sansgpu.files.ownership import LOCK, require_folder, require_no_links

@@ -21,7 +21,7 @@ from sansgpu.config import Config, ConfigError
 from sansgpu.config.paths import local_path
 from sansgpu.data.order import steps_per_epoch
 from sansgpu.data.sequences import PackedSequences
-from sansgpu.data.shards import ReportProgress
+from sansgpu.events.progress import ReportProgress
 from sansgpu.kernels.linear import linear
 from sansgpu.models.huggingface.sentence_embedding import LINEAR_HEAD, LinearHead, pool, read_linear_head, write_layout
 from sansgpu.models.modules import one_thread

@@ -13,9 +13,9 @@ from sansgpu.config import Config
 from sansgpu.config.paths import local_path
 from sansgpu.data.rows import BadRows, located
 from sansgpu.data.sequences import LabeledSequences, PackedSequences
-from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single, open_sources
 from sansgpu.data.split import describe_split
+from sansgpu.events.progress import ReportProgress
 from sansgpu.models.formats.folders import has_architecture
 from sansgpu.models.huggingface.source import pretrained_config
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of

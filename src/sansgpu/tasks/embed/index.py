@@ -22,7 +22,7 @@ from sansgpu.config.errors import require
 from sansgpu.config.plain_data import unreadable
 from sansgpu.data.files import TEXT_SUFFIXES, Piece, file_form, read_documents, read_rows
 from sansgpu.data.rows import row_text
-from sansgpu.data.shards import ReportProgress, counting
+from sansgpu.events.progress import ReportProgress, counting
 from sansgpu.files.atomic import atomic_write
 from sansgpu.machine.disk import file_sha256
 from sansgpu.machine.private_folder import make_private, require_own_file

@@ -12,9 +12,9 @@ from sansgpu.config import Config, ConfigError
 from sansgpu.config.paths import local_path
 from sansgpu.data.order import batch_indices, steps_per_epoch
 from sansgpu.data.rows import BadRows
-from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single, open_sources
 from sansgpu.data.split import describe_split
+from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.memory import effective_batch
 from sansgpu.models.huggingface.sentence_embedding import MODULES, is_static_folder, read_layout
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of

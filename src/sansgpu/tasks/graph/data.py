@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from sansgpu.config import MAX_LEAVES, Config, ConfigError, change_config
-from sansgpu.data.shards import ReportProgress
 from sansgpu.data.split import describe_split, split_examples
+from sansgpu.events.progress import ReportProgress
 from sansgpu.tasks.evaluation import VariableLengthCorpus
 from sansgpu.tasks.graph.leafy import LeafyDataset, LeafyRules, build_leafy, relations_of
 from sansgpu.tasks.graph.sources import GraphSource, GraphSources, open_graphs

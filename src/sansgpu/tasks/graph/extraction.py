@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Encoding
 
-from sansgpu.data.shards import ReportProgress
+from sansgpu.events.progress import ReportProgress
 from sansgpu.tasks.graph.leafy import LeafyRules, TokenText, token_positions, window_spans
 from sansgpu.tasks.graph.tail_prediction import (
     BeamSearch,

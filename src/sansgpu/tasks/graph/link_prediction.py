@@ -18,7 +18,7 @@ import torch
 
 from sansgpu.config import Config, ConfigError, same_input
 from sansgpu.data.order import generator
-from sansgpu.data.shards import ReportProgress
+from sansgpu.events.progress import ReportProgress
 from sansgpu.tasks.graph.data import HeldOutTriples, leafy_rules, read_graphs, split_by_group, without_facts
 from sansgpu.tasks.graph.leafy import LeafyRules, build_leafy
 from sansgpu.tasks.graph.sources import GraphSource, open_graphs

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from sansgpu.config import Config, ConfigError
 from sansgpu.config.paths import local_path
 from sansgpu.data.batch import IGNORE
-from sansgpu.data.shards import ReportProgress
+from sansgpu.events.progress import ReportProgress
 from sansgpu.models.formats.folders import has_architecture
 from sansgpu.models.huggingface.source import pretrained_config
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of, save_tokenizer

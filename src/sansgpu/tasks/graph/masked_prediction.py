@@ -16,7 +16,7 @@ from torch import nn
 from sansgpu.config import Config, derive_seed
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.order import batch_indices, generator, steps_per_epoch
-from sansgpu.data.shards import ReportProgress
+from sansgpu.events.progress import ReportProgress
 from sansgpu.tasks.evaluation import wilson
 from sansgpu.tasks.graph.batch import TAIL_LENGTH, TAIL_START, GraphBatch, MaskRules, add_entity_queries, mask_example
 from sansgpu.tasks.graph.leafy import LeafyDataset

@@ -14,7 +14,7 @@ from sansgpu.config import Config, ConfigError, change_config
 from sansgpu.config.paths import local_path
 from sansgpu.config.section import problems
 from sansgpu.data.order import generator
-from sansgpu.data.shards import ReportProgress
+from sansgpu.events.progress import ReportProgress
 from sansgpu.models.formats.folders import is_graph_folder
 from sansgpu.models.formats.weights import set_weights
 from sansgpu.tasks.base import ComposedTask, with_layers, with_vocabulary_of

@@ -12,8 +12,9 @@ import numpy as np
 from sansgpu.config import Config
 from sansgpu.config.wording import counted
 from sansgpu.data.rows import BadRows, SourceRow
-from sansgpu.data.shards import ReportProgress, rows_with_progress
+from sansgpu.data.shards import rows_with_progress
 from sansgpu.data.sources import Source
+from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.models.generation.prompts import encoded_prompt, text_prompt_ids
 from sansgpu.models.generation.special_texts import EncodedConversation

@@ -12,9 +12,9 @@ from sansgpu.config import Config, ConfigError
 from sansgpu.config.wording import counted
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.order import batch_indices
-from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import describe_split
+from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.distributed.group import Group
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.evaluation import read_requested

@@ -12,9 +12,10 @@ import torch
 
 from sansgpu.config import Config, ConfigError, ModelConfig
 from sansgpu.data.rows import BadRows
-from sansgpu.data.shards import ReportProgress, cache_key, cached, rows_with_progress
+from sansgpu.data.shards import cache_key, cached, rows_with_progress
 from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import describe_split
+from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
 from sansgpu.machine.probe import has_bf16_tensors, mixed_precision
 from sansgpu.models.huggingface.pretrained import weights_fingerprint

@@ -14,11 +14,12 @@ from sansgpu.config.wording import counted
 from sansgpu.data.cleaning import first_bytes, without_duplicates
 from sansgpu.data.order import step_limits
 from sansgpu.data.pack import Windows, make_windows
-from sansgpu.data.shards import ReportProgress, TokenSizes, TokenStore, build_store
+from sansgpu.data.shards import TokenSizes, TokenStore, build_store
 from sansgpu.data.sources import Sources, open_sources
 from sansgpu.data.split import TokenRanges, all_documents, split_documents
 from sansgpu.data.teacher_folder import Predictions, TeacherFolder
 from sansgpu.data.tokenizer import Tokenizer, load_tokenizer
+from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.memory import effective_batch
 from sansgpu.tasks.base import with_vocabulary_of
 from sansgpu.tasks.distillation import with_length_of

@@ -18,8 +18,9 @@ from sansgpu.config.paths import local_path
 from sansgpu.config.tasks import built_in_settings
 from sansgpu.config.wording import counted, shown
 from sansgpu.data.cleaning import cached_array, chosen_documents, read_array
-from sansgpu.data.shards import ReportProgress, cache_key, pieces_with_progress
+from sansgpu.data.shards import cache_key, pieces_with_progress
 from sansgpu.data.sources import Source, files_fingerprint
+from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import PRIVATE_MODE, atomic_write, make_folder
 from sansgpu.files.folders import delete_folder, entries_below
 from sansgpu.tasks.inference import load_for_use, predictions

@@ -18,7 +18,7 @@ from sansgpu.data.bigrams import count_bigrams
 from sansgpu.data.order import batch_indices, generator, steps_per_epoch
 from sansgpu.data.pack import PackedWindows, TextWindows, Windows, piece_length
 from sansgpu.data.sequences import PackedSequences
-from sansgpu.data.shards import ReportProgress, build_store, build_tokenizer
+from sansgpu.data.shards import build_store, build_tokenizer
 from sansgpu.data.sources import open_single
 from sansgpu.data.split import all_documents
 from sansgpu.data.tokenizer import (
@@ -28,6 +28,7 @@ from sansgpu.data.tokenizer import (
     parsed_tokenizer,
     special_tokens_around,
 )
+from sansgpu.events.progress import ReportProgress
 from sansgpu.files.reading import read_object
 from sansgpu.machine.probe import has_bf16_tensors
 from sansgpu.models import TransformerLM

@@ -11,9 +11,9 @@ import numpy as np
 from sansgpu.config import Config, ConfigError, DataConfig
 from sansgpu.data.rows import BadRows, SourceRow, located
 from sansgpu.data.sequences import PackedSequences
-from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_single, open_sources
 from sansgpu.data.split import describe_split
+from sansgpu.events.progress import ReportProgress
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.capabilities import Predicts
 from sansgpu.tasks.evaluation import require_rows

@@ -12,9 +12,10 @@ from sansgpu.config import Config
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.rows import BadRowError
 from sansgpu.data.sequences import PackedSequences
-from sansgpu.data.shards import ReportProgress, rows_with_progress
+from sansgpu.data.shards import rows_with_progress
 from sansgpu.data.sources import Source
 from sansgpu.data.teacher_folder import Predictions, TeacherFolder
+from sansgpu.events.progress import ReportProgress
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.distillation import require_same_vocabulary, with_length_of
 from sansgpu.tasks.evaluation import TokenizedCorpus

@@ -12,9 +12,9 @@ import torch
 from sansgpu.config import Config
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.sequences import PackedSequences
-from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import describe_split, split_examples
+from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.probe import has_bf16_tensors, has_native_bf16
 from sansgpu.models.generation.generate import BatchModel, stream
 from sansgpu.models.generation.prompts import decoder_chat, prompt_ids

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE, WordPiece
 
 from sansgpu.config import ConfigError, ModelConfig
-from sansgpu.data.shards import ReportProgress
 from sansgpu.data.tokenizer import rows_needed, special_tokens_around
+from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.probe import mixed_precision
 from sansgpu.models.huggingface.sentence_embedding import EmbeddingLayout, pool
 from sansgpu.tasks.fine_tuning import PASS_TOKENS

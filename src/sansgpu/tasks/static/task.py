@@ -12,8 +12,8 @@ import torch
 from sansgpu.config import Config, ConfigError
 from sansgpu.config.paths import local_path
 from sansgpu.config.tasks import TRAINED_TOKENIZERS
-from sansgpu.data.shards import ReportProgress
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, load_tokenizer, rows_needed
+from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.probe import has_native_bf16
 from sansgpu.models.formats.weights import set_weights
 from sansgpu.models.huggingface.pretrained import weights_fingerprint

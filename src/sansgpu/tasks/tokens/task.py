@@ -14,9 +14,9 @@ from sansgpu.config.paths import local_path
 from sansgpu.config.wording import counted
 from sansgpu.data.rows import BadRows, located
 from sansgpu.data.sequences import PackedSequences
-from sansgpu.data.shards import ReportProgress
 from sansgpu.data.sources import open_sources
 from sansgpu.data.split import describe_split
+from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.probe import mixed_precision
 from sansgpu.models.formats.folders import has_architecture
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
