@@ -18,10 +18,11 @@ from typing import Any, NamedTuple, get_args
 
 from pydantic.fields import FieldInfo
 
+from sansgpu.config import Config
 from sansgpu.config.other_names import KEYS
-from sansgpu.config.schema import Config
 from sansgpu.config.section import all_keys
-from sansgpu.config.tasks import TASKS, built_in_settings
+from sansgpu.config.tasks import built_in_settings
+from sansgpu.tasks.configuration import TASKS
 
 FIRST_LINE = "| section | its keys are for |"
 EVERY_TASK = "all tasks"

@@ -23,10 +23,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.contest import WARM_UP, Row
 from benchmarks.critical_path import PathJob
-from sansgpu.config import load_config
 from sansgpu.kernels import library
 from sansgpu.machine.launch import quiet_profiler
 from sansgpu.planning.process import configure_process
+from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.state import TrainState
 from sansgpu.train.step import train_step

@@ -20,12 +20,13 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, Trainer, TrainingArguments
 
 from benchmarks.peer_trainer import Watch, say, trainer_arguments
-from sansgpu.config import Config, load_config
+from sansgpu.config import Config
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.order import batch_indices, steps_per_epoch
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.machine.memory import effective_batch
 from sansgpu.models.huggingface.pretrained import AUTO_CLASSES
+from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.schedule import total_steps
 

@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def measured(args: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
     """Returns the result rows by kind of data."""
-    from sansgpu.config import load_config  # does not import torch, because this process must need little memory
+    from sansgpu.tasks.configuration import load_config
 
     config, _ = load_config(args.config, args.changes)
     model = config.model

@@ -19,13 +19,14 @@ import numpy as np
 import torch
 
 from benchmarks.contest import Row, print_table, say, write_json
-from sansgpu.config import Config, load_config
+from sansgpu.config import Config
 from sansgpu.kernels.library import load_kernels_and_allocators
 from sansgpu.kernels.roofline import resolve_precision
 from sansgpu.machine.cache_folder import cache_dir
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.probe import resolve_threads
+from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.graph.data import GraphCorpus
 from sansgpu.tasks.graph.leafy import LeafyDataset
 from sansgpu.tasks.graph.task import Graph

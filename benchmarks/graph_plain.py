@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sansgpu.config import Config, ModelConfig, load_config
+from sansgpu.config import Config, ModelConfig
 from sansgpu.data.batch import IGNORE
 from sansgpu.machine.memory import effective_batch
+from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.graph.batch import POSITION_FIELDS, GraphBatch
 from sansgpu.tasks.graph.encoder import GraphEncoder
 from sansgpu.tasks.graph.masked_prediction import Masking, mask_rules

@@ -20,9 +20,10 @@ from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.grpo_steps import ADAPTER, COMPLETIONS
 from benchmarks.peer_trainer import say, trainer_arguments
-from sansgpu.config import Config, load_config
+from sansgpu.config import Config
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
+from sansgpu.tasks.configuration import load_config
 
 Step = dict[str, list[Any]]
 

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.peer_trainer import say
-from sansgpu.config import load_config
 from sansgpu.kernels.library import load_kernels_and_allocators
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import effective_batch
 from sansgpu.models.generation.sampling import Sampling
+from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.grpo.batch import Completions
 from sansgpu.tasks.grpo.losses import advantages
 from sansgpu.tasks.grpo.task import GRPO

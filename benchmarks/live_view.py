@@ -23,11 +23,11 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.contest import describe_machine
-from sansgpu.config import load_config
 from sansgpu.events.controls import Controls
 from sansgpu.events.event import Event
 from sansgpu.events.loggers import Callback, CallbackSink
 from sansgpu.jobs.train import TrainRequest, train
+from sansgpu.tasks.configuration import load_config
 from sansgpu.views.live import LiveView
 from sansgpu.views.terminal import PreparationBar
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from sansgpu.config import load_config
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import effective_batch
+from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.evaluate import evaluate
 

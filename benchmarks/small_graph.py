@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contest import Row, print_table, write_json
-from sansgpu.config import load_config
 from sansgpu.jobs.evaluate import link_prediction
 from sansgpu.jobs.train import TrainRequest, train
+from sansgpu.tasks.configuration import load_config
 from sansgpu.train.loading import ModelRequest
 
 ENTITIES, RELATIONS = 135, 46

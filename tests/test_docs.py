@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sansgpu import __version__
-from sansgpu.config.schema import Config
+from sansgpu.config import Config
 from sansgpu.config.section import all_keys
 from sansgpu.config.tasks import built_in_settings
 from tests.processes import environment, finish, fork_server, settings, write_corpus

@@ -16,16 +16,7 @@ import yaml
 from torch.distributed.elastic.utils.logging import get_logger
 
 import sansgpu
-from sansgpu.config import (
-    Config,
-    ConfigError,
-    DataConfig,
-    ModelConfig,
-    RunPaths,
-    TrainingConfig,
-    change_config,
-    load_config,
-)
+from sansgpu.config import Config, ConfigError, DataConfig, ModelConfig, RunPaths, TrainingConfig, change_config
 from sansgpu.config.search_space import load_space
 from sansgpu.data.tokenizer import BPETokenizer
 from sansgpu.events.event import Sinks
@@ -36,6 +27,7 @@ from sansgpu.models import TransformerLM
 from sansgpu.planning.presets import compare_presets, presets_that_fit
 from sansgpu.planning.resolve import ResolveOptions, ignore_message, resolve_run
 from sansgpu.planning.suggestions import asked_changes
+from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.registry import task_of
 from sansgpu.train import Trainer
 from tests.processes import TINY, environment, finish, options, overrides, write_corpus

@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import pytest
 
-from sansgpu.config.schema import Config
+from sansgpu.config import Config
 from sansgpu.config.section import all_keys
-from sansgpu.config.tasks import TASKS, built_in_settings
+from sansgpu.config.tasks import built_in_settings
+from sansgpu.tasks.configuration import TASKS
 from tests.processes import environment, options, settings, write_corpus
 
 SOURCE = Path(__file__).parent.parent / "src" / "sansgpu"

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import Config, ConfigError, as_config, note_of, require_batch_size, with_own_names
+from sansgpu.config import Config, ConfigError, note_of, require_batch_size, with_own_names
 from sansgpu.events.event import Event, Sink
 from sansgpu.events.history import LogHistory
 from sansgpu.events.loggers import Callback, CallbackSink
-from sansgpu.events.record import RunRecord
 from sansgpu.jobs.generate import generate_text
 from sansgpu.jobs.runs import is_locked
 from sansgpu.jobs.train import TrainRequest
@@ -22,9 +21,11 @@ from sansgpu.machine.distributed.world import find_world, is_forwarded
 from sansgpu.machine.launch import make_cublas_deterministic
 from sansgpu.machine.untrusted.user_code import no_silent_exit, preserved_state
 from sansgpu.models.generation.sampling import Sampling
+from sansgpu.tasks.configuration import as_config
 from sansgpu.train.loading import ModelRequest
 from sansgpu.train.loop import TrainingResult
 from sansgpu.views.page import NotebookView
+from sansgpu.views.record import RunRecord
 from sansgpu.views.results import describe_results, summarize
 from sansgpu.views.terminal import PreparationBar, RunConsole, Terminal, Warnings
 

@@ -7,18 +7,9 @@ import pytest
 import yaml
 
 import sansgpu
-from sansgpu.config import (
-    Config,
-    ConfigError,
-    ModelConfig,
-    TrainingConfig,
-    acting_values,
-    change_config,
-    default_values,
-    load_config,
-    save_config,
-)
+from sansgpu.config import Config, ConfigError, ModelConfig, TrainingConfig, acting_values, change_config, save_config
 from sansgpu.models import TransformerLM
+from sansgpu.tasks.configuration import default_values, load_config
 
 
 def test_an_assigned_value_acts_and_is_read_as_in_a_file() -> None:

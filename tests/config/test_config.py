@@ -11,9 +11,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sansgpu.config import Config, ConfigError, DataConfig, ModelConfig, TrainingConfig, derive_seed, load_config
+from sansgpu.config import Config, ConfigError, DataConfig, ModelConfig, TrainingConfig, derive_seed
 from sansgpu.config.identity import identity, require_identity
-from sansgpu.config.load import acting_values, as_config, change_config, default_values, flatten, save_config
+from sansgpu.config.load import acting_values, change_config, flatten, save_config
+from sansgpu.tasks.configuration import as_config, default_values, load_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from sansgpu.config import Config, ConfigError, load_config
+from sansgpu.config import Config, ConfigError
+from sansgpu.tasks.configuration import load_config
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -9,10 +9,11 @@ from pydantic import ValidationError
 
 import sansgpu
 from sansgpu.cli import run as run_command_line
-from sansgpu.config import Config, ConfigError, DataConfig, ModelConfig, TrainingConfig, change_config, load_config
+from sansgpu.config import Config, ConfigError, DataConfig, ModelConfig, TrainingConfig, change_config
 from sansgpu.config.other_names import KEYS
 from sansgpu.config.remedies import COUNTERPARTS
 from sansgpu.config.section import all_keys
+from sansgpu.tasks.configuration import load_config
 from tests.processes import environment, finish, messages, settings, write_corpus
 
 OXIDIZR = """

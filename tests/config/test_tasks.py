@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from sansgpu.config import Config, ConfigError, TrainingConfig, load_config
+from sansgpu.config import Config, ConfigError, TrainingConfig
 from sansgpu.config.load import save_config
+from sansgpu.tasks.configuration import load_config
 
 SFT = {"task": "sft", "model": {"name_or_path": "m"}, "data": {"dataset_name": "rows.jsonl"}}
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sansgpu.config import ConfigError, DataConfig, as_config
+from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data import cleaning
 from sansgpu.data.cleaning import GIGABYTE, chosen_documents, first_bytes, without_duplicates
 from sansgpu.data.files import Piece
 from sansgpu.data.sources import Source, open_sources
 from sansgpu.events.progress import ignore_progress
+from sansgpu.tasks.configuration import as_config
 from sansgpu.tasks.pretrain.task import Pretrain
 from tests.data.test_sources import documents
 from tests.processes import write_corpus, write_rows

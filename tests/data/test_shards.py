@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sansgpu.config import Config, ConfigError, DataConfig, as_config
+from sansgpu.config import Config, ConfigError, DataConfig
 from sansgpu.data import files, shards
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.files import Piece
 from sansgpu.data.shards import build_store, build_tokenizer
 from sansgpu.data.sources import open_sources
 from sansgpu.data.split import all_documents
+from sansgpu.tasks.configuration import as_config
 from sansgpu.tasks.pretrain.task import Pretrain
 from tests.processes import kill_when, write_corpus
 

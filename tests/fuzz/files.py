@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from sansgpu.config import load_config
+from sansgpu.tasks.configuration import load_config
 from tests.fuzz.bases import Bases, copy, member
 from tests.fuzz.harness import Case
 from tests.fuzz.values import NUMBERS, changed, damaged, dumped, odd, places

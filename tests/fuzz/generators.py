@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config.schema import Config
+from sansgpu.config import Config
 from sansgpu.config.section import all_keys
 from tests.fuzz.bases import Bases, copy, tiny_config, yaml_text
 from tests.fuzz.files import completions, ggufs, lessons, model_folders, rows, run_folders, tokenizers, writes

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from sansgpu.cli import run as cli
-from sansgpu.config import as_config, load_config
 from sansgpu.config.load import commented_yaml
+from sansgpu.tasks.configuration import as_config, load_config
 from tests.processes import finish, messages, write_corpus, write_rows
 from tests.tasks.folders import chat_rows, conll, labeled_rows, model_folder, preference_rows, prompt_rows, squad
 

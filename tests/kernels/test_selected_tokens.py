@@ -10,9 +10,10 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sansgpu.config import Config, as_config
+from sansgpu.config import Config
 from sansgpu.data.batch import IGNORE, Batch
 from sansgpu.models import TransformerLM
+from sansgpu.tasks.configuration import as_config
 from sansgpu.tasks.pretrain.costs import DecoderCosts
 from sansgpu.tasks.pretrain.objective import PretrainObjective
 from tests.kernels.test_kernels import RANDOM

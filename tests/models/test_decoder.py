@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sansgpu.config import Config, ModelConfig, load_config
+from sansgpu.config import Config, ModelConfig
 from sansgpu.kernels import library
 from sansgpu.models import TransformerLM
 from sansgpu.models.formats.decoder_weights import hugging_face_config, to_hugging_face
 from sansgpu.models.modules import compile_blocks
+from sansgpu.tasks.configuration import load_config
 from tests.models.small import LAYOUTS, config_of, model_of, tokens
 
 

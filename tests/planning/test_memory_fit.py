@@ -130,7 +130,8 @@ def test_changes_that_help_together_keep_the_tokens_of_a_step_and_name_every_cos
 
 
 def test_presets_have_the_parameters_they_are_named_for() -> None:
-    from sansgpu.config import PRESETS, load_config
+    from sansgpu.config import PRESETS
+    from sansgpu.tasks.configuration import load_config
 
     assert PRESETS == ("small", "medium", "large")
     for name, millions in zip(PRESETS, (25, 117, 345), strict=True):

@@ -13,13 +13,14 @@ import pytest
 import yaml
 
 from sansgpu.cli import run as cli
-from sansgpu.config import SansGPUError, load_config
+from sansgpu.config import SansGPUError
 from sansgpu.config.find import BUILT_IN
 from sansgpu.config.wording import count
 from sansgpu.jobs.plan import plan as plan_job
 from sansgpu.planning.cluster import cluster_of
 from sansgpu.planning.forecast import effective_tokens, expected_bits_per_byte
 from sansgpu.planning.measure import MeasureRequest, measure_in_subprocess
+from sansgpu.tasks.configuration import load_config
 from tests.processes import TINY, as_options, environment, events_of, overrides, settings, use_cache, write_corpus
 
 pytestmark = pytest.mark.usefixtures("home")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from sansgpu.config import load_config
 from sansgpu.machine.execution import Execution
+from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.registry import TASKS
 from sansgpu.train.state import TrainState
 from sansgpu.train.step import train_step

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering
 
 from sansgpu.cli import run as cli
-from sansgpu.config import load_config
 from sansgpu.events.event import Event, EventBuffer
 from sansgpu.jobs.snapshots import fork_snapshot
 from sansgpu.jobs.train import TrainRequest, train
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained
+from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.registry import TASKS
 from sansgpu.train.loading import ModelRequest, open_model
 from tests.processes import digests, overrides, record

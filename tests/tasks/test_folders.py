@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sansgpu.config.tasks import TASKS
+from sansgpu.tasks.configuration import TASKS
 from tests.processes import environment, settings
 from tests.project import ROOT
 from tests.tasks.test_outside_task import write_stories

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from benchmarks.fine_tuning_peer import batches, train
 
-from sansgpu.config import load_config
 from sansgpu.models.huggingface import lora
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained
 from sansgpu.tasks.classify.objective import ClassifyObjective
+from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.registry import TASKS
 from sansgpu.tasks.tokens.objective import TokensObjective
 from tests.tasks.folders import chat_rows, conll, labeled_rows, model_folder, squad

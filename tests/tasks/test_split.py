@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sansgpu.cli import run as cli
-from sansgpu.config import load_config
+from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.registry import task_of
 from tests.processes import events_of, options, overrides
 from tests.scale.test_tasks import TUNED, overrides_by_task

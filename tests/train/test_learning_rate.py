@@ -8,7 +8,8 @@ import yaml
 
 import sansgpu
 from sansgpu.cli import run as cli
-from sansgpu.config import Config, TrainingConfig, acting_values, default_values, load_config
+from sansgpu.config import Config, TrainingConfig, acting_values
+from sansgpu.tasks.configuration import default_values, load_config
 from tests.processes import events_of, record, settings, train, write_corpus
 
 SFT = {"task": "sft", "model": {"name_or_path": "m"}, "data": {"dataset_name": "rows.jsonl"}}

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sansgpu.config import ConfigError, TrainingConfig, load_config
+from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.planning.forecast import Forecast
+from sansgpu.tasks.configuration import load_config
 from sansgpu.train.run_length import Budget, finish_time
 from sansgpu.train.schedule import UNKNOWN_STEPS, learning_rate, total_steps, warmup_steps
 from tests.processes import train, write_corpus

@@ -11,11 +11,11 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sansgpu.cli import run as cli
-from sansgpu.config import load_config
 from sansgpu.events.event import Event, EventBuffer, Sinks
 from sansgpu.jobs.train import TrainRequest
 from sansgpu.jobs.train import train as train_job
 from sansgpu.machine.instruction_sets import allowed
+from sansgpu.tasks.configuration import load_config
 from sansgpu.train.snapshots import snapshots
 from tests import processes
 from tests.processes import digests, events_of, finish, json_lines, record, settings, start_apart

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from sansgpu.config import load_config
 from sansgpu.events.controls import Controls
 from sansgpu.events.event import Event
 from sansgpu.jobs.train import TrainRequest, train
 from sansgpu.machine.monitor import Monitor
 from sansgpu.machine.probe import available_cores
+from sansgpu.tasks.configuration import load_config
 from tests.processes import TINY, events_of, overrides, record, use_cache, write_corpus
 
 ENOUGH_STEPS = 3000

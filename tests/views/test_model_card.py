@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from sansgpu.cli import run as cli
-from sansgpu.events.record import RunRecord
 from sansgpu.views.model_card import model_card
+from sansgpu.views.record import RunRecord
 from tests.processes import options, train_once, write_corpus, write_rows
 from tests.tasks.folders import chat_rows, labeled_rows, model_folder, squad
 from tests.tasks.graph.graphs import rows

@@ -14,11 +14,11 @@ from filelock import FileLock
 from plotly import graph_objects
 
 from sansgpu.cli import run as cli
-from sansgpu.config import load_config
-from sansgpu.events.record import RunRecord
+from sansgpu.tasks.configuration import load_config
 from sansgpu.train.run_folders import lock_run
 from sansgpu.views.page import figure
 from sansgpu.views.plots import MAX_POINTS, Plot, downsample, write_plots
+from sansgpu.views.record import RunRecord
 from sansgpu.views.run_plots import time_parts
 from sansgpu.views.run_report import run_plots
 from tests.processes import events_of

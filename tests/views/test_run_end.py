@@ -8,7 +8,7 @@ import pytest
 from sansgpu.cli import run as cli
 from sansgpu.config import RunPaths
 from sansgpu.config.tasks import built_in_settings
-from sansgpu.events.record import RunRecord
+from sansgpu.views.record import RunRecord
 from sansgpu.views.run_end import commands
 from tests import processes
 

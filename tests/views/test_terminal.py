@@ -6,8 +6,8 @@ from contextlib import closing
 
 import pytest
 
-from sansgpu.config.tasks import settings_of
 from sansgpu.events.event import Event
+from sansgpu.tasks.configuration import settings_of
 from sansgpu.views import terminal
 from sansgpu.views.tables import storage
 from sansgpu.views.terminal import PreparationBar, RunConsole, Terminal

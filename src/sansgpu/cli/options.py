@@ -231,17 +231,17 @@ def check_tables(config: Path | None, overrides: Iterable[Any], resume: str | No
     """
     if resume is not None:
         return
-    from sansgpu.config import load_config
     from sansgpu.data.headers import require_columns
+    from sansgpu.tasks.configuration import load_config
 
     require_columns(load_config(config, [*overrides])[0])
 
 
 def check_tables_for(run: str, data: str) -> None:
     """Raises ConfigError, before PyTorch is loaded, if a run's task cannot use the columns of the tables in `data`."""
-    from sansgpu.config import load_config
     from sansgpu.config.paths import local_path
     from sansgpu.data.headers import require_columns
+    from sansgpu.tasks.configuration import load_config
 
     file = local_path(run) / "config.yaml"
     if file.is_file():

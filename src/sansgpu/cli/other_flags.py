@@ -112,9 +112,9 @@ def _settings_without_configuration(given: dict[str, Any], overrides: list[str])
         is_batch = given["per_device_train_batch_size"] and not given["gradient_accumulation_steps"]
         return ["task=qa", *(["training.gradient_accumulation_steps=1"] if is_batch else [])]
     if given["model_name_or_path"]:
-        from sansgpu.config.tasks import tasks_with
+        from sansgpu.tasks.configuration import SCHEMA
 
-        tasks = dict.fromkeys(settings.task for settings in tasks_with("model.name_or_path"))
+        tasks = dict.fromkeys(settings.task for settings in SCHEMA.tasks.with_key("model.name_or_path"))
         raise typer.BadParameter(
             "--model_name_or_path does not say what the model should learn; add a configuration, e.g. -f "
             f"configs/sft.yaml, or --set task=TASK, where TASK is one of {', '.join(tasks)}"

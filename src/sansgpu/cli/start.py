@@ -183,10 +183,10 @@ def init(given: _InitOptions) -> None:
 def _answers(given: _InitOptions, ask: Ask) -> InitAnswers:
     """Asks for each answer that is not given and checks all of them."""
     from sansgpu.config import PYTHON_STDLIB
-    from sansgpu.config.tasks import DEFAULT_TASK
     from sansgpu.jobs.corpora import SHORT_NAMES
     from sansgpu.jobs.init import DEFAULT_HOURS, PURPOSES, InitAnswers, parse_hours, purposes_of
     from sansgpu.jobs.init import require_text as check_text
+    from sansgpu.tasks.configuration import DEFAULT_TASK
 
     text, task, model, hours, cores, memory = (
         given.text, given.task, given.model, given.hours, given.cores, given.memory

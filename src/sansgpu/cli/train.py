@@ -210,7 +210,7 @@ def _is_plain(console: RunConsole) -> bool:
 def _show_end(console: RunConsole, folder: Path) -> None:
     """Prints what a finished run learned. Its modules are not needed before, so they do not delay the first step."""
     from sansgpu.config import SansGPUError
-    from sansgpu.events.record import RunRecord
+    from sansgpu.views.record import RunRecord
     from sansgpu.views.run_end import print_run_end
 
     with suppress(SansGPUError):  # the model is written; a record that cannot be read has been warned about

@@ -83,7 +83,7 @@ class _EvaluateOptions:
     reward: Annotated[
         str | None,
         option(
-            "Task grpo: answer, or a Python function that computes rewards. Required to run a run's own function.",
+            "Reward of a reinforcement learning run: answer, or a Python function, as the run's own, which needs it.",
             metavar="MODULE:FUNCTION",
         ),
     ] = None
@@ -99,7 +99,7 @@ def evaluate(given: _EvaluateOptions) -> None:
     Task classify: accuracy, F1 and Matthews correlation, or correlations with the scores.
     Task tokens: precision, recall and F1 of entities, and accuracy of tags.
     Task graph: accuracy on masked tokens and leaves.
-    Task grpo: mean reward of the most likely completions.
+    Reinforcement learning: mean reward of the most likely completions.
     With --mteb: the scores of an embedding model in the Massive Text Embedding Benchmark.
     With --harness: metrics of tasks of lm-evaluation-harness; those of a run are added to its harness.json.
 

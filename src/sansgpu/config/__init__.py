@@ -1,25 +1,25 @@
-"""The configuration schema, its files and its errors. Nothing in this package imports torch."""
+"""The mechanism of configurations: sections, files and errors. It names no task and imports no torch.
 
+For users, this package also has the classes with the keys of all tasks, e.g. `from sansgpu.config import Config`.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import sansgpu
 from sansgpu.config.errors import ConfigError, SansGPUError, UnreachableError
-from sansgpu.config.find import INPUT_KEYS, PRESETS, same_input
+from sansgpu.config.find import PRESETS, same_input
 from sansgpu.config.identity import identity, require_identity
 from sansgpu.config.load import (
     Override,
     acting_values,
-    as_config,
     change_config,
-    default_values,
     flatten,
-    load_config,
     overridden_key,
-    recorded_values,
     save_config,
     setting,
 )
-from sansgpu.config.model import MAX_LEAVES, ModelConfig
 from sansgpu.config.other_names import note_of, require_batch_size, with_own_names
 from sansgpu.config.paths import ABANDONED_FOLDER, RunPaths
-from sansgpu.config.schema import Config, DataConfig
 from sansgpu.config.search_space import SearchParameter, Space, load_space, measure_of, spaced_values
 from sansgpu.config.section import problems
 from sansgpu.config.seeds import derive_seed
@@ -34,16 +34,17 @@ from sansgpu.config.tasks import (
     Metric,
     TaskSettings,
     import_class,
-    task_class,
 )
-from sansgpu.config.training import TrainingConfig
+
+if TYPE_CHECKING:
+    from sansgpu.config.model import ModelConfig
+    from sansgpu.config.schema import Config, DataConfig
+    from sansgpu.config.training import TrainingConfig
 
 __all__ = [
     "ABANDONED_FOLDER",
     "ARITHMETIC",
     "BUILT_IN_NAMES",
-    "INPUT_KEYS",
-    "MAX_LEAVES",
     "PRESETS",
     "PYTHON_STDLIB",
     "PYTHON_STDLIB_CHAT",
@@ -64,26 +65,27 @@ __all__ = [
     "TrainingConfig",
     "UnreachableError",
     "acting_values",
-    "as_config",
     "change_config",
-    "default_values",
     "derive_seed",
     "flatten",
     "identity",
     "import_class",
-    "load_config",
     "load_space",
     "measure_of",
     "note_of",
     "overridden_key",
     "problems",
-    "recorded_values",
     "require_batch_size",
     "require_identity",
     "same_input",
     "save_config",
     "setting",
     "spaced_values",
-    "task_class",
     "with_own_names",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("Config", "ModelConfig", "TrainingConfig", "DataConfig", "load_config"):
+        raise AttributeError(f"module sansgpu.config has no attribute {name}")
+    return getattr(sansgpu, name)

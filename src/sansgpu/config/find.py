@@ -13,7 +13,7 @@ from sansgpu.config.errors import ConfigError
 from sansgpu.config.parse import SUFFIXES, Values, read_values
 from sansgpu.config.paths import local_path
 from sansgpu.config.schema import Config
-from sansgpu.config.section import TOP_LEVEL_KEYS
+from sansgpu.config.section import TOP_LEVEL_KEYS, declared_keys
 from sansgpu.config.tasks import BUILT_IN_NAMES
 from sansgpu.config.wording import truncate
 
@@ -31,12 +31,6 @@ def built_in(overridden: Collection[str]) -> dict[str, Any]:
     return {name: {k: v for k, v in section.items() if k not in drops} for name, section in BUILT_IN.items()}
 
 
-# Keys that may name a file or a folder to read.
-INPUT_KEYS = {
-    "data": ("dataset_name", "validation_name", "tokenizer", "chat_template", "quality_model"),
-    "model": ("name_or_path",),
-    "training.distillation": ("teacher",),
-}
 MAX_NAMES = 20  # names in a message
 # Files of configs/ by the names that guides of other trainers (llm-trainer, oxidizr) give to files like them.
 _NAMES_IN_GUIDES = {"cpu_small_model": "cpu_small", "cpu_medium_model": "cpu_medium", "nano": "nano"}
@@ -103,31 +97,30 @@ def _is_configuration(file: Path) -> bool:
     return bool(keys) and keys <= {*Config.model_fields, *TOP_LEVEL_KEYS}
 
 
-def use_files_beside(values: Values, folder: Path, overridden: Collection[str]) -> list[str]:
+def use_files_beside(schema: type[Config], values: Values, folder: Path, overridden: Collection[str]) -> list[str]:
     """Makes paths in `values` absolute that exist in the configuration's `folder` but not in the working directory.
 
     Keys that are `overridden` on the command line stay unchanged. Returns a note for each path that exists in both.
     """
     notes: list[str] = []
-    for section, keys in INPUT_KEYS.items():
+    for path in declared_keys(schema, "input_path"):
+        *sections, key = path.split(".")
         given: Any = values
-        for name in section.split("."):
-            given = given.get(name) if isinstance(given, dict) else None
-        if not isinstance(given, dict):
+        for section in sections:
+            given = given.get(section) if isinstance(given, dict) else None
+        name = given.get(key) if isinstance(given, dict) else None
+        if not isinstance(name, str) or not name or os.path.isabs(name) or name in BUILT_IN_NAMES:
             continue
-        for key in keys:
-            name = given[key] if isinstance(given.get(key), str) else ""
-            beside = os.path.abspath(folder / name)
-            is_relative = bool(name) and not os.path.isabs(name) and name not in BUILT_IN_NAMES
-            if not is_relative or f"{section}.{key}" in overridden or not os.path.exists(beside):
-                continue
-            if not os.path.exists(name):
-                given[key] = beside
-            elif not os.path.samefile(name, beside):
-                notes.append(
-                    f"{section}.{key}: {name} exists in the working directory and as {beside}; the one in the working "
-                    "directory is used."
-                )
+        beside = os.path.abspath(folder / name)
+        if path in overridden or not os.path.exists(beside):
+            continue
+        if not os.path.exists(name):
+            given[key] = beside
+        elif not os.path.samefile(name, beside):
+            notes.append(
+                f"{path}: {name} exists in the working directory and as {beside}; the one in the working directory is "
+                "used."
+            )
     return notes
 
 

@@ -11,32 +11,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.load import acting_values, flatten
 from sansgpu.config.schema import Config
-from sansgpu.config.section import TOP_LEVEL_KEYS
+from sansgpu.config.section import TOP_LEVEL_KEYS, all_keys, declared
 
 Values = dict[str, Any]
 
-# Keys of model and data that change neither the model nor the data order. A base model and a quality model may be
-# moved, because every snapshot has a fingerprint of the weights and the data.
-_CHANGEABLE = {
-    "model.name_or_path", "model.gradient_checkpointing", "model.merge_adapter", "model.trust_remote_code",
-    "data.cache_dir", "data.long_tails", "data.preprocessing_num_workers", "data.timeout_seconds", "data.n_best_size",
-    "data.max_answer_length", "data.null_answers", "data.null_score_diff_threshold", "data.quality_model",
-}  # fmt: skip
 _BATCH_KEYS = "training.batch_size", "training.gradient_accumulation_steps"
 _EXAMPLES_PER_STEP = " x ".join(_BATCH_KEYS)
-_FIXED = {
-    "task", "training.few_shot", "training.preference.loss", "training.grpo.group_size", "training.seed",
-    "training.window_warmup_ratio", _EXAMPLES_PER_STEP,
-}  # fmt: skip
 
 
 def identity(config: Config) -> Values:
     """Returns `fixed`, the values that determine model and data order, and `free`, the keys that may change."""
     flat = _flat(acting_values(config))
-    fixed = {key: value for key, value in flat.items() if _is_fixed(key)}
+    fields = dict(all_keys(type(config)))
+    fixed = {key: value for key, value in flat.items() if key == _EXAMPLES_PER_STEP or _is_fixed(key, fields[key])}
     return {"fixed": fixed, "free": [key for key in flat if key not in fixed]}
 
 
@@ -64,8 +56,9 @@ def _difference(recorded: Values, values: Values) -> str | None:
     return None
 
 
-def _is_fixed(key: str) -> bool:
-    return key in _FIXED or (key.startswith(("model.", "data.")) and key not in _CHANGEABLE)
+def _is_fixed(key: str, field: FieldInfo) -> bool:
+    """Returns whether a key determines the model or the data order: by default, if it is in section model or data."""
+    return bool(declared(field, "fixed", key.startswith(("model.", "data."))))
 
 
 def _flat(values: Values) -> Values:

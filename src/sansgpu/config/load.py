@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,15 @@ from sansgpu.config.parse import Values, parse_value, read_values
 from sansgpu.config.plain_data import MAX_DEPTH
 from sansgpu.config.schema import Config
 from sansgpu.config.section import AUTO, TOP_LEVEL_KEYS, all_keys, problems
-from sansgpu.config.tasks import DEFAULT_TASK, is_outside, task_class, task_defaults, with_defaults
 from sansgpu.config.training import default_learning_rate, unused_settings
 from sansgpu.config.wording import shown, truncate
 
+FindSchema = Callable[[Values, bool], type[Config]]  # (values, whether the user wrote them) -> the schema of their task
 Override = str | tuple[str, Any]  # `key.path=value` with the value in YAML, or a key and its value
 
 
 def load_config(
+    schema_for: FindSchema,
     path: Path | None = None,
     overrides: Sequence[Override] = (),
     own: bool = True,
@@ -46,47 +47,46 @@ def load_config(
     where = str(path) if path else "the configuration"
     overridden = [overridden_key(override) for override in overrides]
     values, replaced = with_own_names(read_values(path) if path else built_in(overridden), where)
-    notes = [*renamed, *note_of(replaced)]
+    notes, overriding_notes = [*renamed, *note_of(replaced)], _override(values, overrides)
+    schema = schema_for(values, own)
     if path and own and find_beside:
-        notes += use_files_beside(values, path.parent, overridden)
-    notes += _override(values, overrides)
-    if own and is_outside(task := str(values.get("task"))):
-        task_class(task)
-    config = as_config(values, where)
+        notes += use_files_beside(schema, values, path.parent, overridden)
+    config = as_config(schema, values, where)
     overriding = [overridden_key(one) for one in overrides if _key_and_value(one)[0] == "training.batch_size"]
     require_batch_size(config.training, overriding[-1:] or replaced, processes)
-    return config, [*notes, *unused_settings(values)]
+    return config, [*notes, *overriding_notes, *unused_settings(values)]
 
 
 def change_config(config: Config, overrides: Sequence[Override]) -> Config:
     """Applies the overrides to `config`. Raises ConfigError if the result is invalid."""
     values = config.given_values()
     _override(values, overrides)
-    return as_config(values)
+    return as_config(type(config), values)
 
 
 def overridden_key(override: Override) -> str:
     return override.partition("=")[0].strip() if isinstance(override, str) else override[0]
 
 
-def as_config(values: Values, where: str = "the configuration") -> Config:
+def as_config(schema: type[Config], values: Values, where: str = "the configuration") -> Config:
     """Validates plain values. Raises ConfigError naming `where` and every problem."""
     try:
-        return Config.model_validate(values)
+        return schema.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {'; '.join(problems(error, Config))}.") from None
+        raise ConfigError(f"{where}: {'; '.join(problems(error, schema))}.") from None
 
 
-def recorded_values(path: Path) -> Values:
+def recorded_values(schema_for: FindSchema, path: Path) -> Values:
     """Reads the values of a run's config.yaml without defaults. Keys unknown to this version are not validated.
 
     Raises ConfigError if the file cannot be read or a value is invalid.
     """
     values = read_values(path)
+    schema = schema_for(values, False)
     try:
-        Config.model_validate(values)
+        schema.model_validate(values)
     except ValidationError as error:
-        if wrong := problems(error, Config, with_unknown=False):
+        if wrong := problems(error, schema, with_unknown=False):
             raise ConfigError(f"{path}: {'; '.join(wrong)}.") from None
     return values
 
@@ -105,7 +105,7 @@ def acting_values(config: Config) -> Values:
     values = config.model_dump(mode="json")
     for name, section in values.items():
         if isinstance(section, dict):
-            values[name] = {k: v for k, v in section.items() if config.settings.acts(f"{name}.{k}")}
+            values[name] = {k: v for k, v in section.items() if config.acts(f"{name}.{k}")}
     if config.training.optimizer == "auto" and "learning_rate" not in config.training.model_fields_set:
         del values["training"]["learning_rate"]  # its default depends on the optimizer that the run will choose
     if config.training.num_epochs == 1 and "num_epochs" not in config.training.model_fields_set:
@@ -128,16 +128,17 @@ def setting(config: Config, key: str) -> Any:
     return attrgetter(key)(config)
 
 
-def default_values(values: Values) -> Values:
+def default_values(schema: type[Config], values: Values) -> Values:
     """Returns the defaults for the kind of run in `values`, a result of `acting_values`.
 
     The keys are dotted, e.g. `training.seed`, or `task` and `device`.
     """
     model = values.get("model") or {}
     chosen = {key: model[key] for key in ("name_or_path", "adapter") if key in model}
-    own = with_defaults(str(values.get("task", DEFAULT_TASK)), {"model": chosen})
-    found: Values = {"task": DEFAULT_TASK}
-    for key, field in all_keys(Config):
+    default_task = schema.default_task()
+    own = schema.tasks.with_defaults(str(values.get("task", default_task)), {"model": chosen})
+    found: Values = {"task": default_task}
+    for key, field in all_keys(schema):
         section, _, name = key.partition(".")
         if name:
             default = (own.get(section) or {}).get(name, field.default)
@@ -225,11 +226,11 @@ def commented_yaml(config: Config, head: str, comments: Mapping[str, str] | None
     It starts with `head` as a comment. A comment above each key has its text in `comments`, or else its description in
     the schema.
     """
-    meanings = {key: field.description or "" for key, field in all_keys(Config)}
+    meanings = {key: field.description or "" for key, field in all_keys(type(config))}
     meanings["task"] = f"kind of run: {config.settings.description or 'your own class'}"
     given = config.model_dump(mode="json")
     values = {"task": config.task, **config.model_dump(mode="json", exclude_defaults=True)}
-    for section, defaults in task_defaults(config.task, given).items():
+    for section, defaults in config.tasks.defaults(config.task, given).items():
         changed = {name: given[section][name] for name, default in defaults.items() if given[section][name] != default}
         others = {name: value for name, value in values.get(section, {}).items() if name not in defaults}
         values[section] = changed | others

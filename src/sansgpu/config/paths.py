@@ -89,3 +89,8 @@ class RunPaths:
     def lock(self) -> Path:
         """Locked by the process that trains the run."""
         return self.root / ".lock"
+
+
+def not_a_run(folder: Path) -> ConfigError:
+    """Returns the error for a folder that no training run wrote."""
+    return ConfigError(f"{folder} is not a run: it has no config.yaml; pass the --output-dir of a training run.")

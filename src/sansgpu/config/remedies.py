@@ -44,23 +44,16 @@ COUNTERPARTS = {
     "lora_target": "model.lora_targets",
     "lora_target_linear": "model.lora_targets=all-linear",
     "lora_target_modules": "model.lora_targets",
-    "loss_type": "training.preference.loss",
     "max_epochs": "training.num_epochs",
     "max_eval_samples": "training.eval_batches",
     "max_time": "training.max_hours",
     "micro_batch_size": "training.batch_size",
     "mixed_precision": "training.precision",
-    "mlm_probability": "data.mask_ratio",
     "model_revision": "model.revision",
     "n_epochs": "training.num_epochs",
-    "num_generations": "training.grpo.group_size",
     "optim": "training.optimizer",
     "packing": "data.pack_sequences",
-    "pref_beta": "training.preference.beta",
-    "pref_loss": "training.preference.loss",
     "quantization_bit": "model.base_precision",
-    "remove_duplicates": "data.deduplicate",
-    "reward_funcs": "training.grpo.reward",
     "rl": "task",
     "sample_packing": "data.pack_sequences",
     "save_every": "training.save_steps",
@@ -90,7 +83,6 @@ _NOT_NEEDED = "not needed; remove it"
 _ONLY_ANSWERS = "the loss counts only the answers of conversations; remove it"
 _OWN_KERNELS = "sansgpu has its own CPU kernels; remove it"
 _PROCESSES = "`--processes N` or torchrun starts several processes"
-_FOR_GRPO = "the training.grpo keys of task grpo have its settings; remove it"
 _NO_MAMBA = "Mamba layers are not trained from scratch; remove it, or fine-tune a Mamba model with task sft"
 _NO_EXPERTS = (
     "mixtures of experts are not trained from scratch; remove it, or fine-tune e.g. OLMoE or Qwen3-MoE with task sft"
@@ -100,8 +92,6 @@ _TEXTS = {
     "adapter_path": "pass `--output-dir DIR`",
     "assistant_only_loss": _ONLY_ANSWERS,
     "attn_implementation": _OWN_KERNELS,
-    "beta": "set training.preference.beta, or training.grpo.beta with task grpo",
-    "beta_kl": _FOR_GRPO,
     "cache_dir": "HF_HOME chooses the folder of the Hugging Face cache, and data.cache_dir that of tokenized data",
     "ckpt_path": "pass `--resume` and `--output-dir RUN`",
     "completion_only_loss": _ONLY_ANSWERS,
@@ -120,7 +110,6 @@ _TEXTS = {
     "flash_attn": _OWN_KERNELS,
     "fp16": "CPUs compute in bf16 or fp32; use bf16",
     "group_by_length": _PACKED,
-    "group_size": _FOR_GRPO,
     "hub_model_id": "`sansgpu export RUN --push-to-hub OWNER/NAME` uploads the model",
     "jit_mode_eval": "the kernels are already compiled; remove it",
     "kv_latent_dim": _NO_LATENT,

@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, ModelWrapValidatorHandler, StrictInt, field_validator, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, StrictInt, create_model, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.other_names import with_own_names
-from sansgpu.config.section import TOP_LEVEL_KEYS, Section, all_keys
-from sansgpu.config.tasks import (
-    DEFAULT_TASK,
-    PYTHON_STDLIB,
-    TASKS,
-    TaskSettings,
-    as_values,
-    is_outside,
-    is_section,
-    kind_of,
-    labels,
-    settings_of,
-    tasks_with,
-    with_defaults,
+from sansgpu.config.section import (
+    CHANGEABLE,
+    FIXED,
+    INPUT_PATH,
+    TOP_LEVEL_KEYS,
+    TUNABLE_DATA,
+    Section,
+    all_keys,
+    all_sections,
 )
-from sansgpu.config.training import Device, TimeoutSeconds, TrainingConfig, default_learning_rate
+from sansgpu.config.tasks import PYTHON_STDLIB, TaskSettings, TaskTable, as_values, is_outside, is_section, labels
+from sansgpu.config.training import ONE_DEVICE, Device, TimeoutSeconds, TrainingConfig, default_learning_rate
 from sansgpu.config.wording import truncate
 
 CLASS_NAME = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 MIN_VOCABULARY = 257  # 256 bytes and the end of text
 MAX_VOCABULARY = 1 << 20  # four times the largest in use; training a tokenizer allocates memory for all tokens
-MAX_GIGABYTES = 1_000_000
 _SECTIONS = ("model", "training", "data")
 
 
@@ -46,64 +41,39 @@ class DataConfig(Section):
         PYTHON_STDLIB,
         description="a Hugging Face dataset, a local file or folder, or the built-in `python-stdlib`, "
         "`python-stdlib-graph`, `python-stdlib-chat` or `arithmetic`",
+        json_schema_extra=INPUT_PATH,
     )
     dataset_config: str | None = Field(None, description="configuration (subset) of a Hugging Face dataset")
-    validation_name: str | None = Field(None, description="validation dataset, specified like dataset_name")
-    max_tokens: int | None = Field(
-        None, ge=1, description="maximum tokens to read from the data, before validation data are split off"
+    validation_name: str | None = Field(
+        None, description="validation dataset, specified like dataset_name", json_schema_extra=INPUT_PATH
     )
-    max_gb: float | None = Field(
-        None,
-        gt=0,
-        le=MAX_GIGABYTES,
-        description="maximum gigabytes of text to read from the data, before duplicates are left out and validation "
-        "data are split off; 1 GB is 10^9 bytes of UTF-8",
-    )
-    streaming: bool = Field(
-        False,
-        description="download only as much of a Hugging Face dataset's training split as max_tokens or max_gb needs; "
-        "validation data are then split off, unless validation_name is set",
-    )
-    deduplicate: Literal["none", "exact", "near"] = Field(
-        "none",
-        description="leave out documents that repeat an earlier one, or one of the validation data; exact: if their "
-        "texts are equal; near: also if most of their sequences of five words are the same, as estimated by MinHash",
-    )
-    quality_model: str | None = Field(
-        None,
-        description="text classifier that chooses the documents to train on: the folder of a finished run of task "
-        "classify, or of a transformers model for sequence classification",
-    )
-    quality_label: str | None = Field(
-        None,
-        description="label of quality_model; documents to which it gives this label with the highest probability are "
-        "kept. Default: the score of a regression model",
-    )
-    quality_share: float = Field(0.5, gt=0, lt=1, description="fraction of the documents that quality_model keeps")
     text_column: str | StrictInt | None = Field(
         None,
         description="column with the text. Default: `text`, `content` or the only column. Use a number, counted from "
         "0, for .csv and .tsv files without a header",
     )
-    tag_column: int | None = Field(
-        None,
-        description="number of the column with the tags in CoNLL files, counted from 0, or from the end if negative; "
-        "if set, all files are read as CoNLL, whatever their suffix. Default: -1 for .conll files",
-    )
     tokenizer: str = Field(
         "bpe",
         description="bpe: train a byte-level BPE tokenizer; char: use characters as tokens; otherwise a "
         "tokenizer.json file or a Hugging Face tokenizer",
+        json_schema_extra=TUNABLE_DATA | INPUT_PATH,
     )
     vocab_size: int = Field(
-        8192, ge=MIN_VOCABULARY, le=MAX_VOCABULARY, description="vocabulary size of a newly trained bpe tokenizer"
+        8192,
+        ge=MIN_VOCABULARY,
+        le=MAX_VOCABULARY,
+        description="vocabulary size of a newly trained bpe tokenizer",
+        json_schema_extra=TUNABLE_DATA,
     )
-    tokenizer_sample_mb: int = Field(32, ge=1, description="maximum megabytes of text to train a new tokenizer on")
+    tokenizer_sample_mb: int = Field(
+        32, ge=1, description="maximum megabytes of text to train a new tokenizer on", json_schema_extra=TUNABLE_DATA
+    )
     max_length: int | None = Field(
         None,
         ge=2,
         description="maximum tokens per example; in training from scratch, the tokens of every window (leaves are not "
         "counted). Default: model.max_seq_len",
+        json_schema_extra=TUNABLE_DATA,
     )
     pack_sequences: bool = Field(
         True,
@@ -119,6 +89,7 @@ class DataConfig(Section):
     chat_template: str | None = Field(
         None,
         description="file with a Jinja chat template, or `simple` for a built-in one. Default: the model's template",
+        json_schema_extra=INPUT_PATH,
     )
     parse_special_tokens: bool = Field(
         False,
@@ -130,84 +101,28 @@ class DataConfig(Section):
         description="fail: stop at the first invalid row; skip: skip invalid rows and report their number. "
         "Evaluations of task qa always skip them",
     )
-    triples: Literal["all", "first"] = Field(
-        "all",
-        description="what to do with several triples of the same head, since a window can contain only one of them; "
-        "all: repeat the window for each triple; first: drop the others and report their number",
-    )
-    inverse_relations: bool = Field(
-        False, description="also train on the inverse of each triple whose tail has a text in the data"
-    )
-    mask_ratio: float = Field(0.15, ge=0, lt=1, description="fraction of text tokens that are masked and predicted")
-    max_span: int | None = Field(
-        None,
-        ge=1,
-        description="maximum length of a masked span in tokens; 1: mask single tokens. Default: model.leaves",
-    )
-    leaf_mask_ratio: float = Field(0.15, ge=0, le=1, description="fraction of triples whose tails are masked")
-    min_leaf_groups: Literal[0, 1] = Field(
-        0, description="minimum number of masked tails in each window that contains a tail"
-    )
-    entity_query_ratio: float = Field(
-        0.8,
-        ge=0,
-        le=1,
-        description="fraction of a knowledge graph's triples, resampled in each epoch, for which the model "
-        "predicts the tail among all entities; the other triples show or mask the tail's tokens",
-    )
-    kge_triples: int = Field(
-        4,
-        ge=0,
-        description="number of triples sampled per example for knowledge graph embedding, i.e. to predict the tail "
-        "only from the embeddings of head and relation",
-    )
-    long_tails: Literal["refuse", "drop"] = Field(
-        "refuse",
-        description="what to do with training triples whose tail has more tokens than model.leaves; refuse: stop if "
-        "they are more than 1% of all triples; drop: drop them and report their number",
-    )
     doc_stride: int = Field(128, ge=0, description="overlap in tokens between consecutive windows of a long text")
-    n_best_size: int = Field(20, ge=1, description="number of best candidate answers to consider per question")
-    max_answer_length: int = Field(30, ge=1, description="maximum length of an answer in tokens")
-    null_answers: bool | None = Field(
-        None,
-        description="allow the answer to be empty. Default: true if the training split has questions without an answer",
-    )
-    null_score_diff_threshold: float = Field(
-        0.0, description="predict an empty answer if its score exceeds that of the best answer by more than this"
-    )
     label_column: str | StrictInt | None = Field(
         None, description="column with the label. Default: `label` or `labels`"
     )
     text_pair_column: str | StrictInt | None = Field(
         None, description="column with the second text of a pair. Default: `text_pair` if the rows have it"
     )
-    label_kind: Literal["auto", "single", "multiple", "regression"] = Field(
-        "auto",
-        description="single: one label per row; multiple: a list of labels per row; regression: a number per row; "
-        "auto: multiple for lists, regression for numbers with fractions or more than 30 distinct numbers, otherwise "
-        "single",
-    )
     labels: list[str] | None = Field(
         None, description="labels in the order of the model's outputs. Default: those of the training split, sorted"
     )
-    class_weights: Literal["none", "balanced"] = Field(
-        "none",
-        description="balanced: weight the loss of each row by rows / (labels x rows with its label), so that rare "
-        "labels count as much as frequent ones",
+    preprocessing_num_workers: int = Field(
+        2, ge=1, description="number of threads for tokenization", json_schema_extra=CHANGEABLE
     )
-    score_scale: float | None = Field(
-        None,
-        gt=0,
-        description="score of two texts with the same meaning; all scores are divided by it. Default: 1 if no "
-        "training score is larger, otherwise the largest training score, rounded up",
-    )
-    preprocessing_num_workers: int = Field(2, ge=1, description="number of threads for tokenization")
     # Below the default of training.timeout_seconds, so that an error names the slow worker before ranks time out.
     timeout_seconds: TimeoutSeconds = Field(
-        240.0, description="seconds that a step waits for its batch before the run stops with an error"
+        240.0,
+        description="seconds that a step waits for its batch before the run stops with an error",
+        json_schema_extra=CHANGEABLE,
     )
-    cache_dir: str | None = Field(None, description="folder for cached tokenized data. Default: ~/.cache/sansgpu")
+    cache_dir: str | None = Field(
+        None, description="folder for cached tokenized data. Default: ~/.cache/sansgpu", json_schema_extra=CHANGEABLE
+    )
     validation_split: float = Field(
         0.01, gt=0, lt=1, description="fraction of tokens held out if the data has no validation split"
     )
@@ -218,7 +133,7 @@ class DataConfig(Section):
         columns = {key: field for key, field in type(self).model_fields.items() if key.endswith("_column")}
         return not any(isinstance(getattr(self, key), int) for key, field in columns.items() if field.default is None)
 
-    def for_dataset(self, name: str) -> DataConfig:
+    def for_dataset(self, name: str) -> Self:
         """Returns the settings to read all rows of a different dataset, e.g. to evaluate on it."""
         return self.model_copy(update={"dataset_name": name, "validation_name": None})
 
@@ -245,12 +160,14 @@ def _without_sampling(values: dict[str, Any]) -> dict[str, Any]:
 
 
 class Config(Section):
-    """The configuration of one run. A file may also set `TOP_LEVEL_KEYS` at the top level."""
+    """The configuration of one run. A file may also set `TOP_LEVEL_KEYS` at the top level.
 
-    task: str = Field(
-        DEFAULT_TASK,
-        description="kind of run",
-    )
+    This class has only the keys that several tasks share; `compose` adds those of the tasks.
+    """
+
+    tasks: ClassVar[TaskTable] = TaskTable()
+
+    task: str = Field("", description="kind of run", json_schema_extra=FIXED | ONE_DEVICE)
     objective: str | None = Field(
         None,
         pattern=CLASS_NAME,
@@ -275,7 +192,7 @@ class Config(Section):
             if clash:
                 raise ValueError(f"{clash[0]} has different values at the top level and in training; remove one")
             rest["training"] = {**training, **top}
-        config = validate(with_defaults(str(rest.get("task", DEFAULT_TASK)), rest))
+        config = validate(cls.tasks.with_defaults(str(rest.get("task", cls.default_task())), rest))
         if "learning_rate" not in as_values(rest.get("training")):
             rate = config.training.learning_rate if "learning_rate" in config.training.model_fields_set else None
             rate = default_learning_rate(config.training.optimizer, config.model.d_model, rate)
@@ -296,10 +213,10 @@ class Config(Section):
     @field_validator("task")
     @classmethod
     def _is_task(cls, task: str) -> str:
-        if task in TASKS:
+        if task in cls.tasks.tasks:
             return task
         if not re.match(CLASS_NAME, task):
-            known = f"{', '.join(map(repr, TASKS))} or your own class as 'package.module:Class'"
+            known = f"{', '.join(map(repr, cls.tasks.tasks))} or your own class as 'package.module:Class'"
             raise PydanticCustomError("unknown_task", "Input should be {known}", {"known": known})
         return task
 
@@ -316,8 +233,8 @@ class Config(Section):
         """Yields a clause for every key that is set although it has no effect in this kind of run."""
         here = self.settings
         for key, default in self._defaults():
-            if not here.acts(key) and attrgetter(key)(self) != default:
-                known = labels(tasks_with(key), here)
+            if not self.acts(key) and attrgetter(key)(self) != default:
+                known = labels(self.tasks.with_key(key), here)
                 remedy = "remove it" if "task" in self.model_fields_set else "set task, or remove it"
                 yield f"{key} is for task {known}, and has no effect in {here.shown}; {remedy}"
 
@@ -336,12 +253,16 @@ class Config(Section):
     @property
     def settings(self) -> TaskSettings:
         """The settings that the task's class declares."""
-        return settings_of(self.kind)
+        return self.tasks.settings_of(self.kind)
 
     @property
     def kind(self) -> str:
         """The task, or the name of its variant that the configuration selects, e.g. by naming a pretrained model."""
-        return kind_of(self.task, self)
+        return self.tasks.kind_of(self.task, self)
+
+    def acts(self, key: str) -> bool:
+        """Returns whether a dotted key has an effect in this kind of run."""
+        return self.tasks.acts(self.settings, key)
 
     @property
     def outside_class(self) -> str | None:
@@ -356,12 +277,7 @@ class Config(Section):
     @property
     def leaf_slots(self) -> int:
         """Leaf slots per token, or 0 if the task's examples have none."""
-        return self.model.leaf_slots if self.settings.has_leaves else 0
-
-    @property
-    def max_span(self) -> int:
-        """Longest masked span in tokens."""
-        return self.data.max_span or self.leaf_slots or 1
+        return self.settings.leaf_slots(self)
 
     @property
     def device(self) -> Device:
@@ -376,5 +292,32 @@ class Config(Section):
         """Tokens of one training example, including the leaves of a graph."""
         return self.roots * (1 + self.leaf_slots)
 
+    @classmethod
+    def section_class(cls, name: str) -> type[Section]:
+        """Returns the class of a section, e.g. `model`."""
+        return dict(all_sections(cls))[name]
 
-Section.root = Config
+    @classmethod
+    def default_task(cls) -> str:
+        return str(cls.model_fields["task"].default)
+
+
+def compose(tasks: Sequence[TaskSettings]) -> type[Config]:
+    """Returns the schema with the keys of all `tasks`. The first task is the default."""
+    table = TaskTable(tasks)
+    added = dict.fromkeys(section for settings in table.kinds.values() for section in settings.sections)
+    sections: dict[str, type[Section]] = {}
+    for base in (ModelConfig, TrainingConfig, DataConfig):
+        own = [section for section in added if issubclass(section, base)]
+        extended = {
+            parent for section in own for parent in section.__mro__[1:]
+        }  # their subclasses have their keys, too
+        bases = (*(section for section in reversed(own) if section not in extended), base)
+        sections[base.section_name] = type(base.__name__, bases, {"__doc__": base.__doc__, "__module__": __name__})
+    fields: dict[str, Any] = {name: (section, Field(default_factory=section)) for name, section in sections.items()}
+    key = Config.model_fields["task"]
+    task = Field(tasks[0].task, description=key.description, json_schema_extra=key.json_schema_extra)
+    schema = create_model("Config", __base__=Config, __module__=__name__, task=(str, task), **fields)
+    schema.tasks = table
+    Section.root = schema
+    return schema

@@ -14,7 +14,7 @@ from sansgpu.config.errors import ConfigError
 from sansgpu.config.load import change_config, setting
 from sansgpu.config.parse import Values, read_values
 from sansgpu.config.schema import Config
-from sansgpu.config.section import all_keys, own_key
+from sansgpu.config.section import CHANGES_LOSS, all_keys, declared, own_key
 from sansgpu.config.tasks import BITS_PER_BYTE, LOSS
 
 Number = int | float
@@ -24,20 +24,6 @@ WIDE, NARROW = 4.0, 5.0  # search learning rates within this factor of the confi
 RANGES, EXTRAS = ("log", "float", "int"), ("step", "log")
 INTERIOR_POINT = 0.382  # relative position in a range; not an integer if the bounds are integers
 
-# All trials have the same length; only num_epochs may be searched.
-_LENGTH_KEYS = ("training.max_steps", "training.max_tokens", "training.max_hours", "training.until")
-_FIXED_BY_SEARCH = {
-    f"training.{key}": "the search sets it for every trial"
-    for key in ("eval_steps", "save_steps", "keep_last", "report_to", "logging_dir", "checkpoint_dir")
-} | {
-    f"training.{key}": "it does not affect what the model learns"
-    for key in ("sample_tokens", "sample_prompt", "sample_temperature", "threads")
-}
-_MEASUREMENT_KEYS = (  # change what is measured
-    "training.mlm_weight", "training.mnm_weight", "training.eval_batches", "training.grpo.reward",
-    "training.grpo.max_completion_length",
-)  # fmt: skip
-_TUNABLE_DATA = ("data.vocab_size", "data.tokenizer", "data.tokenizer_sample_mb", "data.max_length")
 # Keys that change how much text a token covers, so losses per token are not comparable between trials.
 _VOCABULARY_KEYS = ("data.vocab_size", "data.tokenizer", "data.tokenizer_sample_mb", "model.vocab_size")
 
@@ -167,14 +153,14 @@ def _around(value: Number) -> list[Number]:
 
 def _key(name: str, config: Config, where: str) -> str:
     """Resolves a full key, or the last part of a key if it is unambiguous."""
-    keys = [key for key, _ in all_keys(Config)]
+    keys = [key for key, _ in all_keys(type(config))]
     found = [name] if name in keys else [key for key in keys if key.rpartition(".")[2] == name]
-    acting = [key for key in found if config.settings.acts(key)]
+    acting = [key for key in found if config.acts(key)]
     if len(acting) > 1:
         raise ConfigError(f"{where}: {name} may be {' or '.join(acting)}; write the full key.")
     if not found:
         last = {key.rpartition(".")[2]: key for key in reversed(keys)}
-        other = own_key(Config, name.rpartition(".")[2])
+        other = own_key(type(config), name.rpartition(".")[2])
         near = [other] if other else difflib.get_close_matches(name, [*keys, *last], n=1, cutoff=0.5)
         hint = f"; did you mean {last.get(near[0], near[0])}?" if near else "; see docs/configuration.md for all keys."
         raise ConfigError(f"{where}: unknown key {name}{hint}")
@@ -187,19 +173,12 @@ def _key(name: str, config: Config, where: str) -> str:
 
 def _unsearchable(key: str, config: Config) -> str | None:
     """Returns why a key cannot be searched, or None."""
-    if key in ("task", "training.device", "training.force_cpu"):
-        return "all trials use the same task and device"
-    if key in _LENGTH_KEYS:
-        return "all trials must have the same length"
-    if key in _FIXED_BY_SEARCH:
-        return _FIXED_BY_SEARCH[key]
-    if (
-        key in _MEASUREMENT_KEYS
-        or key.startswith("training.preference.")
-        or (key.startswith("data.") and (config.settings.varying_length or key not in _TUNABLE_DATA))
-        or (key in _VOCABULARY_KEYS and BITS_PER_BYTE not in config.settings.metrics)
-    ):
-        return "it changes the data that the loss is computed on, so losses would not be comparable"
+    field = dict(all_keys(type(config)))[key]
+    if reason := declared(field, "unsearchable"):
+        return str(reason)
+    changes_windows = key.startswith("data.") and (config.settings.varying_length or not declared(field, "tunable"))
+    if changes_windows or (key in _VOCABULARY_KEYS and BITS_PER_BYTE not in config.settings.metrics):
+        return str(CHANGES_LOSS["unsearchable"])
     return None
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, cast
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 
 from sansgpu.config.errors import ConfigError
@@ -16,6 +17,32 @@ from sansgpu.config.plain_data import InvalidDataError, require_plain
 from sansgpu.config.remedies import COUNTERPARTS, advice
 from sansgpu.config.wording import counted, shown, truncate
 
+# What a field may declare in its `json_schema_extra`, beside its type and description. By default, a resumed run cannot
+# change keys of the sections `model` and `data`, but those of `training`.
+FIXED: JsonDict = {"fixed": True}
+CHANGEABLE: JsonDict = {"fixed": False}
+TUNABLE_DATA: JsonDict = {"tunable": True}  # `sansgpu tune` may search this key of `data` if all examples are windows
+
+
+def unsearchable(reason: str) -> JsonDict:
+    """Declares that `sansgpu tune` cannot search a key."""
+    return {"unsearchable": reason}
+
+
+INPUT_PATH: JsonDict = {"input_path": True}  # may name a file or a folder to read
+
+
+def also_named(*names: str) -> JsonDict:
+    """Declares names of other programs for a key whose values mean something else there, or are written differently."""
+    return {"also_named": [*names]}
+
+
+def runs_code(noun: str) -> JsonDict:
+    """Declares that a value with a colon is a function of the user, which runs only if the command line names it."""
+    return {"runs_code": noun}
+
+
+CHANGES_LOSS = unsearchable("it changes the data that the loss is computed on, so losses would not be comparable")
 TOP_LEVEL_KEYS = ("device", "force_cpu")  # keys of `training` that a file may also set at the top level
 MAX_UNKNOWN_KEYS, MAX_WRONG_VALUES = 40, 10  # named in one message
 _NAMED_BY = {"model": "name_or_path", "data": "dataset_name"}  # keys for what other programs write as `model: NAME`
@@ -96,8 +123,10 @@ def _hint(root: type[BaseModel], path: list[str]) -> str:
 def own_key(root: type[BaseModel], name: str) -> str | None:
     """Returns the dotted key, or `key=value`, for a name that another program or another section has, or None."""
     renamed = (f"{section}.{keys[name]}" for section, keys in KEYS.items() if name in keys)
-    same = (key for key, _ in all_keys(root) if key.rpartition(".")[2] == name)
-    return COUNTERPARTS.get(name) or next(renamed, None) or next(same, None)
+    keys = dict(all_keys(root))
+    named = (key for key, field in keys.items() if name in declared(field, "also_named", ()))
+    same = [key for key in keys if key.rpartition(".")[2] == name]
+    return COUNTERPARTS.get(name) or next(named, None) or next(renamed, None) or " or ".join(same) or None
 
 
 class _Automatic(str):
@@ -128,8 +157,25 @@ class Section(BaseModel):
     section_name: ClassVar[str] = ""  # this section's name in the tables of other_names.py
 
     model_config = ConfigDict(
-        extra="forbid", revalidate_instances="always", protected_namespaces=(), allow_inf_nan=False
+        extra="forbid",
+        revalidate_instances="always",
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        defer_build=True,  # most sections are only parts of others, and building each validator takes milliseconds
     )
+
+    @classmethod
+    def of(cls, config: Section) -> Self:
+        """Returns the section of `config` that contains this class's keys."""
+        section = getattr(config, cls.section_name)
+        assert isinstance(section, cls), f"{type(section).__name__} lacks the keys of {cls.__name__}"
+        return section
+
+    @classmethod
+    def added_keys(cls) -> list[str]:
+        """Returns the keys that this class and its bases add to the section that they extend."""
+        base = next(one for one in reversed(cls.__mro__) if issubclass(one, Section) and one.section_name)
+        return [key for key in cls.model_fields if key not in base.model_fields]
 
     def __setattr__(self, key: str, value: Any) -> None:
         """Validates the section with the new value. Raises ConfigError, and changes nothing, if it is not valid."""
@@ -167,6 +213,13 @@ class Section(BaseModel):
             elif key in other.model_fields_set or value != before.__dict__[key]:
                 self.__dict__[key] = value
         object.__setattr__(self, "__pydantic_fields_set__", other.model_fields_set)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_fewer_keys(cls, values: Any) -> Any:
+        """Accepts a section without the keys of tasks, e.g. that of a model which was loaded from a folder."""
+        is_part = isinstance(values, Section) and not isinstance(values, cls) and issubclass(cls, type(values))
+        return values.given_values() if is_part else values
 
     @model_validator(mode="before")
     @classmethod
@@ -215,3 +268,14 @@ def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fi
             yield from all_keys(sections[name], f"{prefix}{name}.")
         else:
             yield prefix + name, field
+
+
+def declared(field: FieldInfo, name: str, otherwise: Any = None) -> Any:
+    """Returns what a field declares in its `json_schema_extra`."""
+    return field.json_schema_extra.get(name, otherwise) if isinstance(field.json_schema_extra, dict) else otherwise
+
+
+def declared_keys(model: type[BaseModel], name: str) -> dict[str, Any]:
+    """Returns the keys of `model` that declare `name`, with what they declare."""
+    found = {key: declared(field, name) for key, field in all_keys(model)}
+    return {key: value for key, value in found.items() if value}

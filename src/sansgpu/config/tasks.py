@@ -1,20 +1,19 @@
-"""The table of tasks, and what each declares: the keys it uses, their defaults, problems, metrics and model card.
-
-Every task is a folder of `sansgpu.tasks` whose module `settings` declares it. These modules import no torch, because a
-configuration is validated without it.
-"""
+"""What a task declares: its keys, their defaults, problems, metrics and model card."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from importlib import import_module
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.wording import first_line, formatted
+
+if TYPE_CHECKING:
+    from sansgpu.config.section import Section
 
 Values = dict[str, Any]
 
@@ -82,28 +81,11 @@ LOSS = Metric("loss")  # every task has it
 BITS_PER_BYTE = Metric("bits_per_byte", text="{value} {label}", short="bits per byte")  # comparable across vocabularies
 
 
-# Values of the key `task`, each a folder of `sansgpu.tasks`, with the tasks whose code it uses. Adding a task adds its
-# line here.
-TASKS: dict[str, tuple[str, ...]] = {
-    "pretrain": ("classify",),
-    "graph": (),
-    "sft": (),
-    "qa": (),
-    "classify": ("embed",),
-    "tokens": (),
-    "embed": (),
-    "static": ("embed",),
-    "preference": ("sft",),
-    "grpo": ("sft",),
-}
-DEFAULT_TASK = "pretrain"
-
 # Built-in datasets. Made from Python's standard library: documents, triples, conversations.
 PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT = (
     "python-stdlib", "python-stdlib-graph", "python-stdlib-chat",
 )  # fmt: skip
 ARITHMETIC = "arithmetic"  # sums of two numbers, with their answers
-ANSWER_REWARD = "answer"  # the built-in value of training.grpo.reward
 SIMPLE_TEMPLATE = "simple"  # the built-in chat template
 # Built-in names that are valid values of keys that otherwise take a path.
 TRAINED_TOKENIZERS = "bpe", "char"  # values of data.tokenizer for which a run trains its own tokenizer
@@ -111,8 +93,8 @@ BUILT_IN_NAMES = (
     PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT, ARITHMETIC, SIMPLE_TEMPLATE, *TRAINED_TOKENIZERS,
 )  # fmt: skip
 
-# Keys and nested sections that have an effect only in tasks that list their group. Keys of a single task are in its
-# `own_keys`. All other keys have an effect in every task.
+# Keys that have an effect only in tasks that list their group. Keys of a single task are in its `sections`. All other
+# keys have an effect in every task.
 KEY_GROUPS = {
     "from scratch": """
         model.vocab_size model.d_model model.n_heads model.n_layers model.d_ff model.max_seq_len
@@ -122,7 +104,6 @@ KEY_GROUPS = {
     "texts": "data.text_column",
     "text generation": "training.label_smoothing training.z_loss",
     "samples": "training.sample_tokens training.sample_prompt training.sample_temperature",
-    "masking": "data.mask_ratio data.max_span",
     "windows": "data.doc_stride",
     "packing": "data.pack_sequences",
     "pretrained": "model.name_or_path model.revision model.trust_remote_code",
@@ -131,14 +112,20 @@ KEY_GROUPS = {
         model.adapter model.lora_rank model.lora_alpha model.lora_dropout model.lora_targets model.base_precision
         model.merge_adapter
     """,
-    "conversations": "data.long_rows data.chat_template data.parse_special_tokens",
+    "chat template": "data.chat_template data.parse_special_tokens",
+    "conversations": "data.long_rows",
+    "pairs": "data.label_column data.text_pair_column",
+    "pooling": "model.pooling",
     "labels": "data.labels",
-    "distillation": "training.distillation",
 }
 
 
 def _no_problems(config: Any) -> Iterator[str]:
     return iter(())
+
+
+def _no_leaves(config: Any) -> int:
+    return 0
 
 
 @dataclass(frozen=True)
@@ -182,6 +169,9 @@ class TaskSettings:
 
     task: str  # value of the key `task`
     key_groups: tuple[str, ...]  # the KEY_GROUPS that have an effect
+    sections: tuple[
+        type[Section], ...
+    ] = ()  # subclasses of ModelConfig, TrainingConfig and DataConfig with its own keys
     own_keys: tuple[str, ...] = ()  # further keys, which have an effect only in tasks that list them
     implementation: str = ""  # the class, as `package.module:Class`. Default: `task`
     kind: str = ""  # name of a variant. Default: `task`
@@ -195,7 +185,7 @@ class TaskSettings:
     purpose: Purpose | None = None  # offered by `sansgpu init`
     varying_length: bool = True  # False if all examples are windows of equal length
     generates: bool = False  # True if the model generates text in every training step and evaluation
-    has_leaves: bool = False  # True if the tokens of an example have leaf slots
+    leaf_slots: Callable[[Any], int] = _no_leaves  # returns the leaf slots per token of a Config's examples
     metrics: tuple[Metric, ...] = ()  # all except the loss, including those of variants, in display order
     # Shown by curves, lists of runs and step lines, instead of the loss if that says little. In step and eval events.
     main_metric: Metric = LOSS
@@ -203,12 +193,14 @@ class TaskSettings:
 
     @cached_property
     def keys(self) -> frozenset[str]:
-        return frozenset((*self.own_keys, *(key for group in self.key_groups for key in KEY_GROUPS[group].split())))
+        """The keys and nested sections that have an effect in this task, but not in every task."""
+        groups = (key for group in self.key_groups for key in KEY_GROUPS[group].split())
+        own = (f"{name}.{key}" for name in ("model", "training", "data") for key in self.own_keys_of(name))
+        return frozenset((*groups, *self.own_keys, *own))
 
-    def acts(self, key: str) -> bool:
-        """Returns whether a dotted key has an effect."""
-        key = ".".join(key.split(".")[:2])  # either all keys of a nested section have an effect, or none
-        return key in self.keys or key not in _chosen_keys()
+    def own_keys_of(self, name: str) -> set[str]:
+        """Returns the keys of section `name` that the task's own sections declare."""
+        return {key for section in self.sections if section.section_name == name for key in section.added_keys()}
 
     def default(self, section: str, key: str, otherwise: Any) -> Any:
         """Returns the default of a key, or the schema's default `otherwise`."""
@@ -221,24 +213,6 @@ class TaskSettings:
     @property
     def shown(self) -> str:
         return self.label or self.task
-
-
-@cache
-def built_in_settings() -> dict[str, TaskSettings]:
-    """Returns the settings of the package's kinds of runs by name: each task, followed by its variants."""
-    found: dict[str, TaskSettings] = {}
-    for task in TASKS:
-        settings: TaskSettings = import_module(f"sansgpu.tasks.{task}.settings").SETTINGS
-        found[task] = settings
-        found |= {variant.settings.kind: variant.settings for variant in settings.variants}
-    return found
-
-
-@cache
-def _chosen_keys() -> frozenset[str]:
-    """Returns the keys that have an effect only in some tasks."""
-    shared = (key for keys in KEY_GROUPS.values() for key in keys.split())
-    return frozenset((*shared, *(key for settings in built_in_settings().values() for key in settings.own_keys)))
 
 
 def is_outside(task: str) -> bool:
@@ -259,62 +233,81 @@ def import_class(name: str, option: str = "task") -> Any:
         raise ConfigError(f"{option} {name} cannot be imported ({reason}); {remedy}") from None
 
 
-def task_class(kind: str) -> Any:
-    """Imports the class of a kind of run, which may be outside the package. Raises ConfigError."""
-    known = built_in_settings().get(kind)
-    found = import_class(known.implementation if known else kind)
-    if not isinstance(getattr(found, "settings", None), TaskSettings):
-        raise ConfigError(
-            f"task {kind} is not a task class, because it has no attribute `settings` with a TaskSettings; set task to "
-            "package.module:Class."
-        )
-    return found
+class TaskTable:
+    """The tasks of a schema."""
+
+    def __init__(self, tasks: Sequence[TaskSettings] = ()) -> None:
+        self.tasks = {settings.task: settings for settings in tasks}
+        # Settings by the name of a kind of run: each task, followed by its variants.
+        self.kinds = {
+            kind.kind or kind.task: kind for one in tasks for kind in (one, *(v.settings for v in one.variants))
+        }
+        grouped = (key for keys in KEY_GROUPS.values() for key in keys.split())
+        self._chosen = frozenset((*grouped, *(key for settings in self.kinds.values() for key in settings.keys)))
+
+    def acts(self, settings: TaskSettings, key: str) -> bool:
+        """Returns whether a dotted key has an effect in a task."""
+        key = ".".join(key.split(".")[:2])  # either all keys of a nested section have an effect, or none
+        return key in settings.keys or key not in self._chosen
+
+    def with_key(self, key: str) -> list[TaskSettings]:
+        """Returns the settings of the tasks in which `section.key` has an effect."""
+        return [settings for settings in self.kinds.values() if self.acts(settings, key)]
+
+    def settings_of(self, kind: str) -> TaskSettings:
+        """Returns the settings of a kind of run.
+
+        A class outside the package is not imported here, because an untrusted run may name it. Until the user names
+        it, all keys count as having an effect, and the defaults are those of the schema.
+        """
+        known = self.kinds.get(kind) or imported_settings(kind)
+        return known or TaskSettings(kind, tuple(KEY_GROUPS), own_keys=tuple(sorted(self._chosen)))
+
+    def kind_of(self, task: str, values: Any) -> str:
+        """Returns the task, or the variant of it that `values` select: a mapping, or a schema object with sections."""
+        for key, wanted, settings in self.settings_of(task).variants:
+            found = values
+            for part in key.split("."):
+                found = found.get(part) if isinstance(found, dict) else getattr(found, part, None)
+            if found is not None if wanted is None else found == wanted:
+                return settings.kind
+        return task
+
+    def defaults(self, task: str, values: dict[str, Any]) -> dict[str, Values]:
+        """Returns the defaults of the kind of run of `values` that replace those of the schema, by section."""
+        settings, model = self.settings_of(self.kind_of(task, values)), as_values(values.get("model"))
+        adapted = settings.adapter_defaults if model.get("adapter", "none") != "none" else {}
+        return {
+            section: {**settings.defaults.get(section, {}), **adapted.get(section, {})}
+            for section in dict.fromkeys((*settings.defaults, *adapted))
+        }
+
+    def with_defaults(self, task: str, values: dict[str, Any]) -> dict[str, Any]:
+        """Returns `values` with the defaults of their kind of run for missing keys.
+
+        Sections may be mappings or schema objects. Any other section is returned unchanged, for validation to reject.
+        """
+        given = {**values}
+        for section, defaults in self.defaults(task, values).items():
+            if is_section(given.get(section)):
+                given[section] = {**defaults, **as_values(given.get(section))}
+        return given
 
 
-def settings_of(kind: str) -> TaskSettings:
-    """Returns the settings of a kind of run.
-
-    A class outside the package is not imported here, because an untrusted run may name it. Until the user names it,
-    all keys count as having an effect, and the defaults are those of the schema.
-    """
-    if known := built_in_settings().get(kind):
-        return known
+def imported_settings(kind: str) -> TaskSettings | None:
+    """Returns the settings of a class outside the package, `package.module:Class`, if it is already imported."""
     module, _, name = kind.partition(":")
     found = getattr(getattr(sys.modules.get(module), name, None), "settings", None)
-    return found if isinstance(found, TaskSettings) else TaskSettings(kind, tuple(KEY_GROUPS), tuple(_chosen_keys()))
+    return found if isinstance(found, TaskSettings) else None
 
 
-def kind_of(task: str, values: Any) -> str:
-    """Returns the task, or the variant of it that `values` select: a mapping, or a schema object with the sections."""
-    for key, wanted, settings in settings_of(task).variants:
-        found = values
-        for part in key.split("."):
-            found = found.get(part) if isinstance(found, dict) else getattr(found, part, None)
-        if found is not None if wanted is None else found == wanted:
-            return settings.kind
-    return task
-
-
-def task_defaults(task: str, values: dict[str, Any]) -> dict[str, Values]:
-    """Returns the defaults of the kind of run of `values` that replace those of the schema, by section."""
-    settings, model = settings_of(kind_of(task, values)), as_values(values.get("model"))
-    adapted = settings.adapter_defaults if model.get("adapter", "none") != "none" else {}
-    return {
-        section: {**settings.defaults.get(section, {}), **adapted.get(section, {})}
-        for section in dict.fromkeys((*settings.defaults, *adapted))
-    }
-
-
-def with_defaults(task: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Returns `values` with the defaults of their kind of run for missing keys.
-
-    Sections may be mappings or schema objects. Any other section is returned unchanged, for validation to reject.
-    """
-    given = {**values}
-    for section, defaults in task_defaults(task, values).items():
-        if is_section(given.get(section)):
-            given[section] = {**defaults, **as_values(given.get(section))}
-    return given
+def require_task_class(found: Any, name: str) -> None:
+    """Raises ConfigError if what a configuration names as its task is not a class with settings."""
+    if not isinstance(getattr(found, "settings", None), TaskSettings):
+        raise ConfigError(
+            f"task {name} is not a task class, because it has no attribute `settings` with a TaskSettings; set task to "
+            "package.module:Class."
+        )
 
 
 def is_section(value: Any) -> bool:
@@ -329,11 +322,6 @@ def as_values(section: Any) -> Values:
     if hasattr(section, "model_dump"):
         return dict(section.model_dump(exclude_unset=True))
     return dict(section) if isinstance(section, dict) else {}
-
-
-def tasks_with(key: str) -> list[TaskSettings]:
-    """Returns the settings of the package's tasks in which `section.key` has an effect."""
-    return [settings for settings in built_in_settings().values() if settings.acts(key)]
 
 
 def labels(found: list[TaskSettings], here: TaskSettings) -> str:

@@ -11,14 +11,17 @@ from pydantic import (
     BeforeValidator,
     Field,
     ModelWrapValidatorHandler,
-    StrictBool,
     model_validator,
 )
 
 from sansgpu.config.errors import ConfigError
-from sansgpu.config.losses import DistillationConfig, GRPOConfig, PreferenceConfig
 from sansgpu.config.parse import normal_time
-from sansgpu.config.section import AUTO, Auto, Section
+from sansgpu.config.section import AUTO, CHANGES_LOSS, FIXED, Auto, Section, unsearchable
+
+ONE_DEVICE = unsearchable("all trials use the same task and device")
+FIXED_LENGTH = unsearchable("all trials must have the same length")  # only num_epochs may be searched
+SET_BY_SEARCH = unsearchable("the search sets it for every trial")
+NOT_LEARNED = unsearchable("it does not affect what the model learns")
 
 # Peak rates of the optimizers at this width. Measured at widths from 64 to 512, see docs/lab-notes.md; that of AdamW is
 # 6e-4 at GPT-3's smallest width, 768, as published (arXiv 2005.14165, table 2.1).
@@ -81,8 +84,12 @@ class TrainingConfig(Section):
 
     section_name: ClassVar[str] = "training"
 
-    device: Device = Field("auto", description="device to train on; auto: a GPU if available, otherwise the CPU")
-    force_cpu: bool = Field(False, description="train on the CPU regardless of `device`")
+    device: Device = Field(
+        "auto",
+        description="device to train on; auto: a GPU if available, otherwise the CPU",
+        json_schema_extra=ONE_DEVICE,
+    )
+    force_cpu: bool = Field(False, description="train on the CPU regardless of `device`", json_schema_extra=ONE_DEVICE)
     batch_size: PositiveInt | Auto = Field(
         AUTO,
         description="examples per micro-batch; auto: the largest size that fits in memory and still increases "
@@ -125,18 +132,26 @@ class TrainingConfig(Section):
         description="maximum passes over the training split. Default: 1 if no other limit is set",
     )
     max_steps: int | None = Field(
-        None, ge=1, description="maximum optimizer steps; of several limits, the first one reached ends the run"
+        None,
+        ge=1,
+        description="maximum optimizer steps; of several limits, the first one reached ends the run",
+        json_schema_extra=FIXED_LENGTH,
     )
-    max_tokens: int | None = Field(None, ge=1, description="maximum training tokens (prediction targets)")
+    max_tokens: int | None = Field(
+        None, ge=1, description="maximum training tokens (prediction targets)", json_schema_extra=FIXED_LENGTH
+    )
     max_hours: float | None = Field(
         None,
         gt=0,
         le=MAX_HOURS,
         description="maximum hours from start to saved model, not counting interruptions; the learning rate schedule "
         "is fitted to them",
+        json_schema_extra=FIXED_LENGTH,
     )
     until: Annotated[str | None, BeforeValidator(_time_limit)] = Field(
-        None, description="deadline, e.g. 07:00, 7AM or 2030-01-31T07:00; the learning rate schedule is fitted to it"
+        None,
+        description="deadline, e.g. 07:00, 7AM or 2030-01-31T07:00; the learning rate schedule is fitted to it",
+        json_schema_extra=FIXED_LENGTH,
     )
     lr_scheduler: Literal["cosine", "linear", "polynomial", "constant", "wsd"] = Field(
         "wsd",
@@ -148,13 +163,6 @@ class TrainingConfig(Section):
     )
     lr_power: float = Field(1.0, gt=0, description="exponent of the polynomial decay")
     warmup_steps: int = Field(10, ge=0, description="steps of linear learning rate warmup")
-    window_warmup_ratio: float = Field(
-        0.4,
-        ge=0,
-        lt=1,
-        description="fraction of the steps in which windows are shorter: they are split into pieces of 32, then 64, "
-        "128, ... tokens",
-    )
     optimizer: Literal["auto", "muon", "adamw", "adam", "sgd"] = Field(
         "auto",
         description="muon: Muon for the hidden matrices, AdamW for all other weights; auto: muon if it takes less "
@@ -176,43 +184,6 @@ class TrainingConfig(Section):
         0.0, ge=0, lt=1, description="probability mass taken from each target and spread over all classes or tokens"
     )
     z_loss: float = Field(0.0, ge=0, description="loss weight of log(sum(exp(logits)))^2, which keeps logits small")
-    mlm_weight: float = Field(1.0, ge=0, description="loss weight of masked text tokens")
-    mnm_weight: float = Field(1.0, ge=0, description="loss weight of masked leaves")
-    mnm_ramp_steps: int = Field(0, ge=0, description="steps in which mnm_weight rises from 0 to its value")
-    mnm_reduction: Literal["separate", "pooled"] = Field(
-        "separate",
-        description="separate: add the mean loss over masked tokens to the mean loss over masked leaves; pooled: one "
-        "mean over both",
-    )
-    entity_weight: float = Field(1.0, ge=0, description="loss weight of predicting a triple's tail among all entities")
-    sbo_weight: float = Field(
-        0.0,
-        ge=0,
-        description="loss weight of the span boundary objective (SpanBERT), which predicts masked spans from the "
-        "tokens at their boundaries; 0: off",
-    )
-    embedding_loss: Literal["auto", "ranking", "cosine", "triplet"] = Field(
-        "auto",
-        description="ranking: pick a text's positive among all positives and negatives of the step (InfoNCE, multiple "
-        "negatives ranking); cosine: squared error between cosine similarity and score; triplet: keep the negative "
-        "farther away than the positive; auto: cosine for rows with scores, otherwise ranking",
-    )
-    matryoshka_dims: list[PositiveInt] | None = Field(
-        None,
-        min_length=1,
-        description="also compute the loss for vectors truncated to these dimensions, so that truncated vectors can "
-        "be used (Matryoshka)",
-    )
-    few_shot: StrictBool = Field(
-        False,
-        description="learn from a few examples per label, as SetFit does: train an embedding model so that examples "
-        "with the same label have similar vectors, then fit a linear classifier to the vectors",
-    )
-    preference: PreferenceConfig = Field(default_factory=PreferenceConfig, description="loss of task preference")
-    grpo: GRPOConfig = Field(default_factory=GRPOConfig, description="reward and loss of task grpo")
-    distillation: DistillationConfig = Field(
-        default_factory=DistillationConfig, description="learning from a teacher's predictions"
-    )
     precision: Precision = Field(
         "auto",
         description="precision of matrix products; int16: 16-bit integers in block floating point, only with sansgpu's "
@@ -234,26 +205,47 @@ class TrainingConfig(Section):
         AUTO,
         description="compute threads per process; auto: OMP_NUM_THREADS if set, otherwise the process's share of the "
         "physical cores",
+        json_schema_extra=NOT_LEARNED,
     )
     adapt_threads: bool = Field(
         False,
         description="use fewer threads while other programs use the cores; results are then no longer bit-reproducible",
     )
-    seed: int = Field(42, ge=0, description="random seed, which determines everything random in the run")
+    seed: int = Field(
+        42, ge=0, description="random seed, which determines everything random in the run", json_schema_extra=FIXED
+    )
     save_steps: int = Field(
-        250, ge=0, description="steps between snapshots (checkpoints); 0: save only the best and the last"
+        250,
+        ge=0,
+        description="steps between snapshots (checkpoints); 0: save only the best and the last",
+        json_schema_extra=SET_BY_SEARCH,
     )
-    eval_steps: int = Field(100, ge=0, description="steps between evaluations; 0: evaluate only at the end")
+    eval_steps: int = Field(
+        100, ge=0, description="steps between evaluations; 0: evaluate only at the end", json_schema_extra=SET_BY_SEARCH
+    )
     eval_on_start: bool = Field(False, description="also evaluate before the first step, as a baseline")
-    eval_batches: int | None = Field(None, ge=1, description="maximum number of batches per evaluation. Default: all")
-    logging_steps: int = Field(10, ge=1, description="steps between logged step events")
-    keep_last: int = Field(3, ge=1, description="number of newest snapshots to keep, in addition to the best")
-    sample_tokens: int = Field(
-        0, ge=0, description="tokens of the text sample generated at every evaluation; 0: no sample"
+    eval_batches: int | None = Field(
+        None, ge=1, description="maximum number of batches per evaluation. Default: all", json_schema_extra=CHANGES_LOSS
     )
-    sample_prompt: str = Field("", description="prompt of the text samples")
+    logging_steps: int = Field(10, ge=1, description="steps between logged step events")
+    keep_last: int = Field(
+        3,
+        ge=1,
+        description="number of newest snapshots to keep, in addition to the best",
+        json_schema_extra=SET_BY_SEARCH,
+    )
+    sample_tokens: int = Field(
+        0,
+        ge=0,
+        description="tokens of the text sample generated at every evaluation; 0: no sample",
+        json_schema_extra=NOT_LEARNED,
+    )
+    sample_prompt: str = Field("", description="prompt of the text samples", json_schema_extra=NOT_LEARNED)
     sample_temperature: float = Field(
-        0.8, ge=0, description="temperature of the text samples; 0: always choose the most likely token"
+        0.8,
+        ge=0,
+        description="temperature of the text samples; 0: always choose the most likely token",
+        json_schema_extra=NOT_LEARNED,
     )
     dataloader_num_workers: int = Field(
         1, ge=0, description="number of threads that prefetch batches; 0: prepare each batch when its step needs it"
@@ -298,12 +290,18 @@ class TrainingConfig(Section):
         "every step; N: each process takes N steps by itself, then changes of the weights are averaged (DiLoCo)",
     )
     report_to: Annotated[list[Literal["tensorboard", "wandb", "trackio", "mlflow"]], BeforeValidator(_as_list)] = Field(
-        ["tensorboard"], description="loggers in addition to metrics.jsonl: tensorboard, wandb, trackio, mlflow or none"
+        ["tensorboard"],
+        description="loggers in addition to metrics.jsonl: tensorboard, wandb, trackio, mlflow or none",
+        json_schema_extra=SET_BY_SEARCH,
     )
     logging_dir: str | None = Field(
-        None, description="folder for TensorBoard logs. Default: a folder in the run folder"
+        None,
+        description="folder for TensorBoard logs. Default: a folder in the run folder",
+        json_schema_extra=SET_BY_SEARCH,
     )
-    checkpoint_dir: str | None = Field(None, description="folder for snapshots. Default: a folder in the run folder")
+    checkpoint_dir: str | None = Field(
+        None, description="folder for snapshots. Default: a folder in the run folder", json_schema_extra=SET_BY_SEARCH
+    )
 
     @model_validator(mode="before")
     @classmethod

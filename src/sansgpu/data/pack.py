@@ -14,9 +14,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from sansgpu.config import ConfigError, TrainingConfig
+from sansgpu.config import ConfigError
 from sansgpu.config.wording import counted
 from sansgpu.data.batch import IGNORE, Batch
+from sansgpu.data.settings import WindowedTrainingConfig
 from sansgpu.data.split import TokenRanges
 
 SHORTEST_PIECE = 32
@@ -39,7 +40,7 @@ def make_windows(part: TokenRanges, window: int, end_id: int, pack: bool) -> Pac
     return PackedWindows(part, window, end_id) if pack else PaddedWindows(part, window, end_id)
 
 
-def piece_length(training: TrainingConfig, window: int, step: int, total_steps: int) -> int:
+def piece_length(training: WindowedTrainingConfig, window: int, step: int, total_steps: int) -> int:
     """Returns the attention length of a step for sequence length warm-up; after the warm-up it is `window`.
 
     Tokens attend only within pieces of this length, which doubles in stages of equal duration. arXiv 2108.06084 grows

@@ -22,6 +22,7 @@ from sansgpu.config import ConfigError, DataConfig
 from sansgpu.config.tasks import TRAINED_TOKENIZERS
 from sansgpu.data.files import Piece
 from sansgpu.data.rows import SourceRow
+from sansgpu.data.settings import CorpusDataConfig
 from sansgpu.data.sources import Source
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, load_tokenizer
 from sansgpu.events.progress import ReportProgress
@@ -69,16 +70,17 @@ def build_tokenizer(data: DataConfig, source: Source, cache: Path, progress: Rep
     """Loads the configured tokenizer. "bpe" and "char" are trained on `source` and cached."""
     if data.tokenizer not in TRAINED_TOKENIZERS:
         return load_tokenizer(data.tokenizer)
+    max_tokens = data.max_tokens if isinstance(data, CorpusDataConfig) else None
     settings = (data.vocab_size, data.tokenizer_sample_mb) if data.tokenizer == "bpe" else ()
-    key = cache_key("tokenizer", source.fingerprint, data.tokenizer, *settings, *_limits(data.max_tokens))
+    key = cache_key("tokenizer", source.fingerprint, data.tokenizer, *settings, *_limits(max_tokens))
 
     def build(folder: Path) -> None:
         if data.tokenizer == "char":
             texts = (piece.text for piece in pieces_with_progress(source, "reading characters", progress))
-            tokenizer: Tokenizer = CharTokenizer.train(_first(texts, data.max_tokens))
+            tokenizer: Tokenizer = CharTokenizer.train(_first(texts, max_tokens))
         else:
             limit = data.tokenizer_sample_mb * 1_000_000
-            tokenizer = BPETokenizer.train(_sample(source, limit, data.max_tokens, progress), data.vocab_size)
+            tokenizer = BPETokenizer.train(_sample(source, limit, max_tokens, progress), data.vocab_size)
         tokenizer.save(folder)
 
     return load_tokenizer(cached(cache / "tokenizers" / key, build))

@@ -30,6 +30,7 @@ from sansgpu.data.files import (
     text_file_rows,
 )
 from sansgpu.data.rows import SourceRow, class_names, is_conversation, row_text, with_names
+from sansgpu.data.settings import CorpusDataConfig, TaggedDataConfig
 from sansgpu.data.stdlib import library_files, stdlib_conversations
 from sansgpu.files.folders import entries_below
 from sansgpu.files.reading import require_regular_file
@@ -64,7 +65,7 @@ class Sources:
 
 def open_sources(data: DataConfig, text_rows: bool = False) -> Sources:
     """Opens the configured training and validation data; see `open_parts`."""
-    if data.streaming:
+    if isinstance(data, CorpusDataConfig) and data.streaming:
         sources = Sources(_streamed_source(data.dataset_name, data), None)
     else:
         sources = open_parts(data.dataset_name, data, text_rows)
@@ -104,7 +105,7 @@ def open_parts(name: str, data: DataConfig, text_rows: bool = False) -> Sources:
         return Sources(_arithmetic("train"), _arithmetic("validation"))
     path = local_path(name)
     if path.is_file():
-        if file_form(path) is None and data.tag_column is None:
+        if file_form(path) is None and TaggedDataConfig.tag_column_of(data) is None:
             raise ConfigError(f"{path} has an unknown suffix; {CONVERT}.")
         labels = partial(_label, root=path.parent, depth=0) if text_rows else None
         return Sources(_files_source(name, path.parent, [path], data, labels), None)
@@ -129,7 +130,7 @@ def _arithmetic(part: str) -> Source:
     name, digest = _title(ARITHMETIC, part), hashlib.sha256(fingerprint(part).encode()).hexdigest()
 
     def read() -> Iterator[Piece]:
-        raise ConfigError(f"{name} has prompts for task grpo, not documents; choose a different dataset.")
+        raise ConfigError(f"{name} has prompts with answers, not documents; choose a different dataset.")
 
     return Source(name, digest, 0, read, partial(sums, part))
 
@@ -220,7 +221,7 @@ def _files_source(
     Plain text files have rows only with `label_of`: one row per file if it returns a label, one per line if None.
     """
     named = {str(path.relative_to(root)): path for path in files}
-    header, tag_column = data.has_header, data.tag_column
+    header, tag_column = data.has_header, TaggedDataConfig.tag_column_of(data)
     settings = (*([] if header else ["no header"]), *([] if tag_column is None else [tag_column]))
     fingerprint = files_fingerprint(named, (data.text_column, PIECE_CHARS, *settings))
 

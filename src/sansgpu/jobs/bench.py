@@ -14,7 +14,7 @@ from typing import cast
 
 import torch
 
-from sansgpu.config import Config, ConfigError, SansGPUError, change_config, load_config, save_config
+from sansgpu.config import Config, ConfigError, SansGPUError, change_config, save_config
 from sansgpu.config.wording import counted, duration
 from sansgpu.events.progress import ReportProgress
 from sansgpu.files.ownership import replace_folder, require_folder
@@ -33,6 +33,7 @@ from sansgpu.planning.suggestions import (
     learning_advice,
     time_variations,
 )
+from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.run import TrainingRun
 from sansgpu.train.run_folders import open_any, require_plain_name

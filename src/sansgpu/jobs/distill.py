@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from filelock import FileLock, Timeout
 
-from sansgpu.config import Config, ConfigError, SansGPUError, TrainingConfig, as_config
+from sansgpu.config import Config, ConfigError, SansGPUError, TrainingConfig
 from sansgpu.config.training import Precision
 from sansgpu.config.wording import counted
 from sansgpu.data.sequences import PackedSequences
@@ -37,6 +37,7 @@ from sansgpu.models.formats.weights import weights_sha256
 from sansgpu.models.huggingface.tokenizer_files import save_tokenizer
 from sansgpu.models.modules import narrow_matrices, set_matmul_precision
 from sansgpu.models.teacher import Teacher
+from sansgpu.tasks.configuration import as_config
 from sansgpu.tasks.distillation import Lesson, vocabulary_fingerprint
 from sansgpu.tasks.fine_tuning import PASS_TOKENS
 from sansgpu.tasks.registry import TASKS

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sansgpu.config import ConfigError, TaskSettings
+from sansgpu.config import Config, ConfigError, TaskSettings
 from sansgpu.config.paths import local_path
+from sansgpu.config.section import declared_keys
 from sansgpu.data.sources import has_conversations
 from sansgpu.events.progress import ReportProgress
 from sansgpu.jobs.runs import require_run
@@ -29,8 +30,8 @@ def evaluate_model(
 ) -> tuple[dict[str, Any], TaskSettings]:
     """Returns the eval event of a model on `data`, or of a run on its own validation split, and its task's settings.
 
-    `reward` replaces the reward of a run of task grpo; it may be Python code. Raises ConfigError if the model or the
-    data cannot be used.
+    `reward` replaces the reward that a run was trained with; it may be Python code. Raises ConfigError if the model or
+    the data cannot be used.
     """
     target, objective = model.target, model.objective
     verb: Verb = "chat" if data is not None and _reads_conversations(target, data) else "evaluate"
@@ -42,8 +43,8 @@ def evaluate_model(
         raise ConfigError("--window is only for decoders; remove it to use the length that the model was trained with.")
     if window is not None and data is None:
         raise ConfigError("--window requires --data; remove --window, or add --data.")
-    if reward is not None and not config.settings.acts("training.grpo"):
-        raise ConfigError(f"--reward is only for runs of task grpo, but {target} is of task {config.task}; remove it.")
+    if reward is not None:
+        _require_reward(config, target)
     if data is None and source.snapshot is None:
         raise ConfigError(f"{target} is not a run, so it has no validation split; pass a dataset with --data.")
     cache = cache_dir(config.data.cache_dir)
@@ -64,6 +65,16 @@ def evaluate_model(
     if isinstance(evaluator, PredictionWriter):
         evaluator.save(source.path)
     return {"event": "eval", "step": source.step, **metrics}, task_class.settings
+
+
+def _require_reward(config: Config, target: str) -> None:
+    """Raises ConfigError if --reward is passed for a run that is not trained with a reward."""
+    keys = [key for key, noun in declared_keys(type(config), "runs_code").items() if noun == "reward"]
+    if not any(config.acts(key) for key in keys):
+        tasks = dict.fromkeys(settings.task for key in keys for settings in config.tasks.with_key(key))
+        raise ConfigError(
+            f"--reward is only for runs of task {' or '.join(tasks)}, but {target} is of task {config.task}; remove it."
+        )
 
 
 def _reads_conversations(target: str, data: str) -> bool:

@@ -10,14 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sansgpu.config import Config, ConfigError, DataConfig, as_config, change_config
+from sansgpu.config import Config, ConfigError, DataConfig, change_config
 from sansgpu.config.load import commented_yaml
-from sansgpu.config.tasks import DEFAULT_TASK, Purpose, built_in_settings
+from sansgpu.config.tasks import Purpose
 from sansgpu.config.wording import counted, truncate
 from sansgpu.data.sources import open_single
 from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import write_failures_as, write_text
 from sansgpu.jobs.corpora import HubCorpus, corpus_named
+from sansgpu.tasks.configuration import DEFAULT_TASK, SCHEMA, as_config
 
 if TYPE_CHECKING:
     from sansgpu.planning.presets import Processor
@@ -31,7 +32,7 @@ SPARE_TOKENS = 1.5  # tokens to download / tokens that the run is expected to re
 _HOURS_PER_UNIT = {"": 1.0, "h": 1.0, "hour": 1.0, "hours": 1.0, "m": 1 / 60, "min": 1 / 60, "minutes": 1 / 60}
 # Fine-tuning of a decoder: low-rank matrices need little memory beyond the model's own.
 _ADAPTER: dict[str, Any] = {"adapter": "lora", "lora_rank": 16, "lora_alpha": 32}
-PURPOSES = {task: settings.purpose for task, settings in built_in_settings().items() if settings.purpose}
+PURPOSES = {task: settings.purpose for task, settings in SCHEMA.tasks.kinds.items() if settings.purpose}
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ def _machine(answers: InitAnswers) -> tuple[Processor, int]:
     from sansgpu.machine.probe import memory_for_run
     from sansgpu.planning.presets import Processor, this_machine
 
-    here = this_machine(Config())
+    here = this_machine(SCHEMA())
     memory = answers.memory or memory_for_run(torch.device("cpu"))
     if answers.cores is None:
         return replace(here, name=f"this machine with {counted(here.cores, 'core')}"), memory

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import yaml
 
-from sansgpu.config import BUILT_IN_NAMES, INPUT_KEYS, Config, ConfigError, acting_values, load_config, setting
+from sansgpu.config import BUILT_IN_NAMES, Config, ConfigError, acting_values, setting
+from sansgpu.config.section import declared_keys
 from sansgpu.config.wording import counted
 from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import write_failures_as
@@ -23,6 +24,7 @@ from sansgpu.jobs.cluster_files import ESTIMATING, PodNeeds, needs_of, template
 from sansgpu.machine.distributed.world import SHUTDOWN_TIMEOUT
 from sansgpu.machine.probe import threads_of_share
 from sansgpu.planning.cluster import require_examples
+from sansgpu.tasks.configuration import load_config
 from sansgpu.train.run_folders import require_plain_name
 from sansgpu.version import __version__
 
@@ -64,7 +66,6 @@ _TAG = r":[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
 _VERSION = rf"{_TAG}|({_TAG})?@sha256:[0-9a-f]{{64}}"
 _IMAGE = rf"(?P<name>({_HOST}/)?{_IMAGE_PART}(/{_IMAGE_PART})*)(?P<version>{_VERSION})?"
 _MAX_IMAGE_LENGTH = 255  # characters of the name without its version
-_INPUT_KEYS = tuple(f"{section}.{key}" for section, keys in INPUT_KEYS.items() for key in keys)
 _OUTPUT_KEYS = ("data.cache_dir", "training.checkpoint_dir", "training.logging_dir")
 
 
@@ -206,8 +207,12 @@ def on_claim(path: str) -> str:
 
 def local_file(config: Config) -> list[str]:
     """Returns the relative input paths of the configuration that exist on this machine."""
-    paths = (path for _, path in _paths(config, _INPUT_KEYS) if not path.startswith("/"))
+    paths = (path for _, path in _paths(config, _input_keys(config)) if not path.startswith("/"))
     return [normpath(path) for path in dict.fromkeys(paths) if Path(path).exists()]
+
+
+def _input_keys(config: Config) -> list[str]:
+    return [*declared_keys(type(config), "input_path")]
 
 
 def _paths(config: Config, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -227,7 +232,7 @@ def _require_pods_can_run(config: Config) -> None:
             f"training.distributed_backend is {backend}, which the image's build of torch does not support; set it to "
             "gloo."
         )
-    for key, path in _paths(config, _INPUT_KEYS + _OUTPUT_KEYS):
+    for key, path in _paths(config, [*_input_keys(config), *_OUTPUT_KEYS]):
         if path.startswith("~") or not f"{on_claim(path)}/".startswith(f"{DATA}/"):
             raise ConfigError(
                 f"{key} is {path}, but pods can only access the claim, mounted at {DATA}; set it to a path on the "

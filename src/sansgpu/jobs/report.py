@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sansgpu.config import ConfigError, RunPaths, SansGPUError
-from sansgpu.events.record import RunRecord
 from sansgpu.files.atomic import write_failures_as, write_text
 from sansgpu.files.ownership import PAGE, README, replace_folder, require_file, require_folder, write_into_folder
 from sansgpu.jobs.runs import is_locked, require_run
@@ -16,6 +15,7 @@ from sansgpu.train.loading import require_snapshot
 from sansgpu.train.run_folders import open_run
 from sansgpu.views.model_card import model_card
 from sansgpu.views.plots import write_plots
+from sansgpu.views.record import RunRecord
 from sansgpu.views.run_report import default_file, run_plots, run_report
 
 FORMS = ("html", "png", "svg")

@@ -9,9 +9,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from sansgpu.config import ABANDONED_FOLDER, ConfigError, RunPaths
-from sansgpu.config.paths import RUNS
-from sansgpu.events.record import RunRecord, not_a_run
+from sansgpu.config.paths import RUNS, not_a_run
 from sansgpu.files.ownership import require_folder
+from sansgpu.views.record import RunRecord
 from sansgpu.views.results import RunSummary, changed_settings, size_bytes, summarize
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import Config, ConfigError, load_config
+from sansgpu.config import Config, ConfigError
 from sansgpu.config.wording import counted, truncate
 from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import make_folder, write_failures_as, write_text
@@ -20,6 +20,7 @@ from sansgpu.jobs.cluster_files import ESTIMATING, needs_of, template
 from sansgpu.machine.distributed.world import SHUTDOWN_TIMEOUT
 from sansgpu.machine.probe import threads_of_share
 from sansgpu.planning.cluster import require_examples
+from sansgpu.tasks.configuration import load_config
 from sansgpu.train.run_folders import require_plain_name
 
 SCRIPT = "job.sbatch"

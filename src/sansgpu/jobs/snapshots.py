@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import ConfigError, RunPaths, SansGPUError, load_config, save_config
+from sansgpu.config import ConfigError, RunPaths, SansGPUError, save_config
 from sansgpu.config.tasks import Metric
 from sansgpu.events.jsonl import MetricsFile
 from sansgpu.files.atomic import make_folder, scratch_folder, write_failures_as
@@ -15,6 +15,7 @@ from sansgpu.files.folders import copy_folder
 from sansgpu.files.marks import MARK, is_output
 from sansgpu.files.ownership import replace_folder, require_folder
 from sansgpu.jobs.runs import is_locked
+from sansgpu.tasks.configuration import load_config
 from sansgpu.train.branches import all_snapshots, ancestors, branches, finish_pending_moves, record_of
 from sansgpu.train.loading import require_snapshot
 from sansgpu.train.run_folders import mark_run, open_run, recorded_file, require_own_snapshots

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import SansGPUError, as_config
+from sansgpu.config import SansGPUError
 from sansgpu.data.shards import build_tokenizer
 from sansgpu.data.sources import open_sources
 from sansgpu.data.tokenizer import load_tokenizer, require_vocabulary_size
@@ -14,6 +14,7 @@ from sansgpu.files.atomic import write_failures_as
 from sansgpu.files.ownership import replace_folder, require_folder
 from sansgpu.machine.cache_folder import cache_dir
 from sansgpu.machine.probe import available_cores, limit_tokenizer_threads
+from sansgpu.tasks.configuration import as_config
 
 
 def train_tokenizer(

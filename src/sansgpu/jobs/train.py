@@ -10,17 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import (
-    Config,
-    ConfigError,
-    Override,
-    RunPaths,
-    change_config,
-    flatten,
-    load_config,
-    recorded_values,
-    save_config,
-)
+from sansgpu.config import Config, ConfigError, Override, RunPaths, change_config, flatten, save_config
 from sansgpu.config.errors import is_installed
 from sansgpu.events.controls import Controls
 from sansgpu.events.event import Event, EventBuffer, Sink, Sinks, now
@@ -45,6 +35,7 @@ from sansgpu.machine.probe import describe_machine
 from sansgpu.machine.trainjob import find_status_server
 from sansgpu.models.modules import compile_blocks, set_matmul_precision
 from sansgpu.planning.resolve import ResolveOptions, resolve_run
+from sansgpu.tasks.configuration import load_config, recorded_values
 from sansgpu.tasks.registry import task_of
 from sansgpu.tasks.task import ComparedWithReference, InitializedFromData, Task
 from sansgpu.train.branches import finish_pending_moves, switch_to

@@ -27,6 +27,7 @@ from sansgpu.kernels.linear import Linear, linear, linear_each
 from sansgpu.kernels.norm import LayerNorm, RMSNorm, residual
 from sansgpu.kernels.pointwise import Activation, dropout
 from sansgpu.kernels.rotary import rotate_heads
+from sansgpu.models.architectures import DecoderConfig
 from sansgpu.models.modules import INIT_STD, Table, compile_blocks, materialize_empty, multiplies_integers
 from sansgpu.models.quantized_layers import QuantizedEmbedding, matrix_of
 
@@ -96,7 +97,7 @@ def _apart(document_ids: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     return torch.where(kept, document_ids, document_ids.min() - 1)
 
 
-def _norm(config: ModelConfig, width: int) -> LayerNorm | RMSNorm:
+def _norm(config: DecoderConfig, width: int) -> LayerNorm | RMSNorm:
     norm = RMSNorm if config.decoder.norm == "rmsnorm" else LayerNorm
     return norm(width, eps=config.decoder.norm_eps)
 
@@ -104,7 +105,7 @@ def _norm(config: ModelConfig, width: int) -> LayerNorm | RMSNorm:
 class Attention(nn.Module):
     """Grouped-query attention."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.n_heads, config.kv_heads, config.head_dim
         self.dropout = config.attention_dropout
@@ -144,7 +145,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU (arXiv 2002.05202), or two linear layers with ReLU squared (arXiv 2109.08668), GELU or ReLU between."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         bias = config.biased == "all"
         self.activation = ACTIVATIONS[config.activation]
@@ -160,7 +161,7 @@ class FeedForward(nn.Module):
 class DecoderBlock(nn.Module):
     """One pre-norm transformer block."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.attention_norm = _norm(config, config.d_model)
         self.attention = Attention(config)
@@ -201,6 +202,7 @@ class TransformerLM(nn.Module):
 
     def __init__(self, config: ModelConfig, seed: int | None = 0) -> None:
         super().__init__()
+        assert isinstance(config, DecoderConfig)
         if config.vocab_size is None:
             raise ValueError("model.vocab_size must be set to at least the size of the tokenizer")
         self.config = config.model_copy()  # so that later assignments to `config` do not change this model

@@ -11,6 +11,7 @@ from sansgpu.machine.address_space import address_space_limit
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import Memory, effective_batch, micro_batch_choices, micro_batches_per_rank
 from sansgpu.machine.probe import has_bf16_tensors, has_native_bf16, memory_limit
+from sansgpu.models.architectures import DecoderConfig
 from sansgpu.models.costing import FULL
 from sansgpu.tasks.registry import task_of
 
@@ -227,7 +228,7 @@ def _fewer_layers(config: Config, execution: Execution) -> Options:
 
 
 def _smaller_width(config: Config, execution: Execution) -> Options:
-    model = config.model
+    model = DecoderConfig.of(config)
     for part in PARTS:
         if not (model.d_model % part or model.n_heads % part or model.kv_heads % part):
             settings = [f"model.{key}={max(1, getattr(model, key) // part)}" for key in ("d_model", "d_ff", "n_heads")]

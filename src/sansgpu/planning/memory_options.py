@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from sansgpu.config import PRESETS, Config, ConfigError, load_config
+from sansgpu.config import PRESETS, Config, ConfigError
 from sansgpu.config.wording import truncate
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import Memory
 from sansgpu.models.formats.gguf_source import is_gguf
 from sansgpu.models.huggingface.source import base_precision, pretrained_config
 from sansgpu.planning.results import MemoryOption, MemoryOptions
+from sansgpu.tasks.configuration import SCHEMA, load_config
 from sansgpu.tasks.registry import task_of
 
 CONTEXTS = (512, 1024, 2048, 4096)
@@ -60,9 +61,9 @@ def _config_of(target: str) -> Config:
     path = Path(target)
     if target not in PRESETS and path.suffix not in _CONFIG_SUFFIXES:
         values = {"name_or_path": target}
-        return Config.model_validate({"task": "sft", "model": values, "data": {"dataset_name": "-"}})
+        return SCHEMA.model_validate({"task": "sft", "model": values, "data": {"dataset_name": "-"}})
     config, _ = load_config(path, [])
-    if config.model.name_or_path is None or not config.settings.acts("model.adapter"):
+    if config.model.name_or_path is None or not config.acts("model.adapter"):
         raise ConfigError(
             f"{target} does not fine-tune a pretrained model with an adapter; pass a model, or none for the presets."
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from sansgpu.config import PRESETS, Config, change_config, load_config
+from sansgpu.config import PRESETS, Config, change_config
 from sansgpu.config.wording import counted
 from sansgpu.kernels import library
 from sansgpu.kernels.roofline import peak_gemm_rate, resolve_precision
@@ -21,6 +21,7 @@ from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import MARGIN, Memory, effective_batch, micro_batch_choices, usual_micro_batch
 from sansgpu.machine.probe import memory_for_run, resolve_threads
 from sansgpu.planning.results import FittingPreset, FittingPresets, PresetRow, ProcessorSpeed
+from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.optim import choose_optimizer
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from sansgpu.config import Config, ConfigError, change_config
 from sansgpu.config.load import commented_yaml
-from sansgpu.config.model import MAX_BIGRAM_EPOCHS
 from sansgpu.config.paths import local_path
 from sansgpu.config.training import require_hours
 from sansgpu.config.wording import count
@@ -29,6 +28,8 @@ from sansgpu.planning.presets import Processor, largest_memory
 from sansgpu.planning.process import Warn
 from sansgpu.planning.resolve import ResolveOptions, ignore_message, resolve_run
 from sansgpu.planning.results import PlanCandidate, ProposedPlan, RunPlan, length_text
+from sansgpu.tasks.configuration import SCHEMA
+from sansgpu.tasks.pretrain.data import MAX_BIGRAM_EPOCHS
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.run import TrainingRun
 from sansgpu.train.schedule import MAX_EPOCHS
@@ -148,7 +149,7 @@ def _data_config(data: str, text_bytes: float, overrides: Sequence[str] = ()) ->
     """Returns a configuration with a vocabulary size that suits the data."""
     vocabulary = next(tokens for limit, tokens in VOCABULARIES if (text_bytes or DEFAULT_TEXT_BYTES) < limit)
     name = json.dumps(data, ensure_ascii=False)  # valid YAML, too
-    return change_config(Config(), (f"data.dataset_name={name}", f"data.vocab_size={vocabulary}", *overrides))
+    return change_config(SCHEMA(), (f"data.dataset_name={name}", f"data.vocab_size={vocabulary}", *overrides))
 
 
 def _base(data: str, overrides: Sequence[str], progress: ReportProgress, warn: Warn) -> TrainingRun:

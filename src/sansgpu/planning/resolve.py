@@ -26,6 +26,7 @@ from sansgpu.models.costing import StepWork
 from sansgpu.planning.memory_fit import Shortage, estimate_memory, fitting_micro_batches
 from sansgpu.planning.process import Warn, configure_process
 from sansgpu.tasks.registry import task_of
+from sansgpu.tasks.settings import DistilledTrainingConfig
 from sansgpu.tasks.task import Corpus
 from sansgpu.train.calibrate import LONG, Calibration, Timing
 from sansgpu.train.optim import choose_optimizer
@@ -143,7 +144,7 @@ def _compilation(
 
 
 def _repetition_problem(config: Config, corpus: Corpus, steps: float) -> str | None:
-    if config.task != "pretrain" or config.training.distillation.teacher is not None:
+    if config.task != "pretrain" or DistilledTrainingConfig.of(config).distillation.teacher is not None:
         return None
     epochs = steps / steps_per_epoch(corpus.train_examples, effective_batch(config.training))
     return repetition_problem(epochs, corpus.train_tokens, sum(task_of(config).costs(config).parameters().values()))
@@ -268,7 +269,7 @@ def _measured(calibration: Calibration, sizes: list[int], progress: ReportProgre
     }
     if config.settings.generates:
         question["completions"] = [effective_batch(config.training), execution.world_size]
-        question["grpo"] = config.training.grpo.model_dump(mode="json")
+        question |= config.training.model_dump(mode="json", include=config.settings.own_keys_of("training"))
 
     def ask() -> dict[str, Any]:
         return calibration.fastest(sizes, progress).to_json()

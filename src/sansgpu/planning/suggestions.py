@@ -14,6 +14,7 @@ from sansgpu.kernels import library
 from sansgpu.machine.memory import effective_batch, micro_batch_choices
 from sansgpu.machine.probe import has_native_bf16
 from sansgpu.machine.torch_compile import missing_compiler
+from sansgpu.models.architectures import DecoderConfig
 from sansgpu.planning.measure import Measured, MeasureRequest, measure_in_subprocess
 from sansgpu.planning.memory_fit import estimate_memory
 from sansgpu.planning.results import Variation
@@ -169,7 +170,7 @@ def _is_valid(chosen: Config, change: Change) -> bool:
 
 
 def _variations(chosen: Config) -> list[Change]:
-    model, training, window = chosen.model, chosen.training, chosen.window
+    model, training, window = DecoderConfig.of(chosen), chosen.training, chosen.window
     size, accumulation, threads = training.batch_size, training.gradient_accumulation_steps, training.threads
     assert size != "auto"
     assert threads != "auto"

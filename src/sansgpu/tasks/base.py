@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -21,6 +22,7 @@ from sansgpu.models.formats.folders import export_module
 from sansgpu.models.formats.weights import set_weights
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.models.module_costs import ModuleCosts, ModuleShape, module_shape
+from sansgpu.tasks.configuration import as_config
 from sansgpu.tasks.task import EvaluationRequest, Evaluator, ModelSource, Objective, Sums, TrainedModel, Verb
 
 EXPECTED_CHARACTERS = 512  # vocabulary of a character tokenizer, including the 256 bytes
@@ -204,7 +206,7 @@ def with_layers(config: Config, layers: int | None) -> Config:
 
 @lru_cache(maxsize=8)
 def _shape(build: Callable[[Config], nn.Module], config_json: str) -> ModuleShape:
-    config = Config.model_validate_json(config_json)
+    config = as_config(json.loads(config_json))
     with torch.device("meta"):
         model = build(config)
     assert config.model.vocab_size is not None

@@ -23,6 +23,7 @@ from sansgpu.data.teacher_folder import OF_TARGET, REMEDY, TeacherFolder, open_t
 from sansgpu.kernels.block_quantization import Matrix
 from sansgpu.kernels.cross_entropy import target_log_probabilities
 from sansgpu.kernels.mixed_loss import SoftTargets
+from sansgpu.tasks.settings import DistilledTrainingConfig
 from sansgpu.tasks.task import StepSums, Sums
 
 # Keys of the sums of a step. The KL divergence is that of the tokens whose loss is trained on, which may be selected.
@@ -74,7 +75,7 @@ def open_lesson(config: Config) -> TeacherFolder:
 
     Raises ConfigError if it is for a different task or example length, or lacks what training needs.
     """
-    settings = config.training.distillation
+    settings = DistilledTrainingConfig.of(config).distillation
     folder = open_teacher_folder(local_path(str(settings.teacher)))
     task, length = folder.settings["task"], folder.settings["max_length"]
     if settings.weight and not folder.settings["top_k"]:
@@ -118,7 +119,7 @@ class StudentLoss:
     """Selects tokens, converts a teacher's predictions to soft targets, and sums the loss for a step's metrics."""
 
     def __init__(self, config: Config) -> None:
-        self._settings, self.sums = config.training.distillation, StepSums()
+        self._settings, self.sums = DistilledTrainingConfig.of(config).distillation, StepSums()
 
     def soft_targets(self, batch: Batch | PackedSequences) -> SoftTargets | None:
         """Returns soft targets with a row for each token of the batch, or None if they are not used."""

@@ -42,6 +42,7 @@ from sansgpu.models.huggingface.source import requantized_formats
 from sansgpu.models.huggingface.tokenizer_files import end_ids_of, load_tokenizer_of, save_tokenizer
 from sansgpu.models.modules import blocks_of
 from sansgpu.tasks.base import ComposedTask, ObjectiveBase
+from sansgpu.tasks.configuration import SCHEMA
 from sansgpu.tasks.task import ModelSource, TrainedModel
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -261,7 +262,7 @@ class FineTuningTask(ComposedTask):
     def config_of_model(cls, source: ModelSource) -> Config:
         """Returns the configuration for a model that does not come from a run. Raises ConfigError."""
         settings = {"task": cls.settings.task, "model": {"name_or_path": source.target}, "data": {"dataset_name": "-"}}
-        return Config.model_validate(settings)
+        return SCHEMA.model_validate(settings)
 
     @classmethod
     def export_model(cls, loaded: TrainedModel, folder: Path, merge: bool | None) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-from sansgpu.config import Config, ConfigError, import_class, task_class
+from sansgpu.config import Config, ConfigError, import_class
 from sansgpu.config.errors import FINE_TUNING, require
-from sansgpu.config.tasks import built_in_settings
+from sansgpu.tasks.configuration import SCHEMA, task_class
 from sansgpu.tasks.task import TaskClass
 
 
@@ -19,10 +19,10 @@ class _Tasks(Mapping[str, TaskClass]):
         return found
 
     def __iter__(self) -> Iterator[str]:
-        return iter(built_in_settings())
+        return iter(SCHEMA.tasks.kinds)
 
     def __len__(self) -> int:
-        return len(built_in_settings())
+        return len(SCHEMA.tasks.kinds)
 
 
 TASKS = _Tasks()

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic import Field, model_validator
+
+from sansgpu.config.section import INPUT_PATH, Section
 from sansgpu.config.tasks import BITS_PER_BYTE, PYTHON_STDLIB, Metric, Values
+from sansgpu.config.training import TrainingConfig
 
 LORA_LEARNING_RATE = 2e-4  # ten times the rate of full fine-tuning, because LoRA's product starts at zero
 # Base models that `sansgpu init` suggests.
@@ -43,6 +47,62 @@ def row_problems(config: Any, data: str = "rows") -> Iterator[str]:
     """Yields a message if the `data` is not configured."""
     if config.data.dataset_name == config.settings.default("data", "dataset_name", PYTHON_STDLIB):
         yield f"task {config.task} requires {data}; set data.dataset_name"
+
+
+class DistillationConfig(Section):
+    """Learning from a teacher's predictions."""
+
+    teacher: str | None = Field(
+        None,
+        description="folder written by `sansgpu distill`, with the training text and the teacher's prediction of each "
+        "token",
+        json_schema_extra=INPUT_PATH,
+    )
+    weight: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="weight of the KL divergence from the teacher; the cross-entropy loss has the weight 1 - weight",
+    )
+    temperature: float = Field(
+        1.0,
+        gt=0,
+        description="softmax temperature T of teacher and student in the KL divergence, which is multiplied by T^2",
+    )
+    token_share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="task pretrain: share of the tokens of a micro-batch that the loss includes: those with the "
+        "largest excess loss, which is the student's cross-entropy minus the teacher's (Rho-1)",
+    )
+
+    @model_validator(mode="after")
+    def _only_keys_with_an_effect(self) -> DistillationConfig:
+        for key in ("weight", "temperature", "token_share"):
+            if self.teacher is None and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} has no effect without a teacher; set teacher to a folder, or remove it")
+        if self.weight == 0 and not self.selects_tokens:
+            raise ValueError(
+                "weight is 0, with which the teacher has an effect only if it selects tokens; raise weight, or lower "
+                "token_share"
+            )
+        if self.weight == 0 and self.temperature != type(self).model_fields["temperature"].default:
+            raise ValueError("temperature has no effect with weight 0; remove it")
+        return self
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Returns True if the loss includes only some of the tokens."""
+        return self.token_share < 1
+
+
+class DistilledTrainingConfig(TrainingConfig):
+    """The section `training` of tasks that can learn from a teacher."""
+
+    distillation: DistillationConfig = Field(
+        default_factory=DistillationConfig, description="learning from a teacher's predictions"
+    )
 
 
 def distillation_problems(config: Any, keys: tuple[str, ...]) -> Iterator[str]:

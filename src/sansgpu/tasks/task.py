@@ -81,7 +81,9 @@ class EvaluationRequest:
     data: str | None
     window: int | None
     objective: str | None  # `package.module:Class`, which the user allows to import for preparing the data
-    reward: str | None  # for task grpo: the name of a reward, which may be Python code that the user allows to run
+    reward: (
+        str | None
+    )  # the name of a reward to use instead of the run's, which may be Python code that the user allows to run
     own_corpus: Callable[[], Corpus]  # reads and tokenizes the run's own data
     cache: Path
     progress: ReportProgress

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from sansgpu.config import Config, ConfigError, ModelConfig, RunPaths, task_class
+from sansgpu.config import Config, ConfigError, ModelConfig, RunPaths
 from sansgpu.config.paths import local_path
 from sansgpu.config.training import Precision
 from sansgpu.events.progress import ReportProgress, ignore_progress
@@ -20,6 +20,7 @@ from sansgpu.models.formats.folders import DECODER_CLASSES
 from sansgpu.models.formats.gguf_source import is_gguf
 from sansgpu.models.huggingface.source import pretrained_config
 from sansgpu.tasks.capabilities import can
+from sansgpu.tasks.configuration import SCHEMA, task_class
 from sansgpu.tasks.inference import load_for_use
 from sansgpu.tasks.registry import TASKS, task_of
 from sansgpu.tasks.task import ModelSource, TaskClass, TrainedModel, Verb
@@ -147,7 +148,7 @@ def _set_up(source: ModelSource, wanted: Precision, warn: Callable[[str], None])
 
     Raises ConfigError if they cannot be computed in the wanted precision.
     """
-    config = source.config or Config()
+    config = source.config or SCHEMA()
     training, device = config.training, config.training.get_effective_device()
     torch.set_num_threads(resolve_threads(training))
     limit_tokenizer_threads(config.data.preprocessing_num_workers)

@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
 from itertools import count, takewhile
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +18,26 @@ from filelock import FileLock, Timeout
 from sansgpu.config import (
     ABANDONED_FOLDER,
     BUILT_IN_NAMES,
-    INPUT_KEYS,
     Config,
     ConfigError,
     Override,
     RunPaths,
     SansGPUError,
     identity,
-    load_config,
     overridden_key,
     require_identity,
+    setting,
 )
 from sansgpu.config.parse import read_values
-from sansgpu.config.paths import RUNS, local_path
+from sansgpu.config.paths import RUNS, local_path, not_a_run
+from sansgpu.config.section import declared_keys
 from sansgpu.config.tasks import TRAINED_TOKENIZERS, is_outside
 from sansgpu.events.escape import printable_line
 from sansgpu.events.progress import ReportProgress
-from sansgpu.events.record import not_a_run
 from sansgpu.files.atomic import cleanup_of, make_folder, scratch_folder, write_failures_as, write_text
 from sansgpu.files.marks import MARK, FolderMark, is_output, read_mark, write_mark
 from sansgpu.files.ownership import require_folder, require_no_links
+from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.registry import task_of
 from sansgpu.tasks.task import Corpus
 from sansgpu.train.snapshots import snapshots
@@ -160,12 +159,12 @@ def require_allowed(config: Config, file: Path, overrides: Sequence[Override]) -
             f"{file} names objective {named}, which is Python code: add --objective {named} to "
             "import it, or pass the configuration that you started the run with."
         )
-    reward = config.training.grpo.reward_function
-    if reward and "training.grpo.reward" not in requested:
-        raise ConfigError(
-            f"{file} names the reward {reward}, which is Python code: add --set training.grpo.reward={reward} to run "
-            "it, or pass the configuration that you started the run with."
-        )
+    for key, noun in declared_keys(type(config), "runs_code").items():
+        if is_outside(function := setting(config, key)) and key not in requested:
+            raise ConfigError(
+                f"{file} names the {noun} {function}, which is Python code: add --set {key}={function} to run it, or "
+                "pass the configuration that you started the run with."
+            )
     if config.model.trust_remote_code and "model.trust_remote_code" not in requested:
         raise ConfigError(
             f"{file} sets model.trust_remote_code, which runs the model's own Python code: add --trust-remote-code to "
@@ -200,7 +199,7 @@ def prepare_data(
     """
     progress(f"reading {config.data.dataset_name}", 0, 0)  # the Hub may let it wait
     task = task_of(config)
-    trains = config.data.tokenizer in TRAINED_TOKENIZERS and task.settings.acts("data.tokenizer")
+    trains = config.data.tokenizer in TRAINED_TOKENIZERS and config.acts("data.tokenizer")
     if tokenizer is None or not trains or not (tokenizer / "tokenizer.json").is_file():
         return task.prepare(config, cache, progress)
     kept = _with_values(config, ["data"], {"tokenizer": str(tokenizer.absolute())})
@@ -227,11 +226,11 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 def open_any(config: Config) -> Config:
     """Makes local paths in the configuration absolute, so that its file works from any folder."""
-    for section, keys in INPUT_KEYS.items():
-        values = attrgetter(section)(config)
-        paths = {key: local_path(name) for key in keys if (name := getattr(values, key)) and name not in BUILT_IN_NAMES}
-        local = {key: os.path.abspath(path) for key, path in paths.items() if path.exists()}
-        config = _with_values(config, section.split("."), local)
+    for path in declared_keys(type(config), "input_path"):
+        *section, key = path.split(".")
+        name = setting(config, path)
+        if name and name not in BUILT_IN_NAMES and (local := local_path(name)).exists():
+            config = _with_values(config, section, {key: os.path.abspath(local)})
     return config
 
 

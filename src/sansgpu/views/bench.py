@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from sansgpu.config.errors import is_installed
-from sansgpu.config.tasks import settings_of
 from sansgpu.config.wording import count, counted, duration
 from sansgpu.events.event import metric_texts
 from sansgpu.files.atomic import write_text
 from sansgpu.planning.results import BenchResult, ForwardResult, Variation
+from sansgpu.tasks.configuration import settings_of
 from sansgpu.views.page import page, templates
 from sansgpu.views.plots import Plot, Series
 from sansgpu.views.tables import grid, pace, percent, print_table, rate, storage

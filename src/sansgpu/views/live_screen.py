@@ -18,10 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from sansgpu.config import TaskSettings
-from sansgpu.config.tasks import settings_of
 from sansgpu.config.wording import duration
 from sansgpu.events.escape import printable, printable_line
 from sansgpu.events.event import NEAR_LIMIT, Event, current_metrics
+from sansgpu.tasks.configuration import settings_of
 from sansgpu.views.metric_curve import TRAINING, VALIDATION, Point, best_point, metric_curve
 from sansgpu.views.tables import percent
 from sansgpu.views.terminal import clock

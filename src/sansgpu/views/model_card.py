@@ -16,8 +16,8 @@ from sansgpu.config.wording import counted, duration
 from sansgpu.data.files import SUFFIXES
 from sansgpu.events.escape import as_code, as_text
 from sansgpu.events.event import Event
-from sansgpu.events.record import RunRecord
 from sansgpu.views.page import templates
+from sansgpu.views.record import RunRecord
 from sansgpu.views.results import energy_words, evaluation_words, parameter_words, ran_on, reported_metrics, summarize
 from sansgpu.views.tables import storage
 

@@ -13,9 +13,9 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 from markupsafe import Markup, escape
 
 from sansgpu.config.errors import require
-from sansgpu.config.tasks import settings_of
 from sansgpu.config.wording import duration
 from sansgpu.events.event import Event
+from sansgpu.tasks.configuration import settings_of
 from sansgpu.views.plots import PALETTE, Plot, Series
 
 PLOT_HEIGHT, ROW_HEIGHT, ROWS_MARGIN = 300, 40, 60  # pixels

@@ -16,8 +16,8 @@ from rich.text import Text
 from sansgpu.config.tasks import LOSS, Metric
 from sansgpu.config.wording import count, counted, duration, formatted
 from sansgpu.events.event import Event, metrics_in
-from sansgpu.events.record import RunRecord
 from sansgpu.files.folders import entries_below
+from sansgpu.views.record import RunRecord
 from sansgpu.views.tables import storage
 from sansgpu.views.terminal import clock
 

@@ -8,10 +8,13 @@ import shlex
 from rich.console import Console
 from rich.text import Text
 
-from sansgpu.config import import_class
-from sansgpu.events.record import RunRecord
+from sansgpu.config import flatten, import_class
+from sansgpu.config.section import declared_keys
+from sansgpu.config.tasks import is_outside
 from sansgpu.tasks.capabilities import can
+from sansgpu.tasks.configuration import SCHEMA
 from sansgpu.views.metric_curve import TRAINING, VALIDATION, metric_curve, metric_points
+from sansgpu.views.record import RunRecord
 
 CURVE_COLUMNS, CURVE_ROWS = 76, 12
 SAMPLE_LINES = 6
@@ -39,8 +42,9 @@ def commands(record: RunRecord) -> list[str]:
 
 def _reward_option(record: RunRecord) -> str:
     """Returns the option without which `eval` does not run the reward function of a run, or ""."""
-    reward = str((record.section("training").get("grpo") or {}).get("reward", ""))
-    return f" --reward {shlex.quote(reward)}" if ":" in reward else ""
+    values = flatten(record.config)
+    functions = {noun: str(values.get(key, "")) for key, noun in declared_keys(SCHEMA, "runs_code").items()}
+    return "".join(f" --{noun} {shlex.quote(name)}" for noun, name in functions.items() if is_outside(name))
 
 
 def _use(record: RunRecord) -> str:

@@ -16,9 +16,9 @@ from markupsafe import escape
 
 from sansgpu.config.tasks import LOSS, Metric
 from sansgpu.events.event import Event
-from sansgpu.events.record import RunRecord
 from sansgpu.views.page import PlotlyFigure
 from sansgpu.views.plots import Plot, Series, Value, downsample
+from sansgpu.views.record import RunRecord
 from sansgpu.views.results import reported_metrics
 
 STEP, TOKENS, MINUTES, HOURS = "step", "tokens", "elapsed time (minutes)", "elapsed time (hours)"

@@ -10,12 +10,13 @@ from typing import Any
 
 import yaml
 
-from sansgpu.config import default_values, flatten
+from sansgpu.config import flatten
 from sansgpu.config.wording import duration
 from sansgpu.events.event import Event
-from sansgpu.events.record import RunRecord
+from sansgpu.tasks.configuration import default_values
 from sansgpu.views.page import PlotlyFigure, page
 from sansgpu.views.plots import Plot, evenly
+from sansgpu.views.record import RunRecord
 from sansgpu.views.results import describe_results, evaluation_words, ran_on, size_bytes, summarize
 from sansgpu.views.run_plots import Confusion, Drawing, NamedRun, entity_scores, time_parts
 from sansgpu.views.tables import storage

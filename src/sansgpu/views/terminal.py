@@ -17,11 +17,12 @@ from rich.segment import Segment
 from rich.text import Text
 
 from sansgpu.config import RunPaths, TaskSettings
-from sansgpu.config.tasks import DEFAULT_TASK, LOSS, settings_of
+from sansgpu.config.tasks import LOSS
 from sansgpu.config.wording import count, counted, duration
 from sansgpu.events.escape import encodable, printable, printable_line
 from sansgpu.events.event import Event, current_metrics, data_messages, metric_texts
 from sansgpu.events.jsonl import redirect_to_null
+from sansgpu.tasks.configuration import DEFAULT_TASK, settings_of
 from sansgpu.views.tables import percent
 
 REDRAWS_PER_SECOND = 4

@@ -12,9 +12,10 @@ from rich.progress import BarColumn, Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 
-from sansgpu.config.tasks import BITS_PER_BYTE, LOSS, settings_of
+from sansgpu.config.tasks import BITS_PER_BYTE, LOSS
 from sansgpu.config.wording import counted, duration
 from sansgpu.files.atomic import write_text
+from sansgpu.tasks.configuration import settings_of
 from sansgpu.views.bench import as_html
 from sansgpu.views.page import PlotlyFigure, page
 from sansgpu.views.tables import grid, print_table

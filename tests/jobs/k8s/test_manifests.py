@@ -14,8 +14,8 @@ import pytest
 from kubeflow.training import ApiClient
 
 from sansgpu.cli import run as cli
-from sansgpu.config import load_config
 from sansgpu.jobs.k8s import USER
+from sansgpu.tasks.configuration import load_config
 from tests.jobs.k8s.rendered import CONFIG, OPTIONS, OWN_RUNTIME, ROOT, arguments, refused, render
 from tests.processes import as_options, environment, settings, write_corpus
 

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from sansgpu.cli import run as cli
-from sansgpu.config import load_config
 from sansgpu.jobs.k8s import ClusterRequest, kubernetes
 from sansgpu.machine.measurements import ASSUMED_FLOPS_PER_SECOND
 from sansgpu.machine.probe import available_cores
+from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.registry import TASKS
 from sansgpu.train.run_length import DISK_BYTES_PER_SECOND
 from tests.jobs.k8s.rendered import CONFIG, OWN_RUNTIME, ROOT, refused, render

@@ -17,10 +17,10 @@ from sklearn.utils.class_weight import compute_class_weight
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from sansgpu.cli import run as cli
-from sansgpu.config import load_config
 from sansgpu.jobs.snapshots import fork_snapshot
 from sansgpu.tasks.classify.data import balanced_weights
 from sansgpu.tasks.classify.task import Classify
+from sansgpu.tasks.configuration import load_config
 from tests.processes import digests, events_of, options, overrides, record, train_once, write_rows
 from tests.tasks.fine_tuned import TINY, Captured, sentence
 from tests.tasks.folders import labeled_rows, model_folder

@@ -18,8 +18,8 @@ from sentence_transformers.sentence_transformer.losses import (
 )
 from sentence_transformers.sentence_transformer.modules import Pooling
 
-from sansgpu.config import load_config
 from sansgpu.machine.distributed.group import SINGLE_PROCESS
+from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.embed.groups import TextGroups
 from sansgpu.tasks.embed.task import TextEmbedding
 from sansgpu.train.step import GradientCache

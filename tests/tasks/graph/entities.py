@@ -6,7 +6,8 @@ from pathlib import Path
 
 from benchmarks.small_graph import facts, write_graph
 
-from sansgpu.config import Config, load_config
+from sansgpu.config import Config
+from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.graph.data import GraphCorpus
 from sansgpu.tasks.graph.task import Graph
 from tests.processes import options, overrides

@@ -4,9 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import Config, load_config
+from sansgpu.config import Config
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import effective_batch
+from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.graph.data import GraphCorpus
 from sansgpu.tasks.graph.masked_prediction import MaskedEvaluation, Masking, majority_of, mask_rules
 from sansgpu.tasks.graph.task import Graph

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from sansgpu.cli import run as cli
-from sansgpu.config import Config, as_config
+from sansgpu.config import Config
 from sansgpu.events.progress import ignore_progress
+from sansgpu.tasks.configuration import as_config
 from sansgpu.tasks.pretrain import quality
 from sansgpu.tasks.pretrain.data import open_documents
 from tests.data.test_sources import documents

@@ -23,7 +23,6 @@ from sansgpu.config import (
     Space,
     acting_values,
     change_config,
-    load_config,
     load_space,
     measure_of,
     save_config,
@@ -45,6 +44,7 @@ from sansgpu.machine.probe import resolve_threads
 from sansgpu.planning.forecast import describe_plan, forecast_of, length_of
 from sansgpu.planning.process import Warn
 from sansgpu.planning.resolve import ResolveOptions, resolve_run, with_optimizer
+from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.run_folders import open_any, require_writable
 from sansgpu.train.schedule import warmup_problem

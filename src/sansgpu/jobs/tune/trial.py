@@ -14,13 +14,13 @@ from typing import Any
 
 from sansgpu.config import Config, change_config, save_config
 from sansgpu.events.jsonl import read_events
-from sansgpu.events.record import seconds_of
 from sansgpu.files.atomic import atomic_write, make_folder
 from sansgpu.files.marks import FolderMark, read_mark, write_mark
 from sansgpu.files.ownership import require_no_links
 from sansgpu.machine.memory import effective_batch
 from sansgpu.train.run_folders import open_any
 from sansgpu.train.snapshots import snapshots
+from sansgpu.views.record import seconds_of
 
 SAVING_SECONDS = 600  # time to save after SIGTERM
 

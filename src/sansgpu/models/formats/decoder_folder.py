@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
-from sansgpu.config import Config, ConfigError, ModelConfig
-from sansgpu.config.architectures import ARCHITECTURES
+from sansgpu.config import Config, ConfigError
 from sansgpu.config.section import problems
 from sansgpu.config.wording import first_line
 from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight
 from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy
 from sansgpu.kernels.norm import LayerNorm, RMSNorm
+from sansgpu.models.architectures import ARCHITECTURES, DecoderConfig
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.formats.decoder_weights import from_hugging_face, hugging_face_config, model_config, to_hugging_face
 from sansgpu.models.formats.folders import folder_settings, require_layers, write_folder_atomically
@@ -84,7 +84,7 @@ def load_gguf_decoder(file: GGUFFile) -> TransformerLM | None:
     return model
 
 
-def _build_decoder(config: ModelConfig, weights: Mapping[str, Matrix], source: Path) -> TransformerLM:
+def _build_decoder(config: DecoderConfig, weights: Mapping[str, Matrix], source: Path) -> TransformerLM:
     require_layers(config.n_layers, len(weights), source)
     try:
         model = TransformerLM(config, seed=None)
@@ -112,7 +112,7 @@ def _plain(model: TransformerLM, name: str, value: Matrix) -> torch.Tensor | Non
     return None
 
 
-def decoder_config(source: Path) -> ModelConfig | None:
+def decoder_config(source: Path) -> DecoderConfig | None:
     """Reads the model configuration of a Hugging Face folder or GGUF file; None for an unsupported architecture.
 
     Raises ConfigError if `source` is not a model.
@@ -126,7 +126,7 @@ def decoder_config(source: Path) -> ModelConfig | None:
     return _config_from(folder_settings(source), source)
 
 
-def _config_from(settings: dict[str, Any], source: Path) -> ModelConfig | None:
+def _config_from(settings: dict[str, Any], source: Path) -> DecoderConfig | None:
     try:
         return model_config(settings)
     except KeyError as error:
@@ -152,7 +152,7 @@ class HuggingFaceLM(torch.nn.Module):
         from sansgpu.models.huggingface.probes import head_is_plain
         from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
 
-        settings = ModelConfig(name_or_path=name, trust_remote_code=remote_code)
+        settings = DecoderConfig(name_or_path=name, trust_remote_code=remote_code)
         self.model = load_model(settings, Head("causal"), seed=0, frozen=True)
         patch_model(self.model)
         self.model.eval()

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from sansgpu.config import ConfigError, ModelConfig
-from sansgpu.config.architectures import ARCHITECTURES
+from sansgpu.config import ConfigError
 from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight
+from sansgpu.models.architectures import ARCHITECTURES, DecoderConfig
 from sansgpu.models.formats.layout import Settings, Weights
 from sansgpu.models.formats.layouts import LAYOUTS, rope_of, with_default_settings
 from sansgpu.models.modules import INIT_STD
@@ -20,7 +20,7 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _QKV = re.compile(r"(?<=\.attention\.)[qkv](?=\.)")
 
 
-def to_hugging_face(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> Weights:
+def to_hugging_face(config: DecoderConfig, weights: Mapping[str, torch.Tensor]) -> Weights:
     """Converts weights to transformers' names and layout. Omits a tied head, as transformers does."""
     layout = LAYOUTS[config.decoder.name]
     fused = "blocks.{}.attention.qkv" in layout.modules
@@ -37,7 +37,7 @@ def to_hugging_face(config: ModelConfig, weights: Mapping[str, torch.Tensor]) ->
     return renamed
 
 
-def from_hugging_face(config: ModelConfig, weights: Mapping[str, Matrix]) -> dict[str, Matrix]:
+def from_hugging_face(config: DecoderConfig, weights: Mapping[str, Matrix]) -> dict[str, Matrix]:
     """Inverts `to_hugging_face`. Quantized matrices, which are always (outputs, inputs), stay quantized."""
     layout = LAYOUTS[config.decoder.name]
     modules = {hf_name: name for name, hf_name in layout.modules.items()}
@@ -69,7 +69,7 @@ def _translate(name: str, modules: Mapping[str, str]) -> str:
     return f"{modules[module].format(layer[0] if layer else '')}.{parameter}"
 
 
-def hugging_face_config(config: ModelConfig, end_id: int) -> dict[str, Any]:
+def hugging_face_config(config: DecoderConfig, end_id: int) -> dict[str, Any]:
     """Returns the config.json of an exported model."""
     layout = LAYOUTS[config.decoder.name]
     theta = {"rope_theta": config.rope_theta}
@@ -95,8 +95,8 @@ def hugging_face_config(config: ModelConfig, end_id: int) -> dict[str, Any]:
     }
 
 
-def model_config(settings: Settings) -> ModelConfig | None:
-    """Converts a config.json to a ModelConfig; returns None if `TransformerLM` does not compute the model."""
+def model_config(settings: Settings) -> DecoderConfig | None:
+    """Converts a config.json to a DecoderConfig; returns None if `TransformerLM` does not compute the model."""
     name = settings.get("model_type")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         return None
@@ -119,4 +119,4 @@ def model_config(settings: Settings) -> ModelConfig | None:
         values["n_kv_heads"] = values.pop("kv_heads")
     selected = {"architecture": name, "activation": activation, "bias": bias}
     tables = {"vocab_size": settings["vocab_size"], "tie_embeddings": settings["tie_word_embeddings"]}
-    return ModelConfig.model_validate({**selected, **tables, **values})
+    return DecoderConfig.model_validate({**selected, **tables, **values})

@@ -23,7 +23,7 @@ _PROCESS_BYTES = 510 << 20  # a process that has imported torch, transformers an
 
 def pretrained_shape(model: ModelConfig, head: Head) -> ModuleShape:
     """Returns the shape of a model, including its adapter. Raises ConfigError if its config cannot be loaded."""
-    return _shape(model.model_dump_json(), head)
+    return _shape(model.model_dump_json(include={*ModelConfig.model_fields}), head)
 
 
 @lru_cache(maxsize=8)

@@ -27,6 +27,7 @@ from sansgpu.data.rows import (
 )
 from sansgpu.data.sources import local_files
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
+from sansgpu.tasks.classify.settings import LabelDataConfig
 
 LabelKind = Literal["single", "multiple", "regression"]
 
@@ -164,7 +165,7 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def find_labels(texts: Sequence[LabeledText], data: DataConfig, name: str) -> Labels:
+def find_labels(texts: Sequence[LabeledText], data: LabelDataConfig, name: str) -> Labels:
     """Determines the kind and the names of the labels of dataset `name`. Raises ConfigError if all are equal."""
     kind: LabelKind
     note = None
@@ -264,7 +265,7 @@ def tokenize_texts(texts: Sequence[LabeledText], tokenizer: Any, max_length: int
     return EncodedTexts(ids, types or None, truncated)
 
 
-def number_label_columns(data: DataConfig) -> tuple[DataConfig, str | None]:
+def number_label_columns(data: LabelDataConfig) -> tuple[LabelDataConfig, str | None]:
     """Sets data.text_column and data.label_column to column numbers if no table has a header.
 
     Returns the settings and a message about the columns, or None if nothing was set. Raises ConfigError if a first line

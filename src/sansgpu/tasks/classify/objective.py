@@ -11,6 +11,7 @@ from sansgpu.config import Config
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.models.huggingface.pretrained import Head, HeadType, ProblemType
 from sansgpu.tasks.classify.labels import LabelKind
+from sansgpu.tasks.classify.settings import LabelDataConfig
 from sansgpu.tasks.fine_tuning import FineTuning
 
 SCORE = "score"  # label name of the only output in regression
@@ -31,9 +32,10 @@ class ClassifyObjective(FineTuning):
     @classmethod
     def head_of(cls, config: Config) -> Head:
         """Returns the head. It has two labels if the data has not been read, as in estimates."""
-        if config.data.label_kind == "regression":
+        kind = LabelDataConfig.of(config).label_kind
+        if kind == "regression":
             return Head(cls.head_type, (SCORE,), "regression")
-        problem = _PROBLEM_TYPES["single" if config.data.label_kind == "auto" else config.data.label_kind]
+        problem = _PROBLEM_TYPES["single" if kind == "auto" else kind]
         return Head(cls.head_type, tuple(config.data.labels or ("0", "1")), problem)
 
     @property

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import Field, StrictBool
+
+from sansgpu.config.schema import DataConfig
+from sansgpu.config.section import FIXED
 from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings, Values, Variant, interval, share
+from sansgpu.config.training import TrainingConfig
 from sansgpu.tasks.settings import FINE_TUNED, LORA_LEARNING_RATE, SMALL_ENCODER, fine_tuning_problems, repeated_labels
 
 # Defaults of few-shot classification: the run takes seconds, has few steps per epoch and is evaluated at its end.
@@ -19,15 +24,36 @@ _FEW_SHOT_DEFAULTS: Values = {
 _CLASSIFY = 'sansgpu predict MODEL --text "I liked it."'
 
 
-CLASSIFY_KEYS = (
-    "data.text_column", "data.text_pair_column", "data.label_column", "data.label_kind", "data.class_weights",
-    "training.label_smoothing", "training.few_shot",
-)  # fmt: skip
+class LabelDataConfig(DataConfig):
+    """The section `data` of both kinds of classifiers."""
+
+    label_kind: Literal["auto", "single", "multiple", "regression"] = Field(
+        "auto",
+        description="single: one label per row; multiple: a list of labels per row; regression: a number per row; "
+        "auto: multiple for lists, regression for numbers with fractions or more than 30 distinct numbers, otherwise "
+        "single",
+    )
 
 
-FEW_SHOT_KEYS = (
-    "data.text_column", "data.label_column", "data.label_kind", "model.pooling", "training.few_shot",
-)  # fmt: skip
+class WeightedDataConfig(LabelDataConfig):
+    """The section `data` of classifiers with an output layer."""
+
+    class_weights: Literal["none", "balanced"] = Field(
+        "none",
+        description="balanced: weight the loss of each row by rows / (labels x rows with its label), so that rare "
+        "labels count as much as frequent ones",
+    )
+
+
+class ClassifyTrainingConfig(TrainingConfig):
+    """The section `training` of task classify."""
+
+    few_shot: StrictBool = Field(
+        False,
+        description="learn from a few examples per label, as SetFit does: train an embedding model so that examples "
+        "with the same label have similar vectors, then fit a linear classifier to the vectors",
+        json_schema_extra=FIXED,
+    )
 
 
 CLASS_METRICS = (
@@ -76,10 +102,11 @@ def _check_columns(config: Any) -> None:
 
 FEW_SHOT = TaskSettings(
     "classify",
-    ("packing", "pretrained", "rows", "adapter", "labels"),
+    ("texts", "pooling", "packing", "pretrained", "rows", "adapter", "labels"),
     implementation="sansgpu.tasks.classify.few_shot:FewShot",
     kind="few_shot",
-    own_keys=FEW_SHOT_KEYS,
+    own_keys=("data.label_column",),
+    sections=(LabelDataConfig, ClassifyTrainingConfig),
     defaults={
         "training": {**FINE_TUNED, **_FEW_SHOT_DEFAULTS},
         "data": {"max_length": 256, "validation_split": 0.1},
@@ -99,11 +126,12 @@ FEW_SHOT = TaskSettings(
 
 SETTINGS = TaskSettings(
     "classify",
-    ("packing", "pretrained", "rows", "adapter", "labels"),
+    ("texts", "pairs", "packing", "pretrained", "rows", "adapter", "labels"),
     implementation="sansgpu.tasks.classify.task:Classify",
     description="classify texts, or predict scores for them",
     purpose=Purpose("classify or score texts", "texts with labels", SMALL_ENCODER, batch=32),
-    own_keys=CLASSIFY_KEYS,
+    own_keys=("training.label_smoothing",),
+    sections=(WeightedDataConfig, ClassifyTrainingConfig),
     variants=(Variant("training.few_shot", True, FEW_SHOT),),
     defaults={
         "training": {**FINE_TUNED, "learning_rate": 3e-5},

@@ -32,7 +32,7 @@ from sansgpu.tasks.classify.labels import (
     unlabeled_text,
 )
 from sansgpu.tasks.classify.objective import LABEL_KINDS, ClassifyObjective
-from sansgpu.tasks.classify.settings import SETTINGS
+from sansgpu.tasks.classify.settings import SETTINGS, LabelDataConfig, WeightedDataConfig
 from sansgpu.tasks.evaluation import require_rows
 from sansgpu.tasks.fine_tuning import FineTuningTask, longest_example, passes, require_examples, split_rows
 from sansgpu.tasks.task import EvaluationRequest, ModelSource, TrainedModel
@@ -49,13 +49,13 @@ class Classify(Predicts, FineTuningTask):
     def __init__(self, config: Config, corpus: LabeledCorpus, effective_batch: int) -> None:
         super().__init__(config, corpus, effective_batch)
         self.evaluator = ClassifyEvaluator(self.objective, corpus.validation, 0)
-        if config.data.class_weights == "balanced":
+        if WeightedDataConfig.of(config).class_weights == "balanced":
             self.objective.class_weights = balanced_weights(corpus.train.targets[:, 0], len(corpus.labels.names))
 
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, LabeledCorpus]:
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
-        data, numbered = number_label_columns(config.data)
+        data, numbered = number_label_columns(LabelDataConfig.of(config))
         config = config.model_copy(update={"data": data})
         sources = open_sources(data, text_rows=True)
         tokenizer = load_tokenizer_of(config.model)
@@ -97,8 +97,12 @@ class Classify(Predicts, FineTuningTask):
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> PackedSequences:
         """Builds `size` texts of random tokens that all have the first label."""
-        outputs = len(cls.objective_class.head_of(config).labels) if config.data.label_kind == "multiple" else 1
-        dtype = np.float32 if config.data.label_kind == "regression" else np.int64
+        outputs = (
+            len(cls.objective_class.head_of(config).labels)
+            if LabelDataConfig.of(config).label_kind == "multiple"
+            else 1
+        )
+        dtype = np.float32 if LabelDataConfig.of(config).label_kind == "regression" else np.int64
         return PackedSequences.of(
             cls.objective_class.random_tokens(config, size, tokens), np.zeros((size, outputs), dtype)
         )
@@ -126,7 +130,7 @@ class Classify(Predicts, FineTuningTask):
         if request.data is None:
             part, skipped = cast(LabeledCorpus, request.own_corpus()).validation, 0
         else:
-            data, numbered = number_label_columns(loaded.config.data.for_dataset(request.data))
+            data, numbered = number_label_columns(LabelDataConfig.of(loaded.config).for_dataset(request.data))
             if numbered:
                 request.warn(f"{numbered}.")
             source, bad_rows = open_single(request.data, data, text_rows=True), BadRows("skip")

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from sansgpu.config import ConfigError, DataConfig
+from sansgpu.config import ConfigError
 from sansgpu.config.wording import counted
 from sansgpu.data.rows import BadRows
 from sansgpu.data.split import split_examples
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.tasks.embed.groups import TokenizedGroups
 from sansgpu.tasks.embed.rows import TextRow
+from sansgpu.tasks.embed.settings import EmbeddingDataConfig
 from sansgpu.tasks.evaluation import TokenizedCorpus
 
 BATCH = 1000  # texts per call of the tokenizer, which runs in parallel
@@ -43,7 +44,7 @@ class EmbeddingCorpus(TokenizedCorpus[TokenizedGroups]):
         return " | ".join(self.tokenizer.decode(text) for text in batch.tokens.split(batch.lengths.tolist()))
 
 
-def score_scale(rows: Sequence[TextRow], data: DataConfig) -> float | None:
+def score_scale(rows: Sequence[TextRow], data: EmbeddingDataConfig) -> float | None:
     """Returns the upper limit of the scores, by which they are divided to get similarities; None without scores."""
     scores = [row.score for row in rows if row.score is not None]
     if not scores or data.score_scale is not None:

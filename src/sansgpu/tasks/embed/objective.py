@@ -20,6 +20,7 @@ from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.embed.data import tokenize
 from sansgpu.tasks.embed.groups import TextGroups
 from sansgpu.tasks.embed.losses import LossName, embedding_loss
+from sansgpu.tasks.embed.settings import EmbeddingTrainingConfig
 from sansgpu.tasks.fine_tuning import FineTuning, passes
 from sansgpu.tasks.task import TrainedModel
 
@@ -36,7 +37,7 @@ class ComparedEmbeddings(ABC):
     @property
     def dims(self) -> Sequence[int]:
         """The dimensions to which Matryoshka embeddings are truncated; empty without them."""
-        return self.config.training.matryoshka_dims or ()
+        return EmbeddingTrainingConfig.of(self.config).matryoshka_dims or ()
 
     def require_dims(self) -> None:
         """Raises ConfigError if the Matryoshka dimensions exceed those of the embeddings."""
@@ -49,7 +50,7 @@ class ComparedEmbeddings(ABC):
 
     @property
     def loss_name(self) -> LossName:
-        name = self.config.training.embedding_loss
+        name = EmbeddingTrainingConfig.of(self.config).embedding_loss
         return "ranking" if name == "auto" else name
 
     @abstractmethod
@@ -113,7 +114,7 @@ def embedding_layout(config: Config, causal: bool) -> EmbeddingLayout:
     """Returns the configured layout. Defaults are the model's own layout or, without one, the usual pooling."""
     model, known = config.model, read_layout(config.model)
     usual: Pooling = "last" if causal else "mean"
-    normalize = known.normalize if known else config.training.embedding_loss != "triplet"
+    normalize = known.normalize if known else EmbeddingTrainingConfig.of(config).embedding_loss != "triplet"
     pooling = model.pooling if model.pooling != "auto" else known.pooling if known else usual
     prompts = (known.prompts, known.default_prompt) if known else ({}, None)
     return EmbeddingLayout(pooling, normalize, config.data.max_length, *prompts)

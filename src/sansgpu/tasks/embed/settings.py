@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import Field
+
+from sansgpu.config.schema import DataConfig
 from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings
+from sansgpu.config.training import PositiveInt, TrainingConfig
 from sansgpu.tasks.settings import FINE_TUNED, LORA_LEARNING_RATE, fine_tuning_problems
 
 _EMBED = "sansgpu embed MODEL --data TEXTS --output vectors.npy"
 
 
-EMBEDDING_KEYS = (
-    "data.text_column", "data.text_pair_column", "data.label_column", "data.score_scale", "model.pooling",
-    "training.embedding_loss", "training.matryoshka_dims",
-)  # fmt: skip
+class EmbeddingDataConfig(DataConfig):
+    """The section `data` of tasks that train vectors of texts."""
+
+    score_scale: float | None = Field(
+        None,
+        gt=0,
+        description="score of two texts with the same meaning; all scores are divided by it. Default: 1 if no "
+        "training score is larger, otherwise the largest training score, rounded up",
+    )
+
+
+class EmbeddingTrainingConfig(TrainingConfig):
+    """The section `training` of tasks that train vectors of texts."""
+
+    embedding_loss: Literal["auto", "ranking", "cosine", "triplet"] = Field(
+        "auto",
+        description="ranking: pick a text's positive among all positives and negatives of the step (InfoNCE, multiple "
+        "negatives ranking); cosine: squared error between cosine similarity and score; triplet: keep the negative "
+        "farther away than the positive; auto: cosine for rows with scores, otherwise ranking",
+    )
+    matryoshka_dims: list[PositiveInt] | None = Field(
+        None,
+        min_length=1,
+        description="also compute the loss for vectors truncated to these dimensions, so that truncated vectors can "
+        "be used (Matryoshka)",
+    )
 
 
 EMBEDDING_METRICS = (
@@ -34,7 +60,7 @@ def _check_columns(config: Any) -> None:
 
 SETTINGS = TaskSettings(
     "embed",
-    ("packing", "pretrained", "rows", "adapter"),
+    ("texts", "pairs", "pooling", "packing", "pretrained", "rows", "adapter"),
     implementation="sansgpu.tasks.embed.task:TextEmbedding",
     description="train an embedding model for texts",
     purpose=Purpose(
@@ -43,7 +69,7 @@ SETTINGS = TaskSettings(
         "sentence-transformers/all-MiniLM-L6-v2",
         batch=128,
     ),
-    own_keys=EMBEDDING_KEYS,
+    sections=(EmbeddingDataConfig, EmbeddingTrainingConfig),
     defaults={"training": {**FINE_TUNED, "learning_rate": 2e-5}, "data": {"validation_split": 0.05}},
     adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
     problems=fine_tuning_problems,

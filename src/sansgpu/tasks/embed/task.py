@@ -33,7 +33,7 @@ from sansgpu.tasks.embed.groups import TextGroups, TokenizedGroups, text_groups
 from sansgpu.tasks.embed.losses import loss_for
 from sansgpu.tasks.embed.objective import USUAL_TEXTS, EmbeddingObjective, encode_texts, with_values
 from sansgpu.tasks.embed.rows import TextRow, read_text_rows, require_embedding_columns
-from sansgpu.tasks.embed.settings import SETTINGS
+from sansgpu.tasks.embed.settings import SETTINGS, EmbeddingDataConfig, EmbeddingTrainingConfig
 from sansgpu.tasks.evaluation import require_rows
 from sansgpu.tasks.fine_tuning import StepWideTask, require_examples
 from sansgpu.tasks.task import EvaluationRequest, TrainedModel, Verb
@@ -57,7 +57,7 @@ class TextEmbedding(Embeds, StepWideTask):
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
         config = cls.with_vocabulary(config)
         require_embedding_columns(config.data)
-        sources, data, notes = open_sources(config.data, text_rows=True), config.data, list[str]()
+        sources, data, notes = open_sources(config.data, text_rows=True), EmbeddingDataConfig.of(config), list[str]()
         train_rows, held_rows = BadRows(data.on_bad_row), BadRows("skip")
         name, held_name = sources.train.name, f"validation rows of {sources.train.name}"
         rows = read_text_rows(sources.train.rows(), data, train_rows)
@@ -72,7 +72,7 @@ class TextEmbedding(Embeds, StepWideTask):
         else:
             train, held = split_rows(rows, data.validation_split)
             split = describe_split(len(train), len(held), "row", data.validation_split)
-        loss = loss_for(rows, config.training.embedding_loss)
+        loss = loss_for(rows, EmbeddingTrainingConfig.of(config).embedding_loss)
         config = with_values(with_values(config, "training", embedding_loss=loss), "data", score_scale=scale)
         config, shape = cls.text_shape(config, train)
         splits = (
@@ -128,7 +128,7 @@ class TextEmbedding(Embeds, StepWideTask):
             part, name = cast(EmbeddingCorpus, request.own_corpus()).validation, "validation rows"
             loss = loaded.objective.loss_name
         else:
-            data = config.data.for_dataset(request.data)
+            data = EmbeddingDataConfig.of(config).for_dataset(request.data)
             require_embedding_columns(data)
             source, bad_rows, notes = open_single(request.data, data, text_rows=True), BadRows("skip"), list[str]()
             rows, name = read_text_rows(source.rows(), data, bad_rows), source.name
@@ -148,7 +148,7 @@ class TextEmbedding(Embeds, StepWideTask):
 
 def shape_of(config: Config, tokenizer: Any, prompt: str) -> TextShape:
     """Returns how to tokenize rows for a model with this tokenizer and prompt."""
-    return TextShape(tokenizer, config.window, prompt, config.training.seed, config.data.score_scale)
+    return TextShape(tokenizer, config.window, prompt, config.training.seed, EmbeddingDataConfig.of(config).score_scale)
 
 
 def _tokenized(

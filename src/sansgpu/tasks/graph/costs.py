@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from sansgpu.config import ModelConfig
 from sansgpu.kernels.cross_entropy import CHUNK_ROWS
 from sansgpu.machine.execution import Execution
 from sansgpu.models.costing import (
@@ -24,6 +23,7 @@ from sansgpu.models.costing import (
 )
 from sansgpu.models.module_costs import count_parameters
 from sansgpu.tasks.graph.encoder import GraphEncoder
+from sansgpu.tasks.graph.settings import GraphModelConfig
 
 # Bytes that a block saves per node for its backward pass, including its output, per unit of D and F, by precision.
 # Counted from the code; a test compares them with real blocks.
@@ -42,11 +42,15 @@ _PARTS = {
 class GraphEncoderCosts(Costs):
     """Estimates the costs of a graph encoder. `target_ratio` is the share of masked nodes."""
 
+    model: GraphModelConfig
+
     longest_span: int | None = None  # tokens; None if the model has no head for the span boundary loss
     facts: int = 0  # facts per graph that are learned without text
 
     def parameters(self) -> dict[str, int]:
-        one_block = self.model.model_copy(update={"n_layers": 1}).model_dump_json()
+        one_block = self.model.model_copy(update={"n_layers": 1}).model_dump_json(
+            include={*GraphModelConfig.model_fields}
+        )
         return _counted(one_block, self.longest_span, self.model.n_layers)
 
     def products(self) -> LinearShapes:
@@ -109,5 +113,5 @@ class GraphEncoderCosts(Costs):
 
 @lru_cache(maxsize=64)
 def _counted(one_block: str, longest_span: int | None, layers: int) -> dict[str, int]:
-    model = GraphEncoder(ModelConfig.model_validate_json(one_block), seed=None, longest_span=longest_span)
+    model = GraphEncoder(GraphModelConfig.model_validate_json(one_block), seed=None, longest_span=longest_span)
     return count_parameters(model, _PARTS, layers)

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from sansgpu.config import MAX_LEAVES, Config, ConfigError, change_config
+from sansgpu.config import Config, ConfigError, change_config
 from sansgpu.data.split import describe_split, split_examples
 from sansgpu.events.progress import ReportProgress
 from sansgpu.tasks.evaluation import VariableLengthCorpus
 from sansgpu.tasks.graph.leafy import LeafyDataset, LeafyRules, build_leafy, relations_of
+from sansgpu.tasks.graph.settings import MAX_LEAVES, GraphDataConfig, GraphModelConfig, MaskedDataConfig
 from sansgpu.tasks.graph.sources import GraphSource, GraphSources, open_graphs
 from sansgpu.tasks.graph.tokenizer import GraphCodec, MaskTokenizer, build_mask_tokenizer
 from sansgpu.tasks.graph.triples import Entity, GraphDocument, KnownFacts, entities_of
@@ -35,12 +36,12 @@ def with_leaves(documents: Sequence[GraphDocument], tokenizer: MaskTokenizer, co
     tokens = _tail_tokens(documents, tokenizer)
     triples = sum(tokens.values())
     if not triples:
-        return change_config(config, [f"model.leaves={config.model.leaf_slots}"])
+        return change_config(config, [f"model.leaves={GraphModelConfig.of(config).leaf_slots}"])
     needed = next(n for n in sorted(tokens) if _share_within(tokens, n) >= FITTING)
-    configured = config.model.leaves
+    configured = GraphModelConfig.of(config).leaves
     leaves = min(max(1, needed), MAX_LEAVES) if configured is None else configured
     lost = sum(count for length, count in tokens.items() if length > leaves)
-    if lost > (1 - FITTING) * triples and config.data.long_tails == "refuse":
+    if lost > (1 - FITTING) * triples and GraphDataConfig.of(config).long_tails == "refuse":
         remedy = f"raise it to {needed}, or remove it" if needed <= MAX_LEAVES else "shorten the tails"
         raise ConfigError(
             f"model.leaves {leaves} is too small for the tails of {lost:,} of {triples:,} training triples "
@@ -79,7 +80,7 @@ def table_entities(documents: Sequence[GraphDocument], config: Config, note: Not
     If model.n_entities is not set, only a knowledge graph gets a table, that is, data in which every triple belongs to
     a document about an entity, and only if it has at most MAX_ENTITIES.
     """
-    configured = config.model.n_entities
+    configured = GraphModelConfig.of(config).n_entities
     if not config.leaf_slots or configured == 0:
         return ()
     if configured is None and any(document.triples and document.about is None for document in documents):
@@ -123,7 +124,7 @@ class GraphCorpus(VariableLengthCorpus[LeafyDataset]):
 def graph_corpus(config: Config, cache: Path, progress: ReportProgress, codec: GraphCodec | None = None) -> GraphCorpus:
     """Reads, splits and tokenizes the data. Builds a codec from it if `codec` is None. Raises ConfigError."""
     notes: list[str] = []
-    data, given_codec = config.data, codec
+    data, given_codec = GraphDataConfig.of(config), codec
     sources = open_graphs(data, notes.append, data.inverse_relations)
     documents = read_graphs(sources.train, config, progress)
     if codec is None:
@@ -183,13 +184,16 @@ def names_of(codec: GraphCodec) -> list[list[int]]:
 
 def count_targets(graphs: LeafyDataset, config: Config) -> float:
     """Computes the expected number of masked tokens and entity queries per epoch."""
-    ratio, least = config.data.leaf_mask_ratio if config.leaf_slots else 0.0, config.data.min_leaf_groups
+    ratio, least = (
+        GraphDataConfig.of(config).leaf_mask_ratio if config.leaf_slots else 0.0,
+        GraphDataConfig.of(config).min_leaf_groups,
+    )
     targets = 0.0
     for window, placed in graphs.examples:
-        targets += int(config.data.mask_ratio * (len(graphs.windows[window][0]) - 2))
+        targets += int(MaskedDataConfig.of(config).mask_ratio * (len(graphs.windows[window][0]) - 2))
         if placed:
             groups = len(placed) * ratio + ((1 - ratio) ** len(placed) if least else 0.0)
-            queries = config.data.entity_query_ratio * sum(p.entities[1] > 0 for p in placed)
+            queries = GraphDataConfig.of(config).entity_query_ratio * sum(p.entities[1] > 0 for p in placed)
             tokens = sum(len(p.tail) for p in placed) / len(placed)
             targets += queries + groups * (1 - queries / len(placed)) * tokens
     return targets
@@ -205,7 +209,7 @@ def _fingerprint(config: Config, sources: GraphSources, codec: GraphCodec, parts
 
 def leafy_rules(config: Config) -> LeafyRules:
     """Returns the window settings of a configuration."""
-    return LeafyRules(config.roots, config.leaf_slots, config.data.doc_stride, config.data.triples)
+    return LeafyRules(config.roots, config.leaf_slots, config.data.doc_stride, GraphDataConfig.of(config).triples)
 
 
 def read_graphs(source: GraphSource, config: Config, progress: ReportProgress) -> list[GraphDocument]:

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sansgpu.config import ModelConfig
 from sansgpu.kernels.attention import Decay, attention, bidirectional_ranges
 from sansgpu.kernels.embedding import embed
 from sansgpu.kernels.feed_forward import feed_forward
@@ -23,6 +22,7 @@ from sansgpu.kernels.norm import LayerNorm
 from sansgpu.kernels.pointwise import Activation, activate, dropout, gelu
 from sansgpu.models.modules import INIT_STD, Table, materialize_empty
 from sansgpu.tasks.graph.entities import NORM_EPS, EntityTable
+from sansgpu.tasks.graph.settings import GraphModelConfig
 
 SLOPE = 0.01  # negative slope of LeakyReLU
 
@@ -35,7 +35,7 @@ class RelationFusion(nn.Module):
     Relations are numbered from 1. Row 0 of each table stands for "no relation" and stays zero.
     """
 
-    def __init__(self, config: ModelConfig, relations: int) -> None:
+    def __init__(self, config: GraphModelConfig, relations: int) -> None:
         super().__init__()
         width, rank = config.d_model, config.relation_rank
         self.width, self.rank, self.dropout = width, rank, config.relation_dropout
@@ -103,7 +103,7 @@ def _padded(first: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, t
 MAX_PERIOD = 10_000.0  # base of sinusoidal positions (arXiv 1706.03762)
 
 
-def activation_of(config: ModelConfig) -> Activation:
+def activation_of(config: GraphModelConfig) -> Activation:
     """Returns the configured activation: ReLU, or GELU without the tanh approximation."""
     return Activation.RELU if config.activation == "relu" else Activation.GELU
 
@@ -111,7 +111,7 @@ def activation_of(config: ModelConfig) -> Activation:
 class SelfAttention(nn.Module):
     """Multi-head self-attention within graphs. Its linear layers have biases."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: GraphModelConfig) -> None:
         super().__init__()
         self.heads, self.dropout = config.n_heads, config.attention_dropout
         self.q, self.k, self.v, self.o = (Linear(config.d_model, config.d_model) for _ in range(4))
@@ -139,7 +139,7 @@ class SelfAttention(nn.Module):
 class EncoderBlock(nn.Module):
     """One post-norm transformer block."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: GraphModelConfig) -> None:
         super().__init__()
         self.attention = SelfAttention(config)
         self.attention_norm = LayerNorm(config.d_model, eps=NORM_EPS)
@@ -181,7 +181,7 @@ class GraphEncoder(nn.Module):
     to count them or to load them with `assign=True`.
     """
 
-    def __init__(self, config: ModelConfig, seed: int | None = 0, longest_span: int | None = None) -> None:
+    def __init__(self, config: GraphModelConfig, seed: int | None = 0, longest_span: int | None = None) -> None:
         super().__init__()
         if config.vocab_size is None or (config.n_relations is None and config.leaf_slots):
             raise ValueError("model.vocab_size and model.n_relations must be set to the sizes of the dataset")
@@ -191,7 +191,7 @@ class GraphEncoder(nn.Module):
         fused = config.leaf_slots > 0 and config.fusion == "hgat"
         with torch.device("meta"):  # weights are drawn below, from a separate generator
             self.embedding = Table(config.vocab_size, width)
-            self.position = Table(config.max_seq_len, width) if config.position == "learned" else None
+            self.position = Table(config.max_seq_len, width) if config.position_embedding == "learned" else None
             slots = config.leaf_slots + 1 if config.leaf_slots and config.slot_embedding else 0
             self.slot = Table(slots, width) if slots else None  # row 0 is for roots
             relations = config.n_relations or 0
@@ -290,7 +290,7 @@ class GraphEncoder(nn.Module):
             x = x + embed(nodes[None, :, 1].long(), self.slot.weight)[0]
         if self.position is not None:
             return x + embed(positions[None], self.position.weight)[0]
-        if self.config.position == "none":
+        if self.config.position_embedding == "none":
             return x
         half = torch.arange(0, self.config.d_model, 2, device=x.device)
         angles = positions[:, None] * MAX_PERIOD ** (-half / self.config.d_model)

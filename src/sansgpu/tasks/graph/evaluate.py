@@ -7,6 +7,7 @@ from sansgpu.tasks.graph.data import graph_corpus, leafy_rules, read_graphs
 from sansgpu.tasks.graph.leafy import LeafyDataset, build_leafy
 from sansgpu.tasks.graph.link_prediction import SampledRanking
 from sansgpu.tasks.graph.masked_prediction import MaskedEvaluation, majority_of, mask_rules, validation_masking
+from sansgpu.tasks.graph.settings import GraphDataConfig, GraphTrainingConfig
 from sansgpu.tasks.graph.sources import open_graph_part
 from sansgpu.tasks.graph.tokenizer import GraphCodec
 from sansgpu.tasks.task import EvaluationRequest, TrainedModel
@@ -36,7 +37,7 @@ def masked_evaluation(loaded: TrainedModel, codec: GraphCodec, request: Evaluati
     if request.data is not None:
         held_out = _read(request.data, loaded, codec, request)
     assert held_out is not None
-    training = config.training
+    training = GraphTrainingConfig.of(config)
     masking = validation_masking(held_out, mask_rules(config, codec.tokenizer), training.seed)
     weights = (training.mlm_weight, training.mnm_weight, training.entity_weight)
     return MaskedEvaluation(loaded.objective, masking, majority or majority_of(held_out), weights, ranking)
@@ -45,7 +46,7 @@ def masked_evaluation(loaded: TrainedModel, codec: GraphCodec, request: Evaluati
 def _read(data: str, loaded: TrainedModel, codec: GraphCodec, request: EvaluationRequest) -> LeafyDataset:
     config, notes = loaded.config, list[str]()
     settings = config.data.model_copy(update={"dataset_config": None})
-    source = open_graph_part(data, settings, notes.append, config.data.inverse_relations)
+    source = open_graph_part(data, settings, notes.append, GraphDataConfig.of(config).inverse_relations)
     documents = read_graphs(source, config, request.progress)
     graphs = build_leafy(documents, codec.tokenizer, codec.relations, leafy_rules(config), entities=codec.entities)
     if note := graphs.note():

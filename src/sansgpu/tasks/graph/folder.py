@@ -16,13 +16,15 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
-from sansgpu.config import Config, ConfigError, ModelConfig
+from sansgpu.config import Config, ConfigError
 from sansgpu.config.section import problems
 from sansgpu.models.formats.folders import MODEL_TYPE, folder_settings, require_layers, write_folder_atomically
 from sansgpu.models.formats.safetensors_file import load_weights
 from sansgpu.models.modules import INIT_STD
+from sansgpu.tasks import configuration
 from sansgpu.tasks.graph.encoder import GraphEncoder
 from sansgpu.tasks.graph.entities import NORM_EPS
+from sansgpu.tasks.graph.settings import GraphModelConfig
 
 Weights = dict[str, torch.Tensor]
 
@@ -86,7 +88,8 @@ def load_graph_folder(folder: Path) -> tuple[GraphEncoder, dict[str, Any]]:
     """
     settings = folder_settings(folder)
     try:
-        config = ModelConfig.model_validate(settings["model"])
+        config = configuration.ModelConfig.model_validate(settings["model"])
+        assert isinstance(config, GraphModelConfig)
         weights = load_weights(folder / "model.safetensors")
         require_layers(config.n_layers, len(weights), folder)
         model = GraphEncoder(config, seed=None)
@@ -105,7 +108,7 @@ def load_graph_folder(folder: Path) -> tuple[GraphEncoder, dict[str, Any]]:
     return model, {name: settings[name] for name in ("data", "training") if name in settings}
 
 
-def _to_bert(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> Weights:
+def _to_bert(config: GraphModelConfig, weights: Mapping[str, torch.Tensor]) -> Weights:
     renamed: Weights = {}
     for name, tensor in weights.items():
         module, _, parameter = name.rpartition(".")
@@ -117,7 +120,7 @@ def _to_bert(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> Weight
     return renamed
 
 
-def _bert_config(config: ModelConfig, pad_id: int) -> dict[str, Any]:
+def _bert_config(config: GraphModelConfig, pad_id: int) -> dict[str, Any]:
     return {
         "architectures": ["BertForMaskedLM"],
         "model_type": "bert",

@@ -21,6 +21,7 @@ from sansgpu.data.order import generator
 from sansgpu.events.progress import ReportProgress
 from sansgpu.tasks.graph.data import HeldOutTriples, leafy_rules, read_graphs, split_by_group, without_facts
 from sansgpu.tasks.graph.leafy import LeafyRules, build_leafy
+from sansgpu.tasks.graph.settings import GraphDataConfig, GraphModelConfig
 from sansgpu.tasks.graph.sources import GraphSource, open_graphs
 from sansgpu.tasks.graph.tail_prediction import (
     Candidates,
@@ -215,7 +216,7 @@ class SampledRanking:
         ranking = LinkPrediction(predictor, self._codec, leafy_rules(config), self._held.known)
         if self._chosen is None:
             limit = SAMPLED_TRIPLES if self._codec.entities else SAMPLED_SPELLED
-            self._chosen = ranking.queries(self._held.documents, config.data.inverse_relations, limit)
+            self._chosen = ranking.queries(self._held.documents, GraphDataConfig.of(config).inverse_relations, limit)
         report = ranking.rank(self._chosen, progress)
         found = {
             ("" if side == "tail" else "head_") + name: report[side].get(name) for side in report for name in SHOWN
@@ -251,12 +252,12 @@ def rank_tails(
     trained = own.train if own else parts.train if queried is not parts.train else []
     known = KnownFacts(trained, [d for p in (own, parts) if p for d in (*p.train, *p.validation, *p.test)])
     ranking = LinkPrediction(tail_predictor(loaded), loaded.tokenizer, leafy_rules(config), known)
-    return ranking.report(queried, config.data.inverse_relations, limit, progress)
+    return ranking.report(queried, GraphDataConfig.of(config).inverse_relations, limit, progress)
 
 
 def require_triples(loaded: TrainedModel) -> None:
     """Raises ConfigError if a graph encoder was trained without triples."""
-    if not loaded.config.model.leaf_slots or not loaded.tokenizer.relations:
+    if not GraphModelConfig.of(loaded.config).leaf_slots or not loaded.tokenizer.relations:
         target = loaded.source.target
         raise ConfigError(f"{target} was trained without triples, so it has no relations; pass a run with triples.")
 
@@ -275,7 +276,7 @@ def run_parts(loaded: TrainedModel, progress: ReportProgress, warn: Callable[[st
 def open_all(config: Config, name: str, progress: ReportProgress, warn: Callable[[str], None]) -> GraphParts:
     """Returns the splits of a source. Splits off validation data as in training if the run's own data has none."""
     own = same_input(name, config.data.dataset_name)
-    data = config.data.model_copy(
+    data = GraphDataConfig.of(config).model_copy(
         update={} if own else {"dataset_name": name, "dataset_config": None, "validation_name": None}
     )
     sources = open_graphs(data, warn, data.inverse_relations)

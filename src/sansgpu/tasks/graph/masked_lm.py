@@ -31,7 +31,7 @@ from sansgpu.tasks.graph.masked_prediction import (
     masked_metrics,
     validation_masking,
 )
-from sansgpu.tasks.graph.settings import MASKED
+from sansgpu.tasks.graph.settings import MASKED, MaskedDataConfig
 from sansgpu.tasks.graph.tokenizer import GraphCodec, from_pretrained
 from sansgpu.tasks.task import EvaluationRequest, Sums, TrainedModel
 
@@ -74,7 +74,7 @@ class MaskedLM(FineTuningTask):
     objective_class = MaskedObjective
 
     def __init__(self, config: Config, corpus: GraphCorpus, effective_batch: int) -> None:
-        super().__init__(config, corpus, effective_batch, config.data.mask_ratio)
+        super().__init__(config, corpus, effective_batch, MaskedDataConfig.of(config).mask_ratio)
         rules, seed = mask_rules(config, corpus.codec.tokenizer), config.training.seed
         self._masking = Masking(corpus.train, rules, seed, self.objective.ordered)
         held = validation_masking(corpus.validation, rules, seed, self.objective.ordered)
@@ -96,7 +96,7 @@ class MaskedLM(FineTuningTask):
     @classmethod
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> GraphBatch:
         ids = np.arange(cls.costs(config).shape.vocabulary)
-        rules = MaskRules(config.data.mask_ratio, 1, 0.0, 0, 0, ids)
+        rules = MaskRules(MaskedDataConfig.of(config).mask_ratio, 1, 0.0, 0, 0, ids)
         examples = [
             LeafyExample(t, np.ones(len(t), bool), []) for t in cls.objective_class.random_tokens(config, size, tokens)
         ]

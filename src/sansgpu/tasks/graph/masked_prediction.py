@@ -20,6 +20,7 @@ from sansgpu.events.progress import ReportProgress
 from sansgpu.tasks.evaluation import wilson
 from sansgpu.tasks.graph.batch import TAIL_LENGTH, TAIL_START, GraphBatch, MaskRules, add_entity_queries, mask_example
 from sansgpu.tasks.graph.leafy import LeafyDataset
+from sansgpu.tasks.graph.settings import GraphDataConfig, GraphModelConfig, GraphTrainingConfig, max_span
 from sansgpu.tasks.graph.tokenizer import MaskTokenizer
 from sansgpu.tasks.task import StepSums, Sums
 
@@ -51,15 +52,15 @@ class Ranking(Protocol):
 
 def mask_rules(config: Config, tokenizer: MaskTokenizer) -> MaskRules:
     """Returns the masking settings of a configuration."""
-    data = config.data
+    data = GraphDataConfig.of(config)
     return MaskRules(
         data.mask_ratio,
-        config.max_span,
+        max_span(config),
         data.leaf_mask_ratio,
         data.min_leaf_groups,
         tokenizer.mask_id,
         tokenizer.ordinary_ids(),
-        data.entity_query_ratio if config.model.n_entities else 0.0,
+        data.entity_query_ratio if GraphModelConfig.of(config).n_entities else 0.0,
     )
 
 
@@ -144,7 +145,7 @@ class MeanLosses:
     """
 
     def __init__(self, config: Config) -> None:
-        pooled = config.training.mnm_reduction == "pooled"
+        pooled = GraphTrainingConfig.of(config).mnm_reduction == "pooled"
         self._kinds = [*([NODE_TARGETS] if pooled else [(name,) for name in NODE_TARGETS]), (SBO,), (ENTITY,), (KGE,)]
         self._untrained = _untrained_losses(config)
 
@@ -171,7 +172,7 @@ def _key(kinds: tuple[str, ...]) -> str:
 
 def _untrained_losses(config: Config) -> dict[str, float]:
     """Returns the weighted mean loss of a uniform prediction for each kind of target that the configuration has."""
-    data, training, model = config.data, config.training, config.model
+    data, training, model = GraphDataConfig.of(config), GraphTrainingConfig.of(config), GraphModelConfig.of(config)
     token, entity = (math.log(max(1, number or 1)) for number in (model.vocab_size, model.n_entities))
     masks_leaves = config.leaf_slots and (data.leaf_mask_ratio or data.min_leaf_groups)
     return {

@@ -23,6 +23,7 @@ from sansgpu.tasks.graph.masked_prediction import (
     MetricSums,
     masked_metrics,
 )
+from sansgpu.tasks.graph.settings import GraphModelConfig, GraphTrainingConfig, max_span
 from sansgpu.tasks.task import Sums
 
 
@@ -35,7 +36,7 @@ class GraphObjective:
         """`names` are the token ids of the entities' names; if None (no data), each name is one arbitrary token."""
         self.config, self._sums = config, MetricSums()
         self.model = model or GraphEncoder(
-            config.model, derive_seed(config.training.seed, "model"), longest_span(config)
+            GraphModelConfig.of(config), derive_seed(config.training.seed, "model"), longest_span(config)
         )
         self.mean_losses = MeanLosses(config)
         self._names = names
@@ -140,7 +141,7 @@ class GraphObjective:
         before, after = (bounds + batch.first_nodes()[chosen, None]).unbind(1)
         rows = self.model.boundary(embed(before[None], states)[0], embed(after[None], states)[0], offsets)
         loss = linear_cross_entropy(rows, self.model.embedding.weight, batch.targets[chosen], self._loss_options)
-        weight = self.config.training.sbo_weight
+        weight = GraphTrainingConfig.of(self.config).sbo_weight
         self._sums.add_target(SBO, weight * batch.mean_weights[2], float(loss.detach()), float(len(rows)))
         return weight * loss
 
@@ -160,4 +161,4 @@ class GraphObjective:
 
 def longest_span(config: Config) -> int | None:
     """Returns the maximum span of the span boundary loss in tokens, or None if that loss is off."""
-    return config.max_span if config.training.sbo_weight else None
+    return max_span(config) if GraphTrainingConfig.of(config).sbo_weight else None

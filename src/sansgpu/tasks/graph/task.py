@@ -19,6 +19,7 @@ from sansgpu.models.formats.folders import is_graph_folder
 from sansgpu.models.formats.weights import set_weights
 from sansgpu.tasks.base import ComposedTask, with_layers, with_vocabulary_of
 from sansgpu.tasks.capabilities import ExtractsTriples, RanksEntities
+from sansgpu.tasks.configuration import SCHEMA
 from sansgpu.tasks.graph.batch import GraphBatch, MaskRules, mask_example
 from sansgpu.tasks.graph.costs import GraphEncoderCosts
 from sansgpu.tasks.graph.data import GraphCorpus, graph_corpus, names_of
@@ -36,7 +37,7 @@ from sansgpu.tasks.graph.masked_prediction import (
     validation_masking,
 )
 from sansgpu.tasks.graph.objective import GraphObjective, longest_span
-from sansgpu.tasks.graph.settings import SETTINGS
+from sansgpu.tasks.graph.settings import SETTINGS, GraphDataConfig, GraphModelConfig, GraphTrainingConfig, max_span
 from sansgpu.tasks.graph.tokenizer import GraphCodec
 from sansgpu.tasks.graph.triples import Triple
 from sansgpu.tasks.task import EvaluationRequest, ModelSource, Sums, TrainedModel
@@ -59,8 +60,8 @@ class Graph(RanksEntities, ExtractsTriples, ComposedTask):
         masked = corpus.train_targets / corpus.train_tokens
         costs = replace(self.costs(config), example_tokens=corpus.example_tokens, target_ratio=masked)
         self.flops_per_token = costs.work(1).needed
-        training, rules = config.training, mask_rules(config, corpus.codec.tokenizer)
-        facts = Facts.of(corpus.train, config.data.kge_triples)
+        training, rules = GraphTrainingConfig.of(config), mask_rules(config, corpus.codec.tokenizer)
+        facts = Facts.of(corpus.train, GraphDataConfig.of(config).kge_triples)
         self._masking = Masking(corpus.train, rules, training.seed, facts=facts)
         held = validation_masking(corpus.validation, rules, training.seed)
         weights = training.mlm_weight, training.mnm_weight, training.entity_weight
@@ -75,8 +76,9 @@ class Graph(RanksEntities, ExtractsTriples, ComposedTask):
 
     @classmethod
     def with_vocabulary(cls, config: Config) -> Config:
-        if config.model.leaf_slots and config.model.n_relations is None:
-            model = config.model.model_copy(update={"n_relations": EXPECTED_RELATIONS})
+        model = GraphModelConfig.of(config)
+        if model.leaf_slots and model.n_relations is None:
+            model = model.model_copy(update={"n_relations": EXPECTED_RELATIONS})
             config = config.model_copy(update={"model": model})
         return super().with_vocabulary(config)
 
@@ -91,9 +93,9 @@ class Graph(RanksEntities, ExtractsTriples, ComposedTask):
         draws = generator(config.training.seed, "trial")
         examples = [_random_example(config, nodes, draws) for _ in range(size)]
         assert model.vocab_size is not None
-        data = config.data
+        data = GraphDataConfig.of(config)
         ids = np.arange(model.vocab_size)
-        rules = MaskRules(data.mask_ratio, config.max_span, data.leaf_mask_ratio, data.min_leaf_groups, 0, ids)
+        rules = MaskRules(data.mask_ratio, max_span(config), data.leaf_mask_ratio, data.min_leaf_groups, 0, ids)
         masked_examples = [mask_example(e, rules, config.training.seed, 0, number) for number, e in enumerate(examples)]
         return GraphBatch.of(examples, masked_examples, _random_facts(config, size, draws))
 
@@ -101,18 +103,18 @@ class Graph(RanksEntities, ExtractsTriples, ComposedTask):
     def costs(cls, config: Config) -> GraphEncoderCosts:
         """Returns the costs. Assumes for memory that all leaf slots are filled, and for FLOPs that most are empty."""
         return GraphEncoderCosts(
-            config.model,
+            GraphModelConfig.of(config),
             config.training,
             config.window,
             config.roots,
             target_ratio=_masked_share(config),
             longest_span=longest_span(config),
-            facts=config.data.kge_triples,
+            facts=GraphDataConfig.of(config).kge_triples,
         )
 
     def batch(self, step: int, total_steps: int | None = None) -> GraphBatch:
         """Returns the masked examples of a step with the loss weights at that step."""
-        training = self.config.training
+        training = GraphTrainingConfig.of(self.config)
         ramp = min(1.0, (step + 1) / training.mnm_ramp_steps) if training.mnm_ramp_steps else 1.0
         batch = self._masking.of_step(step, self._effective_batch)
         return batch.weighed(
@@ -154,7 +156,7 @@ class Graph(RanksEntities, ExtractsTriples, ComposedTask):
             assert source.config is not None
             assert source.tokenizer is not None
             config, codec = source.config, GraphCodec.load(source.tokenizer)
-            model = GraphEncoder(config.model, seed=None, longest_span=longest_span(config))
+            model = GraphEncoder(GraphModelConfig.of(config), seed=None, longest_span=longest_span(config))
             set_weights(model, source.snapshot.weights(), source.snapshot.folder, assign=True)
         return GraphObjective(config, model.float(), names_of(codec)), codec, config
 
@@ -185,7 +187,7 @@ class Graph(RanksEntities, ExtractsTriples, ComposedTask):
 def _config_of(model: GraphEncoder, learned: dict[str, Any], folder: Path) -> Config:
     data = {"dataset_name": UNKNOWN, **learned.get("data", {})}
     try:
-        return Config.model_validate(
+        return SCHEMA.model_validate(
             {"task": Graph.settings.task, "model": model.config.model_dump(), **learned, "data": data}
         )
     except ValidationError as error:
@@ -207,13 +209,13 @@ def exported_settings(config: Config) -> dict[str, dict[str, Any]]:
 
 def _masked_share(config: Config) -> float:
     """Returns the expected share of masked nodes if every leaf slot is filled."""
-    leaves, data = config.model.leaf_slots, config.data
+    leaves, data = GraphModelConfig.of(config).leaf_slots, GraphDataConfig.of(config)
     return (data.mask_ratio + leaves * data.leaf_mask_ratio) / (1 + leaves)
 
 
 def _with_data_settings(config: Config, corpus: GraphCorpus) -> Config:
     """Sets what depends on the data. Raises ConfigError if a configured number is too small for it."""
-    model, codec = config.model, corpus.codec
+    model, codec = GraphModelConfig.of(config), corpus.codec
     if model.leaves == 0:
         return config
     counts = {"n_relations": max(1, len(codec.relations)), "n_entities": len(codec.entities)}
@@ -226,7 +228,7 @@ def _with_data_settings(config: Config, corpus: GraphCorpus) -> Config:
 
 def _random_facts(config: Config, size: int, draws: np.random.Generator) -> np.ndarray | None:
     """Draws K facts per example, (B, K, 3); None if the model has no entity table or K is 0."""
-    model, each = config.model, config.data.kge_triples
+    model, each = GraphModelConfig.of(config), GraphDataConfig.of(config).kge_triples
     if not model.n_entities or not each:
         return None
     ends = [1 + draws.integers(count, size=(size, each)) for count in (model.n_entities, model.n_relations or 1)]
@@ -235,7 +237,8 @@ def _random_facts(config: Config, size: int, draws: np.random.Generator) -> np.n
 
 def _random_example(config: Config, nodes: int, draws: np.random.Generator) -> LeafyExample:
     """Draws random roots, and attaches tails to the first ones up to `nodes` nodes. The first is an entity query."""
-    model, entities = config.model, config.model.n_entities or 0
+    model = GraphModelConfig.of(config)
+    entities = model.n_entities or 0
     assert model.vocab_size is not None
     roots = min(config.roots, nodes - 1 if entities else nodes)
     tokens = draws.integers(model.vocab_size, size=roots)

@@ -22,6 +22,7 @@ from sansgpu.tasks.grpo.batch import Completions, Prompts
 from sansgpu.tasks.grpo.losses import advantages, kl_divergences, token_losses
 from sansgpu.tasks.grpo.rewards import open_reward
 from sansgpu.tasks.grpo.rollout import SLOTS, Rewarded, Rollout, generation_seconds
+from sansgpu.tasks.grpo.settings import GRPOTrainingConfig
 from sansgpu.tasks.task import StepSums, Sums
 
 
@@ -33,7 +34,7 @@ class GRPOObjective(FineTuning):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.grpo = self.config.training.grpo
+        self.grpo = GRPOTrainingConfig.of(self.config).grpo
         self._step_sums = StepSums()
 
     def open(self, tokenizer: Any, reward: str) -> None:

@@ -21,6 +21,7 @@ from sansgpu.models.generation.special_texts import EncodedConversation
 from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.grpo.batch import PromptRow, Prompts
 from sansgpu.tasks.grpo.rewards import check_answer
+from sansgpu.tasks.grpo.settings import GRPOTrainingConfig
 from sansgpu.tasks.sft.conversations import Prompt, bad_row, read_prompt
 from sansgpu.tasks.sft.notes import special_text_notes
 from sansgpu.tasks.sft.rendering import with_fixed_date
@@ -86,7 +87,7 @@ def read_prompts(
 
     Raises BadRowError if a row is invalid, and ConfigError if the chat template does not work.
     """
-    grpo, bad_rows, too_long = config.training.grpo, BadRows(config.data.on_bad_row), 0
+    grpo, bad_rows, too_long = GRPOTrainingConfig.of(config).grpo, BadRows(config.data.on_bad_row), 0
     room, questions = config.window - grpo.max_completion_length, list[PromptRow]()
     special_texts = list[str]()
 

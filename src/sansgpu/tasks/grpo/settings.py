@@ -3,14 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
-from sansgpu.config.tasks import ARITHMETIC, CardText, Metric, Purpose, TaskSettings, interval, share
+from pydantic import Field
+
+from sansgpu.config.section import CHANGES_LOSS, FIXED, Section, also_named, runs_code
+from sansgpu.config.tasks import (
+    ARITHMETIC,
+    CardText,
+    Metric,
+    Purpose,
+    TaskSettings,
+    interval,
+    is_outside,
+    share,
+)
+from sansgpu.config.training import TrainingConfig
 from sansgpu.tasks.settings import CHAT, FINE_TUNED, SMALL_CHAT_MODEL, fine_tuning_problems
 
 LEARNING_RATE, LORA_LEARNING_RATE = 1e-6, 1e-5
 REWARD_INTERVAL = "reward_interval"
 REWARD = Metric("reward", better="higher", short="reward")
+
+
+ANSWER_REWARD = "answer"  # the built-in value of training.grpo.reward
+REWARD_NAME = rf"^({ANSWER_REWARD}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
+
+
+class GRPOConfig(Section):
+    """The reward and the loss of task grpo."""
+
+    reward: str = Field(
+        pattern=REWARD_NAME,
+        description="answer: 1 if a completion ends with the row's `answer`, otherwise 0; otherwise a Python function, "
+        "`package.module:function`, which gets prompts, completions and the other columns of the rows as lists, and "
+        "returns a list of numbers",
+        json_schema_extra=CHANGES_LOSS | runs_code("reward") | also_named("reward_funcs"),
+    )
+    group_size: int = Field(
+        8,
+        ge=2,
+        description="completions of each prompt; each is rewarded relative to the others of its prompt",
+        json_schema_extra=FIXED | also_named("num_generations"),
+    )
+    max_completion_length: int = Field(
+        256, ge=1, description="maximum tokens of a completion", json_schema_extra=CHANGES_LOSS
+    )
+    temperature: float = Field(1.0, ge=0.01, description="temperature at which completions are sampled in training")
+    scale_rewards: Literal["group", "batch", "none"] = Field(
+        "group",
+        description="standard deviation that rewards are divided by; group: of the completions of a prompt; batch: of "
+        "all completions of a step; none: rewards are not divided",
+    )
+    beta: float = Field(
+        0.0,
+        ge=0,
+        description="weight of the KL divergence from the reference model, which is the model without its adapter; "
+        "0: no reference model",
+        json_schema_extra=also_named("beta_kl"),
+    )
+
+    @property
+    def reward_function(self) -> str | None:
+        """Returns the Python function of the user that computes rewards, or None if the reward is built in."""
+        return self.reward if is_outside(self.reward) else None
+
+
+class GRPOTrainingConfig(TrainingConfig):
+    """The section `training` of task grpo."""
+
+    grpo: GRPOConfig = Field(default_factory=GRPOConfig, description="reward and loss of task grpo")
 
 
 def _grpo_problems(config: Any) -> Iterator[str]:
@@ -42,8 +104,8 @@ def _grpo_problems(config: Any) -> Iterator[str]:
 
 SETTINGS = TaskSettings(
     "grpo",
-    ("samples", "packing", "pretrained", "rows", "adapter"),
-    own_keys=("training.grpo", "data.chat_template", "data.parse_special_tokens"),
+    ("samples", "packing", "pretrained", "rows", "adapter", "chat template"),
+    sections=(GRPOTrainingConfig,),
     implementation="sansgpu.tasks.grpo.task:GRPO",
     description="reinforcement learning with verifiers of the answers",
     purpose=Purpose(

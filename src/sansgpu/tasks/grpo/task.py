@@ -24,7 +24,7 @@ from sansgpu.tasks.grpo.evaluate import GRPOEvaluator
 from sansgpu.tasks.grpo.objective import GRPOObjective
 from sansgpu.tasks.grpo.rewards import check_answer
 from sansgpu.tasks.grpo.rows import PromptCorpus, PromptExamples, read_prompts
-from sansgpu.tasks.grpo.settings import SETTINGS
+from sansgpu.tasks.grpo.settings import SETTINGS, GRPOTrainingConfig
 from sansgpu.tasks.sft.notes import end_notes
 from sansgpu.tasks.sft.task import SFT, context_of
 from sansgpu.tasks.task import EvaluationRequest, TrainedModel
@@ -45,7 +45,7 @@ class GRPO(SFT):
                 f"data.max_length {config.window} is longer than the model's context of {counted(context, 'token')}; "
                 "lower it."
             )
-        self.objective.open(corpus.tokenizer, config.training.grpo.reward)
+        self.objective.open(corpus.tokenizer, GRPOTrainingConfig.of(config).grpo.reward)
 
     def complete(self, batch: Any, group: Group) -> ExampleBatch:
         completed: ExampleBatch = self.objective.complete(batch, group)
@@ -59,7 +59,7 @@ class GRPO(SFT):
         """Describes steps in which all completions of each prompt had the same reward."""
         if event.get("equal_rewards") != 1.0:
             return None
-        grpo = self.config.training.grpo
+        grpo = GRPOTrainingConfig.of(self.config).grpo
         nothing = (
             "all completions of a prompt have had the same reward in the last steps, so the model learns nothing from "
             "them"
@@ -105,21 +105,21 @@ class GRPO(SFT):
     def random_batch(cls, config: Config, size: int, tokens: int | None = None) -> ExampleBatch:
         """Builds `size` completions of random tokens. Each has `tokens` tokens with its prompt."""
         drawn = cls.objective_class.random_tokens(config, size, tokens)
-        prompt = max(1, len(drawn[0]) - config.training.grpo.max_completion_length)
+        prompt = max(1, len(drawn[0]) - GRPOTrainingConfig.of(config).grpo.max_completion_length)
         return Completions.with_advantages(
             [ids[:prompt] for ids in drawn], [[*ids[prompt:].tolist(), 0] for ids in drawn], torch.ones(size)
         )
 
     @classmethod
     def evaluator_for(cls, loaded: TrainedModel, request: EvaluationRequest) -> GRPOEvaluator:
-        reward = request.reward or loaded.config.training.grpo.reward
-        if request.reward is None and loaded.config.training.grpo.reward_function is not None:
+        reward = request.reward or GRPOTrainingConfig.of(loaded.config).grpo.reward
+        if request.reward is None and GRPOTrainingConfig.of(loaded.config).grpo.reward_function is not None:
             raise ConfigError(
                 f"{loaded.source.target} was trained with the reward {reward}, which is Python code: add --reward "
                 f"{reward} to run it, or --reward answer to compare completions with the rows' answers."
             )
         config = cls.config_to_evaluate(loaded, request)
-        grpo = config.training.grpo.model_copy(update={"reward": reward})
+        grpo = GRPOTrainingConfig.of(config).grpo.model_copy(update={"reward": reward})
         config = config.model_copy(update={"training": config.training.model_copy(update={"grpo": grpo})})
         loaded.objective.open(loaded.tokenizer, reward)
         if request.data is None:

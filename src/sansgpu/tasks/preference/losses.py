@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from sansgpu.config.losses import PreferenceConfig
+from sansgpu.tasks.preference.settings import PreferenceConfig
 from sansgpu.tasks.task import Sums
 
 LARGEST_MEAN = -1e-6  # upper limit of mean log-probabilities, because an answer of probability 1 has infinite odds

@@ -13,6 +13,7 @@ from sansgpu.models.huggingface.costs import PretrainedCosts
 from sansgpu.tasks.fine_tuning import FineTuning
 from sansgpu.tasks.preference.batch import ANSWERS, AnswerPairs
 from sansgpu.tasks.preference.losses import Scores, kl_divergence, kto_losses, pair_losses, reward_metrics
+from sansgpu.tasks.preference.settings import PreferenceTrainingConfig
 from sansgpu.tasks.task import StepSums, Sums
 
 
@@ -25,7 +26,7 @@ class PreferenceObjective(FineTuning):
         from sansgpu.tasks.preference.model import AnswerModel  # imports transformers, which takes seconds
 
         super().__init__(*arguments, **named)
-        self.preference = self.config.training.preference
+        self.preference = PreferenceTrainingConfig.of(self.config).preference
         self._answers = AnswerModel(self.unpadded)
         self._step_sums = StepSums()
 

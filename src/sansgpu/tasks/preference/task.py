@@ -34,7 +34,7 @@ from sansgpu.tasks.preference.evaluate import PreferenceEvaluator
 from sansgpu.tasks.preference.objective import KTOObjective, PreferenceObjective
 from sansgpu.tasks.preference.rows import Answers, ReadingNotes, tokenize_preferences
 from sansgpu.tasks.preference.settings import KTO as KTO_SETTINGS
-from sansgpu.tasks.preference.settings import SETTINGS
+from sansgpu.tasks.preference.settings import SETTINGS, PreferenceTrainingConfig
 from sansgpu.tasks.sft.notes import end_notes
 from sansgpu.tasks.sft.task import SFT
 from sansgpu.tasks.task import EvaluationRequest, TrainedModel
@@ -68,7 +68,12 @@ class Preference(SFT):
         parts = cls._examples(train, config), cls._examples(held, config)
         fingerprint = f"{sources.train.fingerprint[:16]}-{len(train)}-{parts[0].lengths.sum()}-{parts[0].targets}"
         return config, PreferenceCorpus(
-            *parts, notes, fingerprint, tokenizer, config.training.preference.needs_reference, split=split
+            *parts,
+            notes,
+            fingerprint,
+            tokenizer,
+            PreferenceTrainingConfig.of(config).preference.needs_reference,
+            split=split,
         )
 
     @classmethod
@@ -122,7 +127,7 @@ class Preference(SFT):
                 return cls._examples(rows, evaluated)
 
             part = read_requested(request, evaluated.data, read)
-        if config.training.preference.needs_reference:
+        if PreferenceTrainingConfig.of(config).preference.needs_reference:
             plain = config  # an adapter that was trained further: the reference is the adapter before this run
             if config.model.adapter != "continue":
                 plain = config.model_copy(update={"model": config.model.model_copy(update={"adapter": "none"})})

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from sansgpu.config import ModelConfig
 from sansgpu.kernels.linear import Linear
 from sansgpu.machine.execution import Execution
 from sansgpu.models import TransformerLM
+from sansgpu.models.architectures import DecoderConfig
 from sansgpu.models.costing import (
     FULL,
     Costs,
@@ -25,6 +25,7 @@ from sansgpu.models.costing import (
     vocabulary_of,
 )
 from sansgpu.models.module_costs import count_parameters
+from sansgpu.tasks.settings import DistilledTrainingConfig
 
 # Bytes that a block saves per token for its backward pass, per unit of D, K and F, by (activation, kernels, precision).
 # Counted from the code; a test compares them with real blocks.
@@ -62,12 +63,15 @@ _PARTS = {
 class DecoderCosts(Costs):
     """Estimates the costs of training a decoder on full windows."""
 
+    model: DecoderConfig
+    training: DistilledTrainingConfig
+
     def parameters(self) -> dict[str, int]:
         return _counted(self._one_block(), self.model.n_layers)
 
     def _one_block(self) -> str:
         """Returns the configuration of the model with a single block, as JSON."""
-        return self.model.model_copy(update={"n_layers": 1}).model_dump_json()
+        return self.model.model_copy(update={"n_layers": 1}).model_dump_json(include={*DecoderConfig.model_fields})
 
     def products(self) -> LinearShapes:
         model = self.model
@@ -141,14 +145,14 @@ class DecoderCosts(Costs):
 
 @lru_cache(maxsize=64)
 def _counted(one_block: str, layers: int) -> dict[str, int]:
-    model = TransformerLM(ModelConfig.model_validate_json(one_block), seed=None)
+    model = TransformerLM(DecoderConfig.model_validate_json(one_block), seed=None)
     return count_parameters(model, _PARTS, layers)
 
 
 @lru_cache
 def _orthogonalized(one_block: str) -> Shapes:
     """Returns the matrices of a block that Muon orthogonalizes: the blocks of rows of each linear layer."""
-    model = TransformerLM(ModelConfig.model_validate_json(one_block), seed=None)
+    model = TransformerLM(DecoderConfig.model_validate_json(one_block), seed=None)
     layers = [module for module in model.blocks.modules() if isinstance(module, Linear)]
     return shapes_of(
         (one.in_features, one.out_features // one.row_blocks) for one in layers for _ in range(one.row_blocks)

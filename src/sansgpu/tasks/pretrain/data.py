@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from sansgpu.config import Config, ConfigError
-from sansgpu.config.model import MAX_BIGRAM_EPOCHS, MIN_BIGRAM_TEXT, MIN_BIGRAM_VOCABULARY
 from sansgpu.config.wording import counted
 from sansgpu.data.cleaning import first_bytes, without_duplicates
 from sansgpu.data.order import step_limits
 from sansgpu.data.pack import Windows, make_windows
+from sansgpu.data.settings import CorpusDataConfig
 from sansgpu.data.shards import TokenSizes, TokenStore, build_store
 from sansgpu.data.sources import Sources, open_sources
 from sansgpu.data.split import TokenRanges, all_documents, split_documents
@@ -21,9 +21,18 @@ from sansgpu.data.teacher_folder import Predictions, TeacherFolder
 from sansgpu.data.tokenizer import Tokenizer, load_tokenizer
 from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.memory import effective_batch
+from sansgpu.models.architectures import DecoderConfig
 from sansgpu.tasks.base import with_vocabulary_of
 from sansgpu.tasks.distillation import with_length_of
 from sansgpu.tasks.pretrain.quality import QualityFilter
+from sansgpu.tasks.settings import DistilledTrainingConfig
+
+# Bigrams help if the text has many tokens per token of the vocabulary and is read for the first time. With fewer, most
+# pairs occur only once or twice; in later epochs the model relies on pairs that other texts do not have. Pairs of
+# characters are learned in a few steps anyway. The bounds are between runs that gained and runs that lost; see
+# docs/lab-notes.md.
+MIN_BIGRAM_TEXT, MIN_BIGRAM_VOCABULARY = 200, 1024
+MAX_BIGRAM_EPOCHS = 2
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ def open_documents(config: Config, cache: Path, progress: ReportProgress) -> tup
 
     Also returns a message for each kind of cleaning. Raises ConfigError.
     """
-    data, notes = config.data, list[str]()
+    data, notes = CorpusDataConfig.of(config), list[str]()
     quality = QualityFilter.open(config) if data.quality_model is not None else None
     sources = open_sources(data)
     train = sources.train if data.max_gb is None else first_bytes(sources.train, data.max_gb)
@@ -84,7 +93,7 @@ def read_parts(
 
     Raises ConfigError if there are too few tokens.
     """
-    store = build_store(sources.train, tokenizer, cache, progress, config.data.max_tokens)
+    store = build_store(sources.train, tokenizer, cache, progress, CorpusDataConfig.of(config).max_tokens)
     if sources.validation is not None:
         held = build_store(sources.validation, tokenizer, cache, progress)
         train, validation = all_documents(store), all_documents(held)
@@ -119,12 +128,12 @@ def corpus_of(
 
 def with_initialization(config: Config, tokens: int) -> Config:
     """Chooses how the model is initialized, if it is `auto`, for a text of this many tokens."""
-    model = config.model
+    model, teacher = DecoderConfig.of(config), DistilledTrainingConfig.of(config).distillation.teacher
     if model.initialization != "auto":
         return config
     assert model.vocab_size is not None
     # A teacher's predictions correct pairs that the text has too rarely or too often.
-    is_long = tokens >= MIN_BIGRAM_TEXT * model.vocab_size or config.training.distillation.teacher is not None
+    is_long = tokens >= MIN_BIGRAM_TEXT * model.vocab_size or teacher is not None
     is_useful = model.vocab_size >= MIN_BIGRAM_VOCABULARY and is_long and _epochs(config, tokens) <= MAX_BIGRAM_EPOCHS
     chosen = "bigram" if is_useful and model.bigram_problem() is None else "random"
     return config.model_copy(update={"model": model.model_copy(update={"initialization": chosen})})

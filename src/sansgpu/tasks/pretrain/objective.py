@@ -13,6 +13,7 @@ from sansgpu.data.batch import Batch
 from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy
 from sansgpu.kernels.mixed_loss import linear_mixed_loss
 from sansgpu.models import TransformerLM
+from sansgpu.models.architectures import DecoderConfig
 from sansgpu.models.modules import multiplies_integers
 from sansgpu.tasks.base import ObjectiveBase
 from sansgpu.tasks.distillation import StudentLoss, student_metrics
@@ -26,7 +27,7 @@ class PretrainObjective(ObjectiveBase):
         """Uses `model` or, by default, a new decoder."""
         self._loss_options = LossOptions(config.training.label_smoothing, config.training.z_loss)
         self._student = StudentLoss(config)
-        self.model = model or TransformerLM(config.model, derive_seed(config.training.seed, "model"))
+        self.model = model or TransformerLM(DecoderConfig.of(config), derive_seed(config.training.seed, "model"))
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Computes the summed loss, (): cross-entropy with label smoothing and z-loss, or the distillation loss.

@@ -12,17 +12,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from sansgpu.config import Config, ConfigError, DataConfig, RunPaths, load_config
+from sansgpu.config import Config, ConfigError, RunPaths
 from sansgpu.config.errors import FINE_TUNING, require
 from sansgpu.config.paths import local_path
-from sansgpu.config.tasks import built_in_settings
 from sansgpu.config.wording import counted, shown
 from sansgpu.data.cleaning import cached_array, chosen_documents, read_array
+from sansgpu.data.settings import CorpusDataConfig
 from sansgpu.data.shards import cache_key, pieces_with_progress
 from sansgpu.data.sources import Source, files_fingerprint
 from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import PRIVATE_MODE, atomic_write, make_folder
 from sansgpu.files.folders import delete_folder, entries_below
+from sansgpu.tasks.classify.settings import LabelDataConfig
+from sansgpu.tasks.configuration import SCHEMA, load_config
 from sansgpu.tasks.inference import load_for_use, predictions
 from sansgpu.tasks.registry import TASKS
 from sansgpu.tasks.task import ModelSource, TaskClass, TrainedModel
@@ -47,18 +49,17 @@ class QualityFilter:
     @classmethod
     def open(cls, config: Config) -> QualityFilter:
         """Finds the configured classifier. Raises ConfigError if there is none, or it does not know the label."""
-        data = config.data
+        data = CorpusDataConfig.of(config)
         require("data.quality_model", *FINE_TUNING)
         given = local_path(str(data.quality_model))
         folder = _model_folder(given)
-        kinds = (kind for kind, settings in built_in_settings().items() if settings.task == TASK)
+        kinds = (kind for kind, settings in SCHEMA.tasks.kinds.items() if settings.task == TASK)
         task: Any = next((TASKS[kind] for kind in kinds if TASKS[kind].recognizes(str(folder))), None)
         if task is None:
             raise _wrong_model(given, "is not a text classifier")
-        model: DataConfig = task.config_of_model(ModelSource(str(folder))).data
+        model = LabelDataConfig.of(task.config_of_model(ModelSource(str(folder))))
         _require_label(model, data)
-        of_run = load_config(RunPaths(given).config, own=False)[0].data if given != folder else model
-        length = of_run.max_length
+        length = (load_config(RunPaths(given).config, own=False)[0].data if given != folder else model).max_length
         assert length is not None  # it has a default
         return cls(folder, task, length, data.quality_label, data.quality_share, config.get_effective_device())
 
@@ -143,7 +144,7 @@ def _wrong_model(folder: Path, problem: str) -> ConfigError:
     )
 
 
-def _require_label(model: DataConfig, data: DataConfig) -> None:
+def _require_label(model: LabelDataConfig, data: CorpusDataConfig) -> None:
     """Raises ConfigError unless the data's quality_label is a label of the model, or missing for a regression."""
     name, label = data.quality_model, data.quality_label
     if model.label_kind == "regression":

@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sansgpu.config.architectures import ARCHITECTURES, architecture_name
 from sansgpu.config.tasks import PYTHON_STDLIB, CardText, Purpose, TaskSettings, Values
-from sansgpu.tasks.settings import TEXT_METRICS, distillation_problems, window_problems
-
-DECODER_KEYS = (
-    "model.n_kv_heads", "model.pre_norm", "model.initialization", "model.tie_embeddings", "model.rope_theta",
-    "model.architecture", "model.norm", "model.bias", "model.positions", "model.qk_norm",
-    "training.window_warmup_ratio",
-)  # fmt: skip
+from sansgpu.data.settings import CorpusDataConfig, WindowedTrainingConfig
+from sansgpu.models.architectures import ARCHITECTURES, DecoderConfig, architecture_name
+from sansgpu.tasks.settings import TEXT_METRICS, DistilledTrainingConfig, distillation_problems, window_problems
 
 QUALITY_KEYS = "data.quality_label", "data.quality_share"  # have an effect only with data.quality_model
 CORPUS_KEYS = (
@@ -59,11 +54,11 @@ def _decoder_card(model: Values) -> CardText:
 
 SETTINGS = TaskSettings(
     "pretrain",
-    ("from scratch", "texts", "text generation", "samples", "packing", "distillation"),
+    ("from scratch", "texts", "text generation", "samples", "packing"),
     implementation="sansgpu.tasks.pretrain.task:Pretrain",
     description="train a decoder from scratch",
     purpose=Purpose("continue text, trained from scratch", "documents", built_in=PYTHON_STDLIB),
-    own_keys=(*DECODER_KEYS, *CORPUS_KEYS),
+    sections=(DecoderConfig, CorpusDataConfig, WindowedTrainingConfig, DistilledTrainingConfig),
     problems=_pretraining_problems,
     varying_length=False,
     metrics=TEXT_METRICS,

@@ -18,6 +18,7 @@ from sansgpu.data.bigrams import count_bigrams
 from sansgpu.data.order import batch_indices, generator, steps_per_epoch
 from sansgpu.data.pack import PackedWindows, TextWindows, Windows, piece_length
 from sansgpu.data.sequences import PackedSequences
+from sansgpu.data.settings import WindowedTrainingConfig
 from sansgpu.data.shards import build_store, build_tokenizer
 from sansgpu.data.sources import open_single
 from sansgpu.data.split import all_documents
@@ -32,6 +33,7 @@ from sansgpu.events.progress import ReportProgress
 from sansgpu.files.reading import read_object
 from sansgpu.machine.probe import has_bf16_tensors
 from sansgpu.models import TransformerLM
+from sansgpu.models.architectures import DecoderConfig
 from sansgpu.models.bigrams import initialize_from_bigrams
 from sansgpu.models.formats.decoder_folder import (
     HuggingFaceLM,
@@ -54,6 +56,7 @@ from sansgpu.models.scoring import Scorer, decoder_scorer, transformers_scorer
 from sansgpu.models.teacher import Teacher, decoder_teacher, transformers_teacher
 from sansgpu.tasks.base import ComposedTask, with_layers, with_vocabulary_of
 from sansgpu.tasks.capabilities import ExportsGGUF, Generates, GGUFParts, Teaches
+from sansgpu.tasks.configuration import SCHEMA
 from sansgpu.tasks.distillation import Lesson, open_lesson, sequences_of
 from sansgpu.tasks.evaluation import LanguageModeling
 from sansgpu.tasks.pretrain.costs import DecoderCosts
@@ -68,6 +71,7 @@ from sansgpu.tasks.pretrain.data import (
 )
 from sansgpu.tasks.pretrain.objective import PretrainObjective
 from sansgpu.tasks.pretrain.settings import SETTINGS
+from sansgpu.tasks.settings import DistilledTrainingConfig
 from sansgpu.tasks.task import EvaluationRequest, ModelSource, TrainedModel
 
 if TYPE_CHECKING:  # gguf is optional
@@ -101,7 +105,7 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
 
         Raises ConfigError if there is not enough data, or if model.vocab_size is smaller than the tokenizer's.
         """
-        if config.training.distillation.teacher is not None:
+        if DistilledTrainingConfig.of(config).distillation.teacher is not None:
             return taught_corpus(config, open_lesson(config), progress)
         sources, cleaning = open_documents(config, cache, progress)
         tokenizer = build_tokenizer(config.data, sources.train, cache, progress)
@@ -114,10 +118,10 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
     def recorded_settings(cls, config: Config, recorded: dict[str, Any]) -> list[str]:
         """Returns how the run was initialized, unless it is configured: it depends on the text."""
         chosen = (recorded.get("model") or {}).get("initialization", "random")
-        return [f"model.initialization={chosen}"] if config.model.initialization == "auto" else []
+        return [f"model.initialization={chosen}"] if DecoderConfig.of(config).initialization == "auto" else []
 
     def initialize(self, progress: ReportProgress) -> None:
-        if self.config.model.initialization == "bigram":
+        if DecoderConfig.of(self.config).initialization == "bigram":
             progress("counting pairs of tokens", 0, 0)
             bigrams = count_bigrams(self.corpus.documents, len(self.model.embedding.weight))
             initialize_from_bigrams(self.model, *bigrams, derive_seed(self.config.training.seed, "bigrams"))
@@ -162,17 +166,17 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
         inputs, targets = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
         positions = torch.arange(config.window).expand_as(inputs).contiguous()
         batch = Batch(inputs, targets, positions, torch.zeros_like(inputs))
-        if not config.training.distillation.selects_tokens:
+        if not DistilledTrainingConfig.of(config).distillation.selects_tokens:
             return batch
         return replace(batch, teacher_target_log_probabilities=torch.zeros(inputs.shape, dtype=torch.float16))
 
     @classmethod
     def costs(cls, config: Config) -> DecoderCosts:
-        return DecoderCosts(config.model, config.training, config.window, config.window)
+        return DecoderCosts(DecoderConfig.of(config), DistilledTrainingConfig.of(config), config.window, config.window)
 
     def batch(self, step: int, total_steps: int | None = None) -> Batch:
         """Returns the global batch of a step, whose windows are cut into pieces during sequence length warm-up."""
-        training, window = self.config.training, self.config.window
+        training, window = WindowedTrainingConfig.of(self.config), self.config.window
         count = len(self.corpus.train)
         indices = batch_indices(training.seed, step, count, self._effective_batch)
         batch: Batch = self._windows(step // steps_per_epoch(count, self._effective_batch)).batch(indices)
@@ -203,10 +207,10 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
     @classmethod
     def load(cls, source: ModelSource) -> tuple[PretrainObjective, Tokenizer, Config]:
         """Loads a TransformerLM if it supports the model, otherwise any causal LM of transformers."""
-        config, path = source.config or Config(), source.path
+        config, path = source.config or SCHEMA(), source.path
         if source.snapshot is not None:
             assert source.tokenizer is not None
-            decoder = TransformerLM(config.model, seed=None)
+            decoder = TransformerLM(DecoderConfig.of(config), seed=None)
             set_weights(decoder, source.snapshot.weights(), source.snapshot.folder, assign=True)
             return (
                 PretrainObjective(config, decoder),

@@ -10,20 +10,21 @@ from typing import Any
 
 import torch
 
-from sansgpu.config import DataConfig, SansGPUError
+from sansgpu.config import SansGPUError
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.files.atomic import write_text
 from sansgpu.tasks.evaluation import whole_groups
 from sansgpu.tasks.qa.answers import Answer, AnswerRules, best_answers, exact_match_f1, predictions_json
 from sansgpu.tasks.qa.data import TokenizedQuestions
 from sansgpu.tasks.qa.objective import QAObjective, position_loss
+from sansgpu.tasks.qa.settings import AnswerDataConfig
 from sansgpu.tasks.task import Gather, Sums
 
 
 class QAEvaluator:
     """Answers questions with a model and computes exact match and F1."""
 
-    def __init__(self, objective: QAObjective, tokenized: TokenizedQuestions, data: DataConfig) -> None:
+    def __init__(self, objective: QAObjective, tokenized: TokenizedQuestions, data: AnswerDataConfig) -> None:
         self._objective, self._tokenized = objective, tokenized
         self._rules = AnswerRules(data.n_best_size, data.max_answer_length, data.null_score_diff_threshold)
         self._may_be_null = bool(data.null_answers)

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
+from sansgpu.config.schema import DataConfig
+from sansgpu.config.section import CHANGEABLE
 from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings, percentage
 from sansgpu.tasks.settings import FINE_TUNED, SMALL_ENCODER, fine_tuning_problems
 
 _ANSWER = 'sansgpu predict MODEL --question "Who wrote it?" --context "It was written by Ada."'
 
 
-ANSWER_KEYS = (
-    "data.n_best_size", "data.max_answer_length", "data.null_answers", "data.null_score_diff_threshold",
-)  # fmt: skip
+class AnswerDataConfig(DataConfig):
+    """The section `data` of task qa."""
+
+    n_best_size: int = Field(
+        20, ge=1, description="number of best candidate answers to consider per question", json_schema_extra=CHANGEABLE
+    )
+    max_answer_length: int = Field(
+        30, ge=1, description="maximum length of an answer in tokens", json_schema_extra=CHANGEABLE
+    )
+    null_answers: bool | None = Field(
+        None,
+        description="allow the answer to be empty. Default: true if the training split has questions without an answer",
+        json_schema_extra=CHANGEABLE,
+    )
+    null_score_diff_threshold: float = Field(
+        0.0,
+        description="predict an empty answer if its score exceeds that of the best answer by more than this",
+        json_schema_extra=CHANGEABLE,
+    )
 
 
 QUESTION_METRICS = (
@@ -32,7 +52,7 @@ SETTINGS = TaskSettings(
     implementation="sansgpu.tasks.qa.task:QA",
     description="extractive question answering",
     purpose=Purpose("find answers in text", "questions with contexts and answers, as in SQuAD", SMALL_ENCODER),
-    own_keys=ANSWER_KEYS,
+    sections=(AnswerDataConfig,),
     defaults={"training": {**FINE_TUNED, "learning_rate": 3e-5}, "data": {"max_length": 384}},
     problems=fine_tuning_problems,
     metrics=QUESTION_METRICS,

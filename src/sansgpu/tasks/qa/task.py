@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from sansgpu.config import Config, ConfigError, DataConfig
+from sansgpu.config import Config, ConfigError
 from sansgpu.data.rows import BadRows, SourceRow, located
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.sources import open_single, open_sources
@@ -29,7 +29,7 @@ from sansgpu.tasks.qa.data import (
 )
 from sansgpu.tasks.qa.evaluate import QAEvaluator
 from sansgpu.tasks.qa.objective import QAObjective
-from sansgpu.tasks.qa.settings import SETTINGS
+from sansgpu.tasks.qa.settings import SETTINGS, AnswerDataConfig
 from sansgpu.tasks.task import EvaluationRequest, Gather, TrainedModel
 
 
@@ -44,12 +44,12 @@ class QA(Predicts, FineTuningTask):
 
     def __init__(self, config: Config, corpus: QuestionCorpus, effective_batch: int) -> None:
         super().__init__(config, corpus, effective_batch)
-        self.evaluator = QAEvaluator(self.objective, corpus.validation, config.data)
+        self.evaluator = QAEvaluator(self.objective, corpus.validation, AnswerDataConfig.of(config))
 
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, QuestionCorpus]:
         """Reads and tokenizes the questions. Raises ConfigError if there are too few, or one is invalid."""
-        sources, data = open_sources(config.data), config.data
+        sources, data = open_sources(config.data), AnswerDataConfig.of(config)
         tokenizer = load_tokenizer_of(config.model)
         notes: list[str] = []
         train_rows, held_rows = BadRows(data.on_bad_row), BadRows("skip")
@@ -98,13 +98,13 @@ class QA(Predicts, FineTuningTask):
         if request.data is None:
             part, name = cast(QuestionCorpus, request.own_corpus()).validation, "validation questions"
         else:
-            settings = DataConfig(dataset_name=request.data, dataset_config=loaded.config.data.dataset_config)
+            settings = AnswerDataConfig(dataset_name=request.data, dataset_config=loaded.config.data.dataset_config)
             source, bad_rows = open_single(request.data, settings), BadRows("skip")
             questions, name = read_questions(source.rows(), bad_rows), source.name
             part = tokenize_questions(questions, loaded.config, loaded.tokenizer, bad_rows)
         part.bad_rows.report(lambda note: request.warn(f"{name}: {note}"))
         require_rows(part, name)
-        return QAEvaluator(loaded.objective, part, loaded.config.data)
+        return QAEvaluator(loaded.objective, part, AnswerDataConfig.of(loaded.config))
 
     @classmethod
     def rows_to_predict(cls, rows: Iterable[SourceRow]) -> Iterable[SourceRow]:
@@ -119,7 +119,7 @@ class QA(Predicts, FineTuningTask):
         `null_answers` says whether the answer may be empty; None: as in the run's configuration.
         """
         questions = [unanswered_question(row) for row in located(rows)]
-        data = loaded.config.data
+        data = AnswerDataConfig.of(loaded.config)
         if null_answers is not None:
             data = data.model_copy(update={"null_answers": null_answers})
         too_long = BadRows("skip")

@@ -12,6 +12,7 @@ from sansgpu.tasks.settings import (
     LORA_LEARNING_RATE,
     SMALL_CHAT_MODEL,
     TEXT_METRICS,
+    DistilledTrainingConfig,
     distillation_problems,
     fine_tuning_problems,
 )
@@ -28,7 +29,8 @@ def _sft_problems(config: Any) -> Iterator[str]:
 
 SETTINGS = TaskSettings(
     "sft",
-    ("text generation", "samples", "packing", "pretrained", "rows", "adapter", "conversations", "distillation"),
+    ("text generation", "samples", "packing", "pretrained", "rows", "adapter", "conversations"),
+    sections=(DistilledTrainingConfig,),
     implementation="sansgpu.tasks.sft.task:SFT",
     description="supervised fine-tuning on conversations",
     purpose=Purpose("chat", "conversations", SMALL_CHAT_MODEL, built_in=PYTHON_STDLIB_CHAT, is_decoder=True),

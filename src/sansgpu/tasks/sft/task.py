@@ -27,6 +27,7 @@ from sansgpu.tasks.capabilities import Chats, ExportsGGUF, GGUFParts, Teaches
 from sansgpu.tasks.distillation import Lesson, open_lesson
 from sansgpu.tasks.evaluation import read_requested
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_examples
+from sansgpu.tasks.settings import DistilledTrainingConfig
 from sansgpu.tasks.sft.data import (
     ChatCorpus,
     ConversationExamples,
@@ -62,7 +63,7 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
 
         Raises ConfigError if there are too few rows, one is invalid, or the teacher has a different vocabulary.
         """
-        if config.training.distillation.teacher is not None:
+        if DistilledTrainingConfig.of(config).distillation.teacher is not None:
             return taught_corpus(config, open_lesson(config), progress)
         return config, cls.read(config, load_tokenizer_of(config.model, config.data.chat_template), progress)
 

@@ -7,6 +7,8 @@ from typing import Self
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import effective_batch
 from sansgpu.models.costing import FULL, Costs, LinearShapes, StepTraffic, StepWork, vocabulary_of
+from sansgpu.tasks.embed.settings import EmbeddingTrainingConfig
+from sansgpu.tasks.static.settings import StaticModelConfig
 
 _PAIR_BYTES = 17  # per score of two texts: the score, its mask, the masked score, its log-softmax and its gradient
 _PROCESS_BYTES = 380 << 20  # more than usual: a process that has imported transformers, and the tokenized texts
@@ -17,6 +19,9 @@ class StaticCosts(Costs):
 
     The table has no blocks; everything counts as the only one.
     """
+
+    model: StaticModelConfig
+    training: EmbeddingTrainingConfig
 
     @property
     def layers(self) -> int:

@@ -20,10 +20,12 @@ from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.base import EXPECTED_CHARACTERS, ObjectiveBase
 from sansgpu.tasks.embed.groups import TextGroups
 from sansgpu.tasks.embed.objective import USUAL_TEXTS, ComparedEmbeddings, with_values
+from sansgpu.tasks.embed.settings import EmbeddingTrainingConfig
 from sansgpu.tasks.fine_tuning import random_tokens
 from sansgpu.tasks.static.costs import StaticCosts
 from sansgpu.tasks.static.distill import DEFAULT_DIM, reduced_dim
 from sansgpu.tasks.static.model import StaticFolder, StaticModel, read_static_folder, write_static_folder
+from sansgpu.tasks.static.settings import StaticModelConfig
 from sansgpu.tasks.static.words import TextTokenizer
 
 
@@ -33,7 +35,7 @@ class StaticObjective(ComparedEmbeddings, ObjectiveBase):
     def __init__(self, config: Config, random: bool = False, layers: int | None = None) -> None:
         """Initializes the table from the seed. `random` and `layers` have no effect, because there are no blocks."""
         self.config = config
-        rows, width = config.model.vocab_size, config.model.embedding_dim
+        rows, width = config.model.vocab_size, StaticModelConfig.of(config).embedding_dim
         assert rows is not None
         assert width is not None
         with seeded(config.training.seed, "embeddings"):
@@ -78,7 +80,7 @@ class StaticObjective(ComparedEmbeddings, ObjectiveBase):
     @classmethod
     def costs(cls, config: Config) -> StaticCosts:
         length = USUAL_TEXTS * config.window
-        return StaticCosts(config.model, config.training, length, length)
+        return StaticCosts(StaticModelConfig.of(config), EmbeddingTrainingConfig.of(config), length, length)
 
     @classmethod
     def random_tokens(cls, config: Config, size: int, tokens: int | None) -> list[np.ndarray]:
@@ -91,7 +93,7 @@ class StaticObjective(ComparedEmbeddings, ObjectiveBase):
         Without one, the vocabulary is an estimate until its tokenizer is trained. Raises ConfigError if the model
         cannot be read or has fewer dimensions than configured.
         """
-        model = config.model
+        model = StaticModelConfig.of(config)
         if model.vocab_size is not None and model.embedding_dim is not None:
             return config  # a run's recorded configuration, whose base model may have been moved
         if (static := static_base(config)) is not None:
@@ -133,4 +135,4 @@ def static_layout(config: Config) -> EmbeddingLayout:
     """Returns the layout of the static model that a run starts from, or that of a new one."""
     if (static := static_base(config)) is not None:
         return static.layout
-    return EmbeddingLayout("mean", config.training.embedding_loss != "triplet")
+    return EmbeddingLayout("mean", EmbeddingTrainingConfig.of(config).embedding_loss != "triplet")

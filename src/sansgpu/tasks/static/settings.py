@@ -5,18 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic import Field
+
+from sansgpu.config.model import ModelConfig
 from sansgpu.config.tasks import CardText, Purpose, TaskSettings
-from sansgpu.tasks.embed.settings import EMBEDDING_KEYS, EMBEDDING_METRICS
+from sansgpu.tasks.embed.settings import EMBEDDING_METRICS, EmbeddingDataConfig, EmbeddingTrainingConfig
 from sansgpu.tasks.embed.settings import SETTINGS as EMBED
 from sansgpu.tasks.settings import FINE_TUNED, row_problems
 
 _TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size", "data.tokenizer_sample_mb")
 _DISTILLATION_KEYS = ("model.sif_coefficient", "model.revision", "model.trust_remote_code")
 
-STATIC_KEYS = (
-    *(key for key in EMBEDDING_KEYS if key != "model.pooling"), *_TOKENIZER_KEYS, "model.vocab_size",
-    "model.embedding_dim", "model.sif_coefficient",
-)  # fmt: skip
+MAX_EMBEDDING_DIM = 65_536  # larger than the vectors of any encoder
+
+
+class StaticModelConfig(ModelConfig):
+    """The section `model` of task static."""
+
+    embedding_dim: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_EMBEDDING_DIM,
+        description="dimensions of static embeddings. Default: 256, or fewer if the vectors of the encoder that is "
+        "distilled have fewer; for a static model that is trained further, its own",
+    )
+    sif_coefficient: float = Field(
+        3e-4,
+        ge=0,
+        lt=1,
+        description="weighting of tokens when an encoder is distilled to static embeddings; the vector of a token with "
+        "probability p, estimated from its rank in the vocabulary by Zipf's law, is multiplied by sif_coefficient / "
+        "(sif_coefficient + p) (smooth inverse frequency); 0: no weighting",
+    )
 
 
 def _problems(config: Any) -> Iterator[str]:
@@ -35,7 +55,7 @@ def _problems(config: Any) -> Iterator[str]:
 
 SETTINGS = TaskSettings(
     "static",
-    ("pretrained", "rows"),
+    ("texts", "pairs", "pretrained", "rows"),
     implementation="sansgpu.tasks.static.task:StaticEmbeddings",
     description="train static embeddings: vectors of tokens, whose mean is the vector of a text",
     purpose=Purpose(
@@ -46,7 +66,8 @@ SETTINGS = TaskSettings(
         epochs=10,
         trained="static embeddings",
     ),
-    own_keys=STATIC_KEYS,
+    own_keys=("model.vocab_size", *_TOKENIZER_KEYS),
+    sections=(StaticModelConfig, EmbeddingDataConfig, EmbeddingTrainingConfig),
     defaults={
         "training": {
             **FINE_TUNED,

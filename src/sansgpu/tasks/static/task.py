@@ -20,6 +20,7 @@ from sansgpu.models.huggingface.pretrained import weights_fingerprint
 from sansgpu.models.huggingface.sentence_embedding import is_static_folder
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.capabilities import ignore_count
+from sansgpu.tasks.configuration import SCHEMA
 from sansgpu.tasks.embed.data import EmbeddingCorpus, TextShape
 from sansgpu.tasks.embed.evaluate import EmbeddingEvaluator
 from sansgpu.tasks.embed.objective import with_values
@@ -29,7 +30,7 @@ from sansgpu.tasks.inference import load_for_use
 from sansgpu.tasks.static.distill import distilled
 from sansgpu.tasks.static.model import TOKENIZER, StaticModel, as_transformers, plain_tokenizer, read_tokenizer
 from sansgpu.tasks.static.objective import StaticObjective, static_base, with_rows
-from sansgpu.tasks.static.settings import SETTINGS
+from sansgpu.tasks.static.settings import SETTINGS, StaticModelConfig
 from sansgpu.tasks.static.words import TextTokenizer
 from sansgpu.tasks.task import EvaluationRequest, ModelSource, TaskClass, TrainedModel
 
@@ -46,7 +47,7 @@ class StaticEmbeddings(TextEmbedding):
 
     def initialize(self, progress: ReportProgress) -> None:
         """Copies the table of a static model, or distills an encoder."""
-        model, weight = self.config.model, self.objective.model.embedding.weight
+        model, weight = StaticModelConfig.of(self.config), self.objective.model.embedding.weight
         if (static := static_base(self.config)) is not None:
             table = static.weights
         elif model.name_or_path is not None:
@@ -148,7 +149,7 @@ def first_texts(texts: Iterable[str], size: int) -> Iterator[str]:
 def _encoder(config: Config) -> TrainedModel:
     """Loads the encoder to distill, in bf16 if the processor multiplies it natively."""
     model = {key: getattr(config.model, key) for key in ("name_or_path", "revision", "trust_remote_code")}
-    settings = Config.model_validate({"task": "embed", "model": model, "data": {"dataset_name": "-"}})
+    settings = SCHEMA.model_validate({"task": "embed", "model": model, "data": {"dataset_name": "-"}})
     source = ModelSource(str(config.model.name_or_path), config.model.trust_remote_code, settings)
     precision = "bf16" if has_native_bf16() else "fp32"
     return load_for_use(cast(TaskClass, TextEmbedding), source, torch.device("cpu"), precision)

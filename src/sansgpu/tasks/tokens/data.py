@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from sansgpu.config import Config, DataConfig
+from sansgpu.config import Config
 from sansgpu.config.paths import local_path
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.conll import DEFAULT_TAG_COLUMN
 from sansgpu.data.files import file_form
 from sansgpu.data.rows import BadRows
 from sansgpu.data.sequences import PackedSequences, WindowedTexts, require_overlap_fits
+from sansgpu.data.settings import TaggedDataConfig
 from sansgpu.data.sources import Source, open_single
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.tasks.evaluation import TokenizedCorpus
@@ -182,13 +183,13 @@ class TagCorpus(TokenizedCorpus[TaggedWindows]):
         return " ".join(words)
 
 
-def open_tagged(name: str, data: DataConfig, notes: list[str]) -> Source:
+def open_tagged(name: str, data: TaggedDataConfig, notes: list[str]) -> Source:
     """Opens a dataset to evaluate on, in the same format as the run's. Reads files with unknown suffixes as CoNLL."""
     path, tag_column = local_path(name), data.tag_column
     if tag_column is None and path.is_file() and file_form(path) is None:
         tag_column = DEFAULT_TAG_COLUMN
     settings, numbered = number_tag_column(
-        DataConfig(dataset_name=name, dataset_config=data.dataset_config, tag_column=tag_column)
+        TaggedDataConfig(dataset_name=name, dataset_config=data.dataset_config, tag_column=tag_column)
     )
     notes += [f"{numbered}."] if numbered else []
     return open_single(name, settings)

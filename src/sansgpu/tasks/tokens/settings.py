@@ -6,14 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings, share
+from sansgpu.data.settings import TaggedDataConfig
 from sansgpu.tasks.settings import FINE_TUNED, LORA_LEARNING_RATE, SMALL_ENCODER, fine_tuning_problems, repeated_labels
 
 _FIND = 'sansgpu predict MODEL --text "Ada Lovelace lived in London."'
-
-
-TAG_KEYS = (
-    "data.tag_column",
-)  # fmt: skip
 
 
 TAG_METRICS = (
@@ -44,7 +40,7 @@ SETTINGS = TaskSettings(
     implementation="sansgpu.tasks.tokens.task:Tokens",
     description="tag words, e.g. find entities (token classification)",
     purpose=Purpose("find entities in text", "sentences with tags", SMALL_ENCODER),
-    own_keys=TAG_KEYS,
+    sections=(TaggedDataConfig,),
     defaults={
         "training": {**FINE_TUNED, "learning_rate": 5e-5},
         "data": {"max_length": 128, "doc_stride": 32, "validation_split": 0.1},

@@ -16,12 +16,13 @@ from tokenizers import Regex
 from tokenizers.pre_tokenizers import BertPreTokenizer, Split
 from tokenizers.pre_tokenizers import Sequence as Steps
 
-from sansgpu.config import ConfigError, DataConfig
+from sansgpu.config import ConfigError
 from sansgpu.config.wording import counted, truncate
 from sansgpu.data.conll import DEFAULT_TAG_COLUMN, conll_columns
 from sansgpu.data.files import file_form, read_lines
 from sansgpu.data.headers import MAX_LINES, TABLES
 from sansgpu.data.rows import BadRows, SourceRow, column_names
+from sansgpu.data.settings import TaggedDataConfig
 from sansgpu.data.sources import local_files
 from sansgpu.tasks.tokens.spans import (
     OUTSIDE,
@@ -215,7 +216,7 @@ TAGGED_FORMS = (*TABLES, ".txt")  # file types that may contain CoNLL columns, i
 TAGGED_NAMES = frozenset(("text", "tokens", "spans", *TAG_COLUMNS))
 
 
-def number_tag_column(data: DataConfig) -> tuple[DataConfig, str | None]:
+def number_tag_column(data: TaggedDataConfig) -> tuple[TaggedDataConfig, str | None]:
     """Sets data.tag_column to a column number if all files are in CoNLL format.
 
     Returns the settings and a message about the columns, or None if nothing was set. Raises ConfigError if a .csv or

@@ -14,6 +14,7 @@ from sansgpu.config.paths import local_path
 from sansgpu.config.wording import counted
 from sansgpu.data.rows import BadRows, located
 from sansgpu.data.sequences import PackedSequences
+from sansgpu.data.settings import TaggedDataConfig
 from sansgpu.data.sources import open_sources
 from sansgpu.data.split import describe_split
 from sansgpu.events.progress import ReportProgress
@@ -48,7 +49,7 @@ class Tokens(Predicts, FineTuningTask):
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, TagCorpus]:
         """Reads and tokenizes the texts. Raises ConfigError if there are too few, or one is invalid."""
-        data, numbered = number_tag_column(config.data)
+        data, numbered = number_tag_column(TaggedDataConfig.of(config))
         config = config.model_copy(update={"data": data})
         sources = open_sources(data)
         tokenizer = load_tokenizer_of(config.model)
@@ -108,7 +109,7 @@ class Tokens(Predicts, FineTuningTask):
             part, name = cast(TagCorpus, request.own_corpus()).validation, "validation texts"
         else:
             bad_rows, notes = BadRows("skip"), list[str]()
-            source = open_tagged(request.data, loaded.config.data, notes)
+            source = open_tagged(request.data, TaggedDataConfig.of(loaded.config), notes)
             name, labels = source.name, loaded.objective.labels
             texts = in_iob2(read_tagged(source.rows(), bad_rows), name, notes)
             part = tokenize_texts(texts, labels, loaded.config, loaded.tokenizer, bad_rows, in_training=False)

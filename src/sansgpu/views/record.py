@@ -8,24 +8,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import ConfigError, RunPaths, TaskSettings, recorded_values, require_identity
+from sansgpu.config import ConfigError, RunPaths, TaskSettings, require_identity
+from sansgpu.config.paths import not_a_run
 from sansgpu.config.plain_data import InvalidDataError, unreadable
-from sansgpu.config.tasks import kind_of, settings_of
 from sansgpu.events.event import Event
 from sansgpu.events.jsonl import read_record
 from sansgpu.events.schema import RecordedEnvironment
 from sansgpu.files.marks import read_mark
 from sansgpu.files.reading import read_validated
+from sansgpu.tasks.configuration import recorded_values, settings_for
 
 
 def seconds_of(events: Iterable[Event]) -> float:
     """Returns the total run time of all processes of a run."""
     return max((e.get("elapsed_seconds") or e.get("seconds") or 0.0 for e in events), default=0.0)
-
-
-def not_a_run(folder: Path) -> ConfigError:
-    """Returns the error for a folder that no training run wrote."""
-    return ConfigError(f"{folder} is not a run: it has no config.yaml; pass the --output-dir of a training run.")
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ class RunRecord:
     @cached_property
     def settings(self) -> TaskSettings:
         """The settings that the run's task declares."""
-        return settings_of(kind_of(str(self.config.get("task")), self.config))
+        return settings_for(self.config)
 
     @property
     def name(self) -> str:
