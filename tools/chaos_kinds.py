@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ours import overrides
+
 NAMES = "red blue green fast slow old new warm cold loud quiet light dark round flat sweet"
 WORDS = NAMES.split()
 STEPS = 16
@@ -43,7 +45,7 @@ class Kind:
 
     def command(self, run: Path, resume: bool) -> list[str]:
         """Returns the arguments of `sansgpu` for a run."""
-        chosen = [part for key, value in {**TRAINING, **self.settings}.items() for part in ("--set", f"{key}={value}")]
+        chosen = overrides({**TRAINING, **self.settings})
         many = ["--processes", str(self.processes)] if self.processes > 1 else []
         return ["train", *chosen, "--output-dir", str(run), *many, *(["--resume", "latest"] if resume else [])]
 

@@ -15,13 +15,12 @@ import argparse
 import json
 import os
 import random
-import resource
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import mean, stdev
 
-from benchmarks.contest import NoResultError, Outcome, Row, print_table, say, spawn, write_json
+from benchmarks.contest import NoResultError, Outcome, Row, finished, print_table, run_worker, say, write_json
 from benchmarks.ours import command
 
 Labeled = tuple[str, str]
@@ -108,33 +107,21 @@ def ours(job: Row, folder: Path) -> Row:
         "data.dataset_name": job["train"],
         "data.validation_name": job["test"],
     }
-    outcome, used = timed(command(folder / "run", settings))
-    evaluated = outcome.named("eval")
-    if not evaluated:
-        raise outcome.no_result()
-    return {"accuracy": evaluated[-1][1]["accuracy"], "processor_seconds": used, "seconds": outcome.wall_seconds}
+    outcome = finished(command(folder / "run", settings), "eval")
+    return cost(outcome, outcome.named("eval")[-1][1])
 
 
 def peer(python: str, job: Row, folder: Path) -> Row:
-    path = folder / "job.json"
-    path.write_text(json.dumps(job), encoding="utf-8")
-    outcome, used = timed([python, "-m", "benchmarks.fine_tuning.few_shot_peer", str(path)])
-    if not outcome.events:
-        raise outcome.no_result()
-    accuracy = outcome.events[-1][1]["accuracy"]
-    return {"accuracy": accuracy, "processor_seconds": used, "seconds": outcome.wall_seconds}
+    outcome = run_worker(job, folder, "benchmarks.fine_tuning.few_shot_peer", python=python)
+    return cost(outcome, outcome.named("result")[-1][1])
 
 
-def timed(arguments: list[str]) -> tuple[Outcome, float]:
-    """Runs a process. Returns its outcome and its CPU seconds."""
-    before = _processor_seconds()
-    outcome = spawn(arguments)
-    return outcome, _processor_seconds() - before
-
-
-def _processor_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def cost(outcome: Outcome, scored: Row) -> Row:
+    return {
+        "accuracy": scored["accuracy"],
+        "processor_seconds": outcome.cpu_seconds,
+        "seconds": outcome.wall_seconds,
+    }
 
 
 def row(data: str, name: str, found: list[Row]) -> Row:

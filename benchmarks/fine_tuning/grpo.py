@@ -16,15 +16,13 @@ KL divergence from the reference model. The differences should be below 1e-4.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.contest import ROOT, NoResultError, Row, print_table, say, spawn, write_json
-from benchmarks.fine_tuning.understanding import finished, setting
-from benchmarks.ours import command, overrides
+from benchmarks.contest import NoResultError, Row, finished, print_table, run_worker, say, write_json
+from benchmarks.ours import assignments, command, setting
 
 COLUMNS = {
     "": ("name", "s"),
@@ -110,20 +108,12 @@ def compared(args: argparse.Namespace, folder: Path) -> tuple[list[Row], dict[st
         "training.precision": "fp32",
         **dict(args.set),
     }
-    job, found = folder / "job.json", {}
-    facts = {"threads": args.threads, "steps": args.peer_steps, "folder": str(folder)}
-    job.write_text(json.dumps({"overrides": overrides(given)[1::2], **facts}))
-    for name, module, python in (
-        ("sansgpu", "benchmarks.fine_tuning.grpo_steps", sys.executable),
-        ("TRL GRPOTrainer", "benchmarks.fine_tuning.grpo_peer", str(args.peer_python)),
-    ):
+    facts = {"threads": args.threads, "steps": args.peer_steps, "folder": folder}
+    job, found = {"overrides": assignments(given), **facts}, {}
+    for name, python in (("sansgpu", sys.executable), ("TRL GRPOTrainer", str(args.peer_python))):
         say(name)
-        outcome = spawn(
-            [python, "-m", module, str(job)], environment={"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-        )
-        if outcome.code or not outcome.named("result"):
-            raise outcome.no_result()
-        found[name] = outcome.named("result")[0][1]
+        contestant = ("benchmarks.fine_tuning.grpo_contestants", name)
+        found[name] = run_worker(job, folder, *contestant, python=python).named("result")[0][1]
     ours, theirs = found.values()
     differences = {
         key: max(abs(a - b) for a, b in zip(ours[key], theirs[key], strict=True))

@@ -14,16 +14,29 @@ losses should be below 1e-4.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.contest import ROOT, NoResultError, Outcome, Row, add_ratios, print_table, say, spawn, write_json
-from benchmarks.fine_tuning.understanding import finished, setting
-from benchmarks.ours import MEASURED, command, overrides
+from benchmarks.contest import (
+    NoResultError,
+    Outcome,
+    Row,
+    add_ratios,
+    finished,
+    print_table,
+    read_job,
+    run_worker,
+    say,
+    write_json,
+)
+from benchmarks.ours import MEASURED, assignments, command, setting
+
+if TYPE_CHECKING:  # it imports torch, which this process does not need
+    from sansgpu.tasks.preference.batch import AnswerPairs
 
 OURS, TRL = "sansgpu", "TRL DPOTrainer"
 COLUMNS = {
@@ -88,13 +101,9 @@ def settings(args: argparse.Namespace) -> dict[str, object]:
 
 
 def train_theirs(python: Path, given: dict[str, object], folder: Path) -> Trained:
-    job, changes = folder / "job.json", overrides(given)[1::2]
-    facts = {"threads": given["training.threads"], "steps": given["training.max_steps"], "cache": str(folder / "cache")}
-    job.write_text(json.dumps({"overrides": changes, **facts}))
-    paths = {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    outcome = spawn([str(python), "-m", "benchmarks.fine_tuning.preference_peer", str(job)], environment=paths)
-    if outcome.code or not outcome.named("result"):
-        raise outcome.no_result()
+    facts = {"threads": given["training.threads"], "steps": given["training.max_steps"], "cache": folder / "cache"}
+    job = {"overrides": assignments(given), **facts}
+    outcome = run_worker(job, folder, "benchmarks.fine_tuning.preference", "--worker", python=python)
     result = outcome.named("result")[0][1]
     return Trained.of(outcome, result["losses"], result["step_seconds"], result["pairs"])
 
@@ -105,6 +114,61 @@ def train_ours(given: dict[str, object], output: Path) -> Trained:
     steps = [event for _, event in outcome.named("step")]
     losses, seconds = ([step[key] for step in steps] for key in ("loss", "step_seconds"))
     return Trained.of(outcome, losses, seconds, [int(str(given["training.batch_size"]))] * len(steps))
+
+
+def run_trl(job: Row) -> None:
+    """Trains with TRL's DPOTrainer on pairs that sansgpu has tokenized, so that only the training is compared."""
+    import torch
+    from datasets import Dataset
+    from torch.utils.data import SequentialSampler
+    from trl import DPOConfig, DPOTrainer
+
+    from benchmarks.fine_tuning.trainer_peer import Watch, batches, load_model, report, trainer_arguments
+
+    class InOrder(DPOTrainer):  # type: ignore[misc]
+        """A DPOTrainer without shuffling, whose dataset is already tokenized."""
+
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            return SequentialSampler(self.train_dataset)
+
+        def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
+            return dataset
+
+    torch.set_num_threads(job["threads"])
+    config, tokenizer, given = batches(job["overrides"], job.get("steps"), Path(job["cache"]))
+    training, watch = config.training, Watch()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = DPOConfig(
+            folder,
+            **trainer_arguments(config, len(given)),
+            per_device_train_batch_size=training.batch_size,
+            gradient_accumulation_steps=training.gradient_accumulation_steps,
+            beta=training.preference.scale,
+            loss_type=[{"dpo": "sigmoid", "dpo_norm": "sigmoid_norm", "ipo": "ipo"}[training.preference.loss]],
+            max_length=None,
+            gradient_checkpointing=False,
+        )
+        trainer = InOrder(
+            load_model(config),
+            args=arguments,
+            train_dataset=Dataset.from_dict(columns(given)),
+            processing_class=tokenizer,
+            callbacks=[watch],
+        )
+        trainer.train()
+    report({"step_seconds": watch.seconds, "losses": watch.losses, "pairs": [len(batch) for batch in given]})
+
+
+def columns(given: list[AnswerPairs]) -> dict[str, list[list[int]]]:
+    """Returns the tokens of the pairs of all batches, in their order."""
+    found: dict[str, list[list[int]]] = {"prompt_ids": [], "chosen_ids": [], "rejected_ids": []}
+    for pair in (batch.rows(number, number + 1) for batch in given for number in range(len(batch))):
+        prompt, chosen, rejected = pair.sizes[0].tolist()
+        parts = pair.tokens.split([prompt, chosen - 1, rejected - 1])
+        last: tuple[list[int], ...] = [], [int(pair.targets[chosen - 1])], [int(pair.targets[-1])]  # only targets
+        for column, part, end in zip(found.values(), parts, last, strict=True):
+            column.append([*part.tolist(), *end])
+    return found
 
 
 def main() -> None:
@@ -141,4 +205,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_trl(read_job()) if sys.argv[1:2] == ["--worker"] else main()

@@ -18,10 +18,10 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from benchmarks.contest import Row, add_ratios, print_table, row_of, say, spawn, write_json
+from benchmarks.contest import WARM_UP, Row, add_ratios, print_table, row_of, say, spawn, write_json
+from benchmarks.ours import command
 
 BASES = ("int4", "int8", "bf16")
-WARM_UP = 2  # unmeasured first steps
 COLUMNS = {
     "base": ("name", "s"),
     "peak memory, GB": ("peak_gb", ".2f"),
@@ -45,10 +45,8 @@ def measure(model: Path, base: str, arguments: argparse.Namespace) -> Row:
         "training.eval_steps": 0, "training.threads": arguments.threads, "training.precision": "bf16",
         "training.compile": "off", "training.report_to": "none", "data.cache_dir": model.parent / "cache",
     }  # fmt: skip
-    overrides = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    run = ["--headless", "--force", "--output-dir", str(model.parent / f"run-{base}")]
     say(f"training on a base in {base}")
-    outcome = spawn([sys.executable, "-m", "sansgpu", "train", *overrides, *run])
+    outcome = spawn([*command(model.parent / f"run-{base}", settings), "--force"])
     events = outcome.named("step")
     if outcome.code or len(events) <= WARM_UP:
         raise outcome.no_result()

@@ -32,7 +32,7 @@ from benchmarks.contest import (
     take_turns,
     write_json,
 )
-from benchmarks.ours import MEASURED, at_step, command, overrides, sample
+from benchmarks.ours import MEASURED, assignments, at_step, command, sample
 
 # Qwen/Qwen2.5-0.5B's config.json.
 SHAPE = {
@@ -96,10 +96,8 @@ def contestants(
             line = command(output, {**asked, **changes})
             found.append(Contestant(name, line, partial(our_sample, folder, name), until=at_step(total)))
         job = folder / f"hf-{adapter}.json"
-        given = [part for part in overrides(asked) if part != "--set"]
-        job.write_text(
-            json.dumps({"overrides": given, "steps": total, "threads": threads, "cache": str(folder / "cache")})
-        )
+        facts = {"overrides": assignments(asked), "steps": total, "threads": threads, "cache": str(folder / "cache")}
+        job.write_text(json.dumps(facts))
         line = [sys.executable, "-m", "benchmarks.fine_tuning.trainer_peer", str(job)]
         name = f"{HF}, {label}"
         found.append(Contestant(name, line, partial(their_sample, folder, name), needs=("accelerate", "peft")))

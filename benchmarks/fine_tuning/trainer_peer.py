@@ -1,17 +1,17 @@
-"""Trains with Hugging Face's Trainer on the same rows in the same order.
+"""Trains with Hugging Face's Trainer, or Sentence Transformers', on the same rows in the same order.
 
     python -m benchmarks.fine_tuning.trainer_peer JOB
 
 JOB is a JSON file with `overrides` (settings of sansgpu), `threads`, `cache` (a folder) and optionally `steps` and
 `folder` (for the trained model). Prints a JSON line. sansgpu tokenizes and masks the rows, so that only the training is
-compared.
+compared, except that Sentence Transformers tokenizes and pads texts when a batch is drawn.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,68 @@ from typing import Any
 import torch
 import transformers
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, Trainer, TrainingArguments
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments
 
-from benchmarks.fine_tuning.peer_trainer import Watch, say, trainer_arguments
+from benchmarks.contest import read_job
 from sansgpu.config import Config, load_config
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.order import batch_indices, steps_per_epoch
+from sansgpu.data.rows import BadRows
 from sansgpu.data.sequences import PackedSequences
+from sansgpu.data.sources import open_sources
 from sansgpu.machine.memory import effective_batch
 from sansgpu.models.huggingface.pretrained import AUTO_CLASSES
+from sansgpu.tasks.embed.groups import TextGroups
+from sansgpu.tasks.embed.rows import read_text_rows
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.schedule import total_steps
 
 Row = dict[str, Any]  # lists of integers; a label may be a number
+
+
+class Watch(TrainerCallback):
+    """Records seconds and losses of steps."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._start = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.seconds.append(time.perf_counter() - self._start)
+
+    def on_log(self, *_: Any, **given: Any) -> None:
+        if "loss" in given["logs"]:
+            self.losses.append(float(given["logs"]["loss"]))
+
+
+def trainer_arguments(config: Config, steps: int) -> dict[str, Any]:
+    """Returns the arguments that all Trainers of the benchmarks have in common, except `output_dir`."""
+    training = config.training
+    return {
+        "max_steps": steps,
+        "use_cpu": True,
+        "bf16": training.precision == "bf16",
+        "learning_rate": training.learning_rate,
+        "lr_scheduler_type": training.lr_scheduler,
+        "warmup_steps": training.warmup_steps,
+        "weight_decay": training.weight_decay,
+        "adam_beta1": training.beta1,
+        "adam_beta2": training.beta2,
+        "adam_epsilon": 1e-8,
+        "max_grad_norm": training.max_grad_norm,
+        "seed": training.seed,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def report(result: dict[str, Any]) -> None:
+    print(json.dumps({"event": "result", **result}), flush=True)
 
 
 def batches(overrides: list[str], steps: int | None, cache: Path) -> tuple[Config, Any, list[Any]]:
@@ -144,19 +193,68 @@ def train(
     return watch
 
 
+def columns(config: Config) -> dict[str, list[Any]]:
+    """Reads the training rows: a column for each text, and one for the score if there is any."""
+    rows = read_text_rows(open_sources(config.data).train.rows(), config.data, BadRows("fail"))
+    texts = zip(*(row.texts for row in rows), strict=True)
+    found: dict[str, list[Any]] = {f"text{number}": list(column) for number, column in enumerate(texts)}
+    if config.data.score_scale is not None:
+        found["score"] = [row.score / config.data.score_scale for row in rows if row.score is not None]
+    return found
+
+
+def train_embedding(config: Config, given: list[TextGroups], save: str | None) -> Watch:
+    """Trains on the rows of the batches `given`, writes the model to the folder `save`, and returns the step times."""
+    from datasets import Dataset as Columns
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+    )
+    from sentence_transformers.base.sampler import DefaultBatchSampler
+    from sentence_transformers.sentence_transformer import losses
+
+    class InGivenOrder(DefaultBatchSampler):
+        """Yields the row numbers of each batch, in sansgpu's order."""
+
+        def __iter__(self) -> Iterator[list[int]]:
+            return (batch.numbers.tolist() for batch in given)
+
+        def __len__(self) -> int:
+            return len(given)
+
+    watch = Watch()
+    transformers.set_seed(config.training.seed)
+    model = SentenceTransformer(str(config.model.name_or_path), device="cpu")
+    assert config.data.max_length is not None
+    model.max_seq_length = config.data.max_length
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = SentenceTransformerTrainingArguments(
+            folder,
+            **trainer_arguments(config, len(given)),
+            per_device_train_batch_size=int(config.training.batch_size),
+            batch_sampler=InGivenOrder,
+        )
+        scored = config.training.embedding_loss == "cosine"
+        loss = losses.CosineSimilarityLoss(model) if scored else losses.MultipleNegativesRankingLoss(model)
+        rows = Columns.from_dict(columns(config))
+        SentenceTransformerTrainer(model, arguments, rows, loss=loss, callbacks=[watch]).train()
+    if save is not None:
+        model.save(save)
+    return watch
+
+
 def main() -> None:
-    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    job = read_job()
     torch.set_num_threads(job["threads"])
     config, tokenizer, given = batches(job["overrides"], job.get("steps"), Path(job["cache"]))
     save, size = job.get("folder"), int(config.training.batch_size)
     if config.task == "embed":
-        from benchmarks.fine_tuning.embedding_peer import train as train_embedding  # imports Sentence Transformers
-
         watch = train_embedding(config, given, save)
     else:
         watch = train(config, tokenizer, given, size, config.training.gradient_accumulation_steps, save=save)
     tokens = [batch.token_count() for batch in given]
-    say({"event": "result", "step_seconds": watch.seconds, "losses": watch.losses, "tokens": tokens})
+    report({"step_seconds": watch.seconds, "losses": watch.losses, "tokens": tokens})
 
 
 if __name__ == "__main__":

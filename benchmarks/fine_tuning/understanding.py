@@ -26,10 +26,21 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import get_args
+from typing import Any, get_args
 
-from benchmarks.contest import NoResultError, Outcome, Row, add_ratios, print_table, say, spawn, write_json
-from benchmarks.ours import command, overrides
+from benchmarks.contest import (
+    NoResultError,
+    Outcome,
+    Row,
+    add_ratios,
+    finished,
+    print_table,
+    read_job,
+    run_worker,
+    say,
+    write_json,
+)
+from benchmarks.ours import assignments, command, setting
 from sansgpu.config.training import Precision
 
 OURS, HF, ST = "sansgpu", "Hugging Face Trainer", "Sentence Transformers"
@@ -93,24 +104,16 @@ def settings(args: argparse.Namespace, seed: int) -> dict[str, object]:
     }
 
 
-def setting(text: str) -> tuple[str, str]:
-    """Parses KEY=VALUE."""
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text} is not KEY=VALUE")
-    return key, value
-
-
 def learn_theirs(given: dict[str, object], folder: Path) -> Learned:
     """Trains with the peer and evaluates its model. Raises NoResultError if it fails."""
     folder.mkdir()
-    job, load, changes = folder / "job.json", os.getloadavg()[0], overrides(given)[1::2]
-    trained = folder / "trained"
-    facts = {"threads": given["training.threads"], "cache": str(folder.parent / "cache"), "folder": str(trained)}
-    job.write_text(json.dumps({"overrides": changes, **facts}))
-    outcome = finished([sys.executable, "-m", "benchmarks.fine_tuning.trainer_peer", str(job)], "result")
+    load, trained = os.getloadavg()[0], folder / "trained"
+    facts = {"threads": given["training.threads"], "cache": folder.parent / "cache", "folder": trained}
+    job = {"overrides": assignments(given), **facts}
+    outcome = run_worker(job, folder, "benchmarks.fine_tuning.trainer_peer")
     result = outcome.named("result")[0][1]
-    scored = finished([sys.executable, "-m", "benchmarks.fine_tuning.score", str(trained), *changes], "eval")
+    job = {"overrides": assignments({**given, "model.name_or_path": trained})}
+    scored = run_worker(job, folder, "benchmarks.fine_tuning.understanding", "--worker", event="eval")
     steps = (result["losses"], result["tokens"], result["step_seconds"])
     return learned(outcome, scored, *steps, load)
 
@@ -146,12 +149,25 @@ def learned(
     return Learned(metrics, losses, tokens, seconds, *use, load)
 
 
-def finished(line: list[str], event: str) -> Outcome:
-    """Runs a command to its end. Raises NoResultError if it fails or does not print the event."""
-    outcome = spawn(line)
-    if outcome.code or not outcome.named(event):
-        raise outcome.no_result()
-    return outcome
+def score(job: Row) -> None:
+    """Evaluates a trained model on the held-out rows, in the precision of its training, and prints the eval event."""
+    import torch
+
+    from sansgpu.config import load_config
+    from sansgpu.machine.execution import Execution
+    from sansgpu.machine.memory import effective_batch
+    from sansgpu.tasks.registry import task_of
+    from sansgpu.train.evaluate import evaluate
+
+    config, _ = load_config(None, job["overrides"])
+    task_class: Any = task_of(config)
+    torch.set_num_threads(int(config.training.threads))
+    with tempfile.TemporaryDirectory() as cache:
+        config, corpus = task_class.prepare(config, Path(cache), lambda *_: None)
+        task = task_class(config, corpus, effective_batch(config.training))
+        execution = Execution(task_class.evaluation_batch(config), precision=str(config.training.precision))
+        metrics = evaluate(task.evaluator, execution)
+    print(json.dumps({"event": "eval", **(metrics or {})}), flush=True)
 
 
 def row(name: str, runs: list[Learned]) -> Row:
@@ -214,4 +230,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    score(read_job()) if sys.argv[1:2] == ["--worker"] else main()

@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks.contest import Contestant, Outcome, Row, Sample, add_ratios, print_table, take_turns, write_json
-from benchmarks.ours import MEASURED, at_step, command, overrides, sample
+from benchmarks.ours import MEASURED, assignments, at_step, command, sample
 
 WARM_UP = 2
 OURS, PLAIN = "sansgpu", "plain PyTorch, fp32"
@@ -67,18 +67,8 @@ def contestants(
     label = Path(name).stem.replace(" ", "-")
     line = command(folder / f"{label}-ours", {**ours, "training.threads": args.threads}, config)
     job = folder / f"{label}.json"
-    given = [part for part in overrides({**SETTINGS, **settings}) if part != "--set"]
-    job.write_text(
-        json.dumps(
-            {
-                "config": str(config),
-                "overrides": given,
-                "steps": total,
-                "threads": args.threads,
-                "cache": str(folder / "cache"),
-            }
-        )
-    )
+    facts = {"config": str(config), "overrides": assignments({**SETTINGS, **settings}), "steps": total}
+    job.write_text(json.dumps({**facts, "threads": args.threads, "cache": str(folder / "cache")}))
     plain = [sys.executable, "-m", "benchmarks.graph.plain_encoder", str(job)]
     read = partial(noted, folder / f"{label}.nodes")
     return [

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.contest import read_job
 from sansgpu.config import Config, ModelConfig, load_config
 from sansgpu.data.batch import IGNORE
 from sansgpu.machine.memory import effective_batch
@@ -188,7 +188,7 @@ def run(config: Config, cache: Path, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    job = read_job()
     torch.set_num_threads(job["threads"])
     asked, _ = load_config(Path(job["config"]), job["overrides"])
     run(asked, Path(job["cache"]), job["steps"])

@@ -23,7 +23,7 @@ from statistics import median
 
 from tokenizers import Tokenizer
 
-from benchmarks.contest import Event, NoResultError, Row, add_ratios, print_table, say, spawn, write_json
+from benchmarks.contest import Event, NoResultError, Row, add_ratios, print_table, run_worker, say, write_json
 
 LENGTHS = (16, 24, 32, 48, 64, 96, 128)  # lengths of the prompts in tokens, used cyclically
 COLUMNS = {
@@ -51,13 +51,8 @@ def prompts_of(model: Path, documents: Path, count: int) -> list[list[int]]:
 
 def measure(job: Row, python: str, folder: Path) -> Event:
     """Runs a worker. Raises NoResultError if it fails."""
-    path = folder / "job.json"
-    path.write_text(json.dumps(job))
-    outcome = spawn([python, "-m", "benchmarks.serving.generation_worker", str(path)])
-    found = [event for _, event in outcome.named("pass")]
-    if outcome.code or not found:
-        raise outcome.no_result()
-    return {**found[0], "peak_rss_bytes": outcome.peak_rss_bytes}
+    outcome = run_worker(job, folder, "benchmarks.serving.generation_worker", event="pass", python=python)
+    return {**outcome.named("pass")[0][1], "peak_rss_bytes": outcome.peak_rss_bytes}
 
 
 def row(name: str, passes: list[Event], reference: list[list[int]]) -> Row:

@@ -1,4 +1,4 @@
-"""Measures one contestant of `benchmarks.serving.generation`: `python -m benchmarks.serving.generation_worker JOB`.
+"""Measures one contestant of generation.py: `python -m benchmarks.serving.generation_worker JOB`.
 
 Prints a JSON line. Runs in its contestant's environment, so it must not import packages of the others.
 """

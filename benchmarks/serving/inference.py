@@ -27,7 +27,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import median
 
-from benchmarks.contest import Event, NoResultError, Row, add_ratios, print_table, say, spawn, write_json
+from benchmarks.contest import Event, NoResultError, Row, add_ratios, print_table, run_worker, say, write_json
 
 OURS = "sansgpu"
 PEERS = {"encode": ("sentence-transformers", "onnxruntime", "openvino"), "predict": ("pipeline",)}  # by task
@@ -58,13 +58,8 @@ def mixed_texts(documents: Path) -> Iterator[str]:
 
 def measure(job: Row, folder: Path) -> list[Event]:
     """Runs a worker and returns its passes. Raises NoResultError if it fails."""
-    path = folder / "job.json"
-    path.write_text(json.dumps(job))
-    outcome = spawn([sys.executable, "-m", "benchmarks.serving.inference_worker", str(path)])
-    found = [event for _, event in outcome.named("pass")]
-    if outcome.code or not found:
-        raise outcome.no_result()
-    return [{**event, "peak_rss_bytes": outcome.peak_rss_bytes} for event in found]
+    outcome = run_worker(job, folder, "benchmarks.serving.inference_worker", event="pass")
+    return [{**event, "peak_rss_bytes": outcome.peak_rss_bytes} for _, event in outcome.named("pass")]
 
 
 def row(name: str, passes: list[Event], texts: int) -> Row:

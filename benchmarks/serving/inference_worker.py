@@ -1,4 +1,4 @@
-"""Measures one contestant of `benchmarks.serving.inference`: `python -m benchmarks.serving.inference_worker JOB`.
+"""Measures one contestant of inference.py: `python -m benchmarks.serving.inference_worker JOB`.
 
 Prints a JSON line per measured pass. The first contestant writes its results to a file, and those of the others are
 compared with them.
@@ -7,7 +7,6 @@ compared with them.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from benchmarks.contest import read_job
 from benchmarks.serving.onnx_encoders import onnx_encoder
 
 Job = dict[str, Any]
@@ -96,7 +96,7 @@ def agreement(found: Results, expected: Results) -> float:
 
 
 def main() -> None:
-    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    job = read_job()
     torch.set_num_threads(job["threads"])
     folder = Path(job["folder"])
     texts, first, peer = json.loads((folder / "texts.json").read_text()), folder / "first.npy", job["peer"]

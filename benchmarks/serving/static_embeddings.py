@@ -25,6 +25,7 @@ import torch
 from torchmetrics.functional import spearman_corrcoef
 
 from benchmarks.contest import Row, print_table, say, write_json
+from benchmarks.ours import overrides
 from sansgpu.cli import run as cli
 from sansgpu.config import SansGPUError
 from sansgpu.jobs.embed import open_encoder
@@ -83,8 +84,7 @@ def contestants(args: argparse.Namespace, folder: Path) -> dict[str, tuple[Encod
         "training.num_epochs": args.epochs, "training.batch_size": 128, "training.eval_steps": 0,
         "training.report_to": "none",
     }  # fmt: skip
-    settings = [part for key, value in chosen.items() for part in ("--set", f"{key}={value}")]
-    sansgpu("train", *settings, "--output-dir", run)
+    sansgpu("train", *overrides(chosen), "--output-dir", run)
     theirs, their_seconds = their_static(Path(args.model))
     return {
         ENCODER: (our_encoder(args.model), None),
