@@ -36,7 +36,7 @@ test: setup
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 smoke: setup
-	$(BIN)/python -m benchmarks.smoke
+	$(BIN)/python -m tools.smoke
 
 chat: $(VENV)/hf kernels
 	$(BIN)/sansgpu train configs/default.yaml $(call into,runs/default)
@@ -71,8 +71,8 @@ sanitize: $(VENV)/ready
 	$(BIN)/python -m tests.kernels.sanitize $(SANITIZER)
 
 lint: $(VENV)/ready
-	$(BIN)/ruff check src tests benchmarks examples docs
-	$(BIN)/ruff format --check src tests benchmarks examples docs
+	$(BIN)/ruff check src tests benchmarks tools examples docs
+	$(BIN)/ruff format --check src tests benchmarks tools examples docs
 	$(BIN)/mypy
 
 # The site in build/site. Its pages are laid out as in the repository, so that links between them work in both.

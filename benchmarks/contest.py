@@ -146,6 +146,33 @@ def spawn(
     return Outcome(process.returncode, wall, usage.ru_maxrss * kilo, cpu, events, lines, tail)
 
 
+def finished(command: Sequence[str], event: str, environment: dict[str, str] | None = None) -> Outcome:
+    """Runs a command to its end. Raises NoResultError if it fails or does not print the event."""
+    outcome = spawn(command, environment=environment)
+    if outcome.code or not outcome.named(event):
+        raise outcome.no_result()
+    return outcome
+
+
+def run_worker(
+    job: Row, folder: Path, *module: str, event: str = "result", python: str | Path = sys.executable
+) -> Outcome:
+    """Runs `python -m MODULE FILE` with the job in a new file of `folder`.
+
+    Raises NoResultError if it fails or does not print the event.
+    """
+    file = folder / "job.json"
+    file.write_text(json.dumps(job, default=str), encoding="utf-8")
+    paths = {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}  # sansgpu may be missing in the other environment
+    return finished([str(python), "-m", *module, str(file)], event, paths)
+
+
+def read_job() -> Row:
+    """Returns the job that `run_worker` has written, in the process that it has started."""
+    job: Row = json.loads(Path(sys.argv[-1]).read_text(encoding="utf-8"))
+    return job
+
+
 def run(contestant: Contestant) -> Sample:
     """Runs a contestant once. Raises NoResultError if it fails."""
     missing = [name for name in contestant.needs if importlib.util.find_spec(name) is None]

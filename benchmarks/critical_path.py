@@ -27,11 +27,12 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks import fine_tuning, ours
+from benchmarks import ours
 from benchmarks.contest import ROOT, NoResultError, Row, print_table, say, spawn, write_json
 from benchmarks.corpus import PYTHON_STDLIB
-from benchmarks.peers import settings_of
+from benchmarks.fine_tuning import trainer
 from benchmarks.sizes import SIZES
+from benchmarks.speed.peers import settings_of
 from sansgpu.machine.launch import SPINS
 
 ADAPTERS = {"qwen_lora": "lora", "qwen_whole": "none"}  # one packed row of 2,048 tokens, Qwen2.5-0.5B's shape
@@ -83,8 +84,8 @@ def settings(size: str, folder: Path) -> tuple[str | None, dict[str, object]]:
         batch = {"training.batch_size": shape.windows_a_step, "training.gradient_accumulation_steps": 1}
         return None, {**ours.MEASURED, **settings_of(shape, PYTHON_STDLIB), **batch}
     if size in ADAPTERS:
-        model, row = fine_tuning.made_model(folder / "model"), {"data.max_length": PACKED_TOKENS}
-        given = fine_tuning.settings(model, folder, ADAPTERS[size], **row, **{"training.batch_size": 1})
+        model, row = trainer.made_model(folder / "model"), {"data.max_length": PACKED_TOKENS}
+        given = trainer.settings(model, folder, ADAPTERS[size], **row, **{"training.batch_size": 1})
         return None, {key: value for key, value in given.items() if key != "training.window_warmup_ratio"}
     return str(ROOT / "configs" / f"{size}.yaml"), ours.MEASURED
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +24,22 @@ MEASURED = {
 }
 
 
+def setting(text: str) -> tuple[str, str]:
+    """Parses KEY=VALUE."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text} is not KEY=VALUE")
+    return key, value
+
+
 def overrides(settings: dict[str, object]) -> list[str]:
     """Returns settings as --set arguments."""
-    return [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    return [part for change in assignments(settings) for part in ("--set", change)]
+
+
+def assignments(settings: dict[str, object]) -> list[str]:
+    """Returns settings as KEY=VALUE."""
+    return [f"{key}={value}" for key, value in settings.items()]
 
 
 def command(output: Path, settings: dict[str, object], config: str | Path | None = None) -> list[str]:

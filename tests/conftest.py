@@ -36,13 +36,14 @@ settings.load_profile("sansgpu")
 # The slowest files run first, so that no pytest worker is left with one of them at the end.
 LONGEST = (
     "train/test_runs.py", "jobs/test_push_to_hub.py", "train/test_resume.py", "tasks/test_architectures.py",
-    "test_rubbish.py", "models/formats/test_gguf.py", "jobs/serve/test_serve.py", "tasks/test_fine_tuning_runs.py",
-    "views/test_live.py", "planning/test_plan.py", "jobs/test_init.py", "test_signals.py",
-    "models/test_hostile_models.py", "tasks/test_parity.py", "data/test_hostile_data.py", "test_written_files.py",
-    "jobs/test_onnx.py", "scale/test_runs.py", "jobs/test_gguf_commands.py", "train/test_instruction_sets.py",
-    "planning/test_cluster.py", "jobs/test_hostile_runs.py", "kernels/test_library.py", "scale/test_local_steps.py",
+    "hostile/test_rubbish.py", "models/formats/test_gguf.py", "jobs/serve/test_serve.py",
+    "tasks/test_fine_tuning_runs.py", "views/test_live.py", "planning/test_plan.py", "jobs/test_init.py",
+    "hostile/test_signals.py", "hostile/test_models.py", "tasks/test_parity.py", "hostile/test_data.py",
+    "hostile/test_written_files.py", "jobs/test_onnx.py", "scale/test_runs.py", "jobs/test_gguf_commands.py",
+    "train/test_instruction_sets.py",
+    "planning/test_cluster.py", "hostile/test_runs.py", "kernels/test_library.py", "scale/test_local_steps.py",
     "test_docs.py", "jobs/test_unreachable_data.py", "tasks/test_trained_adapters.py", "test_benchmarks.py",
-    "test_layers.py", "tasks/classify/test_classify.py", "data/test_hub_stream.py", "fuzz/test_fuzz.py",
+    "test_layers.py", "tasks/classify/test_classify.py", "data/test_hub_stream.py", "hostile/fuzz/test_fuzz.py",
     "tasks/graph/test_entities.py", "test_optional_packages.py", "train/test_branches.py",
     "tasks/tokens/test_tokens.py",
 )  # fmt: skip

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.outcome import file_digests
-from benchmarks.outcome import json_lines as json_lines
-from benchmarks.outcome import record as record
+from tools.outcome import file_digests
+from tools.outcome import json_lines as json_lines
+from tools.outcome import record as record
 
 from sansgpu.cli import run as cli
 from tests.forks import Fork, ForkServer

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from benchmarks.critical_path import compile_recorder
 from benchmarks.critical_path_worker import makespan
-from benchmarks.hosts import refused
-from benchmarks.tiny_model import make_folder
+from benchmarks.distributed.hosts import refused
+from tools.tiny_model import make_folder
 from transformers import AutoModelForSequenceClassification
 
 from sansgpu.machine.instruction_sets import supported
@@ -25,8 +25,8 @@ from tests.tasks.texts import text_rows
 ROOT = Path(__file__).parent.parent
 
 
-def benchmark(name: str, *arguments: str, cache: Path, result: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments, "--json", str(result)]
+def benchmark(module: str, *arguments: str, cache: Path, result: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", module, *arguments, "--json", str(result)]
     done = subprocess.run(command, cwd=ROOT, env=environment(cache), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     results: dict[str, Any] = json.loads(result.read_text())
@@ -35,7 +35,9 @@ def benchmark(name: str, *arguments: str, cache: Path, result: Path) -> dict[str
 
 
 def test_our_kernels_are_measured_beside_torchs(tmp_path: Path) -> None:
-    results = benchmark("kernels", "--quick", "--repeats", "3", cache=tmp_path, result=tmp_path / "kernels.json")
+    results = benchmark(
+        "benchmarks.speed.kernels", "--quick", "--repeats", "3", cache=tmp_path, result=tmp_path / "kernels.json"
+    )
     kinds = {row["name"].split()[0] for row in results["rows"]}
     assert kinds == {"attention", "loss", "linear"}
     for row in results["rows"]:
@@ -46,7 +48,9 @@ def test_our_kernels_are_measured_beside_torchs(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_our_products_are_measured_beside_torchs_for_each_instruction_set(tmp_path: Path) -> None:
-    results = benchmark("products", "--quick", "--repeats", "3", cache=tmp_path, result=tmp_path / "products.json")
+    results = benchmark(
+        "benchmarks.speed.products", "--quick", "--repeats", "3", cache=tmp_path, result=tmp_path / "products.json"
+    )
     measured = [(row["instructions"], row["dtype"]) for row in results["rows"]]
     assert measured == [(found.name, dtype) for found in supported() for dtype in ("bf16", "fp32")]
     for row in results["rows"]:
@@ -58,7 +62,7 @@ def test_our_products_are_measured_beside_torchs_for_each_instruction_set(tmp_pa
 def test_peers_train_the_same_size_on_the_same_data(tmp_path: Path) -> None:
     data = write_corpus(tmp_path / "corpus.jsonl", documents=300)
     arguments = f"--size tiny --peers plain,hf-fp32 --steps 2 --rounds 1 --data {data}".split()
-    results = benchmark("peers", *arguments, cache=tmp_path, result=tmp_path / "peers.json")
+    results = benchmark("benchmarks.speed.peers", *arguments, cache=tmp_path, result=tmp_path / "peers.json")
     found = {row["name"]: row for row in results["rows"]}
     assert list(found) == ["sansgpu", "plain", "hf-fp32"]
     if not find_spec("accelerate"):
@@ -81,7 +85,9 @@ def test_peers_train_the_same_size_on_the_same_data(tmp_path: Path) -> None:
 def test_a_run_is_measured_beside_busy_processes(tmp_path: Path) -> None:
     data = write_corpus(tmp_path / "corpus.jsonl", documents=300)
     arguments = ["--size", "tiny", "--steps", "2", "--rounds", "1", "--data", str(data)]
-    alone, *beside = benchmark("neighbour", *arguments, cache=tmp_path, result=tmp_path / "result.json")["rows"]
+    alone, *beside = benchmark(
+        "benchmarks.speed.neighbour", *arguments, cache=tmp_path, result=tmp_path / "result.json"
+    )["rows"]
     assert (alone["status"], alone["beside"]) == ("measured", "nothing")
     assert [row["beside"] for row in beside] == ["a busy process", "a half busy process"]
     cores = len(os.sched_getaffinity(0))
@@ -94,7 +100,7 @@ def test_a_run_is_measured_beside_busy_processes(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the CPU time of threads is only recorded on Linux")
 def test_the_longest_path_with_more_threads_is_shorter(tmp_path: Path) -> None:
     arguments = ["--size", "tiny", "--threads", "2,16", "--steps", "2"]
-    results = benchmark("critical_path", *arguments, cache=tmp_path, result=tmp_path / "result.json")
+    results = benchmark("benchmarks.critical_path", *arguments, cache=tmp_path, result=tmp_path / "result.json")
     assert [row["threads"] for row in results["rows"]] == [2, 16]
     for row in results["rows"]:
         assert row["projected_speedup"] == pytest.approx(row["work_seconds"] / row["longest_path_seconds"])
@@ -138,7 +144,9 @@ def test_units_go_to_the_thread_that_is_free_first() -> None:
 def test_link_prediction_on_a_small_graph_is_measured_beside_its_baseline(tmp_path: Path) -> None:
     tiny = ["model.d_model=32", "model.n_heads=2", "model.n_layers=1", "training.compile=off", "training.eval_steps=0"]
     changes = as_options(tiny)
-    (row,) = benchmark("small_graph", "--steps", "2", *changes, cache=tmp_path, result=tmp_path / "graph.json")["rows"]
+    (row,) = benchmark(
+        "benchmarks.graph.small_graph", "--steps", "2", *changes, cache=tmp_path, result=tmp_path / "graph.json"
+    )["rows"]
     assert (row["candidates"], row["queries"]) == (135, 655)
     assert 0.6 < row["relation_frequency_mrr"] < 0.7
     assert 0 < row["mrr"] < 1
@@ -147,7 +155,7 @@ def test_link_prediction_on_a_small_graph_is_measured_beside_its_baseline(tmp_pa
 
 @pytest.mark.long
 def test_memory_as_planned_is_measured_beside_a_run(tmp_path: Path) -> None:
-    (row,) = benchmark("memory", "--quick", cache=tmp_path, result=tmp_path / "memory.json")["rows"]
+    (row,) = benchmark("benchmarks.speed.memory", "--quick", cache=tmp_path, result=tmp_path / "memory.json")["rows"]
     assert row["peak_rss_bytes"] > 100e6
     assert abs(row["error"]) < 0.3
 
@@ -155,7 +163,9 @@ def test_memory_as_planned_is_measured_beside_a_run(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_time_as_planned_is_measured_beside_a_run(tmp_path: Path) -> None:
     arguments = ["--quick", "--minutes", "0.02"]
-    (row,) = benchmark("forecast", *arguments, cache=tmp_path, result=tmp_path / "forecast.json")["rows"]
+    (row,) = benchmark("benchmarks.speed.forecast", *arguments, cache=tmp_path, result=tmp_path / "forecast.json")[
+        "rows"
+    ]
     assert row["steps"] >= 3
     assert row["planned_seconds"] > 0
     assert row["measured_seconds"] > 0
@@ -166,7 +176,9 @@ def test_measurements_on_two_hosts_are_compared_with_estimates(tmp_path: Path) -
     if reason := refused():
         pytest.skip(reason)
     arguments = ["--size", "toy", "--steps", "2"]
-    rows = benchmark("cluster", *arguments, cache=tmp_path, result=tmp_path / "cluster.json")["rows"]
+    rows = benchmark("benchmarks.distributed.cluster", *arguments, cache=tmp_path, result=tmp_path / "cluster.json")[
+        "rows"
+    ]
     assert [row.get("status") for row in rows] == [None] * len(rows)
     hosts = {row["name"]: row for row in rows if "reckoned_seconds" in row}
     assert list(hosts) == ["unshaped", "5gbit", "1gbit", "100mbit"]
@@ -177,7 +189,9 @@ def test_measurements_on_two_hosts_are_compared_with_estimates(tmp_path: Path) -
 def test_engines_keep_the_contracts_that_they_can(tmp_path: Path) -> None:
     """Two processes, and half as many after a resume, compute the same steps as one; a lost rank ends the others."""
     arguments = ["--size", "tiny", "--steps", "1", "--rounds", "1", "--comparisons", "optimizer"]
-    rows = benchmark("engines", *arguments, cache=tmp_path, result=tmp_path / "engines.json")["rows"]
+    rows = benchmark("benchmarks.distributed.engines", *arguments, cache=tmp_path, result=tmp_path / "engines.json")[
+        "rows"
+    ]
     timed = {row["name"]: row for row in rows if row["comparison"] == "optimizer"}
     assert list(timed) == ["ours, ZeRO-1", "ours again", "DDP, ZeroRedundancyOptimizer"]
     for row in timed.values():
@@ -200,7 +214,9 @@ def test_a_student_is_compared_with_one_that_learns_alone(tmp_path: Path) -> Non
     arguments = ["--teacher", str(model), "--data", str(texts), "--tokens", "8192", "--ratios", "0.5"]
     small = {"model.d_model": 32, "model.n_heads": 2, "model.n_layers": 1, "model.max_seq_len": 64}
     arguments += options(small)
-    alone, taught = benchmark("distillation", *arguments, cache=tmp_path, result=tmp_path / "result.json")["rows"]
+    alone, taught = benchmark(
+        "benchmarks.fine_tuning.distillation", *arguments, cache=tmp_path, result=tmp_path / "result.json"
+    )["rows"]
     assert alone["tokens"] == pytest.approx(2 * taught["tokens"], rel=0.2)
     assert alone["loss"] > 0 < taught["loss"]
 
@@ -209,7 +225,9 @@ def test_a_student_is_compared_with_one_that_learns_alone(tmp_path: Path) -> Non
 def test_losses_in_integers_are_compared_with_those_in_fp32(tmp_path: Path) -> None:
     data = write_corpus(tmp_path / "corpus.jsonl", documents=300)
     arguments = ["--data", str(data), "--sizes", "1M", "--seeds", "2", "--steps", "3", "--precisions", "int16"]
-    exact, integers = benchmark("precisions", *arguments, cache=tmp_path, result=tmp_path / "result.json")["rows"]
+    exact, integers = benchmark(
+        "benchmarks.recipe.precisions", *arguments, cache=tmp_path, result=tmp_path / "result.json"
+    )["rows"]
     assert [exact["precision"], integers["precision"]] == ["fp32", "int16"]
     assert len(exact["losses"]) == len(integers["losses"]) == 2
     assert exact["losses"] != integers["losses"]
@@ -220,7 +238,9 @@ def test_losses_in_integers_are_compared_with_those_in_fp32(tmp_path: Path) -> N
 def test_fine_tuning_is_measured_beside_a_trainer(tmp_path: Path) -> None:
     model, talk = make_folder(tmp_path / "model", narrow=True), chat_rows(tmp_path / "rows.jsonl")
     arguments = ["--data", str(talk), "--model", str(model), "--steps", "2", "--rounds", "1"]
-    found = benchmark("fine_tuning", *arguments, cache=tmp_path, result=tmp_path / "result.json")["rows"]
+    found = benchmark("benchmarks.fine_tuning.trainer", *arguments, cache=tmp_path, result=tmp_path / "result.json")[
+        "rows"
+    ]
     assert [row["status"] for row in found] == ["measured"] * 9
     assert all(row["tokens_per_second"] > 0 for row in found)
     assert found[0]["loss"] == pytest.approx(found[2]["loss"], rel=0.02)  # full fine-tuning in bf16: ours and theirs
@@ -238,7 +258,9 @@ def test_tasks_of_understanding_are_trained_beside_a_peer(tmp_path: Path, task: 
     model = str(make_folder(tmp_path / "model", "bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
     arguments = ["--task", task, "--model", model, "--train", str(data), "--dev", str(data), "--epochs", "2"]
     arguments += ["--batch", "5", "--learning-rate", "1e-9"]  # so that only rounding makes the scores differ
-    ours, theirs = benchmark("understanding", *arguments, cache=tmp_path, result=tmp_path / "result.json")["rows"]
+    ours, theirs = benchmark(
+        "benchmarks.fine_tuning.understanding", *arguments, cache=tmp_path, result=tmp_path / "result.json"
+    )["rows"]
     runs = ours["runs"][0], theirs["runs"][0]
     assert runs[0]["tokens"] == runs[1]["tokens"]
     assert len(set(runs[0]["tokens"])) > 1
@@ -258,14 +280,16 @@ def test_vectors_and_labels_are_compared_with_those_of_a_peer(tmp_path: Path, ta
         AutoModelForSequenceClassification.from_pretrained(model).save_pretrained(model)
     arguments = ["--task", task, "--model", str(model), "--data", str(documents), "--texts", "8", "--rounds", "1"]
     arguments += ["--batches", "4"]
-    theirs, ours = benchmark("inference", *arguments, cache=tmp_path, result=tmp_path / "result.json")["rows"]
+    theirs, ours = benchmark(
+        "benchmarks.serving.inference", *arguments, cache=tmp_path, result=tmp_path / "result.json"
+    )["rows"]
     assert ours["agreement"] > (0.99 if task == "encode" else 0.7)  # in bf16 a label may differ
     assert ours["ratio"] == pytest.approx(ours["texts_per_second"] / theirs["texts_per_second"])
 
 
 @pytest.mark.long
 def test_the_smoke_trains_resumes_and_talks(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.smoke", "--keep", str(tmp_path)]
+    command = [sys.executable, "-m", "tools.smoke", "--keep", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "ended in the same state" in done.stdout
@@ -284,7 +308,7 @@ def test_graphs_are_learned_beside_a_plain_model(tmp_path: Path) -> None:
     changes = as_options(TINY_GRAPH)
     data = str(write_rows(tmp_path / "rows.jsonl", rows()))
     arguments = [*changes, "--data", data, "--steps", "2", "--set", "model.dropout=0"]
-    found = benchmark("graph", *arguments, cache=tmp_path, result=tmp_path / "result.json")["rows"]
+    found = benchmark("benchmarks.graph.encoder", *arguments, cache=tmp_path, result=tmp_path / "result.json")["rows"]
     assert [row["status"] for row in found] == ["measured"] * 4
     assert [row["logits_of"] for row in found] == ["masked nodes", "all nodes"] * 2
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=0.05)
@@ -296,7 +320,7 @@ def test_the_ablation_benchmark_leaves_out_each_part_of_the_method(tmp_path: Pat
     data = write_rows(tmp_path / "rows.jsonl", rows(30))
     changes = as_options((*TINY_GRAPH, f"data.dataset_name={data}"))
     arguments = [*changes, "--steps", "2", "--set", "data.validation_split=0.3"]
-    found = benchmark("graph_ablations", *arguments, cache=tmp_path, result=tmp_path / "result.json")["rows"]
+    found = benchmark("benchmarks.graph.ablations", *arguments, cache=tmp_path, result=tmp_path / "result.json")["rows"]
     assert [row["name"] for row in found][:3] == [
         "as configured",
         "relations shuffled in training",
@@ -311,7 +335,12 @@ def test_steps_with_a_picture_are_compared_with_those_around_them(tmp_path: Path
     corpus = write_corpus(tmp_path / "corpus.jsonl")
     small = {"data__dataset_name": corpus, "training__logging_steps": 1, "training__eval_steps": 0}
     results = benchmark(
-        "live_view", "--pictures", "4", *settings(**small), cache=tmp_path / "cache", result=tmp_path / "live.json"
+        "benchmarks.speed.live_view",
+        "--pictures",
+        "4",
+        *settings(**small),
+        cache=tmp_path / "cache",
+        result=tmp_path / "live.json",
     )
     assert results["pictures"] >= 3
     assert results["seconds_between"] > 0.25
@@ -324,7 +353,7 @@ def test_disturbed_runs_end_as_undisturbed_ones(tmp_path: Path, how: str) -> Non
     if how == "--disk" and (os.geteuid() or not sys.platform.startswith("linux")):
         pytest.skip("mounting a small disk requires Linux and root")
     arguments = ["--kills", "6", "--kinds", "GPT-2,LoRA,sharded", *([how] if how else [])]
-    found = benchmark("chaos", *arguments, cache=tmp_path / "cache", result=tmp_path / "chaos.json")["rows"]
+    found = benchmark("tools.chaos", *arguments, cache=tmp_path / "cache", result=tmp_path / "chaos.json")["rows"]
     assert sum(len(row["disturbed"]) for row in found) >= 6
     assert [row["differences"] for row in found] == [[]] * len(found)
 
@@ -334,7 +363,7 @@ def test_reference_runs_are_equal_until_something_changes(tmp_path: Path) -> Non
     recorded = tmp_path / "runs.json"
 
     def reference_runs(action: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "benchmarks.reference_runs", action, str(recorded), "--kinds", "qa"]
+        command = [sys.executable, "-m", "tools.reference_runs", action, str(recorded), "--kinds", "qa"]
         return subprocess.run(command, cwd=ROOT, env=environment(tmp_path / "cache"), capture_output=True, text=True)
 
     assert reference_runs("record").returncode == 0

@@ -13,7 +13,7 @@ import pytest
 from sansgpu import __version__
 from sansgpu.config import Config
 from sansgpu.config.section import all_keys
-from sansgpu.config.tasks import built_in_settings
+from sansgpu.tasks.configuration import SCHEMA
 from tests.processes import environment, finish, fork_server, settings, write_corpus
 from tests.project import PROJECT, ROOT
 
@@ -68,10 +68,10 @@ def test_every_command_of_a_page_runs(page: Path, checkout: Path, tmp_path_facto
 
 
 def test_the_configuration_page_lists_every_key_once_with_its_default_and_meaning(tmp_path: Path) -> None:
-    """`python -m benchmarks.configuration_page docs/configuration.md` updates the tables of the page."""
+    """`python -m tools.configuration_page docs/configuration.md` updates the tables of the page."""
     page = ROOT / "docs/configuration.md"
     shutil.copy2(page, tmp_path)
-    write = [sys.executable, "-m", "benchmarks.configuration_page", str(tmp_path / page.name)]
+    write = [sys.executable, "-m", "tools.configuration_page", str(tmp_path / page.name)]
     subprocess.run(write, cwd=ROOT, check=True)
     text = page.read_text(encoding="utf-8")
     assert text == (tmp_path / page.name).read_text(encoding="utf-8")
@@ -113,7 +113,7 @@ def test_the_page_of_commands_is_that_of_the_commands() -> None:
 def test_the_page_for_python_names_the_class_of_every_task() -> None:
     page = (ROOT / "docs/python.md").read_text(encoding="utf-8")
     classes = re.findall(r"`(sansgpu\.tasks\.\w+\.\w+:\w+)`", page)
-    assert sorted(classes) == sorted(settings.implementation for settings in built_in_settings().values())
+    assert sorted(classes) == sorted(settings.implementation for settings in SCHEMA.tasks.kinds.values())
 
 
 def test_a_page_calls_a_snapshot_a_checkpoint_first() -> None:
@@ -220,7 +220,7 @@ def test_a_picture_of_a_run_is_drawn(tmp_path: Path) -> None:
     train = ["train", "--output-dir", str(tmp_path / "run"), "--max-steps", "8"]
     code, _, error = finish([*train, *settings(data__dataset_name=corpus)], tmp_path / "cache")
     assert code == 0, error
-    draw = [sys.executable, "-m", "benchmarks.live_picture", str(tmp_path / "run"), str(tmp_path / "live.svg")]
+    draw = [sys.executable, "-m", "tools.live_picture", str(tmp_path / "run"), str(tmp_path / "live.svg")]
     done = subprocess.run(draw, cwd=ROOT, env=environment(tmp_path / "cache"), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     picture = (tmp_path / "live.svg").read_text(encoding="utf-8")
@@ -230,19 +230,19 @@ def test_a_picture_of_a_run_is_drawn(tmp_path: Path) -> None:
 def test_the_page_of_benchmarks_says_how_its_tables_are_measured() -> None:
     """Steps and rounds equal the commands' defaults, and each row says if its work differs from sansgpu's."""
     text = " ".join((ROOT / "docs/benchmarks.md").read_text(encoding="utf-8").split())
-    for name in ("peers", "fine_tuning", "graph"):
-        source = (ROOT / f"benchmarks/{name}.py").read_text(encoding="utf-8")
+    for name in ("speed.peers", "fine_tuning.trainer", "graph.encoder"):
+        source = (ROOT / f"benchmarks/{name.replace('.', '/')}.py").read_text(encoding="utf-8")
         patterns = (rf'(?:"--{key}".*?default=|\b{key}: int = )(\d+)' for key in ("steps", "rounds"))
         steps, rounds = (re.search(pattern, source) for pattern in patterns)
         assert steps
         assert rounds
         assert re.search(rf"`{name}` of {steps[1]} (steps )?in (each of )?{rounds[1]}\b", text), name
     lines = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8").splitlines()
-    names = ("peers --size m80", "peers --size cpu_small", "graph`")
+    names = ("speed.peers --size m80", "speed.peers --size cpu_small", "graph.encoder`")
     tables = {name: _table_after(lines, f"`python -m benchmarks.{name}") for name in names}
     for name, rows in tables.items():
         assert len(rows) >= 4
-        ours, others = ("masked nodes", "all nodes") if name == "graph`" else ("apart", "seen across")
+        ours, others = ("masked nodes", "all nodes") if name == "graph.encoder`" else ("apart", "seen across")
         for row in rows:
             assert row.split(" | ")[1] == (ours if "sansgpu" in row else others), row
 

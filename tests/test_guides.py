@@ -287,8 +287,8 @@ def streaming(folder: Path) -> None:
 
 
 def smoke(_: Path) -> None:
-    assert "-m benchmarks.smoke" in (ROOT / "Makefile").read_text()
-    assert 'os.environ.get("SANSGPU_LIVE_MODEL")' in (ROOT / "benchmarks/smoke.py").read_text()
+    assert "-m tools.smoke" in (ROOT / "Makefile").read_text()
+    assert 'os.environ.get("SANSGPU_LIVE_MODEL")' in (ROOT / "tools/smoke.py").read_text()
 
 
 def oxidizr_flags(folder: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import nbformat
 import pytest
-from benchmarks.notebook import INSTALL, NOTEBOOK, run_notebook
+from tools.notebook import INSTALL, NOTEBOOK, run_notebook
 
 from tests.processes import json_lines, use_cache
 from tests.real_model import real_model
@@ -69,7 +69,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_it_has_no_traces_of_a_machine() -> None:
-    """`python -m benchmarks.notebook` runs the notebook again and saves its outputs without such traces."""
+    """`python -m tools.notebook` runs the notebook again and saves its outputs without such traces."""
     notebook = committed()
     assert notebook.metadata == {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},

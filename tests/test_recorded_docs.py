@@ -1,7 +1,7 @@
-"""`benchmarks.record_docs` replaces the outputs on documentation pages with new outputs of their commands."""
+"""`tools.record_docs` replaces the outputs on documentation pages with new outputs of their commands."""
 
 import pytest
-from benchmarks.record_docs import record_page, renewed
+from tools.record_docs import record_page, renewed
 
 PAGE = """\
 ```python

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.family_trials import Family, try_family
-from benchmarks.supported_models import FAMILIES, refusals_of, row_of, written_rows
+from tools.family_trials import Family, try_family
+from tools.supported_models import FAMILIES, refusals_of, row_of, written_rows
 
 ANSWERS = {"yes", "partly", "no"}
 
@@ -13,7 +13,7 @@ ANSWERS = {"yes", "partly", "no"}
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_the_page_says_what_works_with_a_family(home: Path, family: Family) -> None:
-    """`python -m benchmarks.supported_models --write` updates the page."""
+    """`python -m tools.supported_models --write` updates the page."""
     torch.set_num_threads(1)  # small models run slower with more threads; conftest.py resets the number
     support = try_family(family, home / family.name)
     assert row_of(family, support) in written_rows("family")

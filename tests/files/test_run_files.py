@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from sansgpu.cli import run as cli
-from tests.fuzz.values import ODD, changed, dumped, places
+from tests.hostile.fuzz.values import ODD, changed, dumped, places
 from tests.views.runs import train
 
 Values = dict[str, Any]

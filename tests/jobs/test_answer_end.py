@@ -10,7 +10,7 @@ from typing import Any
 
 import gguf
 import pytest
-from benchmarks.tiny_model import CHAT_TEMPLATE
+from tools.tiny_model import CHAT_TEMPLATE
 
 from sansgpu.jobs.generate import open_generator
 from sansgpu.jobs.serve.generation import GenerationWork, GenerationWorker

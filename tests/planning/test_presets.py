@@ -103,7 +103,7 @@ BENCHMARKS = (PAGE.parent / "benchmarks.md").read_text(encoding="utf-8")
 
 @pytest.mark.parametrize("size", FLOPS_PER_TOKEN)
 def test_estimates_agree_with_the_speeds_that_were_measured_with_amx(size: str) -> None:
-    table = BENCHMARKS.split(f"`python -m benchmarks.peers --size {size}` on the Xeon:")[1]
+    table = BENCHMARKS.split(f"`python -m benchmarks.speed.peers --size {size}` on the Xeon:")[1]
     measured = re.search(r"^\| \*\*sansgpu\*\*.*? \| ([\d,]+) \|", table, re.MULTILINE)
     assert measured is not None
     processor = Processor("2 cores with AMX", 2, "bf16", 2.35e12)

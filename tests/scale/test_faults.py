@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from benchmarks.hosts import Host, cut, refused, two_hosts
+from benchmarks.distributed.hosts import Host, cut, refused, two_hosts
 
 from tests.processes import digests, environment, record, settings, write_corpus
 from tests.scale.launch import NEEDS_MPI, finish, finish_forks, mpirun, spoken, torchrun

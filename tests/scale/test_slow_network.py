@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from benchmarks.hosts import Host, refused, sent_bytes, shape, two_hosts
+from benchmarks.distributed.hosts import Host, refused, sent_bytes, shape, two_hosts
 
 from sansgpu.cli import run as cli
 from tests.processes import environment, events_of, settings, write_corpus

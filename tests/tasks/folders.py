@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from benchmarks.tiny_model import make_folder
+from tools.tiny_model import make_folder
 
 from tests.processes import write_rows
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.tiny_model import CAUSAL, ENCODERS
 from safetensors.torch import load_file
+from tools.tiny_model import CAUSAL, ENCODERS
 from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering
 
 from sansgpu.cli import run as cli

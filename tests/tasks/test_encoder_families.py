@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.family_trials import rows_of, write_rows
-from benchmarks.outcome import json_lines
-from benchmarks.tiny_model import make_folder
+from tools.family_trials import rows_of, write_rows
+from tools.outcome import json_lines
+from tools.tiny_model import make_folder
 
 from sansgpu.cli import run as cli
 from sansgpu.config import ModelConfig

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.tiny_model import make_folder
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForQuestionAnswering
 from safetensors import safe_open
+from tools.tiny_model import make_folder
 from transformers import AutoModelForCausalLM
 
 from sansgpu.cli import run as cli

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from benchmarks.tiny_model import make_folder
+from tools.tiny_model import make_folder
 
 from sansgpu.cli import run as cli
 from tests.processes import TINY as TINY_PRETRAINING

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from benchmarks.fine_tuning_peer import batches, train
+from benchmarks.fine_tuning.trainer_peer import batches, train
 
 from sansgpu.models.huggingface import lora
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained

@@ -11,8 +11,8 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from benchmarks.tiny_model import make_folder
 from safetensors.torch import load_file, save_file
+from tools.tiny_model import make_folder
 
 from sansgpu.cli import run as cli
 from sansgpu.config import ModelConfig

@@ -9,7 +9,7 @@ import gguf
 import pytest
 import torch
 import transformers
-from benchmarks.tiny_model import make_folder
+from tools.tiny_model import make_folder
 
 from sansgpu.cli import run as cli
 from sansgpu.config import ModelConfig

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from benchmarks.tiny_model import CONTEXT, VOCABULARY
+from tools.tiny_model import CONTEXT, VOCABULARY
 from transformers import AlbertConfig, AlbertModel
 
 from tests.processes import events_of, finish

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sansgpu.config import TrainingConfig
-from sansgpu.config.tasks import built_in_settings
+from sansgpu.tasks.configuration import SCHEMA
 from sansgpu.train.health import Health
 
 WELL: dict[str, Any] = {
@@ -114,7 +114,7 @@ def test_unknown_measurements_cause_no_warning() -> None:
 def test_a_reward_falls_if_its_best_value_is_outside_of_its_interval(
     rewards: list[float], interval: float, warned: bool
 ) -> None:
-    health, messages = Health(TrainingConfig(), built_in_settings()["grpo"].main_metric), list[str]()
+    health, messages = Health(TrainingConfig(), SCHEMA.tasks.kinds["grpo"].main_metric), list[str]()
     for number in range(1, 100):
         assert not health.observe(step(number, -0.001 * number))  # the loss of a step says nothing
     for number, reward in enumerate(rewards, 100):

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.tiny_model import make_folder
 from safetensors.torch import load_file
+from tools.tiny_model import make_folder
 from torch import nn
 from transformers import AutoModelForCausalLM
 

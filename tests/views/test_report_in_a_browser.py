@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.report_picture import chromium, launched
+from tools.report_picture import chromium, launched
 
 from sansgpu.cli import run as cli
 from tests.processes import events_of
@@ -138,7 +138,7 @@ def test_nothing_is_wider_than_a_telephone(opened: Any) -> None:
 def test_a_picture_of_a_section_is_taken(report: Path, tmp_path: Path) -> None:
     pictures = [tmp_path / "top.png", tmp_path / "curves.png"]
     for picture, more in zip(pictures, ([], ["--section", "curves", "--dark"]), strict=True):
-        command = [sys.executable, "-m", "benchmarks.report_picture", str(report), str(picture), *more]
+        command = [sys.executable, "-m", "tools.report_picture", str(report), str(picture), *more]
         subprocess.run(command, cwd=Path(__file__).parents[2], check=True)
     top, curves = (picture.read_bytes() for picture in pictures)
     assert top[:8] == curves[:8] == b"\x89PNG\r\n\x1a\n"

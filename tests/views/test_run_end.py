@@ -7,7 +7,7 @@ import pytest
 
 from sansgpu.cli import run as cli
 from sansgpu.config import RunPaths
-from sansgpu.config.tasks import built_in_settings
+from sansgpu.tasks.configuration import SCHEMA
 from sansgpu.views.record import RunRecord
 from sansgpu.views.run_end import commands
 from tests import processes
@@ -71,9 +71,9 @@ def test_the_report_and_every_command_that_is_named_work(
         assert cli(command[1:]) == 0, command
 
 
-@pytest.mark.parametrize("kind", sorted(built_in_settings()))
+@pytest.mark.parametrize("kind", sorted(SCHEMA.tasks.kinds))
 def test_every_task_names_what_can_be_done_with_its_models(kind: str, tmp_path: Path) -> None:
-    settings = built_in_settings()[kind]
+    settings = SCHEMA.tasks.kinds[kind]
     config = {"task": settings.task, "model": {}, "training": {}}
     record = RunRecord(RunPaths(tmp_path), config, {}, [])
     record.__dict__["settings"] = settings

@@ -115,7 +115,7 @@ class Costs(ABC):
         return execution.tokens(self.window)
 
     def memory(self, execution: Execution) -> Memory:
-        """Estimates the peak memory of a step in bytes. `benchmarks/memory.py` compares the estimate with real runs."""
+        """Estimates the peak memory of a step in bytes; `benchmarks/speed/memory.py` compares it with real runs."""
         weights, matrices, accumulated = self.trained(), self.trained_matrices(), execution.accumulation > 1
         # Gradients of matrices have the compute dtype, unless they are accumulated over micro-batches.
         gradients = (FULL if accumulated else execution.compute_dtype.itemsize) * matrices + FULL * (weights - matrices)

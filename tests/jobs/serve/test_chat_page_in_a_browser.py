@@ -11,7 +11,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from benchmarks.report_picture import chromium, launched
+from tools.report_picture import chromium, launched
 
 from sansgpu.views.chat_page import ChatPage
 from tests.tasks.folders import model_folder

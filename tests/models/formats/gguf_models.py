@@ -8,10 +8,10 @@ from typing import Any
 
 import gguf
 import torch
-from benchmarks.tiny_model import make_folder
 from gguf import Keys, TokenType
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, trainers
+from tools.tiny_model import make_folder
 from transformers import PreTrainedModel
 
 from sansgpu.config import ModelConfig

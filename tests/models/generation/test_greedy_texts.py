@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from benchmarks.generation_trials import greedy_equal
-from benchmarks.supported_models import FAMILIES
-from benchmarks.tiny_model import has_chat_template
+from tools.generation_trials import greedy_equal
+from tools.supported_models import FAMILIES
+from tools.tiny_model import has_chat_template
 
 from sansgpu.models.huggingface.cached_reader import CacheUse, PretrainedReader, cache_use
 from tests.tasks.folders import model_folder

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.architecture_trials import FINE, HEADS, TRIALS, Verdicts, cases, failures, try_apart, try_architecture
-from benchmarks.family_trials import rows_of, write_rows
-from benchmarks.tiny_architectures import is_encoder, make_architecture, tokenizer_for
+from tools.architecture_trials import FINE, HEADS, TRIALS, Verdicts, cases, failures, try_apart, try_architecture
+from tools.family_trials import rows_of, write_rows
+from tools.tiny_architectures import is_encoder, make_architecture, tokenizer_for
 from transformers import AutoConfig, DogeConfig
 
 from sansgpu.cli import run as cli

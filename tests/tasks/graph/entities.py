@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.small_graph import facts, write_graph
+from benchmarks.graph.small_graph import facts, write_graph
 
 from sansgpu.config import Config
 from sansgpu.tasks.configuration import load_config

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from benchmarks.small_graph import CONFIG, facts, write_graph
+from benchmarks.graph.small_graph import CONFIG, facts, write_graph
 
 from sansgpu.cli import run as cli
 from tests.processes import digests, events_of, finish, kill_when, options, start, train_once

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from benchmarks.graph_plain import PlainEncoder, padded
+from benchmarks.graph.plain_encoder import PlainEncoder, padded
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from sansgpu.config import ModelConfig

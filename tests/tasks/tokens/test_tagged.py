@@ -14,7 +14,7 @@ from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.rows import BadRowError, BadRows, SourceRow
 from sansgpu.data.sources import open_sources
 from sansgpu.tasks.tokens.tagged import TaggedText, in_iob2, read_tagged, read_untagged, require_labels, with_targets
-from tests.fuzz.values import changed
+from tests.hostile.fuzz.values import changed
 
 CONLL = "-DOCSTART- -X- O\n\nAda NNP B-person\nlives VB O\n\nin IN O\nNew NNP B-place\nYork NNP I-place\n. . O\n"
 READ = [("Ada lives", ("B-person", "O")), ("in New York .", ("O", "B-place", "I-place", "O"))]

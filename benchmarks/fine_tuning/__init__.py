@@ -1,0 +1,1 @@
+"""Fine-tuning of pretrained models: speed, memory and quality beside the libraries that do the same."""

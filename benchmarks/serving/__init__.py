@@ -1,0 +1,1 @@
+"""The use of trained models: generated texts, vectors, evaluations and servers."""

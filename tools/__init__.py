@@ -1,0 +1,1 @@
+"""Programs for developers that measure nothing: they write pages, pictures and tiny models, and test commands."""
