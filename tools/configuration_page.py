@@ -142,8 +142,9 @@ GROUPS = (
     Group(
         "Graph encoder: model",
         "leaves, relations, entities, attention by distance",
-        """model.leaves model.n_relations model.n_entities model.entity_rank model.position model.slot_embedding
-        model.decay model.decay_base model.fusion model.relation_rank model.relation_dropout model.embedding_norm""",
+        """model.leaves model.n_relations model.n_entities model.entity_rank model.position_embedding
+        model.slot_embedding model.decay model.decay_base model.fusion model.relation_rank model.relation_dropout
+        model.embedding_norm""",
     ),
     Group(
         "Graph encoder: masking, triples and losses",
@@ -275,7 +276,9 @@ def _other_defaults(key: str, default: Any) -> Iterator[tuple[str, str]]:
     """Yields defaults that differ from the schema's, with the names of the kinds of runs that have them."""
     section, _, name = key.rpartition(".")
     known = SCHEMA.tasks.kinds
-    values = {kind: _code(one.default(section, name, default)) for kind, one in known.items() if one.acts(key)}
+    values = {
+        kind: _code(one.default(section, name, default)) for kind, one in known.items() if SCHEMA.tasks.acts(one, key)
+    }
     tuned = Counter(value for kind, value in values.items() if known[kind].fine_tunes)
     usual, number = tuned.most_common(1)[0] if tuned else (_code(default), 0)
     if usual != _code(default) and number >= tuned.total() - 1:
@@ -299,7 +302,7 @@ def _other_defaults(key: str, default: Any) -> Iterator[tuple[str, str]]:
 def _tasks(key: str) -> str:
     """Names the tasks in which a key has an effect."""
     known = SCHEMA.tasks.kinds
-    names = _names([kind for kind, settings in known.items() if settings.acts(key)], list(known))
+    names = _names([kind for kind, settings in known.items() if SCHEMA.tasks.acts(settings, key)], list(known))
     if names == [f"`{task}`" for task in TASKS]:
         return EVERY_TASK
     return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)

@@ -32,6 +32,7 @@ from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.grpo.batch import Completions
 from sansgpu.tasks.grpo.losses import advantages
+from sansgpu.tasks.grpo.settings import GRPOTrainingConfig
 from sansgpu.tasks.grpo.task import GRPO
 from sansgpu.train.state import TrainState
 from sansgpu.train.step import train_step
@@ -43,7 +44,7 @@ Step = dict[str, list[Any]]
 
 def completed(task: GRPO, step: int) -> Step:
     """Completes the prompts of a step with the current weights."""
-    grpo, batch = task.config.training.grpo, task.batch(step)
+    grpo, batch = GRPOTrainingConfig.of(task.config).grpo, task.batch(step)
     questions = [question for question in batch.questions for _ in range(grpo.group_size)]  # type: ignore[attr-defined]
     found = task.objective.rollout(questions, Sampling(grpo.temperature, seed=step))
     return {
@@ -74,9 +75,9 @@ def run_ours(job: dict[str, Any]) -> None:
     size = config.training.batch_size
     assert isinstance(size, int)
     state = TrainState.create(task.model, config.training, Execution(size, device=device, kernels=kernels))
-    losses, norms = [], []
+    losses, norms, grpo = [], [], GRPOTrainingConfig.of(config).grpo
     for given in steps:
-        batch = batch_of(given, config.training.grpo.group_size, config.training.grpo.scale_rewards)
+        batch = batch_of(given, grpo.group_size, grpo.scale_rewards)
         result = train_step(state, task, batch, config.training.learning_rate)
         state.progress.step += 1
         losses.append(result.loss_sum / result.targets)
@@ -118,7 +119,7 @@ def run_trl(job: dict[str, Any]) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     config, _ = load_config(None, job["overrides"])
-    grpo, folder = config.training.grpo, Path(job["folder"])
+    grpo, folder = GRPOTrainingConfig.of(config).grpo, Path(job["folder"])
     given: list[Step] = json.loads((folder / COMPLETIONS).read_text(encoding="utf-8"))
     prompts = [prompt for step in given for prompt in step["prompts"][:: grpo.group_size]]
     logs, generated = Logs(), iter(given)

@@ -37,6 +37,7 @@ from benchmarks.ours import MEASURED, assignments, command, setting
 
 if TYPE_CHECKING:  # it imports torch, which this process does not need
     from sansgpu.tasks.preference.batch import AnswerPairs
+    from sansgpu.tasks.preference.settings import PreferenceTrainingConfig
 
 OURS, TRL = "sansgpu", "TRL DPOTrainer"
 COLUMNS = {
@@ -137,14 +138,15 @@ def run_trl(job: Row) -> None:
     torch.set_num_threads(job["threads"])
     config, tokenizer, given = batches(job["overrides"], job.get("steps"), Path(job["cache"]))
     training, watch = config.training, Watch()
+    preference = PreferenceTrainingConfig.of(config).preference
     with tempfile.TemporaryDirectory() as folder:
         arguments = DPOConfig(
             folder,
             **trainer_arguments(config, len(given)),
             per_device_train_batch_size=training.batch_size,
             gradient_accumulation_steps=training.gradient_accumulation_steps,
-            beta=training.preference.scale,
-            loss_type=[{"dpo": "sigmoid", "dpo_norm": "sigmoid_norm", "ipo": "ipo"}[training.preference.loss]],
+            beta=preference.scale,
+            loss_type=[{"dpo": "sigmoid", "dpo_norm": "sigmoid_norm", "ipo": "ipo"}[preference.loss]],
             max_length=None,
             gradient_checkpointing=False,
         )

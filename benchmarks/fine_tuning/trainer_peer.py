@@ -33,6 +33,7 @@ from sansgpu.models.huggingface.pretrained import AUTO_CLASSES
 from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.embed.groups import TextGroups
 from sansgpu.tasks.embed.rows import read_text_rows
+from sansgpu.tasks.embed.settings import EmbeddingDataConfig, EmbeddingTrainingConfig
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.schedule import total_steps
 
@@ -199,8 +200,8 @@ def columns(config: Config) -> dict[str, list[Any]]:
     rows = read_text_rows(open_sources(config.data).train.rows(), config.data, BadRows("fail"))
     texts = zip(*(row.texts for row in rows), strict=True)
     found: dict[str, list[Any]] = {f"text{number}": list(column) for number, column in enumerate(texts)}
-    if config.data.score_scale is not None:
-        found["score"] = [row.score / config.data.score_scale for row in rows if row.score is not None]
+    if (scale := EmbeddingDataConfig.of(config).score_scale) is not None:
+        found["score"] = [row.score / scale for row in rows if row.score is not None]
     return found
 
 
@@ -236,7 +237,7 @@ def train_embedding(config: Config, given: list[TextGroups], save: str | None) -
             per_device_train_batch_size=int(config.training.batch_size),
             batch_sampler=InGivenOrder,
         )
-        scored = config.training.embedding_loss == "cosine"
+        scored = EmbeddingTrainingConfig.of(config).embedding_loss == "cosine"
         loss = losses.CosineSimilarityLoss(model) if scored else losses.MultipleNegativesRankingLoss(model)
         rows = Columns.from_dict(columns(config))
         SentenceTransformerTrainer(model, arguments, rows, loss=loss, callbacks=[watch]).train()

@@ -29,6 +29,7 @@ from sansgpu.machine.probe import resolve_threads
 from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.graph.data import GraphCorpus
 from sansgpu.tasks.graph.leafy import LeafyDataset
+from sansgpu.tasks.graph.settings import GraphModelConfig
 from sansgpu.tasks.graph.task import Graph
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.optim import choose_optimizer
@@ -59,7 +60,7 @@ class Variant:
 
 def variants(config: Config) -> list[Variant]:
     """Returns the configured model and all its variants."""
-    model = config.model
+    model = GraphModelConfig.of(config)
     found = [Variant("as configured", {})]
     found.append(Variant("relations shuffled in training", {}, shuffled=True))
     found.append(Variant("no leaves in training", {}, bare=True))
@@ -68,8 +69,8 @@ def variants(config: Config) -> list[Variant]:
     for decay in ("multiply_logits", "additive_log"):
         if decay != model.decay:
             found.append(Variant(f"decay {decay}", {"decay": decay}))
-    if model.position != "none":
-        found.append(Variant("no positions", {"position": "none"}))
+    if model.position_embedding != "none":
+        found.append(Variant("no positions", {"position_embedding": "none"}))
     if model.slot_embedding:
         found.append(Variant("slots not told apart", {"slot_embedding": False}))
     return found

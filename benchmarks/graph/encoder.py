@@ -116,9 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measured(args: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
     """Returns the result rows by kind of data."""
     from sansgpu.tasks.configuration import load_config
+    from sansgpu.tasks.graph.settings import GraphDataConfig, GraphModelConfig
 
     config, _ = load_config(args.config, args.changes)
-    model = config.model
+    model = GraphModelConfig.of(config)
     data = folder / "filled.jsonl"
     lines = (json.dumps(row) for row in filled_rows(config.roots, model.leaf_slots, model.n_relations or RELATIONS))
     data.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -144,7 +145,7 @@ def measured(args: argparse.Namespace, folder: Path) -> dict[str, list[Row]]:
         examples = training.gradient_accumulation_steps * (1 if training.batch_size == "auto" else training.batch_size)
         vocabulary = model.vocab_size or config.data.vocab_size
         sizes = (model.d_model, model.d_ff, model.n_layers, vocabulary)
-        flops = flops_a_node(*sizes, nodes / examples, config.data.mask_ratio) * nodes
+        flops = flops_a_node(*sizes, nodes / examples, GraphDataConfig.of(config).mask_ratio) * nodes
         for row in rows:
             row["nodes"] = nodes
             row["logits_of"] = "masked nodes" if row["name"].startswith(OURS) else "all nodes"

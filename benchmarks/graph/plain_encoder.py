@@ -19,13 +19,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.contest import read_job
-from sansgpu.config import Config, ModelConfig
+from sansgpu.config import Config
 from sansgpu.data.batch import IGNORE
 from sansgpu.machine.memory import effective_batch
 from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.graph.batch import POSITION_FIELDS, GraphBatch
 from sansgpu.tasks.graph.encoder import GraphEncoder
 from sansgpu.tasks.graph.masked_prediction import Masking, mask_rules
+from sansgpu.tasks.graph.settings import GraphModelConfig
 from sansgpu.tasks.graph.task import Graph
 
 PAD = 0
@@ -34,7 +35,7 @@ PAD = 0
 class PlainBlock(nn.Module):
     """A post-norm transformer block."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: GraphModelConfig) -> None:
         super().__init__()
         width = config.d_model
         self.heads = config.n_heads
@@ -59,15 +60,15 @@ class PlainBlock(nn.Module):
 class PlainEncoder(nn.Module):
     """The complete graph encoder, in the padded layout."""
 
-    def __init__(self, config: ModelConfig, roots: int) -> None:
+    def __init__(self, config: GraphModelConfig, roots: int) -> None:
         super().__init__()
         assert config.vocab_size is not None
         assert config.n_relations is not None
-        parts = config.position, config.decay, config.fusion, config.slot_embedding, config.relation_rank
+        parts = config.position_embedding, config.decay, config.fusion, config.slot_embedding, config.relation_rank
         if parts != ("none", "multiply_logits", "hgat", False, None):
             raise SystemExit(
-                "the plain model supports only the published architecture: model.position none, decay multiply_logits, "
-                "fusion hgat, no slot_embedding and no relation_rank."
+                "the plain model supports only the published architecture: model.position_embedding none, decay "
+                "multiply_logits, fusion hgat, no slot_embedding and no relation_rank."
             )
         width, self.config, self.roots = config.d_model, config, roots
         self.embedding = nn.Embedding(config.vocab_size, width)
@@ -161,11 +162,12 @@ def padded(
 def run(config: Config, cache: Path, steps: int) -> None:
     """Trains and prints the duration and loss of each step."""
     config, corpus = Graph.prepare(config, cache, lambda *_: None)
-    training, model = config.training, config.model
+    training = config.training
     size, micro_batch = effective_batch(training), training.batch_size
     assert isinstance(micro_batch, int)
     masking = Masking(corpus.train, mask_rules(config, corpus.codec.tokenizer), training.seed)
     torch.manual_seed(training.seed)
+    model = GraphModelConfig.of(config)
     plain = PlainEncoder(model, config.roots)
     plain.take(Graph.new_objective(config).model)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=training.learning_rate, fused=True)

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from sansgpu.config import Config, ConfigError, TrainingConfig
 from sansgpu.config.load import save_config
 from sansgpu.tasks.configuration import load_config
+from sansgpu.tasks.graph.settings import max_span
 
 SFT = {"task": "sft", "model": {"name_or_path": "m"}, "data": {"dataset_name": "rows.jsonl"}}
 
@@ -77,10 +78,10 @@ def test_a_large_graph_encoder_is_shipped_for_two_windows(name: str, window: int
 
 def test_graphs_have_defaults_and_limits_of_their_own(tmp_path: Path) -> None:
     config = Config.model_validate({"task": "graph"})
-    assert (config.kind, config.roots, config.window, config.max_span) == ("graph", 128, 512, 3)
+    assert (config.kind, config.roots, config.window, max_span(config)) == ("graph", 128, 512, 3)
     assert config.data.dataset_name == "python-stdlib-graph"
     masked = Config.model_validate({"task": "graph", "model": {"name_or_path": "m"}, "data": {"dataset_name": "t"}})
-    assert (masked.kind, masked.window, masked.max_span) == ("masked", 128, 1)
+    assert (masked.kind, masked.window, max_span(masked)) == ("masked", 128, 1)
     graph = {"task": "graph", "data": {}}
     assert "swiglu is only for decoders" in refusal(tmp_path, **graph, model={"activation": "swiglu"})
     assert "has no triples; set it to python-stdlib-graph" in refusal(

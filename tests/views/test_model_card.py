@@ -33,7 +33,7 @@ GRAPH = {
     "model.max_seq_len": 32, "data.max_length": 32, "data.vocab_size": 480, "data.validation_split": 0.2,
 }  # fmt: skip
 BERT = {
-    "model.leaves": 0, "model.decay": "none", "model.position": "learned", "model.embedding_norm": "true",
+    "model.leaves": 0, "model.decay": "none", "model.position_embedding": "learned", "model.embedding_norm": "true",
 }  # fmt: skip
 
 

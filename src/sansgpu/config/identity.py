@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.load import acting_values, flatten
+from sansgpu.config.other_names import own_name
 from sansgpu.config.schema import Config
 from sansgpu.config.section import TOP_LEVEL_KEYS, all_keys, declared
 
@@ -47,6 +48,8 @@ def _difference(recorded: Values, values: Values) -> str | None:
     fixed, free = recorded.get("fixed"), recorded.get("free")
     if not isinstance(fixed, dict) or not isinstance(free, list) or not all(isinstance(key, str) for key in free):
         return None  # not written by `identity`, so there is nothing to compare
+    fixed = dict(own_name(key, value) for key, value in fixed.items())  # a key may have been renamed since
+    free = [own_name(key, None)[0] for key in free]
     flat = _flat(values)
     if missing := next((key for key in (*fixed, *free) if key not in flat and key != _EXAMPLES_PER_STEP), None):
         return f"it is incomplete, because {missing} is missing"
@@ -63,7 +66,8 @@ def _is_fixed(key: str, field: FieldInfo) -> bool:
 
 def _flat(values: Values) -> Values:
     """Flattens values to `section.key`, and adds the number of examples per step."""
-    flat = {f"training.{key}" if key in TOP_LEVEL_KEYS else key: value for key, value in flatten(values).items()}
+    named = dict(own_name(key, value) for key, value in flatten(values).items())
+    flat = {f"training.{key}" if key in TOP_LEVEL_KEYS else key: value for key, value in named.items()}
     size, accumulated = (flat.get(key) for key in _BATCH_KEYS)
     if isinstance(accumulated, int):
         flat[_EXAMPLES_PER_STEP] = size * accumulated if isinstance(size, int) else accumulated

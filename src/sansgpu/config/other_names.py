@@ -26,6 +26,7 @@ KEYS = {
         "max_position_embeddings": "max_seq_len",
         "tie_word_embeddings": "tie_embeddings",
         "model_name_or_path": "name_or_path",
+        "position": "position_embedding",  # its name before sansgpu 0.3
     },
     "training": {
         "adam_beta1": "beta1",

@@ -27,7 +27,7 @@ def memorised(tmp_path_factory: pytest.TempPathFactory) -> tuple[Graph, object, 
     """A model trained to convergence on eight texts with their triples."""
     folder = tmp_path_factory.mktemp("memorised")
     config, corpus = prepared(
-        folder, "training.learning_rate=0.003", "data.leaf_mask_ratio=0.5", "model.position=learned"
+        folder, "training.learning_rate=0.003", "data.leaf_mask_ratio=0.5", "model.position_embedding=learned"
     )
     return trained(config, corpus, 280), config, corpus
 
@@ -62,8 +62,8 @@ def test_a_model_that_saw_no_leaves_cannot_fill_them(tmp_path: Path) -> None:
 
 def test_every_weight_is_trained(tmp_path: Path) -> None:
     changes = (
-        "model.position=learned", "model.slot_embedding=true", "model.embedding_norm=true", "training.sbo_weight=1",
-        "data.leaf_mask_ratio=1",
+        "model.position_embedding=learned", "model.slot_embedding=true", "model.embedding_norm=true",
+        "training.sbo_weight=1", "data.leaf_mask_ratio=1",
     )  # fmt: skip
     config, corpus = prepared(tmp_path, *changes)
     task = Graph(config, corpus, 8)

@@ -54,7 +54,7 @@ def pretrained_config(model: ModelConfig) -> PreTrainedConfig:
     if Path(name).is_dir() and is_graph_folder(Path(name)):
         raise ConfigError(
             f"{name} is a graph encoder that transformers cannot load; train a plain BERT instead, with "
-            "model.leaves 0, model.decay none, model.position learned and model.embedding_norm true."
+            "model.leaves 0, model.decay none, model.position_embedding learned and model.embedding_norm true."
         )
     with library_errors(f"{name} cannot be loaded"):
         loaded: PreTrainedConfig = AutoConfig.from_pretrained(name, **options)

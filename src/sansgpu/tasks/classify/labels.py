@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -27,8 +27,8 @@ from sansgpu.data.rows import (
 )
 from sansgpu.data.sources import local_files
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
-from sansgpu.tasks.classify.settings import LabelDataConfig
 
+Data = TypeVar("Data", bound=DataConfig)
 LabelKind = Literal["single", "multiple", "regression"]
 
 PAIR_COLUMN = "text_pair"
@@ -165,22 +165,24 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def find_labels(texts: Sequence[LabeledText], data: LabelDataConfig, name: str) -> Labels:
-    """Determines the kind and the names of the labels of dataset `name`. Raises ConfigError if all are equal."""
+def find_labels(
+    texts: Sequence[LabeledText], configured: Literal["auto"] | LabelKind, names: Sequence[str] | None, source: str
+) -> Labels:
+    """Determines the kind and the names of the labels of dataset `source`. Raises ConfigError if all are equal."""
     kind: LabelKind
     note = None
-    if data.label_kind == "auto":
+    if configured == "auto":
         kind, why = _kind([text.label for text in texts])
-        note = f"{name}: {why}; if that is wrong, set data.label_kind." if why else None
+        note = f"{source}: {why}; if that is wrong, set data.label_kind." if why else None
     else:
-        kind = data.label_kind
+        kind = configured
     found = dict.fromkeys(label for text in texts for label in text.labels)
     if (len(found) == 1 and kind != "multiple") or not found:
         shown = f"only one label, {truncate(next(iter(found)))!r}" if found else "no label"
-        raise ConfigError(f"{name} has {shown}, so there is nothing to learn; add rows with different labels.")
+        raise ConfigError(f"{source} has {shown}, so there is nothing to learn; add rows with different labels.")
     if kind == "regression":
         return Labels(kind, (), note)
-    names = data.labels if data.labels is not None else _ordered(list(found))
+    names = names if names is not None else _ordered(list(found))
     return Labels(kind, tuple(names), note)
 
 
@@ -265,7 +267,7 @@ def tokenize_texts(texts: Sequence[LabeledText], tokenizer: Any, max_length: int
     return EncodedTexts(ids, types or None, truncated)
 
 
-def number_label_columns(data: LabelDataConfig) -> tuple[LabelDataConfig, str | None]:
+def number_label_columns(data: Data) -> tuple[Data, str | None]:
     """Sets data.text_column and data.label_column to column numbers if no table has a header.
 
     Returns the settings and a message about the columns, or None if nothing was set. Raises ConfigError if a first line

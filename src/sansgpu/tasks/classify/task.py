@@ -64,7 +64,7 @@ class Classify(Predicts, FineTuningTask):
         texts = read_texts(sources.train.rows(), data, train_rows)
         require_examples(sources, [len(texts)], "row", train_rows.notes())
         cls.require_readable(texts)
-        labels = find_labels(texts, data, sources.train.name)
+        labels = find_labels(texts, data.label_kind, data.labels, sources.train.name)
         notes += [f"{numbered}, {labels.shown}."] if numbered else []
         notes += [labels.note] if labels.note else []
         config = with_labels(config, labels)

@@ -34,6 +34,7 @@ class GRPOConfig(Section):
     """The reward and the loss of task grpo."""
 
     reward: str = Field(
+        ANSWER_REWARD,
         pattern=REWARD_NAME,
         description="answer: 1 if a completion ends with the row's `answer`, otherwise 0; otherwise a Python function, "
         "`package.module:function`, which gets prompts, completions and the other columns of the rows as lists, and "
