@@ -80,32 +80,16 @@ def slurm(request: SlurmRequest, progress: ReportProgress, warn: Callable[[str],
 
 
 def _script(request: SlurmRequest, name: str, folder: Path, grace: int) -> str:
-    cpus, processes = request.cpus, request.processes_per_node
-    options = {
-        "job-name": name,
-        "nodes": request.nodes,
-        "ntasks-per-node": processes,
-        "cpus-per-task": cpus // processes if cpus else None,
-        "mem": request.memory or (None if cpus else "0"),  # 0: all memory of the node
-        "time": request.time,
-        "partition": request.partition,
-        "account": request.account,
-        "output": f"{folder}/slurm-%j.log",
-        "open-mode": "append",  # a requeued job keeps its id, and so its log file
-        "signal": f"TERM@{grace}",
-    }
-    given = [f"{key}={value}" for key, value in options.items() if value is not None]
-    given += ["requeue", *([] if cpus else ["exclusive"])]
     settings = [part for override in request.overrides for part in ("--set", override)]
     train = [sys.executable, "-m", "sansgpu", "train", str(request.config_file), *settings]
-    # A failing process ends the others itself. Slurm would send them SIGTERM, which looks like a preemption.
-    steps = ["--kill-on-bad-exit=0", *([f"--cpus-per-task={cpus // processes}"] if cpus else [])]
     return template("job.sbatch").render(
-        options=given,
+        request=request,
+        name=name,
+        folder=folder,
+        cpus_per_task=request.cpus // request.processes_per_node if request.cpus else None,
         head=HEAD,
         grace=grace,
         grace_variable=SHUTDOWN_TIMEOUT,
-        steps=shlex.join(steps),
         command=shlex.join([*train, "--output-dir", str(folder), "--resume", "latest", "--plain"]),
         interrupted=INTERRUPTED,
     )
