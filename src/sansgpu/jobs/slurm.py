@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import Config, ConfigError, load_config
-from sansgpu.config.wording import counted, truncate
+from sansgpu.config.wording import truncate
 from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import make_folder, write_failures_as, write_text
 from sansgpu.files.marks import FolderMark, read_mark, write_mark
 from sansgpu.files.ownership import require_file, require_folder
-from sansgpu.jobs.cluster_files import ESTIMATING, needs_of, template
+from sansgpu.jobs.cluster_files import ESTIMATING, needs_of, template, threads_of_process
 from sansgpu.machine.distributed.world import SHUTDOWN_TIMEOUT
-from sansgpu.machine.probe import threads_of_share
 from sansgpu.planning.cluster import require_examples
 from sansgpu.train.run_folders import require_plain_name
 
@@ -97,12 +96,8 @@ def _script(request: SlurmRequest, name: str, folder: Path, grace: int) -> str:
 
 def _grace_seconds(request: SlurmRequest, config: Config, warn: Callable[[str], None]) -> int:
     """Returns the seconds before the time limit at which to stop. Raises ConfigError if that is too late."""
-    cpus, processes = request.cpus, request.processes_per_node
-    if cpus is not None and processes > cpus:
-        raise ConfigError(
-            f"{processes} processes share {counted(cpus, 'CPU')}; raise --cpus or lower --processes-per-node."
-        )
-    threads = threads_of_share(cpus or ASSUMED_CPUS, processes)
+    processes = request.processes_per_node
+    threads = threads_of_process(request.cpus or max(ASSUMED_CPUS, processes), processes)
     grace = needs_of(config, threads, request.nodes * processes, warn).grace_seconds
     if grace > MAX_SIGNAL_SECONDS:
         raise ConfigError(
