@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 
 from jinja2 import Environment, PackageLoader, Template
 
-from sansgpu.config import Config, SansGPUError
+from sansgpu.config import Config, ConfigError, SansGPUError
+from sansgpu.config.wording import counted
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.measurements import ASSUMED_FLOPS_PER_SECOND
 from sansgpu.machine.memory import MARGIN, effective_batch, micro_batch_choices
+from sansgpu.machine.probe import threads_of_share
 from sansgpu.planning.memory_fit import estimate_memory
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.optim import choose_optimizer
@@ -47,6 +49,15 @@ class PodNeeds:
 
 def template(name: str) -> Template:
     return Environment(loader=PackageLoader("sansgpu.jobs"), keep_trailing_newline=True).get_template(name)
+
+
+def threads_of_process(cpus: int, processes: int) -> int:
+    """Returns the threads of each process of a node. Raises ConfigError if there are more processes than CPUs."""
+    if processes > cpus:
+        raise ConfigError(
+            f"{processes} processes share {counted(cpus, 'CPU')}; raise --cpus or lower --processes-per-node."
+        )
+    return threads_of_share(cpus, processes)
 
 
 def needs_of(config: Config, threads: int, world_size: int, warn: Callable[[str], None]) -> PodNeeds:

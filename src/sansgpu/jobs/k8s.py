@@ -16,13 +16,11 @@ import yaml
 
 from sansgpu.config import BUILT_IN_NAMES, Config, ConfigError, acting_values, setting
 from sansgpu.config.section import declared_keys
-from sansgpu.config.wording import counted
 from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import write_failures_as
 from sansgpu.files.ownership import replace_folder
-from sansgpu.jobs.cluster_files import ESTIMATING, PodNeeds, needs_of, template
+from sansgpu.jobs.cluster_files import ESTIMATING, PodNeeds, needs_of, template, threads_of_process
 from sansgpu.machine.distributed.world import SHUTDOWN_TIMEOUT
-from sansgpu.machine.probe import threads_of_share
 from sansgpu.planning.cluster import require_examples
 from sansgpu.tasks.configuration import load_config
 from sansgpu.train.run_folders import require_plain_name
@@ -293,12 +291,9 @@ def _bytes_of(option: str, size: str) -> int:
 
 def _threads(config: Config, request: ClusterRequest) -> int:
     cpus, processes, threads = request.cpus, request.processes_per_node, config.training.threads
-    if processes > cpus:
-        raise ConfigError(
-            f"{processes} processes share {counted(cpus, 'CPU')}; raise --cpus or lower --processes-per-node."
-        )
+    share = threads_of_process(cpus, processes)
     if threads == "auto":
-        return threads_of_share(cpus, processes)
+        return share
     if threads * processes > cpus:
         total = f"{threads} threads in each of {processes} processes" if processes > 1 else f"{threads} threads"
         raise ConfigError(f"training.threads is {total}, but --cpus is {cpus}; set it to auto or raise --cpus.")

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from sansgpu.config import Config, ConfigError
-from sansgpu.config.wording import counted, truncate
+from sansgpu.config.wording import truncate
 from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import make_folder, write_failures_as, write_text
 from sansgpu.files.marks import FolderMark, read_mark, write_mark
 from sansgpu.files.ownership import require_file, require_folder
-from sansgpu.jobs.cluster_files import ESTIMATING, needs_of, template
+from sansgpu.jobs.cluster_files import ESTIMATING, needs_of, template, threads_of_process
 from sansgpu.machine.distributed.world import SHUTDOWN_TIMEOUT
-from sansgpu.machine.probe import threads_of_share
 from sansgpu.planning.cluster import require_examples
 from sansgpu.tasks.configuration import load_config
 from sansgpu.train.run_folders import require_plain_name
@@ -81,32 +80,16 @@ def slurm(request: SlurmRequest, progress: ReportProgress, warn: Callable[[str],
 
 
 def _script(request: SlurmRequest, name: str, folder: Path, grace: int) -> str:
-    cpus, processes = request.cpus, request.processes_per_node
-    options = {
-        "job-name": name,
-        "nodes": request.nodes,
-        "ntasks-per-node": processes,
-        "cpus-per-task": cpus // processes if cpus else None,
-        "mem": request.memory or (None if cpus else "0"),  # 0: all memory of the node
-        "time": request.time,
-        "partition": request.partition,
-        "account": request.account,
-        "output": f"{folder}/slurm-%j.log",
-        "open-mode": "append",  # a requeued job keeps its id, and so its log file
-        "signal": f"TERM@{grace}",
-    }
-    given = [f"{key}={value}" for key, value in options.items() if value is not None]
-    given += ["requeue", *([] if cpus else ["exclusive"])]
     settings = [part for override in request.overrides for part in ("--set", override)]
     train = [sys.executable, "-m", "sansgpu", "train", str(request.config_file), *settings]
-    # A failing process ends the others itself. Slurm would send them SIGTERM, which looks like a preemption.
-    steps = ["--kill-on-bad-exit=0", *([f"--cpus-per-task={cpus // processes}"] if cpus else [])]
     return template("job.sbatch").render(
-        options=given,
+        request=request,
+        name=name,
+        folder=folder,
+        cpus_per_task=request.cpus // request.processes_per_node if request.cpus else None,
         head=HEAD,
         grace=grace,
         grace_variable=SHUTDOWN_TIMEOUT,
-        steps=shlex.join(steps),
         command=shlex.join([*train, "--output-dir", str(folder), "--resume", "latest", "--plain"]),
         interrupted=INTERRUPTED,
     )
@@ -114,12 +97,8 @@ def _script(request: SlurmRequest, name: str, folder: Path, grace: int) -> str:
 
 def _grace_seconds(request: SlurmRequest, config: Config, warn: Callable[[str], None]) -> int:
     """Returns the seconds before the time limit at which to stop. Raises ConfigError if that is too late."""
-    cpus, processes = request.cpus, request.processes_per_node
-    if cpus is not None and processes > cpus:
-        raise ConfigError(
-            f"{processes} processes share {counted(cpus, 'CPU')}; raise --cpus or lower --processes-per-node."
-        )
-    threads = threads_of_share(cpus or ASSUMED_CPUS, processes)
+    processes = request.processes_per_node
+    threads = threads_of_process(request.cpus or max(ASSUMED_CPUS, processes), processes)
     grace = needs_of(config, threads, request.nodes * processes, warn).grace_seconds
     if grace > MAX_SIGNAL_SECONDS:
         raise ConfigError(

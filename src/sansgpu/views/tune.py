@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ from sansgpu.config.wording import counted, duration
 from sansgpu.files.atomic import write_text
 from sansgpu.tasks.configuration import settings_of
 from sansgpu.views.bench import as_html
-from sansgpu.views.page import PlotlyFigure, page
+from sansgpu.views.page import PlotlyFigure, page, templates
 from sansgpu.views.tables import grid, print_table
 from sansgpu.views.terminal import DESCRIPTION, FIGURES, clock
 
@@ -312,31 +313,10 @@ def write_tune_report(result: SearchResult, study: Any, folder: Path) -> None:
 
 def _text(result: SearchResult) -> str:
     """Returns the text above the plots as Markdown."""
-    counted = [row.state for row in result.trials]
-    states = ", ".join(f"{counted.count(state)} {state}" for state in dict.fromkeys(counted))
-    best = result.best.parameters
-    lines = [
-        f"# {result.name}: hyperparameter search\n",
-        f"{len(counted)} trials ({states}) in {duration(result.seconds)} of training, as of "
-        f"{datetime.now():%Y-%m-%d %H:%M}.\n",
-        *(f"{sentence[0].upper()}{sentence[1:]}.\n" for sentence in sentences(result)),
-        *(
-            [
-                "The best values, which best.yaml also contains:\n",
-                *(f"- `{key}`: {value(best[key])}" for key in best),
-                "",
-            ]
-            if best
-            else []
-        ),
-    ]
-    head = ["trial", "state", result.measure_label, *(key.rpartition(".")[2] for key in result.keys), "time", ""]
-    lines += ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    for row in result.trials:
-        loss = "" if row.loss is None else f"{row.loss:.4f}"
-        cells = [str(row.trial), state(row), loss, *chosen_values(row, result), duration(row.seconds), row.why or ""]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines)
+    states = ", ".join(f"{count} {name}" for name, count in Counter(row.state for row in result.trials).items())
+    words = {function.__name__: function for function in (chosen_values, duration, sentences, state, value)}
+    time = f"{datetime.now():%Y-%m-%d %H:%M}"
+    return templates().get_template("tune.md").render(r=result, states=states, time=time, **words)
 
 
 def _figures(result: SearchResult, study: Any) -> list[PlotlyFigure]:

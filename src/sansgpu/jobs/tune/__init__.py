@@ -6,7 +6,7 @@ import csv
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -184,7 +184,7 @@ def _planned_length(config: Config, own_space: Space, progress: ReportProgress, 
     # One token less than planned, because the plan's number is rounded and the limit must not add a step.
     tokens = None if most is None else max(1, planned_tokens * most // steps - 1)
     evaluations = round(steps / every) if every and steps / every >= MIN_EVALUATIONS else DEFAULT_EVALUATIONS
-    length = Length(steps, tokens, min(evaluations, steps), None)
+    length = Length(steps=steps, tokens=tokens, evaluations=min(evaluations, steps), seconds=None)
     _require_short_warmups(config, own_space, length)
     if run.timing is None:
         return length
@@ -192,7 +192,7 @@ def _planned_length(config: Config, own_space: Space, progress: ReportProgress, 
     changed = {key: getattr(training, key) for key in ("eval_steps", "save_steps", "sample_tokens")}
     own = run.config.training.model_copy(update=changed)
     trial = replace(run, config=run.config.model_copy(update={"training": own}))
-    return replace(length, seconds=length_of(trial, forecast_of(trial))[1])
+    return length.model_copy(update={"seconds": length_of(trial, forecast_of(trial))[1]})
 
 
 def _require_short_warmups(config: Config, space: Space, length: Length) -> None:
@@ -214,21 +214,13 @@ def _require_short_warmups(config: Config, space: Space, length: Length) -> None
             )
 
 
-class _RecordedLength(BaseModel):
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-    steps: int
-    tokens: int | None
-    evaluations: int
-    seconds: float | None
-
-
 class _RecordedSearch(BaseModel):
     """Schema of tune.json."""
 
     model_config = ConfigDict(strict=True)
     configuration: dict[str, Any]
     space: dict[str, Any]
-    length: _RecordedLength
+    length: Length
 
 
 def _recorded_length(folder: Path, config: Config, space: Space) -> Length | None:
@@ -243,12 +235,12 @@ def _recorded_length(folder: Path, config: Config, space: Space) -> Length | Non
         except (OSError, InvalidDataError) as error:
             raise ConfigError(f"{file} cannot be read: {error}; choose another --output-dir.") from None
         require_same(folder, recorded, _identity(config, space))
-        return Length(**{field.name: recorded["length"][field.name] for field in fields(Length)})
+        return Length.model_validate(recorded["length"])
     return None
 
 
 def _record(folder: Path, config: Config, space: Space, length: Length) -> None:
-    values = {**_identity(config, space), "length": length.to_json()}
+    values = {**_identity(config, space), "length": length.model_dump()}
     with write_failures_as(ConfigError, folder, "--output-dir"):
         write_mark(folder, FolderMark("search"))
         write_text(folder / "tune.json", json.dumps(values, indent=2) + "\n")

@@ -110,9 +110,6 @@ class Study:
     def trials(self) -> list[FrozenTrial]:
         return list(self.optuna.get_trials(deepcopy=False))
 
-    def begun_trials(self) -> int:
-        return sum(trial.state != TrialState.WAITING for trial in self.trials())
-
     def finished(self) -> int:
         return sum(trial.state.is_finished() for trial in self.trials())
 
@@ -130,14 +127,15 @@ class Study:
     def claim(self, limit: int | None) -> ClaimedTrial | None:
         """Locks an unfinished trial or a new one. Returns None if `limit` trials were started."""
         with FileLock(self.folder / ".lock", timeout=LOCK_SECONDS):
-            for frozen in self.trials():
+            trials = self.trials()
+            for frozen in trials:
                 if frozen.state == TrialState.RUNNING and (lock := self._lock(frozen.number)) is not None:
                     self._require_ended(frozen.number)
                     return self._claimed(optuna.Trial(self._sampling(frozen.number), frozen._trial_id), True, lock)
-            if limit is not None and self.begun_trials() >= limit:
+            waiting = [trial.number for trial in trials if trial.state == TrialState.WAITING]
+            if limit is not None and len(trials) - len(waiting) >= limit:
                 return None
-            waiting = [trial.number for trial in self.trials() if trial.state == TrialState.WAITING]
-            number = waiting[0] if waiting else len(self.trials())
+            number = waiting[0] if waiting else len(trials)
             lock = self._lock(number)
             assert lock is not None  # new trials start only under the folder's lock
             return self._claimed(self._sampling(number).ask(), False, lock)

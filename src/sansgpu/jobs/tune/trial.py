@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 from sansgpu.config import Config, change_config, save_config
 from sansgpu.events.jsonl import read_events
 from sansgpu.files.atomic import atomic_write, make_folder
@@ -41,17 +43,14 @@ if os.getppid() == int(sys.argv[1]):
 """
 
 
-@dataclass(frozen=True)
-class Length:
+class Length(BaseModel):
     """Training length of every trial: the unchanged configuration's steps, or its tokens if the batch size differs."""
 
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
     steps: int
     tokens: int | None  # tokens in those steps; None unless the configuration sets max_steps
     evaluations: int  # number in each trial, evenly spaced
     seconds: float | None  # estimated duration of a trial
-
-    def to_json(self) -> Values:
-        return dict(vars(self))
 
 
 def chosen_config(config: Config, values: Values, length: Length) -> Config:
