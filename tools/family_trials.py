@@ -10,15 +10,16 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from sansgpu.models.family import Family
 from tools.foreign_gguf import write_foreign_gguf
 from tools.outcome import json_lines
-from tools.tiny_model import has_chat_template, make_folder
+from tools.tiny_model import make_folder
 
 STEPS, LENGTH, WINDOW, NEW_TOKENS = 2, 96, 64, 12
 TASKS = ("pretrain", "sft", "preference", "grpo", "qa", "classify", "tokens", "embed")
@@ -34,16 +35,6 @@ Fused = Literal["yes", "partly", "no"]
 
 class TrialError(Exception):
     """A command ended with a traceback or several sentences, or its result differs from that of transformers."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """A family of models, with a tiny model that `tiny_model` makes."""
-
-    name: str
-    model_type: str  # in config.json
-    changes: dict[str, Any] = field(default_factory=dict)  # overrides in the tiny model's config.json
-    gguf: str | None = None  # llama.cpp's name of the architecture, if it is not `model_type`
 
 
 @dataclass(frozen=True)
@@ -114,7 +105,7 @@ class _Trials:
 
     def __init__(self, family: Family, home: Path) -> None:
         self.family, self.home, self.refusals = family, home, Refusals()
-        self.model = make_folder(home / "model", family.model_type, initializer_range=0.1, **family.changes)
+        self.model = make_folder(home / "model", family.model_type, initializer_range=0.1, **family.tiny_exported)
         for task in TASKS:
             write_rows(home / f"{task}.jsonl", rows_of(task))
         write_rows(home / "prompts.jsonl", ({"text": prompt} for prompt in PROMPTS))
@@ -129,7 +120,7 @@ class _Trials:
         """Replaces paths and the names of this family by placeholders, so that families can share an error message."""
         refusal = re.sub(rf"{re.escape(str(self.home))}/(?:{'|'.join(TASKS)})\b(?!\.)", "RUN", refusal)
         refusal = refusal.replace(str(self.model), "MODEL").replace(str(self.home / "foreign.gguf"), "FILE.gguf")
-        known = "|".join(map(re.escape, (self.family.model_type, self.family.gguf or self.family.model_type)))
+        known = "|".join(map(re.escape, (self.family.model_type, self.family.llama_cpp_name)))
         refusal = re.sub(r"\b[A-Z]\w+ForQuestionAnswering", "NAMEForQuestionAnswering", refusal)
         return re.sub(rf'(architecture (?:is )?"?)(?:{known})\b', r"\1NAME", refusal)
 
@@ -149,7 +140,7 @@ class _Trials:
             settings["model.adapter"] = "lora"
         if task == "grpo":
             settings |= {f"training.grpo.{key}": value for key, value in GRPO.items()}
-        if task in ("sft", "preference") and not has_chat_template(self.family.model_type):
+        if task in ("sft", "preference") and self.family.is_encoder:
             settings["data.chat_template"] = "simple"
         if task in ("qa", "tokens"):
             settings["data.doc_stride"] = 16
@@ -179,7 +170,7 @@ class _Trials:
             (self.home / "exported.gguf", run / "final") if run else (self.home / "foreign.gguf", self.model)
         )
         if run is None:
-            write_foreign_gguf(file, self.model, self.family.gguf or self.family.model_type)
+            write_foreign_gguf(file, self.model, self.family.llama_cpp_name)
         loss = _loss_of(file, self.home)
         if isinstance(loss, Outcome):
             return self.works("GGUF import", loss)

@@ -47,7 +47,7 @@ class Batches:
 
 def exported(model: Path, folder: Path) -> Path:
     """Returns the f32 file of an encoder in `folder`, after exporting it if it does not exist."""
-    from sansgpu.models.formats.onnx import FILES, write_onnx
+    from sansgpu.models.huggingface.onnx import FILES, write_onnx
 
     if not folder.exists():
         write_onnx(model, str(model), folder, "f32", remote_code=False)
@@ -58,7 +58,7 @@ def quantize_dynamically(source: Path, target: Path) -> Path:
     """Quantizes the weights of all linear layers to 8 bits, and their inputs while the model runs."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    from sansgpu.models.formats.onnx import quiet
+    from sansgpu.models.huggingface.onnx import quiet
 
     if not target.exists():
         with quiet():
@@ -71,7 +71,7 @@ def quantize_statically(source: Path, target: Path, feeds: Iterator[Feed]) -> Pa
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
-    from sansgpu.models.formats.onnx import quiet
+    from sansgpu.models.huggingface.onnx import quiet
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]
         def get_next(self) -> Feed | None:
@@ -96,7 +96,7 @@ def quantize_statically(source: Path, target: Path, feeds: Iterator[Feed]) -> Pa
 
 
 def onnxruntime_model(path: Path) -> Model:
-    from sansgpu.models.formats.onnx import open_session
+    from sansgpu.models.huggingface.onnx import open_session
 
     session = open_session(path)
     return lambda feed: np.asarray(session.run([OUTPUT], feed)[0])

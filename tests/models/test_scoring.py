@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sansgpu.models import prefix_tree
+from sansgpu.models.huggingface.causal_lm import transformers_scorer
 from sansgpu.models.huggingface.packed_forward import UnpaddedModel
 from sansgpu.models.huggingface.patches import patch_model
 from sansgpu.models.prefix_tree import PrefixTree
-from sansgpu.models.scoring import Score, Scorer, ScoreRequest, decoder_scorer, transformers_scorer
+from sansgpu.models.scoring import Score, Scorer, ScoreRequest, decoder_scorer
 from tests.models.small import model_of
 
 # Few different tokens, so that random sequences have beginnings in common.

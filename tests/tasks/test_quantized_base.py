@@ -69,7 +69,7 @@ def evaluated(capsys: Captured, run: Path, home: Path, *options: str) -> float:
     ("architecture", "adapter", "precision"),
     [
         ("qwen2", "lora", "int8"),
-        pytest.param("smollm", "dora", "int4", marks=pytest.mark.long),
+        pytest.param("llama", "dora", "int4", marks=pytest.mark.long),
         pytest.param("gpt2", "lora", "int4", marks=pytest.mark.long),
     ],
 )

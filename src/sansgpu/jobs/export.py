@@ -30,7 +30,7 @@ from sansgpu.models.formats.ollama import (
     modelfile,
     stop_texts,
 )
-from sansgpu.models.formats.onnx import FILES, OnnxCheck, decoder_error, require_onnx, write_onnx
+from sansgpu.models.huggingface.onnx import FILES, OnnxCheck, decoder_error, require_onnx, write_onnx
 from sansgpu.models.huggingface.source import pretrained_config
 from sansgpu.tasks.capabilities import Chats, GGUFParts, can
 from sansgpu.tasks.static.distill import static_folder

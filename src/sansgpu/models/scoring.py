@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,10 +17,6 @@ from sansgpu.kernels.cross_entropy import LossOptions, log_probabilities_and_hit
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.modules import multiplies_integers
 from sansgpu.models.prefix_tree import PrefixTree
-from sansgpu.models.quantized_layers import matrix_of
-
-if TYPE_CHECKING:
-    from sansgpu.models.huggingface.packed_forward import UnpaddedModel
 
 PASS_TOKENS = 2048  # tokens per forward pass, except for longer sequences: enough for full speed, with bounded memory
 
@@ -92,35 +88,3 @@ def decoder_scorer(model: TransformerLM) -> Scorer:
         return model.hidden(tokens[None], positions[None], caches=[tree] * len(model.blocks))[0]
 
     return Scorer(model, states, model.head_matrix, model.config.max_seq_len)
-
-
-def transformers_scorer(model: UnpaddedModel, context: int | None) -> Scorer:
-    def states(tree: PrefixTree) -> torch.Tensor:
-        tokens, positions = tree.inputs()
-        if not shares:
-            return model.head_inputs(tokens, tree.lengths)
-        return model.before_head(model.packed_inputs(tokens[None], positions[None], tree))[0]
-
-    shares = shares_beginnings(model)
-    head = None if model.head is None else matrix_of(model.head)
-    return Scorer(model.model, states, head, context, shares, model.softcap)
-
-
-def shares_beginnings(model: UnpaddedModel) -> bool:
-    """Returns True if a trial shows that the model gives the same results for sequences with a shared beginning."""
-    from sansgpu.models.huggingface.probes import autocast_of, close_outputs  # imports transformers
-
-    if not model.has_plain_rows:
-        return False
-    tree, vocabulary = PrefixTree(), int(model.model.config.get_text_config().vocab_size)
-    for tokens in ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 8, 9], [1, 2, 10]):
-        tree.add([token * 7 % vocabulary for token in tokens])
-    row, positions = tree.inputs()
-    places = torch.tensor([place for path in tree.paths for place in path])
-    with torch.no_grad(), autocast_of(model.model):
-        separate = model.head_inputs(row[places], tree.lengths)
-        try:
-            shared = model.before_head(model.packed_inputs(row[None], positions[None], tree))[0][places]
-        except Exception:  # whatever goes wrong, separate sequences still work
-            return False
-        return close_outputs(model.model, shared, separate)

@@ -1,4 +1,4 @@
-"""Knowledge distillation for causal models: the predictions of a teacher, and the loss of a student.
+"""Knowledge distillation for causal models: the predictions of a teacher.
 
 B sequences, N tokens in total, D width, V vocabulary, M tokens after which the next token is predicted, K most likely
 tokens.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,16 +15,10 @@ from torch import nn
 from sansgpu.config import SansGPUError
 from sansgpu.kernels.attention import token_places
 from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight
-from sansgpu.kernels.cross_entropy import LossOptions
 from sansgpu.kernels.frozen_linear import quantized_linear
 from sansgpu.kernels.matmul import is_native, matmul_into
-from sansgpu.kernels.mixed_loss import LEAST_REST, SoftTargets, linear_mixed_loss, mixed_loss_of_logits
+from sansgpu.kernels.mixed_loss import LEAST_REST
 from sansgpu.models.decoder import IGNORED_LABEL, TransformerLM
-from sansgpu.models.modules import multiplies_integers
-from sansgpu.models.quantized_layers import matrix_of
-
-if TYPE_CHECKING:
-    from sansgpu.models.huggingface.packed_forward import UnpaddedModel
 
 LOGIT_ROWS = 256  # tokens whose logits are computed at a time: bounds the memory, and fewer would be slower per token
 
@@ -79,37 +72,10 @@ def decoder_teacher(model: TransformerLM, before: tuple[int, ...] = ()) -> Teach
         documents, positions = token_places(lengths)
         return model.hidden(tokens[None], positions[None], documents[None])[0]
 
-    return Teacher(model, states, lambda rows: _product(rows, model.head_matrix), model.config.max_seq_len, before)
+    return Teacher(model, states, lambda rows: head_product(rows, model.head_matrix), model.config.max_seq_len, before)
 
 
-def transformers_teacher(model: UnpaddedModel, context: int | None, before: tuple[int, ...] = ()) -> Teacher:
-    def logits(rows: torch.Tensor) -> torch.Tensor:
-        if model.head is None:
-            return rows.float()
-        found = _product(rows, matrix_of(model.head))
-        return model.softcap * torch.tanh(found / model.softcap) if model.softcap else found
-
-    return Teacher(model.model, model.head_inputs, logits, context, before)
-
-
-def student_loss(
-    model: UnpaddedModel,
-    tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    targets: torch.Tensor,
-    soft: SoftTargets,
-    z_loss: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes `linear_mixed_loss` of a transformers model, and returns the same: () and (2,)."""
-    states, head = model.head_inputs(tokens, lengths), model.head
-    if head is not None:
-        options = LossOptions(z_loss=z_loss, softcap=model.softcap, integer=multiplies_integers(model.model))
-        return linear_mixed_loss(states, matrix_of(head), targets, soft, options)
-    valid = targets != IGNORED_LABEL
-    return mixed_loss_of_logits(states[valid], targets[valid], soft.rows(valid), z_loss)
-
-
-def _product(rows: torch.Tensor, weight: Matrix) -> torch.Tensor:
+def head_product(rows: torch.Tensor, weight: Matrix) -> torch.Tensor:
     """Returns logits (M, V) in fp32, because rounding to bf16 would change probabilities by up to a few percent."""
     if isinstance(weight, QuantizedWeight):
         with torch.autocast(rows.device.type, enabled=False):

@@ -87,7 +87,7 @@ class TokenizedCorpus(VariableLengthCorpus[Part]):
 
 
 class CausalModel(Protocol):
-    """`models.TransformerLM`, or a transformers model wrapped by `models.formats.decoder_folder.HuggingFaceLM`."""
+    """`models.TransformerLM`, or a transformers model wrapped by `models.huggingface.causal_lm.HuggingFaceLM`."""
 
     def summed_loss(
         self,

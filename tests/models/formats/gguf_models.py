@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from sansgpu.config import ModelConfig
 from sansgpu.data.tokenizer import Tokenizer
-from sansgpu.models import TransformerLM
+from sansgpu.models import TransformerLM, families
+from sansgpu.models.family import Settings
 from sansgpu.models.formats.decoder_weights import hugging_face_config, to_hugging_face
 from sansgpu.models.formats.gguf_file import ModelDescription, write_gguf
 from sansgpu.models.formats.gguf_reader import EncodingChoice, GGUFType
@@ -44,36 +45,20 @@ def longrope(trained: int) -> dict[str, Any]:
     }
 
 
-BASES: dict[str, tuple[str, dict[str, Any]]] = {  # name: (architecture, changes to its config.json)
-    "llama": ("llama", {}),
-    "tied": ("smollm", {}),
+BASES: dict[str, tuple[str, Settings]] = {  # name: (model_type, changes to its tiny config.json)
+    **{family.model_type: (family.model_type, family.tiny_exported) for family in families.with_gguf()},
+    "tied": ("llama", {"tie_word_embeddings": True}),
     "llama3": ("llama", LLAMA3),
-    "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", {}),
-    "gpt2": ("gpt2", {}),
-    "xielu": ("llama", {"model_type": "apertus", "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
-    "relu2": ("llama", {"model_type": "apertus", "hidden_act": "relu2", "tie_word_embeddings": True, **LLAMA3}),
-    "mistral": ("mistral", {"sliding_window": None}),
-    "smollm3": ("smollm3", {"num_hidden_layers": 5, "no_rope_layer_interval": 4}),
-    "granite": ("granite", {}),
-    "gemma": ("gemma", {}),
+    "xielu": ("apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
+    "relu2": ("apertus", {"hidden_act": "relu2", "tie_word_embeddings": True, **LLAMA3}),
     "gemma2": ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.0}),
-    "gemma3": ("gemma3_text", {"num_hidden_layers": 7}),
+    "gemma3_text": ("gemma3_text", {"num_hidden_layers": 7}),
     "layered": ("gemma3_text", {"layer_types": ["full_attention", "sliding_attention"]}),
-    "olmo2": ("olmo2", {}),
-    "phi": ("phi", {}),
     "phi3": ("phi3", {"partial_rotary_factor": 0.5}),
     "short_longrope": ("phi3", longrope(256)),
     "long_longrope": ("phi3", longrope(64)),
-    "gpt_neox": ("gpt_neox", {}),
     "sequential": ("gpt_neox", {"use_parallel_residual": False}),
-    "lfm2": ("lfm2", {}),
-    "mixtral": ("mixtral", {}),
-    "qwen2_moe": ("qwen2_moe", {}),
     "tied_qwen2_moe": ("qwen2_moe", {"tie_word_embeddings": True}),
-    "qwen3_moe": ("qwen3_moe", {}),
-    "olmoe": ("olmoe", {}),
-    "granitemoe": ("granitemoe", {}),
 }
 
 

@@ -12,8 +12,9 @@ from transformers import ApertusConfig, AutoModelForCausalLM, AutoTokenizer, GPT
 
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.models import TransformerLM
-from sansgpu.models.formats.decoder_folder import HuggingFaceLM, export_model, load_decoder
+from sansgpu.models.formats.decoder_folder import export_model, load_decoder
 from sansgpu.models.formats.folders import write_folder_atomically
+from sansgpu.models.huggingface.causal_lm import HuggingFaceLM
 from tests.models.small import LAYOUTS, TOKENIZER, model_of, tokens
 
 QWEN3 = {

@@ -41,7 +41,7 @@ from tests.models.small import IN_GGUF, TOKENIZER, model_of, tokens
 HALF_STEPS = {"f32": (0, 0), "f16": (2**-11, 1), "bf16": (2**-8, 0), "q8_0": (0.5 / 127 + 2**-11, 127)}
 
 # The other bases are read back before a release.
-OFTEN = ("llama3", "gpt2", "xielu", "gemma3", "phi", "long_longrope", "lfm2", "tied_qwen2_moe", "granitemoe")
+OFTEN = ("llama3", "gpt2", "xielu", "gemma3_text", "phi", "long_longrope", "lfm2", "tied_qwen2_moe", "granitemoe")
 
 
 def read(path: Path) -> TransformerLM:
@@ -329,7 +329,7 @@ def test_a_torn_file_is_refused(whole: Path, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"architecture": "mamba"}, "has the unsupported architecture mamba; use a model with one of gpt2"),
+        ({"architecture": "mamba"}, "has the unsupported architecture mamba; use a model with one of apertus"),
         ({"leave_out": "blk.0.attn_q.weight"}, "do not match the model's config.*blocks.0.attention.q.weight"),
         ({"leave_out": "token_embd.weight"}, "the model's metadata are incomplete"),
         ({"leave_out": "qwen3.block_count"}, "the model's metadata are incomplete .'qwen3.block_count' is missing"),

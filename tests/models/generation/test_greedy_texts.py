@@ -9,7 +9,6 @@ import torch
 import transformers
 from tools.generation_trials import greedy_equal
 from tools.supported_models import FAMILIES
-from tools.tiny_model import has_chat_template
 
 from sansgpu.models.huggingface.cached_reader import CacheUse, PretrainedReader, cache_use
 from tests.tasks.folders import model_folder
@@ -17,7 +16,7 @@ from tests.tasks.folders import model_folder
 # Recurrent states under different names, a cache of the model's own class, and recurrent layers next to attention.
 # Mistral has a window that is shorter than one of the prompts, and OpenAI GPT has no cache.
 OFTEN = ("mamba", "falcon_mamba", "mamba2", "rwkv", "minimax", "falcon_h1", "bamba", "mistral", "openai-gpt")
-ON_THE_PAGE = [family.model_type for family in FAMILIES if has_chat_template(family.model_type)]
+ON_THE_PAGE = [family.model_type for family in FAMILIES if not family.is_encoder]
 SELDOM = [name for name in (*ON_THE_PAGE, "recurrent_gemma") if name not in OFTEN]
 # The next token depends on earlier ones only with larger weights, and with a head other than the embedding.
 SHARP = {"initializer_range": 0.1, "tie_word_embeddings": False}

@@ -17,16 +17,14 @@ from sansgpu.kernels.attention import (
     token_places,
     visible_keys,
 )
-from sansgpu.models.formats.decoder_folder import HuggingFaceLM
 from sansgpu.models.huggingface.attention_interface import (
     NAME,
-    KeyRanges,
-    PackedMask,
     attention_forward,
     ranges_of,
-    stand_in_mask,
     use_our_attention,
 )
+from sansgpu.models.huggingface.causal_lm import HuggingFaceLM
+from sansgpu.models.packed_masks import KeyRanges, PackedMask, stand_in_mask
 from sansgpu.tasks.preference.model import PairLayout
 
 SMALL = {
@@ -190,7 +188,7 @@ def test_a_softcapped_model_keeps_its_loss(tmp_path: Path, monkeypatch: pytest.M
     used: list[float] = []
     original = cross_entropy.linear_cross_entropy
     monkeypatch.setattr(
-        "sansgpu.models.formats.decoder_folder.linear_cross_entropy",
+        "sansgpu.models.huggingface.causal_lm.linear_cross_entropy",
         lambda h, w, t, shape: used.append(shape.softcap) or original(h, w, t, shape),
     )
     with torch.no_grad():

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
@@ -16,7 +15,6 @@ from sansgpu.config import Config, ConfigError
 from sansgpu.config.section import problems
 from sansgpu.config.wording import first_line
 from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight
-from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy
 from sansgpu.kernels.norm import LayerNorm, RMSNorm
 from sansgpu.models.architectures import ARCHITECTURES, DecoderConfig
 from sansgpu.models.decoder import TransformerLM
@@ -25,11 +23,10 @@ from sansgpu.models.formats.folders import folder_settings, require_layers, writ
 from sansgpu.models.formats.gguf_source import is_gguf, open_gguf
 from sansgpu.models.formats.safetensors_file import load_weights, readable_weights
 from sansgpu.models.formats.tokenizers import TextCodec
-from sansgpu.models.quantized_layers import QuantizableMatrix, matrix_of
+from sansgpu.models.quantized_layers import QuantizableMatrix
 
 if TYPE_CHECKING:
     from sansgpu.models.formats.gguf_file import GGUFFile
-    from sansgpu.models.huggingface.packed_forward import UnpaddedModel
 
 
 def export_model(model: TransformerLM, tokenizer: TextCodec, folder: Path) -> None:
@@ -139,73 +136,6 @@ def _config_from(settings: dict[str, Any], source: Path) -> DecoderConfig | None
         raise ConfigError(
             f"{source}: config.json has a value of an unexpected type ({first_line(error)}); download the model again."
         ) from None
-
-
-class HuggingFaceLM(torch.nn.Module):
-    """Wraps any causal LM of transformers in the interface that evaluation uses."""
-
-    def __init__(self, name: str, remote_code: bool = False) -> None:
-        super().__init__()
-        from sansgpu.models.huggingface.adapters import load_model  # transformers takes seconds to import
-        from sansgpu.models.huggingface.patches import patch_model
-        from sansgpu.models.huggingface.pretrained import Head
-        from sansgpu.models.huggingface.probes import head_is_plain
-        from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
-
-        settings = DecoderConfig(name_or_path=name, trust_remote_code=remote_code)
-        self.model = load_model(settings, Head("causal"), seed=0, frozen=True)
-        patch_model(self.model)
-        self.model.eval()
-        self._rotary = LengthDependentRotary(self.model)
-        self._loss_options = LossOptions(softcap=getattr(self.model.config, "final_logit_softcapping", None) or 0.0)
-        with torch.no_grad():
-            self._fused = head_is_plain(self.model, self._loss_options.softcap)
-
-    def unpadded(self) -> UnpaddedModel:
-        """Returns the model in a wrapper that packs sequences without padding if the model supports it."""
-        from sansgpu.models.huggingface.packed_forward import UnpaddedModel  # imports transformers
-
-        return UnpaddedModel(self.model, pack=True)
-
-    @property
-    def rows(self) -> int:
-        """The number of rows of the embedding."""
-        return int(cast(Any, self.model.get_input_embeddings()).num_embeddings)
-
-    @property
-    def context(self) -> int | None:
-        """The maximum number of tokens, or None if the config has no max_position_embeddings."""
-        length: Any = getattr(self.model.config, "max_position_embeddings", None)
-        return int(length) if length else None
-
-    def summed_loss(
-        self,
-        inputs: torch.Tensor,
-        targets: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        document_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Returns the cross-entropy summed over targets (B, T). Each row must be one document."""
-        if positions is not None or document_ids is not None:
-            raise ValueError("packed documents are not supported; pass windows with one document each")
-        if not self._rotary:
-            return self._loss(inputs, targets)
-        valid = targets != -100
-        lengths = (valid * torch.arange(1, targets.shape[1] + 1, device=valid.device)).amax(dim=1).tolist()
-        losses = []
-        for rows in self._rotary.groups(lengths):  # some RoPE variants depend on the length, without padding
-            self._rotary.reset()
-            stop = max(1, max(lengths[row] for row in rows))
-            losses.append(self._loss(inputs[rows, :stop], targets[rows, :stop]))
-        return torch.stack(losses).sum()
-
-    def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if self._fused:
-            hidden = self.model.base_model(inputs).last_hidden_state.flatten(0, 1)
-            weight = matrix_of(self.model.get_output_embeddings())
-            return linear_cross_entropy(hidden, weight, targets.flatten(), self._loss_options)
-        logits = self.model(inputs).logits.float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -10,9 +10,9 @@ import torch
 
 from sansgpu.config import ConfigError
 from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight
+from sansgpu.models import families
 from sansgpu.models.architectures import ARCHITECTURES, DecoderConfig
-from sansgpu.models.formats.layout import Settings, Weights
-from sansgpu.models.formats.layouts import LAYOUTS, rope_of, with_default_settings
+from sansgpu.models.family import Settings, Weights, rope_of
 from sansgpu.models.modules import INIT_STD
 
 _MASK = re.compile(r"\.attn\.(masked_)?bias$")  # GPT-2's causal mask, a buffer that old checkpoints contain
@@ -21,9 +21,9 @@ _QKV = re.compile(r"(?<=\.attention\.)[qkv](?=\.)")
 
 
 def to_hugging_face(config: DecoderConfig, weights: Mapping[str, torch.Tensor]) -> Weights:
-    """Converts weights to transformers' names and layout. Omits a tied head, as transformers does."""
-    layout = LAYOUTS[config.decoder.name]
-    fused = "blocks.{}.attention.qkv" in layout.modules
+    """Converts weights to transformers' names and family. Omits a tied head, as transformers does."""
+    family = families.get(config.decoder.name)
+    fused = "blocks.{}.attention.qkv" in family.modules
     renamed: Weights = {}
     for name, tensor in weights.items():
         part = _QKV.search(name) if fused else None
@@ -32,23 +32,23 @@ def to_hugging_face(config: DecoderConfig, weights: Mapping[str, torch.Tensor]) 
                 continue
             tensor = torch.cat([weights[_QKV.sub(each, name)] for each in "qkv"])
             name = _QKV.sub("qkv", name)
-        hf_name = _translate(name, layout.modules)
-        renamed[hf_name] = (tensor.T if layout.is_transposed(hf_name) else tensor).contiguous()
+        hf_name = _translate(name, family.modules)
+        renamed[hf_name] = (tensor.T if family.is_transposed(hf_name) else tensor).contiguous()
     return renamed
 
 
 def from_hugging_face(config: DecoderConfig, weights: Mapping[str, Matrix]) -> dict[str, Matrix]:
     """Inverts `to_hugging_face`. Quantized matrices, which are always (outputs, inputs), stay quantized."""
-    layout = LAYOUTS[config.decoder.name]
-    modules = {hf_name: name for name, hf_name in layout.modules.items()}
+    family = families.get(config.decoder.name)
+    modules = {hf_name: name for name, hf_name in family.modules.items()}
     renamed: dict[str, Matrix] = {}
     for name_in_file, value in weights.items():
-        hf_name = name_in_file if name_in_file.startswith((layout.prefix, "lm_head.")) else layout.prefix + name_in_file
+        hf_name = name_in_file if name_in_file.startswith((family.prefix, "lm_head.")) else family.prefix + name_in_file
         if _MASK.search(hf_name) or (hf_name == "lm_head.weight" and config.tie_embeddings):
             continue
         name = _translate(hf_name, modules)
         parts = "qkv" if ".qkv." in name else "q"
-        is_transposed = layout.is_transposed(hf_name)
+        is_transposed = family.is_transposed(hf_name)
         for part, piece in zip(parts, _in_pieces(value, len(parts), is_transposed), strict=True):
             renamed[name.replace(".qkv.", f".{part}.")] = piece
     return renamed
@@ -71,20 +71,20 @@ def _translate(name: str, modules: Mapping[str, str]) -> str:
 
 def hugging_face_config(config: DecoderConfig, end_id: int) -> dict[str, Any]:
     """Returns the config.json of an exported model."""
-    layout = LAYOUTS[config.decoder.name]
+    family = families.get(config.decoder.name)
     theta = {"rope_theta": config.rope_theta}
     # transformers 4 reads rope_theta and rope_scaling, for which Apertus has a default, and version 5 rope_parameters.
     rope = {**theta, "rope_scaling": None, "rope_parameters": {"rope_type": "default", **theta}}
     return {
-        "architectures": [layout.model_class],
+        "architectures": [family.model_class],
         "model_type": config.decoder.name,
-        **{key: getattr(config, ours) for ours, (key, _) in layout.sizes.items()},
-        layout.norm_eps[0]: config.decoder.norm_eps,
-        **(rope if layout.rotary else {}),
-        layout.activation_key: next(key for key, ours in layout.activations.items() if ours == config.activation),
-        **{key: config.biased in values for key, values in layout.biases.items()},
-        **{key: getattr(config, ours) for key, ours in layout.dropouts.items()},
-        **layout.fixed,
+        **{key: getattr(config, ours) for ours, (key, _) in family.sizes.items()},
+        family.norm_eps[0]: config.decoder.norm_eps,
+        **(rope if family.rotary else {}),
+        family.activation_key: next(key for key, ours in family.activations.items() if ours == config.activation),
+        **{key: config.biased in values for key, values in family.biases.items()},
+        **{key: getattr(config, ours) for key, ours in family.dropouts.items()},
+        **family.fixed,
         "pad_token_id": None,  # Apertus' default is 3, and transformers does not train the padding token's embedding
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tie_embeddings,
@@ -100,18 +100,19 @@ def model_config(settings: Settings) -> DecoderConfig | None:
     name = settings.get("model_type")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         return None
-    architecture, layout, settings = ARCHITECTURES[name], LAYOUTS[name], with_default_settings(settings)
-    activation = layout.activations.get(settings[layout.activation_key])
-    flags = {key: bool(settings.get(key)) for key in layout.biases}
-    bias = next((b for b in architecture.bias if flags == {key: b in v for key, v in layout.biases.items()}), None)
-    fixed = {layout.norm_eps[0]: architecture.norm_eps, **layout.fixed}
+    architecture, family = ARCHITECTURES[name], families.get(name)
+    settings = families.with_default_settings(settings)
+    activation = family.activations.get(settings[family.activation_key])
+    flags = {key: bool(settings.get(key)) for key in family.biases}
+    bias = next((b for b in architecture.bias if flags == {key: b in v for key, v in family.biases.items()}), None)
+    fixed = {family.norm_eps[0]: architecture.norm_eps, **family.fixed}
     if activation is None or bias is None or any(settings.get(key, value) != value for key, value in fixed.items()):
         return None
-    values = {ours: settings[key] for ours, (key, _) in layout.sizes.items()}
-    values |= {ours: settings.get(key, 0.0) for key, ours in layout.dropouts.items()}
-    if layout.rotary:
+    values = {ours: settings[key] for ours, (key, _) in family.sizes.items()}
+    values |= {ours: settings.get(key, 0.0) for key, ours in family.dropouts.items()}
+    if family.rotary:
         rope = rope_of(settings)
-        values["rope_theta"] = rope.get("rope_theta", layout.rope_theta)
+        values["rope_theta"] = rope.get("rope_theta", family.rope_theta)
         if rope.get("rope_type", "default") != "default" or values["rope_theta"] is None:
             return None
         if values["d_model"] != values.pop("head_dim") * values["n_heads"]:

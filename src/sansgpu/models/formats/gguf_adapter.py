@@ -12,6 +12,7 @@ from gguf import Keys
 
 from sansgpu.config import ConfigError
 from sansgpu.files.reading import read_object
+from sansgpu.models.families import with_default_settings
 from sansgpu.models.formats.folders import ADAPTER_CONFIG
 from sansgpu.models.formats.gguf_file import (
     ModelDescription,
@@ -23,7 +24,6 @@ from sansgpu.models.formats.gguf_file import (
 )
 from sansgpu.models.formats.gguf_metadata import require_expressible
 from sansgpu.models.formats.gguf_reader import TYPES, GGUFType
-from sansgpu.models.formats.layouts import with_default_settings
 from sansgpu.models.formats.safetensors_file import load_weights
 from sansgpu.models.formats.weights import StoredTensor, as_stored
 

@@ -7,7 +7,7 @@ Hugging Face's names.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -26,6 +26,9 @@ from sansgpu.files.atomic import atomic_write, write_failures_as
 from sansgpu.kernels.block_quantization import FORMATS, BlockFormat, Matrix, QuantizedWeight
 from sansgpu.machine.untrusted.sandbox import is_panic
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_flaw
+from sansgpu.models import families
+from sansgpu.models.families import with_default_settings
+from sansgpu.models.family import Family, Settings, Weights
 from sansgpu.models.formats.expert_weights import separate_experts, stack_experts
 from sansgpu.models.formats.folders import require_layers
 from sansgpu.models.formats.gguf_metadata import (
@@ -33,7 +36,6 @@ from sansgpu.models.formats.gguf_metadata import (
     require_expressible,
     require_sizes,
     write_settings,
-    xielu_weights,
 )
 from sansgpu.models.formats.gguf_parts import read_model
 from sansgpu.models.formats.gguf_reader import (
@@ -48,16 +50,11 @@ from sansgpu.models.formats.gguf_reader import (
 )
 from sansgpu.models.formats.gguf_rope import ROPE_TENSORS, rope_tensors
 from sansgpu.models.formats.gguf_tokenizer import read_tokenizer, write_tokenizer
-from sansgpu.models.formats.layout import Settings, Weights
-from sansgpu.models.formats.layouts import BY_GGUF_NAME, LAYOUTS, model_type_of, module_names, with_default_settings
 from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.formats.weights import StoredTensor, as_stored, kept_blocks
 
 # Raised when metadata has unexpected types, or contains JSON that is invalid or nested too deeply.
 METADATA_ERRORS = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
-# Weights from which llama.cpp's files leave out a dimension of size 1: LFM2's convolution (channels, 1, width) and
-# Qwen2-MoE's gate of the shared expert (1, width).
-_SQUEEZED = {".conv.conv.weight": 1, ".shared_expert_gate.weight": 0}
 _PLAIN = (Encoding.F32, Encoding.F16, Encoding.BF16, Encoding.F64)  # not quantized
 
 
@@ -86,15 +83,18 @@ def write_gguf(
     """
     settings = with_default_settings(settings)
     require_expressible(settings)
-    layout = LAYOUTS[settings["model_type"]]
+    family = families.get(settings["model_type"])
     tensors = _renamed(settings, weights)
     count = sum(prod(tensor.shape) for tensor in tensors.values())
-    if layout.gguf_needs_head and HEAD not in tensors:
+    if family.gguf_needs_head and HEAD not in tensors:
         tensors[HEAD] = tensors[EMBEDDING]
     tensors |= {name: as_stored(factors) for name, factors in rope_tensors(settings).items()}
     rows = tensors[EMBEDDING].shape[0]
     head = HEAD if HEAD in tensors else EMBEDDING
-    choices = {name: encoding_of(name, tensor.shape, gguf_type, name == head) for name, tensor in tensors.items()}
+    choices = {
+        name: encoding_of(tensor.shape, gguf_type, name == head, name.endswith(family.gguf_precise))
+        for name, tensor in tensors.items()
+    }
 
     def write_metadata(writer: gguf.GGUFWriter) -> None:
         _describe(writer, description, gguf_type, count)
@@ -132,6 +132,17 @@ def write_file(
             writer.close()
 
 
+def _family_in(path: Path, architecture: str, metadata: Mapping[str, Any]) -> Family:
+    """Returns the family of a file with one of llama.cpp's architectures. Raises ConfigError if none is known."""
+    named = [family for family in families.with_gguf() if family.llama_cpp_name == architecture]
+    own = [family for family in named if family.gguf_is_its is not None and family.gguf_is_its(metadata)]
+    others = [family for family in named if family.gguf_is_its is None]
+    if not named:
+        known = ", ".join(dict.fromkeys(family.llama_cpp_name for family in families.with_gguf()))
+        raise ConfigError(f"{path} has the unsupported architecture {architecture}; use a model with one of {known}.")
+    return [*own, *others][0]
+
+
 class GGUFFile:
     """Reads a model from a GGUF file: its settings, weights and tokenizer, under Hugging Face's names."""
 
@@ -139,13 +150,7 @@ class GGUFFile:
         self.path = path
         self._metadata, self._tensors = read_model(path)
         self._architecture = str(self._metadata.get(Keys.General.ARCHITECTURE))
-        if self._architecture not in BY_GGUF_NAME:
-            known = ", ".join(BY_GGUF_NAME)
-            raise ConfigError(
-                f"{path} has the unsupported architecture {self._architecture}; use a model with one of {known}."
-            )
-        self._model_type = model_type_of(self._architecture, self._metadata)
-        self._layout = LAYOUTS[self._model_type]
+        self._family = _family_in(path, self._architecture, self._metadata)
         try:
             self.settings = self._settings()
         except ConfigError as error:
@@ -189,12 +194,12 @@ class GGUFFile:
         Raises ConfigError like `weights`.
         """
         stored = self.stored_weights()
-        return {name: kept_blocks(tensor, self._layout.is_transposed(name)) for name, tensor in stored.items()}
+        return {name: kept_blocks(tensor, self._family.is_transposed(name)) for name, tensor in stored.items()}
 
     @property
     def epsilon_key(self) -> str:
         """The key in `settings` of the norms' epsilon, such as rms_norm_eps."""
-        return self._layout.norm_eps[0]
+        return self._family.norm_eps[0]
 
     @property
     def is_quantized(self) -> bool:
@@ -218,8 +223,8 @@ class GGUFFile:
             hf_name = f"{hf_modules[module]}.{parameter}"
             found[hf_name] = self._stored(name, hf_name, tensor)
         stack_experts(found)
-        if self.settings.get("hidden_act") == "xielu":
-            for hf_name, value in xielu_weights(self._metadata).items():
+        if (activation := self._family.gguf_learned_activation) is not None:
+            for hf_name, value in activation.read(self._metadata)[1].items():
                 found[hf_name] = StoredTensor(tuple(value.shape), partial(torch.clone, value))
         return found
 
@@ -239,7 +244,7 @@ class GGUFFile:
         return StoredTensor(shape, partial(self._read, name, hf_name, tensor), blocks, tensor_type.name.lower())
 
     def _read(self, name: str, hf_name: str, tensor: GGUFTensor) -> torch.Tensor:
-        """Returns a tensor in fp32 in transformers' layout. Raises ConfigError if its type is not supported."""
+        """Returns a tensor in fp32 in transformers' family. Raises ConfigError if its type is not supported."""
         try:
             values = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
         except NotImplementedError:
@@ -259,11 +264,11 @@ class GGUFFile:
 
     def _settings(self) -> dict[str, Any]:
         embedding, head = self._tensors[EMBEDDING], self._tensors.get(HEAD)
-        tied = head is None or (self._layout.gguf_needs_head and np.array_equal(head.data, embedding.data))
+        tied = head is None or (self._family.gguf_needs_head and np.array_equal(head.data, embedding.data))
         stored = ((name, self._tensors[name]) for name in ROPE_TENSORS if name in self._tensors)
         rope_factors = {name: tensor.data for name, tensor in stored if tensor.tensor_type == Encoding.F32}
         require_sizes(self._architecture, self._metadata, {name: t.shape for name, t in self._tensors.items()})
-        settings = read_settings(self._model_type, self._metadata, rope_factors)
+        settings = read_settings(self._family.model_type, self._metadata, rope_factors)
         require_layers(_layers(settings), len(self._tensors), "its metadata")
         return {**settings, "vocab_size": embedding.shape[0], "tie_word_embeddings": tied}
 
@@ -290,25 +295,31 @@ def describe(writer: gguf.GGUFWriter, description: ModelDescription, gguf_type: 
 
 def gguf_architecture(settings: Settings) -> str:
     """Returns llama.cpp's name of the architecture."""
-    return LAYOUTS[settings["model_type"]].gguf_name or str(settings["model_type"])
+    return families.get(settings["model_type"]).llama_cpp_name
 
 
 def gguf_modules(settings: Settings) -> dict[str, str]:
     """Maps Hugging Face's module names to llama.cpp's."""
-    layout, layers = LAYOUTS[settings["model_type"]], _layers(settings)
+    family, layers = families.get(settings["model_type"]), _layers(settings)
     architecture = gguf_architecture(settings)
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     table = gguf.get_tensor_name_map(arch, layers)
-    found = {module: name for module in module_names(layout, layers) if (name := table.get_name(module))}
+    found = {module: name for module in _module_names(family, layers) if (name := table.get_name(module))}
     return found | {
         hf_name.format(layer): name.format(layer)
-        for hf_name, name in layout.gguf_modules.items()
+        for hf_name, name in family.gguf_modules.items()
         for layer in range(layers)
     }
 
 
+def _module_names(family: Family, layers: int) -> Iterator[str]:
+    """Yields transformers' names of the modules with weights."""
+    for pattern in family.modules.values():
+        yield from (pattern.format(layer) for layer in range(layers)) if "{}" in pattern else (pattern,)
+
+
 def _layers(settings: Settings) -> int:
-    return int(settings[LAYOUTS[settings["model_type"]].sizes["n_layers"][0]])
+    return int(settings[families.get(settings["model_type"]).sizes["n_layers"][0]])
 
 
 def _renamed(settings: Settings, weights: Mapping[str, torch.Tensor | StoredTensor]) -> dict[str, StoredTensor]:
@@ -333,39 +344,39 @@ def _in_file(name: str, weight: StoredTensor, settings: Settings) -> StoredTenso
 
 
 def _to_file(name: str, tensor: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """Converts a weight to llama.cpp's layout."""
-    layout = LAYOUTS[settings["model_type"]]
-    if layout.is_transposed(name):
+    """Converts a weight to llama.cpp's family."""
+    family = families.get(settings["model_type"])
+    if family.is_transposed(name):
         return tensor.T
-    if (dimension := _squeezed(name)) is not None:
+    if (dimension := _squeezed(name, family)) is not None:
         return tensor.squeeze(dimension)
     tensor = permuted(name, tensor, settings)
-    return tensor + layout.gguf_norm_offset if layout.gguf_norm_offset and name.endswith("norm.weight") else tensor
+    return tensor + family.gguf_norm_offset if family.gguf_norm_offset and name.endswith("norm.weight") else tensor
 
 
-def _squeezed(name: str) -> int | None:
-    return next((dimension for ending, dimension in _SQUEEZED.items() if name.endswith(ending)), None)
+def _squeezed(name: str, family: Family) -> int | None:
+    return next((dimension for ending, dimension in family.gguf_squeezed.items() if name.endswith(ending)), None)
 
 
 def permuted(name: str, rows: torch.Tensor, settings: Settings) -> torch.Tensor:
     """Returns the rows of a matrix (out, ...) in llama.cpp's order."""
-    order = LAYOUTS[settings["model_type"]].gguf_rows(name, settings)
+    order = families.get(settings["model_type"]).gguf_rows(name, settings)
     return rows if order is None else order.to_file(rows)
 
 
 def _from_file(name: str, tensor: torch.Tensor, settings: Settings) -> torch.Tensor:
     """Inverts `_to_file`."""
-    layout = LAYOUTS[settings["model_type"]]
-    if layout.is_transposed(name):
+    family = families.get(settings["model_type"])
+    if family.is_transposed(name):
         return tensor.T.contiguous()
-    if (dimension := _squeezed(name)) is not None:
+    if (dimension := _squeezed(name, family)) is not None:
         return tensor.unsqueeze(dimension)
-    if layout.gguf_norm_offset and name.endswith("norm.weight"):
-        return tensor - layout.gguf_norm_offset
+    if family.gguf_norm_offset and name.endswith("norm.weight"):
+        return tensor - family.gguf_norm_offset
     return _rows_from_file(name, tensor, settings)
 
 
 def _rows_from_file(name: str, rows: torch.Tensor, settings: Settings) -> torch.Tensor:
     """Returns the rows of a matrix, which may be quantized, in transformers' order."""
-    order = LAYOUTS[settings["model_type"]].gguf_rows(name, settings)
+    order = families.get(settings["model_type"]).gguf_rows(name, settings)
     return rows if order is None else order.from_file(rows)

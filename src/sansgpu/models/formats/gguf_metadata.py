@@ -7,25 +7,15 @@ from math import isfinite, prod
 from typing import Any
 
 import numpy as np
-import torch
 from gguf import GGUFWriter, Keys
 
 from sansgpu.config import ConfigError
+from sansgpu.models import families
+from sansgpu.models.family import Settings
 from sansgpu.models.formats.gguf_rope import has_unsupported_rope, read_rope, rope_metadata, shortest
 from sansgpu.models.formats.gguf_tokenizer import read_end_ids
-from sansgpu.models.formats.layout import Layout, Settings, Weights
-from sansgpu.models.formats.layouts import LAYOUTS, with_default_settings
 from sansgpu.models.formats.weights import as_stored
 
-KNOWN = ", ".join(LAYOUTS)
-# Parameters of xIELU (arXiv 2411.13010): Hugging Face's name -> (GGUF's key, the value with which xIELU equals ReLU
-# squared). With these values softplus(alpha_p) is 1 and softplus(alpha_n) is 0.
-_XIELU = {
-    "alpha_p": (Keys.xIELU.ALPHA_P, float(np.log(np.e - 1))),
-    "alpha_n": (Keys.xIELU.ALPHA_N, -200.0),
-    "beta": (Keys.xIELU.BETA, 0.0),
-    "eps": (Keys.xIELU.EPS, -1e-6),
-}
 # Tensors in each of whose layers a dimension is the product of values: (keys, tensor, dimension).
 _HEAD_DIM = Keys.Attention.KEY_LENGTH
 _SIZES = (
@@ -69,44 +59,42 @@ def require_sizes(architecture: str, metadata: Mapping[str, Any], shapes: Mappin
 def require_expressible(settings: Settings) -> None:
     """Raises ConfigError if llama.cpp does not support a setting of the model."""
     architecture = settings["model_type"]
-    if architecture not in LAYOUTS:
+    family = families.find(architecture)
+    if family is None or not family.modules:
+        known = ", ".join(family.model_type for family in families.with_gguf())
         raise ConfigError(
-            f"--format gguf supports {KNOWN}, but this model has the architecture {architecture}; use --format hf."
+            f"--format gguf supports {known}, but this model has the architecture {architecture}; use --format hf."
         )
-    layout = LAYOUTS[architecture]
-    if (activation := settings.get(layout.activation_key)) not in (*layout.gguf_activations, None):
-        supported = " or ".join(layout.gguf_activations)
+    if (activation := settings.get(family.activation_key)) not in (*family.gguf_activations, None):
+        supported = " or ".join(family.gguf_activations)
         raise ConfigError(
             f"llama.cpp supports only {supported} in {architecture}, but this model uses {activation}; use --format hf."
         )
-    required = {**layout.fixed, **dict.fromkeys(layout.biases, False), **layout.gguf_fixed(settings)}
+    required = {**family.fixed, **dict.fromkeys(family.biases, False), **family.gguf_fixed(settings)}
     bad = [key for key, value in required.items() if settings.get(key, value) != value]
-    bad += [key for key in layout.gguf_keys if key not in settings]
-    bad += ["rope_parameters"] if has_unsupported_rope(layout, settings) else []
+    bad += [key for key in family.gguf_keys if key not in settings]
+    bad += ["rope_parameters"] if has_unsupported_rope(family, settings) else []
     if bad:
         raise ConfigError(f"GGUF does not support {bad[0]} {settings.get(bad[0])} in {architecture}; use --format hf.")
 
 
 def write_settings(writer: GGUFWriter, settings: Settings, weights: Mapping[str, Any]) -> None:
-    """Writes the settings as metadata, with the parameters of xIELU, which GGUF does not store as tensors."""
-    layout = LAYOUTS[settings["model_type"]]
-    keys = {**layout.gguf_keys, **layout.gguf_optional}
+    """Writes the settings as metadata, with the parameters of an activation, which GGUF does not store as tensors."""
+    family = families.get(settings["model_type"])
+    keys = {**family.gguf_keys, **family.gguf_optional}
     values = {key: settings[hf_key] for hf_key, key in keys.items() if hf_key in settings}
-    if layout.gguf_layers is not None:
-        values |= layout.gguf_layers.write(settings)
-    if layout.rotary:
+    if family.gguf_layers is not None:
+        values |= family.gguf_layers.write(settings)
+    if family.rotary:
         values |= rope_metadata(settings)
-    if layout.gguf_no_window and "sliding_window" in settings:
+    if family.gguf_no_window and "sliding_window" in settings:
         values[Keys.LLM.CONTEXT_LENGTH] = min(values[Keys.LLM.CONTEXT_LENGTH], settings["sliding_window"])
     for key, value in values.items():
         _add(writer, key.format(arch=writer.arch), value)
-    if _is_xielu(layout):
-        for parameter, (key, relu_squared) in _XIELU.items():
-            learned = settings["hidden_act"] == "xielu"
-            names = (_xielu_name(layer, parameter) for layer in range(settings["num_hidden_layers"]))
-            writer.add_array(
-                key, [float(as_stored(weights[name]).read()) if learned else relu_squared for name in names]
-            )
+    if family.gguf_learned_activation is not None:
+        written = family.gguf_learned_activation.write(settings, lambda name: float(as_stored(weights[name]).read()))
+        for key, numbers in written.items():
+            writer.add_array(key, numbers)
 
 
 def _add(writer: GGUFWriter, key: str, value: Any) -> None:
@@ -131,58 +119,35 @@ def read_settings(
     `architecture` is a model_type, and `rope_factors` the tensors of ROPE_TENSORS. Raises KeyError if a setting is
     missing, and ConfigError if the RoPE scaling is not supported.
     """
-    layout = LAYOUTS[architecture]
-    name = layout.gguf_name or architecture
+    family = families.get(architecture)
+    name = family.llama_cpp_name
 
     def value_of(key: str) -> Any:
         return shortest(metadata.get(key.format(arch=name)))
 
-    activation = layout.gguf_activations[0]
-    if _is_xielu(layout) and not _is_relu_squared(metadata):
-        activation = "xielu"
+    activation = family.gguf_activations[0]
+    if family.gguf_learned_activation is not None:
+        activation, _ = family.gguf_learned_activation.read(metadata)
     ends = read_end_ids(metadata)
     settings = {
         "model_type": architecture,
-        **{hf_key: value_of(key) for hf_key, key in {**layout.gguf_keys, **layout.gguf_optional}.items()},
+        **{hf_key: value_of(key) for hf_key, key in {**family.gguf_keys, **family.gguf_optional}.items()},
         "bos_token_id": metadata.get(Keys.Tokenizer.BOS_ID),
         "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
         "pad_token_id": metadata.get(Keys.Tokenizer.PAD_ID),
         "dtype": "float32",
-        layout.activation_key: activation,
+        family.activation_key: activation,
     }
-    if layout.gguf_layers is not None:
-        settings |= layout.gguf_layers.read(value_of, settings["num_hidden_layers"])
-    settings = with_default_settings(settings)
-    settings = {**layout.fixed, **layout.gguf_fixed(settings), **settings}
-    for hf_key, key in layout.gguf_keys.items():
+    if family.gguf_layers is not None:
+        settings |= family.gguf_layers.read(value_of, settings["num_hidden_layers"])
+    settings = families.with_default_settings(settings)
+    settings = {**family.fixed, **family.gguf_fixed(settings), **settings}
+    for hf_key, key in family.gguf_keys.items():
         if hf_key not in settings:
             raise KeyError(key.format(arch=name))
-    key, length = layout.norm_eps[0], layout.sizes["max_seq_len"][0]
+    key, length = family.norm_eps[0], family.sizes["max_seq_len"][0]
     if not (isfinite(settings[key]) and settings[key] > 0):
         raise ConfigError(f"the epsilon of its norms is {settings[key]}, but must be positive; convert it again.")
     if settings[length] < 1:
         raise ConfigError(f"its context has {settings[length]} tokens; download or convert it again.")
-    return {**settings, **read_rope(layout, settings, value_of, rope_factors)} if layout.rotary else settings
-
-
-def xielu_weights(metadata: Mapping[str, Any]) -> Weights:
-    """Returns xIELU's parameters under Hugging Face's names."""
-    return {
-        _xielu_name(layer, parameter): torch.tensor([value] if parameter.startswith("alpha") else value)
-        for parameter, (key, _) in _XIELU.items()
-        for layer, value in enumerate(metadata[key])
-    }
-
-
-def _xielu_name(layer: int, parameter: str) -> str:
-    return f"model.layers.{layer}.mlp.act_fn.{parameter}"
-
-
-def _is_xielu(layout: Layout) -> bool:
-    return "xielu" in layout.gguf_activations
-
-
-def _is_relu_squared(metadata: Mapping[str, Any]) -> bool:
-    """Returns True if the xIELU of every layer equals ReLU squared."""
-    pairs = [(value, np.float32(expected)) for key, expected in _XIELU.values() for value in metadata[key]]
-    return all(np.float32(value) == expected for value, expected in pairs)
+    return {**settings, **read_rope(family, settings, value_of, rope_factors)} if family.rotary else settings

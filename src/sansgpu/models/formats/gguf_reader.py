@@ -33,8 +33,6 @@ TYPES: dict[GGUFType, tuple[Encoding, LlamaFileType]] = {  # encodings of matric
     "q4_0": (Encoding.Q4_0, LlamaFileType.MOSTLY_Q4_0),
 }
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-# Position embeddings, routers of experts and convolutions, for which llama.cpp requires f32.
-_PRECISE = ("position_embd.weight", ".ffn_gate_inp.weight", ".shortconv.conv.weight")
 _ENCODED_VALUES = 1 << 24  # values converted to fp32 at a time; an embedding may have a billion
 
 
@@ -45,9 +43,12 @@ class EncodingChoice(NamedTuple):
     wanted: Encoding
 
 
-def encoding_of(name: str, shape: Sequence[int], gguf_type: GGUFType, is_head: bool) -> EncodingChoice:
-    """Chooses the encoding of a tensor. In 4-bit files the output head is q6_k, as in those that llama.cpp writes."""
-    if len(shape) < 2 or name.endswith(_PRECISE):
+def encoding_of(shape: Sequence[int], gguf_type: GGUFType, is_head: bool, is_precise: bool) -> EncodingChoice:
+    """Chooses the encoding of a tensor. In 4-bit files the output head is q6_k, as in those that llama.cpp writes.
+
+    `is_precise` says that llama.cpp requires f32.
+    """
+    if len(shape) < 2 or is_precise:
         return EncodingChoice(Encoding.F32, Encoding.F32)
     wanted = Encoding.Q6_K if is_head and gguf_type.startswith("q4") else TYPES[gguf_type][0]
     smaller = SMALLER_BLOCKS.get(wanted.name.lower())

@@ -18,8 +18,7 @@ import torch
 from gguf import Keys
 
 from sansgpu.config import ConfigError
-from sansgpu.models.formats.layout import Layout, Settings, Weights
-from sansgpu.models.formats.layouts import rope_of
+from sansgpu.models.family import Family, Settings, Weights, rope_of
 
 _FACTORS, _LONG, _SHORT = ROPE_TENSORS = (
     "rope_freqs.weight",
@@ -34,10 +33,10 @@ _LLAMA3_KEY = "sansgpu.rope_parameters"  # JSON of the parameters from which Lla
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def has_unsupported_rope(layout: Layout, settings: Settings) -> bool:
+def has_unsupported_rope(family: Family, settings: Settings) -> bool:
     """Returns True if llama.cpp does not support the RoPE scaling of a model."""
     used = {rope.get("rope_type", "default") for rope in _ropes(settings)}
-    return bool(used.difference(("default", *layout.gguf_rope_types)))
+    return bool(used.difference(("default", *family.gguf_rope_types)))
 
 
 def rope_metadata(settings: Settings) -> dict[str, Any]:
@@ -74,18 +73,18 @@ def rope_tensors(settings: Settings) -> Weights:
 
 
 def read_rope(
-    layout: Layout, settings: Settings, value_of: Callable[[str], Any], factors: Mapping[str, np.ndarray]
+    family: Family, settings: Settings, value_of: Callable[[str], Any], factors: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
     """Returns the settings of RoPE. Raises ConfigError if its scaling is not supported."""
     scaling = value_of(Keys.Rope.SCALING_TYPE) or "none"
-    if scaling not in ("none", *layout.gguf_rope_types):
+    if scaling not in ("none", *family.gguf_rope_types):
         raise ConfigError(f"its RoPE scaling type {scaling} is not supported; {OTHER_FORMAT}.")
     if (own := value_of(_LLAMA3_KEY)) is not None:
         return {"rope_parameters": json.loads(own)}
     theta: Any = value_of(Keys.Rope.FREQ_BASE) or _THETA
     rope = {"rope_type": "default", "rope_theta": theta}
     rotated = value_of(Keys.Rope.DIMENSION_COUNT) or settings["head_dim"]
-    local_theta: Any = value_of(_LOCAL_THETA) or _THETA
+    local_theta: Any = value_of(_LOCAL_THETA) or family.gguf_local_theta or theta
     is_base = 0 < theta < math.inf and 0 < local_theta < math.inf
     if not (is_base and rotated % 2 == 0 and 0 < rotated <= settings["head_dim"]):
         raise ConfigError(
@@ -94,14 +93,14 @@ def read_rope(
         )
     if rotated != settings["head_dim"]:
         rope["partial_rotary_factor"] = rotated / settings["head_dim"]
-    if layout.gguf_local_rope:
+    if family.gguf_local_rope:
         local = {"rope_type": "default", "rope_theta": local_theta}
         return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
     if any(array.shape != (rotated // 2,) or not (array > 0).all() for array in factors.values()):
         raise ConfigError(f"its RoPE factors are not {rotated // 2} positive numbers; {OTHER_FORMAT}.")
-    if "llama3" in layout.gguf_rope_types and _FACTORS in factors:
+    if "llama3" in family.gguf_rope_types and _FACTORS in factors:
         return {"rope_parameters": _read_llama3(rope, settings, factors[_FACTORS])}
-    if "longrope" in layout.gguf_rope_types and _LONG in factors:
+    if "longrope" in family.gguf_rope_types and _LONG in factors:
         return _read_longrope(rope, settings, value_of, factors)
     return {"rope_parameters": rope}
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from gguf import GGUFWriter, Keys, TokenType
@@ -13,35 +14,13 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError
+from sansgpu.models import families
+from sansgpu.models.families import gpt2
+from sansgpu.models.family import PreTokenizer
 from sansgpu.models.formats.gguf_rope import OTHER_FORMAT
 from sansgpu.models.formats.tokenizers import TokenizerParts
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_GPT4 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _GPT4.replace("{1,3}", "")
-# Words that begin with capitals and go on in lower case, as the tokenizers of GPT-4o and of Mistral Nemo divide text.
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = [rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{upper}{_LOWER}{lower}" for upper, lower in ("*+", "+*")]
-_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT4O = "|".join(f"{word}{_ENDING}" for word in _CASED) + r"|\p{N}{1,3}" + _OTHERS
-_TEKKEN = "|".join(_CASED) + r"|\p{N}" + _OTHERS
-_DIGIT = r"\p{N}"
-_WHOLE = (_GPT2, _GPT4, _QWEN2, _GPT4O, _TEKKEN)  # match every character, so that no text lies between their matches
-# llama.cpp's names of pre-tokenizers, by (split patterns, ignore_merges). GPT-4's pattern has several names; dbrx is
-# the one without side effects.
-_PRE_TOKENIZERS = {
-    ((_GPT4,), False): "dbrx",
-    ((_GPT4,), True): "llama-bpe",
-    ((_QWEN2,), False): "qwen2",
-    ((_GPT2,), False): "gpt-2",
-    ((_DIGIT, _GPT2), False): "smollm",
-    ((_GPT4O,), False): "gpt-4o",
-    ((_TEKKEN,), True): "tekken",
-}
+_SENTENCE_PIECE, _BYTE_LEVEL = "llama", "gpt2"  # llama.cpp's names of kinds of tokenizers
 ALL_ENDS = "tokenizer.ggml.eos_token_ids"  # Ollama reads this key; llama.cpp reads only `_END_KEYS`
 _END_KEYS = (Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
 _ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED)
@@ -49,6 +28,12 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "▁"  # This character stands for a space in the tokens of SentencePiece and of llama.cpp's tokenizer `llama`.
 _REPLACES_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
 _ADDED_SCORE = -1000.0  # llama.cpp's converter gives this score to tokens that no merge produces
+
+
+@cache
+def _pre_tokenizers() -> dict[str, PreTokenizer]:
+    """Returns the pre-tokenizers of all families by llama.cpp's names."""
+    return {name: one for family in families.every() for name, one in family.pre_tokenizers.items()}
 
 
 def write_tokenizer(writer: GGUFWriter, parts: TokenizerParts, rows: int) -> None:
@@ -68,7 +53,7 @@ def write_tokenizer(writer: GGUFWriter, parts: TokenizerParts, rows: int) -> Non
             return TokenType.CONTROL if added[index]["special"] else TokenType.USER_DEFINED
         return TokenType.BYTE if is_sentence_piece and _BYTE.fullmatch(names[index]) else TokenType.NORMAL
 
-    writer.add_tokenizer_model("llama" if is_sentence_piece else "gpt2")
+    writer.add_tokenizer_model(_SENTENCE_PIECE if is_sentence_piece else _BYTE_LEVEL)
     writer.add_tokenizer_pre("default" if is_sentence_piece else _pre_tokenizer(raw))
     writer.add_token_list([names.get(index, f"[PAD{index}]") for index in range(rows)])
     writer.add_token_types([type_of(index) for index in range(rows)])
@@ -99,7 +84,8 @@ def write_tokenizer(writer: GGUFWriter, parts: TokenizerParts, rows: int) -> Non
 def read_tokenizer(metadata: Mapping[str, Any]) -> TokenizerParts:
     """Reads the tokenizer from metadata. Raises ConfigError if there is none or it is not supported."""
     bos, eos, pad = (metadata.get(k) for k in (Keys.Tokenizer.BOS_ID, Keys.Tokenizer.EOS_ID, Keys.Tokenizer.PAD_ID))
-    begins = bool(metadata.get(Keys.Tokenizer.ADD_BOS, metadata.get(Keys.Tokenizer.PRE) in ("llama-bpe", "tekken")))
+    known = _pre_tokenizers().get(str(metadata.get(Keys.Tokenizer.PRE)))
+    begins = bool(metadata.get(Keys.Tokenizer.ADD_BOS, known is not None and known.begins))
     tokenizer_json = metadata.get(Keys.Tokenizer.HF_JSON) or _rebuild_json(metadata, bos if begins else None)
     template = metadata.get(Keys.Tokenizer.CHAT_TEMPLATE)
     return TokenizerParts(tokenizer_json, bos, eos, pad, begins, template)
@@ -116,7 +102,7 @@ def _rebuild_json(metadata: Mapping[str, Any], bos: int | None) -> str:
     """Builds a tokenizer.json from tokens and merges. Unless `bos` is None, it adds that id to the start of a text."""
     names, types = metadata[Keys.Tokenizer.LIST], metadata[Keys.Tokenizer.TOKEN_TYPE]
     vocabulary = {name: index for index, name in enumerate(names)}
-    build = _sentence_piece if metadata.get(Keys.Tokenizer.MODEL) == "llama" else _byte_level
+    build = _sentence_piece if metadata.get(Keys.Tokenizer.MODEL) == _SENTENCE_PIECE else _byte_level
     backend = build(metadata, vocabulary)
     added = {token_type: [n for n, t in zip(names, types, strict=True) if t == token_type] for token_type in _ADDED}
     backend.add_special_tokens(added[TokenType.CONTROL])
@@ -129,15 +115,14 @@ def _rebuild_json(metadata: Mapping[str, Any], bos: int | None) -> str:
 
 def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> Backend:
     pre = metadata.get(Keys.Tokenizer.PRE)
-    split = next((key for key, name in _PRE_TOKENIZERS.items() if name == pre), None)
-    if metadata.get(Keys.Tokenizer.MODEL) != "gpt2" or split is None:
+    known = _pre_tokenizers().get(str(pre))
+    if metadata.get(Keys.Tokenizer.MODEL) != _BYTE_LEVEL or known is None:
         raise ConfigError(
             f"its tokenizer ({pre}) is not supported, and the file contains no tokenizer.json; {OTHER_FORMAT}."
         )
-    patterns, ignore_merges = split
     merges = [tuple(merge.split(" ", 1)) for merge in metadata[Keys.Tokenizer.MERGES]]
-    backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges))
-    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=known.ignore_merges))
+    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in known.patterns]
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence([*steps, as_bytes]), decoders.ByteLevel()
     return backend
@@ -236,7 +221,9 @@ def _pre_tokenizer(raw: Mapping[str, Any]) -> str:
     model, split = raw["model"], _split(raw["pre_tokenizer"])
     if model["type"] == "BPE" and split is not None and model["merges"] and _is_nfc_or_none(raw["normalizer"]):
         affixed = any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"))
-        name = _PRE_TOKENIZERS.get((split, bool(model.get("ignore_merges"))))
+        wanted = (split, bool(model.get("ignore_merges")))
+        same = (name for name, known in _pre_tokenizers().items() if (known.patterns, known.ignore_merges) == wanted)
+        name = next(same, None)
         if name is not None and not affixed:
             return name
     raise ConfigError(
@@ -262,13 +249,13 @@ def _split(pre_tokenizer: Any) -> tuple[str, ...] | None:
             case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
                 patterns.append(pattern)
             case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Removed", "invert": True}:
-                if pattern not in _WHOLE:
-                    return None
+                if not any(pattern == known.patterns[-1] for known in _pre_tokenizers().values()):
+                    return None  # text may lie between matches
                 patterns.append(pattern)
             case {"type": "Digits", "individual_digits": True}:
-                patterns.append(_DIGIT)
+                patterns.append(r"\p{N}")
             case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": use_regex}:
-                patterns += [_GPT2] if use_regex else []
+                patterns += [gpt2.SPLIT] if use_regex else []
             case _:
                 return None
     return tuple(patterns) if steps and steps[-1]["type"] == "ByteLevel" else None

@@ -14,6 +14,7 @@ from torch import nn
 
 from sansgpu.config import ConfigError, ModelConfig
 from sansgpu.config.wording import first_line, shown
+from sansgpu.models import families
 from sansgpu.models.formats.folders import adapter_folder, base_of, frozen_base, write_folder_atomically
 from sansgpu.models.huggingface.adapter_config import require_lora, stored_lora_config, write_adapter_config
 from sansgpu.models.huggingface.merging import adapted_layers, has_bias, merge_adapter, require_known_biases
@@ -36,10 +37,6 @@ if TYPE_CHECKING:  # functions import these when they need them, because that ta
     from transformers import PreTrainedModel
 
 ALL_LINEAR = "all-linear"
-# Model types whose mixers use the weights of the layers in `_READ_DIRECTLY` without calling the layers, so an adapter
-# would have no effect there. peft refuses an adapter on out_proj, and one on dt_proj would get no gradient.
-_STATE_SPACE_MODELS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
-_READ_DIRECTLY = ("out_proj", "dt_proj")
 
 
 def adapter_targets(loaded: PreTrainedModel, asked: list[str] | str) -> list[str] | str:
@@ -49,7 +46,7 @@ def adapter_targets(loaded: PreTrainedModel, asked: list[str] | str) -> list[str
     """
     if asked != ALL_LINEAR:
         return asked
-    special = _has_experts(loaded) or _is_state_space_model(loaded)
+    special = _has_experts(loaded) or _read_directly(loaded)
     return _adaptable_layers(loaded) if special else ALL_LINEAR
 
 
@@ -99,17 +96,17 @@ def _linear_layers(loaded: PreTrainedModel) -> list[str]:
 
 def _adaptable_layers(loaded: PreTrainedModel) -> list[str]:
     names = _without_experts(loaded, _linear_layers(loaded)) if _has_experts(loaded) else _linear_layers(loaded)
-    if _is_state_space_model(loaded):
-        names = [name for name in names if _last_part(name) not in _READ_DIRECTLY]
-    return names
+    return [name for name in names if _last_part(name) not in _read_directly(loaded)]
 
 
 def _has_experts(loaded: PreTrainedModel) -> bool:
     return any("Experts" in type(module).__name__ for module in loaded.modules())
 
 
-def _is_state_space_model(loaded: PreTrainedModel) -> bool:
-    return loaded.config.get_text_config().model_type in _STATE_SPACE_MODELS
+def _read_directly(loaded: PreTrainedModel) -> tuple[str, ...]:
+    """Returns the layers on which an adapter would have no effect, because the model never calls them."""
+    family = families.find(loaded.config.get_text_config().model_type)
+    return () if family is None else family.read_directly
 
 
 def _without_experts(loaded: PreTrainedModel, names: Sequence[str]) -> list[str]:

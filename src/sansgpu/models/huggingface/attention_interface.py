@@ -5,37 +5,18 @@ B batch, T queries, S keys, H query heads, K key-value heads, d head dim, D widt
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sansgpu.kernels.attention import AttentionKernel, attention, softcapped_attention, visible_keys
-from sansgpu.kernels.linear import Linear, linear_each
+from sansgpu.kernels.attention import attention, softcapped_attention, visible_keys
+from sansgpu.models.packed_masks import KeyRanges, carry, packed_mask
 
 if TYPE_CHECKING:  # transformers is optional and slow to import, so functions import it when they need it
     from transformers import PreTrainedModel
 
 
-class PackedMask(Protocol):
-    """The interface of an attention mask for packed sequences, which computes the attention itself."""
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: AttentionKernel) -> torch.Tensor:
-        """Computes attention of q (B, H, T, d) to k and v (B, K, S, d) with `kernel`; returns (B, H, T, d)."""
-
-
-@dataclass(frozen=True)
-class KeyRanges:
-    """A mask in which each query attends to one contiguous range of keys; `ranges` (B, T, 2) are starts and ends."""
-
-    ranges: torch.Tensor
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: AttentionKernel) -> torch.Tensor:
-        return kernel(q, k, v, self.ranges)
-
-
 NAME = "sansgpu"
-_PACKED = "_sansgpu_packed_mask"  # attribute of a mask tensor that holds its PackedMask
 
 
 def use_our_attention(model: PreTrainedModel) -> bool:
@@ -76,22 +57,6 @@ def ranges_of(mask: torch.Tensor) -> torch.Tensor | None:
     return torch.stack((first.masked_fill(empty, 0), end.masked_fill(empty, 0)), dim=-1).int()
 
 
-def stand_in_mask(mask: PackedMask, device: torch.device) -> torch.Tensor:
-    """Returns a tiny tensor that carries a PackedMask to every layer, so that no (B, 1, T, T) mask is built.
-
-    It has four dimensions, because transformers passes such masks on unchanged.
-    """
-    stand_in = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-    setattr(stand_in, _PACKED, mask)
-    return stand_in
-
-
-def ranges_in(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the key ranges that a mask of `stand_in_mask` carries; None for other masks."""
-    packed: PackedMask | None = getattr(mask, _PACKED, None)
-    return packed.ranges if isinstance(packed, KeyRanges) else None
-
-
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Builds SDPA's mask, even where SDPA needs none, and computes its key ranges once for all layers."""
     from transformers.masking_utils import sdpa_mask
@@ -99,15 +64,8 @@ def _mask(*args: Any, **kwargs: Any) -> torch.Tensor:
     mask = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
     assert mask is not None
     if (ranges := ranges_of(mask)) is not None:
-        setattr(mask, _PACKED, KeyRanges(ranges))
+        carry(mask, KeyRanges(ranges))
     return mask
-
-
-def projected_heads(x: torch.Tensor, head_dim: int, *layers: torch.nn.Module) -> tuple[torch.Tensor, ...]:
-    """Applies linear layers to x (B, T, D) in one call, and splits their outputs into heads, (B, H, T, d) for each."""
-    plain = [layer for layer in layers if type(layer) is Linear]  # layers with an adapter have another class
-    projected = linear_each(x, *plain) if len(plain) == len(layers) else tuple(layer(x) for layer in layers)
-    return tuple(y.view(*x.shape[:-1], -1, head_dim).transpose(1, 2) for y in projected)
 
 
 def attention_forward(
@@ -145,7 +103,7 @@ def attention_forward(
             else softcapped_attention(q, k, v, ranges, softcap, dropout)
         )
 
-    packed: PackedMask | None = getattr(attention_mask, _PACKED, None)
+    packed = packed_mask(attention_mask)
     if attention_mask is None:
         packed = KeyRanges(_default_ranges(module, query, key, is_causal))
     out = kernel(query, key, value, None) if packed is None else packed.attend(query, key, value, kernel)

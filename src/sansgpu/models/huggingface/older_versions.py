@@ -8,34 +8,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from sansgpu.files.reading import read_object
+from sansgpu.models import families
+from sansgpu.models.family import Family, OlderRope
 
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 _FULL, _LOCAL = "full_attention", "sliding_attention"  # keys of `rope_parameters` if these layers differ
 
-
-class _RopeKeys(NamedTuple):
-    """Version 4's keys of RoPE's parameters."""
-
-    theta: str = "rope_theta"
-    local_theta: str | None = None
-    partial: str = "partial_rotary_factor"
-
-
-_GEMMA, _MODERNBERT = _RopeKeys(local_theta="rope_local_base_freq"), _RopeKeys("global_rope_theta", "local_rope_theta")
-_NEOX = _RopeKeys("rotary_emb_base", partial="rotary_pct")
-_ROPE_KEYS = {  # by model_type; others have the default keys, and the same RoPE in all layers
-    "gemma3_text": _GEMMA, "gemma3n_text": _GEMMA, "modernbert": _MODERNBERT, "modernbert-decoder": _MODERNBERT,
-    "gpt_neox": _NEOX, "gpt_neox_japanese": _NEOX, "olmo3": _RopeKeys(),
-}  # fmt: skip
-_RENAMED = {  # by model_type: version 4's key -> version 5's
-    "qwen3_moe": {"num_experts": "num_local_experts"},
-    "qwen3_vl_moe_text": {"num_experts": "num_local_experts"},
-    "flaubert": {"bos_index": "bos_token_id", "eos_index": "eos_token_id", "pad_index": "pad_token_id"},
-    "xlm": {"bos_index": "bos_token_id", "eos_index": "eos_token_id", "pad_index": "pad_token_id"},
-}
 
 _ADD_BOS_BY_DEFAULT = ("CodeLlamaTokenizer", "CohereTokenizer", "GemmaTokenizer", "LlamaTokenizer")
 
@@ -63,22 +44,18 @@ def complete_tokenizer_config(tokenizer: Any, folder: Path) -> None:
 
 def _with_older_keys(settings: dict[str, Any]) -> dict[str, Any]:
     nested = {key: _with_older_keys(value) for key, value in settings.items() if isinstance(value, dict)}
-    found, kind = {**settings, **nested}, str(settings.get("model_type"))
+    found, family = {**settings, **nested}, families.find(settings.get("model_type")) or Family()
     if "dtype" in settings:
         found.setdefault("torch_dtype", settings["dtype"])  # the key before version 4.56
     if isinstance(rope := settings.get("rope_parameters"), dict):
-        found |= _older_rope(kind, rope)
-    found |= {old: settings[new] for old, new in _RENAMED.get(kind, {}).items() if new in settings}
-    types = settings.get("layer_types")
-    if kind.startswith("modernbert") and isinstance(types, list):
-        found["global_attn_every_n_layers"] = next((i for i, one in enumerate(types) if i and one == _FULL), len(types))
-    return found
+        found |= _older_rope(family.older_rope, rope)
+    return {**found, **family.older_settings(settings)}
 
 
-def _older_rope(kind: str, rope: dict[str, Any]) -> dict[str, Any]:
-    if _FULL in rope and kind not in _ROPE_KEYS:
+def _older_rope(known: OlderRope | None, rope: dict[str, Any]) -> dict[str, Any]:
+    if _FULL in rope and known is None:
         return {}  # version 4 does not have such a model
-    keys, full, local = _ROPE_KEYS.get(kind, _RopeKeys()), rope.get(_FULL, rope), rope.get(_LOCAL) or {}
+    keys, full, local = known or OlderRope(), rope.get(_FULL, rope), rope.get(_LOCAL) or {}
     named = {keys.theta: full.get("rope_theta"), keys.partial: full.get("partial_rotary_factor")}
     if keys.local_theta is not None:
         named[keys.local_theta] = local.get("rope_theta")

@@ -21,7 +21,7 @@ from sansgpu.kernels.cross_entropy import (
     target_log_probabilities,
 )
 from sansgpu.models.generation.sampling import reading
-from sansgpu.models.huggingface.attention_interface import NAME, KeyRanges, PackedMask, stand_in_mask
+from sansgpu.models.huggingface.attention_interface import NAME
 from sansgpu.models.huggingface.probes import (
     PROBE_LONGEST,
     autocast_of,
@@ -31,16 +31,17 @@ from sansgpu.models.huggingface.probes import (
     packs_well,
     position_offset,
 )
-from sansgpu.models.huggingface.relative_attention import has_relative_attention
 from sansgpu.models.huggingface.rotary_attention import LengthDependentRotary
-from sansgpu.models.huggingface.short_convolution import CONVOLUTION, TokenPositions
 from sansgpu.models.modules import multiplies_integers
+from sansgpu.models.packed_masks import KeyRanges, PackedMask, TokenPositions, stand_in_mask
 from sansgpu.models.quantized_layers import matrix_of
+from sansgpu.models.relative_attention import has_relative_attention
 
 if TYPE_CHECKING:  # transformers is optional and slow to import
     from transformers import PreTrainedModel
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # values of `layer_types` in transformers' configs
+# Values of `layer_types` in transformers' configs.
+FULL, SLIDING, CONVOLUTION = "full_attention", "sliding_attention", "conv"
 
 VARIES = "varies"  # instead of a setting that differs between layers
 

@@ -15,30 +15,28 @@ from sansgpu.kernels.feed_forward import feed_forward
 from sansgpu.kernels.linear import Linear
 from sansgpu.kernels.norm import LayerNorm
 from sansgpu.kernels.pointwise import Activation, dropout
+from sansgpu.models import families
 from sansgpu.models.huggingface.attention_interface import (
     NAME,
     attention_forward,
-    projected_heads,
     use_our_attention,
     uses_our_attention,
 )
-from sansgpu.models.huggingface.fused_layers import (
+from sansgpu.models.huggingface.fused_layers import FusedGELU, FusedTanhGELU, fuse_layers
+from sansgpu.models.huggingface.patch_trial import apply_patches
+from sansgpu.models.huggingface.rotary_attention import fuse_rotary_attention
+from sansgpu.models.layer_trials import (
     AttentionPart,
-    FusedGELU,
-    FusedTanhGELU,
     LinearPart,
     Part,
     agree,
-    fuse_layers,
     random_tensor,
     replaced_parts,
     tried,
     with_forward,
 )
-from sansgpu.models.huggingface.patch_trial import apply_patches
-from sansgpu.models.huggingface.relative_attention import fuse_relative_attention, has_relative_attention
-from sansgpu.models.huggingface.rotary_attention import fuse_rotary_attention
-from sansgpu.models.huggingface.short_convolution import pack_convolutions
+from sansgpu.models.packed_masks import projected_heads
+from sansgpu.models.relative_attention import fuse_relative_attention, has_relative_attention
 
 GELUS: dict[type[nn.Module], Activation] = {FusedGELU: Activation.GELU, FusedTanhGELU: Activation.GELU_TANH}
 
@@ -306,7 +304,8 @@ ATTENTION, LAYERS = "attention", "linear layers"  # parts that `patch_model` ret
 def patch_model(model: PreTrainedModel) -> list[str]:
     """Makes a model use our kernels where it still computes the same, in place; returns the parts that do not."""
     # In this order, because later patches recognize layers that earlier ones have changed.
-    others = (fuse_layers, fuse_rotary_attention, pack_convolutions, fuse_encoder_layers)
+    own = [patch for family in families.every() for patch in family.patches]
+    others = (fuse_layers, fuse_rotary_attention, *own, fuse_encoder_layers)
     rejected = apply_patches(model, (_patch_attention, patch_layers, *others))
     unpatched = [] if uses_our_attention(model) or has_relative_attention(model) else [ATTENTION]
     unpatched += [LAYERS] if patch_layers in rejected else []
@@ -316,4 +315,5 @@ def patch_model(model: PreTrainedModel) -> list[str]:
 
 def _patch_attention(model: PreTrainedModel) -> None:
     if not use_our_attention(model):
-        fuse_relative_attention(model)
+        kinds = [family.relative_attention for family in families.every()]
+        fuse_relative_attention(model, [kind for kind in kinds if kind is not None])

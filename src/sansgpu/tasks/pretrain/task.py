@@ -35,13 +35,7 @@ from sansgpu.machine.probe import has_bf16_tensors
 from sansgpu.models import TransformerLM
 from sansgpu.models.architectures import DecoderConfig
 from sansgpu.models.bigrams import initialize_from_bigrams
-from sansgpu.models.formats.decoder_folder import (
-    HuggingFaceLM,
-    decoder_config,
-    export_model,
-    load_decoder,
-    load_gguf_decoder,
-)
+from sansgpu.models.formats.decoder_folder import decoder_config, export_model, load_decoder, load_gguf_decoder
 from sansgpu.models.formats.decoder_weights import hugging_face_config, to_hugging_face
 from sansgpu.models.formats.folders import base_of, is_adapter_folder
 from sansgpu.models.formats.gguf_source import is_gguf, open_gguf
@@ -52,8 +46,8 @@ from sansgpu.models.generation.generate import BatchModel, decoder_batch, genera
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.models.huggingface.sentence_embedding import is_static_folder
 from sansgpu.models.modules import narrow_matrices
-from sansgpu.models.scoring import Scorer, decoder_scorer, transformers_scorer
-from sansgpu.models.teacher import Teacher, decoder_teacher, transformers_teacher
+from sansgpu.models.scoring import Scorer, decoder_scorer
+from sansgpu.models.teacher import Teacher, decoder_teacher
 from sansgpu.tasks.base import ComposedTask, with_layers, with_vocabulary_of
 from sansgpu.tasks.capabilities import ExportsGGUF, Generates, GGUFParts, Teaches
 from sansgpu.tasks.configuration import SCHEMA
@@ -74,8 +68,9 @@ from sansgpu.tasks.pretrain.settings import SETTINGS
 from sansgpu.tasks.settings import DistilledTrainingConfig
 from sansgpu.tasks.task import EvaluationRequest, ModelSource, TrainedModel
 
-if TYPE_CHECKING:  # gguf is optional
+if TYPE_CHECKING:  # gguf is optional, and training needs neither
     from sansgpu.models.formats.gguf_file import GGUFFile
+    from sansgpu.models.huggingface.causal_lm import HuggingFaceLM
 
 EVALUATION_TOKENS = 4096  # tokens per micro-batch of an evaluation
 
@@ -147,6 +142,8 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
         before = () if tokenizer.prefix_ids == (tokenizer.end_id,) else tokenizer.prefix_ids
         if isinstance(model, TransformerLM):
             return decoder_teacher(model, before)
+        from sansgpu.models.huggingface.causal_lm import transformers_teacher
+
         return transformers_teacher(model.unpadded(), model.context, before)
 
     @classmethod
@@ -219,7 +216,7 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
             )
         if is_gguf(source.target):
             file = open_gguf(path)
-            model: Any = load_gguf_decoder(file) or HuggingFaceLM(str(path))
+            model: Any = load_gguf_decoder(file) or _transformers_model(str(path))
             tokenizer, ends = _with_rows(_gguf_tokenizer(file), model, source), token_ids(file.settings["eos_token_id"])
             _add_ends(tokenizer, ModelConfig(name_or_path=str(path)), ends, file.has_chat_template)
             return PretrainObjective(config, model), tokenizer, config
@@ -237,7 +234,7 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
         if model is not None:
             named = ModelConfig(name_or_path=str(path), trust_remote_code=source.remote_code)
             _add_ends(tokenizer, named, *_ends_in(path))
-        model = model or HuggingFaceLM(str(name), source.remote_code)
+        model = model or _transformers_model(str(name), source.remote_code)
         return PretrainObjective(config, model), _with_rows(tokenizer, model, source), config
 
     @classmethod
@@ -272,6 +269,8 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
         model = loaded.objective.model
         if isinstance(model, TransformerLM):
             return decoder_scorer(model)
+        from sansgpu.models.huggingface.causal_lm import transformers_scorer
+
         return transformers_scorer(model.unpadded(), model.context)
 
     @classmethod
@@ -322,6 +321,12 @@ def _is_path(target: str) -> bool:
     return local_path(target).is_absolute() or target.startswith((".", "runs/"))
 
 
+def _transformers_model(name: str, remote_code: bool = False) -> HuggingFaceLM:
+    from sansgpu.models.huggingface.causal_lm import HuggingFaceLM
+
+    return HuggingFaceLM(name, remote_code)
+
+
 def _context_of(model: TransformerLM | HuggingFaceLM) -> int:
     """Returns the context length in tokens."""
     if isinstance(model, TransformerLM):
@@ -340,7 +345,7 @@ def _with_tokenizer(name: str | Path) -> str | Path:
 
 def _with_rows(tokenizer: Tokenizer, model: TransformerLM | HuggingFaceLM, source: ModelSource) -> Tokenizer:
     """Returns a tokenizer whose tokens all have a row in the model's embedding. Raises ConfigError if one has none."""
-    rows = model.rows if isinstance(model, HuggingFaceLM) else model.config.vocab_size
+    rows = model.config.vocab_size if isinstance(model, TransformerLM) else model.rows
     assert rows is not None
     tokenizer.backend = with_rows(tokenizer.backend, rows, source.target, lambda token: token == tokenizer.end_of_text)
     return tokenizer

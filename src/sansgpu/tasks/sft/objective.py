@@ -16,7 +16,7 @@ from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.formats.decoder_folder import load_gguf_decoder
 from sansgpu.models.formats.gguf_source import is_gguf, open_gguf
 from sansgpu.models.generation.answer_end import token_ids
-from sansgpu.models.teacher import student_loss
+from sansgpu.models.huggingface.causal_lm import student_loss
 from sansgpu.tasks.base import ObjectiveBase
 from sansgpu.tasks.distillation import StudentLoss, student_metrics
 from sansgpu.tasks.fine_tuning import FineTuning

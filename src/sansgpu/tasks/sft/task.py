@@ -19,10 +19,11 @@ from sansgpu.machine.probe import has_bf16_tensors, has_native_bf16
 from sansgpu.models.generation.generate import BatchModel, stream
 from sansgpu.models.generation.prompts import decoder_chat, prompt_ids
 from sansgpu.models.generation.sampling import Sampling, reading
+from sansgpu.models.huggingface.causal_lm import transformers_scorer, transformers_teacher
 from sansgpu.models.huggingface.tokenizer_files import end_ids_of, load_tokenizer_of, tokenizer_parts
 from sansgpu.models.modules import narrow_matrices
-from sansgpu.models.scoring import Scorer, decoder_scorer, transformers_scorer
-from sansgpu.models.teacher import Teacher, decoder_teacher, transformers_teacher
+from sansgpu.models.scoring import Scorer, decoder_scorer
+from sansgpu.models.teacher import Teacher, decoder_teacher
 from sansgpu.tasks.capabilities import Chats, ExportsGGUF, GGUFParts, Teaches
 from sansgpu.tasks.distillation import Lesson, open_lesson
 from sansgpu.tasks.evaluation import read_requested

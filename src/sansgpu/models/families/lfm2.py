@@ -1,4 +1,4 @@
-"""Keeps the short causal convolutions of LFM2 inside examples that share a row, and caches their inputs by token.
+"""LFM2, whose short causal convolutions stay inside examples that share a row, and cache their inputs by token.
 
 B batch, T time, D width.
 """
@@ -6,24 +6,20 @@ B batch, T time, D width.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sansgpu.models.huggingface.fused_layers import LinearPart, agree, random_tensor, tried, with_forward
+from sansgpu.models.families import qwen3
+from sansgpu.models.family import SHARED, LayerTypes, Settings, heads_as_wide_as_the_model
+from sansgpu.models.layer_trials import LinearPart, agree, random_tensor, tried, with_forward
+from sansgpu.models.packed_masks import TokenPositions
 
-CONVOLUTION = "conv"  # value of `layer_types` in transformers' configs
 _PARTS = {"in_proj", "conv", "out_proj"}
-
-
-@dataclass(frozen=True)
-class TokenPositions:
-    """The attention mask of convolutions: `positions` (B, T) of tokens in their examples, which may share a row."""
-
-    positions: torch.Tensor
 
 
 class PackedConvolution:
@@ -89,3 +85,57 @@ def _is_short_convolution(module: nn.Module) -> bool:
     x, positions = random_tensor(1, 5, width), TokenPositions(torch.arange(5)[None])
     ours = PackedConvolution.forward
     return agree(lambda: trial.forward(x), lambda: ours(cast(Any, trial), x, attention_mask=positions))
+
+
+def _write_layers(settings: Settings) -> dict[str, Any]:
+    """Returns the layer types and the feed-forward size, which transformers adjusts in the same way."""
+    size = settings["intermediate_size"]
+    if settings["block_auto_adjust_ff_dim"]:
+        size = int(2 * size / 3)
+        if "block_ffn_dim_multiplier" in settings:
+            size = int(settings["block_ffn_dim_multiplier"] * size)
+            size += -size % settings["block_multiple_of"]
+    heads = [settings["num_key_value_heads"] * (layer == "full_attention") for layer in settings["layer_types"]]
+    return {"{arch}.feed_forward_length": size, "{arch}.attention.head_count_kv": heads}
+
+
+def _read_layers(value_of: Callable[[str], Any], layers: int) -> dict[str, Any]:
+    heads = value_of("{arch}.attention.head_count_kv")
+    types = ["full_attention" if count else "conv" for count in heads]
+    return {"num_key_value_heads": max(heads), "layer_types": types, "block_auto_adjust_ff_dim": False}
+
+
+FAMILY = replace(
+    qwen3.FAMILY,
+    title="LFM2",
+    tiny={**SHARED, "layer_types": ["conv", "full_attention"]},
+    model_class="Lfm2ForCausalLM",
+    modules={
+        "embedding": "model.embed_tokens",
+        "norm": "model.embedding_norm",
+        "head": "lm_head",
+        "blocks.{}.attention_norm": "model.layers.{}.operator_norm",
+        "blocks.{}.feed_forward_norm": "model.layers.{}.ffn_norm",
+        "blocks.{}.attention.q": "model.layers.{}.self_attn.q_proj",
+        "blocks.{}.attention.k": "model.layers.{}.self_attn.k_proj",
+        "blocks.{}.attention.v": "model.layers.{}.self_attn.v_proj",
+        "blocks.{}.attention.o": "model.layers.{}.self_attn.out_proj",
+        "blocks.{}.attention.q_norm": "model.layers.{}.self_attn.q_layernorm",
+        "blocks.{}.attention.k_norm": "model.layers.{}.self_attn.k_layernorm",
+        "blocks.{}.convolution.in": "model.layers.{}.conv.in_proj",
+        "blocks.{}.convolution.kernel": "model.layers.{}.conv.conv",
+        "blocks.{}.convolution.out": "model.layers.{}.conv.out_proj",
+        "blocks.{}.feed_forward.gate": "model.layers.{}.feed_forward.w1",
+        "blocks.{}.feed_forward.up": "model.layers.{}.feed_forward.w3",
+        "blocks.{}.feed_forward.down": "model.layers.{}.feed_forward.w2",
+    },
+    norm_eps=("norm_eps", "{arch}.attention.layer_norm_rms_epsilon"),
+    fixed={"conv_bias": False},
+    biases={},
+    gguf_settings={"conv_L_cache": "{arch}.shortconv.l_cache"},
+    gguf_fixed=heads_as_wide_as_the_model,
+    gguf_layers=LayerTypes(_write_layers, _read_layers),
+    gguf_squeezed={".conv.conv.weight": 1},  # (channels, 1, width)
+    gguf_precise=(".shortconv.conv.weight",),
+    patches=(pack_convolutions,),
+)

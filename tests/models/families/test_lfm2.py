@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import Lfm2Config, Lfm2ForCausalLM
 
+from sansgpu.models.families.lfm2 import PackedConvolution
 from sansgpu.models.huggingface.generation import PretrainedSlots, slots_work
 from sansgpu.models.huggingface.packed_forward import UnpaddedModel
 from sansgpu.models.huggingface.patches import patch_model
-from sansgpu.models.huggingface.short_convolution import PackedConvolution
 
 SIZES = {
     "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

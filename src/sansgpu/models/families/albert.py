@@ -1,0 +1,5 @@
+"""ALBERT."""
+
+from sansgpu.models.family import LAYERED, Family
+
+FAMILY = Family(title="ALBERT", is_encoder=True, tiny={**LAYERED, "embedding_size": 32})

@@ -1,0 +1,20 @@
+"""Gemma 3, the part that reads and writes text."""
+
+from dataclasses import replace
+
+from sansgpu.models.families import gemma2
+from sansgpu.models.family import OlderRope, windows
+
+FAMILY = replace(
+    gemma2.FAMILY,
+    title="Gemma 3",
+    model_class="Gemma3ForCausalLM",
+    fixed={"use_bidirectional_attention": False},
+    gguf_name="gemma3",
+    gguf_settings={"sliding_window": "{arch}.attention.sliding_window"},
+    gguf_optional={"final_logit_softcapping": "{arch}.final_logit_softcapping"},
+    gguf_layers=windows(6),
+    gguf_local_rope=True,
+    gguf_local_theta=10_000.0,
+    older_rope=OlderRope(local_theta="rope_local_base_freq"),
+)

@@ -1,0 +1,5 @@
+"""GTE."""
+
+from sansgpu.models.family import LAYERED, Family
+
+FAMILY = Family(title="GTE", is_encoder=True, tiny=LAYERED)

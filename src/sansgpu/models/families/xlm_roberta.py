@@ -1,0 +1,7 @@
+"""XLM-RoBERTa."""
+
+from dataclasses import replace
+
+from sansgpu.models.families import roberta
+
+FAMILY = replace(roberta.FAMILY, title="XLM-RoBERTa", model_type="xlm-roberta")
