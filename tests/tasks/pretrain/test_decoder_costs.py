@@ -14,8 +14,7 @@ from sansgpu.kernels import library
 from sansgpu.kernels.attention import causal_ranges
 from sansgpu.kernels.norm import residual
 from sansgpu.machine.execution import Execution
-from sansgpu.models import TransformerLM
-from sansgpu.models.architectures import ARCHITECTURES
+from sansgpu.models import TransformerLM, architectures
 from sansgpu.tasks.pretrain.costs import DecoderCosts
 from tests.models.kept import kept_bytes_of
 
@@ -39,7 +38,7 @@ ARCHITECTURES = ("qwen3", "llama", "apertus", "gpt2")
 def test_the_parts_add_up_to_the_model(
     architecture: str, layers: int, heads: tuple[int, int], widths: int, vocabulary: int, tied: bool, bias: int
 ) -> None:
-    biases = ARCHITECTURES[architecture].bias
+    biases = architectures.ARCHITECTURES[architecture].bias
     grouped = {} if architecture == "gpt2" else {"n_kv_heads": heads[1]}
     config = ModelConfig.model_validate(
         {
