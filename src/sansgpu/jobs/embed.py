@@ -39,7 +39,7 @@ from sansgpu.train.loading import ModelRequest, open_model
 CHUNK = 4096  # maximum rows in memory
 # Precision auto compares int8 on a sample of the texts, which takes as long as LEAST_TEXTS texts may save.
 LEAST_TEXTS, SAMPLE_TEXTS = 512, 64
-LEAST_COSINE = 0.995  # with less mean cosine similarity of its vectors, int8 changes too much to be chosen unasked
+LEAST_COSINE = 0.995  # auto chooses int8 only if the mean cosine similarity to the vectors of fp32 is at least this
 COLUMN = "embedding"  # the column of a .parquet file that holds the vectors
 
 WriteVectors = Callable[[Sequence[SourceRow], np.ndarray], None]  # writes a chunk of rows and their vectors (rows, D)

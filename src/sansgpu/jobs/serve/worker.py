@@ -87,7 +87,7 @@ class Work:
     is_over: bool = field(init=False, default=False)
 
 
-def _concerns_model(work: Work) -> bool:
+def _needs_model(work: Work) -> bool:
     return work.is_prepared or work.is_cancelled
 
 
@@ -177,7 +177,7 @@ class Worker(ABC, Generic[Kind]):
     def _wait(self) -> bool:
         """Waits for something to do; returns False if the worker is to stop."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or any(map(_concerns_model, self._open)) or self._prepared)
+            self._changed.wait_for(lambda: self._stopping or any(map(_needs_model, self._open)) or self._prepared)
             return not self._stopping
 
     def _take(self) -> list[Kind]:

@@ -38,7 +38,16 @@ from sansgpu.files.atomic import atomic_write, cleanup_of, write_failures_as, wr
 from sansgpu.files.marks import FolderMark, write_mark
 from sansgpu.files.ownership import LOCK, require_folder, require_no_links
 from sansgpu.files.reading import read_validated
-from sansgpu.jobs.tune.search import LOCK_SECONDS, STATES, Search, SearchBudget, Show, Study, require_same
+from sansgpu.jobs.tune.search import (
+    LOCK_SECONDS,
+    STATES,
+    UNCHANGED_CONFIG,
+    Search,
+    SearchBudget,
+    Show,
+    Study,
+    require_same,
+)
 from sansgpu.jobs.tune.trial import LENGTH_KEYS, Length, chosen_config, trial_config, trial_steps
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.probe import resolve_threads
@@ -295,7 +304,7 @@ def _write_files(result: SearchResult, study: Study, chosen: Callable[[Values], 
         with atomic_write(folder / "best.yaml") as partial:
             save_config(open_any(chosen(result.best.parameters)), partial)
         _write_csv(result, study)
-        write_tune_report(result, study.optuna, folder)
+        write_tune_report(result, study.optuna_study, folder)
 
 
 def _row(trial: optuna.trial.FrozenTrial, default: Values, measure: str) -> TrialRow:
@@ -306,7 +315,7 @@ def _row(trial: optuna.trial.FrozenTrial, default: Values, measure: str) -> Tria
         loss=measured.get(measure),
         bits_per_byte=measured.get("bits_per_byte"),
         step=measured.get("step"),
-        parameters=default if "as_it_is" in trial.user_attrs else trial.params,
+        parameters=default if UNCHANGED_CONFIG in trial.user_attrs else trial.params,
         seconds=trial.user_attrs.get("seconds", 0.0),
         why=trial.user_attrs.get("why"),
     )
@@ -317,7 +326,7 @@ def _importance(study: Study) -> dict[str, float]:
     done = [trial for trial in study.trials() if trial.state == optuna.trial.TrialState.COMPLETE]
     if len(done) < MIN_TRIALS_FOR_IMPORTANCE:
         return {}
-    return dict(optuna.importance.get_param_importances(study.optuna))
+    return dict(optuna.importance.get_param_importances(study.optuna_study))
 
 
 def _write_csv(result: SearchResult, study: Study) -> None:

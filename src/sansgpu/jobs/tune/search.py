@@ -46,6 +46,8 @@ from sansgpu.train.snapshots import delete_snapshots
 from sansgpu.views.tune import SearchEstimate, SearchEvent, TrialBegin, TrialEnd, TrialStep
 
 NAME = "tune"
+# Attribute of trial 0 in the database: the keys of the unchanged configuration whose values are inside the space
+UNCHANGED_CONFIG = "as_it_is"
 STARTUP_TRIALS = 5  # trials before the sampler has data: the unchanged configuration, and points spread over the space
 PRUNER_STARTUP_TRIALS, PRUNER_WARMUP_PERCENT = 3, 30  # finished trials and progress of a trial before it may be pruned
 LOCK_SECONDS = 600  # how long to wait while another worker plans
@@ -93,7 +95,7 @@ class Study:
         url = f"sqlite:///{folder.absolute() / 'study.db'}"
         with readable(folder):
             self._storage = optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": {"timeout": LOCK_SECONDS}})
-            self.optuna = optuna.create_study(storage=self._storage, study_name=NAME, load_if_exists=True)
+            self.optuna_study = optuna.create_study(storage=self._storage, study_name=NAME, load_if_exists=True)
             self.trials()
 
     def begin(self, default: Values) -> None:
@@ -103,12 +105,12 @@ class Study:
         inside = {key: value for key, value in default.items() if self._space[key].contains(value)}
         for number in range(len(self.trials()), STARTUP_TRIALS):
             if number:
-                self.optuna.enqueue_trial(spaced_values(self._space, number))
+                self.optuna_study.enqueue_trial(spaced_values(self._space, number))
             else:
-                self.optuna.enqueue_trial(inside, user_attrs={"as_it_is": list(inside)})
+                self.optuna_study.enqueue_trial(inside, user_attrs={UNCHANGED_CONFIG: list(inside)})
 
     def trials(self) -> list[FrozenTrial]:
-        return list(self.optuna.get_trials(deepcopy=False))
+        return list(self.optuna_study.get_trials(deepcopy=False))
 
     def begun_trials(self) -> int:
         return sum(trial.state != TrialState.WAITING for trial in self.trials())
@@ -143,7 +145,7 @@ class Study:
             return self._claimed(self._sampling(number).ask(), False, lock)
 
     def _claimed(self, trial: optuna.Trial, resumed: bool, lock: FileLock) -> ClaimedTrial:
-        unchanged = trial.user_attrs.get("as_it_is")  # keys of the unchanged configuration that are in the space
+        unchanged = trial.user_attrs.get(UNCHANGED_CONFIG)
         values = {
             key: _suggest(trial, parameter)
             for key, parameter in self._space.items()
@@ -197,7 +199,7 @@ class Study:
                 trial.set_user_attr("why", outcome.why)
             states = {name: state for state, name in STATES.items()}
             value = outcome.measured[measure] if outcome.state == "done" else None
-            self.optuna.tell(trial, value, states[outcome.state])
+            self.optuna_study.tell(trial, value, states[outcome.state])
             self._tidy()
         finally:
             claimed.lock.release()
