@@ -154,7 +154,7 @@ def _device(target: str | None) -> str | None:
 
 
 def _number_of_processes(requested: str, world: World) -> int:
-    from sansgpu.machine.distributed.processes import processes
+    from sansgpu.machine.processes import processes
 
     if world.launcher:
         raise typer.BadParameter(
@@ -165,7 +165,7 @@ def _number_of_processes(requested: str, world: World) -> int:
 
 def _launch(number: int) -> int:
     """Runs this command line in several processes and returns their exit code."""
-    from sansgpu.machine.distributed.processes import launch
+    from sansgpu.machine.processes import launch
 
     return launch(number, _without(sys.argv[1:], "--processes"))
 

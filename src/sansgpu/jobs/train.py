@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from sansgpu.config import (
     ConfigError,
     Override,
     RunPaths,
+    SansGPUError,
     change_config,
     flatten,
     load_config,
@@ -33,16 +34,17 @@ from sansgpu.files.atomic import atomic_write, cleanup_of, flush_refusal, write_
 from sansgpu.files.marks import MARK
 from sansgpu.files.ownership import LOCK, replace_folder
 from sansgpu.jobs.report import write_run_report
+from sansgpu.machine.address_space import out_of_memory
 from sansgpu.machine.disk import free_disk_bytes
-from sansgpu.machine.distributed.group import Group, reporting_failure
+from sansgpu.machine.distributed.group import Group
+from sansgpu.machine.distributed.peers import REPORT_SECONDS, LostRankError
 from sansgpu.machine.distributed.rendezvous import join, resolve_backend
-from sansgpu.machine.distributed.world import World
+from sansgpu.machine.distributed.world import World, find_status_server
 from sansgpu.machine.execution import Environment
 from sansgpu.machine.launch import has_random_hashes
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.monitor import Monitor
 from sansgpu.machine.probe import describe_machine
-from sansgpu.machine.trainjob import find_status_server
 from sansgpu.models.modules import compile_blocks, set_matmul_precision
 from sansgpu.planning.resolve import ResolveOptions, resolve_run
 from sansgpu.tasks.registry import task_of
@@ -66,6 +68,8 @@ from sansgpu.train.run_folders import (
     write_json,
 )
 from sansgpu.train.snapshots import Snapshot, clear_leftovers, find_snapshot, snapshots
+
+SMALLER_RUN = "lower training.batch_size or set model.gradient_checkpointing"
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
     training, world = config.training, request.world
     backend, backend_note = resolve_backend(training)
     group = join(world, backend, training.timeout_seconds, training.network_interface)
-    with reporting_failure(group), ExitStack() as until_end:
+    with _reporting_failure(group), ExitStack() as until_end:
         output = _Output(sinks, progress, group.is_main)
         for note in filter(None, [*request.notes, *notes, *_launch_notes(config, world, group), backend_note]):
             output.warn(note)
@@ -139,6 +143,24 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
         outcome = _train_in(target, config, request, group, output)
         group.shutdown()
         return outcome
+
+
+@contextmanager
+def _reporting_failure(group: Group) -> Iterator[None]:
+    """Reports an error that ends this process to the other ranks; if rank 0 reports it, this process exits silently."""
+    try:
+        yield
+    except BaseException as raised:
+        error = out_of_memory(raised, SMALLER_RUN) or raised
+        if not isinstance(error, SansGPUError):
+            group.report_failure(error)
+            raise
+        reported = isinstance(error, LostRankError) and error.reported
+        if reported:
+            time.sleep(REPORT_SECONDS)
+        if reported or group.report_failure(error):
+            raise SystemExit(error.exit_code) from None
+        raise error from None
 
 
 def _launch_notes(config: Config, world: World, group: Group) -> Iterator[str]:
