@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import Config, ConfigError, as_config, note_of, require_batch_size, with_own_names
+from sansgpu.config import Config, ConfigError, as_config, change_config, note_of, require_batch_size, with_own_names
 from sansgpu.events.event import Event, Sink
 from sansgpu.events.history import LogHistory
 from sansgpu.events.loggers import Callback, CallbackSink
 from sansgpu.events.record import RunRecord
 from sansgpu.jobs.generate import generate_text
-from sansgpu.jobs.runs import is_locked
 from sansgpu.jobs.train import TrainRequest
 from sansgpu.jobs.train import train as train_job
 from sansgpu.machine.distributed.world import find_world, is_forwarded
@@ -24,6 +23,7 @@ from sansgpu.machine.untrusted.user_code import no_silent_exit, preserved_state
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.train.loading import ModelRequest
 from sansgpu.train.loop import TrainingResult
+from sansgpu.train.run_folders import is_locked
 from sansgpu.views.page import NotebookView
 from sansgpu.views.results import describe_results, summarize
 from sansgpu.views.terminal import PreparationBar, RunConsole, Terminal, Warnings
@@ -118,7 +118,7 @@ def fit(
         )
     request = TrainRequest(
         config_file=Path(values) if isinstance(values, (str, Path)) else None,
-        config=values if isinstance(values, Config) else None,
+        config=change_config(values, overrides) if isinstance(values, Config) else None,
         overrides=tuple(overrides),
         output_dir=None if output_dir is None else Path(output_dir),
         resume=resume,

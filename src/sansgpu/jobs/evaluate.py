@@ -9,14 +9,14 @@ from sansgpu.config import ConfigError, TaskSettings
 from sansgpu.config.paths import local_path
 from sansgpu.data.sources import has_conversations
 from sansgpu.events.progress import ReportProgress
-from sansgpu.jobs.runs import require_run
 from sansgpu.machine.cache_folder import cache_dir
 from sansgpu.machine.execution import Execution
+from sansgpu.planning.resolve import prepare_data
 from sansgpu.tasks.registry import TASKS
 from sansgpu.tasks.task import Corpus, DetailedEvaluator, EvaluationRequest, PredictionWriter, Verb
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.loading import ModelRequest, class_of_model, open_model
-from sansgpu.train.run_folders import prepare_data, with_objective
+from sansgpu.train.run_folders import require_run, with_objective
 
 
 def evaluate_model(

@@ -14,11 +14,9 @@ from sansgpu.config import Config, ConfigError, ModelConfig
 from sansgpu.config.errors import require
 from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import write_text
-from sansgpu.files.marks import is_output
-from sansgpu.files.ownership import GGUF, require_file, require_folder
+from sansgpu.files.ownership import GGUF_SIGNATURE, OutputFolder, require_file
 from sansgpu.jobs.embed import open_encoder
 from sansgpu.jobs.report import write_model_card
-from sansgpu.jobs.runs import require_run
 from sansgpu.models.formats.folders import base_of, is_adapter_folder, write_folder_atomically
 from sansgpu.models.formats.ollama import (
     COMPLETION,
@@ -38,7 +36,7 @@ from sansgpu.tasks.static.model import write_static_folder
 from sansgpu.tasks.static.task import StaticEmbeddings
 from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import ModelRequest, class_of_run, open_model
-from sansgpu.train.run_folders import open_run
+from sansgpu.train.run_folders import open_run, require_run
 
 if TYPE_CHECKING:  # gguf is optional
     from sansgpu.models.formats.gguf_file import ModelDescription
@@ -66,8 +64,7 @@ def export_run(
     folder = output or run / "export"
     if output is None:
         require_run(run)
-    require_folder(folder, "model", "--output")
-    _require_no_other_run(folder, run)
+    _require_model_folder(folder, run)
     _require_adapter(run, config, merge)
     loaded = open_model(model, "export", warn, progress)
     progress(f"writing {folder}", 0, 0)
@@ -88,8 +85,7 @@ def _export_merged(
     if merge is False:
         raise ConfigError(f"{adapter} already contains only an adapter; remove --no-merge.")
     folder = _require_output(adapter, output)
-    require_folder(folder, "model", "--output")
-    _require_no_other_run(folder, adapter.resolve().parent)
+    _require_model_folder(folder, adapter.resolve().parent)
     loaded = open_model(model, "chat", warn, progress)
     progress(f"writing {folder}", 0, 0)
     loaded.task_class.export_model(loaded, folder, True)
@@ -109,10 +105,11 @@ def _require_output(target: Path, output: Path | None) -> Path:
     return output
 
 
-def _require_no_other_run(folder: Path, run: Path) -> None:
-    """Raises ConfigError if `folder` is inside another run's folder, e.g. its `final/`."""
+def _require_model_folder(folder: Path, run: Path) -> None:
+    """Raises ConfigError unless a model may be written to `folder`, e.g. if it is inside another run's folder."""
+    OutputFolder(folder, "model", "--output").require()
     owner = folder.resolve().parent
-    if owner != run.resolve() and is_output(owner, "run"):
+    if owner != run.resolve() and OutputFolder(owner, "run").is_own:
         raise ConfigError(f"{folder} belongs to the run {owner}, not to {run}; choose another --output.")
 
 
@@ -134,7 +131,7 @@ def export_gguf(
     if merge and not _is_model_folder(Path(model.target)):
         _require_adapter(Path(model.target), open_run(Path(model.target))[0], merge)
     path = _gguf_output(model, output, weight_type, f"{Path(model.target).resolve().name}-{weight_type}.gguf")
-    require_file(path, GGUF)
+    require_file(path, GGUF_SIGNATURE)
     loaded = _open_for_gguf(model, warn, progress)
     progress(f"writing {path}", 0, 0)
     _write_gguf(path, Path(model.target), loaded, loaded.task_class.gguf_parts(loaded), weight_type, warn)
@@ -153,7 +150,7 @@ def _export_gguf_adapter(
         raise ConfigError(
             f"--type is {weight_type}, but an adapter's must be {', '.join(ADAPTER_TYPES)}; adapters are small."
         )
-    require_file(path, GGUF)
+    require_file(path, GGUF_SIGNATURE)
     if is_adapter_folder(target):
         base = ModelConfig(name_or_path=model.target, trust_remote_code=model.remote_code)
         words = _description(target, base, "A LoRA adapter, converted by sansgpu.")
@@ -184,8 +181,7 @@ def export_ollama(
 
     run = Path(model.target)
     folder = _gguf_output(model, output, weight_type, f"ollama-{weight_type}")
-    require_folder(folder, "model", "--output")
-    _require_no_other_run(folder, run)
+    _require_model_folder(folder, run)
     loaded = _open_for_gguf(model, warn, progress)
     settings, weights, tokenizer = loaded.task_class.gguf_parts(loaded)
     name, found = model_name(run.resolve().name), None
@@ -310,8 +306,7 @@ def export_onnx(
     folder = output or target / f"onnx-{weight_type}"
     if output is None:
         require_run(target)
-    require_folder(folder, "model", "--output")
-    _require_no_other_run(folder, target if is_run else target.resolve().parent)
+    _require_model_folder(folder, target if is_run else target.resolve().parent)
     with TemporaryDirectory() as temporary:
         source = target
         if is_run:
@@ -337,8 +332,7 @@ def export_static(
             require_run(target)
     else:
         folder = _require_output(target, output)
-    require_folder(folder, "model", "--output")
-    _require_no_other_run(folder, target)
+    _require_model_folder(folder, target)
     static = static_folder(open_encoder(model, warn, progress), dim, progress)
     progress(f"writing {folder}", 0, 0)
     write_static_folder(static, folder)

@@ -18,7 +18,7 @@ from sansgpu.config import BUILT_IN_NAMES, INPUT_KEYS, Config, ConfigError, acti
 from sansgpu.config.wording import counted
 from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import write_failures_as
-from sansgpu.files.ownership import replace_folder
+from sansgpu.files.ownership import OutputFolder
 from sansgpu.jobs.cluster_files import ESTIMATING, PodNeeds, needs_of, template
 from sansgpu.machine.distributed.world import SHUTDOWN_TIMEOUT
 from sansgpu.machine.probe import threads_of_share
@@ -130,8 +130,7 @@ def kubernetes(request: ClusterRequest, progress: ReportProgress, warn: Callable
     folder = request.output_dir or Path("k8s") / request.config_name
     require_plain_name(folder)
     texts = _texts(job, config, folder)
-    option = "--output-dir"
-    with write_failures_as(ConfigError, folder, option), replace_folder(folder, "cluster", option) as new:
+    with write_failures_as(ConfigError, folder, "--output-dir"), OutputFolder(folder, "cluster").replace() as new:
         for name, text in texts.items():
             (new / name).write_text(text, encoding="utf-8")
     return _summary(job, config, folder, [str(folder / name) for name in texts])

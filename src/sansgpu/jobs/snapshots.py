@@ -12,12 +12,11 @@ from sansgpu.config.tasks import Metric
 from sansgpu.events.jsonl import MetricsFile
 from sansgpu.files.atomic import make_folder, scratch_folder, write_failures_as
 from sansgpu.files.folders import copy_folder
-from sansgpu.files.marks import MARK, is_output
-from sansgpu.files.ownership import replace_folder, require_folder
-from sansgpu.jobs.runs import is_locked
+from sansgpu.files.marks import MARK
+from sansgpu.files.ownership import OutputFolder
 from sansgpu.train.branches import all_snapshots, ancestors, branches, finish_pending_moves, record_of
 from sansgpu.train.loading import require_snapshot
-from sansgpu.train.run_folders import mark_run, open_run, recorded_file, require_own_snapshots
+from sansgpu.train.run_folders import is_locked, mark_run, open_run, recorded_file, require_own_snapshots
 from sansgpu.train.snapshots import Snapshot, best_snapshot, clear_leftovers, prune, snapshots
 
 
@@ -89,8 +88,7 @@ def fork_snapshot(run: Path, name: str, output: Path, warn: Callable[[str], None
     """
     _, paths = open_run(run)
     snapshot = require_snapshot(run, paths, name, warn)
-    require_folder(output, "run")
-    if is_output(output, "run"):
+    if OutputFolder(output, "run").require().is_own:
         raise ConfigError(f"{output} already contains a run; choose another --output-dir.")
     file = recorded_file(run, str(snapshot.folder))
     assert file is not None  # open_run requires one
@@ -104,7 +102,7 @@ def fork_snapshot(run: Path, name: str, output: Path, warn: Callable[[str], None
             forked = RunPaths(new)
             for copied in {snapshot.step: snapshot, **({best.step: best} if best else {})}.values():
                 copy_folder(copied.folder, forked.snapshots / copied.folder.name)
-            with replace_folder(forked.tokenizer, "tokenizer") as tokenizer:
+            with OutputFolder(forked.tokenizer, "tokenizer").replace() as tokenizer:
                 copy_folder(paths.tokenizer, tokenizer, without=MARK)
             shutil.copy2(paths.environment, forked.environment)
             shutil.copy2(record_of(snapshot, paths), forked.metrics)

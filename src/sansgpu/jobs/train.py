@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,12 +29,8 @@ from sansgpu.events.event import Event, EventBuffer, Sink, Sinks, now
 from sansgpu.events.jsonl import MetricsFile
 from sansgpu.events.loggers import TensorBoard, require_boards
 from sansgpu.events.progress import ReportProgress
-from sansgpu.events.trackers import InBackground, TrackedRun, trackers
-from sansgpu.events.trainjob import TrainJobStatus
-from sansgpu.files.atomic import atomic_write, cleanup_of, flush_refusal, write_failures_as
-from sansgpu.files.marks import MARK
-from sansgpu.files.ownership import LOCK, replace_folder
-from sansgpu.jobs.report import write_run_report
+from sansgpu.files.atomic import atomic_write, flush_refusal, write_failures_as, write_text
+from sansgpu.files.ownership import OutputFolder
 from sansgpu.machine.address_space import out_of_memory
 from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.distributed.group import Group
@@ -49,25 +46,21 @@ from sansgpu.models.modules import compile_blocks, set_matmul_precision
 from sansgpu.planning.resolve import ResolveOptions, resolve_run
 from sansgpu.tasks.registry import task_of
 from sansgpu.tasks.task import ComparedWithReference, InitializedFromData, Task
-from sansgpu.train.branches import finish_pending_moves, switch_to
+from sansgpu.train.branches import switch_to
 from sansgpu.train.loop import Trainer, TrainingResult
 from sansgpu.train.run import TrainingRun
 from sansgpu.train.run_folders import (
     choose_output,
-    lock_run,
-    mark_other_folders,
+    claim_run,
     mark_run,
     no_run_to_resume,
-    open_any,
     recorded_file,
     require_allowed,
-    require_own_configuration,
     require_unclaimed_folders,
-    require_writable,
     run_paths,
-    write_json,
+    with_absolute_paths,
 )
-from sansgpu.train.snapshots import Snapshot, clear_leftovers, find_snapshot, snapshots
+from sansgpu.train.snapshots import Snapshot, find_snapshot, snapshots
 
 SMALLER_RUN = "lower training.batch_size or set model.gradient_checkpointing"
 
@@ -87,7 +80,7 @@ class TrainRequest:
     started: float = field(default_factory=time.monotonic)  # start of the time budget
     controls: Controls = field(default_factory=Controls)
     monitor: Monitor = field(default_factory=Monitor)
-    config: Config | None = None  # used instead of config_file
+    config: Config | None = None  # used instead of config_file and overrides
     notes: tuple[str, ...] = ()  # warnings about the request, for the user
 
 
@@ -205,15 +198,7 @@ def _find_target(
         paths = run_paths(folder, config)
         require_unclaimed_folders(paths)
         if not request.dry_run:
-            clean_up = cleanup_of(folder, LOCK, MARK)
-            require_writable(folder)
-            until_end.enter_context(lock_run(folder))
-            until_end.callback(clean_up)  # while the folder is locked
-            finish_pending_moves(paths)
-            clear_leftovers(paths.snapshots)
-            if not resume and snapshots(paths.snapshots):
-                raise ConfigError(f"{paths.snapshots} contains another run's snapshots; choose another checkpoint_dir.")
-            mark_other_folders(paths, until_end)
+            claim_run(paths, bool(resume), until_end)
         snapshot = find_snapshot(paths.snapshots, resume, warn) if resume else None
         if resume and snapshot is None:
             warn(f"{folder} has no snapshot yet; training starts from the first step.")
@@ -278,20 +263,17 @@ def _train_in(
     if request.dry_run:
         return run
     gemm = sum(group.all_gather_object(run.peak_gemm_rate()))
-    run = replace(run, config=open_any(run.config), gemm_flops_per_second=gemm)  # so that absolute paths are recorded
+    run = replace(run, config=with_absolute_paths(run.config), gemm_flops_per_second=gemm)
     return _run(run, task, target.snapshot, request, output)
 
 
 def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
     """Returns the requested configuration, or else the one that the resumed run recorded, with notes."""
     if request.config is not None:
-        return change_config(request.config, request.overrides), []
+        return request.config, []
     file = request.config_file
     if request.resume:
         folder = choose_output(request.output_dir, file, request.resume, dry_run=True)  # only rank 0 writes there
-        own = RunPaths(folder).config
-        if own.is_file() and (file is None or (file.is_file() and file.samefile(own))):
-            require_own_configuration(run_paths(folder, load_config(own, own=False)[0]))
         recorded = recorded_file(folder, request.resume)
         # A run that was killed before it recorded its configuration may have got all settings from the command line.
         if file is None and recorded is None and not (request.overrides and folder.is_dir()):
@@ -341,6 +323,8 @@ def _run(
             metrics.emit(event)
         end = trainer.train()
         output.progress("writing the report", 0, 0)
+        from sansgpu.jobs.report import write_run_report  # its modules would delay the first step
+
         write_run_report(paths, partial(sinks.warn, cause="report"))
         return end
     finally:
@@ -373,21 +357,26 @@ def _write_run_files(run: TrainingRun, task: Task) -> None:
         mark_run(paths, run.config)
         with atomic_write(paths.config) as partial:
             save_config(run.config, partial)
-        write_json(paths.environment, describe_machine(run.execution.environment()))
-        with replace_folder(paths.tokenizer, "tokenizer") as new:
+        environment = describe_machine(run.execution.environment())
+        write_text(paths.environment, json.dumps(environment, indent=2) + "\n")
+        with OutputFolder(paths.tokenizer, "tokenizer").replace() as new:
             task.save_tokenizer(new)
 
 
 def _add_loggers(sinks: Sinks, config: Config, paths: RunPaths, step: int | None) -> None:
-    tracked = TrackedRun(paths.root.absolute().name, paths.root, config.model_dump(mode="json"), step is not None)
-    makers: dict[str, Callable[[], Sink]] = {
-        "tensorboard": partial(TensorBoard, paths.tensorboard, step),
-        **trackers(tracked),
-    }
-    for name in config.training.report_to:
-        if is_installed(name):
-            sinks.add_made(name, makers[name])
+    for name in filter(is_installed, config.training.report_to):
+        if name == "tensorboard":
+            sinks.add_made(name, partial(TensorBoard, paths.tensorboard, step))
+        else:
+            from sansgpu.events.trackers import TrackedRun, trackers
+
+            values = config.model_dump(mode="json")
+            tracked = TrackedRun(paths.root.absolute().name, paths.root, values, is_resumed=step is not None)
+            sinks.add_made(name, trackers(tracked)[name])
     if (server := find_status_server()) is not None:
+        from sansgpu.events.trackers import InBackground
+        from sansgpu.events.trainjob import TrainJobStatus
+
         sinks.add(InBackground("the TrainJob's status", partial(TrainJobStatus, *server)))
 
 

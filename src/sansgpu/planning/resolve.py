@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from sansgpu.config import Config, ConfigError, UnreachableError, change_config
+from sansgpu.config.tasks import TRAINED_TOKENIZERS
 from sansgpu.config.wording import counted
 from sansgpu.data.order import steps_per_epoch
 from sansgpu.events.progress import ReportProgress
@@ -30,7 +31,6 @@ from sansgpu.tasks.task import Corpus
 from sansgpu.train.calibrate import LONG, Calibration, Timing
 from sansgpu.train.optim import choose_optimizer
 from sansgpu.train.run import TrainingRun
-from sansgpu.train.run_folders import prepare_data
 from sansgpu.train.run_length import finish_time
 from sansgpu.train.schedule import (
     UNKNOWN_STEPS,
@@ -216,6 +216,27 @@ def _read(
     for note in corpus.notes:
         warn(note)
     return config, corpus
+
+
+def prepare_data(
+    config: Config, cache: Path, progress: ReportProgress, tokenizer: Path | None = None
+) -> tuple[Config, Corpus]:
+    """Reads and tokenizes the data, and fills in the settings that depend on it. Raises ConfigError.
+
+    `tokenizer` is the folder of the tokenizer that the run trained earlier. It is used instead of training one again,
+    because a dataset that has changed since then would give tokens that the model did not learn.
+    """
+    progress(f"reading {config.data.dataset_name}", 0, 0)  # the Hub may let it wait
+    task = task_of(config)
+    trains = config.data.tokenizer in TRAINED_TOKENIZERS and task.settings.acts("data.tokenizer")
+    if tokenizer is None or not trains or not (tokenizer / "tokenizer.json").is_file():
+        return task.prepare(config, cache, progress)
+    prepared, corpus = task.prepare(_with_tokenizer(config, str(tokenizer.absolute())), cache, progress)
+    return _with_tokenizer(prepared, config.data.tokenizer), corpus
+
+
+def _with_tokenizer(config: Config, tokenizer: str) -> Config:
+    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer})})
 
 
 def seconds_allowed(config: Config) -> float:

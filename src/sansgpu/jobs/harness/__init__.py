@@ -19,9 +19,9 @@ from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import write_failures_as, write_text
 from sansgpu.files.reading import read_object
 from sansgpu.jobs.generate import open_generator
-from sansgpu.jobs.runs import require_run
 from sansgpu.machine.distributed.world import require_one_process
 from sansgpu.train.loading import ModelRequest, only_embeds
+from sansgpu.train.run_folders import require_run
 
 RESULTS_FILE = "harness.json"  # in the run's folder
 BOOTSTRAP_SAMPLES = 1000  # for the standard errors of metrics that are not means

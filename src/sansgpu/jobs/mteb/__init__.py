@@ -14,9 +14,9 @@ from sansgpu.config.paths import local_path
 from sansgpu.config.wording import first_line
 from sansgpu.events.progress import ReportProgress
 from sansgpu.jobs.embed import open_encoder
-from sansgpu.jobs.runs import require_run
 from sansgpu.machine.hub import failure, reading_hub
 from sansgpu.train.loading import ModelRequest
+from sansgpu.train.run_folders import require_run
 
 if TYPE_CHECKING:  # mteb is optional
     from mteb import AbsTask, ModelResult

@@ -36,7 +36,7 @@ from sansgpu.config import (
     spaced_values,
 )
 from sansgpu.config.wording import first_line
-from sansgpu.files.ownership import remove_folder
+from sansgpu.files.ownership import OutputFolder
 from sansgpu.jobs.tune.trial import Length, Outcome, TrialRun, trial_config
 from sansgpu.machine.distributed.world import grace_seconds
 from sansgpu.machine.interrupt import Interrupt
@@ -212,7 +212,7 @@ class Study:
                 run = RunPaths(self.run_folder(trial.number))
                 if not any(path.is_symlink() for path in (run.root, run.snapshots)):  # sansgpu creates no links
                     delete_snapshots(run.snapshots)
-                    remove_folder(run.final)
+                    OutputFolder(run.final, "model").remove()
 
 
 def _best(trials: list[FrozenTrial]) -> FrozenTrial | None:
