@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from sansgpu.config.wording import count, counted
-from sansgpu.planning.results import FittingPresets, MemoryOption, MemoryOptions, PresetRow
+
+if TYPE_CHECKING:
+    from sansgpu.planning.results import FittingPresets, MemoryOption, MemoryOptions, PresetRow
 
 Result = dict[str, Any]
 _PRECISIONS = {"bf16": "bf16", "int8": "int8", "int4": "int4", "file": "as in the file", "auto": "as in the file"}
