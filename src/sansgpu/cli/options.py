@@ -116,8 +116,7 @@ RunArgument = Annotated[
     Path, typer.Argument(metavar="RUN", help="Run folder.", show_default=False, autocompletion=run_names)
 ]
 ModelArgument = Annotated[
-    str,
-    typer.Argument(metavar="RUN", help="Run folder, Hugging Face model or GGUF file.", autocompletion=run_names),
+    str, typer.Argument(metavar="RUN", help="Run folder, Hugging Face model or GGUF file.", autocompletion=run_names)
 ]
 ConfigArgument = Annotated[
     Path | None,

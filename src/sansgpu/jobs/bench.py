@@ -16,12 +16,11 @@ import torch
 
 from sansgpu.config import Config, ConfigError, SansGPUError, change_config, load_config, save_config
 from sansgpu.config.wording import counted, duration
-from sansgpu.events.progress import ReportProgress
+from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.files.ownership import OutputFolder
 from sansgpu.machine.measurements import flops_utilization
 from sansgpu.planning.forecast import Forecast, projections, roofline_of, step_limits
 from sansgpu.planning.measure import Measured, MeasureRequest, measure_in_subprocess
-from sansgpu.planning.process import Warn
 from sansgpu.planning.resolve import ResolveOptions, resolve_run
 from sansgpu.planning.results import BenchResult, ForwardPass, ForwardResult, GpuComparison, Variation
 from sansgpu.planning.suggestions import (

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from jinja2 import Environment, PackageLoader, Template
 
 from sansgpu.config import Config, SansGPUError
+from sansgpu.events.progress import Warn
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.measurements import ASSUMED_FLOPS_PER_SECOND
 from sansgpu.machine.memory import MARGIN, effective_batch, micro_batch_choices
@@ -49,7 +49,7 @@ def template(name: str) -> Template:
     return Environment(loader=PackageLoader("sansgpu.jobs"), keep_trailing_newline=True).get_template(name)
 
 
-def needs_of(config: Config, threads: int, world_size: int, warn: Callable[[str], None]) -> PodNeeds:
+def needs_of(config: Config, threads: int, world_size: int, warn: Warn) -> PodNeeds:
     tokens = effective_batch(config.training) * config.window / world_size
     rate, steps = threads * ASSUMED_FLOPS_PER_SECOND["fp32"], config.training.sync_every
     try:

@@ -21,7 +21,7 @@ from sansgpu.config.wording import first_line
 from sansgpu.data.files import CONVERT, file_form
 from sansgpu.data.rows import BadRowError, SourceRow, row_text
 from sansgpu.data.sources import dataset_files, open_single
-from sansgpu.events.progress import ReportProgress, counting
+from sansgpu.events.progress import ReportProgress, Warn, counting
 from sansgpu.files.atomic import atomic_write, write_failures_as
 from sansgpu.files.ownership import require_file
 from sansgpu.files.reading import require_regular_file
@@ -81,7 +81,7 @@ class Embedded:
         return f"{self.rows:,} vectors, computed in {self.precision} ({cosine})"
 
 
-def embed(request: EmbedRequest, warn: Callable[[str], None], progress: ReportProgress) -> Embedded:
+def embed(request: EmbedRequest, warn: Warn, progress: ReportProgress) -> Embedded:
     """Writes the vector of each row's text to a .npy or .parquet file, in order.
 
     Raises ConfigError if there is no such prompt, the file has a different suffix, the model cannot embed text, or a
@@ -133,7 +133,7 @@ def _in_precision(loaded: TrainedModel, precision: str) -> TrainedModel:
     return replace(loaded, precision=precision)
 
 
-def open_encoder(model: ModelRequest, warn: Callable[[str], None], progress: ReportProgress) -> TrainedModel:
+def open_encoder(model: ModelRequest, warn: Warn, progress: ReportProgress) -> TrainedModel:
     """Loads a run of task embed, a Sentence Transformers folder or any Hugging Face encoder, for `encode_texts`.
 
     Precision auto is bf16 or int16 if that is faster on this machine. Raises ConfigError if the model embeds no text.
@@ -245,7 +245,7 @@ def search(
     query: str,
     top_k: int,
     text_column: str | int | None,
-    warn: Callable[[str], None],
+    warn: Warn,
     progress: ReportProgress,
 ) -> list[FoundPassage]:
     """Returns the passages of the files in a folder, or of one file, that are nearest in meaning to a query.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from sansgpu.config import ConfigError, TaskSettings
 from sansgpu.config.paths import local_path
 from sansgpu.data.sources import has_conversations
-from sansgpu.events.progress import ReportProgress
+from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.machine.cache_folder import cache_dir
 from sansgpu.machine.execution import Execution
 from sansgpu.planning.resolve import prepare_data
@@ -24,7 +23,7 @@ def evaluate_model(
     data: str | None,
     window: int | None,
     progress: ReportProgress,
-    warn: Callable[[str], None],
+    warn: Warn,
     reward: str | None = None,
 ) -> tuple[dict[str, Any], TaskSettings]:
     """Returns the eval event of a model on `data`, or of a run on its own validation split, and its task's settings.
@@ -73,7 +72,7 @@ def _reads_conversations(target: str, data: str) -> bool:
 
 
 def link_prediction(
-    model: ModelRequest, data: str | None, limit: int | None, progress: ReportProgress, warn: Callable[[str], None]
+    model: ModelRequest, data: str | None, limit: int | None, progress: ReportProgress, warn: Warn
 ) -> dict[str, Any]:
     """Returns `tail` metrics of held-out triples, and `head` metrics if the model was trained with inverse relations.
 

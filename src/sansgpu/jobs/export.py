@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from sansgpu.config import Config, ConfigError, ModelConfig
 from sansgpu.config.errors import require
-from sansgpu.events.progress import ReportProgress
+from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.files.atomic import write_text
 from sansgpu.files.ownership import GGUF_SIGNATURE, OutputFolder, require_file
 from sansgpu.jobs.embed import open_encoder
@@ -44,11 +43,7 @@ if TYPE_CHECKING:  # gguf is optional
 
 
 def export_run(
-    model: ModelRequest,
-    output: Path | None,
-    merge: bool | None,
-    warn: Callable[[str], None],
-    progress: ReportProgress,
+    model: ModelRequest, output: Path | None, merge: bool | None, warn: Warn, progress: ReportProgress
 ) -> Path:
     """Writes a run's snapshot as a Hugging Face folder (default: RUN/export) and returns its path.
 
@@ -61,9 +56,7 @@ def export_run(
     if (run / "config.json").is_file() and not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} is already a Hugging Face folder; pass a run folder.")
     config, _ = open_run(run)
-    folder = output or run / "export"
-    if output is None:
-        require_run(run)
+    folder = _output_of_run(run, output, "export")
     _require_model_folder(folder, run)
     _require_adapter(run, config, merge)
     loaded = open_model(model, "export", warn, progress)
@@ -74,11 +67,7 @@ def export_run(
 
 
 def _export_merged(
-    model: ModelRequest,
-    output: Path | None,
-    merge: bool | None,
-    warn: Callable[[str], None],
-    progress: ReportProgress,
+    model: ModelRequest, output: Path | None, merge: bool | None, warn: Warn, progress: ReportProgress
 ) -> Path:
     """Merges the adapter of a causal language model into its base model and writes the result. Raises ConfigError."""
     adapter = Path(model.target)
@@ -95,6 +84,13 @@ def _export_merged(
 def _require_adapter(run: Path, config: Config, merge: bool | None) -> None:
     if merge is not None and config.model.adapter == "none":
         raise ConfigError(f"{run} has no adapter; remove --merge or --no-merge.")
+
+
+def _output_of_run(run: Path, output: Path | None, name: str) -> Path:
+    """Returns `output`, or else its default in the folder of a run. Raises ConfigError if that may not be written."""
+    if output is None:
+        require_run(run)
+    return output or run / name
 
 
 def _require_output(target: Path, output: Path | None) -> Path:
@@ -114,12 +110,7 @@ def _require_model_folder(folder: Path, run: Path) -> None:
 
 
 def export_gguf(
-    model: ModelRequest,
-    output: Path | None,
-    weight_type: str,
-    merge: bool | None,
-    warn: Callable[[str], None],
-    progress: ReportProgress,
+    model: ModelRequest, output: Path | None, weight_type: str, merge: bool | None, warn: Warn, progress: ReportProgress
 ) -> Path:
     """Writes a model as a GGUF file (default: RUN/NAME-KIND.gguf) and returns its path.
 
@@ -139,7 +130,7 @@ def export_gguf(
 
 
 def _export_gguf_adapter(
-    model: ModelRequest, output: Path | None, weight_type: str, warn: Callable[[str], None], progress: ReportProgress
+    model: ModelRequest, output: Path | None, weight_type: str, warn: Warn, progress: ReportProgress
 ) -> Path:
     """Writes the adapter of a run or in a folder as a GGUF file (default: RUN/NAME-lora-KIND.gguf)."""
     target = Path(model.target)
@@ -170,7 +161,7 @@ def _export_gguf_adapter(
 
 
 def export_ollama(
-    model: ModelRequest, output: Path | None, weight_type: str, warn: Callable[[str], None], progress: ReportProgress
+    model: ModelRequest, output: Path | None, weight_type: str, warn: Warn, progress: ReportProgress
 ) -> tuple[Path, str]:
     """Writes a folder with a GGUF file and a Modelfile (default: RUN/ollama-KIND).
 
@@ -240,9 +231,7 @@ def _gguf_output(model: ModelRequest, output: Path | None, weight_type: str, def
         return _require_output(run, output)
     config, _ = open_run(run)
     class_of_run(run, config, "gguf", model.objective)  # before the output is checked
-    if output is None:
-        require_run(run)
-    return output or run / default
+    return _output_of_run(run, output, default)
 
 
 def _is_model_folder(folder: Path) -> bool:
@@ -250,18 +239,11 @@ def _is_model_folder(folder: Path) -> bool:
     return not is_run and ((folder / "config.json").is_file() or is_adapter_folder(folder))
 
 
-def _open_for_gguf(model: ModelRequest, warn: Callable[[str], None], progress: ReportProgress) -> TrainedModel:
+def _open_for_gguf(model: ModelRequest, warn: Warn, progress: ReportProgress) -> TrainedModel:
     return open_model(model, "chat" if _is_model_folder(Path(model.target)) else "gguf", warn, progress)
 
 
-def _write_gguf(
-    path: Path,
-    run: Path,
-    loaded: TrainedModel,
-    parts: GGUFParts,
-    weight_type: str,
-    warn: Callable[[str], None],
-) -> None:
+def _write_gguf(path: Path, run: Path, loaded: TrainedModel, parts: GGUFParts, weight_type: str, warn: Warn) -> None:
     from sansgpu.models.formats.gguf_file import write_gguf
     from sansgpu.models.formats.gguf_reader import describe_substitutes
 
@@ -289,7 +271,7 @@ def _description(run: Path, model: ModelConfig, words: str, dataset: str | None 
 
 
 def export_onnx(
-    model: ModelRequest, output: Path | None, weight_type: str, warn: Callable[[str], None], progress: ReportProgress
+    model: ModelRequest, output: Path | None, weight_type: str, warn: Warn, progress: ReportProgress
 ) -> tuple[Path, OnnxCheck]:
     """Writes an encoder as an ONNX file into a folder (default: RUN/onnx-KIND).
 
@@ -303,9 +285,7 @@ def export_onnx(
     is_run = (target / "config.yaml").is_file()
     if not is_run:
         _require_plain_folder(target, model, output)
-    folder = output or target / f"onnx-{weight_type}"
-    if output is None:
-        require_run(target)
+    folder = _output_of_run(target, output, f"onnx-{weight_type}")
     _require_model_folder(folder, target if is_run else target.resolve().parent)
     with TemporaryDirectory() as temporary:
         source = target
@@ -318,7 +298,7 @@ def export_onnx(
 
 
 def export_static(
-    model: ModelRequest, output: Path | None, dim: int | None, warn: Callable[[str], None], progress: ReportProgress
+    model: ModelRequest, output: Path | None, dim: int | None, warn: Warn, progress: ReportProgress
 ) -> Path:
     """Distills an embedding model to static embeddings of `dim` dimensions, and writes them (default: RUN/static).
 
@@ -326,12 +306,8 @@ def export_static(
     distilled.
     """
     target = Path(model.target)
-    if (target / "config.yaml").is_file():
-        folder = output or target / "static"
-        if output is None:
-            require_run(target)
-    else:
-        folder = _require_output(target, output)
+    is_run = (target / "config.yaml").is_file()
+    folder = _output_of_run(target, output, "static") if is_run else _require_output(target, output)
     _require_model_folder(folder, target)
     static = static_folder(open_encoder(model, warn, progress), dim, progress)
     progress(f"writing {folder}", 0, 0)
@@ -352,7 +328,7 @@ def _require_plain_folder(target: Path, model: ModelRequest, output: Path | None
         raise ConfigError(f"{target} is not a run; remove --snapshot and --objective.")
 
 
-def _write_encoder(model: ModelRequest, folder: Path, warn: Callable[[str], None], progress: ReportProgress) -> None:
+def _write_encoder(model: ModelRequest, folder: Path, warn: Warn, progress: ReportProgress) -> None:
     """Writes a run's snapshot as a Hugging Face folder, with an adapter merged. Raises ConfigError for a decoder."""
     run = Path(model.target)
     config, _ = open_run(run)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from sansgpu.config import ConfigError, RunPaths, SansGPUError
+from sansgpu.events.progress import Warn
 from sansgpu.events.record import RunRecord
 from sansgpu.files.atomic import write_failures_as, write_text
 from sansgpu.files.ownership import HTML_SIGNATURE, README, OutputFolder, require_file
@@ -19,7 +20,7 @@ from sansgpu.views.run_report import default_file, run_plots, run_report
 FORMS = ("html", "png", "svg")
 
 
-def report(runs: Sequence[Path], output: Path | None, form: str, warn: Callable[[str], None]) -> list[Path]:
+def report(runs: Sequence[Path], output: Path | None, form: str, warn: Warn) -> list[Path]:
     """Writes one html page, or one png or svg image per plot, and returns the paths.
 
     Skips unusable lines of a run's record with a warning. Raises ConfigError if a folder is not a run, and
@@ -49,7 +50,7 @@ def report(runs: Sequence[Path], output: Path | None, form: str, warn: Callable[
     return [target]
 
 
-def write_run_report(paths: RunPaths, warn: Callable[[str], None]) -> None:
+def write_run_report(paths: RunPaths, warn: Warn) -> None:
     """Writes report.html and the model card at the end of a run. Failures become warnings."""
     with errors_as_warnings(f"the report of {paths.root}", warn):
         record = RunRecord.read(paths)
@@ -59,9 +60,7 @@ def write_run_report(paths: RunPaths, warn: Callable[[str], None]) -> None:
         write_text(paths.report, run_report([record], [False]))
 
 
-def write_model_card(
-    run: Path, folder: Path, step: int | None, warn: Callable[[str], None], gguf: str | None = None
-) -> None:
+def write_model_card(run: Path, folder: Path, step: int | None, warn: Warn, gguf: str | None = None) -> None:
     """Writes the model card of a run's final model, or of the snapshot at `step`. Failures become warnings.
 
     `gguf` is the name of a GGUF file in the folder. Does not overwrite a card that was edited.
@@ -73,7 +72,7 @@ def write_model_card(
 
 
 @contextmanager
-def errors_as_warnings(what: str, warn: Callable[[str], None]) -> Iterator[None]:
+def errors_as_warnings(what: str, warn: Warn) -> Iterator[None]:
     """Turns any exception into a warning, because the trained model matters more than its report."""
     try:
         yield

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError, RunPaths, SansGPUError, load_config, save_config
 from sansgpu.config.tasks import Metric
 from sansgpu.events.jsonl import MetricsFile
+from sansgpu.events.progress import Warn
 from sansgpu.files.atomic import make_folder, scratch_folder, write_failures_as
 from sansgpu.files.folders import copy_folder
 from sansgpu.files.marks import MARK
@@ -47,7 +47,7 @@ def _row(snapshot: Snapshot, folder: Path, metric: Metric) -> dict[str, Any]:
     return row | {"bytes": snapshot.size_bytes()}
 
 
-def show_snapshot(run: Path, name: str, warn: Callable[[str], None]) -> dict[str, Any]:
+def show_snapshot(run: Path, name: str, warn: Warn) -> dict[str, Any]:
     snapshot = require_snapshot(run, open_run(run)[1], name, warn)
     known = {"name": snapshot.folder.name, "content_id": snapshot.content_id(), "bytes": snapshot.size_bytes()}
     return {**known, **snapshot.manifest(), **snapshot.state()}
@@ -81,7 +81,7 @@ def prune_snapshots(run: Path, keep_last: int | None, abandoned: bool = False) -
     return deleted
 
 
-def fork_snapshot(run: Path, name: str, output: Path, warn: Callable[[str], None]) -> Path:
+def fork_snapshot(run: Path, name: str, output: Path, warn: Warn) -> Path:
     """Creates a new run from a copy of one snapshot, to be resumed with other settings.
 
     Also copies the best snapshot up to that step.

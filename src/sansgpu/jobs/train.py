@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,7 +28,7 @@ from sansgpu.events.controls import Controls
 from sansgpu.events.event import Event, EventBuffer, Sink, Sinks, now
 from sansgpu.events.jsonl import MetricsFile
 from sansgpu.events.loggers import TensorBoard, require_boards
-from sansgpu.events.progress import ReportProgress
+from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.files.atomic import atomic_write, flush_refusal, write_failures_as, write_text
 from sansgpu.files.ownership import OutputFolder
 from sansgpu.machine.address_space import out_of_memory
@@ -184,9 +184,7 @@ def _require_same(config: Config, group: Group) -> None:
             )
 
 
-def _find_target(
-    request: TrainRequest, config: Config, group: Group, warn: Callable[[str], None], until_end: ExitStack
-) -> _RunTarget:
+def _find_target(request: TrainRequest, config: Config, group: Group, warn: Warn, until_end: ExitStack) -> _RunTarget:
     """Finds, creates and locks the run folder on rank 0. After a launcher's restart, resumes from the last snapshot.
 
     `until_end` unlocks it, and removes what was created if the run is refused before it writes anything else.
@@ -338,7 +336,7 @@ def _start_event(run: TrainingRun, step: int) -> Event:
     return {**start, **run.facts(), **run.execution_facts(), **gemm}
 
 
-def _make_newest(snapshot: Snapshot, paths: RunPaths, warn: Callable[[str], None]) -> Snapshot:
+def _make_newest(snapshot: Snapshot, paths: RunPaths, warn: Warn) -> Snapshot:
     """Moves snapshots of later steps to an abandoned branch, so that `snapshot` becomes the newest."""
     newest, abandoned = switch_to(snapshot, paths)
     for folder in abandoned:

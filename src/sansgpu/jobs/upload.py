@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.wording import first_line
-from sansgpu.events.progress import ReportProgress
+from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.events.record import RunRecord
 from sansgpu.files.marks import read_mark
 from sansgpu.files.ownership import README
@@ -69,7 +69,7 @@ def push_to_hub(exported: Path, name: str, is_private: bool, progress: ReportPro
     return str(address)
 
 
-def gguf_card(run: Path, snapshot: str, file: Path, is_adapter: bool, warn: Callable[[str], None]) -> str | None:
+def gguf_card(run: Path, snapshot: str, file: Path, is_adapter: bool, warn: Warn) -> str | None:
     """Returns the model card for a GGUF file of a run's snapshot. Returns None after a failure, which is a warning."""
     card = None
     with errors_as_warnings(f"the model card of {file}", warn):

@@ -165,23 +165,6 @@ def _try(read: Callable[[], Any]) -> Any:
         return None
 
 
-class Usage:
-    """Memory and CPU use of this process."""
-
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._process.cpu_percent()
-
-    def rss_bytes(self) -> int:
-        resident: int = self._process.memory_info().rss
-        return resident
-
-    def cpu_percent(self) -> float:
-        """Returns the CPU use since the last call, 100 per busy core."""
-        percent: float = self._process.cpu_percent()
-        return percent
-
-
 class LoadMeter:
     """Measures the load of this process, other programs and the host since its construction.
 

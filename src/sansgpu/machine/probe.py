@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 
 import psutil
@@ -14,6 +14,7 @@ import torch
 from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.config.errors import is_installed
 from sansgpu.config.wording import counted
+from sansgpu.events.progress import Warn
 from sansgpu.machine import cgroup, cores, instruction_sets
 from sansgpu.machine.address_space import address_space_left, address_space_limit
 from sansgpu.machine.distributed.group import Group
@@ -99,7 +100,7 @@ def threads_of_share(cpus: float, processes: int) -> int:
     return max(1, int(cpus / processes))
 
 
-def pin_cores(group: Group, training: TrainingConfig, warn: Callable[[str], None]) -> int:
+def pin_cores(group: Group, training: TrainingConfig, warn: Warn) -> int:
     """Pins this process to its share of the machine's cores and returns its number of compute threads.
 
     Keeps an affinity that the launcher set per process. Raises ConfigError if the run's processes on this machine would

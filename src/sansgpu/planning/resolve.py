@@ -14,7 +14,7 @@ from sansgpu.config import Config, ConfigError, UnreachableError, change_config
 from sansgpu.config.tasks import TRAINED_TOKENIZERS
 from sansgpu.config.wording import counted
 from sansgpu.data.order import steps_per_epoch
-from sansgpu.events.progress import ReportProgress
+from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.machine.allocator import trim_memory
 from sansgpu.machine.cache_folder import cache_dir
 from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
@@ -25,20 +25,14 @@ from sansgpu.machine.probe import isa
 from sansgpu.machine.torch_compile import keep_graphs, resolve_compile
 from sansgpu.models.costing import StepWork
 from sansgpu.planning.memory_fit import Shortage, estimate_memory, fitting_micro_batches
-from sansgpu.planning.process import Warn, configure_process
+from sansgpu.planning.process import configure_process
 from sansgpu.tasks.registry import task_of
 from sansgpu.tasks.task import Corpus
 from sansgpu.train.calibrate import LONG, Calibration, Timing
 from sansgpu.train.optim import choose_optimizer
 from sansgpu.train.run import TrainingRun
 from sansgpu.train.run_length import finish_time
-from sansgpu.train.schedule import (
-    UNKNOWN_STEPS,
-    evaluation_problem,
-    repetition_problem,
-    total_steps,
-    warmup_problem,
-)
+from sansgpu.train.schedule import UNKNOWN_STEPS, evaluation_problem, repetition_problem, total_steps, warmup_problem
 
 # needed: prepare the data or fail. wanted: continue without it if it is unreachable, or if it cannot be read and the
 # run's length does not depend on it. unread: do not read it.

@@ -33,7 +33,7 @@ from sansgpu.config.paths import RUNS
 from sansgpu.config.plain_data import InvalidDataError
 from sansgpu.config.training import require_hours
 from sansgpu.config.wording import counted
-from sansgpu.events.progress import ReportProgress
+from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.files.atomic import atomic_write, cleanup_of, write_failures_as, write_text
 from sansgpu.files.ownership import LOCK, OutputFolder, require_no_links
 from sansgpu.files.reading import read_validated
@@ -51,7 +51,6 @@ from sansgpu.jobs.tune.trial import LENGTH_KEYS, Length, chosen_config, trial_co
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.probe import resolve_threads
 from sansgpu.planning.forecast import describe_plan, forecast_of, length_of
-from sansgpu.planning.process import Warn
 from sansgpu.planning.resolve import ResolveOptions, resolve_run, with_optimizer
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.run_folders import with_absolute_paths
