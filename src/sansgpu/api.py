@@ -14,6 +14,7 @@ from sansgpu.events.event import Event, Sink
 from sansgpu.events.history import LogHistory
 from sansgpu.events.loggers import Callback, CallbackSink
 from sansgpu.events.record import RunRecord
+from sansgpu.files.ownership import is_locked
 from sansgpu.jobs.generate import generate_text
 from sansgpu.jobs.train import TrainRequest
 from sansgpu.jobs.train import train as train_job
@@ -23,7 +24,6 @@ from sansgpu.machine.untrusted.user_code import no_silent_exit, preserved_state
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.train.loading import ModelRequest
 from sansgpu.train.loop import TrainingResult
-from sansgpu.train.run_folders import is_locked
 from sansgpu.views.page import NotebookView
 from sansgpu.views.results import describe_results, summarize
 from sansgpu.views.terminal import PreparationBar, RunConsole, Terminal, Warnings

@@ -16,7 +16,7 @@ from plotly import graph_objects
 from sansgpu.cli import run as cli
 from sansgpu.config import load_config
 from sansgpu.events.record import RunRecord
-from sansgpu.train.run_folders import lock_run
+from sansgpu.files.ownership import lock_run
 from sansgpu.views.page import figure
 from sansgpu.views.plots import MAX_POINTS, Plot, downsample, write_plots
 from sansgpu.views.run_plots import time_parts

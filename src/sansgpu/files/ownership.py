@@ -19,7 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from sansgpu.config import ConfigError
+from filelock import FileLock, Timeout
+
+from sansgpu.config import ConfigError, RunPaths
 from sansgpu.files.atomic import make_folder, scratch_folder, sync_to_disk, write_failures_as, write_text
 from sansgpu.files.folders import entries_below
 from sansgpu.files.marks import (
@@ -39,6 +41,7 @@ Files = dict[str, list[str]]  # valid fingerprints of sansgpu's files, by relati
 
 REPLACED_KINDS = "model", "tokenizer"  # kinds of folders that are replaced as a unit, deleting old files
 LOCK = ".lock"  # an empty lock file may be left by a command that was killed before it wrote anything
+PROBE_SECONDS = 0.5  # how long to wait for the lock, because `is_locked` in another process holds it for a moment
 README = "README.md"  # an edited model card is not replaced
 # Text near the start of files that sansgpu wrote.
 HTML_SIGNATURE, GGUF_SIGNATURE = b'<meta name="generator" content="sansgpu">', b", trained with sansgpu."
@@ -248,6 +251,32 @@ def require_no_links(paths: Sequence[Path]) -> None:
     for path in paths:
         if path.is_symlink():
             raise ConfigError(f"{path} is a symlink, which is not followed; replace it with a regular file or folder.")
+
+
+@contextmanager
+def lock_run(folder: Path) -> Iterator[None]:
+    """Locks `folder` for training; the lock is released when the process dies.
+
+    Raises ConfigError if another process holds it.
+    """
+    try:
+        with FileLock(RunPaths(folder).lock, timeout=PROBE_SECONDS):
+            yield
+    except Timeout:
+        raise ConfigError(f"{folder} is being trained by another process; wait for it, or stop it first.") from None
+
+
+def is_locked(paths: RunPaths) -> bool:
+    """Returns whether a process is training the run now."""
+    if paths.lock.is_symlink() or not paths.lock.is_file():
+        return False
+    try:
+        with FileLock(paths.lock, timeout=0):
+            return False
+    except Timeout:
+        return True
+    except OSError:  # the lock belongs to another user
+        return False
 
 
 def _require_no_link(path: Path, option: str) -> None:

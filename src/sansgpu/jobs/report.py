@@ -10,9 +10,9 @@ from sansgpu.config import ConfigError, RunPaths, SansGPUError
 from sansgpu.events.progress import Warn
 from sansgpu.events.record import RunRecord
 from sansgpu.files.atomic import write_failures_as, write_text
-from sansgpu.files.ownership import HTML_SIGNATURE, README, OutputFolder, require_file
+from sansgpu.files.ownership import HTML_SIGNATURE, README, OutputFolder, is_locked, require_file
 from sansgpu.models.formats.folders import ADAPTER_CONFIG
-from sansgpu.train.run_folders import is_locked, require_run
+from sansgpu.train.run_folders import require_run
 from sansgpu.views.model_card import model_card
 from sansgpu.views.plots import write_plots
 from sansgpu.views.run_report import default_file, run_plots, run_report

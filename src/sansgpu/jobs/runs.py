@@ -9,7 +9,7 @@ from pathlib import Path
 from sansgpu.config import ABANDONED_FOLDER, ConfigError, RunPaths
 from sansgpu.config.paths import RUNS
 from sansgpu.events.record import RunRecord
-from sansgpu.train.run_folders import is_locked
+from sansgpu.files.ownership import is_locked
 from sansgpu.views.results import RunSummary, changed_settings, size_bytes, summarize
 
 

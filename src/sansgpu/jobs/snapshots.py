@@ -13,10 +13,10 @@ from sansgpu.events.progress import Warn
 from sansgpu.files.atomic import make_folder, scratch_folder, write_failures_as
 from sansgpu.files.folders import copy_folder
 from sansgpu.files.marks import MARK
-from sansgpu.files.ownership import OutputFolder
+from sansgpu.files.ownership import OutputFolder, is_locked
 from sansgpu.train.branches import all_snapshots, ancestors, branches, finish_pending_moves, record_of
 from sansgpu.train.loading import require_snapshot
-from sansgpu.train.run_folders import is_locked, mark_run, open_run, recorded_file, require_own_snapshots
+from sansgpu.train.run_folders import mark_run, open_run, recorded_file, require_own_snapshots
 from sansgpu.train.snapshots import Snapshot, best_snapshot, clear_leftovers, prune, snapshots
 
 

@@ -86,9 +86,9 @@ class TrainRequest:
 
 @dataclass(frozen=True)
 class _RunTarget:
-    """The folder of the run and, if it is resumed, the snapshot to continue from."""
+    """The folders of the run and, if it is resumed, the snapshot to continue from."""
 
-    folder: Path
+    paths: RunPaths
     snapshot: Snapshot | None
     before: Environment | None  # the one recorded in the snapshot
     tokenizer: Path | None  # the folder of the one that the run trained, unless the configuration asks for another
@@ -210,12 +210,12 @@ def _find_target(request: TrainRequest, config: Config, group: Group, warn: Warn
         }
 
     found = group.broadcast_object(find)
-    folder = Path(found["folder"])
+    paths = run_paths(Path(found["folder"]), config)
     return _RunTarget(
-        folder,
+        paths,
         Snapshot(Path(found["snapshot"])) if found["snapshot"] else None,
         found["before"],
-        run_paths(folder, config).tokenizer if found["keeps_tokenizer"] else None,
+        paths.tokenizer if found["keeps_tokenizer"] else None,
         tuple(found["open"]),
     )
 
@@ -241,7 +241,7 @@ def _train_in(
 ) -> TrainingRun | TrainingResult:
     options = ResolveOptions("begin" if request.force else "refuse", tokenizer=target.tokenizer)
     run = resolve_run(config, output.progress, output.warn, options, target.before, group)
-    run = replace(run, paths=run_paths(target.folder, config), started=request.started)
+    run = replace(run, paths=target.paths, started=request.started)
     if group.is_main:
         _require_disk(run)
     output.progress("building the model", 0, 0)

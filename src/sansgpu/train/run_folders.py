@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from difflib import get_close_matches
 from itertools import count, takewhile
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock, Timeout
 
 from sansgpu.config import (
     ABANDONED_FOLDER,
@@ -34,11 +32,9 @@ from sansgpu.events.escape import printable_line
 from sansgpu.events.record import not_a_run
 from sansgpu.files.atomic import cleanup_of, make_folder, write_failures_as
 from sansgpu.files.marks import MARK, read_mark
-from sansgpu.files.ownership import LOCK, OutputFolder, require_no_links
+from sansgpu.files.ownership import LOCK, OutputFolder, lock_run, require_no_links
 from sansgpu.train.branches import finish_pending_moves
 from sansgpu.train.snapshots import clear_leftovers, snapshots
-
-PROBE_SECONDS = 0.5  # how long to wait for the lock, because `is_locked` in another process holds it for a moment
 
 
 def run_paths(folder: Path, config: Config) -> RunPaths:
@@ -91,32 +87,6 @@ def require_plain_name(folder: Path) -> None:
     """Raises ConfigError if a folder that scripts will refer to has control characters in its name."""
     if printable_line(str(folder)) != str(folder):
         raise ConfigError(f"the name {folder} contains control characters; choose another --output-dir.")
-
-
-@contextmanager
-def lock_run(folder: Path) -> Iterator[None]:
-    """Locks `folder` for training; the lock is released when the process dies.
-
-    Raises ConfigError if another process holds it.
-    """
-    try:
-        with FileLock(RunPaths(folder).lock, timeout=PROBE_SECONDS):
-            yield
-    except Timeout:
-        raise ConfigError(f"{folder} is being trained by another process; wait for it, or stop it first.") from None
-
-
-def is_locked(paths: RunPaths) -> bool:
-    """Returns whether a process is training the run now."""
-    if paths.lock.is_symlink() or not paths.lock.is_file():
-        return False
-    try:
-        with FileLock(paths.lock, timeout=0):
-            return False
-    except Timeout:
-        return True
-    except OSError:  # the lock belongs to another user
-        return False
 
 
 def require_run(run: Path) -> None:

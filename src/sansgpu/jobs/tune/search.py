@@ -36,12 +36,11 @@ from sansgpu.config import (
     spaced_values,
 )
 from sansgpu.config.wording import first_line
-from sansgpu.files.ownership import OutputFolder
+from sansgpu.files.ownership import OutputFolder, lock_run
 from sansgpu.jobs.tune.trial import Length, Outcome, TrialRun, trial_config
 from sansgpu.machine.distributed.world import grace_seconds
 from sansgpu.machine.interrupt import Interrupt
 from sansgpu.planning.forecast import done_at
-from sansgpu.train.run_folders import lock_run
 from sansgpu.train.snapshots import delete_snapshots
 from sansgpu.views.tune import SearchEstimate, SearchEvent, TrialBegin, TrialEnd, TrialStep
 
