@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from sansgpu.cli import run as cli
-from sansgpu.cli.running import app
+from sansgpu.cli.app import app
 from sansgpu.config import ConfigError, TrainingConfig
 from tests.processes import environment, finish_apart, messages, record, settings, use_cache, write_corpus
 

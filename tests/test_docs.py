@@ -88,14 +88,14 @@ def test_the_configuration_page_lists_every_key_once_with_its_default_and_meanin
 def test_the_page_of_commands_is_that_of_the_commands() -> None:
     """This command updates the page:
 
-    typer sansgpu.cli.running utils docs --name sansgpu --title Commands --output docs/reference/commands.md
+    typer sansgpu.cli.app utils docs --name sansgpu --title Commands --output docs/reference/commands.md
     """
     made = subprocess.run(
         [
             sys.executable,
             "-m",
             "typer",
-            "sansgpu.cli.running",
+            "sansgpu.cli.app",
             "utils",
             "docs",
             "--name",

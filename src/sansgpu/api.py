@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import Config, ConfigError, note_of, require_batch_size, with_own_names
+from sansgpu.config import Config, ConfigError, change_config, note_of, require_batch_size, with_own_names
 from sansgpu.events.event import Event, Sink
 from sansgpu.events.history import LogHistory
 from sansgpu.events.loggers import Callback, CallbackSink
+from sansgpu.files.ownership import is_locked
 from sansgpu.jobs.generate import generate_text
-from sansgpu.jobs.runs import is_locked
 from sansgpu.jobs.train import TrainRequest
 from sansgpu.jobs.train import train as train_job
 from sansgpu.machine.distributed.world import find_world, is_forwarded
@@ -119,7 +119,7 @@ def fit(
         )
     request = TrainRequest(
         config_file=Path(values) if isinstance(values, (str, Path)) else None,
-        config=values if isinstance(values, Config) else None,
+        config=change_config(values, overrides) if isinstance(values, Config) else None,
         overrides=tuple(overrides),
         output_dir=None if output_dir is None else Path(output_dir),
         resume=resume,

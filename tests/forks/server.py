@@ -36,7 +36,7 @@ def prepare() -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
-    import sansgpu.cli.running
+    import sansgpu.cli.app
     import sansgpu.jobs.train  # noqa: F401
     from sansgpu.kernels.roofline import first_gemm_rate
     from sansgpu.tasks.registry import TASKS

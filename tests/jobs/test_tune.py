@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from sansgpu.cli import run as cli
 from sansgpu.config import ConfigError, SearchParameter, load_space, measure_of, spaced_values
+from sansgpu.files.ownership import lock_run
 from sansgpu.tasks.configuration import load_config
-from sansgpu.train.run_folders import lock_run
 from tests.processes import digests, events_of, finish, kill_when, messages, settings, start, use_cache, write_corpus
 
 SPACE = {"learning_rate": {"log": ["1e-3", 1e-1]}, "gradient_accumulation_steps": [1, 2, 4]}

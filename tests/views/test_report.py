@@ -14,8 +14,8 @@ from filelock import FileLock
 from plotly import graph_objects
 
 from sansgpu.cli import run as cli
+from sansgpu.files.ownership import lock_run
 from sansgpu.tasks.configuration import load_config
-from sansgpu.train.run_folders import lock_run
 from sansgpu.views.page import figure
 from sansgpu.views.plots import MAX_POINTS, Plot, downsample, write_plots
 from sansgpu.views.record import RunRecord

@@ -105,8 +105,7 @@ def export(given: _ExportOptions) -> None:
     if given.private and given.push_to_hub is None:
         raise typer.BadParameter("--private requires --push-to-hub; add it")
     with preparation_bar() as bar:
-        from sansgpu.jobs.report import gguf_card
-        from sansgpu.jobs.upload import push_to_hub, require_hub
+        from sansgpu.jobs.upload import gguf_card, push_to_hub, require_hub
 
         if given.push_to_hub is not None:
             require_hub(given.push_to_hub)

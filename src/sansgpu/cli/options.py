@@ -19,6 +19,7 @@ import typer
 from sansgpu.events.escape import printable, printable_json, printable_line
 
 if TYPE_CHECKING:
+    from sansgpu.config import Config
     from sansgpu.views.terminal import PreparationBar, RunConsole
 
 CONFIGURATION, OUTPUT, SAMPLING = "Configuration", "Output", "Sampling"  # groups of options in a command's help
@@ -115,8 +116,7 @@ RunArgument = Annotated[
     Path, typer.Argument(metavar="RUN", help="Run folder.", show_default=False, autocompletion=run_names)
 ]
 ModelArgument = Annotated[
-    str,
-    typer.Argument(metavar="RUN", help="Run folder, Hugging Face model or GGUF file.", autocompletion=run_names),
+    str, typer.Argument(metavar="RUN", help="Run folder, Hugging Face model or GGUF file.", autocompletion=run_names)
 ]
 ConfigArgument = Annotated[
     Path | None,
@@ -224,17 +224,17 @@ def print_result(result: Any, as_json: bool, print_table: Callable[[RunConsole, 
         print_table(RunConsole(), result)
 
 
-def check_tables(config: Path | None, overrides: Iterable[Any], resume: str | None = None) -> None:
-    """Raises ConfigError, before PyTorch is loaded, if a configuration or the columns of its tables cannot be used.
+def checked_config(file: Path | None, overrides: Iterable[Any], processes: int = 1) -> tuple[Config, list[str]]:
+    """Loads a configuration, with notes for the user.
 
-    A run to `resume` is not checked, because it may use a configuration that it has recorded.
+    Raises ConfigError, before PyTorch is loaded, if it or the columns of its tables cannot be used.
     """
-    if resume is not None:
-        return
     from sansgpu.data.headers import require_columns
     from sansgpu.tasks.configuration import load_config
 
-    require_columns(load_config(config, [*overrides])[0])
+    config, notes = load_config(file, [*overrides], processes=processes)
+    require_columns(config)
+    return config, notes
 
 
 def check_tables_for(run: str, data: str) -> None:

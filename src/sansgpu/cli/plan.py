@@ -12,7 +12,7 @@ from sansgpu.cli.options import (
     ConfigArgument,
     JsonOption,
     OverrideOption,
-    check_tables,
+    checked_config,
     flag,
     number_option,
     option,
@@ -95,7 +95,7 @@ def plan(given: _PlanOptions) -> None:
         _show_presets(given.override or [], given.as_json)
         return
     if given.hours is None:
-        check_tables(given.config, given.override or [])
+        checked_config(given.config, given.override or [])
     result: Any
     with preparation_bar() as bar:
         from sansgpu.jobs.plan import plan as job

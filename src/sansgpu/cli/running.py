@@ -5,37 +5,29 @@ from __future__ import annotations
 import errno
 import sys
 import traceback
-from collections.abc import Callable
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
-from sansgpu.cli.export import export
-from sansgpu.cli.look import list_runs, report, snapshots
 from sansgpu.cli.options import CONFIG_SUFFIXES, complain, flag, show
-from sansgpu.cli.other_flags import with_switch_values
-from sansgpu.cli.plan import plan
-from sansgpu.cli.scale import k8s, slurm
-from sansgpu.cli.serve import serve
 from sansgpu.cli.signals import CODE, INTERRUPTED, interrupted
-from sansgpu.cli.start import bench, doctor, init
-from sansgpu.cli.texts import chat, embed, generate, search, tokenizer
-from sansgpu.cli.train import distill, train, tune
-from sansgpu.cli.use import evaluate, extract, predict
 from sansgpu.machine.untrusted.user_code import no_silent_exit
 from sansgpu.version import __version__
 
-# Commands in the order of `sansgpu --help`, under its headings. Within a heading, commands with subcommands come last.
-_COMMANDS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
-    "Start": {"init": init, "doctor": doctor, "plan": plan, "bench": bench},
-    "Train": {"train": train, "tune": tune, "distill": distill},
-    "Look": {"runs": list_runs, "report": report, "snapshots": snapshots},
+# Commands in the order of `sansgpu --help`, under its headings: a file of this folder, and the function or group in it.
+# Within a heading, commands with subcommands come last.
+_COMMANDS = {
+    "Start": {"init": "start:init", "doctor": "start:doctor", "plan": "plan:plan", "bench": "start:bench"},
+    "Train": {"train": "train:train", "tune": "train:tune", "distill": "train:distill"},
+    "Look": {"runs": "look:list_runs", "report": "look:report", "snapshots": "look:snapshots"},
     "Use": {
-        "eval": evaluate, "predict": predict, "generate": generate, "chat": chat, "serve": serve, "extract": extract,
-        "embed": embed, "search": search, "export": export, "tokenizer": tokenizer,
+        "eval": "use:evaluate", "predict": "use:predict", "generate": "texts:generate", "chat": "texts:chat",
+        "serve": "serve:serve", "extract": "use:extract", "embed": "texts:embed", "search": "texts:search",
+        "export": "export:export", "tokenizer": "texts:tokenizer",
     },
-    "Scale": {"k8s": k8s, "slurm": slurm},
+    "Scale": {"k8s": "scale:k8s", "slurm": "scale:slurm"},
 }  # fmt: skip
 MIN_LIKENESS = 0.7  # suggest a known option for an unknown one if difflib's similarity ratio is at least this
 # Errors caused by the requested path (missing, wrong kind of file, too long) rather than by the disk.
@@ -51,9 +43,11 @@ def run(arguments: list[str]) -> int:
         _require_text(arguments)
         arguments = _with_resume_value(arguments)
         if arguments[:1] == ["train"]:
+            from sansgpu.cli.other_flags import with_switch_values
+
             arguments = with_switch_values(arguments)
         with no_silent_exit():
-            code = app(arguments, prog_name="sansgpu", standalone_mode=False)
+            code = build_app(next(iter(arguments), ""))(arguments, prog_name="sansgpu", standalone_mode=False)
         if interrupted():  # typer turns the interrupt into an exit code
             raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
@@ -192,7 +186,8 @@ def _options(
     """Train language models on machines without a GPU."""
 
 
-def _build_app() -> typer.Typer:
+def build_app(command: str = "") -> typer.Typer:
+    """Returns the program with one command, or with all if `command` is none of them: importing all takes long."""
     app = typer.Typer(
         callback=_options,
         no_args_is_help=True,
@@ -201,13 +196,13 @@ def _build_app() -> typer.Typer:
         # Options may also be written with underscores, e.g. --output_dir.
         context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
     )
+    is_known = any(command in commands for commands in _COMMANDS.values())
     for title, commands in _COMMANDS.items():
-        for name, command in commands.items():
-            if isinstance(command, typer.Typer):
-                app.add_typer(command, name=name, rich_help_panel=title)
+        for name in commands if not is_known else commands.keys() & {command}:
+            file, _, attribute = commands[name].partition(":")
+            found: Any = getattr(import_module(f"sansgpu.cli.{file}"), attribute)
+            if isinstance(found, typer.Typer):
+                app.add_typer(found, name=name, rich_help_panel=title)
             else:
-                app.command(name, rich_help_panel=title)(command)
+                app.command(name, rich_help_panel=title)(found)
     return app
-
-
-app = _build_app()

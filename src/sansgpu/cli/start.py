@@ -14,7 +14,7 @@ from sansgpu.cli.options import (
     ConfigArgument,
     JsonOption,
     OverrideOption,
-    check_tables,
+    checked_config,
     flag,
     number_option,
     option,
@@ -102,7 +102,7 @@ def bench(given: _BenchOptions) -> None:
     """
     if given.forward_only and (given.vary or given.targets or given.start):
         raise typer.BadParameter("--vary, --targets and --start require training steps; remove --forward-only")
-    check_tables(given.config, given.override or [])
+    checked_config(given.config, given.override or [])
     folder = given.output_dir or Path("bench") / (given.config.stem if given.config else "default")
     with preparation_bar() as bar:
         from sansgpu.jobs.bench import BenchRequest

@@ -49,8 +49,7 @@ TopPOption = Annotated[
 ]
 SeedOption = Annotated[int, option("Random seed.", SAMPLING, min=0, max=LARGEST_INTEGER, metavar="N")]
 EncoderArgument = Annotated[
-    str,
-    typer.Argument(metavar="RUN", help="Run of task embed, Sentence Transformers folder or Hugging Face encoder."),
+    str, typer.Argument(metavar="RUN", help="Run of task embed, Sentence Transformers folder or Hugging Face encoder.")
 ]
 
 
@@ -224,8 +223,7 @@ class _EmbedOptions:
         ),
     ] = None
     prompt: Annotated[
-        str | None,
-        option("Name of the model's prompt to put before each text. Default: the model's default prompt."),
+        str | None, option("Name of the model's prompt to put before each text. Default: the model's default prompt.")
     ] = None
     precision: Annotated[
         Any,

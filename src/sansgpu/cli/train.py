@@ -20,7 +20,7 @@ from sansgpu.cli.options import (
     OverrideOption,
     RemoteCodeOption,
     SnapshotOption,
-    check_tables,
+    checked_config,
     flag,
     number_option,
     option,
@@ -133,14 +133,17 @@ def train(given: _TrainOptions) -> int:
     from sansgpu.machine.distributed.world import find_world
 
     world, file = find_world(), given.config or given.config_option
-    check_tables(file, overrides, given.resume)
+    # A run to resume may use the configuration that it has recorded.
+    config, notes = (None, []) if given.resume is not None else checked_config(file, overrides, world.size)
     with preparation_bar(silent=world.rank > 0) as bar:
         from sansgpu.jobs.train import TrainRequest
 
         number = 1 if given.processes is None else _number_of_processes(given.processes, world)
         request = TrainRequest(
-            file, overrides, given.output_dir, given.resume, given.strict, given.dry_run, given.force, world, started
-        )
+            file, overrides, given.output_dir, given.resume, given.strict, given.dry_run, given.force, world, started,
+            config=config,
+            notes=tuple(notes),
+        )  # fmt: skip
         if number == 1:
             return _train(request, given.headless, given.plain, bar)
     return _launch(number)
@@ -154,7 +157,7 @@ def _device(target: str | None) -> str | None:
 
 
 def _number_of_processes(requested: str, world: World) -> int:
-    from sansgpu.machine.distributed.processes import processes
+    from sansgpu.machine.processes import processes
 
     if world.launcher:
         raise typer.BadParameter(
@@ -165,7 +168,7 @@ def _number_of_processes(requested: str, world: World) -> int:
 
 def _launch(number: int) -> int:
     """Runs this command line in several processes and returns their exit code."""
-    from sansgpu.machine.distributed.processes import launch
+    from sansgpu.machine.processes import launch
 
     return launch(number, _without(sys.argv[1:], "--processes"))
 
@@ -277,7 +280,7 @@ def tune(given: _TuneOptions) -> int:
     from sansgpu.config.errors import require
 
     require("sansgpu tune", "optuna", "plotly")
-    check_tables(given.config, overrides)
+    checked_config(given.config, overrides)
     with preparation_bar() as bar:
         from sansgpu.jobs.tune import Interrupted, TuneRequest
         from sansgpu.jobs.tune import tune as job

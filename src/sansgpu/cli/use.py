@@ -50,8 +50,7 @@ _GRAPH, _QUERY = "Task graph", "Query"
 class _EvaluateOptions:
     run: ModelArgument
     data: Annotated[
-        str | None,
-        option("Dataset to evaluate on (file, folder or Hub name). Default: the run's validation split."),
+        str | None, option("Dataset to evaluate on (file, folder or Hub name). Default: the run's validation split.")
     ] = None
     precision: PrecisionOption = "auto"
     snapshot: SnapshotOption = "latest"
@@ -169,8 +168,7 @@ class _PredictOptions:
     context: Annotated[str | None, option("With --question: text that contains the answer.")] = None
     data: Annotated[str | None, option("Dataset to make predictions for (file, folder or Hub name).")] = None
     null_answers: Annotated[
-        bool | None,
-        flag("Allow an empty answer. Default: as in training.", None, "--null-answers/--no-null-answers"),
+        bool | None, flag("Allow an empty answer. Default: as in training.", None, "--null-answers/--no-null-answers")
     ] = None
     output: Annotated[Path | None, path_option("With --data: JSON lines file to write. Default: stdout.", "FILE")] = (
         None

@@ -78,10 +78,7 @@ class CallbackSink:
     """A sink that passes events to one callback."""
 
     def __init__(
-        self,
-        callback: Callback,
-        controls: Controls,
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        self, callback: Callback, controls: Controls, around: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> None:
         """`around` is entered for each call of the callback."""
         self._callback, self._controls, self._around = callback, controls, around

@@ -1,9 +1,11 @@
-"""Shows the progress of a command: the callback that long activities report to."""
+"""Shows the progress of a command: the callbacks that long activities report to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
+
+Warn = Callable[[str], None]  # shows a warning to the user
 
 
 class ReportProgress(Protocol):

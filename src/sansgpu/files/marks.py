@@ -51,10 +51,8 @@ def read_mark(folder: Path) -> FolderMark | None:
         return None
 
 
-def is_output(folder: Path, kind: str) -> bool:
-    """Returns True if a folder has a mark of this kind, or is a run or a search that was copied without its mark."""
-    if (mark := read_mark(folder)) is not None:
-        return mark.kind == kind
+def is_copied_output(folder: Path, kind: str) -> bool:
+    """Returns True if a folder without a mark has the files of a run or a search, e.g. because it was copied."""
     try:
         if kind == "search":
             return {"configuration", "space", "length"} <= {*parse_json(read_regular(folder / "tune.json", _MAX_BYTES))}

@@ -16,12 +16,11 @@ import torch
 
 from sansgpu.config import Config, ConfigError, SansGPUError, change_config, save_config
 from sansgpu.config.wording import counted, duration
-from sansgpu.events.progress import ReportProgress
-from sansgpu.files.ownership import replace_folder, require_folder
+from sansgpu.events.progress import ReportProgress, Warn
+from sansgpu.files.ownership import OutputFolder
 from sansgpu.machine.measurements import flops_utilization
 from sansgpu.planning.forecast import Forecast, projections, roofline_of, step_limits
 from sansgpu.planning.measure import Measured, MeasureRequest, measure_in_subprocess
-from sansgpu.planning.process import Warn
 from sansgpu.planning.resolve import ResolveOptions, resolve_run
 from sansgpu.planning.results import BenchResult, ForwardPass, ForwardResult, GpuComparison, Variation
 from sansgpu.planning.suggestions import (
@@ -36,7 +35,7 @@ from sansgpu.planning.suggestions import (
 from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.registry import task_of
 from sansgpu.train.run import TrainingRun
-from sansgpu.train.run_folders import open_any, require_plain_name
+from sansgpu.train.run_folders import require_plain_name, with_absolute_paths
 from sansgpu.views.bench import is_measurable, write_report
 
 PROJECTED_STEPS = (100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
@@ -72,7 +71,7 @@ def bench(request: BenchRequest, progress: ReportProgress, warn: Warn) -> BenchR
     if request.forward_only:
         config = task_of(config).with_vocabulary(config)
     else:
-        require_folder(request.output_dir, "bench")
+        OutputFolder(request.output_dir, "bench").require()
     asked = asked_changes(config, request.vary)
     options = ResolveOptions(data="unread" if request.forward_only else "wanted")
     run = resolve_run(config, progress, warn, options)
@@ -263,8 +262,8 @@ def _optimized(chosen: Config, rows: Sequence[Variation]) -> tuple[Config, list[
 def _write_files(result: BenchResult, optimized: Config, request: BenchRequest) -> None:
     folder = request.output_dir
     try:
-        with replace_folder(folder, "bench", "--output-dir") as new:
-            save_config(open_any(optimized), new / "optimized.yaml")
+        with OutputFolder(folder, "bench").replace() as new:
+            save_config(with_absolute_paths(optimized), new / "optimized.yaml")
             start = new / "start.sh"
             run = f"runs/{result['name']}-optimized"
             start.write_text(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from jinja2 import Environment, PackageLoader, Template
 
 from sansgpu.config import Config, ConfigError, SansGPUError
 from sansgpu.config.wording import counted
+from sansgpu.events.progress import Warn
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.measurements import ASSUMED_FLOPS_PER_SECOND
 from sansgpu.machine.memory import MARGIN, effective_batch, micro_batch_choices
@@ -60,7 +60,7 @@ def threads_of_process(cpus: int, processes: int) -> int:
     return threads_of_share(cpus, processes)
 
 
-def needs_of(config: Config, threads: int, world_size: int, warn: Callable[[str], None]) -> PodNeeds:
+def needs_of(config: Config, threads: int, world_size: int, warn: Warn) -> PodNeeds:
     tokens = effective_batch(config.training) * config.window / world_size
     rate, steps = threads * ASSUMED_FLOPS_PER_SECOND["fp32"], config.training.sync_every
     try:

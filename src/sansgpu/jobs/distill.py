@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from sansgpu.data.teacher_folder import (
     record_type,
 )
 from sansgpu.data.tokenizer import Tokenizer, load_tokenizer
-from sansgpu.events.progress import ReportProgress
+from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.files.atomic import write_failures_as
 from sansgpu.files.ownership import LOCK, require_no_links
 from sansgpu.kernels.roofline import resolve_precision
@@ -61,7 +61,7 @@ class DistillRequest:
     text_column: str | None = None
 
 
-def distill(request: DistillRequest, warn: Callable[[str], None], progress: ReportProgress) -> dict[str, Any]:
+def distill(request: DistillRequest, warn: Warn, progress: ReportProgress) -> dict[str, Any]:
     """Writes a folder of predictions, or completes an unfinished one; returns a summary. Raises ConfigError."""
     require_one_process("distill")
     if request.task not in DEFAULT_LENGTH:

@@ -21,7 +21,7 @@ from sansgpu.config.wording import first_line
 from sansgpu.data.files import CONVERT, file_form
 from sansgpu.data.rows import BadRowError, SourceRow, row_text
 from sansgpu.data.sources import dataset_files, open_single
-from sansgpu.events.progress import ReportProgress, counting
+from sansgpu.events.progress import ReportProgress, Warn, counting
 from sansgpu.files.atomic import atomic_write, write_failures_as
 from sansgpu.files.ownership import require_file
 from sansgpu.files.reading import require_regular_file
@@ -39,7 +39,7 @@ from sansgpu.train.loading import ModelRequest, open_model
 CHUNK = 4096  # maximum rows in memory
 # Precision auto compares int8 on a sample of the texts, which takes as long as LEAST_TEXTS texts may save.
 LEAST_TEXTS, SAMPLE_TEXTS = 512, 64
-LEAST_COSINE = 0.995  # with less mean cosine similarity of its vectors, int8 changes too much to be chosen unasked
+LEAST_COSINE = 0.995  # auto chooses int8 only if the mean cosine similarity to the vectors of fp32 is at least this
 COLUMN = "embedding"  # the column of a .parquet file that holds the vectors
 
 WriteVectors = Callable[[Sequence[SourceRow], np.ndarray], None]  # writes a chunk of rows and their vectors (rows, D)
@@ -81,7 +81,7 @@ class Embedded:
         return f"{self.rows:,} vectors, computed in {self.precision} ({cosine})"
 
 
-def embed(request: EmbedRequest, warn: Callable[[str], None], progress: ReportProgress) -> Embedded:
+def embed(request: EmbedRequest, warn: Warn, progress: ReportProgress) -> Embedded:
     """Writes the vector of each row's text to a .npy or .parquet file, in order.
 
     Raises ConfigError if there is no such prompt, the file has a different suffix, the model cannot embed text, or a
@@ -133,7 +133,7 @@ def _in_precision(loaded: TrainedModel, precision: str) -> TrainedModel:
     return replace(loaded, precision=precision)
 
 
-def open_encoder(model: ModelRequest, warn: Callable[[str], None], progress: ReportProgress) -> TrainedModel:
+def open_encoder(model: ModelRequest, warn: Warn, progress: ReportProgress) -> TrainedModel:
     """Loads a run of task embed, a Sentence Transformers folder or any Hugging Face encoder, for `encode_texts`.
 
     Precision auto is bf16 or int16 if that is faster on this machine. Raises ConfigError if the model embeds no text.
@@ -245,7 +245,7 @@ def search(
     query: str,
     top_k: int,
     text_column: str | int | None,
-    warn: Callable[[str], None],
+    warn: Warn,
     progress: ReportProgress,
 ) -> list[FoundPassage]:
     """Returns the passages of the files in a folder, or of one file, that are nearest in meaning to a query.

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from sansgpu.config import Config, ConfigError, TaskSettings
 from sansgpu.config.paths import local_path
 from sansgpu.config.section import declared_keys
 from sansgpu.data.sources import has_conversations
-from sansgpu.events.progress import ReportProgress
-from sansgpu.jobs.runs import require_run
+from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.machine.cache_folder import cache_dir
 from sansgpu.machine.execution import Execution
+from sansgpu.planning.resolve import prepare_data
 from sansgpu.tasks.registry import TASKS
 from sansgpu.tasks.task import Corpus, DetailedEvaluator, EvaluationRequest, PredictionWriter, Verb
 from sansgpu.train.evaluate import evaluate
 from sansgpu.train.loading import ModelRequest, class_of_model, open_model
-from sansgpu.train.run_folders import prepare_data, with_objective
+from sansgpu.train.run_folders import require_run, with_objective
 
 
 def evaluate_model(
@@ -25,7 +24,7 @@ def evaluate_model(
     data: str | None,
     window: int | None,
     progress: ReportProgress,
-    warn: Callable[[str], None],
+    warn: Warn,
     reward: str | None = None,
 ) -> tuple[dict[str, Any], TaskSettings]:
     """Returns the eval event of a model on `data`, or of a run on its own validation split, and its task's settings.
@@ -84,7 +83,7 @@ def _reads_conversations(target: str, data: str) -> bool:
 
 
 def link_prediction(
-    model: ModelRequest, data: str | None, limit: int | None, progress: ReportProgress, warn: Callable[[str], None]
+    model: ModelRequest, data: str | None, limit: int | None, progress: ReportProgress, warn: Warn
 ) -> dict[str, Any]:
     """Returns `tail` metrics of held-out triples, and `head` metrics if the model was trained with inverse relations.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +11,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from sansgpu.config import Config, ConfigError, ModelConfig
 from sansgpu.config.errors import require
-from sansgpu.events.progress import ReportProgress
+from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.files.atomic import write_text
-from sansgpu.files.marks import is_output
-from sansgpu.files.ownership import GGUF, require_file, require_folder
+from sansgpu.files.ownership import GGUF_SIGNATURE, OutputFolder, require_file
 from sansgpu.jobs.embed import open_encoder
 from sansgpu.jobs.report import write_model_card
-from sansgpu.jobs.runs import require_run
 from sansgpu.models.formats.folders import base_of, is_adapter_folder, write_folder_atomically
 from sansgpu.models.formats.ollama import (
     COMPLETION,
@@ -38,7 +35,7 @@ from sansgpu.tasks.static.model import write_static_folder
 from sansgpu.tasks.static.task import StaticEmbeddings
 from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import ModelRequest, class_of_run, open_model
-from sansgpu.train.run_folders import open_run
+from sansgpu.train.run_folders import open_run, require_run
 
 if TYPE_CHECKING:  # gguf is optional
     from sansgpu.models.formats.gguf_file import ModelDescription
@@ -46,11 +43,7 @@ if TYPE_CHECKING:  # gguf is optional
 
 
 def export_run(
-    model: ModelRequest,
-    output: Path | None,
-    merge: bool | None,
-    warn: Callable[[str], None],
-    progress: ReportProgress,
+    model: ModelRequest, output: Path | None, merge: bool | None, warn: Warn, progress: ReportProgress
 ) -> Path:
     """Writes a run's snapshot as a Hugging Face folder (default: RUN/export) and returns its path.
 
@@ -63,11 +56,8 @@ def export_run(
     if (run / "config.json").is_file() and not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} is already a Hugging Face folder; pass a run folder.")
     config, _ = open_run(run)
-    folder = output or run / "export"
-    if output is None:
-        require_run(run)
-    require_folder(folder, "model", "--output")
-    _require_no_other_run(folder, run)
+    folder = _output_of_run(run, output, "export")
+    _require_model_folder(folder, run)
     _require_adapter(run, config, merge)
     loaded = open_model(model, "export", warn, progress)
     progress(f"writing {folder}", 0, 0)
@@ -77,19 +67,14 @@ def export_run(
 
 
 def _export_merged(
-    model: ModelRequest,
-    output: Path | None,
-    merge: bool | None,
-    warn: Callable[[str], None],
-    progress: ReportProgress,
+    model: ModelRequest, output: Path | None, merge: bool | None, warn: Warn, progress: ReportProgress
 ) -> Path:
     """Merges the adapter of a causal language model into its base model and writes the result. Raises ConfigError."""
     adapter = Path(model.target)
     if merge is False:
         raise ConfigError(f"{adapter} already contains only an adapter; remove --no-merge.")
     folder = _require_output(adapter, output)
-    require_folder(folder, "model", "--output")
-    _require_no_other_run(folder, adapter.resolve().parent)
+    _require_model_folder(folder, adapter.resolve().parent)
     loaded = open_model(model, "chat", warn, progress)
     progress(f"writing {folder}", 0, 0)
     loaded.task_class.export_model(loaded, folder, True)
@@ -101,6 +86,13 @@ def _require_adapter(run: Path, config: Config, merge: bool | None) -> None:
         raise ConfigError(f"{run} has no adapter; remove --merge or --no-merge.")
 
 
+def _output_of_run(run: Path, output: Path | None, name: str) -> Path:
+    """Returns `output`, or else its default in the folder of a run. Raises ConfigError if that may not be written."""
+    if output is None:
+        require_run(run)
+    return output or run / name
+
+
 def _require_output(target: Path, output: Path | None) -> Path:
     if output is None:
         raise ConfigError(f"{target} is not a run; set --output to the file to write.")
@@ -109,20 +101,16 @@ def _require_output(target: Path, output: Path | None) -> Path:
     return output
 
 
-def _require_no_other_run(folder: Path, run: Path) -> None:
-    """Raises ConfigError if `folder` is inside another run's folder, e.g. its `final/`."""
+def _require_model_folder(folder: Path, run: Path) -> None:
+    """Raises ConfigError unless a model may be written to `folder`, e.g. if it is inside another run's folder."""
+    OutputFolder(folder, "model", "--output").require()
     owner = folder.resolve().parent
-    if owner != run.resolve() and is_output(owner, "run"):
+    if owner != run.resolve() and OutputFolder(owner, "run").is_own:
         raise ConfigError(f"{folder} belongs to the run {owner}, not to {run}; choose another --output.")
 
 
 def export_gguf(
-    model: ModelRequest,
-    output: Path | None,
-    weight_type: str,
-    merge: bool | None,
-    warn: Callable[[str], None],
-    progress: ReportProgress,
+    model: ModelRequest, output: Path | None, weight_type: str, merge: bool | None, warn: Warn, progress: ReportProgress
 ) -> Path:
     """Writes a model as a GGUF file (default: RUN/NAME-KIND.gguf) and returns its path.
 
@@ -134,7 +122,7 @@ def export_gguf(
     if merge and not _is_model_folder(Path(model.target)):
         _require_adapter(Path(model.target), open_run(Path(model.target))[0], merge)
     path = _gguf_output(model, output, weight_type, f"{Path(model.target).resolve().name}-{weight_type}.gguf")
-    require_file(path, GGUF)
+    require_file(path, GGUF_SIGNATURE)
     loaded = _open_for_gguf(model, warn, progress)
     progress(f"writing {path}", 0, 0)
     _write_gguf(path, Path(model.target), loaded, loaded.task_class.gguf_parts(loaded), weight_type, warn)
@@ -142,7 +130,7 @@ def export_gguf(
 
 
 def _export_gguf_adapter(
-    model: ModelRequest, output: Path | None, weight_type: str, warn: Callable[[str], None], progress: ReportProgress
+    model: ModelRequest, output: Path | None, weight_type: str, warn: Warn, progress: ReportProgress
 ) -> Path:
     """Writes the adapter of a run or in a folder as a GGUF file (default: RUN/NAME-lora-KIND.gguf)."""
     target = Path(model.target)
@@ -153,7 +141,7 @@ def _export_gguf_adapter(
         raise ConfigError(
             f"--type is {weight_type}, but an adapter's must be {', '.join(ADAPTER_TYPES)}; adapters are small."
         )
-    require_file(path, GGUF)
+    require_file(path, GGUF_SIGNATURE)
     if is_adapter_folder(target):
         base = ModelConfig(name_or_path=model.target, trust_remote_code=model.remote_code)
         words = _description(target, base, "A LoRA adapter, converted by sansgpu.")
@@ -173,7 +161,7 @@ def _export_gguf_adapter(
 
 
 def export_ollama(
-    model: ModelRequest, output: Path | None, weight_type: str, warn: Callable[[str], None], progress: ReportProgress
+    model: ModelRequest, output: Path | None, weight_type: str, warn: Warn, progress: ReportProgress
 ) -> tuple[Path, str]:
     """Writes a folder with a GGUF file and a Modelfile (default: RUN/ollama-KIND).
 
@@ -184,8 +172,7 @@ def export_ollama(
 
     run = Path(model.target)
     folder = _gguf_output(model, output, weight_type, f"ollama-{weight_type}")
-    require_folder(folder, "model", "--output")
-    _require_no_other_run(folder, run)
+    _require_model_folder(folder, run)
     loaded = _open_for_gguf(model, warn, progress)
     settings, weights, tokenizer = loaded.task_class.gguf_parts(loaded)
     name, found = model_name(run.resolve().name), None
@@ -244,9 +231,7 @@ def _gguf_output(model: ModelRequest, output: Path | None, weight_type: str, def
         return _require_output(run, output)
     config, _ = open_run(run)
     class_of_run(run, config, "gguf", model.objective)  # before the output is checked
-    if output is None:
-        require_run(run)
-    return output or run / default
+    return _output_of_run(run, output, default)
 
 
 def _is_model_folder(folder: Path) -> bool:
@@ -254,18 +239,11 @@ def _is_model_folder(folder: Path) -> bool:
     return not is_run and ((folder / "config.json").is_file() or is_adapter_folder(folder))
 
 
-def _open_for_gguf(model: ModelRequest, warn: Callable[[str], None], progress: ReportProgress) -> TrainedModel:
+def _open_for_gguf(model: ModelRequest, warn: Warn, progress: ReportProgress) -> TrainedModel:
     return open_model(model, "chat" if _is_model_folder(Path(model.target)) else "gguf", warn, progress)
 
 
-def _write_gguf(
-    path: Path,
-    run: Path,
-    loaded: TrainedModel,
-    parts: GGUFParts,
-    weight_type: str,
-    warn: Callable[[str], None],
-) -> None:
+def _write_gguf(path: Path, run: Path, loaded: TrainedModel, parts: GGUFParts, weight_type: str, warn: Warn) -> None:
     from sansgpu.models.formats.gguf_file import write_gguf
     from sansgpu.models.formats.gguf_reader import describe_substitutes
 
@@ -293,7 +271,7 @@ def _description(run: Path, model: ModelConfig, words: str, dataset: str | None 
 
 
 def export_onnx(
-    model: ModelRequest, output: Path | None, weight_type: str, warn: Callable[[str], None], progress: ReportProgress
+    model: ModelRequest, output: Path | None, weight_type: str, warn: Warn, progress: ReportProgress
 ) -> tuple[Path, OnnxCheck]:
     """Writes an encoder as an ONNX file into a folder (default: RUN/onnx-KIND).
 
@@ -307,11 +285,8 @@ def export_onnx(
     is_run = (target / "config.yaml").is_file()
     if not is_run:
         _require_plain_folder(target, model, output)
-    folder = output or target / f"onnx-{weight_type}"
-    if output is None:
-        require_run(target)
-    require_folder(folder, "model", "--output")
-    _require_no_other_run(folder, target if is_run else target.resolve().parent)
+    folder = _output_of_run(target, output, f"onnx-{weight_type}")
+    _require_model_folder(folder, target if is_run else target.resolve().parent)
     with TemporaryDirectory() as temporary:
         source = target
         if is_run:
@@ -323,7 +298,7 @@ def export_onnx(
 
 
 def export_static(
-    model: ModelRequest, output: Path | None, dim: int | None, warn: Callable[[str], None], progress: ReportProgress
+    model: ModelRequest, output: Path | None, dim: int | None, warn: Warn, progress: ReportProgress
 ) -> Path:
     """Distills an embedding model to static embeddings of `dim` dimensions, and writes them (default: RUN/static).
 
@@ -331,14 +306,9 @@ def export_static(
     distilled.
     """
     target = Path(model.target)
-    if (target / "config.yaml").is_file():
-        folder = output or target / "static"
-        if output is None:
-            require_run(target)
-    else:
-        folder = _require_output(target, output)
-    require_folder(folder, "model", "--output")
-    _require_no_other_run(folder, target)
+    is_run = (target / "config.yaml").is_file()
+    folder = _output_of_run(target, output, "static") if is_run else _require_output(target, output)
+    _require_model_folder(folder, target)
     static = static_folder(open_encoder(model, warn, progress), dim, progress)
     progress(f"writing {folder}", 0, 0)
     write_static_folder(static, folder)
@@ -358,7 +328,7 @@ def _require_plain_folder(target: Path, model: ModelRequest, output: Path | None
         raise ConfigError(f"{target} is not a run; remove --snapshot and --objective.")
 
 
-def _write_encoder(model: ModelRequest, folder: Path, warn: Callable[[str], None], progress: ReportProgress) -> None:
+def _write_encoder(model: ModelRequest, folder: Path, warn: Warn, progress: ReportProgress) -> None:
     """Writes a run's snapshot as a Hugging Face folder, with an adapter merged. Raises ConfigError for a decoder."""
     run = Path(model.target)
     config, _ = open_run(run)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sansgpu.config import ConfigError
-from sansgpu.events.progress import ReportProgress
+from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.tasks.graph.data import leafy_rules, read_graphs
 from sansgpu.tasks.graph.extraction import Agreement, ExtractionRules, TripleExtractor
 from sansgpu.tasks.graph.link_prediction import require_triples, run_parts, tail_predictor
@@ -60,7 +60,7 @@ class Triples:
         return {"event": "extraction", **self._agreement.summary()}
 
 
-def extract(request: ExtractRequest, warn: Callable[[str], None], progress: ReportProgress) -> Triples:
+def extract(request: ExtractRequest, warn: Warn, progress: ReportProgress) -> Triples:
     """Returns the triples of the documents. Raises ConfigError before any document is processed."""
     target, text, data = request.model.target, request.text, request.data
     if (text is None) == (data is None):
@@ -95,9 +95,7 @@ def extract(request: ExtractRequest, warn: Callable[[str], None], progress: Repo
     return Triples(extraction, Agreement(codec.tokenizer, rules), documents, progress)
 
 
-def _trained_tails(
-    loaded: TrainedModel, target: str, progress: ReportProgress, warn: Callable[[str], None]
-) -> tuple[str, ...]:
+def _trained_tails(loaded: TrainedModel, target: str, progress: ReportProgress, warn: Warn) -> tuple[str, ...]:
     own = run_parts(loaded, progress, warn)
     if own is None:
         raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from sansgpu.config.paths import local_path
 from sansgpu.config.plain_data import InvalidDataError
 from sansgpu.data.rows import BadRows, SourceRow
 from sansgpu.data.sources import open_single
-from sansgpu.events.progress import ReportProgress, ignore_progress
+from sansgpu.events.progress import ReportProgress, Warn, ignore_progress
 from sansgpu.files.atomic import atomic_write, make_folder, sync_to_disk, write_failures_as
 from sansgpu.files.ownership import require_file
 from sansgpu.files.reading import read_object
@@ -55,7 +55,7 @@ def generate_text(
     prompt: str,
     max_new_tokens: int,
     sampling: Sampling,
-    warn: Callable[[str], None],
+    warn: Warn,
     progress: ReportProgress = ignore_progress,
 ) -> Iterator[str]:
     """Streams the continuation of `prompt` by a run, a Hugging Face model or a GGUF file."""
@@ -77,11 +77,7 @@ class ChatSession:
     """A chat model with the messages so far."""
 
     def __init__(
-        self,
-        model: ModelRequest,
-        system: str | None,
-        warn: Callable[[str], None],
-        progress: ReportProgress = ignore_progress,
+        self, model: ModelRequest, system: str | None, warn: Warn, progress: ReportProgress = ignore_progress
     ) -> None:
         """Raises ConfigError if there is no model, or if it has no chat template."""
         loaded = open_model(model, "chat", warn, progress)
@@ -108,7 +104,7 @@ class ChatSession:
         self.messages.append({"role": "assistant", "content": "".join(pieces)})
 
 
-def generate_rows(request: GenerateRequest, warn: Callable[[str], None], progress: ReportProgress) -> dict[str, Any]:
+def generate_rows(request: GenerateRequest, warn: Warn, progress: ReportProgress) -> dict[str, Any]:
     """Writes the rows of a dataset with their completions, and returns a summary.
 
     A command that was killed continues when it is repeated. Raises ConfigError if no row can be completed, or if the
@@ -138,9 +134,7 @@ def generate_rows(request: GenerateRequest, warn: Callable[[str], None], progres
     return {**summary, "skipped": bad_rows.count, "output": str(request.output)}
 
 
-def open_generator(
-    model: ModelRequest, warn: Callable[[str], None], progress: ReportProgress = ignore_progress
-) -> TrainedModel:
+def open_generator(model: ModelRequest, warn: Warn, progress: ReportProgress = ignore_progress) -> TrainedModel:
     """Loads a run, a Hugging Face model or a GGUF file that generates text, with its chat template if it has one."""
     is_run = (local_path(model.target) / "config.yaml").is_file()
     return open_model(model, "complete" if is_run else "chat", warn, progress)

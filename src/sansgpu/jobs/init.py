@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from sansgpu.config.load import commented_yaml
 from sansgpu.config.tasks import Purpose
 from sansgpu.config.wording import counted, truncate
 from sansgpu.data.sources import open_single
-from sansgpu.events.progress import ReportProgress
+from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.files.atomic import write_failures_as, write_text
 from sansgpu.jobs.corpora import HubCorpus, corpus_named
 from sansgpu.tasks.configuration import DEFAULT_TASK, SCHEMA, as_config
@@ -96,9 +95,7 @@ def require_new(file: Path, force: bool) -> None:
         raise ConfigError(f"{file} already exists; choose another name, or add --force to replace it.")
 
 
-def init(
-    file: Path, answers: InitAnswers, force: bool, progress: ReportProgress, warn: Callable[[str], None]
-) -> dict[str, Any]:
+def init(file: Path, answers: InitAnswers, force: bool, progress: ReportProgress, warn: Warn) -> dict[str, Any]:
     """Writes the file and returns its path, the configuration and the next commands. Raises ConfigError."""
     require_new(file, force)
     purpose = PURPOSES.get(answers.task)
@@ -173,9 +170,7 @@ def _of_corpus(corpus: HubCorpus, hours: float, processor: Processor, memory: in
     return replace(best, config=change_config(best.config, settings))
 
 
-def _fine_tuned(
-    answers: InitAnswers, purpose: Purpose, progress: ReportProgress, warn: Callable[[str], None]
-) -> tuple[Config, str]:
+def _fine_tuned(answers: InitAnswers, purpose: Purpose, progress: ReportProgress, warn: Warn) -> tuple[Config, str]:
     """Returns a fine-tuning configuration, which fits into memory if that can be estimated, and a comment."""
     model = answers.model or purpose.model
     batch = {"batch_size": "auto", "gradient_accumulation_steps": purpose.batch} if purpose.batch else {}
@@ -198,7 +193,7 @@ def _fine_tuned(
     return config, f"Fine-tunes {method} of {model} to {purpose.words}, within {_duration(answers.hours)}."
 
 
-def _fitting(config: Config, answers: InitAnswers, progress: ReportProgress, warn: Callable[[str], None]) -> Config:
+def _fitting(config: Config, answers: InitAnswers, progress: ReportProgress, warn: Warn) -> Config:
     """Returns the configuration with the mildest changes that make it fit. Raises ConfigError if nothing does.
 
     If the model cannot be read from this machine, calls `warn` and returns the configuration unchanged.

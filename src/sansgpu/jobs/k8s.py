@@ -18,7 +18,7 @@ from sansgpu.config import BUILT_IN_NAMES, Config, ConfigError, acting_values, s
 from sansgpu.config.section import declared_keys
 from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import write_failures_as
-from sansgpu.files.ownership import replace_folder
+from sansgpu.files.ownership import OutputFolder
 from sansgpu.jobs.cluster_files import ESTIMATING, PodNeeds, needs_of, template, threads_of_process
 from sansgpu.machine.distributed.world import SHUTDOWN_TIMEOUT
 from sansgpu.planning.cluster import require_examples
@@ -129,8 +129,7 @@ def kubernetes(request: ClusterRequest, progress: ReportProgress, warn: Callable
     folder = request.output_dir or Path("k8s") / request.config_name
     require_plain_name(folder)
     texts = _texts(job, config, folder)
-    option = "--output-dir"
-    with write_failures_as(ConfigError, folder, option), replace_folder(folder, "cluster", option) as new:
+    with write_failures_as(ConfigError, folder, "--output-dir"), OutputFolder(folder, "cluster").replace() as new:
         for name, text in texts.items():
             (new / name).write_text(text, encoding="utf-8")
     return _summary(job, config, folder, [str(folder / name) for name in texts])

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sansgpu.config import ConfigError
-from sansgpu.events.progress import ReportProgress
+from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.planning.cluster import Cluster, plan_nodes, require_examples
 from sansgpu.planning.forecast import describe_plan
-from sansgpu.planning.process import Warn
 from sansgpu.planning.resolve import PLAN, resolve_run
 from sansgpu.planning.results import RunPlan
 from sansgpu.tasks.configuration import load_config

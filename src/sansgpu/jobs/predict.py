@@ -15,7 +15,7 @@ from sansgpu.data.files import file_form
 from sansgpu.data.headers import require_no_header
 from sansgpu.data.rows import LocatedRow, SourceRow
 from sansgpu.data.sources import open_single
-from sansgpu.events.progress import ReportProgress
+from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.machine.probe import has_bf16_tensors
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.tasks.inference import predictions
@@ -33,7 +33,7 @@ class PredictedRows(NamedTuple):
 
 
 def predict(
-    model: ModelRequest, data: str | Row, warn: Callable[[str], None], progress: ReportProgress, **options: Any
+    model: ModelRequest, data: str | Row, warn: Warn, progress: ReportProgress, **options: Any
 ) -> PredictedRows:
     """Loads a model and predicts each row, in order. `data` is the name of a dataset, or one row.
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from sansgpu.config import ConfigError, RunPaths, SansGPUError
+from sansgpu.events.progress import Warn
 from sansgpu.files.atomic import write_failures_as, write_text
-from sansgpu.files.ownership import PAGE, README, replace_folder, require_file, require_folder, write_into_folder
-from sansgpu.jobs.runs import is_locked, require_run
+from sansgpu.files.ownership import HTML_SIGNATURE, README, OutputFolder, is_locked, require_file
 from sansgpu.models.formats.folders import ADAPTER_CONFIG
-from sansgpu.train.loading import require_snapshot
-from sansgpu.train.run_folders import open_run
+from sansgpu.train.run_folders import require_run
 from sansgpu.views.model_card import model_card
 from sansgpu.views.plots import write_plots
 from sansgpu.views.record import RunRecord
@@ -21,7 +20,7 @@ from sansgpu.views.run_report import default_file, run_plots, run_report
 FORMS = ("html", "png", "svg")
 
 
-def report(runs: Sequence[Path], output: Path | None, form: str, warn: Callable[[str], None]) -> list[Path]:
+def report(runs: Sequence[Path], output: Path | None, form: str, warn: Warn) -> list[Path]:
     """Writes one html page, or one png or svg image per plot, and returns the paths.
 
     Skips unusable lines of a run's record with a warning. Raises ConfigError if a folder is not a run, and
@@ -36,55 +35,44 @@ def report(runs: Sequence[Path], output: Path | None, form: str, warn: Callable[
     if output is None and len(records) == 1:
         require_run(records[0].paths.root)
     if form == "html":
-        require_file(target, PAGE)
+        require_file(target, HTML_SIGNATURE)
     else:
-        require_folder(target, "plots", "--output")
+        OutputFolder(target, "plots", "--output").require()
     with write_failures_as(SansGPUError, target, "--output"):
         if form != "html":
             drawn = [plot for _, plots in run_plots(records) for plot in plots]
             if not drawn:
                 raise ConfigError(f"{' '.join(map(str, runs))} has no steps to plot yet; train first.")
-            with replace_folder(target, "plots") as new:
+            with OutputFolder(target, "plots", "--output").replace() as new:
                 names = [path.name for path in write_plots(drawn, new, form)]
             return [target / name for name in names]
         write_text(target, run_report(records, [is_locked(record.paths) for record in records]))
     return [target]
 
 
-def write_run_report(paths: RunPaths, warn: Callable[[str], None]) -> None:
+def write_run_report(paths: RunPaths, warn: Warn) -> None:
     """Writes report.html and the model card at the end of a run. Failures become warnings."""
-    with _errors_as_warnings(f"the report of {paths.root}", warn):
+    with errors_as_warnings(f"the report of {paths.root}", warn):
         record = RunRecord.read(paths)
         if record.end_reason != "interrupted":
             write_model_card(paths.root, paths.final, None, warn)
-        require_file(paths.report, PAGE)
+        require_file(paths.report, HTML_SIGNATURE)
         write_text(paths.report, run_report([record], [False]))
 
 
-def write_model_card(
-    run: Path, folder: Path, step: int | None, warn: Callable[[str], None], gguf: str | None = None
-) -> None:
+def write_model_card(run: Path, folder: Path, step: int | None, warn: Warn, gguf: str | None = None) -> None:
     """Writes the model card of a run's final model, or of the snapshot at `step`. Failures become warnings.
 
     `gguf` is the name of a GGUF file in the folder. Does not overwrite a card that was edited.
     """
-    with _errors_as_warnings(f"the model card of {folder}", warn):
+    with errors_as_warnings(f"the model card of {folder}", warn):
         adapter = (folder / ADAPTER_CONFIG).is_file()
-        if not write_into_folder(folder, README, model_card(RunRecord.open(run), step, adapter, gguf)):
+        if not OutputFolder(folder, "model").write(README, model_card(RunRecord.open(run), step, adapter, gguf)):
             warn(f"{folder / README} was edited, so it is kept and may describe an earlier model.")
 
 
-def gguf_card(run: Path, snapshot: str, file: Path, is_adapter: bool, warn: Callable[[str], None]) -> str | None:
-    """Returns the model card for a GGUF file of a run's snapshot. Returns None after a failure, which is a warning."""
-    card = None
-    with _errors_as_warnings(f"the model card of {file}", warn):
-        found = require_snapshot(run, open_run(run)[1], snapshot, warn)
-        card = model_card(RunRecord.open(run), found.step, is_adapter, file.name)
-    return card
-
-
 @contextmanager
-def _errors_as_warnings(what: str, warn: Callable[[str], None]) -> Iterator[None]:
+def errors_as_warnings(what: str, warn: Warn) -> Iterator[None]:
     """Turns any exception into a warning, because the trained model matters more than its report."""
     try:
         yield

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from sansgpu.config import ABANDONED_FOLDER, ConfigError, RunPaths
-from sansgpu.config.paths import RUNS, not_a_run
-from sansgpu.files.ownership import require_folder
+from sansgpu.config.paths import RUNS
+from sansgpu.files.ownership import is_locked
 from sansgpu.views.record import RunRecord
 from sansgpu.views.results import RunSummary, changed_settings, size_bytes, summarize
 
@@ -42,26 +40,6 @@ def run_folders(folder: Path) -> Iterator[Path]:
             yield paths.root
         else:
             left += (path for path in reversed(inside) if not path.name.startswith((".", ABANDONED_FOLDER)))
-
-
-def require_run(run: Path) -> None:
-    """Raises ConfigError unless `run` is a run folder that may be written to."""
-    if not (run / "config.yaml").is_file():
-        raise not_a_run(run)
-    require_folder(run.resolve(), "run", "--output")
-
-
-def is_locked(paths: RunPaths) -> bool:
-    """Returns whether a process is training the run now."""
-    if paths.lock.is_symlink() or not paths.lock.is_file():
-        return False
-    try:
-        with FileLock(paths.lock, timeout=0):
-            return False
-    except Timeout:
-        return True
-    except OSError:  # the lock belongs to another user
-        return False
 
 
 def _row(found: Path, folder: Path) -> RunSummary:

@@ -14,8 +14,7 @@ from sansgpu.config import Config, ConfigError
 from sansgpu.config.wording import truncate
 from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import make_folder, write_failures_as, write_text
-from sansgpu.files.marks import FolderMark, read_mark, write_mark
-from sansgpu.files.ownership import require_file, require_folder
+from sansgpu.files.ownership import OutputFolder, require_file
 from sansgpu.jobs.cluster_files import ESTIMATING, needs_of, template, threads_of_process
 from sansgpu.machine.distributed.world import SHUTDOWN_TIMEOUT
 from sansgpu.planning.cluster import require_examples
@@ -127,11 +126,10 @@ def _seconds(time: str) -> int:
 def _write(folder: Path, text: str) -> Path:
     """Writes the script into the run's folder, where Slurm's log will be, and marks a new folder as a run's."""
     script = folder / SCRIPT
-    require_folder(folder, "run")
+    output = OutputFolder(folder, "run").require()
     require_file(script, HEAD.encode(), "--output-dir")
     with write_failures_as(ConfigError, folder, "--output-dir"):
         make_folder(folder)
-        if read_mark(folder) is None:
-            write_mark(folder, FolderMark("run"))
+        output.record()
         write_text(script, text)
     return script

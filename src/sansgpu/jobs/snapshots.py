@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from sansgpu.config import ConfigError, RunPaths, SansGPUError, save_config
 from sansgpu.config.tasks import Metric
 from sansgpu.events.jsonl import MetricsFile
+from sansgpu.events.progress import Warn
 from sansgpu.files.atomic import make_folder, scratch_folder, write_failures_as
 from sansgpu.files.folders import copy_folder
-from sansgpu.files.marks import MARK, is_output
-from sansgpu.files.ownership import replace_folder, require_folder
-from sansgpu.jobs.runs import is_locked
+from sansgpu.files.marks import MARK
+from sansgpu.files.ownership import OutputFolder, is_locked
 from sansgpu.tasks.configuration import load_config
 from sansgpu.train.branches import all_snapshots, ancestors, branches, finish_pending_moves, record_of
 from sansgpu.train.loading import require_snapshot
@@ -49,7 +48,7 @@ def _row(snapshot: Snapshot, folder: Path, metric: Metric) -> dict[str, Any]:
     return row | {"bytes": snapshot.size_bytes()}
 
 
-def show_snapshot(run: Path, name: str, warn: Callable[[str], None]) -> dict[str, Any]:
+def show_snapshot(run: Path, name: str, warn: Warn) -> dict[str, Any]:
     snapshot = require_snapshot(run, open_run(run)[1], name, warn)
     known = {"name": snapshot.folder.name, "content_id": snapshot.content_id(), "bytes": snapshot.size_bytes()}
     return {**known, **snapshot.manifest(), **snapshot.state()}
@@ -83,15 +82,14 @@ def prune_snapshots(run: Path, keep_last: int | None, abandoned: bool = False) -
     return deleted
 
 
-def fork_snapshot(run: Path, name: str, output: Path, warn: Callable[[str], None]) -> Path:
+def fork_snapshot(run: Path, name: str, output: Path, warn: Warn) -> Path:
     """Creates a new run from a copy of one snapshot, to be resumed with other settings.
 
     Also copies the best snapshot up to that step.
     """
     _, paths = open_run(run)
     snapshot = require_snapshot(run, paths, name, warn)
-    require_folder(output, "run")
-    if is_output(output, "run"):
+    if OutputFolder(output, "run").require().is_own:
         raise ConfigError(f"{output} already contains a run; choose another --output-dir.")
     file = recorded_file(run, str(snapshot.folder))
     assert file is not None  # open_run requires one
@@ -105,7 +103,7 @@ def fork_snapshot(run: Path, name: str, output: Path, warn: Callable[[str], None
             forked = RunPaths(new)
             for copied in {snapshot.step: snapshot, **({best.step: best} if best else {})}.values():
                 copy_folder(copied.folder, forked.snapshots / copied.folder.name)
-            with replace_folder(forked.tokenizer, "tokenizer") as tokenizer:
+            with OutputFolder(forked.tokenizer, "tokenizer").replace() as tokenizer:
                 copy_folder(paths.tokenizer, tokenizer, without=MARK)
             shutil.copy2(paths.environment, forked.environment)
             shutil.copy2(record_of(snapshot, paths), forked.metrics)

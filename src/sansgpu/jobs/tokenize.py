@@ -11,7 +11,7 @@ from sansgpu.data.sources import open_sources
 from sansgpu.data.tokenizer import load_tokenizer, require_vocabulary_size
 from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import write_failures_as
-from sansgpu.files.ownership import replace_folder, require_folder
+from sansgpu.files.ownership import OutputFolder
 from sansgpu.machine.cache_folder import cache_dir
 from sansgpu.machine.probe import available_cores, limit_tokenizer_threads
 from sansgpu.tasks.configuration import as_config
@@ -22,12 +22,12 @@ def train_tokenizer(
 ) -> dict[str, Any]:
     """Trains byte-level BPE on a source and writes a folder that AutoTokenizer loads."""
     require_vocabulary_size(vocab_size, "--vocab-size")
-    require_folder(output, "tokenizer", "--output")
+    folder = OutputFolder(output, "tokenizer", "--output").require()
     limit_tokenizer_threads(available_cores())
     settings = {"dataset_name": source, "vocab_size": vocab_size, "tokenizer_sample_mb": sample_mb}
     data = as_config({"data": settings}, "the request").data
     tokenizer = build_tokenizer(data, open_sources(data).train, cache_dir(None), progress)
-    with write_failures_as(SansGPUError, output, "--output"), replace_folder(output, "tokenizer") as new:
+    with write_failures_as(SansGPUError, output, "--output"), folder.replace() as new:
         tokenizer.save(new)
     return {"output": str(output), "vocab_size": tokenizer.vocab_size}
 

@@ -2,61 +2,57 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import Config, ConfigError, Override, RunPaths, change_config, flatten, save_config
+from sansgpu.config import Config, ConfigError, Override, RunPaths, SansGPUError, change_config, flatten, save_config
 from sansgpu.config.errors import is_installed
 from sansgpu.events.controls import Controls
 from sansgpu.events.event import Event, EventBuffer, Sink, Sinks, now
 from sansgpu.events.jsonl import MetricsFile
 from sansgpu.events.loggers import TensorBoard, require_boards
-from sansgpu.events.progress import ReportProgress
-from sansgpu.events.trackers import InBackground, TrackedRun, trackers
-from sansgpu.events.trainjob import TrainJobStatus
-from sansgpu.files.atomic import atomic_write, cleanup_of, flush_refusal, write_failures_as
-from sansgpu.files.marks import MARK
-from sansgpu.files.ownership import LOCK, replace_folder
-from sansgpu.jobs.report import write_run_report
+from sansgpu.events.progress import ReportProgress, Warn
+from sansgpu.files.atomic import atomic_write, flush_refusal, write_failures_as, write_text
+from sansgpu.files.ownership import OutputFolder
+from sansgpu.machine.address_space import out_of_memory
 from sansgpu.machine.disk import free_disk_bytes
-from sansgpu.machine.distributed.group import Group, reporting_failure
+from sansgpu.machine.distributed.group import Group
+from sansgpu.machine.distributed.peers import REPORT_SECONDS, LostRankError
 from sansgpu.machine.distributed.rendezvous import join, resolve_backend
-from sansgpu.machine.distributed.world import World
+from sansgpu.machine.distributed.world import World, find_status_server
 from sansgpu.machine.execution import Environment
 from sansgpu.machine.launch import has_random_hashes
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.monitor import Monitor
 from sansgpu.machine.probe import describe_machine
-from sansgpu.machine.trainjob import find_status_server
 from sansgpu.models.modules import compile_blocks, set_matmul_precision
 from sansgpu.planning.resolve import ResolveOptions, resolve_run
 from sansgpu.tasks.configuration import load_config, recorded_values
 from sansgpu.tasks.registry import task_of
 from sansgpu.tasks.task import ComparedWithReference, InitializedFromData, Task
-from sansgpu.train.branches import finish_pending_moves, switch_to
+from sansgpu.train.branches import switch_to
 from sansgpu.train.loop import Trainer, TrainingResult
 from sansgpu.train.run import TrainingRun
 from sansgpu.train.run_folders import (
     choose_output,
-    lock_run,
-    mark_other_folders,
+    claim_run,
     mark_run,
     no_run_to_resume,
-    open_any,
     recorded_file,
     require_allowed,
-    require_own_configuration,
     require_unclaimed_folders,
-    require_writable,
     run_paths,
-    write_json,
+    with_absolute_paths,
 )
-from sansgpu.train.snapshots import Snapshot, clear_leftovers, find_snapshot, snapshots
+from sansgpu.train.snapshots import Snapshot, find_snapshot, snapshots
+
+SMALLER_RUN = "lower training.batch_size or set model.gradient_checkpointing"
 
 
 @dataclass(frozen=True)
@@ -74,15 +70,15 @@ class TrainRequest:
     started: float = field(default_factory=time.monotonic)  # start of the time budget
     controls: Controls = field(default_factory=Controls)
     monitor: Monitor = field(default_factory=Monitor)
-    config: Config | None = None  # used instead of config_file
+    config: Config | None = None  # used instead of config_file and overrides
     notes: tuple[str, ...] = ()  # warnings about the request, for the user
 
 
 @dataclass(frozen=True)
 class _RunTarget:
-    """The folder of the run and, if it is resumed, the snapshot to continue from."""
+    """The folders of the run and, if it is resumed, the snapshot to continue from."""
 
-    folder: Path
+    paths: RunPaths
     snapshot: Snapshot | None
     before: Environment | None  # the one recorded in the snapshot
     tokenizer: Path | None  # the folder of the one that the run trained, unless the configuration asks for another
@@ -108,7 +104,7 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
     training, world = config.training, request.world
     backend, backend_note = resolve_backend(training)
     group = join(world, backend, training.timeout_seconds, training.network_interface)
-    with reporting_failure(group), ExitStack() as until_end:
+    with _reporting_failure(group), ExitStack() as until_end:
         output = _Output(sinks, progress, group.is_main)
         for note in filter(None, [*request.notes, *notes, *_launch_notes(config, world, group), backend_note]):
             output.warn(note)
@@ -130,6 +126,24 @@ def train(request: TrainRequest, sinks: list[Sink], progress: ReportProgress) ->
         outcome = _train_in(target, config, request, group, output)
         group.shutdown()
         return outcome
+
+
+@contextmanager
+def _reporting_failure(group: Group) -> Iterator[None]:
+    """Reports an error that ends this process to the other ranks; if rank 0 reports it, this process exits silently."""
+    try:
+        yield
+    except BaseException as raised:
+        error = out_of_memory(raised, SMALLER_RUN) or raised
+        if not isinstance(error, SansGPUError):
+            group.report_failure(error)
+            raise
+        reported = isinstance(error, LostRankError) and error.reported
+        if reported:
+            time.sleep(REPORT_SECONDS)
+        if reported or group.report_failure(error):
+            raise SystemExit(error.exit_code) from None
+        raise error from None
 
 
 def _launch_notes(config: Config, world: World, group: Group) -> Iterator[str]:
@@ -160,9 +174,7 @@ def _require_same(config: Config, group: Group) -> None:
             )
 
 
-def _find_target(
-    request: TrainRequest, config: Config, group: Group, warn: Callable[[str], None], until_end: ExitStack
-) -> _RunTarget:
+def _find_target(request: TrainRequest, config: Config, group: Group, warn: Warn, until_end: ExitStack) -> _RunTarget:
     """Finds, creates and locks the run folder on rank 0. After a launcher's restart, resumes from the last snapshot.
 
     `until_end` unlocks it, and removes what was created if the run is refused before it writes anything else.
@@ -174,15 +186,7 @@ def _find_target(
         paths = run_paths(folder, config)
         require_unclaimed_folders(paths)
         if not request.dry_run:
-            clean_up = cleanup_of(folder, LOCK, MARK)
-            require_writable(folder)
-            until_end.enter_context(lock_run(folder))
-            until_end.callback(clean_up)  # while the folder is locked
-            finish_pending_moves(paths)
-            clear_leftovers(paths.snapshots)
-            if not resume and snapshots(paths.snapshots):
-                raise ConfigError(f"{paths.snapshots} contains another run's snapshots; choose another checkpoint_dir.")
-            mark_other_folders(paths, until_end)
+            claim_run(paths, bool(resume), until_end)
         snapshot = find_snapshot(paths.snapshots, resume, warn) if resume else None
         if resume and snapshot is None:
             warn(f"{folder} has no snapshot yet; training starts from the first step.")
@@ -196,12 +200,12 @@ def _find_target(
         }
 
     found = group.broadcast_object(find)
-    folder = Path(found["folder"])
+    paths = run_paths(Path(found["folder"]), config)
     return _RunTarget(
-        folder,
+        paths,
         Snapshot(Path(found["snapshot"])) if found["snapshot"] else None,
         found["before"],
-        run_paths(folder, config).tokenizer if found["keeps_tokenizer"] else None,
+        paths.tokenizer if found["keeps_tokenizer"] else None,
         tuple(found["open"]),
     )
 
@@ -227,7 +231,7 @@ def _train_in(
 ) -> TrainingRun | TrainingResult:
     options = ResolveOptions("begin" if request.force else "refuse", tokenizer=target.tokenizer)
     run = resolve_run(config, output.progress, output.warn, options, target.before, group)
-    run = replace(run, paths=run_paths(target.folder, config), started=request.started)
+    run = replace(run, paths=target.paths, started=request.started)
     if group.is_main:
         _require_disk(run)
     output.progress("building the model", 0, 0)
@@ -247,20 +251,17 @@ def _train_in(
     if request.dry_run:
         return run
     gemm = sum(group.all_gather_object(run.peak_gemm_rate()))
-    run = replace(run, config=open_any(run.config), gemm_flops_per_second=gemm)  # so that absolute paths are recorded
+    run = replace(run, config=with_absolute_paths(run.config), gemm_flops_per_second=gemm)
     return _run(run, task, target.snapshot, request, output)
 
 
 def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
     """Returns the requested configuration, or else the one that the resumed run recorded, with notes."""
     if request.config is not None:
-        return change_config(request.config, request.overrides), []
+        return request.config, []
     file = request.config_file
     if request.resume:
         folder = choose_output(request.output_dir, file, request.resume, dry_run=True)  # only rank 0 writes there
-        own = RunPaths(folder).config
-        if own.is_file() and (file is None or (file.is_file() and file.samefile(own))):
-            require_own_configuration(run_paths(folder, load_config(own, own=False)[0]))
         recorded = recorded_file(folder, request.resume)
         # A run that was killed before it recorded its configuration may have got all settings from the command line.
         if file is None and recorded is None and not (request.overrides and folder.is_dir()):
@@ -310,6 +311,8 @@ def _run(
             metrics.emit(event)
         end = trainer.train()
         output.progress("writing the report", 0, 0)
+        from sansgpu.jobs.report import write_run_report  # its modules would delay the first step
+
         write_run_report(paths, partial(sinks.warn, cause="report"))
         return end
     finally:
@@ -323,7 +326,7 @@ def _start_event(run: TrainingRun, step: int) -> Event:
     return {**start, **run.facts(), **run.execution_facts(), **gemm}
 
 
-def _make_newest(snapshot: Snapshot, paths: RunPaths, warn: Callable[[str], None]) -> Snapshot:
+def _make_newest(snapshot: Snapshot, paths: RunPaths, warn: Warn) -> Snapshot:
     """Moves snapshots of later steps to an abandoned branch, so that `snapshot` becomes the newest."""
     newest, abandoned = switch_to(snapshot, paths)
     for folder in abandoned:
@@ -342,21 +345,26 @@ def _write_run_files(run: TrainingRun, task: Task) -> None:
         mark_run(paths, run.config)
         with atomic_write(paths.config) as partial:
             save_config(run.config, partial)
-        write_json(paths.environment, describe_machine(run.execution.environment()))
-        with replace_folder(paths.tokenizer, "tokenizer") as new:
+        environment = describe_machine(run.execution.environment())
+        write_text(paths.environment, json.dumps(environment, indent=2) + "\n")
+        with OutputFolder(paths.tokenizer, "tokenizer").replace() as new:
             task.save_tokenizer(new)
 
 
 def _add_loggers(sinks: Sinks, config: Config, paths: RunPaths, step: int | None) -> None:
-    tracked = TrackedRun(paths.root.absolute().name, paths.root, config.model_dump(mode="json"), step is not None)
-    makers: dict[str, Callable[[], Sink]] = {
-        "tensorboard": partial(TensorBoard, paths.tensorboard, step),
-        **trackers(tracked),
-    }
-    for name in config.training.report_to:
-        if is_installed(name):
-            sinks.add_made(name, makers[name])
+    for name in filter(is_installed, config.training.report_to):
+        if name == "tensorboard":
+            sinks.add_made(name, partial(TensorBoard, paths.tensorboard, step))
+        else:
+            from sansgpu.events.trackers import TrackedRun, trackers
+
+            values = config.model_dump(mode="json")
+            tracked = TrackedRun(paths.root.absolute().name, paths.root, values, is_resumed=step is not None)
+            sinks.add_made(name, trackers(tracked)[name])
     if (server := find_status_server()) is not None:
+        from sansgpu.events.trackers import InBackground
+        from sansgpu.events.trainjob import TrainJobStatus
+
         sinks.add(InBackground("the TrainJob's status", partial(TrainJobStatus, *server)))
 
 

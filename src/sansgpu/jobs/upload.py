@@ -9,10 +9,15 @@ from pathlib import Path
 
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.wording import first_line
-from sansgpu.events.progress import ReportProgress
+from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.files.marks import read_mark
 from sansgpu.files.ownership import README
+from sansgpu.jobs.report import errors_as_warnings
 from sansgpu.machine.hub import quiet_hub, reachable
+from sansgpu.train.loading import require_snapshot
+from sansgpu.train.run_folders import open_run
+from sansgpu.views.model_card import model_card
+from sansgpu.views.record import RunRecord
 
 OPTION = "--push-to-hub"
 
@@ -62,6 +67,15 @@ def push_to_hub(exported: Path, name: str, is_private: bool, progress: ReportPro
             additions.append(CommitOperationAdd(README, card.encode()))
         api.create_commit(name, additions, commit_message=f"Upload {exported.name} with sansgpu")
     return str(address)
+
+
+def gguf_card(run: Path, snapshot: str, file: Path, is_adapter: bool, warn: Warn) -> str | None:
+    """Returns the model card for a GGUF file of a run's snapshot. Returns None after a failure, which is a warning."""
+    card = None
+    with errors_as_warnings(f"the model card of {file}", warn):
+        found = require_snapshot(run, open_run(run)[1], snapshot, warn)
+        card = model_card(RunRecord.open(run), found.step, is_adapter, file.name)
+    return card
 
 
 def _files_of(folder: Path) -> list[Path]:

@@ -268,8 +268,7 @@ def _parts(head: HeadOperands, size: int) -> list[slice]:
 
 
 def plain_sums(
-    head: HeadOperands,
-    loss_of: Callable[[torch.Tensor, torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor]],
+    head: HeadOperands, loss_of: Callable[[torch.Tensor, torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums a loss over chunks and computes its gradients, with plain torch.
 

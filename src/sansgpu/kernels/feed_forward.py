@@ -75,11 +75,11 @@ class _FeedForwardFunction(torch.autograd.Function):
             of_inputs = sum_of_matmuls([*zip(grads, weights, strict=True)], x_grad.view(-1, ctx.shape[-1]))
         inputs, outputs = (activated_grad, first, second), (grads[0], grads[1] if second is not None else None)
         of_activated = [Matmul(grad, down, activated_grad)]
-        together, apart = by_precision(ctx.precision, of_weights, of_inputs)
+        same_precision, other_precision = by_precision(ctx.precision, of_weights, of_inputs)
         options = ctx.precision, ctx.activation
-        _call("feed_forward_gradient", *options, of_activated, together, *inputs, *outputs, activated)
-        if apart:
-            multiply(ctx.precision.of_weight_gradient, *apart)
+        _call("feed_forward_gradient", *options, of_activated, same_precision, *inputs, *outputs, activated)
+        if other_precision:
+            multiply(ctx.precision.of_weight_gradient, *other_precision)
         return x_grad, None, None, None, *gradients
 
 

@@ -8,13 +8,14 @@ built.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sansgpu.config import ConfigError
+from sansgpu.events.progress import Warn
 from sansgpu.kernels.c_functions import Argument, Function, functions
 from sansgpu.machine import allocator
 from sansgpu.machine.instruction_sets import InstructionSet, allowed
@@ -62,7 +63,7 @@ def why_no_caching_allocator() -> str | None:
     return f"{allocator.VARIABLE} is system" if allocator.keeps_system_allocator() else None
 
 
-def install_caching_allocator(varying: bool, warn: Callable[[str], None]) -> None:
+def install_caching_allocator(varying: bool, warn: Warn) -> None:
     """Makes torch allocate large CPU tensors with memory.cpp, which reuses the memory of freed ones, in huge pages.
 
     Set `varying` if tensor sizes change from step to step, so that the cache does not grow without bound.
@@ -98,7 +99,7 @@ def load() -> str | None:
     return None
 
 
-def load_kernels(requested: str, device: torch.device, warn: Callable[[str], None]) -> str:
+def load_kernels(requested: str, device: torch.device, warn: Warn) -> str:
     """Loads the kernels that `training.kernels` (auto, native or torch) requests; returns `name()`.
 
     Raises ConfigError if native kernels are required but cannot be loaded.
@@ -116,9 +117,7 @@ def load_kernels(requested: str, device: torch.device, warn: Callable[[str], Non
     return "torch"
 
 
-def load_kernels_and_allocators(
-    requested: str, device: torch.device, varying: bool, warn: Callable[[str], None]
-) -> str:
+def load_kernels_and_allocators(requested: str, device: torch.device, varying: bool, warn: Warn) -> str:
     """Loads the kernels as `load_kernels` does, and lets the process reuse the memory of freed tensors.
 
     Without that, page faults take a tenth to a quarter of the time. Set `varying` as for `install_caching_allocator`.

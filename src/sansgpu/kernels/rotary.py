@@ -40,10 +40,7 @@ def rotate_heads(
         q, k = cast(tuple[torch.Tensor, torch.Tensor], rotated)
         return q.transpose(1, 2), k.transpose(1, 2)
     wide_q, wide_k = q if q_norm is None else q_norm(q), k if k_norm is None else k_norm(k)
-    return (
-        rotate(wide_q.transpose(1, 2), cos, sin).to(q.dtype),
-        rotate(wide_k.transpose(1, 2), cos, sin).to(k.dtype),
-    )
+    return (rotate(wide_q.transpose(1, 2), cos, sin).to(q.dtype), rotate(wide_k.transpose(1, 2), cos, sin).to(k.dtype))
 
 
 class _Rotary(torch.autograd.Function):

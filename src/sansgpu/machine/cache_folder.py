@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from sansgpu.config import ConfigError
 from sansgpu.config.paths import local_path
 from sansgpu.events.escape import printable_line
+from sansgpu.events.progress import Warn
 from sansgpu.files.atomic import PRIVATE_MODE, make_folder
 from sansgpu.machine.distributed.world import find_world
 from sansgpu.machine.interrupt import write_line
@@ -45,7 +45,7 @@ def own_cache() -> Path:
     return _writable(folder)
 
 
-def private_cache(warn: Callable[[str], None]) -> Path:
+def private_cache(warn: Warn) -> Path:
     """Returns the private folder in $SANSGPU_CACHE, or else in the user's own cache folder.
 
     If it is not private in either cache, warns with the reason and returns a temporary folder for this process.

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from sansgpu.machine.distributed.world import allowed_cpus
 from sansgpu.machine.kernel_files import kernel_number, kernel_text
 
 _SYS = Path("/sys/devices/system")
@@ -23,13 +24,12 @@ class Cpu:
 
 def cpus(root: Path = _SYS) -> list[Cpu]:
     """Returns the processors this process may run on; without topology data, each is a core of one node."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     nodes = {
         number: int(folder.name.removeprefix("node"))
         for folder in (root / "node").glob("node[0-9]*")
         for number in parse_cpu_list(kernel_text(folder / "cpulist"))
     }
-    return sorted(_cpu(number, nodes.get(number, 0), root / f"cpu/cpu{number}/topology") for number in allowed)
+    return sorted(_cpu(number, nodes.get(number, 0), root / f"cpu/cpu{number}/topology") for number in allowed_cpus())
 
 
 def _cpu(number: int, node: int, topology: Path) -> Cpu:
@@ -66,12 +66,6 @@ def bind(cpus: list[Cpu]) -> None:
     """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {cpu.number for cpu in cpus})
-
-
-def unbind() -> None:
-    """Lets this process run on every processor that its container allows."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
 def parse_cpu_list(text: str) -> list[int]:

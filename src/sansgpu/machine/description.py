@@ -14,8 +14,9 @@ import psutil
 import torch
 
 from sansgpu.machine import cgroup, instruction_sets
+from sansgpu.machine.distributed.world import allowed_cpus
 from sansgpu.machine.kernel_files import kernel_number, kernel_text, openmp_files
-from sansgpu.machine.probe import allowed_cpus, memory_limit
+from sansgpu.machine.probe import memory_limit
 from sansgpu.machine.torch_compile import cxx
 
 _SYS = Path("/sys/devices/system")
@@ -35,7 +36,7 @@ _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 
 def hardware() -> dict[str, Any]:
     """Returns the processor, cores, NUMA nodes, instruction sets and memory sizes."""
-    allowed = allowed_cpus()
+    allowed = len(allowed_cpus())
     nodes = sorted((_SYS / "node").glob("node[0-9]*"))
     return {
         "processor": processor(),

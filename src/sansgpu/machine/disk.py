@@ -30,11 +30,8 @@ def free_disk_bytes(folder: Path) -> int:
 
 def file_sha256(path: Path) -> str:
     """Returns the hexadecimal SHA-256 of a file."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_hashed(path: Path, parts: Iterable[Bytes]) -> str:

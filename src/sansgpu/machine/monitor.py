@@ -13,11 +13,12 @@ from typing import Any
 import psutil
 import torch
 
-from sansgpu.machine import cgroup, cores
+from sansgpu.machine import cgroup
 from sansgpu.machine.description import energy_joules, frequency_hz, temperature_celsius, throttled
 from sansgpu.machine.disk import free_disk_bytes
 from sansgpu.machine.distributed.peers import Peer
-from sansgpu.machine.probe import allowed_cpus, available_memory, held_memory, total_memory
+from sansgpu.machine.distributed.world import allowed_cpus
+from sansgpu.machine.probe import available_memory, held_memory, total_memory
 
 SECONDS = 1.0  # sampling interval; a sample takes a millisecond
 _CPU = torch.device("cpu")
@@ -164,23 +165,6 @@ def _try(read: Callable[[], Any]) -> Any:
         return None
 
 
-class Usage:
-    """Memory and CPU use of this process."""
-
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._process.cpu_percent()
-
-    def rss_bytes(self) -> int:
-        resident: int = self._process.memory_info().rss
-        return resident
-
-    def cpu_percent(self) -> float:
-        """Returns the CPU use since the last call, 100 per busy core."""
-        percent: float = self._process.cpu_percent()
-        return percent
-
-
 class LoadMeter:
     """Measures the load of this process, other programs and the host since its construction.
 
@@ -229,8 +213,7 @@ class LoadMeter:
 
 def usable_cpus(peers: Sequence[Peer]) -> int:
     """Returns the number of this machine's processors that this process and the run's other processes here may use."""
-    theirs = {cpu for peer in peers for cpu in peer.cpus}
-    return len(theirs | {cpu.number for cpu in cores.cpus()}) if theirs else allowed_cpus()
+    return len({cpu for peer in peers for cpu in peer.cpus}.union(allowed_cpus()))
 
 
 def peak_rss_bytes() -> int:

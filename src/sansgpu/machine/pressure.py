@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from statistics import median_low
 from typing import Protocol, Self, TypeVar
 
+from sansgpu.events.progress import Warn
 from sansgpu.machine.allocator import trim_memory
 from sansgpu.machine.execution import Execution
 
@@ -34,7 +35,7 @@ class MemoryGuard:
         execution: Execution,
         available: Callable[[], int],
         used: Callable[[], int],
-        warn: Callable[[str], None],
+        warn: Warn,
         free_memory: Callable[[], str | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

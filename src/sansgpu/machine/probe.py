@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 
 import psutil
@@ -14,10 +14,11 @@ import torch
 from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.config.errors import is_installed
 from sansgpu.config.wording import counted
+from sansgpu.events.progress import Warn
 from sansgpu.machine import cgroup, cores, instruction_sets
 from sansgpu.machine.address_space import address_space_left, address_space_limit
 from sansgpu.machine.distributed.group import Group
-from sansgpu.machine.distributed.world import threads_from_environment
+from sansgpu.machine.distributed.world import allowed_cpus, threads_from_environment
 from sansgpu.version import __version__
 
 # Address space that a run reserves and does not use: stacks and heaps of threads, libraries. Measured: 460 to 750 MB.
@@ -25,14 +26,9 @@ RESERVED_BYTES = 640 << 20
 MAX_THREADS, MAX_THREADS_PER_CPU = 512, 16  # a thread count is valid up to the larger limit; OpenMP may abort beyond
 
 
-def allowed_cpus() -> int:
-    """Returns the number of logical processors this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def available_cores() -> int:
     """Returns the number of physical cores this process may use, by affinity and container quota."""
-    allowed = allowed_cpus()
+    allowed = len(allowed_cpus())
     physical = min(len(cores.physical_cores(cores.cpus())), psutil.cpu_count(logical=False) or allowed)
     quota = cgroup.cpu_quota()
     return max(1, min(physical, int(quota) if quota else physical))
@@ -104,7 +100,7 @@ def threads_of_share(cpus: float, processes: int) -> int:
     return max(1, int(cpus / processes))
 
 
-def pin_cores(group: Group, training: TrainingConfig, warn: Callable[[str], None]) -> int:
+def pin_cores(group: Group, training: TrainingConfig, warn: Warn) -> int:
     """Pins this process to its share of the machine's cores and returns its number of compute threads.
 
     Keeps an affinity that the launcher set per process. Raises ConfigError if the run's processes on this machine would

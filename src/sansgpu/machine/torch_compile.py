@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 
 from sansgpu.config import ConfigError
+from sansgpu.events.progress import Warn
 from sansgpu.files.atomic import PRIVATE_MODE, make_folder
 from sansgpu.machine.cache_folder import private_cache
 from sansgpu.machine.private_folder import require_safe_path
@@ -23,9 +23,7 @@ def is_compiled(asked: str, kernels: str, device: str) -> bool:
     return asked == "on" and (kernels == "torch" or device != "cpu")
 
 
-def resolve_compile(
-    asked: str, recorded: str | None, seconds: float, kernels: str, device: str, warn: Callable[[str], None]
-) -> str:
+def resolve_compile(asked: str, recorded: str | None, seconds: float, kernels: str, device: str, warn: Warn) -> str:
     """Returns `on` or `off` for `training.compile`; `auto` repeats the choice `recorded` when the run began.
 
     With `auto`, a new run compiles if that saves time. `seconds` is its assumed duration without compilation.
@@ -66,7 +64,7 @@ def missing_compiler() -> str | None:
     return None
 
 
-def keep_graphs(warn: Callable[[str], None]) -> None:
+def keep_graphs(warn: Warn) -> None:
     """Keeps compiled graphs in the private cache folder, because torch's default is a temporary folder.
 
     $TORCHINDUCTOR_CACHE_DIR takes precedence unless other users could change its content.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from sansgpu.config import Config, ConfigError, change_config
+from sansgpu.events.progress import Warn
 from sansgpu.machine.address_space import address_space_limit
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import Memory, effective_batch, micro_batch_choices, micro_batches_per_rank
@@ -76,11 +77,7 @@ def _sharded_memory(memory: Memory, parts: dict[str, int], sharding: str, execut
 
 
 def fitting_micro_batches(
-    config: Config,
-    execution: Execution,
-    available: int,
-    shortage: Shortage,
-    warn: Callable[[str], None],
+    config: Config, execution: Execution, available: int, shortage: Shortage, warn: Warn
 ) -> list[int]:
     """Returns the micro-batch sizes that fit, in examples, smallest first.
 

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from sansgpu.config import Config, ConfigError, TrainingConfig
 from sansgpu.config.wording import counted
+from sansgpu.events.progress import Warn
 from sansgpu.kernels.library import load_kernels_and_allocators
 from sansgpu.kernels.matmul import INTEGERS
 from sansgpu.kernels.roofline import resolve_precision
 from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
 from sansgpu.machine.execution import Environment, Execution
 from sansgpu.machine.instruction_sets import allowed
-from sansgpu.machine.probe import (
-    has_native_bf16,
-    is_emulated,
-    limit_tokenizer_threads,
-    memory_for_run,
-    pin_cores,
-)
+from sansgpu.machine.probe import has_native_bf16, is_emulated, limit_tokenizer_threads, memory_for_run, pin_cores
 
 # Duration of a step in emulated bf16 relative to fp32, by kernels. Measured on processors with AVX2 only.
 EMULATION_COST = {"native": "up to twice", "torch": "5 to 35 times"}
 
-Warn = Callable[[str], None]
-
 
 def configure_process(
-    config: Config,
-    before: Environment | None,
-    warn: Warn,
-    group: Group = SINGLE_PROCESS,
+    config: Config, before: Environment | None, warn: Warn, group: Group = SINGLE_PROCESS
 ) -> tuple[Execution, int]:
     """Configures threads and memory allocation of this process and loads the kernels.
 
@@ -88,12 +76,7 @@ def _precision(training: TrainingConfig, before: Environment | None, device: tor
 
 
 def _warn_of_precision(
-    training: TrainingConfig,
-    before: Environment | None,
-    precision: str,
-    device: torch.device,
-    kernels: str,
-    warn: Warn,
+    training: TrainingConfig, before: Environment | None, precision: str, device: torch.device, kernels: str, warn: Warn
 ) -> None:
     """Warns of fp32 in spite of `use_amp`, of emulated bf16, and of int8 that is no faster on this processor."""
     if training.use_amp and precision == "fp32":

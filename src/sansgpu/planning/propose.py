@@ -14,18 +14,11 @@ from sansgpu.config.load import commented_yaml
 from sansgpu.config.paths import local_path
 from sansgpu.config.training import require_hours
 from sansgpu.config.wording import count
-from sansgpu.events.progress import ReportProgress
+from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.files.atomic import write_failures_as, write_text
 from sansgpu.files.ownership import require_file
-from sansgpu.planning.forecast import (
-    describe_plan,
-    expected_bits_per_byte,
-    forecast_of,
-    roofline_of,
-    step_limits,
-)
+from sansgpu.planning.forecast import describe_plan, expected_bits_per_byte, forecast_of, roofline_of, step_limits
 from sansgpu.planning.presets import Processor, largest_memory
-from sansgpu.planning.process import Warn
 from sansgpu.planning.resolve import ResolveOptions, ignore_message, resolve_run
 from sansgpu.planning.results import PlanCandidate, ProposedPlan, RunPlan, length_text
 from sansgpu.tasks.configuration import SCHEMA
@@ -67,12 +60,7 @@ class ProposedRun:
 
 
 def propose(
-    hours: float,
-    data: str,
-    overrides: Sequence[str],
-    output: Path,
-    progress: ReportProgress,
-    warn: Warn,
+    hours: float, data: str, overrides: Sequence[str], output: Path, progress: ReportProgress, warn: Warn
 ) -> ProposedPlan:
     """Writes the proposed configuration to `output` and returns its plan and the candidates.
 

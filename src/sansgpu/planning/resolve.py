@@ -11,9 +11,10 @@ from typing import Any, Literal
 import torch
 
 from sansgpu.config import Config, ConfigError, UnreachableError, change_config
+from sansgpu.config.tasks import TRAINED_TOKENIZERS
 from sansgpu.config.wording import counted
 from sansgpu.data.order import steps_per_epoch
-from sansgpu.events.progress import ReportProgress
+from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.machine.allocator import trim_memory
 from sansgpu.machine.cache_folder import cache_dir
 from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
@@ -24,22 +25,15 @@ from sansgpu.machine.probe import isa
 from sansgpu.machine.torch_compile import keep_graphs, resolve_compile
 from sansgpu.models.costing import StepWork
 from sansgpu.planning.memory_fit import Shortage, estimate_memory, fitting_micro_batches
-from sansgpu.planning.process import Warn, configure_process
+from sansgpu.planning.process import configure_process
 from sansgpu.tasks.registry import task_of
 from sansgpu.tasks.settings import DistilledTrainingConfig
 from sansgpu.tasks.task import Corpus
 from sansgpu.train.calibrate import LONG, Calibration, Timing
 from sansgpu.train.optim import choose_optimizer
 from sansgpu.train.run import TrainingRun
-from sansgpu.train.run_folders import prepare_data
 from sansgpu.train.run_length import finish_time
-from sansgpu.train.schedule import (
-    UNKNOWN_STEPS,
-    evaluation_problem,
-    repetition_problem,
-    total_steps,
-    warmup_problem,
-)
+from sansgpu.train.schedule import UNKNOWN_STEPS, evaluation_problem, repetition_problem, total_steps, warmup_problem
 
 # needed: prepare the data or fail. wanted: continue without it if it is unreachable, or if it cannot be read and the
 # run's length does not depend on it. unread: do not read it.
@@ -217,6 +211,27 @@ def _read(
     for note in corpus.notes:
         warn(note)
     return config, corpus
+
+
+def prepare_data(
+    config: Config, cache: Path, progress: ReportProgress, tokenizer: Path | None = None
+) -> tuple[Config, Corpus]:
+    """Reads and tokenizes the data, and fills in the settings that depend on it. Raises ConfigError.
+
+    `tokenizer` is the folder of the tokenizer that the run trained earlier. It is used instead of training one again,
+    because a dataset that has changed since then would give tokens that the model did not learn.
+    """
+    progress(f"reading {config.data.dataset_name}", 0, 0)  # the Hub may let it wait
+    task = task_of(config)
+    trains = config.data.tokenizer in TRAINED_TOKENIZERS and config.acts("data.tokenizer")
+    if tokenizer is None or not trains or not (tokenizer / "tokenizer.json").is_file():
+        return task.prepare(config, cache, progress)
+    prepared, corpus = task.prepare(_with_tokenizer(config, str(tokenizer.absolute())), cache, progress)
+    return _with_tokenizer(prepared, config.data.tokenizer), corpus
+
+
+def _with_tokenizer(config: Config, tokenizer: str) -> Config:
+    return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": tokenizer})})
 
 
 def seconds_allowed(config: Config) -> float:

@@ -15,10 +15,10 @@ from sansgpu.data.rows import SourceRow
 from sansgpu.events.progress import ReportProgress
 from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.formats.weights import StoredTensor
-from sansgpu.models.generation.generate import BatchModel
 from sansgpu.tasks.task import TrainedModel, Verb
 
-if TYPE_CHECKING:  # the last one imports transformers, which takes seconds
+if TYPE_CHECKING:  # training needs none of them
+    from sansgpu.models.generation.generate import BatchModel
     from sansgpu.models.scoring import Scorer
     from sansgpu.models.teacher import Teacher
     from sansgpu.tasks.distillation import Lesson

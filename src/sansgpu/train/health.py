@@ -65,10 +65,7 @@ class Health:
     """
 
     def __init__(
-        self,
-        training: TrainingConfig,
-        metric: Metric = LOSS,
-        problem: Callable[[Event], str | None] | None = None,
+        self, training: TrainingConfig, metric: Metric = LOSS, problem: Callable[[Event], str | None] | None = None
     ) -> None:
         """`metric` is the task's main one. If it is not the loss, the training loss says nothing about the model.
 

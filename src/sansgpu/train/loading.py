@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 from sansgpu.config import Config, ConfigError, ModelConfig, RunPaths
 from sansgpu.config.paths import local_path
 from sansgpu.config.training import Precision
-from sansgpu.events.progress import ReportProgress, ignore_progress
+from sansgpu.events.progress import ReportProgress, Warn, ignore_progress
 from sansgpu.kernels.library import load_kernels_and_allocators
 from sansgpu.kernels.matmul import INTEGERS
 from sansgpu.kernels.roofline import resolve_precision
@@ -51,7 +50,7 @@ class ModelRequest:
 
 
 def open_model(
-    request: ModelRequest, verb: Verb, warn: Callable[[str], None], progress: ReportProgress = ignore_progress
+    request: ModelRequest, verb: Verb, warn: Warn, progress: ReportProgress = ignore_progress
 ) -> TrainedModel:
     """Loads the model of a run, or any other model that a task can use for `verb`. Raises ConfigError if none can."""
     target, objective = request.target, request.objective
@@ -90,7 +89,7 @@ def class_of_run(folder: Path, config: Config, verb: Verb, objective: str | None
     return task
 
 
-def require_snapshot(folder: Path, paths: RunPaths, name: str, warn: Callable[[str], None]) -> Snapshot:
+def require_snapshot(folder: Path, paths: RunPaths, name: str, warn: Warn) -> Snapshot:
     """Returns the snapshot of a run that is called `name`. Raises ConfigError if there is none."""
     snapshot = find_snapshot(paths.snapshots, name, warn)
     if snapshot is None:
@@ -143,7 +142,7 @@ def _tasks_with(verb: Verb) -> str:
     return " or ".join(dict.fromkeys(task.settings.task for task in TASKS.values() if can(task, verb)))
 
 
-def _set_up(source: ModelSource, wanted: Precision, warn: Callable[[str], None]) -> tuple[torch.device, str]:
+def _set_up(source: ModelSource, wanted: Precision, warn: Warn) -> tuple[torch.device, str]:
     """Sets the threads, loads the kernels, and returns the device and the precision of matrix products.
 
     Raises ConfigError if they cannot be computed in the wanted precision.

@@ -233,10 +233,10 @@ class Trainer:
 
         Between two synchronizations nothing is; it is due at the next one. After the last step everything is due.
         """
-        step, apart = self._progress.step, self._training.sync_every
+        step, sync_every = self._progress.step, self._training.sync_every
         if not self._is_synchronized():
             return False
-        since = (step - 1) // apart * apart  # the step of the last synchronization
+        since = (step - 1) // sync_every * sync_every  # the step of the last synchronization
         return self._length.is_finished() or (every > 0 and step // every > since // every)
 
     def _due(self) -> Due:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack
 from difflib import get_close_matches
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock, Timeout
 
 from sansgpu.config import (
     ABANDONED_FOLDER,
@@ -22,7 +18,6 @@ from sansgpu.config import (
     ConfigError,
     Override,
     RunPaths,
-    SansGPUError,
     identity,
     overridden_key,
     require_identity,
@@ -31,18 +26,14 @@ from sansgpu.config import (
 from sansgpu.config.parse import read_values
 from sansgpu.config.paths import RUNS, local_path, not_a_run
 from sansgpu.config.section import declared_keys
-from sansgpu.config.tasks import TRAINED_TOKENIZERS, is_outside
+from sansgpu.config.tasks import is_outside
 from sansgpu.events.escape import printable_line
-from sansgpu.events.progress import ReportProgress
-from sansgpu.files.atomic import cleanup_of, make_folder, scratch_folder, write_failures_as, write_text
-from sansgpu.files.marks import MARK, FolderMark, is_output, read_mark, write_mark
-from sansgpu.files.ownership import require_folder, require_no_links
+from sansgpu.files.atomic import cleanup_of, make_folder, write_failures_as
+from sansgpu.files.marks import MARK, read_mark
+from sansgpu.files.ownership import LOCK, OutputFolder, lock_run, require_no_links
 from sansgpu.tasks.configuration import load_config
-from sansgpu.tasks.registry import task_of
-from sansgpu.tasks.task import Corpus
-from sansgpu.train.snapshots import snapshots
-
-PROBE_SECONDS = 0.5  # how long to wait for the lock, because `is_locked` in another process holds it for a moment
+from sansgpu.train.branches import finish_pending_moves
+from sansgpu.train.snapshots import clear_leftovers, snapshots
 
 
 def run_paths(folder: Path, config: Config) -> RunPaths:
@@ -64,7 +55,7 @@ def choose_output(output_dir: Path | None, config_file: Path | None, resume: str
             output_dir = existing[-1] if existing else RUNS / name
         else:
             output_dir = next(filter(_is_free, _numbered(name)))
-    require_folder(output_dir, "run")
+    OutputFolder(output_dir, "run").require()
     if not resume and not dry_run and holds_run(output_dir):
         raise ConfigError(
             f"{output_dir} already contains a run; continue it with --resume, or choose another --output-dir."
@@ -80,7 +71,7 @@ def _numbered(name: str) -> Iterator[Path]:
 
 def _is_free(folder: Path) -> bool:
     try:
-        require_folder(folder, "run")
+        OutputFolder(folder, "run").require()
     except ConfigError:
         return False
     return not holds_run(folder)
@@ -91,31 +82,17 @@ def holds_run(folder: Path) -> bool:
     return bool(snapshots(folder / "snapshots")) or (folder / "final").exists()
 
 
-def require_writable(folder: Path) -> None:
-    """Creates a folder. Raises ConfigError if nothing can be written there."""
-    with write_failures_as(ConfigError, folder, "--output-dir"):
-        make_folder(folder)
-        with scratch_folder(folder, is_folder=False) as probe:
-            probe.write_bytes(b"x")
-
-
 def require_plain_name(folder: Path) -> None:
     """Raises ConfigError if a folder that scripts will refer to has control characters in its name."""
     if printable_line(str(folder)) != str(folder):
         raise ConfigError(f"the name {folder} contains control characters; choose another --output-dir.")
 
 
-@contextmanager
-def lock_run(folder: Path) -> Iterator[None]:
-    """Locks `folder` for training; the lock is released when the process dies.
-
-    Raises ConfigError if another process holds it.
-    """
-    try:
-        with FileLock(RunPaths(folder).lock, timeout=PROBE_SECONDS):
-            yield
-    except Timeout:
-        raise ConfigError(f"{folder} is being trained by another process; wait for it, or stop it first.") from None
+def require_run(run: Path) -> None:
+    """Raises ConfigError unless `run` is a run folder that may be written to."""
+    if not (run / "config.yaml").is_file():
+        raise not_a_run(run)
+    OutputFolder(run.resolve(), "run", "--output").require()
 
 
 def open_run(folder: Path) -> tuple[Config, RunPaths]:
@@ -189,24 +166,6 @@ def recorded_file(folder: Path, resume: str) -> Path | None:
     return next((file for file in of_branch if file.is_file()), own)
 
 
-def prepare_data(
-    config: Config, cache: Path, progress: ReportProgress, tokenizer: Path | None = None
-) -> tuple[Config, Corpus]:
-    """Reads and tokenizes the data, and fills in the settings that depend on it. Raises ConfigError.
-
-    `tokenizer` is the folder of the tokenizer that the run trained earlier. It is used instead of training one again,
-    because a dataset that has changed since then would give tokens that the model did not learn.
-    """
-    progress(f"reading {config.data.dataset_name}", 0, 0)  # the Hub may let it wait
-    task = task_of(config)
-    trains = config.data.tokenizer in TRAINED_TOKENIZERS and config.acts("data.tokenizer")
-    if tokenizer is None or not trains or not (tokenizer / "tokenizer.json").is_file():
-        return task.prepare(config, cache, progress)
-    kept = _with_values(config, ["data"], {"tokenizer": str(tokenizer.absolute())})
-    prepared, corpus = task.prepare(kept, cache, progress)
-    return _with_values(prepared, ["data"], {"tokenizer": config.data.tokenizer}), corpus
-
-
 def no_run_to_resume(folder: Path) -> ConfigError:
     """Returns the error for `--resume` without a configuration file, in a folder that has none either."""
     runs = [path.parent.name for path in folder.parent.glob(f"*/{RunPaths(folder).config.name}")]
@@ -218,13 +177,7 @@ def no_run_to_resume(folder: Path) -> ConfigError:
     )
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes one JSON object. Raises SansGPUError if the file cannot be written."""
-    with write_failures_as(SansGPUError, path):
-        write_text(path, json.dumps(value, indent=2) + "\n")
-
-
-def open_any(config: Config) -> Config:
+def with_absolute_paths(config: Config) -> Config:
     """Makes local paths in the configuration absolute, so that its file works from any folder."""
     for path in declared_keys(type(config), "input_path"):
         *section, key = path.split(".")
@@ -243,49 +196,58 @@ def _with_values(values: Any, section: Sequence[str], changes: dict[str, Any]) -
 
 
 def require_unclaimed_folders(paths: RunPaths) -> None:
-    """Raises ConfigError unless a run may write to its folder and to its snapshot and log folders."""
-    require_folder(paths.root, "run")
+    """Raises ConfigError unless a run may write to the folders in its own folder, and to those elsewhere."""
     require_no_links(paths.written)
-    for folder, kind in ((paths.final, "model"), (paths.tokenizer, "tokenizer")):
-        require_folder(folder, kind)
+    OutputFolder(paths.final, "model").require()
+    OutputFolder(paths.tokenizer, "tokenizer").require()
     _require_other_folders(paths)
 
 
 def require_own_snapshots(paths: RunPaths) -> None:
     """Raises ConfigError unless the run's snapshots, which a command will move or delete, belong to this run."""
-    require_folder(paths.root.resolve(), "run", "run")
+    OutputFolder(paths.root.resolve(), "run", "run").require()
     require_no_links([paths.snapshots])
     _require_other_folders(paths)
 
 
 def _require_other_folders(paths: RunPaths) -> None:
     """Raises ConfigError if a snapshot or log folder outside of the run's folder belongs to something else."""
-    for folder, kind, key in _elsewhere(paths):
-        owner = _owner_of(folder)
-        if owner and owner != _owner_of(paths.root) and _is_used(folder):
-            raise ConfigError(f"{folder} contains another run's {kind}; choose another {key}.")
-        require_folder(folder, kind, key)
+    for folder in _elsewhere(paths):
+        if folder.owner not in (None, OutputFolder(paths.root, "run").owner) and folder.is_used:
+            raise ConfigError(f"{folder.path} contains another run's {folder.kind}; choose another {folder.option}.")
+        folder.require()
 
 
-def mark_other_folders(paths: RunPaths, until_end: ExitStack) -> None:
-    """Marks snapshot and log folders outside of the run's folder. Raises ConfigError if one cannot be written.
+def claim_run(paths: RunPaths, resumes: bool, until_end: ExitStack) -> None:
+    """Creates, locks and marks the folders of a run, and completes what a killed process left unfinished there.
 
-    The run's folder is marked first: a process killed in between must not leave folders that belong to no run.
-    When `until_end` closes, the marks are removed from folders that the run has not used.
+    When `until_end` closes, the run is unlocked, and what was created is removed if the run has not used it. Raises
+    ConfigError if a folder cannot be written, or has snapshots that the run does not resume.
     """
-    mark = _mark_of(paths.root)
-    for folder, kind, key in _elsewhere(paths):
-        until_end.callback(cleanup_of(folder, MARK))
-        with write_failures_as(ConfigError, paths.root, "--output-dir"):
-            write_mark(paths.root, mark)
-        with write_failures_as(ConfigError, folder, key):
-            make_folder(folder)
-            write_mark(folder, FolderMark(kind, run=mark.run))
+    clean_up = cleanup_of(paths.root, LOCK, MARK)
+    OutputFolder(paths.root, "run").make()
+    until_end.enter_context(lock_run(paths.root))
+    until_end.callback(clean_up)  # while the folder is locked
+    finish_pending_moves(paths)
+    clear_leftovers(paths.snapshots)
+    if not resumes and snapshots(paths.snapshots):
+        raise ConfigError(f"{paths.snapshots} contains another run's snapshots; choose another checkpoint_dir.")
+    root, others = OutputFolder(paths.root, "run"), _elsewhere(paths)
+    run = _identity_of(root)
+    for folder in others:
+        until_end.callback(cleanup_of(folder.path, MARK))
+        # The run's folder first: a process killed in between must not leave folders that belong to no run.
+        with write_failures_as(ConfigError, root.path, root.option):
+            root.record(run=run)
+        with write_failures_as(ConfigError, folder.path, folder.option):
+            make_folder(folder.path)
+            folder.record(run=run)
 
 
 def mark_run(paths: RunPaths, config: Config) -> None:
     """Marks the run's folder with the configuration that is about to be written. Raises OSError."""
-    write_mark(paths.root, replace(_mark_of(paths.root), configuration=identity(config)))
+    root = OutputFolder(paths.root, "run")
+    root.record(run=_identity_of(root), configuration=identity(config))
 
 
 def require_own_configuration(paths: RunPaths) -> None:
@@ -312,40 +274,16 @@ def _recorded(paths: RunPaths) -> Iterator[dict[str, Any]]:
         return
 
 
-def _elsewhere(paths: RunPaths) -> Iterator[tuple[Path, str, str]]:
-    """Yields (path, kind, configuration key) of snapshot and log folders outside of the run's folder."""
-    seen = {paths.root.resolve()}
+def _elsewhere(paths: RunPaths) -> list[OutputFolder]:
+    """Returns the snapshot and log folders outside of the run's folder."""
+    found: dict[Path, OutputFolder] = {}
     named = (paths.checkpoint_dir, "snapshots", "checkpoint_dir"), (paths.logging_dir, "logs", "logging_dir")
-    for folder, kind, key in named:
-        if folder is not None and folder.resolve() not in seen:
-            seen.add(folder.resolve())
-            yield folder, kind, f"training.{key}"
+    for path, kind, key in named:
+        if path is not None and path.resolve() != paths.root.resolve():
+            found.setdefault(path.resolve(), OutputFolder(path, kind, f"training.{key}"))
+    return [*found.values()]
 
 
-def _mark_of(root: Path) -> FolderMark:
-    """Returns the mark of a run's folder, with a new identity if it has none."""
-    mark = read_mark(root) or FolderMark("run")
-    return replace(mark, run=mark.run or uuid.uuid4().hex)
-
-
-def _run_of(folder: Path) -> str | None:
-    """Returns the identity of the run in a folder's mark, or None."""
-    mark = read_mark(folder)
-    return mark.run if mark else None
-
-
-def _owner_of(folder: Path) -> str | None:
-    """Returns the identity of the run that a folder belongs to, by its mark or the run folder around it, or None.
-
-    A run without an identity is identified by its path.
-    """
-    if run := _run_of(folder):
-        return run
-    for place in (resolved := folder.resolve(), *resolved.parents):
-        if is_output(place, "run"):
-            return _run_of(place) or str(place)
-    return None
-
-
-def _is_used(folder: Path) -> bool:
-    return folder.exists() and any(path.name != MARK for path in folder.iterdir())
+def _identity_of(root: OutputFolder) -> str:
+    """Returns the identity in the mark of a run's folder, or a new one."""
+    return (root.mark and root.mark.run) or uuid.uuid4().hex

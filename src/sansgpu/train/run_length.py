@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 from sansgpu.config import ConfigError, TrainingConfig
 from sansgpu.config.wording import counted
 from sansgpu.events.event import Event
+from sansgpu.events.progress import Warn
 from sansgpu.train.run import TrainingRun
 from sansgpu.train.schedule import learning_rate
 from sansgpu.train.snapshots import Progress
@@ -149,7 +150,7 @@ class Budget:
 class RunLength:
     """Tracks the run's `total_steps`, its elapsed time and the `budget` of its remaining time."""
 
-    def __init__(self, run: TrainingRun, state: TrainState, warn: Callable[[str], None]) -> None:
+    def __init__(self, run: TrainingRun, state: TrainState, warn: Warn) -> None:
         self.total_steps = run.total_steps
         self._run, self._state, self._warn = run, state, warn
         self._training, self._group = run.config.training, run.execution.group

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import psutil
 import torch
 
 from sansgpu.events.event import Event, Sinks, finite
 from sansgpu.machine.measurements import BUSY_CORES, flops_utilization
-from sansgpu.machine.monitor import Usage
 from sansgpu.machine.probe import resolve_threads
 from sansgpu.tasks.task import CarriesSums, FindsProblems, Task
 from sansgpu.train.health import Health
@@ -73,7 +73,8 @@ class StepLog:
     def __init__(self, task: Task, run: TrainingRun, system: SystemStatistics = lambda: None) -> None:
         self._task, self._run, self._system = task, run, system
         self._gemm = run.gemm_flops_per_second
-        self._usage = Usage()
+        self._process = psutil.Process()
+        self._process.cpu_percent()  # later calls return the use since the one before
         self._was_busy, self._repeats_left = False, MAX_REPEATS
         self._steps: list[tuple[float, int, dict[str, float]]] = []  # seconds, tokens and seconds by phase
 
@@ -109,8 +110,8 @@ class StepLog:
             "it/s": len(steps) / seconds,
             "mfu": flops_utilization(flops_per_second, self._gemm),
             "gemm_flops_per_second": self._gemm,
-            "rss_bytes": self._usage.rss_bytes(),
-            "cpu_percent": self._usage.cpu_percent(),
+            "rss_bytes": self._process.memory_info().rss,
+            "cpu_percent": self._process.cpu_percent(),
             "total_steps": None if total_steps == UNKNOWN_STEPS else total_steps,
             "phase_seconds": {p: sum(step[2][p] for step in steps) / len(steps) for p in steps[-1][2]},
             "system": system,

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.plain_data import InvalidDataError
+from sansgpu.events.progress import Warn
 from sansgpu.events.schema import Count, Plain
 from sansgpu.files.atomic import delete_abandoned, make_folder, sync_to_disk
 from sansgpu.files.folders import delete_folder
@@ -208,7 +209,7 @@ def snapshots(folder: Path) -> list[Snapshot]:
     return sorted(found, key=lambda snapshot: snapshot.step)
 
 
-def latest_intact_snapshot(folder: Path, warn: Callable[[str], None]) -> Snapshot | None:
+def latest_intact_snapshot(folder: Path, warn: Warn) -> Snapshot | None:
     """Returns the newest intact snapshot and warns about newer damaged ones; None if there are no snapshots.
 
     Raises ConfigError if there are snapshots but all are damaged.
@@ -233,7 +234,7 @@ def best_snapshot(found: Sequence[Snapshot]) -> Snapshot | None:
     return min(scored, key=lambda pair: pair[0])[1] if scored else None
 
 
-def find_snapshot(folder: Path, name: str, warn: Callable[[str], None]) -> Snapshot | None:
+def find_snapshot(folder: Path, name: str, warn: Warn) -> Snapshot | None:
     """Returns the snapshot that `name` selects: `latest`, `best`, a step, a name in `folder`, or a path.
 
     Returns None for `latest` if there are no snapshots. Raises ConfigError if the snapshot does not exist or is

@@ -179,11 +179,7 @@ class GradientCache:
     """
 
     def __init__(
-        self,
-        task: StepWideObjective,
-        group: Group,
-        batches: list[list[ExampleBatch]],
-        seed: Callable[[int], None],
+        self, task: StepWideObjective, group: Group, batches: list[list[ExampleBatch]], seed: Callable[[int], None]
     ) -> None:
         """`batches` are the micro-batches of each rank; `seed(i)` seeds the dropout of this rank's micro-batch i."""
         self._task, self._group, self._batches, self._seed = task, group, batches, seed

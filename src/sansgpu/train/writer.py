@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sansgpu.events.progress import Warn
 from sansgpu.machine.probe import available_memory
 from sansgpu.models.formats.safetensors_file import GatherTensor, Tensors, bytes_of, unchanged
 from sansgpu.train.snapshots import Snapshot, prune, save_snapshot
@@ -32,7 +33,7 @@ class SnapshotWriter:
         folder: Path,
         keep_last: int,
         record: Path,
-        warn: Callable[[str], None],
+        warn: Warn,
         available: Callable[[], int] = lambda: available_memory(torch.device("cpu")),
     ) -> None:
         self._folder, self._keep_last, self._record = folder, keep_last, record

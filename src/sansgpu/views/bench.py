@@ -7,7 +7,6 @@ from pathlib import Path
 
 from markupsafe import Markup
 from rich.console import Console
-from rich.table import Table
 
 from sansgpu.config.errors import is_installed
 from sansgpu.config.wording import count, counted, duration
@@ -17,8 +16,8 @@ from sansgpu.planning.results import BenchResult, ForwardResult, Variation
 from sansgpu.tasks.configuration import settings_of
 from sansgpu.views.page import page, templates
 from sansgpu.views.plots import Plot, Series
-from sansgpu.views.tables import grid, pace, percent, print_table, rate, storage
-from sansgpu.views.terminal import clock
+from sansgpu.views.tables import grid, pace, percent, print_table, rate, storage, table_of
+from sansgpu.views.terminal import clock_of
 
 
 def print_bench(console: Console, result: BenchResult) -> None:
@@ -50,7 +49,7 @@ def print_bench(console: Console, result: BenchResult) -> None:
         else:
             table.add_row("what if", f"{row['name']}: not measured, because {row['problem']}", style="yellow")
     for projection in result["projections"]:
-        finish = clock(datetime.fromisoformat(projection["done"]))
+        finish = clock_of(projection["done"])
         table.add_row(f"{projection['steps']:,} steps", f"{duration(projection['seconds'])}, done {finish}")
     for text in result["disturbances"]:
         table.add_row("disturbance", text, style="yellow")
@@ -80,9 +79,8 @@ def validation_texts(result: BenchResult) -> list[str]:
 
 
 def print_forward(console: Console, result: ForwardResult) -> None:
-    table = Table(title=f"{count(result['parameters'])} parameters, forward only", title_justify="left")
-    for name in ("batch", "seconds", "tokens/s", "GFLOP/s", "MFU", "memory"):
-        table.add_column(name, justify="right")
+    columns = "batch", "seconds", "tokens/s", "GFLOP/s", "MFU", "memory"
+    table = table_of(columns, title=f"{count(result['parameters'])} parameters, forward only")
     for row in result["forward"]:
         table.add_row(
             f"{row['batch_size']} x {row['window']}",
@@ -104,7 +102,7 @@ def write_report(result: BenchResult, folder: Path) -> list[str]:
     text = (
         templates()
         .get_template("bench.md")
-        .render(r=facts, varying=varying, clock=_clock, validation=validation_texts(result), **words)
+        .render(r=facts, varying=varying, clock=clock_of, validation=validation_texts(result), **words)
     )
     write_text(folder / "report.md", text.strip() + "\n")
     if not is_installed("plotly"):
@@ -119,10 +117,6 @@ def seconds(value: float) -> str:
     if value >= 100:
         return duration(value)
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
-
-
-def _clock(moment: str) -> str:
-    return clock(datetime.fromisoformat(moment))
 
 
 def as_html(text: str) -> Markup:
@@ -145,12 +139,7 @@ def _plots(result: BenchResult) -> list[Plot]:
         Plot("steps", "Duration of every measured step", "step", "seconds", measured, from_zero=True),
         Plot("parts", "Time per step, measured and at the hardware limit", "", "seconds", shares, "bars"),
         Plot(
-            "hours",
-            "Total time from a cold start",
-            "steps",
-            "hours",
-            [Series("", steps, hours, marked=True)],
-            log=True,
+            "hours", "Total time from a cold start", "steps", "hours", [Series("", steps, hours, marked=True)], log=True
         ),
     ]
     rows = [row for row in result["what_if"] if "speedup" in row]

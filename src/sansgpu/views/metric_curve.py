@@ -28,12 +28,7 @@ def best_point(metric: Metric, points: Sequence[Point]) -> Point:
 
 
 def metric_curve(
-    metric: Metric,
-    training: Sequence[Point],
-    validation: Sequence[Point],
-    last_step: int | None,
-    width: int,
-    rows: int,
+    metric: Metric, training: Sequence[Point], validation: Sequence[Point], last_step: int | None, width: int, rows: int
 ) -> Text:
     """Draws both curves up to `last_step`, by default the last point; `training` has at least two points.
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import datetime
 from typing import Any, cast
 
 from rich.console import Console
-from rich.table import Table
 
 from sansgpu.config.wording import count, counted, duration
 from sansgpu.planning.results import ClusterPlan, ProposedPlan, RunPlan, length_text
-from sansgpu.views.tables import grid, pace, print_table, storage
-from sansgpu.views.terminal import batch_shape, clock
+from sansgpu.views.tables import grid, pace, print_table, storage, table_of
+from sansgpu.views.terminal import batch_shape, clock_of
 
 
 def figure(number: float) -> str:
@@ -53,7 +51,7 @@ def print_plan(console: Console, plan: RunPlan | ProposedPlan) -> None:
     if plan["total_steps"] and plan["total_tokens"]:
         length = length_text(plan)
         if plan["total_seconds"] and plan["finish"]:
-            finish = clock(datetime.fromisoformat(plan["finish"]))
+            finish = clock_of(plan["finish"])
             length += f": {duration(plan['total_seconds'])}, if started now done {finish}"
         table.add_row("time", length)
     elif plan["train_tokens"] is None:
@@ -73,9 +71,8 @@ def _precisions(plan: RunPlan) -> str:
 
 
 def _print_candidates(console: Console, plan: ProposedPlan) -> None:
-    table = Table(title="candidates", title_justify="left")
-    for name in ("parameters", "width x layers", "tokens/s", "tokens", "epochs", "expected loss"):
-        table.add_column(name, justify="right")
+    columns = "parameters", "width x layers", "tokens/s", "tokens", "epochs", "expected loss"
+    table = table_of(columns, title="candidates")
     for row in plan["candidates"]:
         table.add_row(
             count(row["parameters"]),
@@ -117,7 +114,7 @@ def _print_cluster(console: Console, cluster: ClusterPlan) -> None:
         f"{cluster['tokens_per_second']:,.0f} tokens/s, {figure(cluster['speed_up'])} times the speed of one node: "
         f"efficiency {cluster['efficiency']:.0%}",
     )
-    finish = clock(datetime.fromisoformat(cluster["finish"]))
+    finish = clock_of(cluster["finish"])
     cost = "" if cluster["cost"] is None else f", which cost {cluster['cost']:,.2f}"
     table.add_row(
         "time",
@@ -130,9 +127,8 @@ def _print_cluster(console: Console, cluster: ClusterPlan) -> None:
 
 def _print_curve(console: Console, cluster: ClusterPlan) -> None:
     priced = cluster["cost"] is not None
-    table = Table(title="strong scaling (fixed batch size)", title_justify="left")
-    for name in ("nodes", "step", "tokens/s", "speed-up", "efficiency", "hours", "cost" if priced else "node-hours"):
-        table.add_column(name, justify="right")
+    columns = "nodes", "step", "tokens/s", "speed-up", "efficiency", "hours", "cost" if priced else "node-hours"
+    table = table_of(columns, title="strong scaling (fixed batch size)")
     rows = [row for row in cluster["curve"] if row["step_seconds"]]
     for row in rows:
         table.add_row(

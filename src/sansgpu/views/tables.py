@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from sansgpu.config.wording import count, counted
-from sansgpu.planning.results import FittingPresets, MemoryOption, MemoryOptions, PresetRow
+
+if TYPE_CHECKING:
+    from sansgpu.planning.results import FittingPresets, MemoryOption, MemoryOptions, PresetRow
 
 Result = dict[str, Any]
 _PRECISIONS = {"bf16": "bf16", "int8": "int8", "int4": "int4", "file": "as in the file", "auto": "as in the file"}
@@ -41,6 +44,14 @@ def grid() -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")  # a long path continues on the next line
+    return table
+
+
+def table_of(columns: Sequence[str], left: Collection[str] = (), title: str | None = None, **options: Any) -> Table:
+    """Returns an empty table, whose columns are aligned to the right except those in `left`."""
+    table = Table(title=title, title_justify="left", **options)
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right")
     return table
 
 
@@ -118,9 +129,8 @@ def print_link_prediction(console: Console, result: Result) -> None:
             f"filtered by known triples; {found['covered']:.1%} of the triples could be evaluated",
             highlight=False,
         )
-        table = Table(box=None, pad_edge=False)
-        for title in ("", "triples", "MRR", "Hits@1", "Hits@3", "Hits@10", "baseline MRR"):
-            table.add_column(title, justify="left" if not title else "right")
+        columns = "", "triples", "MRR", "Hits@1", "Hits@3", "Hits@10", "baseline MRR"
+        table = table_of(columns, left=[""], box=None, pad_edge=False)
         for name, row in {"all": found, **found["relations"]}.items():
             hits = (f"{row[key]:.3f}" if key in row else "" for key in ("hits_at_1", "hits_at_3", "hits_at_10"))
             baseline = f"{row['relation_frequency_mrr']:.4f}" if "relation_frequency_mrr" in row else "unknown"
@@ -132,9 +142,8 @@ def print_link_prediction(console: Console, result: Result) -> None:
 
 def print_mteb(console: Console, result: Result) -> None:
     """Prints the main scores of an embedding model on tasks of MTEB."""
-    table = Table(box=None, pad_edge=False)
-    for title in ("task", "type", "metric", "score"):
-        table.add_column(title, justify="right" if title == "score" else "left")
+    left = "task", "type", "metric"
+    table = table_of((*left, "score"), left, box=None, pad_edge=False)
     for task in result["tasks"]:
         table.add_row(task["name"], task["type"], task["metric"], f"{task['main_score']:.4f}")
     if len(result["tasks"]) > 1:
@@ -144,9 +153,8 @@ def print_mteb(console: Console, result: Result) -> None:
 
 def print_harness(console: Console, result: Result) -> None:
     """Prints the metrics of each task with their standard errors."""
-    table = Table(box=None, pad_edge=False)
-    for title in ("task", "metric", "value", "stderr", "shots", "examples"):
-        table.add_column(title, justify="left" if title in ("task", "metric") else "right")
+    left = "task", "metric"
+    table = table_of((*left, "value", "stderr", "shots", "examples"), left, box=None, pad_edge=False)
     for name, task in result["tasks"].items():
         metrics = task["metrics"]
         shots, examples = ("" if task[key] is None else f"{task[key]:,}" for key in ("fewshot", "examples"))
@@ -186,10 +194,8 @@ def print_extraction(console: Console, result: Result) -> None:
 def print_memory_options(console: Console, result: MemoryOptions) -> None:
     contexts = list(dict.fromkeys(option["context"] for option in result["options"]))
     title = f"{result['model']} in {storage(result['memory_bytes'])} of memory, by context length in tokens"
-    table = Table(title=title, title_justify="left")
-    table.add_column("trained weights")
-    for context in contexts:
-        table.add_column(f"{context:,}", justify="right")
+    first = "trained weights"
+    table = table_of([first, *(f"{context:,}" for context in contexts)], [first], title)
     rows: dict[str, list[str]] = {}
     for option in result["options"]:
         rows.setdefault(_name(option), []).append(_cell(option))
@@ -213,18 +219,14 @@ def _cell(option: MemoryOption) -> str:
 
 
 def print_presets(console: Console, rows: list[PresetRow]) -> None:
-    memory = Table(title="memory", title_justify="left")
-    for heading in ("preset", "parameters", "at least", "recommended", "this machine"):
-        memory.add_column(heading, justify="left" if heading in ("preset", "this machine") else "right")
+    columns = "preset", "parameters", "at least", "recommended", "this machine"
+    memory = table_of(columns, ("preset", "this machine"), "memory")
     for row in rows:
         memory.add_row(*memory_cells(row), "fits" if row["fits"] else "does not fit")
     print_table(console, memory)
     console.print("at least: with micro-batches of one example and gradient checkpointing", style="dim")
     title = f"tokens/s, and time for {', '.join(count(row['optimal_tokens']) for row in rows)} tokens (estimates)"
-    speeds = Table(title=title, title_justify="left")
-    speeds.add_column("processor")
-    for row in rows:
-        speeds.add_column(row["preset"], justify="right")
+    speeds = table_of(["processor", *(row["preset"] for row in rows)], ["processor"], title)
     for cells in zip(*map(speed_cells, rows), strict=True):
         speeds.add_row(cells[0][0], *(cell for _, cell in cells))
     print_table(console, speeds)
@@ -234,10 +236,9 @@ def print_presets(console: Console, rows: list[PresetRow]) -> None:
 def print_fitting_presets(console: Console, result: FittingPresets) -> None:
     rows, seconds = result["presets"], result["seconds"]
     where = f"in {storage(result['memory_bytes'])} of memory on {result['processor']}"
-    table = Table(title=f"training from scratch {where} (estimates)", title_justify="left")
     timed = [] if seconds is None else [f"in {_time(seconds)}"]
-    for heading in ("preset", "parameters", "context", "memory", "tokens/s", "optimal", *timed):
-        table.add_column(heading, justify="left" if heading == "preset" else "right")
+    columns = "preset", "parameters", "context", "memory", "tokens/s", "optimal", *timed
+    table = table_of(columns, ["preset"], f"training from scratch {where} (estimates)")
     for row in rows:
         needed = f"{storage(row['needed_bytes'])}{'*' if row['gradient_checkpointing'] else ''}"
         cells = [count(row["parameters"]), f"{row['context']:,}", needed if row["fits"] else f"{needed}: too much"]

@@ -321,6 +321,11 @@ def _length(event: Event) -> str:
     return f"steps until {event['until']}" if event["until"] else f"steps for {duration(event['max_hours'] * 3600)}"
 
 
+def clock_of(moment: str) -> str:
+    """Formats a time in ISO 8601 as `clock` does."""
+    return clock(datetime.fromisoformat(moment))
+
+
 def clock(when: datetime) -> str:
     """Formats a time of day, with the date if it is not today, or only the date if it is far off."""
     now = datetime.now()

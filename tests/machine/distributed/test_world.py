@@ -152,9 +152,9 @@ def test_a_cpu_list_of_the_kernel_is_parsed(numbers: list[int]) -> None:
 
 def test_a_process_keeps_to_its_cores() -> None:
     script = (
-        "import json, os; from sansgpu.machine import cores\n"
+        "import json, os; from sansgpu.machine import cores; from sansgpu.machine.distributed.world import unbind\n"
         "mine = cores.partition(cores.cpus(), 0, max(1, len(cores.physical_cores(cores.cpus()))))\n"
-        "cores.bind(mine); bound = sorted(os.sched_getaffinity(0)); cores.unbind()\n"
+        "cores.bind(mine); bound = sorted(os.sched_getaffinity(0)); unbind()\n"
         "print(json.dumps([[c.number for c in mine], bound, len(os.sched_getaffinity(0))]))"
     )
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout

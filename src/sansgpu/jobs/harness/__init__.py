@@ -15,13 +15,13 @@ from sansgpu.config import ConfigError, RunPaths, SansGPUError
 from sansgpu.config.errors import require
 from sansgpu.config.plain_data import InvalidDataError
 from sansgpu.events.event import finite
-from sansgpu.events.progress import ReportProgress
+from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.files.atomic import write_failures_as, write_text
 from sansgpu.files.reading import read_object
 from sansgpu.jobs.generate import open_generator
-from sansgpu.jobs.runs import require_run
 from sansgpu.machine.distributed.world import require_one_process
 from sansgpu.train.loading import ModelRequest, only_embeds
+from sansgpu.train.run_folders import require_run
 
 RESULTS_FILE = "harness.json"  # in the run's folder
 BOOTSTRAP_SAMPLES = 1000  # for the standard errors of metrics that are not means
@@ -38,9 +38,7 @@ class HarnessRequest:
     chat: bool = False  # whether to put prompts into the model's chat template
 
 
-def evaluate_on_harness(
-    request: HarnessRequest, warn: Callable[[str], None], progress: ReportProgress
-) -> dict[str, Any]:
+def evaluate_on_harness(request: HarnessRequest, warn: Warn, progress: ReportProgress) -> dict[str, Any]:
     """Returns the metrics of each task, and adds them to harness.json in the folder of a run.
 
     Raises ConfigError if the model or a task cannot be used.

@@ -5,7 +5,7 @@ Texts are tokenized as by the library's `hf` models, so that both give equal res
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import counted
 from sansgpu.data.tokenizer import Tokenizer
-from sansgpu.events.progress import ReportProgress
+from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.jobs.generate import slots_for
 from sansgpu.machine.probe import mixed_precision
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
@@ -38,7 +38,7 @@ _EMPTY = ConfigError("a task asks for the probability of a text without tokens; 
 class HarnessModel(TemplateLM):
     """A trained model as lm-evaluation-harness uses it."""
 
-    def __init__(self, loaded: TrainedModel, warn: Callable[[str], None], progress: ReportProgress) -> None:
+    def __init__(self, loaded: TrainedModel, warn: Warn, progress: ReportProgress) -> None:
         super().__init__()
         self._loaded, self._warn, self._progress = loaded, warn, progress
         tokenizer = loaded.tokenizer

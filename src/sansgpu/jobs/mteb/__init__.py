@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +12,11 @@ from sansgpu.config import ConfigError
 from sansgpu.config.errors import require
 from sansgpu.config.paths import local_path
 from sansgpu.config.wording import first_line
-from sansgpu.events.progress import ReportProgress
+from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.jobs.embed import open_encoder
-from sansgpu.jobs.runs import require_run
 from sansgpu.machine.hub import failure, reading_hub
 from sansgpu.train.loading import ModelRequest
+from sansgpu.train.run_folders import require_run
 
 if TYPE_CHECKING:  # mteb is optional
     from mteb import AbsTask, ModelResult
@@ -25,9 +25,7 @@ BATCH = 1024  # texts that mteb passes to its data loader at a time; the engine 
 RESULTS = "mteb"  # folder of a run for mteb's files
 
 
-def evaluate_mteb(
-    model: ModelRequest, tasks: str, progress: ReportProgress, warn: Callable[[str], None]
-) -> dict[str, Any]:
+def evaluate_mteb(model: ModelRequest, tasks: str, progress: ReportProgress, warn: Warn) -> dict[str, Any]:
     """Returns the scores of an embedding model on tasks, which are separated by commas.
 
     A task is the name of one in the library, whose data are downloaded or read from the Hub's cache, or a folder; see

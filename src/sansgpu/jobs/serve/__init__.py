@@ -13,7 +13,7 @@ from sansgpu.config.errors import require
 from sansgpu.config.paths import local_path
 from sansgpu.config.wording import counted
 from sansgpu.data.tokenizer import Tokenizer
-from sansgpu.events.progress import ReportProgress
+from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.jobs.embed import open_encoder
 from sansgpu.jobs.generate import cached_tokens, open_generator
 from sansgpu.jobs.serve.worker import Worker
@@ -36,9 +36,7 @@ class ServeRequest:
     context: int | None = None
 
 
-def serve(
-    request: ServeRequest, warn: Callable[[str], None], progress: ReportProgress
-) -> Callable[[Callable[[str], None]], None]:
+def serve(request: ServeRequest, warn: Warn, progress: ReportProgress) -> Callable[[Callable[[str], None]], None]:
     """Loads the model and reserves the port. Returns a function that serves until it is interrupted.
 
     That function takes one that prints a line. Raises ConfigError if the model, the address or an option cannot be
@@ -73,9 +71,7 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _open_worker(
-    request: ServeRequest, warn: Callable[[str], None], progress: ReportProgress
-) -> tuple[Worker[Any], str]:
+def _open_worker(request: ServeRequest, warn: Warn, progress: ReportProgress) -> tuple[Worker[Any], str]:
     """Loads the model; returns its worker and a line that says what it can do."""
     from sansgpu.jobs.serve.embeddings import EmbeddingWorker
     from sansgpu.jobs.serve.generation import GenerationWorker

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import h11
 from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from sansgpu.events.progress import Warn
 from sansgpu.jobs.serve.answers import error_object
 from sansgpu.jobs.serve.worker import ServiceError
 
@@ -28,7 +28,7 @@ class BoundedConnection(H11Protocol):
 
     _deadline: asyncio.TimerHandle | None = None  # set while the client has to send something
 
-    def __init__(self, *arguments: Any, limit: int, warn: Callable[[str], None], **options: Any) -> None:
+    def __init__(self, *arguments: Any, limit: int, warn: Warn, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._limit, self._warn = limit, warn
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from sansgpu.events.progress import Warn
 from sansgpu.jobs.serve.worker import Accepted, ServiceError, Vectors, Work, Worker
 from sansgpu.tasks.embed.data import tokenize
 from sansgpu.tasks.embed.objective import encode_tokens
@@ -32,7 +33,7 @@ class EmbeddingWorker(Worker[EmbeddingWork]):
 
     endpoints = ("embeddings",)
 
-    def __init__(self, loaded: TrainedModel, token_bytes: int, warn: Callable[[str], None]) -> None:
+    def __init__(self, loaded: TrainedModel, token_bytes: int, warn: Warn) -> None:
         super().__init__(MAX_WAITING, token_bytes, warn)
         self.width: int = loaded.objective.width
         self.context = loaded.config.window

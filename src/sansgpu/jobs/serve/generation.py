@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -13,16 +13,8 @@ import torch
 
 from sansgpu.config import derive_seed
 from sansgpu.config.wording import counted
-from sansgpu.jobs.serve.worker import (
-    Accepted,
-    Endpoint,
-    Finished,
-    ServiceError,
-    TextPiece,
-    TokenScore,
-    Work,
-    Worker,
-)
+from sansgpu.events.progress import Warn
+from sansgpu.jobs.serve.worker import Accepted, Endpoint, Finished, ServiceError, TextPiece, TokenScore, Work, Worker
 from sansgpu.models.generation.batch import Continuation, RunningBatch, ScoredToken
 from sansgpu.models.generation.generate import PROMPT_TOKENS, BatchModel, SlotReader
 from sansgpu.models.generation.prefix_cache import PrefixCache
@@ -96,9 +88,7 @@ class _Choice:
 class GenerationWorker(Worker[GenerationWork]):
     """Generates texts with a model: at most `slots` at once, each of at most `context` tokens with its prompt."""
 
-    def __init__(
-        self, model: BatchModel, slots: int, context: int, token_bytes: int, warn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, model: BatchModel, slots: int, context: int, token_bytes: int, warn: Warn) -> None:
         super().__init__(slots * (1 + WAITING_RATIO), token_bytes, warn)
         self.endpoints: tuple[Endpoint, ...] = ("completions",) if model.chat_ids is None else ("completions", "chat")
         self.slots, self.context, self._model = slots, context, model

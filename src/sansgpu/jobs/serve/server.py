@@ -14,6 +14,7 @@ import uvicorn
 
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import first_line
+from sansgpu.events.progress import Warn
 from sansgpu.jobs.serve.app import Service, build_app
 from sansgpu.jobs.serve.connections import BoundedConnection, detect_lost_clients
 from sansgpu.machine.interrupt import Interrupt, write_line
@@ -44,7 +45,7 @@ def run(
     listener: socket.socket,
     limits: ConnectionLimits,
     description: str,
-    warn: Callable[[str], None],
+    warn: Warn,
     say: Callable[[str], None],
 ) -> None:
     """Serves until SIGINT, SIGTERM or SIGHUP. Open answers then end with an error."""

@@ -15,6 +15,7 @@ import torch
 
 from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.wording import first_line
+from sansgpu.events.progress import Warn
 
 Endpoint = Literal["completions", "chat", "embeddings"]
 MIN_TOKEN_BYTES = 64  # limit of a token's size if all in the vocabulary are smaller: normalizers drop e.g. spaces
@@ -87,7 +88,7 @@ class Work:
     is_over: bool = field(init=False, default=False)
 
 
-def _concerns_model(work: Work) -> bool:
+def _needs_model(work: Work) -> bool:
     return work.is_prepared or work.is_cancelled
 
 
@@ -103,7 +104,7 @@ class Worker(ABC, Generic[Kind]):
     endpoints: tuple[Endpoint, ...]
     context: int  # maximum tokens of a text, with its prompt
 
-    def __init__(self, capacity: int, token_bytes: int, warn: Callable[[str], None]) -> None:
+    def __init__(self, capacity: int, token_bytes: int, warn: Warn) -> None:
         """`capacity` is the maximum number of sequences, running and waiting; `token_bytes` a token's maximum size."""
         self._capacity, self._token_bytes, self._warn = capacity, max(token_bytes, MIN_TOKEN_BYTES), warn
         self._changed = threading.Condition()
@@ -177,7 +178,7 @@ class Worker(ABC, Generic[Kind]):
     def _wait(self) -> bool:
         """Waits for something to do; returns False if the worker is to stop."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or any(map(_concerns_model, self._open)) or self._prepared)
+            self._changed.wait_for(lambda: self._stopping or any(map(_needs_model, self._open)) or self._prepared)
             return not self._stopping
 
     def _take(self) -> list[Kind]:

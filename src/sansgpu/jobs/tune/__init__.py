@@ -32,21 +32,28 @@ from sansgpu.config.paths import RUNS
 from sansgpu.config.plain_data import InvalidDataError
 from sansgpu.config.training import require_hours
 from sansgpu.config.wording import counted
-from sansgpu.events.progress import ReportProgress
+from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.files.atomic import atomic_write, cleanup_of, write_failures_as, write_text
-from sansgpu.files.marks import FolderMark, write_mark
-from sansgpu.files.ownership import LOCK, require_folder, require_no_links
+from sansgpu.files.ownership import LOCK, OutputFolder, require_no_links
 from sansgpu.files.reading import read_validated
-from sansgpu.jobs.tune.search import LOCK_SECONDS, STATES, Search, SearchBudget, Show, Study, require_same
+from sansgpu.jobs.tune.search import (
+    LOCK_SECONDS,
+    STATES,
+    UNCHANGED_CONFIG,
+    Search,
+    SearchBudget,
+    Show,
+    Study,
+    require_same,
+)
 from sansgpu.jobs.tune.trial import LENGTH_KEYS, Length, chosen_config, trial_config, trial_steps
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.probe import resolve_threads
 from sansgpu.planning.forecast import describe_plan, forecast_of, length_of
-from sansgpu.planning.process import Warn
 from sansgpu.planning.resolve import ResolveOptions, resolve_run, with_optimizer
 from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.registry import task_of
-from sansgpu.train.run_folders import open_any, require_writable
+from sansgpu.train.run_folders import with_absolute_paths
 from sansgpu.train.schedule import warmup_problem
 from sansgpu.views.tune import SearchBegin, SearchEstimate, SearchResult, TrialRow, write_tune_report
 
@@ -103,7 +110,7 @@ def tune(
         length = recorded or _planned_length(config, own_space, progress, warn)
         return _budget(request, space).estimate(length.seconds, 0)
     clean_up = cleanup_of(folder, LOCK)
-    require_writable(folder)
+    OutputFolder(folder, "search").make()
     with FileLock(folder / LOCK, timeout=LOCK_SECONDS), ExitStack() as until_recorded:
         until_recorded.callback(clean_up)
         length = _recorded_length(folder, config, space) or _planned_length(config, own_space, progress, warn)
@@ -226,7 +233,7 @@ class _RecordedSearch(BaseModel):
 def _recorded_length(folder: Path, config: Config, space: Space) -> Length | None:
     """Returns the trial length of the search in `folder`, or None. Raises ConfigError if it contains anything else."""
     file = folder / "tune.json"
-    require_folder(folder, "search")
+    OutputFolder(folder, "search").require()
     names = ("study.db", "trials", ".lock", "best.yaml", "trials.csv", "report.html")
     require_no_links([file, *(folder / name for name in names)])
     if file.is_file():
@@ -242,7 +249,7 @@ def _recorded_length(folder: Path, config: Config, space: Space) -> Length | Non
 def _record(folder: Path, config: Config, space: Space, length: Length) -> None:
     values = {**_identity(config, space), "length": length.model_dump()}
     with write_failures_as(ConfigError, folder, "--output-dir"):
-        write_mark(folder, FolderMark("search"))
+        OutputFolder(folder, "search").record()
         write_text(folder / "tune.json", json.dumps(values, indent=2) + "\n")
 
 
@@ -285,9 +292,9 @@ def _write_files(result: SearchResult, study: Study, chosen: Callable[[Values], 
     folder = study.folder
     with write_failures_as(SansGPUError, folder):
         with atomic_write(folder / "best.yaml") as partial:
-            save_config(open_any(chosen(result.best.parameters)), partial)
+            save_config(with_absolute_paths(chosen(result.best.parameters)), partial)
         _write_csv(result, study)
-        write_tune_report(result, study.optuna, folder)
+        write_tune_report(result, study.optuna_study, folder)
 
 
 def _row(trial: optuna.trial.FrozenTrial, default: Values, measure: str) -> TrialRow:
@@ -298,7 +305,7 @@ def _row(trial: optuna.trial.FrozenTrial, default: Values, measure: str) -> Tria
         loss=measured.get(measure),
         bits_per_byte=measured.get("bits_per_byte"),
         step=measured.get("step"),
-        parameters=default if "as_it_is" in trial.user_attrs else trial.params,
+        parameters=default if UNCHANGED_CONFIG in trial.user_attrs else trial.params,
         seconds=trial.user_attrs.get("seconds", 0.0),
         why=trial.user_attrs.get("why"),
     )
@@ -309,7 +316,7 @@ def _importance(study: Study) -> dict[str, float]:
     done = [trial for trial in study.trials() if trial.state == optuna.trial.TrialState.COMPLETE]
     if len(done) < MIN_TRIALS_FOR_IMPORTANCE:
         return {}
-    return dict(optuna.importance.get_param_importances(study.optuna))
+    return dict(optuna.importance.get_param_importances(study.optuna_study))
 
 
 def _write_csv(result: SearchResult, study: Study) -> None:

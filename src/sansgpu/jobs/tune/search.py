@@ -36,16 +36,17 @@ from sansgpu.config import (
     spaced_values,
 )
 from sansgpu.config.wording import first_line
-from sansgpu.files.ownership import remove_folder
+from sansgpu.files.ownership import OutputFolder, lock_run
 from sansgpu.jobs.tune.trial import Length, Outcome, TrialRun, trial_config
 from sansgpu.machine.distributed.world import grace_seconds
 from sansgpu.machine.interrupt import Interrupt
 from sansgpu.planning.forecast import done_at
-from sansgpu.train.run_folders import lock_run
 from sansgpu.train.snapshots import delete_snapshots
 from sansgpu.views.tune import SearchEstimate, SearchEvent, TrialBegin, TrialEnd, TrialStep
 
 NAME = "tune"
+# Attribute of trial 0 in the database: the keys of the unchanged configuration whose values are inside the space
+UNCHANGED_CONFIG = "as_it_is"
 STARTUP_TRIALS = 5  # trials before the sampler has data: the unchanged configuration, and points spread over the space
 PRUNER_STARTUP_TRIALS, PRUNER_WARMUP_PERCENT = 3, 30  # finished trials and progress of a trial before it may be pruned
 LOCK_SECONDS = 600  # how long to wait while another worker plans
@@ -93,7 +94,7 @@ class Study:
         url = f"sqlite:///{folder.absolute() / 'study.db'}"
         with readable(folder):
             self._storage = optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": {"timeout": LOCK_SECONDS}})
-            self.optuna = optuna.create_study(storage=self._storage, study_name=NAME, load_if_exists=True)
+            self.optuna_study = optuna.create_study(storage=self._storage, study_name=NAME, load_if_exists=True)
             self.trials()
 
     def begin(self, default: Values) -> None:
@@ -103,12 +104,12 @@ class Study:
         inside = {key: value for key, value in default.items() if self._space[key].contains(value)}
         for number in range(len(self.trials()), STARTUP_TRIALS):
             if number:
-                self.optuna.enqueue_trial(spaced_values(self._space, number))
+                self.optuna_study.enqueue_trial(spaced_values(self._space, number))
             else:
-                self.optuna.enqueue_trial(inside, user_attrs={"as_it_is": list(inside)})
+                self.optuna_study.enqueue_trial(inside, user_attrs={UNCHANGED_CONFIG: list(inside)})
 
     def trials(self) -> list[FrozenTrial]:
-        return list(self.optuna.get_trials(deepcopy=False))
+        return list(self.optuna_study.get_trials(deepcopy=False))
 
     def finished(self) -> int:
         return sum(trial.state.is_finished() for trial in self.trials())
@@ -141,7 +142,7 @@ class Study:
             return self._claimed(self._sampling(number).ask(), False, lock)
 
     def _claimed(self, trial: optuna.Trial, resumed: bool, lock: FileLock) -> ClaimedTrial:
-        unchanged = trial.user_attrs.get("as_it_is")  # keys of the unchanged configuration that are in the space
+        unchanged = trial.user_attrs.get(UNCHANGED_CONFIG)
         values = {
             key: _suggest(trial, parameter)
             for key, parameter in self._space.items()
@@ -195,7 +196,7 @@ class Study:
                 trial.set_user_attr("why", outcome.why)
             states = {name: state for state, name in STATES.items()}
             value = outcome.measured[measure] if outcome.state == "done" else None
-            self.optuna.tell(trial, value, states[outcome.state])
+            self.optuna_study.tell(trial, value, states[outcome.state])
             self._tidy()
         finally:
             claimed.lock.release()
@@ -208,7 +209,7 @@ class Study:
                 run = RunPaths(self.run_folder(trial.number))
                 if not any(path.is_symlink() for path in (run.root, run.snapshots)):  # sansgpu creates no links
                     delete_snapshots(run.snapshots)
-                    remove_folder(run.final)
+                    OutputFolder(run.final, "model").remove()
 
 
 def _best(trials: list[FrozenTrial]) -> FrozenTrial | None:

@@ -17,10 +17,9 @@ from pydantic import BaseModel, ConfigDict
 from sansgpu.config import Config, change_config, save_config
 from sansgpu.events.jsonl import read_events
 from sansgpu.files.atomic import atomic_write, make_folder
-from sansgpu.files.marks import FolderMark, read_mark, write_mark
-from sansgpu.files.ownership import require_no_links
+from sansgpu.files.ownership import OutputFolder, require_no_links
 from sansgpu.machine.memory import effective_batch
-from sansgpu.train.run_folders import open_any
+from sansgpu.train.run_folders import with_absolute_paths
 from sansgpu.train.snapshots import snapshots
 from sansgpu.views.record import seconds_of
 
@@ -117,10 +116,9 @@ class TrialRun:
         make_folder(folder)
         self._file = folder / "trial.yaml"
         require_no_links([folder, folder / "log.txt"])
-        if read_mark(folder) is None:
-            write_mark(folder, FolderMark("run"))
+        OutputFolder(folder, "run").record()
         with atomic_write(self._file) as partial:
-            save_config(open_any(config), partial)
+            save_config(with_absolute_paths(config), partial)
         self._process: subprocess.Popen[str] | None = None
         self._end = threading.Lock()
         self._stop_state: str | None = None

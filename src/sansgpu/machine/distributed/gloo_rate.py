@@ -58,9 +58,9 @@ def measure_gloo(size: int, dtype: str) -> Link:
             ) from None
 
 
-def _rank(rank: int, meeting: str, size: int, dtype: str) -> Link:
+def _rank(rank: int, init_method: str, size: int, dtype: str) -> Link:
     os.environ["GLOO_SOCKET_IFNAME"] = next(name for name, have in interfaces().items() if LOOPBACK in have)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS, timeout=TIMEOUT)
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=RANKS, timeout=TIMEOUT)
     many = torch.zeros(size, dtype=torch.uint8).view(getattr(torch, dtype))
     few = torch.zeros(2)
     seconds = _seconds(lambda: dist.all_reduce(many), REPEATS)

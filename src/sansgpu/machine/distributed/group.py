@@ -14,18 +14,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from sansgpu.config import SansGPUError
-from sansgpu.machine.address_space import out_of_memory
 from sansgpu.machine.distributed.peers import (
     LINGER_SECONDS,
     POLL_SECONDS,
-    REPORT_SECONDS,
     Heartbeats,
     LostRankError,
     Peer,
     this_process,
 )
 
-SMALLER_RUN = "lower training.batch_size or set model.gradient_checkpointing"
 Answer = TypeVar("Answer")
 
 
@@ -223,21 +220,3 @@ class Group:
 
 
 SINGLE_PROCESS = Group(0, [this_process()], restarted=False, timeout=0.0, shared=None)
-
-
-@contextmanager
-def reporting_failure(group: Group) -> Iterator[None]:
-    """Reports an error that ends this process to the other ranks; if rank 0 reports it, this process exits silently."""
-    try:
-        yield
-    except BaseException as raised:
-        error = out_of_memory(raised, SMALLER_RUN) or raised
-        if not isinstance(error, SansGPUError):
-            group.report_failure(error)
-            raise
-        reported = isinstance(error, LostRankError) and error.reported
-        if reported:
-            time.sleep(REPORT_SECONDS)
-        if reported or group.report_failure(error):
-            raise SystemExit(error.exit_code) from None
-        raise error from None

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch._C._distributed_c10d import Store
 
 from sansgpu.config import SansGPUError
-from sansgpu.machine import cores
+from sansgpu.machine.distributed.world import allowed_cpus
 
 BEAT_SECONDS = 1.0  # interval of heartbeats
 SILENT_SECONDS = 30.0  # a rank without a heartbeat for this long counts as lost during preparation
@@ -52,7 +52,7 @@ class Peer:
 def this_process(address: str = "", master: str = "") -> Peer:
     boot = Path("/proc/sys/kernel/random/boot_id")
     machine = f"{boot.read_text().strip() if boot.exists() else ''} {socket.gethostname()}"
-    return Peer(socket.gethostname(), os.getpid(), machine, address, master, [cpu.number for cpu in cores.cpus()])
+    return Peer(socket.gethostname(), os.getpid(), machine, address, master, allowed_cpus())
 
 
 class Heartbeats:

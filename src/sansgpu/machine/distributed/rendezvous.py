@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from sansgpu.config import ConfigError, TrainingConfig
-from sansgpu.machine import cores
 from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
 from sansgpu.machine.distributed.peers import POLL_SECONDS, Heartbeats, LostRankError, Peer, this_process
-from sansgpu.machine.distributed.world import World
+from sansgpu.machine.distributed.world import World, unbind
 
 _DISCARD_PORT = 9  # names a destination for a route lookup; nothing is sent
 
@@ -44,7 +43,7 @@ def join(world: World, backend: str, timeout: float, interface: str | None) -> G
     if world.size == 1:
         return Group(0, SINGLE_PROCESS.peers, world.restarts > 0, timeout, shared=None)
     if world.unbound:
-        cores.unbind()
+        unbind()
     own, first = route_to(world.address)
     name, address = interface_for(own, interface)
     deadline = time.monotonic() + timeout

@@ -1,4 +1,4 @@
-"""Rank, world size and rendezvous address, read from the launcher's environment variables."""
+"""What the launcher decided: rank, world size and rendezvous address from its environment variables, and processors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import IO
+from pathlib import Path
+from typing import IO, NamedTuple
 
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import truncate
@@ -25,6 +26,7 @@ SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "SLURM_STEP_ID")
 _PORTS = range(29500, 30500)
 _WHOLE = re.compile(r"[0-9]{1,18}")
+_TRAINJOB = "KUBEFLOW_TRAINER_SERVER"
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,31 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World:
     tasks = _number(environment, "SLURM_NTASKS") or 1
     alone = f"this Slurm job has {tasks} tasks, but only one process was started; start it with srun to use all of them"
     return World(note=f"{alone}." if tasks > 1 and "SLURM_STEP_NUM_TASKS" not in environment else None)
+
+
+def allowed_cpus() -> list[int]:
+    """Returns the numbers of the logical processors this process may run on."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+
+
+def unbind() -> None:
+    """Lets this process run on every processor that its container allows."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+
+
+class StatusServer(NamedTuple):
+    """The server of Kubeflow Trainer, with the files of the token and of the certificate of its authority."""
+
+    url: str
+    token: Path
+    ca_cert: str | None
+
+
+def find_status_server(environment: Mapping[str, str] = os.environ) -> StatusServer | None:
+    """Returns the server that Kubeflow Trainer names if its feature TrainJobStatus is enabled, else None."""
+    url, token = environment.get(f"{_TRAINJOB}_URL"), environment.get(f"{_TRAINJOB}_TOKEN")
+    return StatusServer(url, Path(token), environment.get(f"{_TRAINJOB}_CA_CERT")) if url and token else None
 
 
 def grace_seconds(environment: Mapping[str, str] = os.environ) -> int | None:

@@ -19,7 +19,7 @@ from sansgpu.config import ConfigError, ModelConfig, SansGPUError
 from sansgpu.config.paths import local_path
 from sansgpu.config.wording import counted, shown
 from sansgpu.files.atomic import write_failures_as
-from sansgpu.files.ownership import replace_folder
+from sansgpu.files.ownership import OutputFolder
 from sansgpu.files.reading import read_json, read_object, require_regular_file
 from sansgpu.machine.hub import hub_folder
 from sansgpu.models.formats.safetensors_file import require_short_header
@@ -44,7 +44,7 @@ def write_folder_atomically(folder: Path, write: Callable[[Path], None]) -> None
     Raises ConfigError if `folder` holds files that sansgpu did not write, and SansGPUError if writing fails.
     """
     try:
-        with write_failures_as(SansGPUError, folder), replace_folder(folder, "model") as new:
+        with write_failures_as(SansGPUError, folder), OutputFolder(folder, "model", "--output").replace() as new:
             write(new)
     except SafetensorError as error:
         raise SansGPUError(f"{folder} cannot be written ({error}); free some space or choose another folder.") from None

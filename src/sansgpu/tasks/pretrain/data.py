@@ -10,7 +10,6 @@ import numpy as np
 
 from sansgpu.config import Config, ConfigError
 from sansgpu.config.wording import counted
-from sansgpu.data.cleaning import first_bytes, without_duplicates
 from sansgpu.data.order import step_limits
 from sansgpu.data.pack import Windows, make_windows
 from sansgpu.data.settings import CorpusDataConfig
@@ -24,7 +23,6 @@ from sansgpu.machine.memory import effective_batch
 from sansgpu.models.architectures import DecoderConfig
 from sansgpu.tasks.base import with_vocabulary_of
 from sansgpu.tasks.distillation import with_length_of
-from sansgpu.tasks.pretrain.quality import QualityFilter
 from sansgpu.tasks.settings import DistilledTrainingConfig
 
 # Bigrams help if the text has many tokens per token of the vocabulary and is read for the first time. With fewer, most
@@ -73,11 +71,20 @@ def open_documents(config: Config, cache: Path, progress: ReportProgress) -> tup
 
     Also returns a message for each kind of cleaning. Raises ConfigError.
     """
-    data, notes = CorpusDataConfig.of(config), list[str]()
-    quality = QualityFilter.open(config) if data.quality_model is not None else None
+    data, notes, quality = CorpusDataConfig.of(config), list[str](), None
+    if data.quality_model is not None:
+        from sansgpu.tasks.pretrain.quality import QualityFilter
+
+        quality = QualityFilter.open(config)
     sources = open_sources(data)
-    train = sources.train if data.max_gb is None else first_bytes(sources.train, data.max_gb)
+    train = sources.train
+    if data.max_gb is not None:
+        from sansgpu.data.cleaning import first_bytes
+
+        train = first_bytes(train, data.max_gb)
     if data.deduplicate != "none":
+        from sansgpu.data.cleaning import without_duplicates
+
         train, note = without_duplicates(train, sources.validation, data.deduplicate, cache, progress)
         notes.append(note)
     if quality is not None:

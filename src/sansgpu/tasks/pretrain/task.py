@@ -14,7 +14,6 @@ import torch
 from sansgpu.config import Config, ConfigError, DataConfig, ModelConfig, derive_seed
 from sansgpu.config.paths import local_path
 from sansgpu.data.batch import Batch
-from sansgpu.data.bigrams import count_bigrams
 from sansgpu.data.order import batch_indices, generator, steps_per_epoch
 from sansgpu.data.pack import PackedWindows, TextWindows, Windows, piece_length
 from sansgpu.data.sequences import PackedSequences
@@ -34,17 +33,13 @@ from sansgpu.files.reading import read_object
 from sansgpu.machine.probe import has_bf16_tensors
 from sansgpu.models import TransformerLM
 from sansgpu.models.architectures import DecoderConfig
-from sansgpu.models.bigrams import initialize_from_bigrams
 from sansgpu.models.formats.decoder_folder import decoder_config, export_model, load_decoder, load_gguf_decoder
 from sansgpu.models.formats.decoder_weights import hugging_face_config, to_hugging_face
 from sansgpu.models.formats.folders import base_of, is_adapter_folder
 from sansgpu.models.formats.gguf_source import is_gguf, open_gguf
 from sansgpu.models.formats.tokenizers import TokenizerParts, with_rows
 from sansgpu.models.formats.weights import set_weights
-from sansgpu.models.generation.answer_end import end_tokens, stop_strings, token_ids
-from sansgpu.models.generation.generate import BatchModel, decoder_batch, generate
 from sansgpu.models.generation.sampling import Sampling
-from sansgpu.models.huggingface.sentence_embedding import is_static_folder
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.scoring import Scorer, decoder_scorer
 from sansgpu.models.teacher import Teacher, decoder_teacher
@@ -68,9 +63,12 @@ from sansgpu.tasks.pretrain.settings import SETTINGS
 from sansgpu.tasks.settings import DistilledTrainingConfig
 from sansgpu.tasks.task import EvaluationRequest, ModelSource, TrainedModel
 
-if TYPE_CHECKING:  # gguf is optional, and training needs neither
+if TYPE_CHECKING:  # gguf is optional; training needs none of the others
     from sansgpu.models.formats.gguf_file import GGUFFile
+    from sansgpu.models.generation.generate import BatchModel
     from sansgpu.models.huggingface.causal_lm import HuggingFaceLM
+    from sansgpu.models.scoring import Scorer
+    from sansgpu.models.teacher import Teacher
 
 EVALUATION_TOKENS = 4096  # tokens per micro-batch of an evaluation
 
@@ -117,6 +115,9 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
 
     def initialize(self, progress: ReportProgress) -> None:
         if DecoderConfig.of(self.config).initialization == "bigram":
+            from sansgpu.data.bigrams import count_bigrams
+            from sansgpu.models.bigrams import initialize_from_bigrams
+
             progress("counting pairs of tokens", 0, 0)
             bigrams = count_bigrams(self.corpus.documents, len(self.model.embedding.weight))
             initialize_from_bigrams(self.model, *bigrams, derive_seed(self.config.training.seed, "bigrams"))
@@ -138,6 +139,7 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
 
     @classmethod
     def teacher(cls, loaded: TrainedModel) -> Teacher:
+
         model, tokenizer = loaded.objective.model, loaded.tokenizer
         before = () if tokenizer.prefix_ids == (tokenizer.end_id,) else tokenizer.prefix_ids
         if isinstance(model, TransformerLM):
@@ -183,6 +185,8 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
         return batch.in_pieces(piece) if piece < window else batch
 
     def sample(self, prompt: str, tokens: int, sampling: Sampling) -> str:
+        from sansgpu.models.generation.generate import generate
+
         return "".join(generate(self.model, self.corpus.tokenizer, prompt, tokens, sampling))
 
     def export(self, folder: Path) -> None:
@@ -192,6 +196,8 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
     @classmethod
     def recognizes(cls, target: str) -> bool:
         """Returns True for folders and GGUF files that TransformerLM supports, and for paths that `load` rejects."""
+        from sansgpu.models.huggingface.sentence_embedding import is_static_folder
+
         path = local_path(target)
         if is_gguf(target):
             return decoder_config(path) is not None
@@ -215,6 +221,8 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
                 config,
             )
         if is_gguf(source.target):
+            from sansgpu.models.generation.answer_end import token_ids
+
             file = open_gguf(path)
             model: Any = load_gguf_decoder(file) or _transformers_model(str(path))
             tokenizer, ends = _with_rows(_gguf_tokenizer(file), model, source), token_ids(file.settings["eos_token_id"])
@@ -259,6 +267,8 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
 
     @classmethod
     def batch_model(cls, loaded: TrainedModel) -> BatchModel:
+        from sansgpu.models.generation.generate import decoder_batch
+
         model = loaded.objective.model
         if has_bf16_tensors(loaded.precision):
             narrow_matrices(model)
@@ -266,6 +276,7 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
 
     @classmethod
     def scorer(cls, loaded: TrainedModel) -> Scorer:
+
         model = loaded.objective.model
         if isinstance(model, TransformerLM):
             return decoder_scorer(model)
@@ -299,6 +310,8 @@ def _windows_of_epoch(corpus: TextCorpus, seed: int, epoch: int) -> Windows:
 
 def _ends_in(folder: Path) -> tuple[list[int], bool]:
     """Returns the end tokens in a model's generation_config.json, and whether the model has a chat template."""
+    from sansgpu.models.generation.answer_end import token_ids
+
     generation, named = folder / "generation_config.json", folder / "tokenizer_config.json"
     ends = token_ids(read_object(generation).get("eos_token_id")) if generation.is_file() else []
     has_template = named.is_file() and "chat_template" in read_object(named)
@@ -309,9 +322,10 @@ def _add_ends(tokenizer: Tokenizer, model: ModelConfig, known: Sequence[int], ha
     """Adds to a tokenizer the tokens and texts at which a model ends a text, including those of its chat template."""
     tokenizer.other_end_ids = tuple(known)
     if has_template:
+        from sansgpu.models.generation.answer_end import end_tokens, stop_strings
         from sansgpu.models.huggingface.tokenizer_files import (
-            load_tokenizer_of,  # imports transformers, if it is needed
-        )
+            load_tokenizer_of,
+        )  # imports transformers, if it is needed
 
         chat = load_tokenizer_of(model)
         tokenizer.other_end_ids, tokenizer.stops = end_tokens(chat, known).ids, stop_strings(chat)
