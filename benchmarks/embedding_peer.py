@@ -18,17 +18,18 @@ from sentence_transformers.sentence_transformer.losses import CosineSimilarityLo
 
 from benchmarks.peer_trainer import Watch, trainer_arguments
 from sansgpu.config import Config
+from sansgpu.data.forms.pairs import read_text_rows
 from sansgpu.data.rows import BadRows
 from sansgpu.data.sources import open_sources
+from sansgpu.data.tables import Columns
 from sansgpu.tasks.embed.groups import TextGroups
-from sansgpu.tasks.embed.rows import read_text_rows
 
 LOSSES = {"cosine": CosineSimilarityLoss, "ranking": MultipleNegativesRankingLoss}
 
 
 def columns(config: Config) -> Dataset:
     """Reads the training rows: a column for each text, and one for the score if there is any."""
-    rows = read_text_rows(open_sources(config.data).train.rows(), config.data, BadRows("fail"))
+    rows = read_text_rows(open_sources(config.data).train.rows(), Columns.of(config.data), BadRows("fail"))
     texts = zip(*(row.texts for row in rows), strict=True)
     found: dict[str, list[Any]] = {f"text{number}": list(column) for number, column in enumerate(texts)}
     if config.data.score_scale is not None:

@@ -19,6 +19,7 @@ import typer
 from sansgpu.events.escape import printable, printable_json, printable_line
 
 if TYPE_CHECKING:
+    from sansgpu.config import Config
     from sansgpu.views.terminal import PreparationBar, RunConsole
 
 CONFIGURATION, OUTPUT, SAMPLING = "Configuration", "Output", "Sampling"  # groups of options in a command's help
@@ -232,21 +233,26 @@ def check_tables(config: Path | None, overrides: Iterable[Any], resume: str | No
     if resume is not None:
         return
     from sansgpu.config import load_config
-    from sansgpu.data.headers import require_columns
 
-    require_columns(load_config(config, [*overrides])[0])
+    _require_columns(load_config(config, [*overrides])[0])
 
 
 def check_tables_for(run: str, data: str) -> None:
     """Raises ConfigError, before PyTorch is loaded, if a run's task cannot use the columns of the tables in `data`."""
     from sansgpu.config import load_config
     from sansgpu.config.paths import local_path
-    from sansgpu.data.headers import require_columns
 
     file = local_path(run) / "config.yaml"
     if file.is_file():
         config, _ = load_config(file, own=False)
-        require_columns(config.model_copy(update={"data": config.data.for_dataset(data)}))
+        _require_columns(config.model_copy(update={"data": config.data.for_dataset(data)}))
+
+
+def _require_columns(config: Config) -> None:
+    if config.settings.rows != "texts" or not config.data.has_header:  # otherwise nothing can be unclear
+        from sansgpu.data.forms.table import require_columns
+
+        require_columns(config)
 
 
 def preparation_bar(silent: bool = False) -> closing[PreparationBar]:

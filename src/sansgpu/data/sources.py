@@ -17,7 +17,7 @@ from sansgpu.config.paths import local_path
 from sansgpu.config.plain_data import unreadable
 from sansgpu.config.tasks import BUILT_IN_NAMES
 from sansgpu.config.wording import first_line
-from sansgpu.data.arithmetic import fingerprint, sums
+from sansgpu.data.built_in import library_files, stdlib_conversations, sums, sums_fingerprint
 from sansgpu.data.files import (
     CONVERT,
     PIECE_CHARS,
@@ -30,7 +30,6 @@ from sansgpu.data.files import (
     text_file_rows,
 )
 from sansgpu.data.rows import SourceRow, class_names, is_conversation, row_text, with_names
-from sansgpu.data.stdlib import library_files, stdlib_conversations
 from sansgpu.files.folders import entries_below
 from sansgpu.files.reading import require_regular_file
 from sansgpu.machine.disk import file_sha256
@@ -126,7 +125,7 @@ def _stdlib_chat(library: Source) -> Source:
 
 
 def _arithmetic(part: str) -> Source:
-    name, digest = _title(ARITHMETIC, part), hashlib.sha256(fingerprint(part).encode()).hexdigest()
+    name, digest = _title(ARITHMETIC, part), hashlib.sha256(sums_fingerprint(part).encode()).hexdigest()
 
     def read() -> Iterator[Piece]:
         raise ConfigError(f"{name} has prompts for task grpo, not documents; choose a different dataset.")

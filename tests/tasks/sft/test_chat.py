@@ -12,9 +12,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from sansgpu.config import ConfigError
+from sansgpu.data.forms.chats import CONVERSATIONS
 from sansgpu.data.rows import BadRowError, SourceRow
 from sansgpu.tasks.sft.chat import MaskedConversation, mask_conversation, show_masked, tokenize_conversations
-from sansgpu.tasks.sft.conversations import read_conversation
 
 WHERE = "notes.jsonl, line 7"
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header|>", "<|end_header|>", "<|eot|>"]
@@ -87,7 +87,7 @@ def conversation_of(*contents: str, system: str | None = None) -> list[dict[str,
 
 
 def mask_of(tokenizer: Any, parse_special: bool = False, **row: Any) -> MaskedConversation:
-    conversation = replace(read_conversation(SourceRow(WHERE, row)), parse_special=parse_special)
+    conversation = replace(CONVERSATIONS.read(SourceRow(WHERE, row)), parse_special=parse_special)
     return mask_conversation(conversation, tokenizer)
 
 

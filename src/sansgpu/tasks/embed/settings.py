@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings
 from sansgpu.tasks.settings import FINE_TUNED, LORA_LEARNING_RATE, fine_tuning_problems
 
@@ -26,12 +24,6 @@ EMBEDDING_METRICS = (
 )
 
 
-def _check_columns(config: Any) -> None:
-    from sansgpu.tasks.embed.rows import require_embedding_columns
-
-    require_embedding_columns(config.data)
-
-
 SETTINGS = TaskSettings(
     "embed",
     ("packing", "pretrained", "rows", "adapter"),
@@ -47,7 +39,7 @@ SETTINGS = TaskSettings(
     defaults={"training": {**FINE_TUNED, "learning_rate": 2e-5}, "data": {"validation_split": 0.05}},
     adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
     problems=fine_tuning_problems,
-    check_columns=_check_columns,
+    rows="text groups",
     metrics=EMBEDDING_METRICS,
     card=lambda model: CardText(
         "a model that turns texts into vectors, so that texts of similar meaning have similar vectors",

@@ -11,7 +11,8 @@ import numpy as np
 
 from sansgpu.config import Config
 from sansgpu.config.wording import counted
-from sansgpu.data.rows import BadRows, SourceRow
+from sansgpu.data.forms.chats import PROMPTS, Prompt
+from sansgpu.data.rows import BadRows, SourceRow, bad_row
 from sansgpu.data.shards import rows_with_progress
 from sansgpu.data.sources import Source
 from sansgpu.events.progress import ReportProgress
@@ -21,11 +22,8 @@ from sansgpu.models.generation.special_texts import EncodedConversation
 from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.grpo.batch import PromptRow, Prompts
 from sansgpu.tasks.grpo.rewards import check_answer
-from sansgpu.tasks.sft.conversations import Prompt, bad_row, read_prompt
 from sansgpu.tasks.sft.notes import special_text_notes
 from sansgpu.tasks.sft.rendering import with_fixed_date
-
-PROMPT_COLUMNS = ("prompt", "messages", "text")
 
 
 @dataclass(frozen=True)
@@ -91,8 +89,8 @@ def read_prompts(
     special_texts = list[str]()
 
     def parse(row: SourceRow) -> PromptRow:
-        prompt = read_prompt(row)
-        columns = {name: value for name, value in prompt.row.items() if name not in PROMPT_COLUMNS}
+        prompt = PROMPTS.read(row)
+        columns = prompt.columns
         if grpo.reward_function is None:
             check_answer(columns, prompt.where)
         with tokenizer_errors(row.where):

@@ -16,7 +16,8 @@ from typing import Any, Literal
 import numpy as np
 
 from sansgpu.config import ConfigError
-from sansgpu.data.rows import BadRowError, BadRows, SourceRow
+from sansgpu.data.forms.chats import CONVERSATIONS, Conversation
+from sansgpu.data.rows import BadRowError, BadRows, SourceRow, bad_row
 from sansgpu.data.tokenizer import bytes_between, special_tokens_around, token_bytes
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.models.generation.special_texts import (
@@ -26,7 +27,6 @@ from sansgpu.models.generation.special_texts import (
     encode_plain,
     encode_raw,
 )
-from sansgpu.tasks.sft.conversations import Conversation, bad_row, read_conversation
 from sansgpu.tasks.sft.rendering import RenderedConversation
 
 
@@ -92,7 +92,7 @@ def tokenize_conversations(
 
     def fit(row: SourceRow) -> tuple[MaskedConversation | None, bool]:
         with tokenizer_errors(row.where):
-            conversation = replace(read_conversation(row), parse_special=parse_special)
+            conversation = replace(CONVERSATIONS.read(row), parse_special=parse_special)
             return mask_within(conversation, tokenizer, max_length, long_rows)
 
     bad_rows = BadRows(on_bad_row)

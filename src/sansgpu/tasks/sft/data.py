@@ -10,6 +10,7 @@ import numpy as np
 
 from sansgpu.config import Config
 from sansgpu.data.batch import IGNORE
+from sansgpu.data.forms.chats import CONVERSATIONS
 from sansgpu.data.rows import BadRowError
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import rows_with_progress
@@ -20,7 +21,6 @@ from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.distillation import require_same_vocabulary, with_length_of
 from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.sft.chat import TokenizedConversations, show_masked, tokenize_conversations
-from sansgpu.tasks.sft.conversations import read_conversation
 from sansgpu.tasks.sft.notes import end_notes, special_text_notes
 
 
@@ -152,7 +152,7 @@ def shared_system_message(source: Source) -> str | None:
     shared: str | None = None
     for row in source.rows():
         try:
-            first = next(iter(read_conversation(row).turns), {})
+            first = next(iter(CONVERSATIONS.read(row).turns), {})
         except BadRowError:
             continue
         message = first.get("content") if first.get("role") == "system" else None
