@@ -7,6 +7,7 @@ import pytest
 from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.forms.form import settle_columns
 from sansgpu.data.forms.labels import LABELED
+from sansgpu.data.forms.pairs import TEXT_GROUPS
 from sansgpu.data.forms.tags import TAGGED
 from sansgpu.tasks.graph.sources import open_graphs
 from tests.tasks.graph.graph_files import facts, read
@@ -81,6 +82,9 @@ def test_files_with_and_without_a_header_are_not_mixed(tmp_path: Path) -> None:
         columns(tmp_path, "a.tsv", FILMS, validation_name=str(tmp_path / "held.tsv"))
     with pytest.raises(ConfigError, match=r"held\.tsv: its first line is a header with the column label"):
         columns(tmp_path, "a.tsv", FILMS, validation_name=str(tmp_path / "held.tsv"), text_column=0, label_column=1)
+    data = DataConfig(dataset_name=str(tmp_path / "held.tsv"), label_column=1)
+    with pytest.raises(ConfigError, match="its first line is a header with the column label"):
+        settle_columns(data, TEXT_GROUPS)
     (tmp_path / "held.tsv").write_text(FILMS)
     assert columns(tmp_path, "a.tsv", FILMS, validation_name=str(tmp_path / "held.tsv")) == (0, 1)
 

@@ -89,6 +89,13 @@ class SourceRow(NamedTuple):
         """Returns the error for an invalid value."""
         return bad_row(f"{self.where}:", problem)
 
+    def required_text(self, key: str) -> str:
+        """Returns the text of a column. Raises BadRowError if it is missing or has only white space."""
+        text = self.value.get(key)
+        if not isinstance(text, str) or not text.strip():
+            raise self.error(f"it has no {key}")
+        return self.valid_text(text, key)
+
     def valid_text(self, text: Any, key: str) -> str:
         """Returns `text`, the row's value for `key`. Raises BadRowError if it is not a string of valid Unicode."""
         if not isinstance(text, str):

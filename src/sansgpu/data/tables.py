@@ -25,7 +25,7 @@ from sansgpu.data.lines import (
     require_length,
     suffix_of,
 )
-from sansgpu.data.rows import LABEL_COLUMNS, ROW_REMEDY, TEXT_NAMES, Column, Row, SourceRow
+from sansgpu.data.rows import LABEL_COLUMNS, ROW_REMEDY, TEXT_NAMES, Column, Row, SourceRow, column_key
 
 TABLES = (".csv", ".tsv")
 MAX_COLUMNS = 1_000_000  # largest number of columns in a table without a header
@@ -50,8 +50,9 @@ class Columns:
 
     def set_in(self, data: DataConfig) -> DataConfig:
         """Returns settings of the data with these columns."""
-        names = ("text_column", "text_pair_column", "label_column", "tag_column")
-        return data.model_copy(update=dict(zip(names, (self.text, self.pair, self.label, self.tag), strict=True)))
+        columns = {"text_column": self.text, "text_pair_column": self.pair, "label_column": self.label}
+        columns |= {"tag_column": self.tag}
+        return data.model_copy(update={key: value for key, value in columns.items() if getattr(data, key) != value})
 
     @property
     def named(self) -> list[Column]:
@@ -208,19 +209,15 @@ def _is_number(value: str) -> bool:
 def require_no_header(paths: Iterable[Path], columns: Columns) -> None:
     """Raises ConfigError if columns are set by number, but the first line of a table is a header.
 
-    It is one if the label's column, or else the text's, has a usual name there, such as "label" or "text".
+    It is one if the label's or the text's column has a usual name there, such as "label" or "text".
     """
     chosen = ("label_column", columns.label, LABEL_COLUMNS), ("text_column", columns.text, TEXT_NAMES)
-    numbers = [(key, column, usual) for key, column, usual in chosen if isinstance(column, int)]
-    for path in filter(is_table, paths) if numbers else ():
-        values = next(table_lines(path), ())
-        for key, column, usual in numbers:
-            if not -len(values) <= column < len(values):
-                continue
-            if values[column].strip().casefold() in usual:
+    for path in () if columns.has_header else filter(is_table, paths):
+        names: Row = dict(enumerate(next(table_lines(path), ())))
+        for key, column, usual in chosen:
+            name = names.get(column_key(names, column), "") if isinstance(column, int) else ""
+            if name.strip().casefold() in usual:
                 raise ConfigError(
-                    f"{path}: its first line is a header with the column {values[column]}, but data.{key} {column} is "
-                    f"a column number, which is for files without a header; remove that line, or set data.{key} to "
-                    "the name."
+                    f"{path}: its first line is a header with the column {name}, but data.{key} {column} is a column "
+                    f"number, which is for files without a header; remove that line, or set data.{key} to the name."
                 )
-            break

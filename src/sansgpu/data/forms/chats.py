@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from sansgpu.data.forms.form import Form, Forms
 from sansgpu.data.rows import Row, SourceRow, TypedRow, bad_row, is_text
@@ -13,8 +13,9 @@ from sansgpu.data.tables import Columns
 
 Message = dict[str, Any]  # role, content, and any other keys for the chat template
 
+Role = Literal["system", "developer", "user", "assistant", "tool"]
 # For each role, the roles of the turn that may precede it; None: it may be the first turn.
-FOLLOWS: dict[str, tuple[str | None, ...]] = {
+FOLLOWS: dict[Role, tuple[str | None, ...]] = {
     "system": (None,),
     "developer": (None,),
     "user": (None, "system", "developer", "assistant", "tool"),
@@ -90,6 +91,12 @@ def _string(row: SourceRow, column: str) -> str:
     if not isinstance(value, str):
         raise bad_row(row.where, f"has a value of type {type(value).__name__} instead of a string in {column}")
     return value
+
+
+def _nonempty(row: SourceRow, column: str) -> str:
+    text = _string(row, column)
+    require_nonempty(row.where, text, column)
+    return text
 
 
 def require_nonempty(where: str, text: Any, column: str) -> None:
@@ -199,12 +206,8 @@ def _after_system(row: SourceRow, prompt: str) -> str:
     return f"{system}\n\n{prompt}" if system else prompt
 
 
-def _messages(row: SourceRow, columns: Columns) -> Conversation:
-    return learned(row, all_turns(row, row.value["messages"], "messages"), 0)
-
-
-def _sharegpt(row: SourceRow, columns: Columns) -> Conversation:
-    return learned(row, all_turns(row, row.value["conversations"], "conversations"), 0)
+def _turns_in(column: str) -> Callable[[SourceRow, Columns], Conversation]:
+    return lambda row, columns: learned(row, all_turns(row, row.value[column], column), 0)
 
 
 def _completion(row: SourceRow, columns: Columns) -> Conversation:
@@ -222,45 +225,26 @@ def _instruction(row: SourceRow, columns: Columns) -> Conversation:
 
 
 def _text(row: SourceRow, columns: Columns) -> Conversation:
-    text = _string(row, "text")
-    require_nonempty(row.where, text, "text")
+    text = _nonempty(row, "text")
     _require_unicode(row, text)
     return Conversation(row.where, text=text)
 
 
-_QUESTION = {"role": "user", "content": "What is 2 + 2?"}
-_ANSWER = {"role": "assistant", "content": "4"}
-_SHAREGPT_QUESTION = {"from": "human", "value": "What is 2 + 2?"}
-_SYSTEM = "Answer briefly."
+_QUESTION, _ANSWER = {"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}
+_HUMAN, _GPT = {"from": "human", "value": "What is 2 + 2?"}, {"from": "gpt", "value": "4"}
 
-CONVERSATIONS = Forms(
-    "messages, prompt and completion, instruction and output, or text",
-    (
-        Form(("messages",), _messages, {"messages": [_QUESTION, _ANSWER]}, ("system",)),
-        Form(
-            ("prompt", "completion"),
-            _completion,
-            {"prompt": "What is 2 + 2?", "completion": "4", "system": _SYSTEM},
-            ("system",),
-        ),
-        Form(
-            ("instruction", "output"),
-            _instruction,
-            {"instruction": "Translate to German.", "input": "two", "output": "zwei"},
-            ("input", "system"),
-        ),
-        Form(("text",), _text, {"text": "A text whose tokens are all learned."}),
-        Form(
-            ("conversations",),
-            _sharegpt,
-            {"conversations": [_SHAREGPT_QUESTION, {"from": "gpt", "value": "4"}], "system": _SYSTEM},
-            ("system",),
-        ),
-    ),
-)
+CONVERSATIONS = Forms("messages, prompt and completion, instruction and output, or text", (
+    Form(("messages",), _turns_in("messages"), {"messages": [_QUESTION, _ANSWER]}, ("system",)),
+    Form(("prompt", "completion"), _completion, {"prompt": "What is 2 + 2?", "completion": "4"}, ("system",)),
+    Form(("instruction", "output"), _instruction,
+         {"instruction": "Translate to German.", "input": "two", "output": "zwei"}, ("input", "system")),
+    Form(("text",), _text, {"text": "A text of which all tokens are learned."}),
+    Form(("conversations",), _turns_in("conversations"),
+         {"system": "Answer briefly.", "conversations": [_HUMAN, _GPT]}, ("system",)),
+))  # fmt: skip
 
 
-def _to_answer(row: SourceRow, values: Any, column: str) -> Prompt:
+def _answerable(row: SourceRow, values: Any, column: str) -> Prompt:
     turns = _in_order(row.where, all_turns(row, values, column))
     if not turns or turns[-1]["role"] not in ANSWERED_ROLES:
         raise bad_row(row.where, f"has no user message to answer at the end of its {column}")
@@ -268,36 +252,26 @@ def _to_answer(row: SourceRow, values: Any, column: str) -> Prompt:
     return Prompt(row.where, row.value, turns)
 
 
-def _asked_messages(row: SourceRow, columns: Columns) -> Prompt:
-    return _to_answer(row, row.value["messages"], "messages")
+def _asked_in(column: str) -> Callable[[SourceRow, Columns], Prompt]:
+    return lambda row, columns: _answerable(row, row.value[column], column)
 
 
-def _asked_prompt(row: SourceRow, columns: Columns) -> Prompt:
+def _asked(row: SourceRow, columns: Columns) -> Prompt:
     """Reads a prompt: a user turn for models with a chat template, and a text to continue for others."""
     prompt = row.value["prompt"]
     require_nonempty(row.where, prompt, "prompt")
-    asked = _to_answer(row, _as_turns(prompt, "user"), "prompt")
-    return replace(asked, text=_after_system(row, prompt)) if isinstance(prompt, str) else asked
+    found = _answerable(row, _as_turns(prompt, "user"), "prompt")
+    return replace(found, text=_after_system(row, prompt)) if isinstance(prompt, str) else found
 
 
-def _asked_text(row: SourceRow, columns: Columns) -> Prompt:
-    text = _string(row, "text")
-    require_nonempty(row.where, text, "text")
+def _continued(row: SourceRow, columns: Columns) -> Prompt:
     _require_unicode(row, row.value)
-    return Prompt(row.where, row.value, text=text)
+    return Prompt(row.where, row.value, text=_nonempty(row, "text"))
 
 
-def _asked_sharegpt(row: SourceRow, columns: Columns) -> Prompt:
-    return _to_answer(row, row.value["conversations"], "conversations")
-
-
-PROMPTS = Forms(
-    "prompt, messages or text",
-    (
-        Form(("messages",), _asked_messages, {"messages": [_QUESTION], "answer": "4"}, ("system", "answer")),
-        Form(("prompt",), _asked_prompt, {"prompt": "What is 2 + 2?", "answer": "4"}, ("system", "answer")),
-        Form(("text",), _asked_text, {"text": "2 + 2 =", "answer": "4"}, ("answer",)),
-        Form(("conversations",), _asked_sharegpt, {"conversations": [_SHAREGPT_QUESTION]}, ("system", "answer")),
-    ),
-    text_rows=True,
-)
+PROMPTS = Forms("prompt, messages or text", (
+    Form(("messages",), _asked_in("messages"), {"messages": [_QUESTION], "answer": "4"}, ("system", "answer")),
+    Form(("prompt",), _asked, {"prompt": "What is 2 + 2?", "answer": "4"}, ("system", "answer")),
+    Form(("text",), _continued, {"text": "2 + 2 =", "answer": "4"}, ("answer",)),
+    Form(("conversations",), _asked_in("conversations"), {"conversations": [_HUMAN]}, ("system", "answer")),
+), text_rows=True)  # fmt: skip

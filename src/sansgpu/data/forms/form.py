@@ -39,10 +39,6 @@ def anything(row: Row, columns: Columns) -> bool:
     return True
 
 
-def as_set(paths: Sequence[Path], columns: Columns) -> tuple[Columns, str | None]:
-    return columns, None
-
-
 @dataclass(frozen=True)
 class Forms(Generic[T_co]):
     """The forms of the rows that some tasks take, in the order in which they are tried."""
@@ -50,22 +46,18 @@ class Forms(Generic[T_co]):
     needed: str  # what rows need, for messages
     forms: tuple[Form[T_co], ...]
     text_rows: bool = False  # plain text files have rows, too
-    # Finds the columns of tables without a header, and returns a message about them, if any. Raises ConfigError if the
+    # Finds the columns of tables without a header, and returns a message about them or None. Raises ConfigError if the
     # meaning of the columns is unclear.
-    settle: Callable[[Sequence[Path], Columns], tuple[Columns, str | None]] = as_set
+    settle: Callable[[Sequence[Path], Columns], tuple[Columns, str | None]] | None = None
 
-    def form_of(self, row: SourceRow, columns: Columns = USUAL) -> Form[T_co]:
-        """Returns the form of a row. Raises BadRowError if it has none of them."""
+    def read(self, row: SourceRow, columns: Columns = USUAL) -> T_co:
+        """Returns the content of a row. Raises BadRowError if it has none of the forms or is invalid."""
         given = row.columns(self.needed)
         form = next((form for form in self.forms if form.fits(given, columns)), None)
         if form is None:
             names = column_names({name: value for name, value in given.items() if value is not None})
             raise row.error(f"it has {names or 'no columns'}, but needs {self.needed}")
-        return form
-
-    def read(self, row: SourceRow, columns: Columns = USUAL) -> T_co:
-        """Returns the content of a row. Raises BadRowError if it is invalid."""
-        return self.form_of(row, columns).read(row, columns)
+        return form.read(row, columns)
 
     def single_rows(self, rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
         """Yields rows, and the single rows of those that hold several."""
@@ -88,5 +80,5 @@ def settle_columns(data: DataConfig, forms: Forms[Any]) -> tuple[DataConfig, str
     """
     columns, paths = Columns.of(data), local_files(data, forms.text_rows)
     require_no_header(paths, columns)
-    settled, note = forms.settle(paths, columns)
+    settled, note = (columns, None) if forms.settle is None else forms.settle(paths, columns)
     return data if settled == columns else settled.set_in(data), note

@@ -316,34 +316,14 @@ def _is_no_name(value: str) -> bool:
 
 _TRIPLE = {"head": "Ada", "relation": "lived in", "tail": "London"}
 
-GRAPHS: Forms[GraphDocument | EntityText | Fact] = Forms(
-    "a text or a triple",
-    (
-        Form(
-            ("vertexSet", "title", "sents", "labels"),
-            _docred_document,
-            {
-                "title": "Ada",
-                "sents": [["Ada", "lived", "in", "London", "."]],
-                "vertexSet": [
-                    [{"name": "Ada", "sent_id": 0, "pos": [0, 1]}],
-                    [{"name": "London", "sent_id": 0, "pos": [3, 4]}],
-                ],
-                "labels": [{"h": 0, "r": "lived in", "t": 1}],
-            },
-            recognizes=lambda row, columns: row.get("vertexSet") is not None,
-        ),
-        Form(FACT_KEYS, _fact, {**_TRIPLE, "qualifiers": {"until": "1852"}}, ("qualifiers",), _is_fact),
-        Form(
-            ("id", "text"), _entity, {"id": "Q7259", "name": "Ada", "text": "A mathematician."}, ("name",), _is_entity
-        ),
-        Form(
-            ("text", "triples"),
-            _document,
-            {"text": "Ada lived in London.", "triples": [_TRIPLE], "entities": ["Ada", "London"]},
-            (*FACT_KEYS, "content", "entities", "id"),
-            anything,
-        ),
-    ),
-    settle=check_triples,
-)
+GRAPHS: Forms[GraphDocument | EntityText | Fact] = Forms("a text or a triple", (
+    Form(("vertexSet", "title", "sents", "labels"), _docred_document,
+         {"title": "Ada", "sents": [["Ada", "lived", "in", "London"]], "labels": [{"h": 0, "r": "lived in", "t": 1}],
+          "vertexSet": [[{"name": "Ada", "sent_id": 0, "pos": [0, 1]}],
+                        [{"name": "London", "sent_id": 0, "pos": [3, 4]}]]},
+         recognizes=lambda row, columns: row.get("vertexSet") is not None),
+    Form(FACT_KEYS, _fact, {**_TRIPLE, "qualifiers": {"until": "1852"}}, ("qualifiers",), _is_fact),
+    Form(("id", "text"), _entity, {"id": "Q7259", "name": "Ada", "text": "A mathematician."}, ("name",), _is_entity),
+    Form(("text", "triples"), _document, {"text": "Ada lived in London.", "triples": [_TRIPLE], "entities": ["Ada"]},
+         (*FACT_KEYS, "content", "entities", "id"), anything),
+), settle=check_triples)  # fmt: skip

@@ -139,24 +139,9 @@ def number_columns(paths: Sequence[Path], columns: Columns) -> tuple[Columns, st
     raise suspect.refusal(f"{numbers} if no file has a header, or add a first line with the names of the columns")
 
 
-LABELED = Forms(
-    "a text and a label",
-    (
-        Form(
-            ("text", "text_pair", "label"),
-            _labeled,
-            {"text": "A man sleeps.", "text_pair": "Nobody is awake.", "label": "entailment"},
-            ("content", "labels"),
-            _has_pair,
-        ),
-        Form(
-            ("text", "label"),
-            _labeled,
-            {"text": "A wonderful film.", "label": "positive"},
-            ("content", "labels"),
-            anything,
-        ),
-    ),
-    text_rows=True,
-    settle=number_columns,
-)
+LABELED = Forms("a text and a label", (
+    Form(("text", "text_pair", "label"), _labeled,
+         {"text": "A man sleeps.", "text_pair": "Nobody is awake.", "label": "entailment"},
+         ("content", "labels"), _has_pair),
+    Form(("text", "label"), _labeled, {"text": "A great film.", "label": "good"}, ("content", "labels"), anything),
+), text_rows=True, settle=number_columns)  # fmt: skip

@@ -160,25 +160,12 @@ def require_names(paths: Sequence[Path], columns: Columns) -> tuple[Columns, str
     return columns, None
 
 
-TEXT_GROUPS = Forms(
-    "texts",
-    (
-        Form(
-            ("anchor", "positive"),
-            _anchored,
-            {"anchor": "What is a fox?", "positive": "A fox is an animal.", "negative": "The sky is blue."},
-            ("negative",),
-            _is_anchored,
-        ),
-        Form(
-            ("text1", "text2", "score"),
-            _scored,
-            {"text1": "A plane takes off.", "text2": "An airplane departs.", "score": 0.9},
-            ("sentence1", "sentence2", "text", "text_pair", "similarity_score", "similarity", "label"),
-            _has_two_texts,
-        ),
-        Form(("text", "label"), _labeled, {"text": "A wonderful film.", "label": "positive"}, recognizes=anything),
-    ),
-    text_rows=True,
-    settle=require_names,
-)
+TEXT_GROUPS = Forms("texts", (
+    Form(("anchor", "positive"), _anchored,
+         {"anchor": "What is a fox?", "positive": "A fox is an animal.", "negative": "The sky is blue."},
+         ("negative",), _is_anchored),
+    Form(("text1", "text2", "score"), _scored,
+         {"text1": "A plane takes off.", "text2": "An airplane departs.", "score": 0.9},
+         ("sentence1", "sentence2", "text", "text_pair", "similarity_score", "similarity", "label"), _has_two_texts),
+    Form(("text", "label"), _labeled, {"text": "A great film.", "label": "good"}, recognizes=anything),
+), text_rows=True, settle=require_names)  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +30,14 @@ class PreferenceRow(TypedRow):
         return list(zip(self.conversations, (True, False), strict=True))
 
 
-def _pair(row: SourceRow, prompt: Any, chosen: Any, rejected: Any) -> PreferenceRow:
-    answers = ("chosen", chosen), ("rejected", rejected)
-    return PreferenceRow(row.where, tuple(_answered(row, prompt, answer, name) for name, answer in answers))
-
-
 def _answered(row: SourceRow, prompt: Any, answer: Any, column: str) -> Conversation:
     require_nonempty(row.where, prompt, "prompt")
     return answered(row, prompt, answer, column)
+
+
+def _pair(row: SourceRow, prompt: Any, chosen: Any, rejected: Any) -> PreferenceRow:
+    answers = ("chosen", chosen), ("rejected", rejected)
+    return PreferenceRow(row.where, tuple(_answered(row, prompt, answer, name) for name, answer in answers))
 
 
 def _two_answers(row: SourceRow) -> tuple[Any, Any]:
@@ -45,12 +46,8 @@ def _two_answers(row: SourceRow) -> tuple[Any, Any]:
     return row.value["chosen"], row.value["rejected"]
 
 
-def _sharegpt_pair(row: SourceRow, columns: Columns) -> PreferenceRow:
-    return _pair(row, row.value["conversations"], *_two_answers(row))
-
-
-def _prompt_pair(row: SourceRow, columns: Columns) -> PreferenceRow:
-    return _pair(row, row.value["prompt"], *_two_answers(row))
+def _pair_after(column: str) -> Callable[[SourceRow, Columns], PreferenceRow]:
+    return lambda row, columns: _pair(row, row.value[column], *_two_answers(row))
 
 
 def _has_prompt(row: Row, columns: Columns) -> bool:
@@ -87,19 +84,14 @@ def _rating(row: SourceRow) -> bool:
     return label
 
 
-def _rated_messages(row: SourceRow, columns: Columns) -> PreferenceRow:
-    return _rated(row, "messages")
+def _rated_in(column: str) -> Callable[[SourceRow, Columns], PreferenceRow]:
+    def read(row: SourceRow, columns: Columns) -> PreferenceRow:
+        turns = all_turns(row, row.value[column], column)
+        if turns and turns[-1]["role"] != "assistant":
+            raise bad_row(row.where, "ends without an answer to rate")
+        return PreferenceRow(row.where, (learned(row, turns, len(turns) - 1),), _rating(row))
 
-
-def _rated_sharegpt(row: SourceRow, columns: Columns) -> PreferenceRow:
-    return _rated(row, "conversations")
-
-
-def _rated(row: SourceRow, column: str) -> PreferenceRow:
-    turns = all_turns(row, row.value[column], column)
-    if turns and turns[-1]["role"] != "assistant":
-        raise bad_row(row.where, "ends without an answer to rate")
-    return PreferenceRow(row.where, (learned(row, turns, len(turns) - 1),), _rating(row))
+    return read
 
 
 def _rated_completion(row: SourceRow, columns: Columns) -> PreferenceRow:
@@ -107,46 +99,22 @@ def _rated_completion(row: SourceRow, columns: Columns) -> PreferenceRow:
     return PreferenceRow(row.where, (answer,), _rating(row))
 
 
-_PROMPT = "What is 2 + 2?"
-_TURNS = [{"role": "user", "content": _PROMPT}, {"role": "assistant", "content": "4"}]
-_SHAREGPT = [{"from": "human", "value": _PROMPT}]
-_CHOSEN, _REJECTED = {"from": "gpt", "value": "4"}, {"from": "gpt", "value": "5"}
+_PROMPT, _GOOD, _BAD = "What is 2 + 2?", {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "5"}
+_ASKED = [{"role": "user", "content": _PROMPT}]
+_HUMAN, _GPT = {"from": "human", "value": _PROMPT}, {"from": "gpt", "value": "4"}
 
 PREFERENCES = Forms(
     "prompt, chosen and rejected; chosen and rejected; conversations, chosen and rejected; messages and label; or "
-    "prompt, completion and label",
-    (
-        Form(
-            ("conversations", "chosen", "rejected"),
-            _sharegpt_pair,
-            {"conversations": _SHAREGPT, "chosen": _CHOSEN, "rejected": _REJECTED, "system": "Answer briefly."},
-            ("system",),
-        ),
-        Form(
-            ("prompt", "chosen", "rejected"),
-            _prompt_pair,
-            {"prompt": _PROMPT, "chosen": "4", "rejected": "5"},
-            ("system",),
-            _has_prompt,
-        ),
-        Form(
-            ("chosen", "rejected"),
-            _whole_pair,
-            {"chosen": _TURNS, "rejected": [_TURNS[0], {"role": "assistant", "content": "5"}]},
-            ("prompt", "system"),
-        ),
-        Form(("messages", "label"), _rated_messages, {"messages": _TURNS, "label": True}, ("system",)),
-        Form(
-            ("conversations", "label"),
-            _rated_sharegpt,
-            {"conversations": [*_SHAREGPT, _REJECTED], "label": False},
-            ("system",),
-        ),
-        Form(
-            ("prompt", "completion", "label"),
-            _rated_completion,
-            {"prompt": _PROMPT, "completion": "4", "label": True},
-            ("system",),
-        ),
-    ),
-)
+    "prompt, completion and label", (
+    Form(("conversations", "chosen", "rejected"), _pair_after("conversations"),
+         {"conversations": [_HUMAN], "chosen": _GPT, "rejected": {"from": "gpt", "value": "5"}}, ("system",)),
+    Form(("prompt", "chosen", "rejected"), _pair_after("prompt"),
+         {"prompt": _PROMPT, "chosen": "4", "rejected": "5"}, ("system",), _has_prompt),
+    Form(("chosen", "rejected"), _whole_pair,
+         {"chosen": [*_ASKED, _GOOD], "rejected": [*_ASKED, _BAD]}, ("prompt", "system")),
+    Form(("messages", "label"), _rated_in("messages"), {"messages": [*_ASKED, _BAD], "label": False}, ("system",)),
+    Form(("conversations", "label"), _rated_in("conversations"),
+         {"system": "Answer briefly.", "conversations": [_HUMAN, _GPT], "label": True}, ("system",)),
+    Form(("prompt", "completion", "label"), _rated_completion,
+         {"prompt": _PROMPT, "completion": "4", "label": True}, ("system",)),
+))  # fmt: skip

@@ -61,7 +61,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _question(row: SourceRow, columns: Columns) -> Question:
-    question, context = _text(row, "question"), _text(row, "context")
+    question, context = row.required_text("question"), row.required_text("context")
     impossible = row.value.get("is_impossible")
     if impossible not in (None, True, False):
         raise row.error(f"is_impossible is {impossible!r} instead of true or false")
@@ -75,14 +75,7 @@ def _question(row: SourceRow, columns: Columns) -> Question:
 
 def unanswered_question(row: SourceRow) -> Question:
     """Reads a row for prediction. Raises BadRowError if it has no question or no context."""
-    return Question(row.where, _text(row, "question"), _text(row, "context"), (), impossible=True)
-
-
-def _text(row: SourceRow, key: str) -> str:
-    text = row.value.get(key)
-    if not isinstance(text, str) or not text.strip():
-        raise row.error(f"it has no {key}")
-    return row.valid_text(text, key)
+    return Question(row.where, row.required_text("question"), row.required_text("context"), (), impossible=True)
 
 
 def _id(row: SourceRow) -> str:
@@ -131,26 +124,11 @@ def _answer(row: SourceRow, context: str, text: Any, start: Any) -> tuple[int, s
 _QUESTION, _CONTEXT = "Where did Ada live?", "Ada lived in London."
 _ANSWER = {"text": "London", "answer_start": 13}
 
-QUESTIONS = Forms(
-    "a question and its context",
-    (
-        Form(
-            ("paragraphs",),
-            _question,
-            {"paragraphs": [{"context": _CONTEXT, "qas": [{"question": _QUESTION, "answers": [_ANSWER]}]}]},
-            ("title",),
-            split=_article_questions,
-        ),
-        Form(
-            ("question", "context", "answers"),
-            _question,
-            {
-                "question": _QUESTION,
-                "context": _CONTEXT,
-                "answers": {"text": [_ANSWER["text"]], "answer_start": [_ANSWER["answer_start"]]},
-            },
-            ("id", "is_impossible"),
-            anything,
-        ),
-    ),
-)
+QUESTIONS = Forms("a question and its context", (
+    Form(("paragraphs",), _question,
+         {"paragraphs": [{"context": _CONTEXT, "qas": [{"question": _QUESTION, "answers": [_ANSWER]}]}]},
+         split=_article_questions),
+    Form(("question", "context", "answers"), _question,
+         {"question": _QUESTION, "context": _CONTEXT, "answers": {"text": ["London"], "answer_start": [13]}},
+         ("id", "is_impossible"), anything),
+))  # fmt: skip

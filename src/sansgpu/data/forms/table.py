@@ -15,18 +15,9 @@ from sansgpu.data.forms.questions import QUESTIONS
 from sansgpu.data.forms.tags import TAGGED
 from sansgpu.data.rows import text_of
 
-TEXTS = Forms(
-    "a text",
-    (
-        Form(
-            ("text",),
-            lambda row, columns: text_of(row, columns.text),
-            {"text": "A document."},
-            ("content",),
-            anything,
-        ),
-    ),
-)
+TEXTS = Forms("a text", (
+    Form(("text",), lambda row, columns: text_of(row, columns.text), {"text": "A text."}, ("content",), anything),
+))  # fmt: skip
 # The forms of the rows that a task takes, by the name in `TaskSettings.rows`.
 FORMS: dict[str, Forms[Any]] = {
     "texts": TEXTS,

@@ -107,10 +107,8 @@ def _text(row: SourceRow) -> TaggedText:
         raise row.error(
             f"it has the columns {column_names(row.value)}, but needs `tokens` and `tags`, or `text` and `spans`"
         )
-    text = row.value["text"]
-    if not isinstance(text, str) or not text.strip():
-        raise row.error("it has no text")
-    places = [place for _, place in _WORDS.pre_tokenize_str(row.valid_text(text, "text"))]
+    text = row.required_text("text")
+    places = [place for _, place in _WORDS.pre_tokenize_str(text)]
     starts, ends = np.array(places, np.int32).reshape(-1, 2).T
     return TaggedText(row.where, text, starts, ends)
 
@@ -200,22 +198,10 @@ def _has_tagged_words(path: Path) -> bool:
     return False
 
 
-TAGGED = Forms(
-    "tokens and tags, or text and spans",
-    (
-        Form(
-            ("tokens", "tags"),
-            _tagged,
-            {"tokens": ["Ada", "lived", "in", "London"], "tags": ["B-PER", "O", "O", "B-LOC"]},
-            ("ner_tags",),
-            _has_tokens,
-        ),
-        Form(
-            ("text", "spans"),
-            _with_spans,
-            {"text": "Ada lived in London.", "spans": [{"start": 0, "end": 3, "label": "PER", "text": "Ada"}]},
-            recognizes=anything,
-        ),
-    ),
-    settle=number_tag_column,
-)
+TAGGED = Forms("tokens and tags, or text and spans", (
+    Form(("tokens", "tags"), _tagged,
+         {"tokens": ["Ada", "lived", "in", "London"], "tags": ["B-PER", "O", "O", "B-LOC"]},
+         ("ner_tags",), _has_tokens),
+    Form(("text", "spans"), _with_spans,
+         {"text": "Ada lived in London.", "spans": [{"start": 0, "end": 3, "label": "PER"}]}, recognizes=anything),
+), settle=number_tag_column)  # fmt: skip
