@@ -16,10 +16,10 @@ from sansgpu.data.conll import DEFAULT_TAG_COLUMN, as_text, conll_rows
 from sansgpu.data.lines import (
     BLOCK,
     binary_file,
-    explained,
     open_bytes,
     open_text,
     read_lines,
+    reading_file,
     require_length,
     suffix_of,
 )
@@ -70,7 +70,7 @@ def read_documents(
 
     Raises ConfigError if the content does not match the suffix. `skip_undecodable` skips files that are not UTF-8.
     """
-    with explained(path, skip_undecodable):
+    with reading_file(path, skip_undecodable):
         if file_form(path) in TEXT_SUFFIXES:
             yield from _read_text(path)
         else:
@@ -89,7 +89,7 @@ def read_rows(path: Path, header: Header = True, tag_column: int | None = None) 
     if tag_column is None and file_form(path) in TEXT_SUFFIXES:
         require_regular_file(path)
         raise ConfigError(f"{path} is plain text and has no rows; use a .jsonl, .json, .csv, .tsv or .parquet file.")
-    with explained(path):
+    with reading_file(path):
         yield from _rows(path, header) if tag_column is None else conll_rows(read_lines(path, blank=True), tag_column)
 
 

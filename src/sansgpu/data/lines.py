@@ -61,7 +61,7 @@ def open_text(path: Path) -> IO[str]:
 
 
 @contextmanager
-def explained(path: Path, skip_undecodable: bool = False) -> Iterator[None]:
+def reading_file(path: Path, skip_undecodable: bool = False) -> Iterator[None]:
     """Context that reads a file; converts exceptions for damaged files, and text that is not UTF-8, to ConfigError.
 
     `skip_undecodable` ignores the rest of a file that is not UTF-8. Raises ConfigError at once for pipes and devices.
@@ -86,7 +86,7 @@ def read_lines(path: Path, blank: bool = False) -> Iterator[SourceRow]:
     Skips lines with only white space unless `blank`. Raises ConfigError if a line is longer than `MAX_LINE` bytes or
     the file cannot be read.
     """
-    with explained(path), open_bytes(path) as file:
+    with reading_file(path), open_bytes(path) as file:
         number = 0
         while line := file.readline(MAX_LINE + 1):
             number += 1

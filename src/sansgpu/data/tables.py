@@ -18,10 +18,10 @@ from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.lines import (
     MAX_LINE,
     binary_file,
-    explained,
     open_bytes,
     open_text,
     read_lines,
+    reading_file,
     require_length,
     suffix_of,
 )
@@ -71,7 +71,7 @@ def is_table(path: Path) -> bool:
 
 def read_table(path: Path, header: Header) -> Iterator[SourceRow]:
     """Yields the rows of a .csv or .tsv file. Some .csv files, such as STS-B, are separated by tabs."""
-    with explained(path):
+    with reading_file(path):
         with open_bytes(path) as file:
             has_tabs = suffix_of(path) == ".tsv" or b"\t" in file.readline(MAX_LINE)
         yield from _tsv_rows(path, header) if has_tabs else _csv_rows(path, header)

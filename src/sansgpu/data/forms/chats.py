@@ -176,7 +176,7 @@ def all_turns(row: SourceRow, values: Any, column: str) -> list[Message]:
     return turns if turns[:1] == first else first + turns
 
 
-def learned(row: SourceRow, turns: Sequence[Message], first: int, plain: Any = None) -> Conversation:
+def build_conversation(row: SourceRow, turns: Sequence[Message], first: int, plain: Any = None) -> Conversation:
     """Returns a conversation whose answers from turn `first` on are learned. Raises BadRowError if there are none."""
     in_order = _in_order(row.where, turns)
     if not any(turn["role"] == "assistant" for turn in turns[first:]):
@@ -185,13 +185,13 @@ def learned(row: SourceRow, turns: Sequence[Message], first: int, plain: Any = N
     return Conversation(row.where, in_order, first, plain)
 
 
-def answered(row: SourceRow, prompt: Any, answer: Any, column: str) -> Conversation:
+def prompt_and_answer(row: SourceRow, prompt: Any, answer: Any, column: str) -> Conversation:
     """Builds a conversation from a prompt (text or list of turns) and an answer (text, turn or list of turns)."""
     require_nonempty(row.where, answer, column)
     plain = (_after_system(row, prompt), answer) if isinstance(prompt, str) and isinstance(answer, str) else None
     before = all_turns(row, _as_turns(prompt, "user"), "prompt")
     after = read_turns(row.where, _as_turns(answer, "assistant"), column, len(before))
-    return learned(row, [*before, *after], len(before), plain)
+    return build_conversation(row, [*before, *after], len(before), plain)
 
 
 def _as_turns(value: Any, role: str) -> Any:
@@ -206,12 +206,12 @@ def _after_system(row: SourceRow, prompt: str) -> str:
     return f"{system}\n\n{prompt}" if system else prompt
 
 
-def _turns_in(column: str) -> Callable[[SourceRow, Columns], Conversation]:
-    return lambda row, columns: learned(row, all_turns(row, row.value[column], column), 0)
+def _conversation_in(column: str) -> Callable[[SourceRow, Columns], Conversation]:
+    return lambda row, columns: build_conversation(row, all_turns(row, row.value[column], column), 0)
 
 
 def _completion(row: SourceRow, columns: Columns) -> Conversation:
-    return answered(row, row.value["prompt"], row.value["completion"], "completion")
+    return prompt_and_answer(row, row.value["prompt"], row.value["completion"], "completion")
 
 
 def _instruction(row: SourceRow, columns: Columns) -> Conversation:
@@ -221,7 +221,7 @@ def _instruction(row: SourceRow, columns: Columns) -> Conversation:
     if context.strip():
         prompt, template = f"{instruction}\n\n{context}", INSTRUCTION_WITH_INPUT
     plain = _after_system(row, template.format(instruction=instruction, input=context)), output
-    return replace(answered(row, prompt, output, "output"), plain=plain)
+    return replace(prompt_and_answer(row, prompt, output, "output"), plain=plain)
 
 
 def _text(row: SourceRow, columns: Columns) -> Conversation:
@@ -234,17 +234,17 @@ _QUESTION, _ANSWER = {"role": "user", "content": "What is 2 + 2?"}, {"role": "as
 _HUMAN, _GPT = {"from": "human", "value": "What is 2 + 2?"}, {"from": "gpt", "value": "4"}
 
 CONVERSATIONS = Forms("messages, prompt and completion, instruction and output, or text", (
-    Form(("messages",), _turns_in("messages"), {"messages": [_QUESTION, _ANSWER]}, ("system",)),
+    Form(("messages",), _conversation_in("messages"), {"messages": [_QUESTION, _ANSWER]}, ("system",)),
     Form(("prompt", "completion"), _completion, {"prompt": "What is 2 + 2?", "completion": "4"}, ("system",)),
     Form(("instruction", "output"), _instruction,
          {"instruction": "Translate to German.", "input": "two", "output": "zwei"}, ("input", "system")),
     Form(("text",), _text, {"text": "A text of which all tokens are learned."}),
-    Form(("conversations",), _turns_in("conversations"),
+    Form(("conversations",), _conversation_in("conversations"),
          {"system": "Answer briefly.", "conversations": [_HUMAN, _GPT]}, ("system",)),
 ))  # fmt: skip
 
 
-def _answerable(row: SourceRow, values: Any, column: str) -> Prompt:
+def _build_prompt(row: SourceRow, values: Any, column: str) -> Prompt:
     turns = _in_order(row.where, all_turns(row, values, column))
     if not turns or turns[-1]["role"] not in ANSWERED_ROLES:
         raise bad_row(row.where, f"has no user message to answer at the end of its {column}")
@@ -252,26 +252,26 @@ def _answerable(row: SourceRow, values: Any, column: str) -> Prompt:
     return Prompt(row.where, row.value, turns)
 
 
-def _asked_in(column: str) -> Callable[[SourceRow, Columns], Prompt]:
-    return lambda row, columns: _answerable(row, row.value[column], column)
+def _prompt_in(column: str) -> Callable[[SourceRow, Columns], Prompt]:
+    return lambda row, columns: _build_prompt(row, row.value[column], column)
 
 
-def _asked(row: SourceRow, columns: Columns) -> Prompt:
+def _prompt(row: SourceRow, columns: Columns) -> Prompt:
     """Reads a prompt: a user turn for models with a chat template, and a text to continue for others."""
     prompt = row.value["prompt"]
     require_nonempty(row.where, prompt, "prompt")
-    found = _answerable(row, _as_turns(prompt, "user"), "prompt")
+    found = _build_prompt(row, _as_turns(prompt, "user"), "prompt")
     return replace(found, text=_after_system(row, prompt)) if isinstance(prompt, str) else found
 
 
-def _continued(row: SourceRow, columns: Columns) -> Prompt:
+def _text_prompt(row: SourceRow, columns: Columns) -> Prompt:
     _require_unicode(row, row.value)
     return Prompt(row.where, row.value, text=_nonempty(row, "text"))
 
 
 PROMPTS = Forms("prompt, messages or text", (
-    Form(("messages",), _asked_in("messages"), {"messages": [_QUESTION], "answer": "4"}, ("system", "answer")),
-    Form(("prompt",), _asked, {"prompt": "What is 2 + 2?", "answer": "4"}, ("system", "answer")),
-    Form(("text",), _continued, {"text": "2 + 2 =", "answer": "4"}, ("answer",)),
-    Form(("conversations",), _asked_in("conversations"), {"conversations": [_HUMAN]}, ("system", "answer")),
+    Form(("messages",), _prompt_in("messages"), {"messages": [_QUESTION], "answer": "4"}, ("system", "answer")),
+    Form(("prompt",), _prompt, {"prompt": "What is 2 + 2?", "answer": "4"}, ("system", "answer")),
+    Form(("text",), _text_prompt, {"text": "2 + 2 =", "answer": "4"}, ("answer",)),
+    Form(("conversations",), _prompt_in("conversations"), {"conversations": [_HUMAN]}, ("system", "answer")),
 ), text_rows=True)  # fmt: skip

@@ -34,7 +34,7 @@ class Form(Generic[T_co]):
         return all(row.get(key) is not None for key in self.keys)
 
 
-def anything(row: Row, columns: Columns) -> bool:
+def any_row(row: Row, columns: Columns) -> bool:
     """Recognizes any row, for the last form of several, whose reader says what a row lacks."""
     return True
 
@@ -48,7 +48,7 @@ class Forms(Generic[T_co]):
     text_rows: bool = False  # plain text files have rows, too
     # Finds the columns of tables without a header, and returns a message about them or None. Raises ConfigError if the
     # meaning of the columns is unclear.
-    settle: Callable[[Sequence[Path], Columns], tuple[Columns, str | None]] | None = None
+    resolve: Callable[[Sequence[Path], Columns], tuple[Columns, str | None]] | None = None
 
     def read(self, row: SourceRow, columns: Columns = USUAL) -> T_co:
         """Returns the content of a row. Raises BadRowError if it has none of the forms or is invalid."""
@@ -72,7 +72,7 @@ class Forms(Generic[T_co]):
         return list(bad_rows.parsed(rows, lambda row: self.read(row, columns)))
 
 
-def settle_columns(data: DataConfig, forms: Forms[Any]) -> tuple[DataConfig, str | None]:
+def resolve_columns(data: DataConfig, forms: Forms[Any]) -> tuple[DataConfig, str | None]:
     """Sets the columns of local tables without a header by number.
 
     Returns the settings, and a message about the columns or None. Raises ConfigError if a first line looks like data
@@ -80,5 +80,5 @@ def settle_columns(data: DataConfig, forms: Forms[Any]) -> tuple[DataConfig, str
     """
     columns, paths = Columns.of(data), local_files(data, forms.text_rows)
     require_no_header(paths, columns)
-    settled, note = (columns, None) if forms.settle is None else forms.settle(paths, columns)
-    return data if settled == columns else settled.set_in(data), note
+    resolved, note = (columns, None) if forms.resolve is None else forms.resolve(paths, columns)
+    return data if resolved == columns else resolved.set_in(data), note

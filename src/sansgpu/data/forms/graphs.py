@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from sansgpu.config.wording import counted
-from sansgpu.data.forms.form import Form, Forms, anything
+from sansgpu.data.forms.form import Form, Forms, any_row
 from sansgpu.data.rows import TEXT_NAMES, Row, SourceRow, row_text
 from sansgpu.data.tables import Columns, FirstLine, is_table, table_lines
 
@@ -325,5 +325,5 @@ GRAPHS: Forms[GraphDocument | EntityText | Fact] = Forms("a text or a triple", (
     Form(FACT_KEYS, _fact, {**_TRIPLE, "qualifiers": {"until": "1852"}}, ("qualifiers",), _is_fact),
     Form(("id", "text"), _entity, {"id": "Q7259", "name": "Ada", "text": "A mathematician."}, ("name",), _is_entity),
     Form(("text", "triples"), _document, {"text": "Ada lived in London.", "triples": [_TRIPLE], "entities": ["Ada"]},
-         (*FACT_KEYS, "content", "entities", "id"), anything),
-), settle=check_triples)  # fmt: skip
+         (*FACT_KEYS, "content", "entities", "id"), any_row),
+), resolve=check_triples)  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sansgpu.data.forms.form import Form, Forms, anything
+from sansgpu.data.forms.form import Form, Forms, any_row
 from sansgpu.data.rows import (
     LABEL_COLUMNS,
     TEXT_NAMES,
@@ -143,5 +143,5 @@ LABELED = Forms("a text and a label", (
     Form(("text", "text_pair", "label"), _labeled,
          {"text": "A man sleeps.", "text_pair": "Nobody is awake.", "label": "entailment"},
          ("content", "labels"), _has_pair),
-    Form(("text", "label"), _labeled, {"text": "A great film.", "label": "good"}, ("content", "labels"), anything),
-), text_rows=True, settle=number_columns)  # fmt: skip
+    Form(("text", "label"), _labeled, {"text": "A great film.", "label": "good"}, ("content", "labels"), any_row),
+), text_rows=True, resolve=number_columns)  # fmt: skip

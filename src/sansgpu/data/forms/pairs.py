@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sansgpu.data.forms.form import Form, Forms, anything
+from sansgpu.data.forms.form import Form, Forms, any_row
 from sansgpu.data.rows import (
     BadRowError,
     BadRows,
@@ -167,5 +167,5 @@ TEXT_GROUPS = Forms("texts", (
     Form(("text1", "text2", "score"), _scored,
          {"text1": "A plane takes off.", "text2": "An airplane departs.", "score": 0.9},
          ("sentence1", "sentence2", "text", "text_pair", "similarity_score", "similarity", "label"), _has_two_texts),
-    Form(("text", "label"), _labeled, {"text": "A great film.", "label": "good"}, recognizes=anything),
-), text_rows=True, settle=require_names)  # fmt: skip
+    Form(("text", "label"), _labeled, {"text": "A great film.", "label": "good"}, recognizes=any_row),
+), text_rows=True, resolve=require_names)  # fmt: skip

@@ -6,7 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sansgpu.data.forms.chats import Conversation, all_turns, answered, learned, require_nonempty, role_of
+from sansgpu.data.forms.chats import (
+    Conversation,
+    all_turns,
+    build_conversation,
+    prompt_and_answer,
+    require_nonempty,
+    role_of,
+)
 from sansgpu.data.forms.form import Form, Forms
 from sansgpu.data.rows import Row, SourceRow, TypedRow, bad_row
 from sansgpu.data.tables import Columns
@@ -30,14 +37,14 @@ class PreferenceRow(TypedRow):
         return list(zip(self.conversations, (True, False), strict=True))
 
 
-def _answered(row: SourceRow, prompt: Any, answer: Any, column: str) -> Conversation:
+def _prompt_and_answer(row: SourceRow, prompt: Any, answer: Any, column: str) -> Conversation:
     require_nonempty(row.where, prompt, "prompt")
-    return answered(row, prompt, answer, column)
+    return prompt_and_answer(row, prompt, answer, column)
 
 
 def _pair(row: SourceRow, prompt: Any, chosen: Any, rejected: Any) -> PreferenceRow:
     answers = ("chosen", chosen), ("rejected", rejected)
-    return PreferenceRow(row.where, tuple(_answered(row, prompt, answer, name) for name, answer in answers))
+    return PreferenceRow(row.where, tuple(_prompt_and_answer(row, prompt, answer, name) for name, answer in answers))
 
 
 def _two_answers(row: SourceRow) -> tuple[Any, Any]:
@@ -46,7 +53,7 @@ def _two_answers(row: SourceRow) -> tuple[Any, Any]:
     return row.value["chosen"], row.value["rejected"]
 
 
-def _pair_after(column: str) -> Callable[[SourceRow, Columns], PreferenceRow]:
+def _pair_with_prompt_in(column: str) -> Callable[[SourceRow, Columns], PreferenceRow]:
     return lambda row, columns: _pair(row, row.value[column], *_two_answers(row))
 
 
@@ -84,18 +91,18 @@ def _rating(row: SourceRow) -> bool:
     return label
 
 
-def _rated_in(column: str) -> Callable[[SourceRow, Columns], PreferenceRow]:
+def _rated_conversation_in(column: str) -> Callable[[SourceRow, Columns], PreferenceRow]:
     def read(row: SourceRow, columns: Columns) -> PreferenceRow:
         turns = all_turns(row, row.value[column], column)
         if turns and turns[-1]["role"] != "assistant":
             raise bad_row(row.where, "ends without an answer to rate")
-        return PreferenceRow(row.where, (learned(row, turns, len(turns) - 1),), _rating(row))
+        return PreferenceRow(row.where, (build_conversation(row, turns, len(turns) - 1),), _rating(row))
 
     return read
 
 
 def _rated_completion(row: SourceRow, columns: Columns) -> PreferenceRow:
-    answer = _answered(row, row.value["prompt"], row.value["completion"], "completion")
+    answer = _prompt_and_answer(row, row.value["prompt"], row.value["completion"], "completion")
     return PreferenceRow(row.where, (answer,), _rating(row))
 
 
@@ -106,14 +113,15 @@ _HUMAN, _GPT = {"from": "human", "value": _PROMPT}, {"from": "gpt", "value": "4"
 PREFERENCES = Forms(
     "prompt, chosen and rejected; chosen and rejected; conversations, chosen and rejected; messages and label; or "
     "prompt, completion and label", (
-    Form(("conversations", "chosen", "rejected"), _pair_after("conversations"),
+    Form(("conversations", "chosen", "rejected"), _pair_with_prompt_in("conversations"),
          {"conversations": [_HUMAN], "chosen": _GPT, "rejected": {"from": "gpt", "value": "5"}}, ("system",)),
-    Form(("prompt", "chosen", "rejected"), _pair_after("prompt"),
+    Form(("prompt", "chosen", "rejected"), _pair_with_prompt_in("prompt"),
          {"prompt": _PROMPT, "chosen": "4", "rejected": "5"}, ("system",), _has_prompt),
     Form(("chosen", "rejected"), _whole_pair,
          {"chosen": [*_ASKED, _GOOD], "rejected": [*_ASKED, _BAD]}, ("prompt", "system")),
-    Form(("messages", "label"), _rated_in("messages"), {"messages": [*_ASKED, _BAD], "label": False}, ("system",)),
-    Form(("conversations", "label"), _rated_in("conversations"),
+    Form(("messages", "label"), _rated_conversation_in("messages"),
+         {"messages": [*_ASKED, _BAD], "label": False}, ("system",)),
+    Form(("conversations", "label"), _rated_conversation_in("conversations"),
          {"system": "Answer briefly.", "conversations": [_HUMAN, _GPT], "label": True}, ("system",)),
     Form(("prompt", "completion", "label"), _rated_completion,
          {"prompt": _PROMPT, "completion": "4", "label": True}, ("system",)),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sansgpu.data.forms.form import Form, Forms, anything
+from sansgpu.data.forms.form import Form, Forms, any_row
 from sansgpu.data.rows import BadRows, SourceRow, is_text
 from sansgpu.data.tables import Columns
 
@@ -130,5 +130,5 @@ QUESTIONS = Forms("a question and its context", (
          split=_article_questions),
     Form(("question", "context", "answers"), _question,
          {"question": _QUESTION, "context": _CONTEXT, "answers": {"text": ["London"], "answer_start": [13]}},
-         ("id", "is_impossible"), anything),
+         ("id", "is_impossible"), any_row),
 ))  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 
 from sansgpu.config import Config
 from sansgpu.data.forms.chats import CONVERSATIONS, PROMPTS
-from sansgpu.data.forms.form import Form, Forms, anything, settle_columns
+from sansgpu.data.forms.form import Form, Forms, any_row, resolve_columns
 from sansgpu.data.forms.graphs import GRAPHS
 from sansgpu.data.forms.labels import LABELED
 from sansgpu.data.forms.pairs import TEXT_GROUPS
@@ -16,7 +16,7 @@ from sansgpu.data.forms.tags import TAGGED
 from sansgpu.data.rows import text_of
 
 TEXTS = Forms("a text", (
-    Form(("text",), lambda row, columns: text_of(row, columns.text), {"text": "A text."}, ("content",), anything),
+    Form(("text",), lambda row, columns: text_of(row, columns.text), {"text": "A text."}, ("content",), any_row),
 ))  # fmt: skip
 # The forms of the rows that a task takes, by the name in `TaskSettings.rows`.
 FORMS: dict[str, Forms[Any]] = {
@@ -34,4 +34,4 @@ FORMS: dict[str, Forms[Any]] = {
 
 def require_columns(config: Config) -> None:
     """Raises ConfigError if the meaning of the columns of a configured local table is unclear."""
-    settle_columns(config.data, FORMS[config.settings.rows])
+    resolve_columns(config.data, FORMS[config.settings.rows])

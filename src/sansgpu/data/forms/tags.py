@@ -19,7 +19,7 @@ from tokenizers.pre_tokenizers import Sequence as Steps
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import counted
 from sansgpu.data.conll import DEFAULT_TAG_COLUMN, conll_columns
-from sansgpu.data.forms.form import Form, Forms, anything
+from sansgpu.data.forms.form import Form, Forms, any_row
 from sansgpu.data.lines import read_lines, suffix_of
 from sansgpu.data.rows import Row, SourceRow, TypedRow, column_names
 from sansgpu.data.tables import MAX_FIRST_LINES, TABLES, Columns, is_table
@@ -203,5 +203,5 @@ TAGGED = Forms("tokens and tags, or text and spans", (
          {"tokens": ["Ada", "lived", "in", "London"], "tags": ["B-PER", "O", "O", "B-LOC"]},
          ("ner_tags",), _has_tokens),
     Form(("text", "spans"), _with_spans,
-         {"text": "Ada lived in London.", "spans": [{"start": 0, "end": 3, "label": "PER"}]}, recognizes=anything),
-), settle=number_tag_column)  # fmt: skip
+         {"text": "Ada lived in London.", "spans": [{"start": 0, "end": 3, "label": "PER"}]}, recognizes=any_row),
+), resolve=number_tag_column)  # fmt: skip

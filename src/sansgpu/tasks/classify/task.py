@@ -11,7 +11,7 @@ import torch
 
 from sansgpu.config import Config
 from sansgpu.config.paths import local_path
-from sansgpu.data.forms.form import settle_columns
+from sansgpu.data.forms.form import resolve_columns
 from sansgpu.data.forms.labels import LABELED, LabeledText, unlabeled_text
 from sansgpu.data.rows import BadRows, located
 from sansgpu.data.sequences import LabeledSequences, PackedSequences
@@ -50,7 +50,7 @@ class Classify(Predicts, FineTuningTask):
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, LabeledCorpus]:
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
-        data, numbered = settle_columns(config.data, LABELED)
+        data, numbered = resolve_columns(config.data, LABELED)
         config = config.model_copy(update={"data": data})
         sources = open_sources(data, text_rows=True)
         tokenizer = load_tokenizer_of(config.model)
@@ -121,7 +121,7 @@ class Classify(Predicts, FineTuningTask):
         if request.data is None:
             part, skipped = cast(LabeledCorpus, request.own_corpus()).validation, 0
         else:
-            data, numbered = settle_columns(loaded.config.data.for_dataset(request.data), LABELED)
+            data, numbered = resolve_columns(loaded.config.data.for_dataset(request.data), LABELED)
             if numbered:
                 request.warn(f"{numbered}.")
             source, bad_rows = open_single(request.data, data, text_rows=True), BadRows("skip")

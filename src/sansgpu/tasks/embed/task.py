@@ -10,7 +10,7 @@ import numpy as np
 
 from sansgpu.config import Config, ConfigError
 from sansgpu.config.paths import local_path
-from sansgpu.data.forms.form import settle_columns
+from sansgpu.data.forms.form import resolve_columns
 from sansgpu.data.forms.pairs import TEXT_GROUPS, TextRow, read_text_rows
 from sansgpu.data.order import batch_indices, steps_per_epoch
 from sansgpu.data.rows import BadRows
@@ -58,7 +58,7 @@ class TextEmbedding(Embeds, StepWideTask):
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, EmbeddingCorpus]:
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
         config = cls.with_vocabulary(config)
-        data, _ = settle_columns(config.data, TEXT_GROUPS)
+        data, _ = resolve_columns(config.data, TEXT_GROUPS)
         sources, columns, notes = open_sources(data, text_rows=True), Columns.of(data), list[str]()
         train_rows, held_rows = BadRows(data.on_bad_row), BadRows("skip")
         name, held_name = sources.train.name, f"validation rows of {sources.train.name}"
@@ -130,7 +130,7 @@ class TextEmbedding(Embeds, StepWideTask):
             part, name = cast(EmbeddingCorpus, request.own_corpus()).validation, "validation rows"
             loss = loaded.objective.loss_name
         else:
-            data, _ = settle_columns(config.data.for_dataset(request.data), TEXT_GROUPS)
+            data, _ = resolve_columns(config.data.for_dataset(request.data), TEXT_GROUPS)
             source, bad_rows, notes = open_single(request.data, data, text_rows=True), BadRows("skip"), list[str]()
             rows, name = read_text_rows(source.rows(), Columns.of(data), bad_rows), source.name
             if not rows:

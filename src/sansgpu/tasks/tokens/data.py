@@ -13,7 +13,7 @@ from sansgpu.config.paths import local_path
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.conll import DEFAULT_TAG_COLUMN
 from sansgpu.data.files import file_form
-from sansgpu.data.forms.form import settle_columns
+from sansgpu.data.forms.form import resolve_columns
 from sansgpu.data.forms.tags import OUTSIDE, TAGGED, TaggedText
 from sansgpu.data.rows import BadRows
 from sansgpu.data.sequences import PackedSequences, WindowedTexts, require_overlap_fits
@@ -188,7 +188,7 @@ def open_tagged(name: str, data: DataConfig, notes: list[str]) -> Source:
     path, tag_column = local_path(name), data.tag_column
     if tag_column is None and path.is_file() and file_form(path) is None:
         tag_column = DEFAULT_TAG_COLUMN
-    settings, numbered = settle_columns(
+    settings, numbered = resolve_columns(
         DataConfig(dataset_name=name, dataset_config=data.dataset_config, tag_column=tag_column), TAGGED
     )
     notes += [f"{numbered}."] if numbered else []

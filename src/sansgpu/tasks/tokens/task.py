@@ -12,7 +12,7 @@ import numpy as np
 from sansgpu.config import Config
 from sansgpu.config.paths import local_path
 from sansgpu.config.wording import counted
-from sansgpu.data.forms.form import settle_columns
+from sansgpu.data.forms.form import resolve_columns
 from sansgpu.data.forms.tags import TAGGED, untagged_text
 from sansgpu.data.rows import BadRows, located
 from sansgpu.data.sequences import PackedSequences
@@ -50,7 +50,7 @@ class Tokens(Predicts, FineTuningTask):
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, TagCorpus]:
         """Reads and tokenizes the texts. Raises ConfigError if there are too few, or one is invalid."""
-        data, numbered = settle_columns(config.data, TAGGED)
+        data, numbered = resolve_columns(config.data, TAGGED)
         config = config.model_copy(update={"data": data})
         sources = open_sources(data)
         tokenizer = load_tokenizer_of(config.model)
