@@ -20,7 +20,8 @@ from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.preference.batch import PreferenceExamples, with_other_answers
 from sansgpu.tasks.preference.losses import Scores, kl_divergence, kto_losses, pair_losses
 from sansgpu.tasks.preference.objective import PreferenceObjective
-from sansgpu.tasks.preference.rows import Answers, ReadingNotes, tokenize_preferences
+from sansgpu.tasks.preference.rows import Answers, tokenize_preferences
+from sansgpu.tasks.sft.notes import ReadingNotes
 from tests.processes import digests, events_of, finish, kill_when, options, start
 from tests.tasks.fine_tuned import TINY, sentence, settings
 from tests.tasks.folders import model_folder, preference_rows

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from sansgpu.data.forms.chats import CONVERSATIONS
 from sansgpu.data.rows import BadRowError, SourceRow
 from sansgpu.tasks.sft.chat import mask_conversation, show_masked, tokenize_conversations
+from sansgpu.tasks.sft.notes import ReadingNotes
 from tests.tasks.sft.test_chat import tokenizer_of
 
 REFUSED = "Conversation roles must alternate"
@@ -169,8 +170,9 @@ def test_each_family_learns_the_answers_and_their_end_tokens(family: str) -> Non
 def test_system_messages_that_the_template_leaves_out_are_counted() -> None:
     rows = [row_of(SYSTEM), row_of(TWO), row_of([*SYSTEM, ("user", "Last?")])]
     for template, count in ((MISTRAL_3, 1), (CHATML, 0)):
-        found = tokenize_conversations(rows, tokenizer_for(template), 500, "truncate", "fail")
-        assert (len(found), found.lacking_system) == (3, count)
+        notes = ReadingNotes()
+        found = tokenize_conversations(rows, tokenizer_for(template), 500, "truncate", notes)
+        assert (len(found), notes.lacking_system) == (3, count)
 
 
 def test_dates_are_fixed_in_the_format_of_the_template() -> None:

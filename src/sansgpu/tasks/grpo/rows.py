@@ -22,7 +22,7 @@ from sansgpu.models.generation.special_texts import EncodedConversation
 from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.grpo.batch import PromptRow, Prompts
 from sansgpu.tasks.grpo.rewards import check_answer
-from sansgpu.tasks.sft.notes import special_text_notes
+from sansgpu.tasks.sft.notes import ReadingNotes
 from sansgpu.tasks.sft.rendering import with_fixed_date
 
 
@@ -84,9 +84,8 @@ def read_prompts(
 
     Raises BadRowError if a row is invalid, and ConfigError if the chat template does not work.
     """
-    grpo, bad_rows, too_long = config.training.grpo, BadRows(config.data.on_bad_row), 0
+    grpo, found, too_long = config.training.grpo, ReadingNotes(BadRows(config.data.on_bad_row)), 0
     room, questions = config.window - grpo.max_completion_length, list[PromptRow]()
-    special_texts = list[str]()
 
     def parse(row: SourceRow) -> PromptRow:
         prompt = PROMPTS.read(row)
@@ -95,17 +94,15 @@ def read_prompts(
             check_answer(columns, prompt.where)
         with tokenizer_errors(row.where):
             encoded = _encoded(prompt, tokenizer, config.data.parse_special_tokens)
-        if encoded.special_text is not None:
-            special_texts.append(encoded.special_text)
+        found.count(encoded.special_text)
         return PromptRow(prompt.where, np.array(encoded.ids, np.int64), prompt.text or list(prompt.turns), columns)
 
-    for question in bad_rows.parsed(rows_with_progress(source, progress), parse):
+    for question in found.bad_rows.parsed(rows_with_progress(source, progress), parse):
         if len(question.ids) > room:
             too_long += 1
         else:
             questions.append(question)
-    notes += (f"{source.name}: {note}" for note in bad_rows.notes())
-    notes += special_text_notes(source.name, len(special_texts), next(iter(special_texts), None))
+    notes += found.messages(source.name, room)
     if too_long:
         notes.append(
             f"{source.name}: {counted(too_long, 'row was', 'rows were')} skipped, because the prompt is longer than "

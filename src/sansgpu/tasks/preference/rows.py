@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -12,10 +12,10 @@ import numpy as np
 from sansgpu.config import ConfigError
 from sansgpu.data.forms.chats import Conversation
 from sansgpu.data.forms.preferences import PREFERENCES, PreferenceRow
-from sansgpu.data.rows import BadRows, SourceRow, bad_row
+from sansgpu.data.rows import SourceRow, bad_row
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.tasks.sft.chat import MaskedConversation, mask_conversation
-from sansgpu.tasks.sft.notes import special_text_notes
+from sansgpu.tasks.sft.notes import ReadingNotes
 
 
 @dataclass(frozen=True)
@@ -27,32 +27,7 @@ class Answers:
     learned: tuple[np.ndarray, ...]  # (L,) bool each: target tokens; the last token always is one
     label: bool = True  # whether the first answer is good
     special_text: str | None = field(default=None, compare=False)  # a special token's text in a message, kept as text
-
-
-@dataclass
-class ReadingNotes:
-    """Counts the rows of a source that were shortened or skipped."""
-
-    shortened: int = 0  # rows whose oldest turns were removed
-    dropped: int = 0  # rows that are too long, or have an answer without tokens to learn
-    with_special_text: int = 0  # examples with the text of a special token, which stayed plain text
-    special_text: str | None = None  # the first such text
-    bad_rows: BadRows = field(default_factory=lambda: BadRows("fail"))
-
-    def texts(self, name: str, max_length: int) -> Iterator[str]:
-        """Yields messages for the user about the source `name`."""
-        if self.shortened:
-            yield (
-                f"{name}: {self.shortened} rows are longer than {max_length} tokens, so the oldest turns of their "
-                "prompts were removed."
-            )
-        if self.dropped:
-            yield (
-                f"{name}: {self.dropped} rows were skipped, because they are longer than {max_length} tokens or have "
-                "nothing to learn; raise data.max_length (with eval: --window) to keep the long ones."
-            )
-        yield from special_text_notes(name, self.with_special_text, self.special_text)
-        yield from (f"{name}: {note}" for note in self.bad_rows.notes())
+    lacks_system: bool = field(default=False, compare=False)  # the chat template omitted the system message
 
 
 def tokenize_preferences(
@@ -99,8 +74,7 @@ def tokenize_preferences(
             notes.dropped += answers is None
             if answers is not None:
                 examples.append(answers)
-                notes.with_special_text += answers.special_text is not None
-                notes.special_text = notes.special_text or answers.special_text
+                notes.count(answers.special_text, answers.lacks_system)
     return examples
 
 
@@ -154,4 +128,5 @@ def _split(masked: Sequence[MaskedConversation]) -> Answers | None:
     parts = [(one[length : length + stop], known[:stop]) for one, known, stop in answers]
     special_text = next((one.special_text for one in masked if one.special_text is not None), None)
     answered, targets = tuple(one for one, _ in parts), tuple(known for _, known in parts)
-    return Answers(ids[0][:length], answered, targets, special_text=special_text)
+    lacks_system = masked[0].lacks_system
+    return Answers(ids[0][:length], answered, targets, special_text=special_text, lacks_system=lacks_system)
