@@ -274,4 +274,4 @@ PROMPTS = Forms("prompt, messages or text", (
     Form(("prompt",), _prompt, {"prompt": "What is 2 + 2?", "answer": "4"}, ("system", "answer")),
     Form(("text",), _text_prompt, {"text": "2 + 2 =", "answer": "4"}, ("answer",)),
     Form(("conversations",), _prompt_in("conversations"), {"conversations": [_HUMAN]}, ("system", "answer")),
-), text_rows=True)  # fmt: skip
+))  # fmt: skip

@@ -52,7 +52,7 @@ class Classify(Predicts, FineTuningTask):
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
         data, numbered = resolve_columns(config.data, LABELED)
         config = config.model_copy(update={"data": data})
-        sources = open_sources(data, text_rows=True)
+        sources = open_sources(data, LABELED.text_rows)
         tokenizer = load_tokenizer_of(config.model)
         columns, notes = Columns.of(data), list[str]()
         train_rows, held_rows = BadRows(data.on_bad_row), BadRows(data.on_bad_row)
@@ -124,7 +124,7 @@ class Classify(Predicts, FineTuningTask):
             data, numbered = resolve_columns(loaded.config.data.for_dataset(request.data), LABELED)
             if numbered:
                 request.warn(f"{numbered}.")
-            source, bad_rows = open_single(request.data, data, text_rows=True), BadRows("skip")
+            source, bad_rows = open_single(request.data, data, LABELED.text_rows), BadRows("skip")
             texts = LABELED.read_all(source.rows(), bad_rows, Columns.of(data))
             cls.require_readable(texts)
             labels = labels_of(loaded.objective)

@@ -59,7 +59,7 @@ class TextEmbedding(Embeds, StepWideTask):
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
         config = cls.with_vocabulary(config)
         data, _ = resolve_columns(config.data, TEXT_GROUPS)
-        sources, columns, notes = open_sources(data, text_rows=True), Columns.of(data), list[str]()
+        sources, columns, notes = open_sources(data, TEXT_GROUPS.text_rows), Columns.of(data), list[str]()
         train_rows, held_rows = BadRows(data.on_bad_row), BadRows("skip")
         name, held_name = sources.train.name, f"validation rows of {sources.train.name}"
         rows = read_text_rows(sources.train.rows(), columns, train_rows)
@@ -131,7 +131,8 @@ class TextEmbedding(Embeds, StepWideTask):
             loss = loaded.objective.loss_name
         else:
             data, _ = resolve_columns(config.data.for_dataset(request.data), TEXT_GROUPS)
-            source, bad_rows, notes = open_single(request.data, data, text_rows=True), BadRows("skip"), list[str]()
+            source = open_single(request.data, data, TEXT_GROUPS.text_rows)
+            bad_rows, notes = BadRows("skip"), list[str]()
             rows, name = read_text_rows(source.rows(), Columns.of(data), bad_rows), source.name
             if not rows:
                 raise ConfigError(bad_rows.first or f"{name} has no rows; pass a file with at least one.")
