@@ -70,59 +70,52 @@ def is_table(path: Path) -> bool:
 
 
 def read_table(path: Path, header: Header) -> Iterator[SourceRow]:
-    """Yields the rows of a .csv or .tsv file. Some .csv files, such as STS-B, are separated by tabs."""
+    """Yields the rows of a .csv or .tsv file; an unreadable line of a table separated by tabs has a `problem`.
+
+    Some .csv files, such as STS-B, are separated by tabs. Such tables have no quotes. Fields beyond the columns of the
+    header are dropped.
+    """
     with reading_file(path):
         with open_bytes(path) as file:
             has_tabs = suffix_of(path) == ".tsv" or b"\t" in file.readline(MAX_LINE)
-        yield from _tsv_rows(path, header) if has_tabs else _csv_rows(path, header)
+        lines = map(_split_at_tabs, read_lines(path)) if has_tabs else _csv_lines(path, 0 if header is True else 1)
+        columns: Sequence[str] | None = None if isinstance(header, bool) else header
+        if header is True:
+            first = next(lines, None)
+            columns = first.readable_value() if first else ()
+        for line in lines:
+            yield line if line.problem else _row(line, columns, fills=not has_tabs)
 
 
-def _csv_rows(path: Path, header: Header) -> Iterator[SourceRow]:
+def _csv_lines(path: Path, first: int) -> Iterator[SourceRow]:
+    """Yields the fields of each line, numbered from `first`."""
     csv.field_size_limit(MAX_LINE)
     with open_text(path) as file:
         reader = csv.reader(_bounded_lines(file, path), strict=True)
         try:
-            records = (fields for fields in reader if fields)
-            columns = next(records, []) if header is True else _given_names(header)
-            for number, fields in enumerate(records, 1):
-                yield SourceRow(f"{path}, row {number}", _by_column(fields, columns, path))
+            for number, fields in enumerate(filter(None, reader), first):
+                yield SourceRow(f"{path}, row {number}", fields)
         except csv.Error as error:
             raise ConfigError(f"{path}, line {reader.line_num} is not valid CSV: {error}{ROW_REMEDY}") from None
 
 
-def _tsv_rows(path: Path, header: Header) -> Iterator[SourceRow]:
-    """Yields the rows of a tab-separated table without quoting. Drops fields beyond the header's columns."""
-    lines = read_lines(path)
-    first = next(lines, None) if header is True else None
-    columns = _tsv_fields(first.readable_value()) if first else _given_names(header)
-    for line in lines:
-        if line.problem:
-            yield line
-            continue
-        fields = _tsv_fields(line.value)
-        problem = None
-        if columns is not None and len(fields) < len(columns):
-            problem = (
-                f"{line.where} has {len(fields)} columns, but the header has {len(columns)}; fix or remove the line."
-            )
-        yield SourceRow(line.where, _by_column(fields, columns, line.where), problem)
+def _split_at_tabs(line: SourceRow) -> SourceRow:
+    return line if line.problem else line._replace(value=line.value.removesuffix("\n").removesuffix("\r").split("\t"))
 
 
-def _given_names(header: Header) -> Sequence[str] | None:
-    return None if isinstance(header, bool) else header
+def _row(line: SourceRow, columns: Sequence[str] | None, fills: bool) -> SourceRow:
+    """Maps column names to the fields of a line. Without `columns`, the keys are column numbers.
 
-
-def _tsv_fields(line: str) -> list[str]:
-    return line.removesuffix("\n").removesuffix("\r").split("\t")
-
-
-def _by_column(fields: list[str], columns: Sequence[str] | None, where: object) -> Row:
-    """Maps column names to fields; missing last fields are None. Without `columns`, the keys are column numbers."""
+    Missing last fields are None if `fills`; otherwise such a line has a problem.
+    """
+    fields, problem = line.value, None
     if columns is None:
         if len(fields) > MAX_COLUMNS:
-            raise ConfigError(f"{where} has more than {MAX_COLUMNS:,} columns; remove unneeded ones.")
-        return dict(enumerate(fields))
-    return dict(zip_longest(columns, fields[: len(columns)]))
+            raise ConfigError(f"{line.where} has more than {MAX_COLUMNS:,} columns; remove unneeded ones.")
+        return line._replace(value=dict(enumerate(fields)))
+    if len(fields) < len(columns) and not fills:
+        problem = f"{line.where} has {len(fields)} columns, but the header has {len(columns)}; fix or remove the line."
+    return SourceRow(line.where, dict(zip_longest(columns, fields[: len(columns)])), problem)
 
 
 def _bounded_lines(file: IO[str], path: Path) -> Iterator[str]:
