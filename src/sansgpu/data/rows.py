@@ -96,6 +96,15 @@ class SourceRow(NamedTuple):
             raise self.error(f"it has no {key}")
         return self.valid_text(text, key)
 
+    def identifier(self, values: Mapping[Any, Any], key: str = "id") -> str | None:
+        """Returns the id in `values`, or None if there is none. Raises BadRowError if it is no string or integer."""
+        value = values.get(key)
+        if value is None or value == "":  # an empty cell of a table
+            return None
+        if isinstance(value, bool) or not isinstance(value, (str, int)) or not is_text(str(value)):
+            raise self.error(f"its {key} is {value!r} instead of a string or an integer")
+        return str(value)
+
     def valid_text(self, text: Any, key: str) -> str:
         """Returns `text`, the row's value for `key`. Raises BadRowError if it is not a string of valid Unicode."""
         if not isinstance(text, str):

@@ -106,7 +106,7 @@ def _entity(row: SourceRow, columns: Columns) -> EntityText:
 def _document(row: SourceRow, columns: Columns) -> GraphDocument:
     value = row.value
     text = row.valid_text(row_text(value, columns.text, row.where), "text")
-    name = _id(row, value, "id") or row.where.rpartition("/")[2]  # does not depend on the folder
+    name = row.identifier(value) or row.where.rpartition("/")[2]  # does not depend on the folder
     entities = tuple(row.valid_text(entity, "entities") for entity in _list(row, "entities"))
     triples = _triples(row, [value] if _has_triple(value) else value.get("triples"), text) if text.strip() else ()
     return text_document(name, text, triples, entities)
@@ -130,15 +130,6 @@ def _string(row: SourceRow, value: Row, key: str, where: str = "") -> str:
     if not isinstance(text, str) or not text.strip():
         raise row.error(f"{where}no {key}" if not _is_given(text) else f"{where}its {key} {text!r} is not a string")
     return row.valid_text(text, key)
-
-
-def _id(row: SourceRow, value: Row, key: str) -> str | None:
-    identifier = value.get(key)
-    if not _is_given(identifier):
-        return None
-    if not isinstance(identifier, str | int) or isinstance(identifier, bool):
-        raise row.error(f"its {key} is {identifier!r} instead of a string or an integer")
-    return row.valid_text(str(identifier), key)
 
 
 def _list(row: SourceRow, key: str) -> list[Any]:
@@ -166,7 +157,7 @@ def _triple(row: SourceRow, number: int, triple: Any, text: str) -> Triple:
         )
     head, relation, tail = (_string(row, triple, key, where) for key in FACT_KEYS)
     span = _span(row, where, triple.get("head_span"), text)
-    return Triple(head, relation, tail, span, _id(row, triple, "head_id"), _id(row, triple, "tail_id"))
+    return Triple(head, relation, tail, span, row.identifier(triple, "head_id"), row.identifier(triple, "tail_id"))
 
 
 def _span(row: SourceRow, where: str, span: Any, text: str) -> _Span | None:

@@ -51,13 +51,10 @@ def _article_questions(article: SourceRow) -> Iterator[SourceRow]:
             continue
         for count, qa in enumerate(paragraph["qas"], 1):
             is_object = isinstance(qa, dict)
-            named = is_object and _is_id(qa.get("id"))
-            where = f"{place.where}, question {count}" + (f" (id {qa['id']})" if named else "")
+            name = qa.get("id") if is_object else None
+            where = f"{place.where}, question {count}"
+            where += f" (id {name})" if isinstance(name, (str, int)) and is_text(str(name)) else ""
             yield SourceRow(where, {**qa, "context": paragraph.get("context")} if is_object else qa)
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, (str, int)) and is_text(str(value))
 
 
 def _question(row: SourceRow, columns: Columns) -> Question:
@@ -70,21 +67,12 @@ def _question(row: SourceRow, columns: Columns) -> Question:
     answers = tuple(_answer(row, context, text, start) for text, start in _given_answers(row))
     if impossible and answers:
         raise row.error("is_impossible is true, but there are answers")
-    return Question(_id(row), question, context, answers, not answers)
+    return Question(row.identifier(row.value) or row.where, question, context, answers, not answers)
 
 
 def unanswered_question(row: SourceRow) -> Question:
     """Reads a row for prediction. Raises BadRowError if it has no question or no context."""
     return Question(row.where, row.required_text("question"), row.required_text("context"), (), impossible=True)
-
-
-def _id(row: SourceRow) -> str:
-    identifier = row.value.get("id")
-    if identifier is None:
-        return row.where
-    if not _is_id(identifier):
-        raise row.error(f"its id is {identifier!r} instead of a string or an integer")
-    return str(identifier)
 
 
 def _given_answers(row: SourceRow) -> list[tuple[Any, Any]]:
