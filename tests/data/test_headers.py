@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from sansgpu.config import ConfigError, DataConfig
-from sansgpu.tasks.classify.labels import number_label_columns
+from sansgpu.data.forms.form import resolve_columns
+from sansgpu.data.forms.labels import LABELED
+from sansgpu.data.forms.pairs import TEXT_GROUPS
+from sansgpu.data.forms.tags import TAGGED
 from sansgpu.tasks.graph.sources import open_graphs
-from sansgpu.tasks.tokens.tagged import number_tag_column
 from tests.tasks.graph.graph_files import facts, read
 
 FILMS = "a good film\tpos\na bad film\tneg\nanother good one\tpos\n"
@@ -18,7 +20,7 @@ def columns(tmp_path: Path, name: str, content: str, **settings: object) -> tupl
     path = tmp_path / name
     path.write_text(content, encoding="utf-8")
     data = DataConfig.model_validate({"dataset_name": str(path), **settings})
-    found, clause = number_label_columns(data)
+    found, clause = resolve_columns(data, LABELED)
     assert (clause is None) == (found == data)
     return found.text_column, found.label_column
 
@@ -80,6 +82,9 @@ def test_files_with_and_without_a_header_are_not_mixed(tmp_path: Path) -> None:
         columns(tmp_path, "a.tsv", FILMS, validation_name=str(tmp_path / "held.tsv"))
     with pytest.raises(ConfigError, match=r"held\.tsv: its first line is a header with the column label"):
         columns(tmp_path, "a.tsv", FILMS, validation_name=str(tmp_path / "held.tsv"), text_column=0, label_column=1)
+    data = DataConfig(dataset_name=str(tmp_path / "held.tsv"), label_column=1)
+    with pytest.raises(ConfigError, match="its first line is a header with the column label"):
+        resolve_columns(data, TEXT_GROUPS)
     (tmp_path / "held.tsv").write_text(FILMS)
     assert columns(tmp_path, "a.tsv", FILMS, validation_name=str(tmp_path / "held.tsv")) == (0, 1)
 
@@ -93,17 +98,17 @@ def test_words_with_tags_are_recognized(tmp_path: Path, name: str) -> None:
     data = DataConfig(dataset_name=str(path))
     for content in (WORDS, "-DOCSTART-\n\n" + WORDS, WORDS.replace("\t", " NN ")):
         path.write_text(content)
-        found, clause = number_tag_column(data)
+        found, clause = resolve_columns(data, TAGGED)
         assert found.tag_column == -1
         assert clause is not None
         assert clause.startswith(f"{path}: its lines look like words with tags")
     for content in ("word\ttag\n" + WORDS, WORDS.replace("\n\n", "\n"), "only words\nin texts\n"):
         path.write_text(content)
         if name == "a.txt":
-            assert number_tag_column(data) == (data, None)
+            assert resolve_columns(data, TAGGED) == (data, None)
         else:
             with pytest.raises(ConfigError, match=r"set data\.tag_column to the number of the tags' column"):
-                number_tag_column(data)
+                resolve_columns(data, TAGGED)
 
 
 TRIPLES = "01\t_part\t02\n01\t_part\t03\n"

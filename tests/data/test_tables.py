@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from sansgpu.config import ConfigError, DataConfig
+from sansgpu.data.forms.labels import LABELED
+from sansgpu.data.forms.pairs import read_text_rows
 from sansgpu.data.rows import BadRows, SourceRow, row_value
 from sansgpu.data.sources import Source, open_sources
-from sansgpu.tasks.classify.labels import read_texts
-from sansgpu.tasks.embed.rows import read_text_rows
+from sansgpu.data.tables import Columns
 from sansgpu.tasks.graph.sources import open_graphs
 
 STS = b'news\t1\t4.500\tA "plane" takes off.\tIt\'s off, now.\r\nforum\t2\t0.000\t"One\tTwo"\tsource\tlicense\n\n'
@@ -85,10 +86,10 @@ def test_texts_of_graphs_may_be_in_a_table_without_a_header(tmp_path: Path) -> N
 
 def test_pairs_and_labels_may_be_in_columns_from_the_end(tmp_path: Path) -> None:
     path = written(tmp_path / "a.tsv", STS)
-    data = DataConfig(dataset_name=str(path), text_column=-2, text_pair_column=-1, label_column=1)
-    (first, _), bad_rows = read_text_rows(opened(path, text_column=-2).rows(), data, BadRows("fail")), BadRows("fail")
+    chosen, bad_rows = Columns(text=-2, pair=-1, label=1), BadRows("fail")
+    first, _ = read_text_rows(opened(path, text_column=-2).rows(), chosen, bad_rows)
     assert (first.texts, first.score) == (('A "plane" takes off.', "It's off, now."), 1.0)
-    (labeled, _) = read_texts(opened(path, text_column=-2).rows(), data, bad_rows)
+    labeled, _ = LABELED.read_all(opened(path, text_column=-2).rows(), bad_rows, chosen)
     assert (labeled.text, labeled.pair, labeled.label) == ('A "plane" takes off.', "It's off, now.", "1")
 
 

@@ -229,24 +229,29 @@ def checked_config(file: Path | None, overrides: Iterable[Any], processes: int =
 
     Raises ConfigError, before PyTorch is loaded, if it or the columns of its tables cannot be used.
     """
-    from sansgpu.data.headers import require_columns
     from sansgpu.tasks.configuration import load_config
 
     config, notes = load_config(file, [*overrides], processes=processes)
-    require_columns(config)
+    _require_columns(config)
     return config, notes
 
 
 def check_tables_for(run: str, data: str) -> None:
     """Raises ConfigError, before PyTorch is loaded, if a run's task cannot use the columns of the tables in `data`."""
     from sansgpu.config.paths import local_path
-    from sansgpu.data.headers import require_columns
     from sansgpu.tasks.configuration import load_config
 
     file = local_path(run) / "config.yaml"
     if file.is_file():
         config, _ = load_config(file, own=False)
-        require_columns(config.model_copy(update={"data": config.data.for_dataset(data)}))
+        _require_columns(config.model_copy(update={"data": config.data.for_dataset(data)}))
+
+
+def _require_columns(config: Config) -> None:
+    if config.settings.rows != "texts" or not config.data.has_header:  # otherwise nothing can be unclear
+        from sansgpu.data.forms.table import require_columns
+
+        require_columns(config)
 
 
 def preparation_bar(silent: bool = False) -> closing[PreparationBar]:

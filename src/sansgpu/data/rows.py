@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from sansgpu.config import ConfigError
@@ -47,15 +48,21 @@ MAX_PROBLEM = 400  # maximum characters of a message about a row
 TEXT_NAMES = ("text", "content")  # text columns to try, in this order, if data.text_column is not set
 LABEL_COLUMNS = ("label", "labels")  # label columns to try, in this order, if data.label_column is not set
 
+Row = dict[Any, Any]
+Column = str | int  # the name of a column, or its number in a table without a header
 _Row = TypeVar("_Row")
 _T = TypeVar("_T")
-
 
 ROW_REMEDY = "; fix or remove the row."  # ends the message about an invalid row
 
 
 class BadRowError(ConfigError):
     """Raised for an invalid row. The message starts with the row's location."""
+
+
+def bad_row(where: str, problem: str) -> BadRowError:
+    """Returns the error for an invalid row."""
+    return BadRowError(f"{where} {shorten(problem)}{ROW_REMEDY}")
 
 
 class SourceRow(NamedTuple):
@@ -71,9 +78,32 @@ class SourceRow(NamedTuple):
             raise BadRowError(self.problem)
         return self.value
 
+    def columns(self, needed: str) -> Row:
+        """Returns the columns. Raises BadRowError if the value is not an object, which must have what is `needed`."""
+        value = self.readable_value()
+        if not isinstance(value, dict):
+            raise self.error(f"it is of type {type(value).__name__} instead of an object with {needed}")
+        return value
+
     def error(self, problem: str) -> BadRowError:
         """Returns the error for an invalid value."""
-        return BadRowError(f"{self.where}: {shorten(problem)}{ROW_REMEDY}")
+        return bad_row(f"{self.where}:", problem)
+
+    def required_text(self, key: str) -> str:
+        """Returns the text of a column. Raises BadRowError if it is missing or has only white space."""
+        text = self.value.get(key)
+        if not isinstance(text, str) or not text.strip():
+            raise self.error(f"it has no {key}")
+        return self.valid_text(text, key)
+
+    def identifier(self, values: Mapping[Any, Any], key: str = "id") -> str | None:
+        """Returns the id in `values`, or None if there is none. Raises BadRowError if it is no string or integer."""
+        value = values.get(key)
+        if value is None or value == "":  # an empty cell of a table
+            return None
+        if isinstance(value, bool) or not isinstance(value, (str, int)) or not is_text(str(value)):
+            raise self.error(f"its {key} is {value!r} instead of a string or an integer")
+        return str(value)
 
     def valid_text(self, text: Any, key: str) -> str:
         """Returns `text`, the row's value for `key`. Raises BadRowError if it is not a string of valid Unicode."""
@@ -82,6 +112,16 @@ class SourceRow(NamedTuple):
         if not is_text(text):
             raise self.error(f"its {key} contains an unpaired surrogate, which is not valid text")
         return text
+
+
+@dataclass(frozen=True, eq=False)
+class TypedRow:
+    """The content of a row, read by the form that it has."""
+
+    where: str  # location of the row, for messages
+
+    def error(self, problem: str) -> BadRowError:
+        return bad_row(f"{self.where}:", problem)
 
 
 class LocatedRow(dict[Any, Any]):
@@ -148,17 +188,28 @@ def column_names(row: Mapping[Any, Any]) -> str:
     return truncate(", ".join(map(str, row)))
 
 
-def column_key(row: Mapping[Any, Any], column: str | int) -> str | int:
+def column_key(row: Mapping[Any, Any], column: str | int) -> Column:
     """Resolves a negative column number, which counts from the end. Returns other columns unchanged."""
     if isinstance(column, int) and column < 0 and column not in row and len(row) + column in row:
         return len(row) + column
     return column
 
 
-def row_value(row: Mapping[Any, Any], column: str | int, key: str, where: str) -> Any:
+def find_column(row: Mapping[Any, Any], chosen: Column | None, usual: Iterable[Column] = ()) -> Any:
+    """Returns the key of the `chosen` column or, if that is None, of the first `usual` column that exists, or None."""
+    keys = usual if chosen is None else (column_key(row, chosen), str(chosen))
+    return next((key for key in keys if key in row), None)
+
+
+def missing_column(row: Mapping[Any, Any], column: Column, key: str, where: str) -> BadRowError:
+    """Returns the error for a row without a column, which config key `key` selects."""
+    return BadRowError(f"{where} has no column {truncate(str(column))}, only {column_names(row)}; set {key}.")
+
+
+def row_value(row: Mapping[Any, Any], column: Column, key: str, where: str) -> Any:
     """Returns the value of a column, which config key `key` selects. Raises BadRowError if it does not exist."""
     if column_key(row, column) not in row:
-        raise BadRowError(f"{where} has no column {truncate(str(column))}, only {column_names(row)}; set {key}.")
+        raise missing_column(row, column, key, where)
     return row[column_key(row, column)]
 
 
@@ -177,7 +228,18 @@ def _string_columns(row: Mapping[Any, Any]) -> list[Any]:
     return [name for name, value in row.items() if isinstance(value, str)]
 
 
-def row_text(row: dict[Any, Any], column: str | int | None, where: str) -> str:
+def text_of(row: SourceRow, column: Column | None) -> str:
+    """Returns the text of a row, which is a string or has columns. Raises BadRowError if it has no valid text."""
+    value = row.readable_value()
+    if not isinstance(value, (str, dict)):
+        raise bad_row(row.where, f"is of type {type(value).__name__} instead of an object with a text column")
+    text = value if isinstance(value, str) else row_text(value, column, row.where)
+    if not is_text(text):
+        raise bad_row(row.where, "contains an unpaired surrogate, which is not valid text")
+    return text
+
+
+def row_text(row: Row, column: Column | None, where: str) -> str:
     """Returns the text of a row from `column`, or by default from `text`, `content` or its only string column."""
     if column is None:
         found = _text_columns(row) or _string_columns(row)

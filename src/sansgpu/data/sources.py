@@ -17,6 +17,7 @@ from sansgpu.config.paths import local_path
 from sansgpu.config.plain_data import unreadable
 from sansgpu.config.tasks import BUILT_IN_NAMES
 from sansgpu.config.wording import first_line
+from sansgpu.data.built_in import library_files, stdlib_conversations, sums, sums_fingerprint
 from sansgpu.data.files import (
     CONVERT,
     PIECE_CHARS,
@@ -30,7 +31,6 @@ from sansgpu.data.files import (
 )
 from sansgpu.data.rows import SourceRow, class_names, is_conversation, row_text, with_names
 from sansgpu.data.settings import CorpusDataConfig, TaggedDataConfig
-from sansgpu.data.stdlib import stdlib_conversations
 from sansgpu.files.folders import entries_below
 from sansgpu.files.reading import require_regular_file
 from sansgpu.machine.disk import file_sha256
@@ -97,8 +97,6 @@ def open_parts(name: str, data: DataConfig, text_rows: bool = False) -> Sources:
     such label folders are splits.
     """
     if name == PYTHON_STDLIB:
-        from sansgpu.data.stdlib import library_files
-
         return Sources(_files_source(name, *library_files(), data), None)
     if name == PYTHON_STDLIB_CHAT:
         return Sources(_stdlib_chat(open_parts(PYTHON_STDLIB, data).train), None)
@@ -129,9 +127,7 @@ def _stdlib_chat(library: Source) -> Source:
 
 
 def _arithmetic(part: str) -> Source:
-    from sansgpu.data.arithmetic import fingerprint, sums
-
-    name, digest = _title(ARITHMETIC, part), hashlib.sha256(fingerprint(part).encode()).hexdigest()
+    name, digest = _title(ARITHMETIC, part), hashlib.sha256(sums_fingerprint(part).encode()).hexdigest()
 
     def read() -> Iterator[Piece]:
         raise ConfigError(f"{name} has prompts with answers, not documents; choose a different dataset.")

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from sansgpu.config import ConfigError, DataConfig, SansGPUError, TrainingConfig
 from sansgpu.config.wording import first_line
 from sansgpu.data.files import CONVERT, file_form
-from sansgpu.data.rows import BadRowError, SourceRow, row_text
+from sansgpu.data.rows import BadRowError, SourceRow, text_of
 from sansgpu.data.sources import dataset_files, open_single
 from sansgpu.events.progress import ReportProgress, Warn, counting
 from sansgpu.files.atomic import atomic_write, write_failures_as
@@ -153,16 +153,13 @@ def _multiplies(loaded: TrainedModel) -> bool:
 
 def _text_of(row: SourceRow, column: str | int | None) -> str:
     """Returns the text of a row. Raises BadRowError if it has none."""
-    value = row.readable_value()
-    if not isinstance(value, (str, dict)):
-        raise row.error(f"it is of type {type(value).__name__} instead of an object with a text")
     try:
-        text = value if isinstance(value, str) else row_text(value, column, row.where)
+        text = text_of(row, column)
     except BadRowError as error:
         raise BadRowError(str(error).replace("data.text_column", "--text-column")) from None
     if not text.strip():
         raise row.error("its text is empty")
-    return row.valid_text(text, "text")
+    return text
 
 
 def require_vector_file(path: Path) -> None:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from sansgpu.config import ConfigError
+from sansgpu.data.forms.graphs import GraphDocument
 from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.tasks.graph.data import leafy_rules, read_graphs
 from sansgpu.tasks.graph.extraction import Agreement, ExtractionRules, TripleExtractor
 from sansgpu.tasks.graph.link_prediction import require_triples, run_parts, tail_predictor
 from sansgpu.tasks.graph.sources import open_graph_part
-from sansgpu.tasks.graph.triples import GraphDocument
 from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import ModelRequest, open_model
 

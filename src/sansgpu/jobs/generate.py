@@ -15,6 +15,7 @@ import torch
 from sansgpu.config import ConfigError, DataConfig, SansGPUError
 from sansgpu.config.paths import local_path
 from sansgpu.config.plain_data import InvalidDataError
+from sansgpu.data.forms.chats import PROMPTS, Prompt
 from sansgpu.data.rows import BadRows, SourceRow
 from sansgpu.data.sources import open_single
 from sansgpu.events.progress import ReportProgress, Warn, ignore_progress
@@ -29,7 +30,6 @@ from sansgpu.models.generation.generate import BatchModel, Completion, complete,
 from sansgpu.models.generation.sampling import Sampling, reading, require_valid_sampling
 from sansgpu.models.generation.text import without_stop
 from sansgpu.models.modules import set_matmul_precision
-from sansgpu.tasks.sft.conversations import Prompt, read_prompt
 from sansgpu.tasks.task import TrainedModel
 from sansgpu.train.loading import ModelRequest, open_model
 
@@ -187,7 +187,7 @@ def _encoded(
     """Yields each usable row with its token ids."""
 
     def encode(row: SourceRow) -> tuple[Prompt, list[int]]:
-        prompt = read_prompt(row)
+        prompt = PROMPTS.read(row)
         if prompt.turns and not prompt.text and model.chat_ids is None:
             raise row.error("it has messages, but the model has no chat template")
         with tokenizer_errors(row.where):

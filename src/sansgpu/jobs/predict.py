@@ -12,9 +12,9 @@ import torch
 
 from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.files import file_form
-from sansgpu.data.headers import require_no_header
 from sansgpu.data.rows import LocatedRow, SourceRow
-from sansgpu.data.sources import open_single
+from sansgpu.data.sources import local_files, open_single
+from sansgpu.data.tables import Columns, require_no_header
 from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.machine.probe import has_bf16_tensors
 from sansgpu.models.modules import narrow_matrices
@@ -84,7 +84,7 @@ def rows_of(
     """
     form = {} if file_form(Path(name)) is None else {"tag_column": None}  # formats may differ from training
     data = data.for_dataset(name).model_copy(update=form)
-    require_no_header(data)
+    require_no_header(local_files(data, text_rows=True), Columns.of(data))
     source = open_single(name, data, text_rows=True)
     row = None
     for row in each(source.rows()):

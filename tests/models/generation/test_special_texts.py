@@ -10,10 +10,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from sansgpu.config import ConfigError
+from sansgpu.data.forms.chats import CONVERSATIONS
 from sansgpu.data.rows import BadRowError, SourceRow
 from sansgpu.models.generation.prompts import prompt_ids
 from sansgpu.tasks.sft.chat import mask_conversation
-from sansgpu.tasks.sft.conversations import read_conversation
 from tests.tasks.tokenizer_kinds import tokenizer_of
 
 CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content | trim }}
@@ -95,7 +95,7 @@ def test_every_string_of_a_training_row_is_guarded() -> None:
         {"role": "tool", "content": FORGED},
         {"role": "assistant", "content": "No"},
     ]
-    masked = mask_conversation(read_conversation(SourceRow("a.jsonl, line 1", {"messages": turns})), tokenizer)
+    masked = mask_conversation(CONVERSATIONS.read(SourceRow("a.jsonl, line 1", {"messages": turns})), tokenizer)
     start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     assert [index for index in masked.ids if index in (start, end)] == [start, end] * len(turns)
     learned = [index for index, is_learned in zip(masked.ids, masked.learned, strict=True) if is_learned]
@@ -113,7 +113,7 @@ def test_prompts_and_completions_without_a_template_are_plain_text_and_texts_are
         ({"instruction": "a<|im_end|>", "output": "b<|im_end|>"}, 0),
         ({"text": "a<|im_end|>b<|im_end|>"}, 2),
     ):
-        masked = mask_conversation(read_conversation(SourceRow("a.jsonl, line 1", row)), tokenizer)
+        masked = mask_conversation(CONVERSATIONS.read(SourceRow("a.jsonl, line 1", row)), tokenizer)
         assert masked.ids.count(end) == count
         assert masked.ids[-1] == tokenizer.eos_token_id
         assert tokenizer.decode(masked.ids).count("<|im_end|>") == 2
@@ -132,4 +132,4 @@ def test_what_cannot_stay_text_is_refused() -> None:
     changed.chat_template = CHATML.replace("m.content | trim", "m.content[:9]")
     row = {"messages": [{"role": "user", "content": FORGED}, {"role": "assistant", "content": "<|im_end|> 12345678"}]}
     with pytest.raises(BadRowError, match=r"^a\.jsonl, line 1 has the text of the special token .* changes it; fix"):
-        mask_conversation(read_conversation(SourceRow("a.jsonl, line 1", row)), changed)
+        mask_conversation(CONVERSATIONS.read(SourceRow("a.jsonl, line 1", row)), changed)

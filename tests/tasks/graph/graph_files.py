@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from sansgpu.config import DataConfig
+from sansgpu.data.forms.graphs import GraphDocument
 from sansgpu.tasks.graph.sources import GraphSources, open_graphs
-from sansgpu.tasks.graph.triples import GraphDocument
 
 TEXT = "Metformin lowers hepatic glucose output in type 2 diabetes ."
 TREATS = {"head": "Metformin", "relation": "treats", "tail": "diabetes", "head_span": [0, 9]}

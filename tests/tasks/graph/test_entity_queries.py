@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from sansgpu.config import Config
+from sansgpu.data.forms.graphs import Entity
 from sansgpu.tasks.graph.batch import HEAD_ENTITY, QUERY_TAIL, RELATION, TAIL_START, add_entity_queries
 from sansgpu.tasks.graph.data import GraphCorpus
 from sansgpu.tasks.graph.masked_prediction import mask_rules
 from sansgpu.tasks.graph.tail_prediction import EntityCandidates, EntityTableIndex, TailPredictor, TailQuery
 from sansgpu.tasks.graph.task import Graph
-from sansgpu.tasks.graph.triples import Entity
 from tests.tasks.graph.entities import corpus_of, write_facts
 
 STILL = {"model__dropout": 0, "model__attention_dropout": 0, "model__relation_dropout": 0}

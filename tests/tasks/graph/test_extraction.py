@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from sansgpu.config import ConfigError
+from sansgpu.data.forms.graphs import GraphDocument, Triple
 from sansgpu.jobs.extract import ExtractRequest, Triples, extract
 from sansgpu.tasks.graph import tail_prediction as gaps
 from sansgpu.tasks.graph.extraction import Agreement, DocumentTriples, ExtractedTriple, ExtractionRules, TripleExtractor
 from sansgpu.tasks.graph.leafy import LeafyRules
 from sansgpu.tasks.graph.tail_prediction import BeamSearch, TailPredictor, TailQuery
 from sansgpu.tasks.graph.tokenizer import GraphCodec
-from sansgpu.tasks.graph.triples import GraphDocument, Triple
 from sansgpu.train.loading import ModelRequest
 from tests.processes import write_rows
 from tests.tasks.graph.test_link_prediction import CPU, LEAVES, quiet, run_of, untrained, words_tokenizer

@@ -10,6 +10,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from sansgpu.config import ModelConfig
 from sansgpu.data.batch import IGNORE
+from sansgpu.data.forms.graphs import Triple
 from sansgpu.data.tokenizer import BPETokenizer
 from sansgpu.kernels.attention import Decay, attention
 from sansgpu.models.formats.folders import is_graph_folder
@@ -18,7 +19,6 @@ from sansgpu.tasks.graph.encoder import GraphEncoder, RelationFusion
 from sansgpu.tasks.graph.folder import export_graph_model, load_graph_folder
 from sansgpu.tasks.graph.leafy import LeafyExample, PlacedTriple
 from sansgpu.tasks.graph.tokenizer import BERT, GraphCodec, MaskTokenizer
-from sansgpu.tasks.graph.triples import Triple
 
 ROOTS, LEAVES, VOCABULARY, RELATIONS = 12, 3, 320, 4
 

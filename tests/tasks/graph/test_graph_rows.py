@@ -11,8 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from sansgpu.config import ConfigError, DataConfig
+from sansgpu.data.forms.graphs import GraphDocument, Triple
 from sansgpu.tasks.graph.sources import open_graphs
-from sansgpu.tasks.graph.triples import GraphDocument, Triple
 from tests.tasks.graph.graph_files import GOOD, IS_A, TEXT, TREATS, Write, facts, read
 
 

@@ -6,8 +6,8 @@ import datasets
 import pytest
 
 from sansgpu.config import ConfigError, DataConfig
+from sansgpu.data.forms.graphs import GraphDocument, Triple
 from sansgpu.tasks.graph.sources import GraphSources, open_graph_part, open_graphs
-from sansgpu.tasks.graph.triples import GraphDocument, Triple
 from tests.tasks.graph.graph_files import GOOD, Write, facts, opened, read
 
 

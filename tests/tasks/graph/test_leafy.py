@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sansgpu.data.batch import IGNORE
+from sansgpu.data.forms.graphs import GraphDocument, Triple
 from sansgpu.data.tokenizer import BPETokenizer
 from sansgpu.tasks.graph.batch import GraphBatch, MaskRules, mask_example
 from sansgpu.tasks.graph.leafy import (
@@ -25,7 +26,6 @@ from sansgpu.tasks.graph.leafy import (
     relations_of,
 )
 from sansgpu.tasks.graph.tokenizer import BERT, MaskTokenizer
-from sansgpu.tasks.graph.triples import GraphDocument, Triple
 
 TEXT = "metformin treats type 2 diabetes and lowers glucose"
 ISA = Triple("type 2 diabetes", "isa", "chronic disease")

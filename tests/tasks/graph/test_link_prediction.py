@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 from sansgpu.config import Config, ConfigError
+from sansgpu.data.forms.graphs import GraphDocument, Triple
 from sansgpu.jobs.evaluate import link_prediction
 from sansgpu.jobs.train import TrainRequest, train
 from sansgpu.tasks.graph import tail_prediction as gaps
@@ -23,7 +24,7 @@ from sansgpu.tasks.graph.link_prediction import LinkPrediction
 from sansgpu.tasks.graph.objective import GraphObjective
 from sansgpu.tasks.graph.tail_prediction import TailPredictor, TailQuery
 from sansgpu.tasks.graph.tokenizer import BERT, GraphCodec, MaskTokenizer
-from sansgpu.tasks.graph.triples import GraphDocument, KnownFacts, Triple
+from sansgpu.tasks.graph.triples import KnownFacts
 from sansgpu.train.loading import ModelRequest
 from tests.processes import overrides
 

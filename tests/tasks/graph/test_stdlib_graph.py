@@ -8,9 +8,9 @@ from textwrap import dedent
 import pytest
 
 from sansgpu.config import DataConfig
+from sansgpu.data.forms.graphs import GraphDocument
 from sansgpu.tasks.graph.sources import GraphSource, open_graphs
 from sansgpu.tasks.graph.stdlib import stdlib_documents
-from sansgpu.tasks.graph.triples import GraphDocument
 
 RELATIONS = {
     "calls", "has_parameter", "declares", "defines", "instantiates", "returns", "imports", "raises", "inherits_from",

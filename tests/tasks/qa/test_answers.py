@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sansgpu.config import ConfigError
+from sansgpu.data.forms.questions import Question
 from sansgpu.tasks.qa.answers import Answer, AnswerRules, best_answers, exact_match_f1, predictions_json
-from sansgpu.tasks.qa.data import Question, QuestionWindow
+from sansgpu.tasks.qa.data import QuestionWindow
 
 Logits = list[tuple[np.ndarray, np.ndarray]]
 

@@ -11,8 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import BertTokenizerFast, PreTrainedTokenizerFast
 
 from sansgpu.config import ConfigError
+from sansgpu.data.forms.questions import Question
 from sansgpu.data.rows import BadRows
-from sansgpu.tasks.qa.data import Question, QuestionWindow
+from sansgpu.tasks.qa.data import QuestionWindow
 from sansgpu.tasks.qa.data import make_windows as make_all_windows
 
 WORDS = ["the", "cat", "sat", "on", "mats", "who", "?", "cafés", "日本", "🎉"]

@@ -10,9 +10,9 @@ import pyarrow.parquet
 import pytest
 
 from sansgpu.config import ConfigError, DataConfig
+from sansgpu.data.forms.questions import Question, read_questions
 from sansgpu.data.rows import BadRows, SourceRow
 from sansgpu.data.sources import open_sources
-from sansgpu.tasks.qa.data import Question, read_questions
 
 CONTEXT = "The cat sat on the mat. It slept there."
 

@@ -12,9 +12,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from sansgpu.config import ConfigError
-from sansgpu.data.rows import BadRowError, SourceRow
+from sansgpu.data.forms.chats import CONVERSATIONS
+from sansgpu.data.rows import BadRowError, BadRows, SourceRow
 from sansgpu.tasks.sft.chat import MaskedConversation, mask_conversation, show_masked, tokenize_conversations
-from sansgpu.tasks.sft.conversations import read_conversation
+from sansgpu.tasks.sft.notes import ReadingNotes
 
 WHERE = "notes.jsonl, line 7"
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header|>", "<|end_header|>", "<|eot|>"]
@@ -87,7 +88,7 @@ def conversation_of(*contents: str, system: str | None = None) -> list[dict[str,
 
 
 def mask_of(tokenizer: Any, parse_special: bool = False, **row: Any) -> MaskedConversation:
-    conversation = replace(read_conversation(SourceRow(WHERE, row)), parse_special=parse_special)
+    conversation = replace(CONVERSATIONS.read(SourceRow(WHERE, row)), parse_special=parse_special)
     return mask_conversation(conversation, tokenizer)
 
 
@@ -326,9 +327,10 @@ def test_examples_are_concatenated_and_skipped_rows_are_counted() -> None:
     )
     kept = [mask_of(tokenizer, **row.value) for row in (rows[0], rows[2], rows[4])]
     counted = (seen.append(number) or row for number, row in enumerate(rows, 1))  # type: ignore[func-returns-value]
-    examples = tokenize_conversations(counted, tokenizer, 6, "truncate", "skip")
-    assert (len(examples), examples.shortened, examples.dropped, examples.skipped) == (3, 1, 1, 2)
-    assert examples.first_skipped == "a.jsonl, line 2 has an empty text; fix or remove the row."
+    notes = ReadingNotes(BadRows("skip"))
+    examples = tokenize_conversations(counted, tokenizer, 6, "truncate", notes)
+    assert (len(examples), notes.shortened, notes.dropped, notes.bad_rows.count) == (3, 1, 1, 2)
+    assert notes.bad_rows.first == "a.jsonl, line 2 has an empty text; fix or remove the row."
     assert seen == [1, 2, 3, 4, 5, 6]
     assert (examples.tokens.dtype, examples.learned.dtype, examples.offsets.dtype) == (np.int32, np.bool_, np.int64)
     for index, masked in enumerate(kept):
@@ -336,12 +338,13 @@ def test_examples_are_concatenated_and_skipped_rows_are_counted() -> None:
         assert (ids.tolist(), learned.tolist()) == (masked.ids[-6:], masked.learned[-6:])
     assert examples.lengths().tolist() == [min(6, len(masked.ids)) for masked in kept]
 
-    dropping = tokenize_conversations(rows, tokenizer, 6, "drop", "skip")
-    assert (len(dropping), dropping.shortened, dropping.dropped) == (2, 0, 2)
+    notes = ReadingNotes(BadRows("skip"))
+    dropping = tokenize_conversations(rows, tokenizer, 6, "drop", notes)
+    assert (len(dropping), notes.shortened, notes.dropped) == (2, 0, 2)
     with pytest.raises(BadRowError, match=r"^a.jsonl, line 2 .*or set data.on_bad_row to skip\.$"):
-        tokenize_conversations(rows, tokenizer, 6, "truncate", "fail")
-    nothing = tokenize_conversations([], tokenizer, 6, "truncate", "fail")
-    assert (len(nothing), nothing.lengths().tolist(), nothing.first_skipped) == (0, [], None)
+        tokenize_conversations(rows, tokenizer, 6, "truncate", ReadingNotes())
+    nothing = tokenize_conversations([], tokenizer, 6, "truncate", ReadingNotes())
+    assert (len(nothing), nothing.lengths().tolist()) == (0, [])
 
 
 def test_shown_to_people_the_learned_stands_in_brackets() -> None:

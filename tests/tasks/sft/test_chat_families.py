@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from sansgpu.data.forms.chats import CONVERSATIONS
 from sansgpu.data.rows import BadRowError, SourceRow
 from sansgpu.tasks.sft.chat import mask_conversation, show_masked, tokenize_conversations
-from sansgpu.tasks.sft.conversations import read_conversation
+from sansgpu.tasks.sft.notes import ReadingNotes
 from tests.tasks.sft.test_chat import tokenizer_of
 
 REFUSED = "Conversation roles must alternate"
@@ -159,23 +160,24 @@ def test_each_family_learns_the_answers_and_their_end_tokens(family: str) -> Non
     for turns, expected in zip((TWO, SYSTEM, TOOL), shown, strict=True):
         row = row_of(turns)
         if "⟦" in expected:
-            masked = mask_conversation(read_conversation(row), tokenizer)
+            masked = mask_conversation(CONVERSATIONS.read(row), tokenizer)
             assert show_masked(masked.ids, masked.learned, tokenizer) == expected
             continue
         with pytest.raises(BadRowError, match=rf"^talk\.jsonl, line 3 .*{expected}.*; fix or remove the row\.$"):
-            mask_conversation(read_conversation(row), tokenizer)
+            mask_conversation(CONVERSATIONS.read(row), tokenizer)
 
 
 def test_system_messages_that_the_template_leaves_out_are_counted() -> None:
     rows = [row_of(SYSTEM), row_of(TWO), row_of([*SYSTEM, ("user", "Last?")])]
     for template, count in ((MISTRAL_3, 1), (CHATML, 0)):
-        found = tokenize_conversations(rows, tokenizer_for(template), 500, "truncate", "fail")
-        assert (len(found), found.lacking_system) == (3, count)
+        notes = ReadingNotes()
+        found = tokenize_conversations(rows, tokenizer_for(template), 500, "truncate", notes)
+        assert (len(found), notes.lacking_system) == (3, count)
 
 
 def test_dates_are_fixed_in_the_format_of_the_template() -> None:
     row = row_of(SYSTEM)
     for code, day in (("%Y-%m-%d", "2024-07-26"), ("%A, %B %d", "Friday, July 26"), ("%d %b %Y", "26 Jul 2024")):
         tokenizer = tokenizer_for("{{ strftime_now('" + code + "') }}" + MARKED)
-        masked = mask_conversation(read_conversation(row), tokenizer)
+        masked = mask_conversation(CONVERSATIONS.read(row), tokenizer)
         assert show_masked(masked.ids, masked.learned, tokenizer).startswith(f"{day}<|im_start|>system")

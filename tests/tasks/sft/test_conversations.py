@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from sansgpu.data.forms.chats import CONVERSATIONS, Conversation
 from sansgpu.data.rows import BadRowError, SourceRow
-from sansgpu.tasks.sft.conversations import Conversation, read_conversation
 
 WHERE = "notes.jsonl, line 7"
 
@@ -17,7 +17,7 @@ def conversation_of(*contents: str) -> list[dict[str, Any]]:
 
 
 def read(**row: Any) -> Conversation:
-    return read_conversation(SourceRow(WHERE, row))
+    return CONVERSATIONS.read(SourceRow(WHERE, row))
 
 
 def test_each_form_is_read_and_other_columns_are_ignored() -> None:
@@ -89,18 +89,18 @@ def bad_rows() -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize(("problem", "value"), list(bad_rows()))
 def test_a_bad_row_is_named(problem: str, value: Any) -> None:
-    with pytest.raises(BadRowError, match=rf"^{WHERE} .*{problem}.*; fix or remove the row\.$"):
-        read_conversation(SourceRow(WHERE, value))
+    with pytest.raises(BadRowError, match=rf"^{WHERE}:? .*{problem}.*; fix or remove the row\.$"):
+        CONVERSATIONS.read(SourceRow(WHERE, value))
 
 
 def test_the_readers_error_is_passed_on() -> None:
     problem = f"{WHERE} is not valid JSON: Extra data at character 3; fix or remove the row."
     with pytest.raises(BadRowError, match=f"^{re.escape(problem)}$"):
-        read_conversation(SourceRow(WHERE, None, problem))
+        CONVERSATIONS.read(SourceRow(WHERE, None, problem))
 
 
 def test_texts_in_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "?"}]
     in_parts = [{"role": "user", "content": parts}, {"role": "assistant", "content": "b"}]
-    read = read_conversation(SourceRow(WHERE, {"messages": in_parts}))
-    assert read == read_conversation(SourceRow(WHERE, {"messages": conversation_of("a?", "b")}))
+    read = CONVERSATIONS.read(SourceRow(WHERE, {"messages": in_parts}))
+    assert read == CONVERSATIONS.read(SourceRow(WHERE, {"messages": conversation_of("a?", "b")}))

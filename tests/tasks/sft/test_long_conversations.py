@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sansgpu.data.forms.chats import CONVERSATIONS
 from sansgpu.data.rows import SourceRow
 from sansgpu.tasks.sft.chat import mask_within, show_masked
-from sansgpu.tasks.sft.conversations import read_conversation
 from tests.tasks.sft.test_chat import ANY_TEXT, TOKENIZERS, WHERE, conversation_of, mask_of, pieces, tokenizer_of
 
 
 def within(tokenizer: Any, limit: int, long_rows: Any = "truncate", **row: Any) -> tuple[str | None, bool]:
-    masked, shortened = mask_within(read_conversation(SourceRow(WHERE, row)), tokenizer, limit, long_rows)
+    masked, shortened = mask_within(CONVERSATIONS.read(SourceRow(WHERE, row)), tokenizer, limit, long_rows)
     return (None if masked is None else show_masked(masked.ids, masked.learned, tokenizer)), shortened
 
 
@@ -33,7 +33,7 @@ def test_a_long_conversation_loses_as_few_of_its_oldest_turns_as_possible(
     ]
     expected = next((n for n, masked in enumerate(later) if len(masked.ids) <= limit), None)
     turns = conversation_of(*(text for pair in pairs for text in pair), system=system)
-    conversation = read_conversation(SourceRow(WHERE, {"messages": turns}))
+    conversation = CONVERSATIONS.read(SourceRow(WHERE, {"messages": turns}))
     found = mask_within(conversation, tokenizer, limit, "truncate")
     assert found == ((None, False) if expected is None else (later[expected], expected > 0))
     dropping = mask_within(conversation, tokenizer, limit, "drop")
@@ -67,7 +67,7 @@ def test_calls_of_tools_stay_with_their_question() -> None:
     long = [*conversation_of("old " * 50, "b"), *last]
     limit = len(mask_of(TOKENIZERS["qwen3"], messages=last).ids)
     masked, _ = mask_within(
-        read_conversation(SourceRow(WHERE, {"messages": long})), TOKENIZERS["qwen3"], limit, "truncate"
+        CONVERSATIONS.read(SourceRow(WHERE, {"messages": long})), TOKENIZERS["qwen3"], limit, "truncate"
     )
     assert masked == mask_of(TOKENIZERS["qwen3"], messages=last)
 

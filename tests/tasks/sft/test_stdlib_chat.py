@@ -8,8 +8,8 @@ from transformers import AutoTokenizer
 
 import sansgpu
 from sansgpu.config import DataConfig
+from sansgpu.data.built_in import stdlib_conversations
 from sansgpu.data.sources import open_sources
-from sansgpu.data.stdlib import stdlib_conversations
 from sansgpu.data.tokenizer import BPETokenizer
 
 STDLIB = DataConfig(dataset_name="python-stdlib-chat")

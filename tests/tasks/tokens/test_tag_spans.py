@@ -11,11 +11,11 @@ from hypothesis import strategies as some
 from seqeval.metrics import classification_report
 from seqeval.metrics.sequence_labeling import get_entities, precision_recall_fscore_support
 
+from sansgpu.data.forms.tags import iob2_tags
 from sansgpu.tasks.tokens.spans import (
     Scheme,
     SpanCounts,
     has_entities,
-    iob2_tags,
     labels_of,
     scheme_of,
     scores,

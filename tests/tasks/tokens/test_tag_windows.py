@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from sansgpu.config import ConfigError
+from sansgpu.data.forms.tags import TaggedText, untagged_text
 from sansgpu.data.rows import SourceRow
 from sansgpu.tasks.tokens.data import TagWindow, make_tag_windows
-from sansgpu.tasks.tokens.tagged import TaggedText, read_untagged
 from tests.tasks.tokenizer_kinds import KINDS, SPECIAL, tokenizer_of
 from tests.tasks.tokenizer_kinds import TEXT as TRAINED
 
@@ -46,7 +46,7 @@ def tokenizer(kind: str) -> Any:
 
 
 def text_of(**row: Any) -> TaggedText:
-    return read_untagged(SourceRow("row 1", row))
+    return untagged_text(SourceRow("row 1", row))
 
 
 def labels_of_run_ner(words: list[str], tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from sansgpu.config import ConfigError, DataConfig
+from sansgpu.data.forms.tags import TaggedText, untagged_text
 from sansgpu.data.rows import BadRowError, BadRows, SourceRow
 from sansgpu.data.sources import open_sources
-from sansgpu.tasks.tokens.tagged import TaggedText, in_iob2, read_tagged, read_untagged, require_labels, with_targets
+from sansgpu.tasks.tokens.tagged import in_iob2, read_tagged, require_labels, with_targets
 from tests.hostile.fuzz.values import changed
 
 CONLL = "-DOCSTART- -X- O\n\nAda NNP B-person\nlives VB O\n\nin IN O\nNew NNP B-place\nYork NNP I-place\n. . O\n"
@@ -181,8 +182,8 @@ def test_unknown_tags_and_a_single_one_are_refused() -> None:
 
 
 def test_rows_to_predict_need_no_tags() -> None:
-    assert read_untagged(SourceRow("row 1", {"tokens": ["a", "b"]})).text == "a b"
-    assert read_untagged(SourceRow("row 1", {"text": "a b"})).tags == ()
+    assert untagged_text(SourceRow("row 1", {"tokens": ["a", "b"]})).text == "a b"
+    assert untagged_text(SourceRow("row 1", {"text": "a b"})).tags == ()
 
 
 def test_odd_values_are_read_or_answered_by_one_sentence() -> None:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from sansgpu.config.wording import shown, truncate
+from sansgpu.data.forms.chats import ANSWERED_ROLES, Role
 from sansgpu.jobs.serve.worker import ServiceError
 from sansgpu.models.generation.sampling import Sampling
 
@@ -77,7 +78,7 @@ class ChatMessage(OpenAIObject):
     """A message of a conversation."""
 
     place = "a message's "
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: Annotated[str | list[TextPart], BeforeValidator(_short)]
 
     @property
@@ -161,7 +162,7 @@ class ChatBody(GenerationBody):
 
     def conversation(self) -> list[dict[str, Any]]:
         """Returns the messages for the chat template. Raises ServiceError if there is nothing to answer."""
-        if self.messages[-1].role not in ("user", "tool"):
+        if self.messages[-1].role not in ANSWERED_ROLES:
             raise ServiceError("the last message is not the user's; add one to answer.", param="messages")
         return [{"role": message.role, "content": message.text} for message in self.messages]
 

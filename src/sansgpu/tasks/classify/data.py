@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from sansgpu.config import Config, ConfigError
+from sansgpu.data.forms.labels import LabeledText
 from sansgpu.data.rows import BadRows
 from sansgpu.data.sequences import LabeledSequences
-from sansgpu.tasks.classify.labels import LabeledText, Labels, tokenize_texts, with_targets
+from sansgpu.tasks.classify.labels import Labels, tokenize_texts, with_targets
 from sansgpu.tasks.classify.objective import ClassifyObjective
 from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.fine_tuning import longest_example

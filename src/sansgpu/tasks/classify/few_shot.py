@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from sansgpu.config import Config, ConfigError
 from sansgpu.config.paths import local_path
+from sansgpu.data.forms.labels import LabeledText
 from sansgpu.data.order import steps_per_epoch
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.events.progress import ReportProgress
@@ -26,7 +27,6 @@ from sansgpu.kernels.linear import linear
 from sansgpu.models.huggingface.sentence_embedding import LINEAR_HEAD, LinearHead, pool, read_linear_head, write_layout
 from sansgpu.models.modules import one_thread
 from sansgpu.tasks.classify.data import LabeledCorpus
-from sansgpu.tasks.classify.labels import LabeledText
 from sansgpu.tasks.classify.objective import ClassifyObjective
 from sansgpu.tasks.classify.settings import FEW_SHOT
 from sansgpu.tasks.classify.task import Classify

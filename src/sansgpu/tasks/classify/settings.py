@@ -94,12 +94,6 @@ def _few_shot_problems(config: Any) -> Iterator[str]:
     yield from repeated_labels(config, "labels", 2)
 
 
-def _check_columns(config: Any) -> None:
-    from sansgpu.tasks.classify.labels import number_label_columns
-
-    number_label_columns(config.data)
-
-
 FEW_SHOT = TaskSettings(
     "classify",
     ("texts", "pooling", "packing", "pretrained", "rows", "adapter", "labels"),
@@ -113,7 +107,7 @@ FEW_SHOT = TaskSettings(
     },
     adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
     problems=_few_shot_problems,
-    check_columns=_check_columns,
+    rows="labeled texts",
     label="classify with training.few_shot",
     metrics=CLASS_METRICS,
     card=lambda model: CardText(
@@ -138,7 +132,7 @@ SETTINGS = TaskSettings(
         "data": {"max_length": 256, "validation_split": 0.1},
     },
     problems=_label_problems,
-    check_columns=_check_columns,
+    rows="labeled texts",
     metrics=CLASS_METRICS,
     card=lambda model: CardText(
         "an encoder fine-tuned to classify texts", "text-classification", "SequenceClassification", _CLASSIFY

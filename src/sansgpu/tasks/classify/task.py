@@ -11,10 +11,13 @@ import torch
 
 from sansgpu.config import Config
 from sansgpu.config.paths import local_path
+from sansgpu.data.forms.form import resolve_columns
+from sansgpu.data.forms.labels import LABELED, LabeledText, unlabeled_text
 from sansgpu.data.rows import BadRows, located
 from sansgpu.data.sequences import LabeledSequences, PackedSequences
 from sansgpu.data.sources import open_single, open_sources
 from sansgpu.data.split import describe_split
+from sansgpu.data.tables import Columns
 from sansgpu.events.progress import ReportProgress
 from sansgpu.models.formats.folders import has_architecture
 from sansgpu.models.huggingface.source import pretrained_config
@@ -22,15 +25,7 @@ from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.capabilities import Predicts
 from sansgpu.tasks.classify.data import LabeledCorpus, balanced_weights, labels_of, tokenize_labeled, with_labels
 from sansgpu.tasks.classify.evaluate import ClassifyEvaluator, prediction
-from sansgpu.tasks.classify.labels import (
-    LabeledText,
-    Labels,
-    find_labels,
-    number_label_columns,
-    read_texts,
-    tokenize_texts,
-    unlabeled_text,
-)
+from sansgpu.tasks.classify.labels import Labels, find_labels, tokenize_texts
 from sansgpu.tasks.classify.objective import LABEL_KINDS, ClassifyObjective
 from sansgpu.tasks.classify.settings import SETTINGS, LabelDataConfig, WeightedDataConfig
 from sansgpu.tasks.evaluation import require_rows
@@ -55,13 +50,13 @@ class Classify(Predicts, FineTuningTask):
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, LabeledCorpus]:
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
-        data, numbered = number_label_columns(LabelDataConfig.of(config))
+        data, numbered = resolve_columns(LabelDataConfig.of(config), LABELED)
         config = config.model_copy(update={"data": data})
-        sources = open_sources(data, text_rows=True)
+        sources = open_sources(data, LABELED.text_rows)
         tokenizer = load_tokenizer_of(config.model)
-        notes: list[str] = []
+        columns, notes = Columns.of(data), list[str]()
         train_rows, held_rows = BadRows(data.on_bad_row), BadRows(data.on_bad_row)
-        texts = read_texts(sources.train.rows(), data, train_rows)
+        texts = LABELED.read_all(sources.train.rows(), train_rows, columns)
         require_examples(sources, [len(texts)], "row", train_rows.notes())
         cls.require_readable(texts)
         labels = find_labels(texts, data.label_kind, data.labels, sources.train.name)
@@ -70,7 +65,7 @@ class Classify(Predicts, FineTuningTask):
         config = with_labels(config, labels)
         split = None
         if sources.validation is not None:
-            train, held = texts, read_texts(sources.validation.rows(), data, held_rows)
+            train, held = texts, LABELED.read_all(sources.validation.rows(), held_rows, columns)
             cls.require_readable(held)
         else:
             train, held = split_rows(texts, [f"{t.text}\0{t.pair}".encode() for t in texts], data.validation_split)
@@ -130,11 +125,11 @@ class Classify(Predicts, FineTuningTask):
         if request.data is None:
             part, skipped = cast(LabeledCorpus, request.own_corpus()).validation, 0
         else:
-            data, numbered = number_label_columns(LabelDataConfig.of(loaded.config).for_dataset(request.data))
+            data, numbered = resolve_columns(LabelDataConfig.of(loaded.config).for_dataset(request.data), LABELED)
             if numbered:
                 request.warn(f"{numbered}.")
-            source, bad_rows = open_single(request.data, data, text_rows=True), BadRows("skip")
-            texts = read_texts(source.rows(), data, bad_rows)
+            source, bad_rows = open_single(request.data, data, LABELED.text_rows), BadRows("skip")
+            texts = LABELED.read_all(source.rows(), bad_rows, Columns.of(data))
             cls.require_readable(texts)
             labels = labels_of(loaded.objective)
             part = tokenize_labeled(texts, labels, loaded.config, loaded.tokenizer, bad_rows, request.warn)
@@ -146,8 +141,8 @@ class Classify(Predicts, FineTuningTask):
     @classmethod
     def predict(cls, loaded: TrainedModel, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns, for each row, the predicted label and the probability of every label, or the predicted score."""
-        data, objective = loaded.config.data, cast(ClassifyObjective, loaded.objective)
-        texts = [unlabeled_text(row, data) for row in located(rows)]
+        columns, objective = Columns.of(loaded.config.data), cast(ClassifyObjective, loaded.objective)
+        texts = [unlabeled_text(row, columns) for row in located(rows)]
         cls.require_readable(texts)
         made = tokenize_texts(texts, loaded.tokenizer, longest_example(loaded.config, loaded.tokenizer))
         part = LabeledSequences(made.ids, np.zeros((len(texts), 1), np.int64), made.types)

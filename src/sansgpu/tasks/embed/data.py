@@ -12,11 +12,11 @@ import numpy as np
 
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import counted
+from sansgpu.data.forms.pairs import TextRow
 from sansgpu.data.rows import BadRows
 from sansgpu.data.split import split_examples
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.tasks.embed.groups import TokenizedGroups
-from sansgpu.tasks.embed.rows import TextRow
 from sansgpu.tasks.embed.settings import EmbeddingDataConfig
 from sansgpu.tasks.evaluation import TokenizedCorpus
 

@@ -21,7 +21,7 @@ from sansgpu.config import ConfigError
 from sansgpu.config.errors import require
 from sansgpu.config.plain_data import unreadable
 from sansgpu.data.files import TEXT_SUFFIXES, Piece, file_form, read_documents, read_rows
-from sansgpu.data.rows import row_text
+from sansgpu.data.rows import text_of
 from sansgpu.events.progress import ReportProgress, counting
 from sansgpu.files.atomic import atomic_write
 from sansgpu.machine.disk import file_sha256
@@ -63,12 +63,9 @@ class PassageRules:
 
     def _row_paragraphs(self, path: Path) -> Iterator[Passage]:
         for row in read_rows(path, header=not isinstance(self.column, int)):
-            value = row.readable_value()
-            if not isinstance(value, (str, dict)):
-                raise row.error(f"it is of type {type(value).__name__} instead of an object with a text")
-            text = value if isinstance(value, str) else row_text(value, self.column, row.where)
+            text = text_of(row, self.column)
             unit, number = row.where.rpartition(", ")[2].split()
-            for paragraph in _paragraphs(_lines([Piece(row.valid_text(text, "text"), True)])):
+            for paragraph in _paragraphs(_lines([Piece(text, True)])):
                 yield Passage(unit, int(number), paragraph.text)
 
     def _cut(self, paragraphs: Sequence[Passage]) -> Iterator[Passage]:

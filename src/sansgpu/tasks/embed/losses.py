@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from sansgpu.config import ConfigError
+from sansgpu.data.forms.pairs import KINDS, RowKind, TextRow
 from sansgpu.kernels.linear import linear
 from sansgpu.tasks.embed.groups import TextGroups
-from sansgpu.tasks.embed.rows import FORMS, RowForm, TextRow
 
 LossName = Literal["ranking", "cosine", "triplet"]
 SCALE = 20.0  # factor of cosine similarities in the softmax, as in MultipleNegativesRankingLoss
@@ -22,16 +22,16 @@ MARGIN = 5.0  # minimum difference between the distances of negative and positiv
 
 
 def loss_for(rows: Sequence[TextRow], asked: str) -> LossName:
-    """Returns the name of the loss: `asked`, the configured one, or the default for the form of the rows.
+    """Returns the name of the loss: `asked`, the configured one, or the default for the kind of the rows.
 
     Raises ConfigError if the configured loss does not fit the rows.
     """
-    form: RowForm = rows[0].form
+    kind: RowKind = rows[0].kind
     if asked == "auto":
-        return "cosine" if form == "scores" else "ranking"
-    if (asked == "cosine") != (form == "scores") or (asked == "triplet" and form != "pairs"):
+        return "cosine" if kind == "scores" else "ranking"
+    if (asked == "cosine") != (kind == "scores") or (asked == "triplet" and kind != "pairs"):
         raise ConfigError(
-            f"training.embedding_loss {asked} does not support the rows, which have {FORMS[form]}; set it to auto."
+            f"training.embedding_loss {asked} does not support the rows, which have {KINDS[kind]}; set it to auto."
         )
     if asked == "triplet" and (row := next((row for row in rows if len(row.texts) < 3), None)):
         raise row.error("it has no negative, which training.embedding_loss triplet requires")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -52,12 +52,6 @@ EMBEDDING_METRICS = (
 )
 
 
-def _check_columns(config: Any) -> None:
-    from sansgpu.tasks.embed.rows import require_embedding_columns
-
-    require_embedding_columns(config.data)
-
-
 SETTINGS = TaskSettings(
     "embed",
     ("texts", "pairs", "pooling", "packing", "pretrained", "rows", "adapter"),
@@ -73,7 +67,7 @@ SETTINGS = TaskSettings(
     defaults={"training": {**FINE_TUNED, "learning_rate": 2e-5}, "data": {"validation_split": 0.05}},
     adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
     problems=fine_tuning_problems,
-    check_columns=_check_columns,
+    rows="text groups",
     metrics=EMBEDDING_METRICS,
     card=lambda model: CardText(
         "a model that turns texts into vectors, so that texts of similar meaning have similar vectors",

@@ -10,10 +10,13 @@ import numpy as np
 
 from sansgpu.config import Config, ConfigError
 from sansgpu.config.paths import local_path
+from sansgpu.data.forms.form import resolve_columns
+from sansgpu.data.forms.pairs import TEXT_GROUPS, TextRow, read_text_rows
 from sansgpu.data.order import batch_indices, steps_per_epoch
 from sansgpu.data.rows import BadRows
 from sansgpu.data.sources import open_single, open_sources
 from sansgpu.data.split import describe_split
+from sansgpu.data.tables import Columns
 from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.memory import effective_batch
 from sansgpu.models.huggingface.sentence_embedding import MODULES, is_static_folder, read_layout
@@ -32,7 +35,6 @@ from sansgpu.tasks.embed.evaluate import EmbeddingEvaluator
 from sansgpu.tasks.embed.groups import TextGroups, TokenizedGroups, text_groups
 from sansgpu.tasks.embed.losses import loss_for
 from sansgpu.tasks.embed.objective import USUAL_TEXTS, EmbeddingObjective, encode_texts, with_values
-from sansgpu.tasks.embed.rows import TextRow, read_text_rows, require_embedding_columns
 from sansgpu.tasks.embed.settings import SETTINGS, EmbeddingDataConfig, EmbeddingTrainingConfig
 from sansgpu.tasks.evaluation import require_rows
 from sansgpu.tasks.fine_tuning import StepWideTask, require_examples
@@ -56,18 +58,18 @@ class TextEmbedding(Embeds, StepWideTask):
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, EmbeddingCorpus]:
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
         config = cls.with_vocabulary(config)
-        require_embedding_columns(config.data)
-        sources, data, notes = open_sources(config.data, text_rows=True), EmbeddingDataConfig.of(config), list[str]()
+        data, _ = resolve_columns(EmbeddingDataConfig.of(config), TEXT_GROUPS)
+        sources, columns, notes = open_sources(data, TEXT_GROUPS.text_rows), Columns.of(data), list[str]()
         train_rows, held_rows = BadRows(data.on_bad_row), BadRows("skip")
         name, held_name = sources.train.name, f"validation rows of {sources.train.name}"
-        rows = read_text_rows(sources.train.rows(), data, train_rows)
+        rows = read_text_rows(sources.train.rows(), columns, train_rows)
         require_examples(sources, [len(rows)], "row", train_rows.notes())
         scale = score_scale(rows, data)
         rows = with_scores_in_range(rows, scale, train_rows)
         split = None
         if sources.validation is not None:
-            held_name, form = sources.validation.name, rows[0].form
-            train, held = rows, read_text_rows(sources.validation.rows(), data, held_rows, form)
+            held_name, kind = sources.validation.name, rows[0].kind
+            train, held = rows, read_text_rows(sources.validation.rows(), columns, held_rows, kind)
             held = with_scores_in_range(held, scale, held_rows)
         else:
             train, held = split_rows(rows, data.validation_split)
@@ -128,13 +130,13 @@ class TextEmbedding(Embeds, StepWideTask):
             part, name = cast(EmbeddingCorpus, request.own_corpus()).validation, "validation rows"
             loss = loaded.objective.loss_name
         else:
-            data = EmbeddingDataConfig.of(config).for_dataset(request.data)
-            require_embedding_columns(data)
-            source, bad_rows, notes = open_single(request.data, data, text_rows=True), BadRows("skip"), list[str]()
-            rows, name = read_text_rows(source.rows(), data, bad_rows), source.name
+            data, _ = resolve_columns(EmbeddingDataConfig.of(config).for_dataset(request.data), TEXT_GROUPS)
+            source = open_single(request.data, data, TEXT_GROUPS.text_rows)
+            bad_rows, notes = BadRows("skip"), list[str]()
+            rows, name = read_text_rows(source.rows(), Columns.of(data), bad_rows), source.name
             if not rows:
                 raise ConfigError(bad_rows.first or f"{name} has no rows; pass a file with at least one.")
-            scale = score_scale(rows, data) if rows[0].form == "scores" else None
+            scale = score_scale(rows, data) if rows[0].kind == "scores" else None
             rows = with_scores_in_range(rows, scale, bad_rows)
             config = with_values(config, "data", score_scale=scale)
             shape = shape_of(config, loaded.tokenizer, loaded.objective.layout.prompt())

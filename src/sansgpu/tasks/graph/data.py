@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from sansgpu.config import Config, ConfigError, change_config
+from sansgpu.data.forms.graphs import Entity, GraphDocument
 from sansgpu.data.split import describe_split, split_examples
 from sansgpu.events.progress import ReportProgress
 from sansgpu.tasks.evaluation import VariableLengthCorpus
@@ -18,7 +19,7 @@ from sansgpu.tasks.graph.leafy import LeafyDataset, LeafyRules, build_leafy, rel
 from sansgpu.tasks.graph.settings import MAX_LEAVES, GraphDataConfig, GraphModelConfig, MaskedDataConfig
 from sansgpu.tasks.graph.sources import GraphSource, GraphSources, open_graphs
 from sansgpu.tasks.graph.tokenizer import GraphCodec, MaskTokenizer, build_mask_tokenizer
-from sansgpu.tasks.graph.triples import Entity, GraphDocument, KnownFacts, entities_of
+from sansgpu.tasks.graph.triples import KnownFacts, entities_of
 
 FITTING = 0.99  # share of tails for which a root has enough leaf slots by default
 MAX_ENTITIES = 100_000  # limit for an entity table by default, because each query is compared with all entities

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Encoding
 
+from sansgpu.data.forms.graphs import INVERSE, GraphDocument, Triple
 from sansgpu.events.progress import ReportProgress
 from sansgpu.tasks.graph.leafy import LeafyRules, TokenText, token_positions, window_spans
 from sansgpu.tasks.graph.tail_prediction import (
@@ -26,7 +27,6 @@ from sansgpu.tasks.graph.tail_prediction import (
     normal,
 )
 from sansgpu.tasks.graph.tokenizer import GraphCodec, MaskTokenizer
-from sansgpu.tasks.graph.triples import INVERSE, GraphDocument, Triple
 
 QUESTIONS = 4096  # questions to collect from documents before the model runs on them
 DECIMALS = 4  # decimal places of printed scores

@@ -18,8 +18,8 @@ import numpy as np
 from tokenizers import Encoding
 
 from sansgpu.config.wording import counted
+from sansgpu.data.forms.graphs import Entity, GraphDocument, Triple
 from sansgpu.tasks.graph.tokenizer import MaskTokenizer
-from sansgpu.tasks.graph.triples import Entity, GraphDocument, Triple
 
 ENCODE_BATCH = 4096  # documents per call of the tokenizer
 

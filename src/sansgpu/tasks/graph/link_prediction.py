@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from sansgpu.config import Config, ConfigError, same_input
+from sansgpu.data.forms.graphs import INVERSE, GraphDocument, Triple
 from sansgpu.data.order import generator
 from sansgpu.events.progress import ReportProgress
 from sansgpu.tasks.graph.data import HeldOutTriples, leafy_rules, read_graphs, split_by_group, without_facts
@@ -32,7 +33,7 @@ from sansgpu.tasks.graph.tail_prediction import (
     TailQuery,
 )
 from sansgpu.tasks.graph.tokenizer import GraphCodec
-from sansgpu.tasks.graph.triples import INVERSE, GraphDocument, KnownFacts, Triple, triples_of
+from sansgpu.tasks.graph.triples import KnownFacts, triples_of
 from sansgpu.tasks.task import TrainedModel
 
 if TYPE_CHECKING:  # it imports this module

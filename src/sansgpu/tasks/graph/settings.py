@@ -305,12 +305,6 @@ def _graph_card(model: Values) -> CardText:
     return CardText(text, "feature-extraction", "", EVALUATE_TEXTS, "sansgpu's own")
 
 
-def _check_columns(config: Any) -> None:
-    from sansgpu.tasks.graph.rows import require_triples_or_columns
-
-    require_triples_or_columns(config.data)
-
-
 MASKED = TaskSettings(
     "graph",
     ("texts", "windows", "packing", "pretrained", "rows"),
@@ -319,6 +313,7 @@ MASKED = TaskSettings(
     kind="masked",
     defaults={"training": {**FINE_TUNED, "learning_rate": 5e-5}, "data": {**_GRAPH_DATA, "max_length": 128}},
     problems=_masked_lm_problems,
+    rows="graphs",
     label="graph with model.name_or_path",
     metrics=MASKED_METRICS,
     card=lambda model: CardText(
@@ -347,7 +342,7 @@ SETTINGS = TaskSettings(
         "data": _GRAPH_DATA,
     },
     problems=_graph_problems,
-    check_columns=_check_columns,
+    rows="graphs",
     leaf_slots=lambda config: GraphModelConfig.of(config).leaf_slots,
     metrics=MASKED_METRICS,
     card=_graph_card,

@@ -12,13 +12,24 @@ from typing import NamedTuple
 
 from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, DataConfig
 from sansgpu.config.paths import local_path
-from sansgpu.data.files import TEXT_SUFFIXES, file_form, read_documents, read_lines, read_rows
+from sansgpu.data.files import TEXT_SUFFIXES, file_form, read_documents, read_rows
+from sansgpu.data.forms.graphs import (
+    FACT_KEYS,
+    GRAPHS,
+    INVERSE,
+    EntityText,
+    Fact,
+    GraphDocument,
+    Triple,
+    has_bare_triples,
+    text_document,
+)
+from sansgpu.data.lines import read_lines
 from sansgpu.data.rows import BadRows, SourceRow
 from sansgpu.data.sources import TEST_NAMES, VALIDATION_NAMES, Source, files_fingerprint, open_parts
+from sansgpu.data.tables import Columns
 from sansgpu.files.reading import require_regular_file
-from sansgpu.tasks.graph.rows import FACT_KEYS, EntityText, Fact, has_bare_triples, read_graph_row, text_document
 from sansgpu.tasks.graph.stdlib import stdlib_documents
-from sansgpu.tasks.graph.triples import INVERSE, GraphDocument, Triple
 
 TRAIN_FILE = "train.tsv"
 ENTITY_FILE, DESCRIPTION_FILE, RELATION_FILE = "entity2text.txt", "entity2textlong.txt", "relation2text.txt"
@@ -239,7 +250,8 @@ def _source_documents(
 def _source_items(
     source: Source, data: DataConfig, bad_rows: BadRows, note: Callable[[str], None]
 ) -> Iterator[GraphDocument | EntityText | Fact]:
-    read = partial(read_graph_row, column=data.text_column)
+    columns = Columns.of(data)
+    read = partial(GRAPHS.read, columns=columns)
     if not source.files:
         yield from bad_rows.parsed(source.rows(), read)
     for name, path in source.files.items():
@@ -247,8 +259,8 @@ def _source_items(
             pieces = read_documents(path, None, skip_undecodable=source.name == PYTHON_STDLIB)
             yield text_document(name, "".join(piece.text for piece in pieces))
         else:
-            names = FACT_KEYS if has_bare_triples(path, data) else None
+            names = FACT_KEYS if has_bare_triples(path, columns) else None
             if names:
-                columns = ", ".join(f"{name} = column {number}" for number, name in enumerate(names))
-                note(f"{path}: its first line is a triple, so the file is read without a header: {columns}.")
-            yield from bad_rows.parsed(read_rows(path, names or data.has_header), read)
+                found = ", ".join(f"{name} = column {number}" for number, name in enumerate(names))
+                note(f"{path}: its first line is a triple, so the file is read without a header: {found}.")
+            yield from bad_rows.parsed(read_rows(path, names or columns.has_header), read)

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
-from sansgpu.data.stdlib import LibraryModule, library_modules
-from sansgpu.tasks.graph.triples import GraphDocument, Triple
+from sansgpu.data.built_in import LibraryModule, library_modules
+from sansgpu.data.forms.graphs import GraphDocument, Triple
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)

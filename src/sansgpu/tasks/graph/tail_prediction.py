@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 
 from sansgpu.data.batch import IGNORE
+from sansgpu.data.forms.graphs import Entity, Triple
 from sansgpu.machine.probe import mixed_precision
 from sansgpu.tasks.graph.batch import GraphBatch, MaskedExample
 from sansgpu.tasks.graph.entities import NameBags
 from sansgpu.tasks.graph.leafy import LeafyExample, PlacedTriple
 from sansgpu.tasks.graph.tokenizer import GraphCodec, MaskTokenizer
-from sansgpu.tasks.graph.triples import Entity, Triple
 
 if TYPE_CHECKING:  # it imports this module
     from sansgpu.tasks.graph.objective import GraphObjective

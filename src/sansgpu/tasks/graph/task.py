@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from sansgpu.config import Config, ConfigError, change_config
 from sansgpu.config.paths import local_path
 from sansgpu.config.section import problems
+from sansgpu.data.forms.graphs import Triple
 from sansgpu.data.order import generator
 from sansgpu.events.progress import ReportProgress
 from sansgpu.models.formats.folders import is_graph_folder
@@ -39,7 +40,6 @@ from sansgpu.tasks.graph.masked_prediction import (
 from sansgpu.tasks.graph.objective import GraphObjective, longest_span
 from sansgpu.tasks.graph.settings import SETTINGS, GraphDataConfig, GraphModelConfig, GraphTrainingConfig, max_span
 from sansgpu.tasks.graph.tokenizer import GraphCodec
-from sansgpu.tasks.graph.triples import Triple
 from sansgpu.tasks.task import EvaluationRequest, ModelSource, Sums, TrainedModel
 
 UNKNOWN = "-"  # data.dataset_name of an exported model, whose dataset is unknown

@@ -14,12 +14,12 @@ from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError, DataConfig
 from sansgpu.config.wording import shown
+from sansgpu.data.forms.graphs import Entity
 from sansgpu.data.shards import cache_key, cached
 from sansgpu.data.tokenizer import BPETokenizer, load_tokenizer, rows_needed, save_tokenizer
 from sansgpu.events.progress import ReportProgress
 from sansgpu.files.reading import read_json
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
-from sansgpu.tasks.graph.triples import Entity
 
 
 class Specials(NamedTuple):

@@ -15,9 +15,9 @@ from typing import Any
 
 from sansgpu.config import ConfigError, SansGPUError, import_class
 from sansgpu.config.wording import counted, first_line, shown
+from sansgpu.data.rows import bad_row
 from sansgpu.machine.untrusted.user_code import preserved_state
 from sansgpu.tasks.grpo.batch import PromptRow
-from sansgpu.tasks.sft.conversations import bad_row
 
 ANSWER = "answer"  # the column with the right answer
 MAX_REWARD = 1e30  # squares of larger ones overflow in statistics

@@ -11,7 +11,8 @@ import numpy as np
 
 from sansgpu.config import Config
 from sansgpu.config.wording import counted
-from sansgpu.data.rows import BadRows, SourceRow
+from sansgpu.data.forms.chats import PROMPTS, Prompt
+from sansgpu.data.rows import BadRows, SourceRow, bad_row
 from sansgpu.data.shards import rows_with_progress
 from sansgpu.data.sources import Source
 from sansgpu.events.progress import ReportProgress
@@ -22,11 +23,8 @@ from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.grpo.batch import PromptRow, Prompts
 from sansgpu.tasks.grpo.rewards import check_answer
 from sansgpu.tasks.grpo.settings import GRPOTrainingConfig
-from sansgpu.tasks.sft.conversations import Prompt, bad_row, read_prompt
-from sansgpu.tasks.sft.notes import special_text_notes
+from sansgpu.tasks.sft.notes import ReadingNotes
 from sansgpu.tasks.sft.rendering import with_fixed_date
-
-PROMPT_COLUMNS = ("prompt", "messages", "text")
 
 
 @dataclass(frozen=True)
@@ -87,28 +85,25 @@ def read_prompts(
 
     Raises BadRowError if a row is invalid, and ConfigError if the chat template does not work.
     """
-    grpo, bad_rows, too_long = GRPOTrainingConfig.of(config).grpo, BadRows(config.data.on_bad_row), 0
+    grpo, found, too_long = GRPOTrainingConfig.of(config).grpo, ReadingNotes(BadRows(config.data.on_bad_row)), 0
     room, questions = config.window - grpo.max_completion_length, list[PromptRow]()
-    special_texts = list[str]()
 
     def parse(row: SourceRow) -> PromptRow:
-        prompt = read_prompt(row)
-        columns = {name: value for name, value in prompt.row.items() if name not in PROMPT_COLUMNS}
+        prompt = PROMPTS.read(row)
+        columns = prompt.columns
         if grpo.reward_function is None:
             check_answer(columns, prompt.where)
         with tokenizer_errors(row.where):
             encoded = _encoded(prompt, tokenizer, config.data.parse_special_tokens)
-        if encoded.special_text is not None:
-            special_texts.append(encoded.special_text)
+        found.count(encoded.special_text)
         return PromptRow(prompt.where, np.array(encoded.ids, np.int64), prompt.text or list(prompt.turns), columns)
 
-    for question in bad_rows.parsed(rows_with_progress(source, progress), parse):
+    for question in found.bad_rows.parsed(rows_with_progress(source, progress), parse):
         if len(question.ids) > room:
             too_long += 1
         else:
             questions.append(question)
-    notes += (f"{source.name}: {note}" for note in bad_rows.notes())
-    notes += special_text_notes(source.name, len(special_texts), next(iter(special_texts), None))
+    notes += found.messages(source.name, room)
     if too_long:
         notes.append(
             f"{source.name}: {counted(too_long, 'row was', 'rows were')} skipped, because the prompt is longer than "

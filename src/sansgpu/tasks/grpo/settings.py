@@ -123,6 +123,7 @@ SETTINGS = TaskSettings(
     },
     adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
     problems=_grpo_problems,
+    rows="prompts",
     generates=True,
     metrics=(
         REWARD,

@@ -117,6 +117,7 @@ def _declared(implementation: str, variants: tuple[Variant, ...] = (), kind: str
         defaults={"training": _PREFERENCE, "data": {"max_length": 1024, "validation_split": 0.1}},
         adapter_defaults={"training": {"learning_rate": PREFERENCE_LORA_LEARNING_RATE}},
         problems=fine_tuning_problems,
+        rows="preferences",
         label=label,
         description="tune a chat model on preferences between answers",
         purpose=Purpose(

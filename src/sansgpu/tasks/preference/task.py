@@ -32,10 +32,10 @@ from sansgpu.tasks.preference.batch import (
 )
 from sansgpu.tasks.preference.evaluate import PreferenceEvaluator
 from sansgpu.tasks.preference.objective import KTOObjective, PreferenceObjective
-from sansgpu.tasks.preference.rows import Answers, ReadingNotes, tokenize_preferences
+from sansgpu.tasks.preference.rows import Answers, tokenize_preferences
 from sansgpu.tasks.preference.settings import KTO as KTO_SETTINGS
 from sansgpu.tasks.preference.settings import SETTINGS, PreferenceTrainingConfig
-from sansgpu.tasks.sft.notes import end_notes
+from sansgpu.tasks.sft.notes import ReadingNotes, end_notes
 from sansgpu.tasks.sft.task import SFT
 from sansgpu.tasks.task import EvaluationRequest, TrainedModel
 
@@ -80,12 +80,12 @@ class Preference(SFT):
     def _read(
         cls, source: Source, config: Config, tokenizer: Any, progress: ReportProgress, notes: list[str]
     ) -> list[Answers]:
-        found = ReadingNotes(bad_rows=BadRows(config.data.on_bad_row))
+        found = ReadingNotes(BadRows(config.data.on_bad_row))
         rows, data = rows_with_progress(source, progress), config.data
         examples = tokenize_preferences(
             rows, tokenizer, config.window, data.long_rows, cls.rated, found, data.parse_special_tokens
         )
-        notes += found.texts(source.name, config.window)
+        notes += found.messages(source.name, config.window, "the oldest turns of their prompts were removed")
         return examples
 
     @classmethod

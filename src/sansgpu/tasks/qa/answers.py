@@ -11,7 +11,8 @@ from typing import Any, TypedDict
 import numpy as np
 
 from sansgpu.config import ConfigError
-from sansgpu.tasks.qa.data import Question, QuestionWindow
+from sansgpu.data.forms.questions import Question
+from sansgpu.tasks.qa.data import QuestionWindow
 
 NO_SPAN = "empty"  # utils_qa's answer if no span is valid and the null answer is not allowed
 SPAN = np.dtype([("begin", "i4"), ("stop", "i4"), ("start_logit", "f8"), ("end_logit", "f8")])  # [begin, stop): chars

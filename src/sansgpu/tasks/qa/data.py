@@ -1,4 +1,4 @@
-"""The data of extractive question answering: questions in SQuAD's format, tokenized into windows.
+"""The data of extractive question answering: questions, tokenized into windows.
 
 A window is the question and a part of its context, which overlaps with the next part. Windows and labels follow
 transformers' examples/pytorch/question-answering/run_qa.py.
@@ -6,31 +6,20 @@ transformers' examples/pytorch/question-answering/run_qa.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from sansgpu.config import Config
-from sansgpu.data.rows import BadRowError, BadRows, SourceRow, is_text
+from sansgpu.data.forms.questions import Question
+from sansgpu.data.rows import BadRowError, BadRows
 from sansgpu.data.sequences import PackedSequences, WindowedTexts, require_overlap_fits
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.fine_tuning import longest_example
 
 BATCH = 1000  # questions per call of the tokenizer, which runs in parallel
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question about `context`. Answers are (start character, text) pairs; an `impossible` question has none."""
-
-    id: str
-    question: str
-    context: str
-    answers: tuple[tuple[int, str], ...]
-    impossible: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,126 +38,6 @@ class QuestionWindow:
     end: int
     cls: int
     offsets: np.ndarray  # (T, 2) int32; -1, -1 for tokens outside the context
-
-
-def read_questions(rows: Iterable[SourceRow], bad_rows: BadRows) -> list[Question]:
-    """Reads questions in order from SQuAD's nested articles (v1.1, v2) or from Hugging Face's flat rows.
-
-    A question without answers is impossible. The location replaces a missing id.
-    """
-    seen: set[str] = set()
-
-    def unique(row: SourceRow) -> Question:
-        question = _question(row)
-        if question.id in seen:
-            raise row.error(f"an earlier question has the same id {question.id}")
-        seen.add(question.id)
-        return question
-
-    return list(bad_rows.parsed(single_questions(rows), unique))
-
-
-def single_questions(rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
-    """Flattens SQuAD's nested articles to one row per question; yields flat rows unchanged."""
-    for row in rows:
-        if row.problem is None and isinstance(row.value, dict) and "paragraphs" in row.value:
-            yield from _article_questions(row)
-        else:
-            yield row
-
-
-def _article_questions(article: SourceRow) -> Iterator[SourceRow]:
-    paragraphs = article.value["paragraphs"]
-    if not isinstance(paragraphs, list):
-        yield article._replace(problem=str(article.error("its paragraphs are not a list")))
-        return
-    for number, paragraph in enumerate(paragraphs, 1):
-        place = SourceRow(f"{article.where}, paragraph {number}", paragraph)
-        if not isinstance(paragraph, dict) or not isinstance(paragraph.get("qas"), list):
-            yield place._replace(problem=str(place.error("it needs a list `qas` of questions")))
-            continue
-        for count, qa in enumerate(paragraph["qas"], 1):
-            is_object = isinstance(qa, dict)
-            named = is_object and _is_id(qa.get("id"))
-            where = f"{place.where}, question {count}" + (f" (id {qa['id']})" if named else "")
-            yield SourceRow(where, {**qa, "context": paragraph.get("context")} if is_object else qa)
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, (str, int)) and is_text(str(value))
-
-
-def _question(row: SourceRow) -> Question:
-    """Parses a flat row. Raises BadRowError if it is not a valid question."""
-    if not isinstance(row.readable_value(), dict):
-        raise row.error(
-            f"it is of type {type(row.value).__name__} instead of an object with a question and its context"
-        )
-    question, context = _text(row, "question"), _text(row, "context")
-    impossible = row.value.get("is_impossible")
-    if impossible not in (None, True, False):
-        raise row.error(f"is_impossible is {impossible!r} instead of true or false")
-    if "answers" not in row.value and not impossible:
-        raise row.error("it has no answers; write an empty list for a question without an answer")
-    answers = tuple(_answer(row, context, text, start) for text, start in _given_answers(row))
-    if impossible and answers:
-        raise row.error("is_impossible is true, but there are answers")
-    return Question(_id(row), question, context, answers, not answers)
-
-
-def unanswered_question(row: SourceRow) -> Question:
-    """Parses a row for prediction. Raises BadRowError if it has no question or no context."""
-    return Question(row.where, _text(row, "question"), _text(row, "context"), (), impossible=True)
-
-
-def _text(row: SourceRow, key: str) -> str:
-    text = row.value.get(key)
-    if not isinstance(text, str) or not text.strip():
-        raise row.error(f"it has no {key}")
-    return row.valid_text(text, key)
-
-
-def _id(row: SourceRow) -> str:
-    identifier = row.value.get("id")
-    if identifier is None:
-        return row.where
-    if not _is_id(identifier):
-        raise row.error(f"its id is {identifier!r} instead of a string or an integer")
-    return str(identifier)
-
-
-def _given_answers(row: SourceRow) -> list[tuple[Any, Any]]:
-    """Returns (text, start) of each answer, without checking their types."""
-    answers = row.value.get("answers")
-    if answers is None:
-        return []
-    if isinstance(answers, dict):
-        texts, starts = answers.get("text"), answers.get("answer_start")
-        if not isinstance(texts, list) or not isinstance(starts, list):
-            raise row.error("its answers lack the lists `text` and `answer_start`")
-        if len(texts) != len(starts):
-            raise row.error(f"its answers have {len(texts)} texts, but {len(starts)} starts")
-        return list(zip(texts, starts, strict=True))
-    if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
-        raise row.error("its answers are not a list of objects with `text` and `answer_start`")
-    return [(answer.get("text"), answer.get("answer_start")) for answer in answers]
-
-
-def _answer(row: SourceRow, context: str, text: Any, start: Any) -> tuple[int, str]:
-    """Returns the answer's start and text after checking them against the context, ignoring surrounding white space."""
-    if not isinstance(text, str) or not text.strip():
-        raise row.error("an answer has no text")
-    if not is_text(text):
-        raise row.error("an answer contains an unpaired surrogate, which is not valid text")
-    if not isinstance(start, int) or isinstance(start, bool):
-        raise row.error(f"the answer {text!r} starts at {start!r}, which is not an integer")
-    if start >= 0:
-        if context.startswith(text, start):
-            return start, text
-        stripped_start = len(context) - len(context[start:].lstrip())
-        if context.startswith(text.strip(), stripped_start):
-            return stripped_start, text.strip()
-    raise row.error(f"the answer {text!r} is not at character {start} of the context")
 
 
 @tokenizer_errors()

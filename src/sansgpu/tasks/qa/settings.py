@@ -55,6 +55,7 @@ SETTINGS = TaskSettings(
     sections=(AnswerDataConfig,),
     defaults={"training": {**FINE_TUNED, "learning_rate": 3e-5}, "data": {"max_length": 384}},
     problems=fine_tuning_problems,
+    rows="questions",
     metrics=QUESTION_METRICS,
     card=lambda model: CardText(
         "an encoder fine-tuned for extractive question answering",

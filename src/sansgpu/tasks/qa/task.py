@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from sansgpu.config import Config, ConfigError
+from sansgpu.data.forms.questions import QUESTIONS, Question, read_questions, unanswered_question
 from sansgpu.data.rows import BadRows, SourceRow, located
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.sources import open_single, open_sources
@@ -18,15 +19,7 @@ from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.capabilities import Predicts
 from sansgpu.tasks.evaluation import require_rows
 from sansgpu.tasks.fine_tuning import FineTuningTask, require_examples, split_rows
-from sansgpu.tasks.qa.data import (
-    Question,
-    QuestionCorpus,
-    TokenizedQuestions,
-    read_questions,
-    single_questions,
-    tokenize_questions,
-    unanswered_question,
-)
+from sansgpu.tasks.qa.data import QuestionCorpus, TokenizedQuestions, tokenize_questions
 from sansgpu.tasks.qa.evaluate import QAEvaluator
 from sansgpu.tasks.qa.objective import QAObjective
 from sansgpu.tasks.qa.settings import SETTINGS, AnswerDataConfig
@@ -108,7 +101,7 @@ class QA(Predicts, FineTuningTask):
 
     @classmethod
     def rows_to_predict(cls, rows: Iterable[SourceRow]) -> Iterable[SourceRow]:
-        return single_questions(rows)
+        return QUESTIONS.single_rows(rows)
 
     @classmethod
     def predict(

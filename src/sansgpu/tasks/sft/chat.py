@@ -16,7 +16,8 @@ from typing import Any, Literal
 import numpy as np
 
 from sansgpu.config import ConfigError
-from sansgpu.data.rows import BadRowError, BadRows, SourceRow
+from sansgpu.data.forms.chats import CONVERSATIONS, Conversation
+from sansgpu.data.rows import BadRowError, SourceRow, bad_row
 from sansgpu.data.tokenizer import bytes_between, special_tokens_around, token_bytes
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.models.generation.special_texts import (
@@ -26,7 +27,7 @@ from sansgpu.models.generation.special_texts import (
     encode_plain,
     encode_raw,
 )
-from sansgpu.tasks.sft.conversations import Conversation, bad_row, read_conversation
+from sansgpu.tasks.sft.notes import ReadingNotes
 from sansgpu.tasks.sft.rendering import RenderedConversation
 
 
@@ -43,19 +44,12 @@ class MaskedConversation:
 
 @dataclass(frozen=True)
 class TokenizedConversations:
-    """N concatenated examples, with counts of the rows that were shortened, dropped or skipped."""
+    """N concatenated examples."""
 
     tokens: np.ndarray  # (T,) int32
     learned: np.ndarray  # (T,) bool
     offsets: np.ndarray  # (N + 1,) int64
     learned_bytes: np.ndarray  # (N,) int64: UTF-8 bytes of the target tokens, without special tokens
-    shortened: int  # conversations whose oldest turns, and texts whose beginning, were cut off
-    dropped: int  # rows that are too long, or have no target token
-    skipped: int  # invalid rows
-    first_skipped: str | None  # error message of the first invalid row
-    lacking_system: int = 0  # conversations whose system message the chat template omitted
-    with_special_text: int = 0  # rows with the text of a special token, which stayed plain text
-    special_text: str | None = None  # the first such text
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -75,44 +69,36 @@ def tokenize_conversations(
     tokenizer: Any,
     max_length: int,
     long_rows: Literal["truncate", "drop"],
-    on_bad_row: Literal["fail", "skip"],
+    notes: ReadingNotes,
     parse_special: bool = False,
 ) -> TokenizedConversations:
     """Tokenizes `rows` in order. With `parse_special`, the texts of such tokens in messages become the tokens.
 
-    Raises BadRowError for the first invalid row unless `on_bad_row` is "skip", and ConfigError if the tokenizer is
-    unsuitable.
+    Counts rows in `notes`, whose `bad_rows` handles invalid ones. Raises ConfigError if the tokenizer is unsuitable.
     """
     tokens, learned, offsets, sizes = array("i"), array("b"), array("q", [0]), array("q")
     is_text_token = token_bytes(tokenizer.backend_tokenizer) > 0
     if tokenizer.unk_token_id is not None:
         is_text_token[tokenizer.unk_token_id] = True
-    shortened = dropped = lacking_system = with_special_text = 0
-    special_text: str | None = None
 
     def fit(row: SourceRow) -> tuple[MaskedConversation | None, bool]:
         with tokenizer_errors(row.where):
-            conversation = replace(read_conversation(row), parse_special=parse_special)
+            conversation = replace(CONVERSATIONS.read(row), parse_special=parse_special)
             return mask_within(conversation, tokenizer, max_length, long_rows)
 
-    bad_rows = BadRows(on_bad_row)
-    for fitted, is_shortened in bad_rows.parsed(rows, fit):
+    for fitted, is_shortened in notes.bad_rows.parsed(rows, fit):
         if fitted is None:
-            dropped += 1
+            notes.dropped += 1
             continue
-        shortened += is_shortened
-        lacking_system += fitted.lacks_system
-        with_special_text += fitted.special_text is not None
-        special_text = special_text or fitted.special_text
+        notes.shortened += is_shortened
+        notes.count(fitted.special_text, fitted.lacks_system)
         tokens.extend(fitted.ids)
         learned.extend(fitted.learned)
         offsets.append(len(tokens))
         counted = is_text_token[fitted.ids[1:]] & np.array(fitted.learned[1:])
         sizes.append(int(np.array(fitted.sizes[1:])[counted].sum()))
-    arrays = (np.array(tokens, np.int32), np.array(learned, np.bool_), np.array(offsets, np.int64))
-    skipped = bad_rows.count, bad_rows.first
-    examples = TokenizedConversations(*arrays, np.array(sizes, np.int64), shortened, dropped, *skipped, lacking_system)
-    return replace(examples, with_special_text=with_special_text, special_text=special_text)
+    arrays = np.array(tokens, np.int32), np.array(learned, np.bool_), np.array(offsets, np.int64)
+    return TokenizedConversations(*arrays, np.array(sizes, np.int64))
 
 
 def mask_within(

@@ -10,7 +10,8 @@ import numpy as np
 
 from sansgpu.config import Config
 from sansgpu.data.batch import IGNORE
-from sansgpu.data.rows import BadRowError
+from sansgpu.data.forms.chats import CONVERSATIONS
+from sansgpu.data.rows import BadRowError, BadRows
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import rows_with_progress
 from sansgpu.data.sources import Source
@@ -20,8 +21,7 @@ from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.distillation import require_same_vocabulary, with_length_of
 from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.sft.chat import TokenizedConversations, show_masked, tokenize_conversations
-from sansgpu.tasks.sft.conversations import read_conversation
-from sansgpu.tasks.sft.notes import end_notes, special_text_notes
+from sansgpu.tasks.sft.notes import ReadingNotes, end_notes
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _examples_of(folder: TeacherFolder, part: str) -> ConversationExamples:
     names = ("tokens", "learned", "lengths", "bytes")
     tokens, learned, lengths, sizes = (folder.array(f"{part}_{name}") for name in names)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    examples = TokenizedConversations(tokens, learned, offsets, sizes, 0, 0, 0, None)
+    examples = TokenizedConversations(tokens, learned, offsets, sizes)
     return ConversationExamples(examples, np.arange(len(examples)))
 
 
@@ -118,29 +118,10 @@ def examples_in(
 ) -> TokenizedConversations:
     data = config.data
     assert data.max_length is not None
-    rows, window = rows_with_progress(source, progress), data.max_length
-    examples = tokenize_conversations(
-        rows, tokenizer, window, data.long_rows, data.on_bad_row, data.parse_special_tokens
-    )
-    notes += special_text_notes(source.name, examples.with_special_text, examples.special_text)
-    if examples.shortened:
-        notes.append(
-            f"{source.name}: {examples.shortened} rows are longer than {window} tokens, so their beginnings were "
-            "removed, in conversations whole turns."
-        )
-    if examples.dropped:
-        whole = "their last question and answer" if data.long_rows == "truncate" else "they"
-        notes.append(
-            f"{source.name}: {examples.dropped} rows were skipped, because {whole} are longer than {window} tokens or "
-            "there is nothing to learn; raise data.max_length (with eval: --window) to keep the long ones."
-        )
-    if examples.lacking_system:
-        notes.append(
-            f"{source.name}: the chat template omits the system message of {examples.lacking_system} rows; to train "
-            "on it, add it to the first question."
-        )
-    if examples.skipped:
-        notes.append(f"{source.name}: bad rows skipped: {examples.skipped}; the first: {examples.first_skipped}")
+    rows, window, found = rows_with_progress(source, progress), data.max_length, ReadingNotes(BadRows(data.on_bad_row))
+    examples = tokenize_conversations(rows, tokenizer, window, data.long_rows, found, data.parse_special_tokens)
+    whole = "their last question and answer" if data.long_rows == "truncate" else "they"
+    notes += found.messages(source.name, window, "their beginnings were removed, in conversations whole turns", whole)
     return examples
 
 
@@ -152,7 +133,7 @@ def shared_system_message(source: Source) -> str | None:
     shared: str | None = None
     for row in source.rows():
         try:
-            first = next(iter(read_conversation(row).turns), {})
+            first = next(iter(CONVERSATIONS.read(row).turns), {})
         except BadRowError:
             continue
         message = first.get("content") if first.get("role") == "system" else None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from sansgpu.config.wording import counted, shown
+from sansgpu.data.rows import BadRows
 from sansgpu.models.generation.answer_end import answer_end
 
 
@@ -29,11 +31,42 @@ def end_notes(model: str, tokenizer: Any) -> Iterator[str]:
     )
 
 
-def special_text_notes(source: str, rows: int, text: str | None) -> Iterator[str]:
-    """Yields a message if `rows` of a source have texts of special tokens, such as `text`, in their messages."""
-    if rows:
-        yield (
-            f"{source}: {counted(rows, 'row has', 'rows have')} the text of a special token in a message, such as "
-            f"{shown(text)}, which stays plain text; set data.parse_special_tokens=true to read such texts as tokens, "
-            "if you trust the rows."
-        )
+@dataclass
+class ReadingNotes:
+    """Counts the rows of a source that were shortened, skipped or changed by the chat template."""
+
+    bad_rows: BadRows = field(default_factory=lambda: BadRows("fail"))
+    shortened: int = 0  # conversations whose oldest turns, and texts whose beginning, were cut off
+    dropped: int = 0  # rows that are too long, or have nothing to learn
+    lacking_system: int = 0  # conversations whose system message the chat template omitted
+    with_special_text: int = 0  # rows with the text of a special token, which stayed plain text
+    special_text: str | None = None  # the first such text
+
+    def count(self, special_text: str | None, lacks_system: bool = False) -> None:
+        """Counts an example."""
+        self.lacking_system += lacks_system
+        self.with_special_text += special_text is not None
+        self.special_text = self.special_text or special_text
+
+    def messages(self, name: str, max_length: int, cut: str = "", whole: str = "they") -> Iterator[str]:
+        """Yields messages about the source `name`. `cut` says what was cut off, and `whole` what was too long."""
+        if self.with_special_text:
+            rows = counted(self.with_special_text, "row has", "rows have")
+            yield (
+                f"{name}: {rows} the text of a special token in a message, such as {shown(self.special_text)}, which "
+                "stays plain text; set data.parse_special_tokens=true to read such texts as tokens, if you trust the "
+                "rows."
+            )
+        if self.shortened:
+            yield f"{name}: {self.shortened} rows are longer than {max_length} tokens, so {cut}."
+        if self.dropped:
+            yield (
+                f"{name}: {self.dropped} rows were skipped, because {whole} are longer than {max_length} tokens or "
+                "there is nothing to learn; raise data.max_length (with eval: --window) to keep the long ones."
+            )
+        if self.lacking_system:
+            yield (
+                f"{name}: the chat template omits the system message of {self.lacking_system} rows; to train on it, "
+                "add it to the first question."
+            )
+        yield from (f"{name}: {note}" for note in self.bad_rows.notes())

@@ -11,8 +11,9 @@ import numpy as np
 
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import first_line
+from sansgpu.data.forms.chats import Conversation, Message
+from sansgpu.data.rows import bad_row
 from sansgpu.machine.untrusted.templates import Rendered, UnusableTemplateError, render_prefixes, render_spans
-from sansgpu.tasks.sft.conversations import Conversation, Message, bad_row
 
 Span = tuple[int, int]  # characters [start, stop) of a rendered conversation
 

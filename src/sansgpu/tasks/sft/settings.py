@@ -37,6 +37,7 @@ SETTINGS = TaskSettings(
     defaults={"training": {**FINE_TUNED, "learning_rate": 2e-5}, "data": {"max_length": 1024}},
     adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
     problems=_sft_problems,
+    rows="conversations",
     metrics=TEXT_METRICS,
     card=lambda model: CardText("a decoder fine-tuned on conversations", "text-generation", "CausalLM", CHAT),
 )

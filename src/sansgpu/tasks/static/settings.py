@@ -79,7 +79,7 @@ SETTINGS = TaskSettings(
         "data": {"max_length": 512, "validation_split": 0.05},
     },
     problems=_problems,
-    check_columns=EMBED.check_columns,
+    rows=EMBED.rows,
     metrics=EMBEDDING_METRICS,
     card=lambda model: CardText(
         "static embeddings: a text's vector is the mean of its tokens' vectors, so that many thousands of texts are "

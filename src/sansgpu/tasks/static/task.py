@@ -12,6 +12,7 @@ import torch
 from sansgpu.config import Config, ConfigError
 from sansgpu.config.paths import local_path
 from sansgpu.config.tasks import TRAINED_TOKENIZERS
+from sansgpu.data.forms.pairs import TextRow
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, load_tokenizer, rows_needed
 from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.probe import has_native_bf16
@@ -24,7 +25,6 @@ from sansgpu.tasks.configuration import SCHEMA
 from sansgpu.tasks.embed.data import EmbeddingCorpus, TextShape
 from sansgpu.tasks.embed.evaluate import EmbeddingEvaluator
 from sansgpu.tasks.embed.objective import with_values
-from sansgpu.tasks.embed.rows import TextRow
 from sansgpu.tasks.embed.task import TextEmbedding, shape_of
 from sansgpu.tasks.inference import load_for_use
 from sansgpu.tasks.static.distill import distilled

@@ -13,6 +13,8 @@ from sansgpu.config.paths import local_path
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.conll import DEFAULT_TAG_COLUMN
 from sansgpu.data.files import file_form
+from sansgpu.data.forms.form import resolve_columns
+from sansgpu.data.forms.tags import OUTSIDE, TAGGED, TaggedText
 from sansgpu.data.rows import BadRows
 from sansgpu.data.sequences import PackedSequences, WindowedTexts, require_overlap_fits
 from sansgpu.data.settings import TaggedDataConfig
@@ -20,8 +22,7 @@ from sansgpu.data.sources import Source, open_single
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.fine_tuning import longest_example
-from sansgpu.tasks.tokens.spans import OUTSIDE
-from sansgpu.tasks.tokens.tagged import TaggedText, number_tag_column, with_targets
+from sansgpu.tasks.tokens.tagged import with_targets
 
 BATCH = 1000  # texts per call of the tokenizer, which runs in parallel
 
@@ -188,8 +189,8 @@ def open_tagged(name: str, data: TaggedDataConfig, notes: list[str]) -> Source:
     path, tag_column = local_path(name), data.tag_column
     if tag_column is None and path.is_file() and file_form(path) is None:
         tag_column = DEFAULT_TAG_COLUMN
-    settings, numbered = number_tag_column(
-        TaggedDataConfig(dataset_name=name, dataset_config=data.dataset_config, tag_column=tag_column)
+    settings, numbered = resolve_columns(
+        TaggedDataConfig(dataset_name=name, dataset_config=data.dataset_config, tag_column=tag_column), TAGGED
     )
     notes += [f"{numbered}."] if numbered else []
     return open_single(name, settings)

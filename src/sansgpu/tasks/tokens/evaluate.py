@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from sansgpu.data.batch import IGNORE
+from sansgpu.data.forms.tags import TaggedText
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.tasks.evaluation import whole_groups
 from sansgpu.tasks.task import Sums
 from sansgpu.tasks.tokens.data import TaggedWindows
 from sansgpu.tasks.tokens.spans import SpanCounts, has_entities, scores, span_counts, spans_of
-from sansgpu.tasks.tokens.tagged import TaggedText
 
 
 class TagModel(Protocol):

@@ -28,12 +28,6 @@ def _tag_problems(config: Any) -> Iterator[str]:
     yield from repeated_labels(config, "tags", 2)
 
 
-def _check_columns(config: Any) -> None:
-    from sansgpu.tasks.tokens.tagged import number_tag_column
-
-    number_tag_column(config.data)
-
-
 SETTINGS = TaskSettings(
     "tokens",
     ("windows", "packing", "pretrained", "rows", "adapter", "labels"),
@@ -47,7 +41,7 @@ SETTINGS = TaskSettings(
     },
     adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
     problems=_tag_problems,
-    check_columns=_check_columns,
+    rows="tagged texts",
     metrics=TAG_METRICS,
     card=lambda model: CardText(
         "an encoder fine-tuned to tag words", "token-classification", "TokenClassification", _FIND

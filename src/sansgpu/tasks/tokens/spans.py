@@ -11,17 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-OUTSIDE = "O"
+from sansgpu.data.forms.tags import OUTSIDE, WordSpan
+
 _ENTITY_TAG = re.compile(r"[BIES]-.")
 Scheme = Literal["plain", "IOB1", "IOB2", "BIOES"]
-
-
-class WordSpan(NamedTuple):
-    """Words [start, stop) with a label."""
-
-    start: int
-    stop: int
-    label: str
 
 
 class SpanCounts(NamedTuple):
@@ -61,14 +54,6 @@ def spans_of(tags: Sequence[str], entities: bool = True) -> list[WordSpan]:
             spans.append(WordSpan(number, number + 1, label))
         before = prefix
     return spans
-
-
-def iob2_tags(spans: Iterable[WordSpan], words: int) -> tuple[str, ...]:
-    """Returns the IOB2 tags of a sentence: `B-` for the first word of each span and `I-` for its other words."""
-    tags = [OUTSIDE] * words
-    for span in spans:
-        tags[span.start : span.stop] = [f"B-{span.label}", *[f"I-{span.label}"] * (span.stop - span.start - 1)]
-    return tuple(tags)
 
 
 def scheme_of(sentences: Iterable[Sequence[str]]) -> Scheme:

@@ -12,6 +12,8 @@ import numpy as np
 from sansgpu.config import Config
 from sansgpu.config.paths import local_path
 from sansgpu.config.wording import counted
+from sansgpu.data.forms.form import resolve_columns
+from sansgpu.data.forms.tags import TAGGED, untagged_text
 from sansgpu.data.rows import BadRows, located
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.settings import TaggedDataConfig
@@ -29,7 +31,7 @@ from sansgpu.tasks.tokens.data import TagCorpus, open_tagged, tokenize_texts
 from sansgpu.tasks.tokens.evaluate import TagEvaluator
 from sansgpu.tasks.tokens.objective import TokensObjective
 from sansgpu.tasks.tokens.settings import SETTINGS
-from sansgpu.tasks.tokens.tagged import in_iob2, number_tag_column, read_tagged, read_untagged, require_labels
+from sansgpu.tasks.tokens.tagged import in_iob2, read_tagged, require_labels
 
 EVALUATION_WINDOWS = 64  # windows per forward pass in `eval` and `predict`
 
@@ -49,7 +51,7 @@ class Tokens(Predicts, FineTuningTask):
     @classmethod
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, TagCorpus]:
         """Reads and tokenizes the texts. Raises ConfigError if there are too few, or one is invalid."""
-        data, numbered = number_tag_column(TaggedDataConfig.of(config))
+        data, numbered = resolve_columns(TaggedDataConfig.of(config), TAGGED)
         config = config.model_copy(update={"data": data})
         sources = open_sources(data)
         tokenizer = load_tokenizer_of(config.model)
@@ -122,7 +124,7 @@ class Tokens(Predicts, FineTuningTask):
     @classmethod
     def predict(cls, loaded: TrainedModel, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns the `spans` in each row's `text` or `tokens`."""
-        texts = [read_untagged(row) for row in located(rows)]
+        texts = [untagged_text(row) for row in located(rows)]
         part = tokenize_texts(texts, None, loaded.config, loaded.tokenizer, BadRows("fail"), in_training=False)
         evaluator = TagEvaluator(loaded.objective, part)
         with mixed_precision(loaded.device, loaded.precision):

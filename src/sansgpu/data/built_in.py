@@ -1,4 +1,4 @@
-"""Example data that needs no download: the modules of Python's standard library."""
+"""Example data that needs no download: the modules of Python's standard library, and sums of two numbers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
+from sansgpu.data.order import generator
 from sansgpu.data.rows import SourceRow
 
 _MIN_ANSWER = 20  # characters; shorter sentences are not informative enough
@@ -80,3 +81,23 @@ def library_modules(files: Mapping[str, Path]) -> Iterator[LibraryModule]:
         place = PurePath(file)
         parts = place.parent.parts if place.name == "__init__.py" else place.with_suffix("").parts
         yield LibraryModule(file, ".".join(parts), source, tree)
+
+
+SUMS = {"train": 2000, "validation": 100}  # rows; splits share no sums
+LARGEST = 99
+_QUESTION = "What is {} + {}? Answer with the number only."
+
+
+def sums(part: str) -> Iterator[SourceRow]:
+    """Yields questions about the sum of two numbers of one or two digits, with their answers."""
+    numbers = generator(0, "arithmetic").permutation((LARGEST + 1) ** 2)
+    first = sum(list(SUMS.values())[: list(SUMS).index(part)])
+    for place, number in enumerate(numbers[first : first + SUMS[part]].tolist(), 1):
+        one, other = divmod(number, LARGEST + 1)
+        question = _QUESTION.format(one, other)
+        yield SourceRow(f"sum {place}", {"prompt": [{"role": "user", "content": question}], "answer": str(one + other)})
+
+
+def sums_fingerprint(part: str) -> str:
+    """Identifies the sums of a split."""
+    return f"arithmetic-{part}-{SUMS[part]}-{LARGEST}-{_QUESTION}"

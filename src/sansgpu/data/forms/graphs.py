@@ -1,23 +1,66 @@
-"""Parses rows into documents with triples, facts without text, and descriptions of entities."""
+"""Rows of a knowledge graph: texts with triples, facts without text, descriptions of entities, DocRED documents."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from sansgpu.config import DataConfig
 from sansgpu.config.wording import counted
-from sansgpu.data.files import file_form
-from sansgpu.data.headers import TABLES, FirstLine, table_lines
-from sansgpu.data.rows import TEXT_NAMES, SourceRow, row_text
-from sansgpu.data.sources import local_files
-from sansgpu.tasks.graph.triples import GraphDocument, Triple
+from sansgpu.data.forms.form import Form, Forms, any_row
+from sansgpu.data.rows import TEXT_NAMES, Row, SourceRow, row_text
+from sansgpu.data.tables import Columns, FirstLine, is_table, table_lines
 
 _Span: TypeAlias = tuple[int, int]  # characters [start, end) of the text
 _NUMBERED = re.compile(r"(.+):\d{1,4}", re.DOTALL)  # longer numbers are part of an entity id, as in GO:0008150
 FACT_KEYS = ("head", "relation", "tail")
 ROW_KEYS = (*FACT_KEYS, *TEXT_NAMES, "id", "name", "triples", "entities", "qualifiers", "title", "vertexSet")
+INVERSE = "inverse of "  # prefix of the name of an inverse relation
+
+
+class Triple(NamedTuple):
+    """A (head, relation, tail) triple whose head occurs in the text."""
+
+    head: str
+    relation: str
+    tail: str
+    head_span: tuple[int, int] | None = None  # characters [start, end) of the text; None: search for the name
+    head_id: str | None = None  # distinguishes entities with the same name; None: the name is the id
+    tail_id: str | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Returns (head id, relation, tail id)."""
+        return self.head_id or self.head, self.relation, self.tail_id or self.tail
+
+    @property
+    def entities(self) -> tuple[Entity, Entity]:
+        return Entity(self.head_id or self.head, self.head), Entity(self.tail_id or self.tail, self.tail)
+
+    @property
+    def fact(self) -> tuple[str, str, str]:
+        """Returns a key that a triple and its inverse share."""
+        head, relation, tail = self.key
+        return (tail, relation[len(INVERSE) :], head) if relation.startswith(INVERSE) else self.key
+
+
+class GraphDocument(NamedTuple):
+    """A text with its triples. Documents in the same `group` are in the same split."""
+
+    id: str
+    group: str
+    text: str
+    triples: tuple[Triple, ...] = ()
+    entities: tuple[str, ...] = ()  # names of entities mentioned in the text, if known
+    about: str | None = None  # id of the entity that the text describes, in a knowledge graph
+
+
+class Entity(NamedTuple):
+    """A node of the knowledge graph. Names need not be unique."""
+
+    id: str
+    name: str
 
 
 class Fact(NamedTuple):
@@ -36,31 +79,37 @@ class EntityText(NamedTuple):
     document: GraphDocument
 
 
-def read_graph_row(row: SourceRow, column: str | int | None) -> GraphDocument | EntityText | Fact:
-    """Parses a row, whose text is in `column` and may be empty. Raises BadRowError if the row is invalid.
+def _has_triple(row: Row) -> bool:
+    """Returns whether the columns of a row are a single triple."""
+    return any(_is_given(row.get(key)) for key in FACT_KEYS) and not _is_given(row.get("triples"))
 
-    A DocRED document has `vertexSet`, `sents` and `labels`. A fact has `head`, `relation` and `tail` but no text. The
-    description of an entity has an `id` but no triples. Any other row is a text with `triples` or with a single triple.
-    """
-    value = row.readable_value()
-    if not isinstance(value, dict):
-        raise row.error(f"it is of type {type(value).__name__} instead of an object with a text or a triple")
-    if value.get("vertexSet") is not None:
-        return _docred_document(row)
-    has_triple = any(_is_given(value.get(key)) for key in FACT_KEYS) and not _is_given(value.get("triples"))
-    text_columns = TEXT_NAMES if column is None else (column,)
-    if has_triple and not any(_is_given(value.get(key)) for key in text_columns):
-        head, relation, tail = (_string(row, value, key) for key in FACT_KEYS)
-        return Fact(head, relation, tail, _qualifiers(row))
-    text = row.valid_text(row_text(value, column, row.where), "text")
-    given_triples = [value] if has_triple else value.get("triples")
-    name = _id(row, value, "id")
+
+def _is_fact(row: Row, columns: Columns) -> bool:
+    texts = TEXT_NAMES if columns.text is None else (columns.text,)
+    return _has_triple(row) and not any(_is_given(row.get(key)) for key in texts)
+
+
+def _fact(row: SourceRow, columns: Columns) -> Fact:
+    head, relation, tail = (_string(row, row.value, key) for key in FACT_KEYS)
+    return Fact(head, relation, tail, _qualifiers(row))
+
+
+def _is_entity(row: Row, columns: Columns) -> bool:
+    return _is_given(row.get("id")) and not _has_triple(row) and not _is_given(row.get("triples"))
+
+
+def _entity(row: SourceRow, columns: Columns) -> EntityText:
+    document, name = _document(row, columns), row.value.get("name")
+    return EntityText(_string(row, row.value, "name") if _is_given(name) else document.id, document)
+
+
+def _document(row: SourceRow, columns: Columns) -> GraphDocument:
+    value = row.value
+    text = row.valid_text(row_text(value, columns.text, row.where), "text")
+    name = row.identifier(value) or row.where.rpartition("/")[2]  # does not depend on the folder
     entities = tuple(row.valid_text(entity, "entities") for entity in _list(row, "entities"))
-    triples = _triples(row, given_triples, text) if text.strip() else ()
-    document = text_document(name or _location(row), text, triples, entities)
-    if name is not None and not _is_given(given_triples):
-        return EntityText(_string(row, value, "name") if _is_given(value.get("name")) else name, document)
-    return document
+    triples = _triples(row, [value] if _has_triple(value) else value.get("triples"), text) if text.strip() else ()
+    return text_document(name, text, triples, entities)
 
 
 def text_document(
@@ -75,25 +124,12 @@ def _is_given(value: Any) -> bool:
     return value is not None and value != ""  # in CSV and Parquet files, rows have all columns, even empty ones
 
 
-def _location(row: SourceRow) -> str:
-    return row.where.rpartition("/")[2]  # so that it does not depend on the folder
-
-
-def _string(row: SourceRow, value: dict[str, Any], key: str, where: str = "") -> str:
+def _string(row: SourceRow, value: Row, key: str, where: str = "") -> str:
     """Returns a required, non-empty text."""
     text = value.get(key)
     if not isinstance(text, str) or not text.strip():
         raise row.error(f"{where}no {key}" if not _is_given(text) else f"{where}its {key} {text!r} is not a string")
     return row.valid_text(text, key)
-
-
-def _id(row: SourceRow, value: dict[str, Any], key: str) -> str | None:
-    identifier = value.get(key)
-    if not _is_given(identifier):
-        return None
-    if not isinstance(identifier, str | int) or isinstance(identifier, bool):
-        raise row.error(f"its {key} is {identifier!r} instead of a string or an integer")
-    return row.valid_text(str(identifier), key)
 
 
 def _list(row: SourceRow, key: str) -> list[Any]:
@@ -121,7 +157,7 @@ def _triple(row: SourceRow, number: int, triple: Any, text: str) -> Triple:
         )
     head, relation, tail = (_string(row, triple, key, where) for key in FACT_KEYS)
     span = _span(row, where, triple.get("head_span"), text)
-    return Triple(head, relation, tail, span, _id(row, triple, "head_id"), _id(row, triple, "tail_id"))
+    return Triple(head, relation, tail, span, row.identifier(triple, "head_id"), row.identifier(triple, "tail_id"))
 
 
 def _span(row: SourceRow, where: str, span: Any, text: str) -> _Span | None:
@@ -157,7 +193,7 @@ class _Mention(NamedTuple):
     name: str
 
 
-def _docred_document(row: SourceRow) -> GraphDocument:
+def _docred_document(row: SourceRow, columns: Columns) -> GraphDocument:
     """Parses a DocRED document (arXiv 1906.06127). An entity gets the name and span of its first mention."""
     title = _string(row, row.value, "title")
     text, spans = _joined_tokens(row)
@@ -224,20 +260,21 @@ def _label_triple(row: SourceRow, title: str, label: Any, mentions: list[_Mentio
     )
 
 
-def require_triples_or_columns(data: DataConfig) -> None:
+def check_triples(paths: Sequence[Path], columns: Columns) -> tuple[Columns, str | None]:
     """Raises ConfigError if it is unclear whether a table's lines are triples."""
-    for path in local_files(data):
-        has_bare_triples(path, data)
+    for path in paths:
+        has_bare_triples(path, columns)
+    return columns, None
 
 
-def has_bare_triples(path: Path, data: DataConfig) -> bool:
+def has_bare_triples(path: Path, columns: Columns) -> bool:
     """Returns whether a table has no header, and each line is a head, a relation and a tail.
 
     Raises ConfigError if this is unclear.
     """
-    if file_form(path) not in TABLES or not data.has_header:
+    if not is_table(path) or not columns.has_header:
         return False
-    first = FirstLine.of(path, ROW_KEYS if data.text_column is None else (*ROW_KEYS, data.text_column))
+    first = FirstLine.of(path, ROW_KEYS if columns.text is None else (*ROW_KEYS, columns.text))
     if first is None or len(first.values) != len(FACT_KEYS) or not first.looks_like_data:
         return False
     if _is_triple(path, first.values):
@@ -266,3 +303,18 @@ def _is_triple(path: Path, first: tuple[str, ...]) -> bool:
 def _is_no_name(value: str) -> bool:
     """Returns whether a value cannot be a column name: it has several words, or does not start with a letter or _."""
     return len(value.split()) > 1 or not (value[:1].isalpha() or value[:1] == "_")
+
+
+_TRIPLE = {"head": "Ada", "relation": "lived in", "tail": "London"}
+
+GRAPHS: Forms[GraphDocument | EntityText | Fact] = Forms("a text or a triple", (
+    Form(("vertexSet", "title", "sents", "labels"), _docred_document,
+         {"title": "Ada", "sents": [["Ada", "lived", "in", "London"]], "labels": [{"h": 0, "r": "lived in", "t": 1}],
+          "vertexSet": [[{"name": "Ada", "sent_id": 0, "pos": [0, 1]}],
+                        [{"name": "London", "sent_id": 0, "pos": [3, 4]}]]},
+         recognizes=lambda row, columns: row.get("vertexSet") is not None),
+    Form(FACT_KEYS, _fact, {**_TRIPLE, "qualifiers": {"until": "1852"}}, ("qualifiers",), _is_fact),
+    Form(("id", "text"), _entity, {"id": "Q7259", "name": "Ada", "text": "A mathematician."}, ("name",), _is_entity),
+    Form(("text", "triples"), _document, {"text": "Ada lived in London.", "triples": [_TRIPLE], "entities": ["Ada"]},
+         (*FACT_KEYS, "content", "entities", "id"), any_row),
+), resolve=check_triples)  # fmt: skip

@@ -1,0 +1,83 @@
+"""How a row is recognized and read: a `Form` has the functions for one form, `Forms` chooses among those of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from sansgpu.data.rows import BadRows, Row, SourceRow, column_names
+from sansgpu.data.sources import local_files
+from sansgpu.data.tables import Columns, Data, require_no_header
+
+T_co = TypeVar("T_co", covariant=True)
+USUAL = Columns()  # columns have their usual names
+
+
+@dataclass(frozen=True)
+class Form(Generic[T_co]):
+    """One form in which rows come."""
+
+    keys: tuple[str, ...]  # usual names of the columns that a row of this form has
+    read: Callable[[SourceRow, Columns], T_co]  # raises BadRowError
+    example: Mapping[str, Any]
+    optional: tuple[str, ...] = ()  # further columns that it uses
+    recognizes: Callable[[Row, Columns], bool] | None = None  # default: the row has values for all keys
+    split: Callable[[SourceRow], Iterator[SourceRow]] | None = None  # yields the single rows that such a row holds
+
+    def fits(self, row: Row, columns: Columns) -> bool:
+        """Returns whether a row has this form. The columns that are set may have other names."""
+        if self.recognizes is not None:
+            return self.recognizes(row, columns)
+        return all(row.get(key) is not None for key in self.keys)
+
+
+def any_row(row: Row, columns: Columns) -> bool:
+    """Recognizes any row, for the last form of several, whose reader says what a row lacks."""
+    return True
+
+
+@dataclass(frozen=True)
+class Forms(Generic[T_co]):
+    """The forms of the rows that some tasks take, in the order in which they are tried."""
+
+    needed: str  # what rows need, for messages
+    forms: tuple[Form[T_co], ...]
+    text_rows: bool = False  # plain text files have rows, too
+    # Finds the columns of tables without a header, and returns a message about them or None. Raises ConfigError if the
+    # meaning of the columns is unclear.
+    resolve: Callable[[Sequence[Path], Columns], tuple[Columns, str | None]] | None = None
+
+    def read(self, row: SourceRow, columns: Columns = USUAL) -> T_co:
+        """Returns the content of a row. Raises BadRowError if it has none of the forms or is invalid."""
+        given = row.columns(self.needed)
+        form = next((form for form in self.forms if form.fits(given, columns)), None)
+        if form is None:
+            names = column_names({name: value for name, value in given.items() if value is not None})
+            raise row.error(f"it has {names or 'no columns'}, but needs {self.needed}")
+        return form.read(row, columns)
+
+    def single_rows(self, rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
+        """Yields rows, and the single rows of those that hold several."""
+        nested = [form for form in self.forms if form.split is not None]
+        for row in rows:
+            given = row.value if row.problem is None and isinstance(row.value, dict) else {}
+            split = next((form.split for form in nested if form.fits(given, USUAL)), None)
+            yield from (row,) if split is None else split(row)
+
+    def read_all(self, rows: Iterable[SourceRow], bad_rows: BadRows, columns: Columns = USUAL) -> list[T_co]:
+        """Returns the contents of all rows that are valid, in order."""
+        return list(bad_rows.parsed(rows, lambda row: self.read(row, columns)))
+
+
+def resolve_columns(data: Data, forms: Forms[Any]) -> tuple[Data, str | None]:
+    """Sets the columns of local tables without a header by number.
+
+    Returns the settings, and a message about the columns or None. Raises ConfigError if a first line looks like data
+    but the columns are unclear, or if it is a header although columns are set by number.
+    """
+    columns, paths = Columns.of(data), local_files(data, forms.text_rows)
+    require_no_header(paths, columns)
+    resolved, note = (columns, None) if forms.resolve is None else forms.resolve(paths, columns)
+    return data if resolved == columns else resolved.set_in(data), note

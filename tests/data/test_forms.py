@@ -1,0 +1,116 @@
+"""Every form in the table of forms reads its example, and columns mean the same in all tasks that read them."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sansgpu.data.forms.chats import CONVERSATIONS, PROMPTS
+from sansgpu.data.forms.form import USUAL, Form
+from sansgpu.data.forms.preferences import PREFERENCES
+from sansgpu.data.forms.table import FORMS
+from sansgpu.data.rows import BadRowError, SourceRow
+from sansgpu.tasks.registry import TASKS
+
+ASKED, GIVEN = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+HUMAN, GPT = {"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}
+
+
+def forms() -> Iterator[Any]:
+    for kind, found in FORMS.items():
+        for form in found.forms:
+            yield pytest.param(kind, form, id=f"{kind}: {' and '.join(form.keys)}")
+
+
+def read(kind: str, row: dict[str, Any]) -> list[Any]:
+    return [FORMS[kind].read(single) for single in FORMS[kind].single_rows([SourceRow("rows.jsonl, line 1", row)])]
+
+
+@pytest.mark.parametrize(("kind", "form"), [*forms()])
+def test_a_form_recognizes_and_reads_its_example(kind: str, form: Form[Any]) -> None:
+    row: dict[str, Any] = json.loads(json.dumps(form.example))
+    assert next(one for one in FORMS[kind].forms if one.fits(row, USUAL)) is form
+    assert {*form.keys} <= {*row} <= {*form.keys, *form.optional}
+    assert all(read(kind, row))
+    if kind != "prompts":  # whose other columns are for rewards
+        assert repr(read(kind, {**row, "unrelated": 1})) == repr(read(kind, row))
+
+
+def test_every_task_takes_forms_of_the_table() -> None:
+    assert {task.settings.rows for task in TASKS.values()} == {*FORMS}
+
+
+def test_forms_need_no_torch() -> None:
+    program = "import sys, sansgpu.data.forms.table; print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "set()\n"
+
+
+CHATS: list[dict[str, Any]] = [
+    {"messages": [ASKED, GIVEN]},
+    {"prompt": "a?", "completion": "b"},
+    {"prompt": [ASKED], "completion": [GIVEN]},
+    {"instruction": "a?", "output": "b"},
+    {"conversations": [HUMAN, GPT]},
+]
+
+
+@pytest.mark.parametrize("row", CHATS, ids=range(len(CHATS)))
+def test_a_system_message_in_a_column_of_its_own_is_learned(row: dict[str, Any]) -> None:
+    without, found = read("conversations", row)[0], read("conversations", {**row, "system": "Be brief."})[0]
+    assert (without.turns, found.turns) == ((ASKED, GIVEN), (SYSTEM, ASKED, GIVEN))
+    assert found.first == without.first + bool(without.first)
+    if without.plain is not None:  # for models without a chat template
+        assert found.plain == (f"Be brief.\n\n{without.plain[0]}", "b")
+    assert read("conversations", {**row, "system": None}) == read("conversations", {**row, "system": ""}) == [without]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a?", "chosen": "b", "rejected": "c"},
+        {"conversations": [HUMAN], "chosen": GPT, "rejected": {"from": "gpt", "value": "c"}},
+        {"chosen": [ASKED, GIVEN], "rejected": [ASKED, {"role": "assistant", "content": "c"}]},
+        {"messages": [ASKED, GIVEN], "label": True},
+        {"prompt": "a?", "completion": "b", "label": True},
+    ],
+    ids=range(5),
+)
+def test_preferences_have_the_same_system_message(row: dict[str, Any]) -> None:
+    (found,) = read("preferences", {**row, "system": "Be brief."})
+    answers = [GIVEN, {"role": "assistant", "content": "c"}][: len(found.conversations)]
+    assert [one.turns for one in found.conversations] == [(SYSTEM, ASKED, answer) for answer in answers]
+
+
+def test_prompts_have_the_same_system_message() -> None:
+    for row in ({"messages": [ASKED]}, {"prompt": "a?"}, {"prompt": [ASKED]}, {"conversations": [HUMAN]}):
+        (found,) = read("prompts", {**row, "system": "Be brief."})
+        assert found.turns == (SYSTEM, ASKED)
+        assert found.text in ("", "Be brief.\n\na?")
+
+
+def test_a_system_message_is_not_repeated() -> None:
+    turns = [SYSTEM, ASKED, GIVEN]
+    row = SourceRow("rows.jsonl, line 1", {"messages": turns, "system": "Be brief."})
+    assert CONVERSATIONS.read(row).turns == tuple(turns)
+    with pytest.raises(BadRowError, match=r"line 1 .*turn 2 \(system\) follows system"):
+        CONVERSATIONS.read(row._replace(value={**row.value, "system": "Be long."}))
+    with pytest.raises(BadRowError, match="has a value of type int instead of a string as the content of turn 1"):
+        PREFERENCES.read(row._replace(value={"messages": turns[1:], "label": True, "system": 1}))
+
+
+def test_a_completed_prompt_is_read_as_a_conversation() -> None:
+    rows: list[dict[str, Any]] = [
+        {"messages": [ASKED], "prompt": None, "text": None},  # as in Parquet files with several forms
+        {"messages": None, "prompt": "a?"},
+        {"messages": None, "prompt": None, "text": "a?"},
+        {"conversations": [HUMAN], "system": "Be brief."},
+    ]
+    completed = [PROMPTS.read(SourceRow("line 1", row)).completed("b", "stop") for row in rows]
+    found = [CONVERSATIONS.read(SourceRow("line 1", row)) for row in completed]
+    assert [one.turns or one.text for one in found] == [
+        (ASKED, GIVEN), (ASKED, GIVEN), "a?b", (SYSTEM, ASKED, GIVEN),
+    ]  # fmt: skip
