@@ -89,3 +89,8 @@ class RunPaths:
     def lock(self) -> Path:
         """Locked by the process that trains the run."""
         return self.root / ".lock"
+
+
+def contains_run(folder: Path) -> bool:
+    """Returns whether a training run has recorded its configuration in a folder."""
+    return RunPaths(folder).config.is_file()
