@@ -105,6 +105,7 @@ def export(given: _ExportOptions) -> None:
     if given.private and given.push_to_hub is None:
         raise typer.BadParameter("--private requires --push-to-hub; add it")
     with preparation_bar() as bar:
+        from sansgpu.config.paths import contains_run
         from sansgpu.jobs.upload import gguf_card, push_to_hub, require_hub
 
         if given.push_to_hub is not None:
@@ -113,7 +114,7 @@ def export(given: _ExportOptions) -> None:
         address = None
         if given.push_to_hub is not None:
             whole, card = written.parent if given.form == "onnx" else written, None
-            if given.form == "gguf" and (given.run / "config.yaml").is_file():
+            if given.form == "gguf" and contains_run(given.run):
                 card = gguf_card(given.run, given.snapshot, written, given.merge is False, warn)
             address = push_to_hub(whole, given.push_to_hub, given.private, bar, card)
     if note is not None:

@@ -289,5 +289,7 @@ def suggest(*command: object) -> None:
 
 def suggest_export(model: str) -> None:
     """Suggests to export a run; other models are files already."""
-    if (Path(model) / "config.yaml").is_file():
+    from sansgpu.config.paths import contains_run
+
+    if contains_run(Path(model)):
         suggest("export", model)

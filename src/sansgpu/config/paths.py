@@ -94,3 +94,8 @@ class RunPaths:
 def not_a_run(folder: Path) -> ConfigError:
     """Returns the error for a folder that no training run wrote."""
     return ConfigError(f"{folder} is not a run: it has no config.yaml; pass the --output-dir of a training run.")
+
+
+def contains_run(folder: Path) -> bool:
+    """Returns whether a training run has recorded its configuration in a folder."""
+    return RunPaths(folder).config.is_file()

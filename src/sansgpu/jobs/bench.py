@@ -17,6 +17,7 @@ import torch
 from sansgpu.config import Config, ConfigError, SansGPUError, change_config, save_config
 from sansgpu.config.wording import counted, duration
 from sansgpu.events.progress import ReportProgress, Warn
+from sansgpu.files.atomic import write_failures_as
 from sansgpu.files.ownership import OutputFolder
 from sansgpu.machine.measurements import flops_utilization
 from sansgpu.planning.forecast import Forecast, projections, roofline_of, step_limits
@@ -218,9 +219,7 @@ def _gpu(
     tokens, needed = run.tokens_per_step, result["flops_per_step"]
     if torch.cuda.is_available() and run.execution.device.type == "cpu":
         progress("timing the GPU", 0, 0)
-        settings = (
-            "device=cuda", "force_cpu=false", "training.compile='off'", "training.precision=bf16",
-        )  # fmt: skip
+        settings = ("device=cuda", "force_cpu=false", "training.compile='off'", "training.precision=bf16")
         try:
             measured = measure_in_subprocess(
                 MeasureRequest(change_config(chosen, settings), WHAT_IF_STEPS, example_tokens=run.usual_tokens)
@@ -261,22 +260,19 @@ def _optimized(chosen: Config, rows: Sequence[Variation]) -> tuple[Config, list[
 
 def _write_files(result: BenchResult, optimized: Config, request: BenchRequest) -> None:
     folder = request.output_dir
-    try:
-        with OutputFolder(folder, "bench").replace() as new:
-            save_config(with_absolute_paths(optimized), new / "optimized.yaml")
-            start = new / "start.sh"
-            run = f"runs/{result['name']}-optimized"
-            start.write_text(
-                "#!/bin/sh\n# Trains with optimized.yaml and passes its arguments on to `sansgpu train`.\nset -eu\n"
-                'here=$(CDPATH= cd "$(dirname "$0")" && pwd)\n'
-                f'exec {shlex.quote(sys.executable)} -m sansgpu train "$here/optimized.yaml" '
-                f'--output-dir {shlex.quote(run)} "$@"\n',
-                encoding="utf-8",
-            )
-            start.chmod(0o755)
-            reports = write_report(result, new)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error.strerror}; choose another --output-dir.") from None
+    with write_failures_as(ConfigError, folder, "--output-dir"), OutputFolder(folder, "bench").replace() as new:
+        save_config(with_absolute_paths(optimized), new / "optimized.yaml")
+        start = new / "start.sh"
+        run = f"runs/{result['name']}-optimized"
+        start.write_text(
+            "#!/bin/sh\n# Trains with optimized.yaml and passes its arguments on to `sansgpu train`.\nset -eu\n"
+            'here=$(CDPATH= cd "$(dirname "$0")" && pwd)\n'
+            f'exec {shlex.quote(sys.executable)} -m sansgpu train "$here/optimized.yaml" '
+            f'--output-dir {shlex.quote(run)} "$@"\n',
+            encoding="utf-8",
+        )
+        start.chmod(0o755)
+        reports = write_report(result, new)
     result["files"] = [str(folder / name) for name in (*reports, "optimized.yaml", "start.sh")]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sansgpu.config import Config, ConfigError, TaskSettings
-from sansgpu.config.paths import local_path
+from sansgpu.config.paths import contains_run, local_path
 from sansgpu.config.section import declared_keys
 from sansgpu.data.sources import has_conversations
 from sansgpu.events.progress import ReportProgress, Warn
@@ -78,7 +78,7 @@ def _require_reward(config: Config, target: str) -> None:
 
 def _reads_conversations(target: str, data: str) -> bool:
     """Returns whether a causal language model that is not a run is to be evaluated on conversations."""
-    is_run = (local_path(target) / "config.yaml").is_file()
+    is_run = contains_run(local_path(target))
     return not is_run and class_of_model(target, "evaluate") is TASKS["pretrain"] and has_conversations(data)
 
 

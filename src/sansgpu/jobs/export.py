@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from sansgpu.config import Config, ConfigError, ModelConfig
 from sansgpu.config.errors import require
+from sansgpu.config.paths import contains_run
 from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.files.atomic import write_text
 from sansgpu.files.ownership import GGUF_SIGNATURE, OutputFolder, require_file
@@ -53,7 +54,7 @@ def export_run(
     run = Path(model.target)
     if is_adapter_folder(run):
         return _export_merged(model, output, merge, warn, progress)
-    if (run / "config.json").is_file() and not (run / "config.yaml").is_file():
+    if (run / "config.json").is_file() and not contains_run(run):
         raise ConfigError(f"{run} is already a Hugging Face folder; pass a run folder.")
     config, _ = open_run(run)
     folder = _output_of_run(run, output, "export")
@@ -235,7 +236,7 @@ def _gguf_output(model: ModelRequest, output: Path | None, weight_type: str, def
 
 
 def _is_model_folder(folder: Path) -> bool:
-    is_run = (folder / "config.yaml").is_file()
+    is_run = contains_run(folder)
     return not is_run and ((folder / "config.json").is_file() or is_adapter_folder(folder))
 
 
@@ -282,7 +283,7 @@ def export_onnx(
     target = Path(model.target)
     if weight_type not in FILES:
         raise ConfigError(f"--type is {weight_type}, but with --format onnx must be one of {', '.join(FILES)}.")
-    is_run = (target / "config.yaml").is_file()
+    is_run = contains_run(target)
     if not is_run:
         _require_plain_folder(target, model, output)
     folder = _output_of_run(target, output, f"onnx-{weight_type}")
@@ -306,7 +307,7 @@ def export_static(
     distilled.
     """
     target = Path(model.target)
-    is_run = (target / "config.yaml").is_file()
+    is_run = contains_run(target)
     folder = _output_of_run(target, output, "static") if is_run else _require_output(target, output)
     _require_model_folder(folder, target)
     static = static_folder(open_encoder(model, warn, progress), dim, progress)

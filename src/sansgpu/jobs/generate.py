@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sansgpu.config import ConfigError, DataConfig, SansGPUError
-from sansgpu.config.paths import local_path
+from sansgpu.config.paths import contains_run, local_path
 from sansgpu.config.plain_data import InvalidDataError
 from sansgpu.data.forms.chats import PROMPTS, Prompt
 from sansgpu.data.rows import BadRows, SourceRow
@@ -136,7 +136,7 @@ def generate_rows(request: GenerateRequest, warn: Warn, progress: ReportProgress
 
 def open_generator(model: ModelRequest, warn: Warn, progress: ReportProgress = ignore_progress) -> TrainedModel:
     """Loads a run, a Hugging Face model or a GGUF file that generates text, with its chat template if it has one."""
-    is_run = (local_path(model.target) / "config.yaml").is_file()
+    is_run = contains_run(local_path(model.target))
     return open_model(model, "complete" if is_run else "chat", warn, progress)
 
 

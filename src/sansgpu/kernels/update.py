@@ -128,8 +128,8 @@ def split(
 
 def adamw(updates: Sequence[WeightUpdate], step: AdamWStep) -> None:
     """Applies a step of AdamW (arXiv 1711.05101) in place. The moments of a weight are two tensors, fp32 or wider."""
-    together, others = split(updates, lambda update: update.moments)
-    step.run("adamw", together)
+    native_ones, others = split(updates, lambda update: update.moments)
+    step.run("adamw", native_ones)
     for update in others:
         adamw_in_torch(update, step)
 
@@ -170,8 +170,8 @@ def nesterov(updates: Sequence[WeightUpdate], beta: float, scale: float) -> None
     A weight has two moments, fp32 or wider: its momentum, and a tensor that receives the direction, which is Nesterov's
     look-ahead momentum.
     """
-    together, others = split(updates, lambda update: update.moments)
-    call_update("nesterov", together, beta, scale)
+    native_ones, others = split(updates, lambda update: update.moments)
+    call_update("nesterov", native_ones, beta, scale)
     for update in others:
         momentum, direction = update.moments
         gradient = update.gradient.to(momentum.dtype) * scale
@@ -184,8 +184,8 @@ def descend(updates: Sequence[WeightUpdate], lr: float, scale: float) -> None:
 
     The weights are fp32 or wider.
     """
-    together, others = split(updates, lambda update: [update.weight])
-    call_update("descend", together, decays_of(together), lr, scale)
+    native_ones, others = split(updates, lambda update: [update.weight])
+    call_update("descend", native_ones, decays_of(native_ones), lr, scale)
     for update in others:
         update.weight.mul_(1 - lr * update.weight_decay).add_(update.gradient, alpha=-lr * scale)
         if update.working is not None:
@@ -244,18 +244,18 @@ def quantize(values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Te
 
 def adamw8(updates: Sequence[WeightUpdate], step: AdamWStep) -> None:
     """Runs `adamw` with quantized moments: codes and scales of the first (signed) and second (unsigned) one."""
-    together = []
+    native_ones = []
     for update in updates:
         first_codes, first_scales, second_codes, second_scales = moments = update.moments
         if use_native(update.weight, update.gradient, update.working) and all(m.is_contiguous() for m in moments):
             size = update.weight.numel()
             require_size(size, first_codes, second_codes, update.gradient, update.working)
             require_size(-(-size // BLOCK), first_scales, second_scales)
-            together.append(update)
+            native_ones.append(update)
             continue
         first, second = dequantize(first_codes, first_scales, True), dequantize(second_codes, second_scales, False)
         adamw_in_torch(replace(update, moments=(first, second)), step)
         for moment, new in zip(moments, (*quantize(first, True), *quantize(second, False)), strict=True):
             moment.copy_(new)
-    if together:
-        step.run("adamw8", together, VALUES[True], VALUES[False])
+    if native_ones:
+        step.run("adamw8", native_ones, VALUES[True], VALUES[False])

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from sansgpu.config import Config, ConfigError, ModelConfig, RunPaths
-from sansgpu.config.paths import local_path
+from sansgpu.config.paths import contains_run, local_path
 from sansgpu.config.training import Precision
 from sansgpu.events.progress import ReportProgress, Warn, ignore_progress
 from sansgpu.kernels.library import load_kernels_and_allocators
@@ -55,7 +55,7 @@ def open_model(
     """Loads the model of a run, or any other model that a task can use for `verb`. Raises ConfigError if none can."""
     target, objective = request.target, request.objective
     folder = local_path(target)
-    if (folder / "config.yaml").is_file():
+    if contains_run(folder):
         config, paths = open_run(folder)
         task = class_of_run(folder, config, verb, objective)
         if config.outside_class is not None:
@@ -112,7 +112,7 @@ def class_of_model(target: str, verb: Verb) -> TaskClass:
 def only_embeds(request: ModelRequest) -> bool:
     """Returns whether a model computes embeddings of texts, and does not generate texts."""
     target, folder = request.target, local_path(request.target)
-    if (folder / "config.yaml").is_file():
+    if contains_run(folder):
         config, _ = open_run(folder)
         return config.outside_class is None and can(task_of(config), "embed")
     recognizing = [task for task in TASKS.values() if task.recognizes(target)]

@@ -24,7 +24,7 @@ from sansgpu.config import (
     setting,
 )
 from sansgpu.config.parse import read_values
-from sansgpu.config.paths import RUNS, local_path, not_a_run
+from sansgpu.config.paths import RUNS, contains_run, local_path, not_a_run
 from sansgpu.config.section import declared_keys
 from sansgpu.config.tasks import is_outside
 from sansgpu.events.escape import printable_line
@@ -90,7 +90,7 @@ def require_plain_name(folder: Path) -> None:
 
 def require_run(run: Path) -> None:
     """Raises ConfigError unless `run` is a run folder that may be written to."""
-    if not (run / "config.yaml").is_file():
+    if not contains_run(run):
         raise not_a_run(run)
     OutputFolder(run.resolve(), "run", "--output").require()
 
@@ -151,7 +151,7 @@ def require_allowed(config: Config, file: Path, overrides: Sequence[Override]) -
 
 def recorded_config(folder: Path) -> Config:
     """Returns a run's recorded configuration, which may name untrusted code. Raises ConfigError if it is unreadable."""
-    if not (folder / "config.yaml").is_file():
+    if not contains_run(folder):
         raise not_a_run(folder)
     return load_config(folder / "config.yaml", own=False)[0]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sansgpu.config import ConfigError
 from sansgpu.config.errors import require
-from sansgpu.config.paths import local_path
+from sansgpu.config.paths import contains_run, local_path
 from sansgpu.config.wording import first_line
 from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.jobs.embed import open_encoder
@@ -39,7 +39,7 @@ def evaluate_mteb(model: ModelRequest, tasks: str, progress: ReportProgress, war
     from sansgpu.jobs.mteb.encoder import BenchmarkedModel
 
     run = local_path(model.target)
-    is_run = (run / "config.yaml").is_file()
+    is_run = contains_run(run)
     if is_run:
         require_run(run)
     with quiet():
