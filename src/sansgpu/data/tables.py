@@ -25,7 +25,7 @@ from sansgpu.data.lines import (
     require_length,
     suffix_of,
 )
-from sansgpu.data.rows import LABEL_COLUMNS, ROW_REMEDY, TEXT_NAMES, Column, Row, SourceRow, column_key
+from sansgpu.data.rows import LABEL_COLUMNS, ROW_REMEDY, TEXT_NAMES, Column, Row, SourceRow, find_column
 from sansgpu.data.settings import TaggedDataConfig
 
 TABLES = (".csv", ".tsv")
@@ -206,15 +206,16 @@ def _is_number(value: str) -> bool:
 def require_no_header(paths: Iterable[Path], columns: Columns) -> None:
     """Raises ConfigError if columns are set by number, but the first line of a table is a header.
 
-    It is one if the label's or the text's column has a usual name there, such as "label" or "text".
+    It is one if the label's column, or else the text's, has a usual name there, such as "label" or "text".
     """
     chosen = ("label_column", columns.label, LABEL_COLUMNS), ("text_column", columns.text, TEXT_NAMES)
     for path in () if columns.has_header else filter(is_table, paths):
         names: Row = dict(enumerate(next(table_lines(path), ())))
-        for key, column, usual in chosen:
-            name = names.get(column_key(names, column), "") if isinstance(column, int) else ""
+        inside = [(key, number, usual) for key, number, usual in chosen if find_column(names, number) is not None]
+        for key, number, usual in inside[:1]:
+            name = names[find_column(names, number)]
             if name.strip().casefold() in usual:
                 raise ConfigError(
-                    f"{path}: its first line is a header with the column {name}, but data.{key} {column} is a column "
+                    f"{path}: its first line is a header with the column {name}, but data.{key} {number} is a column "
                     f"number, which is for files without a header; remove that line, or set data.{key} to the name."
                 )
