@@ -30,11 +30,10 @@ from sansgpu.tasks.grpo.rewards import is_right
 from sansgpu.tasks.grpo.rollout import Rewarded
 from sansgpu.tasks.grpo.rows import PromptExamples
 from sansgpu.tasks.grpo.task import GRPO
-from tests.processes import events_of, options
+from tests.processes import Captured, events_of, options
 from tests.tasks.fine_tuned import TINY, made, sentence
 from tests.tasks.folders import chat_rows, model_folder, prompt_rows
 
-Captured = pytest.CaptureFixture[str]
 OWN = "tests.tasks.grpo.rewards:"
 TRAINED = {
     **TINY, "task": "grpo", "training.batch_size": 8, "training.grpo.group_size": 4,
