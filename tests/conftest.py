@@ -42,7 +42,7 @@ LONGEST = (
     "hostile/test_written_files.py", "jobs/test_onnx.py", "scale/test_runs.py", "jobs/test_gguf_commands.py",
     "train/test_instruction_sets.py",
     "planning/test_cluster.py", "hostile/test_runs.py", "kernels/test_library.py", "scale/test_local_steps.py",
-    "test_docs.py", "jobs/test_unreachable_data.py", "tasks/test_trained_adapters.py", "test_benchmarks.py",
+    "test_docs.py", "jobs/test_unreachable_data.py", "tasks/adapters/test_trained_adapters.py", "test_benchmarks.py",
     "test_layers.py", "tasks/classify/test_classify.py", "data/test_hub_stream.py", "hostile/fuzz/test_fuzz.py",
     "tasks/graph/test_entities.py", "test_optional_packages.py", "train/test_branches.py",
     "tasks/tokens/test_tokens.py",

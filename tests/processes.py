@@ -59,6 +59,7 @@ PROGRESS = re.compile(
     r"|(?!sansgpu: ).* \.\.\.( |$)"
 )
 Process = subprocess.Popen[str] | Fork
+Captured = pytest.CaptureFixture[str]
 WORDS = "the model learns a word from every page it reads and then forgets where it stood"
 
 
@@ -179,6 +180,36 @@ def ended(process: Process) -> tuple[int, str, str]:
 def messages(error: str) -> list[str]:
     """Returns the lines of stderr without warnings and progress."""
     return [line for line in error.splitlines() if not (line.startswith("warning: ") or PROGRESS.match(line))]
+
+
+def sentence(capsys: Captured) -> str:
+    """Returns the only line of stderr apart from progress and warnings."""
+    captured = capsys.readouterr()
+    lines = messages(captured.err)
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("sansgpu: ")
+    assert "Traceback" not in captured.err + captured.out
+    return lines[0]
+
+
+def printed(capsys: Captured, *arguments: object) -> str:
+    """Runs a command in this process that must succeed; returns its stdout."""
+    capsys.readouterr()
+    assert cli([str(argument) for argument in arguments]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def json_of(capsys: Captured, *arguments: object) -> dict[str, Any]:
+    """Runs a command with --json in this process; returns the object that it prints."""
+    values: dict[str, Any] = json.loads(printed(capsys, *arguments, "--json"))
+    return values
+
+
+def refused(capsys: Captured, *arguments: object) -> str:
+    """Runs a command in this process that must exit with code 2; returns its error message."""
+    capsys.readouterr()
+    assert cli([str(argument) for argument in arguments]) == 2
+    return sentence(capsys)
 
 
 def kill_when(process: Process, ready: Callable[[], bool], number: int = signal.SIGKILL) -> int | None:

@@ -13,7 +13,7 @@ import typer
 from sansgpu.cli import run as cli
 from sansgpu.cli.app import app
 from sansgpu.config import ConfigError, TrainingConfig
-from tests.processes import environment, finish_apart, messages, record, settings, use_cache, write_corpus
+from tests.processes import environment, finish_apart, messages, record, sentence, settings, use_cache, write_corpus
 
 
 @pytest.fixture(autouse=True)
@@ -26,16 +26,6 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def train(*more: str, corpus: str = "corpus.jsonl", **changes: object) -> int:
     chosen = settings(**{"data__dataset_name": corpus, "training__max_steps": 3, **changes})
     return cli(["train", *chosen, "--output-dir", "out", *more])
-
-
-def sentence(capsys: pytest.CaptureFixture[str]) -> str:
-    """Returns the error line that follows the progress lines."""
-    captured = capsys.readouterr()
-    lines = messages(captured.err)
-    assert len(lines) == 1, captured.err
-    assert lines[0].startswith("sansgpu: ")
-    assert "Traceback" not in captured.err + captured.out
-    return lines[0]
 
 
 @pytest.mark.parametrize(

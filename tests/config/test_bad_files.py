@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from sansgpu.cli import run as cli
+from sansgpu.config import ConfigError
+from sansgpu.tasks.configuration import load_config
 
 MULTIPLYING_MERGES = "a0: &a0 {k: 1}\n" + "".join(
     f"a{i}: &a{i} {{k{i}: 1, <<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 12)
@@ -130,3 +132,41 @@ def test_a_section_without_keys_is_empty(capsys: pytest.CaptureFixture[str]) -> 
     Path("a.yaml").write_text("device: cpu\nmodel:\ntraining:\n  # seed: 3\ndata: {dataset_name: corpus.txt}\n")
     assert cli(["train", "a.yaml", "--dry-run", "--set", "training.max_steps=2", "--set", "data.vocab_size=300"]) == 0
     assert "device: cpu" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.yaml", "model:\n  d_model: 64\n  d_model: 32\n", "is duplicated"),
+        ("a.yaml", "model: [", "cannot be parsed"),
+        ("a.yaml", "- a\n- b\n", "contains a value of type list"),
+        ("a.yaml", "1: 2\n", "is not a string"),
+        ("a.toml", "x = ", "cannot be parsed"),
+        ("a.toml", "[model]\nd_model = 64\nd_model = 32\n", "cannot be parsed"),
+        ("a.json", "{", "cannot be parsed"),
+        ("a.json", '{"model": {"d_model": 64, "d_model": 32}}', "is duplicated"),
+        ("a.txt", "", "an unknown file type"),
+        (
+            "a.yaml",
+            "device: cpu\ntraining:\n  device: cuda\n",
+            "device has different values at the top level and in training",
+        ),
+        ("a.yaml", "model: !!python/object/apply:os.system ['true']\n", "cannot be parsed"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: str, words: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=words) as error:
+        load_config(tmp_path / name)
+    assert name in str(error.value)
+
+
+def test_a_folder_is_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a folder"):
+        load_config(tmp_path)
+
+
+def test_bytes_that_are_no_text_are_no_configuration(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ConfigError, match=r"a\.yaml cannot be read"):
+        load_config(tmp_path / "a.yaml")

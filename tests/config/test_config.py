@@ -139,44 +139,6 @@ def test_all_problems_are_reported_at_once() -> None:
     assert all(word in message for word in ("model.n_layers", "training.seed", "data.nonsense"))
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("a.yaml", "model:\n  d_model: 64\n  d_model: 32\n", "is duplicated"),
-        ("a.yaml", "model: [", "cannot be parsed"),
-        ("a.yaml", "- a\n- b\n", "contains a value of type list"),
-        ("a.yaml", "1: 2\n", "is not a string"),
-        ("a.toml", "x = ", "cannot be parsed"),
-        ("a.toml", "[model]\nd_model = 64\nd_model = 32\n", "cannot be parsed"),
-        ("a.json", "{", "cannot be parsed"),
-        ("a.json", '{"model": {"d_model": 64, "d_model": 32}}', "is duplicated"),
-        ("a.txt", "", "an unknown file type"),
-        (
-            "a.yaml",
-            "device: cpu\ntraining:\n  device: cuda\n",
-            "device has different values at the top level and in training",
-        ),
-        ("a.yaml", "model: !!python/object/apply:os.system ['true']\n", "cannot be parsed"),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: str, words: str) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(ConfigError, match=words) as error:
-        load_config(tmp_path / name)
-    assert name in str(error.value)
-
-
-def test_a_folder_is_no_configuration(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is a folder"):
-        load_config(tmp_path)
-
-
-def test_bytes_that_are_no_text_are_no_configuration(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\xfa")
-    with pytest.raises(ConfigError, match=r"a\.yaml cannot be read"):
-        load_config(tmp_path / "a.yaml")
-
-
 def test_an_empty_file_asks_for_every_default(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("# nothing yet\n")
     assert load_config(tmp_path / "a.yaml") == (Config(), [])

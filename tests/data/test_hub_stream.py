@@ -18,6 +18,7 @@ from sansgpu.data.hub_stream import HubStream, open_stream
 from tests.hub_server import Fault, Hub, connect, serving
 from tests.processes import (
     TINY,
+    Captured,
     digests,
     events_of,
     finish_apart,
@@ -30,7 +31,6 @@ from tests.processes import (
 
 ROWS, FILES = 120, 3
 WORDS = ["north", "wind", "river", "stone", "house", "light", "paper", "metal", "field", "water", "cloud", "grass"]
-Captured = pytest.CaptureFixture[str]
 
 
 def text_of(number: int) -> str:

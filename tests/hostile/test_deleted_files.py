@@ -9,7 +9,7 @@ import pytest
 
 from sansgpu.cli import run as cli
 from tests.hostile.test_written_files import resume, state, train
-from tests.test_cli import sentence
+from tests.processes import sentence
 
 pytestmark = pytest.mark.usefixtures("home")
 

@@ -16,11 +16,10 @@ from tools.tiny_model import make_folder
 
 from sansgpu.cli import run as cli
 from sansgpu.events.escape import printable, printable_json, printable_line
-from tests.processes import environment, events_of, settings, write_corpus, write_rows
+from tests.processes import Captured, environment, events_of, settings, write_corpus, write_rows
 
 pytestmark = pytest.mark.usefixtures("home")
 
-Captured = pytest.CaptureFixture[str]
 EVIL = "a\x1b[2J\x1b]0;owned\x07\x9b31m\u202egnp.exe\x7fz"
 WRITTEN = r"a\x1b[2J\x1b]0;owned\x07\x9b31m\u202egnp.exe\x7fz"
 SHORT = {"training__max_steps": 2, "training__eval_steps": 2, "training__save_steps": 2}

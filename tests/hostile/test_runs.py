@@ -15,14 +15,13 @@ from sansgpu.cli import run as cli
 from sansgpu.machine.private_folder import NotPrivateError, private_in
 from tests import processes
 from tests.hostile.folders_with_code import MODULE, bomb, copied, with_code, write_module
-from tests.processes import environment, options, write_corpus, write_rows
+from tests.processes import Captured, environment, options, write_corpus, write_rows
 from tests.tasks.folders import chat_rows, labeled_rows, model_folder, squad
 from tests.tasks.graph.graphs import rows
 from tests.tasks.graph.test_graph_runs import TINY as GRAPH
 
 pytestmark = pytest.mark.usefixtures("home")
 
-Captured = pytest.CaptureFixture[str]
 OBJECTIVE = f"{MODULE}:Pretrain"
 FEW = {
     "training.batch_size": 2, "training.gradient_accumulation_steps": 1, "training.max_steps": 2,

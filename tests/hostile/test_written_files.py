@@ -17,8 +17,7 @@ import pytest
 import sansgpu
 from sansgpu.cli import run as cli
 from sansgpu.config import ConfigError
-from tests.processes import settings, write_corpus
-from tests.test_cli import sentence
+from tests.processes import sentence, settings, write_corpus
 
 pytestmark = pytest.mark.usefixtures("home")
 

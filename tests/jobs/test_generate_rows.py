@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 
 from sansgpu.cli import run as cli
-from tests.processes import kill_when, messages, options, start, train, write_corpus, write_rows
+from tests.processes import Captured, json_of, kill_when, messages, options, start, train, write_corpus, write_rows
 from tests.tasks.folders import model_folder
 
 pytestmark = pytest.mark.usefixtures("home")
 
-Captured = pytest.CaptureFixture[str]
 WORDS = "red blue green fast slow old new warm"
 ROWS: list[Any] = [
     {"prompt": f"{WORDS[:number]}?", "id": number} if number % 2 else
@@ -32,11 +31,7 @@ OPTIONS = ("--max-new-tokens", "30", "--temperature", "1", "--seed", "5")
 
 
 def generated(capsys: Captured, target: Path, data: Path, output: Path, *more: str) -> dict[str, Any]:
-    capsys.readouterr()
-    arguments = ["generate", str(target), "--data", str(data), "--output", str(output), "--json", *OPTIONS, *more]
-    assert cli(arguments) == 0, capsys.readouterr().err
-    summary: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return summary
+    return json_of(capsys, "generate", target, "--data", data, "--output", output, *OPTIONS, *more)
 
 
 def test_rows_are_completed_in_order_and_task_sft_reads_them(tmp_path: Path, capsys: Captured) -> None:

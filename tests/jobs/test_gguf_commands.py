@@ -21,12 +21,20 @@ from sansgpu.models.huggingface.tokenizer_files import tokenizer_parts
 from sansgpu.train.loading import ModelRequest
 from sansgpu.train.snapshots import snapshots
 from tests.models.formats.gguf_models import ABOUT, base, write_base
-from tests.processes import messages, options, settings, train_once, write_corpus, write_rows
+from tests.processes import (
+    Captured,
+    options,
+    printed,
+    refused,
+    settings,
+    train_once,
+    write_corpus,
+    write_rows,
+)
 from tests.tasks.folders import chat_rows, model_folder
 
 pytestmark = pytest.mark.usefixtures("home")
 
-Captured = pytest.CaptureFixture[str]
 ADAPTED = {
     "task": "sft", "data.max_length": 96, "training.batch_size": 2, "training.max_steps": 2, "training.warmup_steps": 1,
     "training.gradient_accumulation_steps": 1, "training.learning_rate": 0.01, "training.precision": "fp32",
@@ -47,35 +55,17 @@ def fill(home: Path) -> None:
         train_once(home / name, options(tuned, {"model.name_or_path": model_folder(architecture)}))
 
 
-def said(capsys: Captured, *arguments: object) -> str:
-    """Returns the stdout of a command that succeeds."""
-    capsys.readouterr()
-    assert cli([str(a) for a in arguments]) == 0, capsys.readouterr().err
-    return capsys.readouterr().out
-
-
-def refused(capsys: Captured, *arguments: object) -> str:
-    """Returns the error line of a command that fails."""
-    capsys.readouterr()
-    assert cli([str(a) for a in arguments]) == 2
-    captured = capsys.readouterr()
-    lines = messages(captured.err)
-    assert captured.out == ""
-    assert len(lines) == 1, captured.err
-    return lines[0]
-
-
 def test_a_run_and_its_file_write_and_measure_the_same(home: Path, capsys: Captured, tmp_path: Path) -> None:
-    file = said(capsys, "export", home / "plain", "--format", "gguf", "--type", "f32").strip()
+    file = printed(capsys, "export", home / "plain", "--format", "gguf", "--type", "f32").strip()
     assert file == str(home / "plain/plain-f32.gguf")
     writing = ("--prompt", "the model", "--max-new-tokens", 40, "--seed", 3)
-    assert said(capsys, "generate", file, *writing) == said(capsys, "generate", home / "plain", *writing)
+    assert printed(capsys, "generate", file, *writing) == printed(capsys, "generate", home / "plain", *writing)
     measuring = ("--data", home / "corpus.jsonl", "--window", 32, "--json")
-    of_run, of_file = (json.loads(said(capsys, "eval", target, *measuring)) for target in (home / "plain", file))
+    of_run, of_file = (json.loads(printed(capsys, "eval", target, *measuring)) for target in (home / "plain", file))
     assert of_file["loss"] == pytest.approx(of_run["loss"], rel=1e-6)
     assert of_file["bits_per_byte"] == pytest.approx(of_run["bits_per_byte"], rel=1e-6)
     assert of_file["step"] is None
-    small = said(capsys, "export", home / "plain", "--format", "gguf", "--output", tmp_path / "small.gguf").strip()
+    small = printed(capsys, "export", home / "plain", "--format", "gguf", "--output", tmp_path / "small.gguf").strip()
     assert Path(small).stat().st_size < Path(file).stat().st_size
     by_default = {tensor.tensor_type.name for tensor in gguf.GGUFReader(small).tensors}
     assert by_default == {"F16", "F32"}
@@ -85,23 +75,25 @@ def test_any_snapshot_is_exported_and_takes_the_place_of_a_file_before(home: Pat
     contents = []
     for snapshot in snapshots(home / "plain/snapshots"):
         chosen = ("--snapshot", snapshot.step, "--output", home / "any.gguf")
-        contents.append(Path(said(capsys, "export", home / "plain", "--format", "gguf", *chosen).strip()).read_bytes())
+        contents.append(
+            Path(printed(capsys, "export", home / "plain", "--format", "gguf", *chosen).strip()).read_bytes()
+        )
         text = gguf.GGUFReader(home / "any.gguf").fields["general.description"].contents()
         assert text.startswith(f"Step {snapshot.step} of a run of task pretrain")
     assert len({*contents}) == len(contents) > 1
-    assert said(capsys, "export", home / "plain", "--format", "gguf", "--output", home / "any.gguf")
+    assert printed(capsys, "export", home / "plain", "--format", "gguf", "--output", home / "any.gguf")
     assert (home / "any.gguf").read_bytes() == contents[-1], "exporting a run twice must write the same file"
 
 
 def test_a_fine_tuned_models_file_talks_as_the_run_does(home: Path, capsys: Captured) -> None:
-    file = said(capsys, "export", home / "qwen", "--format", "gguf", "--type", "f32").strip()
+    file = printed(capsys, "export", home / "qwen", "--format", "gguf", "--type", "f32").strip()
     talking = ("--prompt", "red house", "--max-new-tokens", 12, "--temperature", 0)
-    answer = said(capsys, "chat", file, *talking)
-    assert answer == said(capsys, "chat", home / "qwen", *talking)
-    assert answer != said(capsys, "chat", model_folder("qwen2"), *talking), "the file must contain what was learned"
-    assert said(capsys, "generate", file, *talking) == said(capsys, "generate", home / "qwen", *talking)
-    loss = json.loads(said(capsys, "eval", file, "--data", home / "corpus.jsonl", "--json"))["loss"]
-    final = json.loads(said(capsys, "eval", home / "qwen/final", "--data", home / "corpus.jsonl", "--json"))["loss"]
+    answer = printed(capsys, "chat", file, *talking)
+    assert answer == printed(capsys, "chat", home / "qwen", *talking)
+    assert answer != printed(capsys, "chat", model_folder("qwen2"), *talking), "the file must contain what was learned"
+    assert printed(capsys, "generate", file, *talking) == printed(capsys, "generate", home / "qwen", *talking)
+    loss = json.loads(printed(capsys, "eval", file, "--data", home / "corpus.jsonl", "--json"))["loss"]
+    final = json.loads(printed(capsys, "eval", home / "qwen/final", "--data", home / "corpus.jsonl", "--json"))["loss"]
     assert loss == pytest.approx(final, rel=1e-5)
     text = gguf.GGUFReader(file).fields
     assert text["general.base_model.0.name"].contents() == model_folder("qwen2").name
@@ -109,13 +101,13 @@ def test_a_fine_tuned_models_file_talks_as_the_run_does(home: Path, capsys: Capt
 
 
 def test_a_chat_model_is_measured_on_the_answers_of_conversations(home: Path, capsys: Captured, tmp_path: Path) -> None:
-    file = said(capsys, "export", home / "qwen", "--format", "gguf", "--type", "f32").strip()
+    file = printed(capsys, "export", home / "qwen", "--format", "gguf", "--type", "f32").strip()
     marked = [{"id": str(n), **json.loads(line)} for n, line in enumerate((home / "chat.jsonl").open())]
     rows = tmp_path / "rows.jsonl"
     write_rows(rows, marked)
-    of_run = json.loads(said(capsys, "eval", home / "qwen", "--data", rows, "--json"))
+    of_run = json.loads(printed(capsys, "eval", home / "qwen", "--data", rows, "--json"))
     for target in (home / "qwen/final", file):
-        found = json.loads(said(capsys, "eval", target, "--data", rows, "--window", 96, "--json"))
+        found = json.loads(printed(capsys, "eval", target, "--data", rows, "--window", 96, "--json"))
         assert found.keys() == of_run.keys()
         assert (found["event"], found["step"]) == ("eval", None)
         for name in ("loss", "perplexity", "bits_per_byte"):
@@ -203,11 +195,11 @@ def test_a_quantized_file_generates_in_the_chosen_precision(tmp_path: Path) -> N
 
 
 def test_training_continues_from_a_gguf_file(home: Path, tmp_path: Path, capsys: Captured) -> None:
-    file = said(capsys, "export", home / "qwen", "--format", "gguf", "--type", "q8_0").strip()
+    file = printed(capsys, "export", home / "qwen", "--format", "gguf", "--type", "q8_0").strip()
     chosen = {**ADAPTED, "data.dataset_name": home / "chat.jsonl", "model.name_or_path": file}
     assert cli(["train", *options(chosen), "--output-dir", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run/final/adapter_config.json").exists(), "a quantized base stays quantized"
-    said(capsys, "chat", tmp_path / "run", "--prompt", "red", "--max-new-tokens", 2)
+    printed(capsys, "chat", tmp_path / "run", "--prompt", "red", "--max-new-tokens", 2)
 
 
 def test_what_does_nothing_or_cannot_work_is_refused(home: Path, capsys: Captured, tmp_path: Path) -> None:
@@ -236,7 +228,7 @@ def test_what_does_nothing_or_cannot_work_is_refused(home: Path, capsys: Capture
 
 
 def test_a_file_that_is_no_model_is_refused_by_every_command(home: Path, capsys: Captured, tmp_path: Path) -> None:
-    file = Path(said(capsys, "export", home / "plain", "--format", "gguf").strip())
+    file = Path(printed(capsys, "export", home / "plain", "--format", "gguf").strip())
     (tmp_path / "torn.gguf").write_bytes(file.read_bytes()[:-5000])
     (tmp_path / "notes.txt").write_text("no model")
     for name, sentence in [

@@ -9,7 +9,7 @@ import torch
 
 from sansgpu.cli import run as cli
 from sansgpu.train.loading import ModelRequest
-from tests.processes import finish, messages, settings, train_once, write_corpus, write_rows
+from tests.processes import finish, json_of, messages, refused, settings, train_once, write_corpus, write_rows
 from tests.tasks.fine_tuned import made
 from tests.tasks.tokenizer_kinds import folder_of
 
@@ -68,21 +68,7 @@ def fill(home: Path) -> None:
 
 
 def harness(capsys: pytest.CaptureFixture[str], model: Path, tasks: object, *more: object) -> dict[str, Any]:
-    """Returns the JSON that the command prints."""
-    capsys.readouterr()
-    code = cli(["eval", str(model), "--harness", str(tasks), *map(str, more), "--json"])
-    found = capsys.readouterr()
-    assert code == 0, found.err
-    return dict(json.loads(found.out))
-
-
-def refusal(capsys: pytest.CaptureFixture[str], model: Path, *arguments: object) -> str:
-    """Returns the sentence with which the command refuses its arguments."""
-    capsys.readouterr()
-    code = cli(["eval", str(model), *map(str, arguments)])
-    error = messages(capsys.readouterr().err)[-1]
-    assert code == 2, error
-    return error
+    return json_of(capsys, "eval", model, "--harness", tasks, *more)
 
 
 def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
@@ -191,7 +177,7 @@ def test_results_are_added_to_the_file_of_a_run(home: Path, capsys: pytest.Captu
     }
     assert not (home / "llama/harness.json").exists()
     file.write_text("[")
-    assert "harness.json is damaged" in refusal(capsys, home / "run", "--harness", home / "tasks/choices.yaml")
+    assert "harness.json is damaged" in refused(capsys, "eval", home / "run", "--harness", home / "tasks/choices.yaml")
     file.unlink()
 
 
@@ -230,7 +216,7 @@ def test_a_chat_template_surrounds_prompts(home: Path, tmp_path: Path, capsys: p
     )
     assert plain["examples"] == chat["examples"]
     file = home / "tasks/choices.yaml"
-    error = refusal(capsys, home / "run", "--harness", file, "--apply-chat-template")
+    error = refused(capsys, "eval", home / "run", "--harness", file, "--apply-chat-template")
     assert "has no chat template; remove --apply-chat-template" in error
 
 
@@ -289,7 +275,7 @@ def test_a_task_that_cannot_be_used_is_refused_in_one_sentence(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sansgpu.machine.hub.reachable", lambda address: False)
     changes, sentence = REFUSED[name]
-    error = refusal(capsys, home / "run", "--harness", write_task(tmp_path, name, **changes))
+    error = refused(capsys, "eval", home / "run", "--harness", write_task(tmp_path, name, **changes))
     assert sentence in error
     assert not (tmp_path / "ran").exists()
 
@@ -303,7 +289,7 @@ def test_code_of_a_task_runs_only_if_it_is_allowed(
     task.write_text(task.read_text()[:-1] + ', "doc_to_text": !function code.text}')
     (tmp_path / "included.yaml").write_text(f"include: {task.name}\ntask: other\n")
     for file in (task, tmp_path / "included.yaml", f"{tmp_path}/"):
-        error = refusal(capsys, home / "run", "--harness", file)
+        error = refused(capsys, "eval", home / "run", "--harness", file)
         assert "imports Python code with !function; pass --trust-remote-code if you trust it" in error
     assert not (tmp_path / "ran").exists()
     allowed = harness(capsys, home / "run", task, "--trust-remote-code")["tasks"]["local_choices"]
@@ -316,19 +302,21 @@ def test_options_and_models_that_do_not_fit_are_refused(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task, run = home / "tasks/choices.yaml", home / "run"
-    assert "--fewshot requires --harness" in refusal(capsys, run, "--fewshot", 2)
-    assert "--apply-chat-template requires --harness" in refusal(capsys, run, "--apply-chat-template")
-    assert "--limit requires --link-prediction or --harness" in refusal(capsys, run, "--limit", 2)
+    assert "--fewshot requires --harness" in refused(capsys, "eval", run, "--fewshot", 2)
+    assert "--apply-chat-template requires --harness" in refused(capsys, "eval", run, "--apply-chat-template")
+    assert "--limit requires --link-prediction or --harness" in refused(capsys, "eval", run, "--limit", 2)
     for option, value in (("--data", "x.txt"), ("--mteb", "STS17"), ("--reward", "answer")):
-        assert f"{option} has no effect with --harness; remove it" in refusal(
-            capsys, run, "--harness", task, option, value
+        assert f"{option} has no effect with --harness; remove it" in refused(
+            capsys, "eval", run, "--harness", task, option, value
         )
-    assert "--harness is empty" in refusal(capsys, run, "--harness", " , ")
-    assert "./none.yaml does not exist" in refusal(capsys, run, "--harness", "./none.yaml").replace("none", "./none", 1)
-    assert "no YAML file that defines a task" in refusal(capsys, run, "--harness", f"{tmp_path}/")
+    assert "--harness is empty" in refused(capsys, "eval", run, "--harness", " , ")
+    assert "./none.yaml does not exist" in refused(capsys, "eval", run, "--harness", "./none.yaml").replace(
+        "none", "./none", 1
+    )
+    assert "no YAML file that defines a task" in refused(capsys, "eval", run, "--harness", f"{tmp_path}/")
     encoder = write_encoder(tmp_path / "encoder")
-    assert "computes embeddings; --harness needs a model that generates text" in refusal(
-        capsys, encoder, "--harness", task
+    assert "computes embeddings; --harness needs a model that generates text" in refused(
+        capsys, "eval", encoder, "--harness", task
     )
 
 
@@ -348,6 +336,8 @@ def test_names_are_those_of_the_library(
 ) -> None:
     """Reading the library's 14,000 files takes 10 seconds, each time."""
     monkeypatch.setattr("sansgpu.machine.hub.reachable", lambda address: False)
-    assert "has no task hellaswagg; did you mean hellaswag?" in refusal(capsys, home / "run", "--harness", "hellaswagg")
-    error = refusal(capsys, home / "run", "--harness", "arc_easy")
+    assert "has no task hellaswagg; did you mean hellaswag?" in refused(
+        capsys, "eval", home / "run", "--harness", "hellaswagg"
+    )
+    error = refused(capsys, "eval", home / "run", "--harness", "arc_easy")
     assert "the dataset of task arc_easy is not in the cache of `datasets`, and the Hub is unreachable" in error

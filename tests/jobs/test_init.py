@@ -17,10 +17,9 @@ import yaml
 from sansgpu.cli import run as cli
 from sansgpu.config.load import commented_yaml
 from sansgpu.tasks.configuration import as_config, load_config
-from tests.processes import finish, messages, write_corpus, write_rows
+from tests.processes import Captured, finish, messages, write_corpus, write_rows
 from tests.tasks.folders import chat_rows, conll, labeled_rows, model_folder, preference_rows, prompt_rows, squad
 
-Captured = pytest.CaptureFixture[str]
 YES = ["--yes", "--json"]
 QUICK = ["--set", "training.compile=off", "--max-steps", "2"]
 

@@ -1,7 +1,6 @@
 """`sansgpu eval`, `generate`, `export` and `tokenizer` give correct results for a tiny run."""
 
 import io
-import json
 import math
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sansgpu.cli import run as cli
 from sansgpu.train.snapshots import snapshots
-from tests.processes import events_of, settings, write_corpus
+from tests.processes import events_of, json_of, settings, write_corpus
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -22,16 +21,9 @@ def fill(home: Path) -> None:
     assert cli(["train", *chosen, "--output-dir", str(home / "run")]) == 0
 
 
-def answer(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, float]:
-    capsys.readouterr()
-    assert cli([*map(str, arguments), "--json"]) == 0
-    values: dict[str, float] = json.loads(capsys.readouterr().out)
-    return values
-
-
 def test_eval_repeats_the_runs_own_last_evaluation(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     last = events_of(home / "run", "eval")[-1]
-    found = answer(capsys, "eval", home / "run")
+    found = json_of(capsys, "eval", home / "run")
     for key in ("step", "loss", "perplexity", "bits_per_byte"):
         assert found[key] == pytest.approx(last[key], rel=1e-5)
 
@@ -48,7 +40,7 @@ def test_eval_of_a_text_by_hand(home: Path, tmp_path: Path, capsys: pytest.Captu
     total = float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum"))
     assert len(ids) <= 33, "the text must fit into one window"
     for target in (home / "run", home / "run/final"):
-        found = answer(capsys, "eval", target, "--data", tmp_path / "text.txt")
+        found = json_of(capsys, "eval", target, "--data", tmp_path / "text.txt")
         assert found["loss"] == pytest.approx(total / (len(ids) - 1), rel=1e-4)
         assert found["perplexity"] == pytest.approx(math.exp(total / (len(ids) - 1)), rel=1e-3)
         assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / len(text.encode()), rel=1e-4)
@@ -66,7 +58,7 @@ def test_eval_of_another_architecture(home: Path, tmp_path: Path, capsys: pytest
         tmp_path / "mistral"
     )
     tokenizer.save_pretrained(tmp_path / "mistral")
-    found = answer(capsys, "eval", tmp_path / "mistral", "--data", home / "corpus.jsonl")
+    found = json_of(capsys, "eval", tmp_path / "mistral", "--data", home / "corpus.jsonl")
     assert found["loss"] == pytest.approx(math.log(320), rel=0.1)
     assert cli(["generate", str(tmp_path / "mistral"), "--prompt", "ab", "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("ab")
@@ -115,12 +107,12 @@ def test_a_tokenizer_is_trained_used_and_taken_up_by_a_run(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "tokenizer"
-    trained = answer(capsys, "tokenizer", "train", home / "corpus.jsonl", "--vocab-size", 280, "--output", folder)
+    trained = json_of(capsys, "tokenizer", "train", home / "corpus.jsonl", "--vocab-size", 280, "--output", folder)
     assert trained["vocab_size"] <= 280
-    encoded = answer(capsys, "tokenizer", "encode", folder, "--text", "the model")
+    encoded = json_of(capsys, "tokenizer", "encode", folder, "--text", "the model")
     assert AutoTokenizer.from_pretrained(folder).decode(encoded["ids"]) == "the model"
     monkeypatch.setattr("sys.stdin", io.StringIO("the model"))
-    assert answer(capsys, "tokenizer", "encode", folder) == encoded
+    assert json_of(capsys, "tokenizer", "encode", folder) == encoded
     chosen = settings(data__dataset_name=home / "corpus.jsonl", training__max_steps=2, data__tokenizer=folder)
     assert cli(["train", *chosen, "--output-dir", str(tmp_path / "run")]) == 0
     assert AutoTokenizer.from_pretrained(tmp_path / "run/final").encode("the model") == encoded["ids"]

@@ -18,13 +18,12 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 
 from sansgpu.cli import run as cli
-from tests.processes import messages, settings, write_corpus
+from tests.processes import Captured, messages, settings, write_corpus
 from tests.tasks.fine_tuned import made, sentence
 from tests.tasks.folders import model_folder, squad
 
 pytestmark = pytest.mark.usefixtures("home")
 
-Captured = pytest.CaptureFixture[str]
 Outputs = dict[str, NDArray[Any]]
 # Runs an ONNX file on each batch of inputs without importing sansgpu or torch.
 ELSEWHERE = """

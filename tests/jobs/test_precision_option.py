@@ -2,14 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
 from sansgpu.cli import run as cli
 from sansgpu.cli.options import PRECISIONS
 from sansgpu.config.training import Precision
-from tests.processes import messages, settings, train_once, write_corpus, write_rows
+from tests.processes import json_of, refused, settings, train_once, write_corpus, write_rows
 
 pytestmark = pytest.mark.usefixtures("home")
 PROMPTS = [f"The {word} is" for word in ("house", "fox", "old cat", "red house")]
@@ -23,22 +23,9 @@ def fill(home: Path) -> None:
     train_once(home / "torch", [*large, "--set", "training.kernels=torch", "--set", "training.max_steps=1"])
 
 
-def result(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    """Returns the JSON that a command prints."""
-    capsys.readouterr()
-    assert cli([*map(str, arguments), "--json"]) == 0, capsys.readouterr().err
-    return dict(json.loads(capsys.readouterr().out))
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    capsys.readouterr()
-    assert cli([*map(str, arguments)]) == 2
-    return messages(capsys.readouterr().err)[-1]
-
-
 def test_a_run_is_evaluated_in_the_chosen_precision(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     losses = {
-        precision: result(capsys, "eval", home / "run", "--precision", precision)["loss"]
+        precision: json_of(capsys, "eval", home / "run", "--precision", precision)["loss"]
         for precision in ("fp32", "int16", "int8")
     }
     assert len(set(losses.values())) == 3
@@ -61,9 +48,9 @@ def test_a_teacher_predicts_in_the_precision_that_its_folder_began_with(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["distill", home / "run", "--data", home / "corpus.jsonl", "--output", tmp_path / "lessons"]
-    first = result(capsys, *asked, "--precision", "int8")
+    first = json_of(capsys, *asked, "--precision", "int8")
     assert first["precision"] == "int8"
-    assert result(capsys, *asked)["tokens"] == first["tokens"]
+    assert json_of(capsys, *asked)["tokens"] == first["tokens"]
     assert "different precision (int8, now fp32)" in refused(capsys, *asked, "--precision", "fp32")
 
 

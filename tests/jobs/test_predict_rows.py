@@ -8,30 +8,23 @@ from typing import Any
 
 import pytest
 
-from sansgpu.cli import run as cli
 from sansgpu.config import DataConfig
 from sansgpu.jobs.predict import rows_of
 from sansgpu.tasks import inference
-from tests.processes import messages, write_rows
+from tests.processes import Captured, printed, refused, write_rows
 from tests.tasks.folders import model_folder
 
 pytestmark = pytest.mark.usefixtures("home")
 
-Captured = pytest.CaptureFixture[str]
 ROWS = [{"question": f"Which fox is {word}?", "context": f"The {word} fox sleeps."} for word in ("red", "old", "new")]
 
 
 def predicted(capsys: Captured, rows: Path, *more: str) -> str:
-    capsys.readouterr()
-    assert cli(["predict", str(model_folder("bert")), "--data", str(rows), *more]) == 0, capsys.readouterr().err
-    return capsys.readouterr().out
+    return printed(capsys, "predict", model_folder("bert"), "--data", rows, *more)
 
 
-def refused(capsys: Captured, rows: Path, *more: str) -> str:
-    capsys.readouterr()
-    assert cli(["predict", str(model_folder("bert")), "--data", str(rows), *more]) == 2
-    (line,) = messages(capsys.readouterr().err)
-    return line
+def refusal(capsys: Captured, rows: Path, *more: str) -> str:
+    return refused(capsys, "predict", model_folder("bert"), "--data", rows, *more)
 
 
 def test_rows_are_predicted_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
@@ -66,19 +59,19 @@ def test_a_bad_row_of_a_later_chunk_is_reported_and_nothing_is_written(
 ) -> None:
     monkeypatch.setattr(inference, "CHUNK_ROWS", 2)
     rows, output = write_rows(tmp_path / "rows.jsonl", [*ROWS[:2], row]), tmp_path / "out.jsonl"
-    assert sentence in refused(capsys, rows, "--output", str(output))
+    assert sentence in refusal(capsys, rows, "--output", str(output))
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix) == ["rows.jsonl"]
 
 
 def test_lines_that_cannot_be_read_are_named(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "rows.tsv").write_bytes(b"question\tcontext\nWho?\n")
-    assert "rows.tsv, line 2 has 1 columns, but the header has 2" in refused(capsys, tmp_path / "rows.tsv")
+    assert "rows.tsv, line 2 has 1 columns, but the header has 2" in refusal(capsys, tmp_path / "rows.tsv")
     (tmp_path / "rows.jsonl").write_bytes(b"{\n")
-    assert "rows.jsonl, line 1 is not valid JSON" in refused(capsys, tmp_path / "rows.jsonl")
+    assert "rows.jsonl, line 1 is not valid JSON" in refusal(capsys, tmp_path / "rows.jsonl")
     (tmp_path / "rows.jsonl").write_bytes(b"\n")
-    assert refused(capsys, tmp_path / "rows.jsonl").endswith("rows.jsonl has no rows; pass a file with at least one.")
+    assert refusal(capsys, tmp_path / "rows.jsonl").endswith("rows.jsonl has no rows; pass a file with at least one.")
     (tmp_path / "lines.txt").write_bytes(b"Who?\n")
-    assert "lines.txt, line 1: it has no question" in refused(capsys, tmp_path / "lines.txt")
+    assert "lines.txt, line 1: it has no question" in refusal(capsys, tmp_path / "lines.txt")
 
 
 def test_a_table_is_answered(tmp_path: Path, capsys: Captured) -> None:
@@ -126,4 +119,4 @@ def test_each_question_of_nested_articles_is_answered(tmp_path: Path, capsys: Ca
 def test_a_damaged_question_of_an_article_is_named(tmp_path: Path, capsys: Captured) -> None:
     articles = [{"paragraphs": [{"context": "A fox.", "qas": [{"question": "Who?"}, "What?"]}]}]
     (tmp_path / "squad.json").write_text(json.dumps({"data": articles}), encoding="utf-8")
-    assert "squad.json, row 1, paragraph 1, question 2: it is not an object" in refused(capsys, tmp_path / "squad.json")
+    assert "squad.json, row 1, paragraph 1, question 2: it is not an object" in refusal(capsys, tmp_path / "squad.json")

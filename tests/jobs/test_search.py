@@ -18,13 +18,12 @@ from sansgpu.events.progress import ignore_progress
 from sansgpu.jobs.embed import search
 from sansgpu.tasks.embed.index import PassageIndex, PassageRules, Spans
 from sansgpu.train.loading import ModelRequest
-from tests.processes import messages
+from tests.processes import Captured, messages
 from tests.tasks.fine_tuned import sentence
 from tests.tasks.folders import model_folder
 
 pytestmark = pytest.mark.usefixtures("home")
 
-Captured = pytest.CaptureFixture[str]
 FOX = "The quick brown fox that lives in a den jumps over the lazy dog every single morning."
 BREAD = "Bread is made of flour and water and salt,\nand bakers rise early to put it into ovens."
 SEA = "Ships sail the seven seas in storm and calm, with a captain who never sleeps at night."

@@ -17,12 +17,10 @@ from sansgpu.cli import run as cli
 from sansgpu.models.generation.generate import stream
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.models.huggingface.generation import pretrained_single
-from tests.processes import options, settings
+from tests.processes import Captured, json_of, options, settings
 from tests.tasks.tokenizer_kinds import KINDS, TEXT, folder_of, tokenizer_of
 
 pytestmark = pytest.mark.usefixtures("home")
-
-Captured = pytest.CaptureFixture[str]
 
 
 @cache
@@ -33,13 +31,6 @@ def folder(kind: str) -> Path:
 def loaded(kind: str) -> tuple[Any, Any]:
     """Returns transformers' model and tokenizer."""
     return AutoModelForCausalLM.from_pretrained(folder(kind)).eval(), AutoTokenizer.from_pretrained(folder(kind))
-
-
-def answer(capsys: Captured, *arguments: object) -> dict[str, float]:
-    capsys.readouterr()
-    assert cli([*map(str, arguments), "--json"]) == 0, capsys.readouterr().err
-    values: dict[str, float] = json.loads(capsys.readouterr().out)
-    return values
 
 
 def loss_of(model: Any, rows: list[tuple[list[int], int]]) -> float:
@@ -59,7 +50,7 @@ def test_eval_begins_and_ends_a_text_as_transformers_does(kind: str, tmp_path: P
     model, tokenizer = loaded(kind)
     rows = [tokenizer(text).input_ids for text in texts]
     total, tokens = loss_of(model, [(ids, 1) for ids in rows]), sum(len(ids) - 1 for ids in rows)
-    found = answer(capsys, "eval", folder(kind), "--data", tmp_path / "texts.jsonl")
+    found = json_of(capsys, "eval", folder(kind), "--data", tmp_path / "texts.jsonl")
     assert found["loss"] == pytest.approx(total / tokens, rel=1e-4)
     size = sum(len(text.encode()) for text in texts)
     if KINDS[kind] is None:  # no token precedes the first one, so it is not predicted
@@ -75,7 +66,7 @@ def test_every_window_of_a_long_text_begins_as_a_text_does(tmp_path: Path, capsy
     while place + 1 < len(ids):  # 16 inputs: two special tokens, the previous window's last token, 13 more
         rows.append(([*before, *ids[place : place + 15]], 3))
         place += 14
-    found = answer(capsys, "eval", folder("glm"), "--data", tmp_path / "text.txt", "--window", 16)
+    found = json_of(capsys, "eval", folder("glm"), "--data", tmp_path / "text.txt", "--window", 16)
     assert found["loss"] == pytest.approx(loss_of(model, rows) / (len(ids) - 1), rel=1e-4)
     assert cli(["eval", str(folder("glm")), "--data", str(tmp_path / "text.txt"), "--window", "2"]) == 2
     assert "is filled by the 2 special tokens" in capsys.readouterr().err
@@ -112,7 +103,7 @@ def test_training_reads_a_text_as_transformers_begins_it(kind: str, tmp_path: Pa
     ended = [ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id] for ids in texts]
     first = 2 if kind == "glm" else 1  # special tokens at the start are not targets
     total, tokens = loss_of(model, [(ids, first) for ids in ended]), sum(len(ids) - first for ids in ended)
-    found = answer(capsys, "eval", run)
+    found = json_of(capsys, "eval", run)
     assert found["loss"] == pytest.approx(total / tokens, rel=1e-4)
     size = len((TEXT + "one").encode())
     if KINDS[kind] is None:
@@ -137,7 +128,7 @@ def test_bits_per_byte_of_training_count_the_bytes_of_the_text(kind: str, tmp_pa
         model__vocab_size="null", data__max_length=16,
     )  # fmt: skip
     assert cli(["train", *chosen, "--output-dir", str(tmp_path / "run")]) == 0
-    found = answer(capsys, "eval", tmp_path / "run")
+    found = json_of(capsys, "eval", tmp_path / "run")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/tokenizer")
     tokens = sum(len(tokenizer(t, add_special_tokens=False).input_ids) + 1 for t in (text, "x" + text))
     size = 2 * len(text.encode()) + 1

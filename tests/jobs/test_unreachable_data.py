@@ -17,11 +17,10 @@ import pytest
 
 from sansgpu.cli import run as cli
 from tests import processes
-from tests.processes import finish_apart, messages, options, use_cache
+from tests.processes import Captured, finish_apart, messages, options, use_cache
 from tests.tasks.folders import model_folder
 from tests.tasks.graph.test_graph_runs import TINY as GRAPH
 
-Captured = pytest.CaptureFixture[str]
 COMMON = {"training.precision": "fp32", "training.compile": "off", "training.threads": 1, "device": "cpu"}
 COMMON |= {"training.batch_size": 1, "training.gradient_accumulation_steps": 2, "data.dataset_name": "wikitext"}
 KINDS = {

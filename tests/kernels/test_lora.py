@@ -14,6 +14,19 @@ ERROR = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7}  # relative error; bf16 r
 SCALE = 1.7
 
 
+def assert_near(
+    found: list[torch.Tensor | None], exact: list[torch.Tensor | None], sizes: list[torch.Tensor | None],
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Compares results with float64, relative to `sizes`: the sums of absolute terms, because terms may cancel."""
+    for value, expected, size in zip(found, exact, sizes, strict=True):
+        assert value is not None
+        assert expected is not None
+        assert size is not None
+        assert value.dtype == dtype
+        assert (value.double() - expected).norm() <= ERROR[dtype] * size.norm()
+
+
 def leaves(rows: int, inputs: int, outputs: int, rank: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
     """Returns x, x after dropout, W, A and B; all but W require gradients."""
     generator = torch.Generator().manual_seed(seed)
@@ -51,12 +64,7 @@ def test_lora_linear(
         y.backward((grad.abs() if x is sizes[0] else grad).to(y.dtype))
         found.append([y.detach(), *(t.grad for t in (x, *([dropped] if separate else []), first, second))])
         assert weight.grad is None
-    for value, expected, size in zip(*found, strict=True):  # size: magnitude of the terms, which may cancel
-        assert value is not None
-        assert expected is not None
-        assert size is not None
-        assert value.dtype == dtype
-        assert (value.double() - expected).norm() <= ERROR[dtype] * size.norm()
+    assert_near(*found, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

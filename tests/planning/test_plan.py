@@ -21,7 +21,17 @@ from sansgpu.planning.cluster import cluster_of
 from sansgpu.planning.forecast import effective_tokens, expected_bits_per_byte
 from sansgpu.planning.measure import MeasureRequest, measure_in_subprocess
 from sansgpu.tasks.configuration import load_config
-from tests.processes import TINY, as_options, environment, events_of, overrides, settings, use_cache, write_corpus
+from tests.processes import (
+    TINY,
+    as_options,
+    environment,
+    events_of,
+    json_of,
+    overrides,
+    settings,
+    use_cache,
+    write_corpus,
+)
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -50,13 +60,6 @@ def fill(home: Path) -> None:
     write_corpus(home / "corpus.jsonl", documents=200)
 
 
-def printed(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int = 0) -> dict[str, Any]:
-    capsys.readouterr()
-    assert cli([*arguments, "--json"]) == code
-    result: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return result
-
-
 def chosen(home: Path, **more: object) -> list[str]:
     return settings(data__dataset_name=home / "corpus.jsonl", **more)
 
@@ -67,7 +70,7 @@ def two_epochs(home: Path) -> list[str]:
 
 
 def test_a_plan_says_what_is_promised(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = printed(capsys, ["plan", *two_epochs(home)])
+    plan = json_of(capsys, "plan", *two_epochs(home))
     assert plan.keys() >= PLAN_KEYS
     assert plan["memory_bytes"].keys() >= MEMORY_KEYS
     assert sum(v for k, v in plan["memory_bytes"].items() if k != "total") == plan["memory_bytes"]["total"]
@@ -81,7 +84,7 @@ def test_a_plan_says_what_is_promised(home: Path, capsys: pytest.CaptureFixture[
 
 
 def test_training_does_what_a_plan_says(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = printed(capsys, ["plan", *two_epochs(home)])
+    plan = json_of(capsys, "plan", *two_epochs(home))
     assert cli(["train", *two_epochs(home), "--output-dir", str(tmp_path / "r")]) == 0
     events = events_of(tmp_path / "r")
     start, end = events[0], events[-1]
@@ -111,15 +114,15 @@ def test_what_takes_long_in_a_plan_is_shown(home: Path, tmp_path: Path, monkeypa
 
 
 def test_a_plan_by_the_clock_tells_the_steps(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hour = printed(capsys, ["plan", *chosen(home, training__max_hours=1, training__max_steps="null")])
-    half = printed(capsys, ["plan", *chosen(home, training__max_hours=0.5, training__max_steps="null")])
+    hour = json_of(capsys, "plan", *chosen(home, training__max_hours=1, training__max_steps="null"))
+    half = json_of(capsys, "plan", *chosen(home, training__max_hours=0.5, training__max_steps="null"))
     assert hour["total_seconds"] == pytest.approx(3600, rel=0.02)
     assert hour["total_steps"] > 1.8 * half["total_steps"]
 
 
 def test_what_does_not_fit_is_not_begun(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = chosen(home, **GIGANTIC)
-    plan = printed(capsys, ["plan", *arguments])
+    plan = json_of(capsys, "plan", *arguments)
     assert not plan["fits"]
     assert plan["tokens_per_second"] is None
     assert plan["total_steps"] == 5
@@ -135,7 +138,7 @@ def test_what_does_not_fit_is_not_begun(home: Path, tmp_path: Path, capsys: pyte
 
 def test_without_its_data_a_plan_goes_by_the_steps_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nowhere = settings(data__dataset_name=tmp_path / "missing.jsonl", data__vocab_size=512, training__max_steps=7)
-    plan = printed(capsys, ["plan", *nowhere])
+    plan = json_of(capsys, "plan", *nowhere)
     assert plan["total_steps"] == 7
     assert plan["train_tokens"] is None
     assert cli(["plan", *nowhere]) == 0
@@ -239,9 +242,8 @@ def test_a_measurement_that_fails_is_one_sentence_and_no_traceback() -> None:
 @pytest.mark.long
 def test_bench_of_the_model_alone_needs_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = settings(data__dataset_name=tmp_path / "missing.jsonl", data__vocab_size=512, training__max_steps=7)
-    result = printed(
-        capsys, ["bench", *arguments, "--forward-only", "--steps", "3", "--output-dir", str(tmp_path / "b")]
-    )
+    short = ("--forward-only", "--steps", "3", "--output-dir", tmp_path / "b")
+    result = json_of(capsys, "bench", *arguments, *short)
     assert {row["batch_size"] for row in result["forward"]} >= {1}
     assert all(row["tokens_per_second"] > 0 for row in result["forward"])
 
@@ -249,7 +251,7 @@ def test_bench_of_the_model_alone_needs_no_data(tmp_path: Path, capsys: pytest.C
 @pytest.mark.long
 def test_bench_measures_variations_with_what_if(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["bench", *chosen(home), "--steps", "3", "--what-if", "--output-dir", str(tmp_path / "bench")]
-    result = printed(capsys, arguments)
+    result = json_of(capsys, *arguments)
     names = [row["name"] for row in result["what_if"]]
     assert names[0] == "unchanged"
     assert {"half the sequence length", "half the layers", "half the width"} <= set(names)
@@ -264,7 +266,7 @@ def test_bench_measures_variations_with_what_if(home: Path, tmp_path: Path, caps
 def test_a_proposal_is_written_and_runs(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "proposed.yaml"
     arguments = ["plan", "--hours", "0.01", "--data", str(home / "corpus.jsonl"), "--output", str(output)]
-    result = printed(capsys, arguments)
+    result = json_of(capsys, *arguments)
     assert min(row["behind"] for row in result["candidates"]) == 0
     assert yaml.safe_load(output.read_text())["training"]["max_hours"] == 0.01
     head = " ".join(line.removeprefix("# ") for line in output.read_text().splitlines() if line.startswith("# "))
@@ -277,7 +279,7 @@ def test_a_proposal_is_written_and_runs(home: Path, tmp_path: Path, capsys: pyte
 
 
 def test_doctor_says_what_is_promised(capsys: pytest.CaptureFixture[str]) -> None:
-    result = printed(capsys, ["doctor"])
+    result = json_of(capsys, "doctor")
     assert result.keys() >= DOCTOR_KEYS
     assert result["gemm_flops_per_second"].keys() == {"fp32", "bf16", "int16", "int8"}
     assert result["memory_bandwidth_bytes_per_second"] > 1e8

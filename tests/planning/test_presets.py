@@ -12,10 +12,9 @@ import pytest
 from sansgpu.cli import run as cli
 from sansgpu.planning.presets import PROCESSORS, Processor, compare_presets
 from sansgpu.views.tables import memory_cells, speed_cells
-from tests.processes import environment
+from tests.processes import Captured, environment
 
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
-Captured = pytest.CaptureFixture[str]
 
 
 def presets(capsys: Captured, *arguments: str) -> list[dict[str, Any]]:

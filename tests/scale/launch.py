@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,6 +57,15 @@ def finish(
         os.killpg(process.pid, 9)
         raise
     return process.returncode, out
+
+
+def signal_after_snapshot(run: Path, arguments: Sequence[str], cache: Path, number: int) -> None:
+    """Starts a run of two processes with torchrun, and sends a signal to its process group once it has a snapshot."""
+    process = start(torchrun(2), arguments, cache)
+    while process.poll() is None and not list((run / "snapshots").glob("step-*")):
+        time.sleep(0.05)
+    os.killpg(process.pid, number)
+    process.communicate(timeout=60)
 
 
 def finish_forks(ranks: int, arguments: list[str], cache: Path, module: str = "sansgpu") -> tuple[int, str]:

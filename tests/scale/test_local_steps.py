@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from safetensors.torch import load_file
 from sansgpu.cli import run as cli
 from tests.processes import digests, events_of, record, settings, write_corpus
 from tests.processes import finish as alone
-from tests.scale.launch import finish, finish_forks, spoken, start, torchrun
+from tests.scale.launch import finish, finish_forks, signal_after_snapshot, spoken, torchrun
 
 STEPS, EVERY = 24, 4
 # 7 examples are shared unevenly, and the last batch of an epoch may have fewer examples than there are ranks.
@@ -97,11 +95,7 @@ def test_a_resumed_run_is_the_same_byte_by_byte(home: Path, straight: Path) -> N
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_stopped_run_goes_on_byte_by_byte(home: Path, straight: Path, number: signal.Signals) -> None:
     run = home / f"stopped-{number}"
-    process = start(torchrun(2), arguments(home, run.name), home / "cache")
-    while process.poll() is None and not list((run / "snapshots").glob("step-*")):
-        time.sleep(0.05)
-    os.killpg(process.pid, number)
-    process.communicate(timeout=60)
+    signal_after_snapshot(run, arguments(home, run.name), home / "cache", number)
     if number == signal.SIGTERM:
         end = record(run)[-1]
         assert (end["reason"], int(str(end["step"])) % EVERY) == ("interrupted", 0)

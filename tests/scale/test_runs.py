@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 
 from tests.processes import TINY, digests, overrides, record, settings, write_corpus
 from tests.processes import finish as alone
-from tests.scale.launch import NEEDS_MPI, finish, finish_forks, mpirun, spoken, start, torchrun
+from tests.scale.launch import NEEDS_MPI, finish, finish_forks, mpirun, signal_after_snapshot, spoken, torchrun
 
 STEPS = 50
 # 2, 3 or 4 processes cannot share 7 examples per step evenly, and an epoch's last batch is even smaller.
@@ -153,11 +152,7 @@ def test_an_output_folder_with_a_run_is_reported_by_one_rank_only(home: Path) ->
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_saves_once_and_the_run_goes_on(home: Path, one: Path, number: signal.Signals) -> None:
     run = home / f"interrupted-{number}"
-    process = start(torchrun(2), arguments(home, run.name), home / "cache")
-    while process.poll() is None and not list((run / "snapshots").glob("step-*")):
-        time.sleep(0.05)
-    os.killpg(process.pid, number)
-    process.communicate(timeout=60)
+    signal_after_snapshot(run, arguments(home, run.name), home / "cache", number)
     assert record(run)[-1]["reason"] == "interrupted"
     completed(home, run.name, torchrun(2), "--resume", "latest")
     assert last(run) == last(completed(home, "torchrun-2", torchrun(2)))

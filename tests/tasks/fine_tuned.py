@@ -1,15 +1,14 @@
-"""Trains tiny fine-tuning runs, and reads the error messages of commands."""
+"""Trains tiny fine-tuning runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from tests.processes import messages, options, train_once
+from tests.processes import Captured as Captured
+from tests.processes import options, train_once
+from tests.processes import sentence as sentence
 from tests.tasks.folders import model_folder
 
-Captured = pytest.CaptureFixture[str]
 TINY = {
     "data.max_length": 96, "training.batch_size": 2, "training.gradient_accumulation_steps": 2,
     "training.learning_rate": 0.002, "training.warmup_steps": 2, "training.max_steps": 4, "training.logging_steps": 1,
@@ -31,13 +30,3 @@ def settings(home: Path, task: str = "sft", **changes: object) -> list[str]:
 def made(home: Path, name: str, task: str = "sft", **changes: object) -> Path:
     """Trains a run in this process unless one with this name exists, and returns its folder."""
     return train_once(home / name, settings(home, task, **changes))
-
-
-def sentence(capsys: Captured) -> str:
-    """Returns the only line of stderr apart from progress and warnings."""
-    captured = capsys.readouterr()
-    lines = messages(captured.err)
-    assert len(lines) == 1, captured.err
-    assert lines[0].startswith("sansgpu: ")
-    assert "Traceback" not in captured.err + captured.out
-    return lines[0]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from sansgpu.cli import run as cli
 from sansgpu.machine.probe import has_native_bf16
 from sansgpu.train.loading import ModelRequest, open_model
-from tests.processes import digests, events_of, finish, kill_when, record, start, write_rows
+from tests.processes import digests, events_of, finish, json_of, kill_when, record, start, write_rows
 from tests.tasks.fine_tuned import Captured, made, sentence, settings
 from tests.tasks.folders import chat_rows, model_folder, squad
 
@@ -204,17 +204,11 @@ def test_predict_reports_the_probability_and_start_of_the_selected_answer(home: 
     assert against_the_best, "both thresholds selected the best candidate"
 
 
-def evaluated(capsys: Captured, run: Path, *more: str) -> dict[str, Any]:
-    capsys.readouterr()
-    assert cli(["eval", str(run), "--json", *more]) == 0
-    return dict(json.loads(capsys.readouterr().out))
-
-
 def test_runs_are_evaluated_on_their_own_and_on_other_data(home: Path, tmp_path: Path, capsys: Captured) -> None:
     run, other = made(home, "whole"), chat_rows(tmp_path / "other.jsonl", count=9, seed=5)
     last = events_of(run, "eval")[-1]
-    assert evaluated(capsys, run)["loss"] == pytest.approx(last["loss"], rel=1e-5)
-    elsewhere = evaluated(capsys, run, "--data", str(other))
+    assert json_of(capsys, "eval", run)["loss"] == pytest.approx(last["loss"], rel=1e-5)
+    elsewhere = json_of(capsys, "eval", run, "--data", str(other))
     assert elsewhere["loss"] != pytest.approx(last["loss"], rel=1e-5)
     assert elsewhere.keys() >= {"loss", "perplexity", "bits_per_byte"}
 
@@ -223,11 +217,11 @@ def test_questions_are_evaluated_and_their_answers_written(home: Path, tmp_path:
     run, other = made(home, "asked", "qa"), squad(tmp_path / "other.json", paragraphs=3, seed=5)
     last = events_of(run, "eval")[-1]
     (run / "predictions.json").unlink()
-    own = evaluated(capsys, run)
+    own = json_of(capsys, "eval", run)
     assert own["loss"] == pytest.approx(last["loss"], rel=1e-5)
     assert own["exact_match"] == pytest.approx(last["exact_match"])
     assert len(json.loads((run / "predictions.json").read_text())) == last["questions"]
-    assert 0 <= evaluated(capsys, run, "--data", str(other))["f1"] <= 100
+    assert 0 <= json_of(capsys, "eval", run, "--data", str(other))["f1"] <= 100
     assert json.loads((run / "predictions.json").read_text()).keys() == {"q0", "q1", "q2"}
 
 
@@ -275,9 +269,9 @@ def test_rows_that_are_shortened_or_too_long_are_counted(home: Path, tmp_path: P
 
 def test_an_evaluation_skips_questions_that_cannot_be_used(home: Path, capsys: Captured) -> None:
     run = made(home, "asked", "qa")
-    found = evaluated(capsys, run, "--data", str(home / SOME_BAD))
+    found = json_of(capsys, "eval", run, "--data", str(home / SOME_BAD))
     assert (found["questions"], found["skipped"]) == (12, 3)
-    assert evaluated(capsys, run)["skipped"] == 0
+    assert json_of(capsys, "eval", run)["skipped"] == 0
     assert cli(["eval", str(run), "--data", str(home / SOME_BAD)]) == 0
     captured = capsys.readouterr()
     assert "12 questions" in captured.out

@@ -19,7 +19,7 @@ from sansgpu.config import ModelConfig
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained
 from sansgpu.models.quantized_layers import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
 from tests.models.llama import LlamaFile
-from tests.processes import digests, events_of, finish, kill_when, start
+from tests.processes import digests, events_of, finish, json_of, kill_when, start
 from tests.tasks.fine_tuned import Captured, made, sentence, settings
 from tests.tasks.folders import chat_rows, labeled_rows, model_folder
 
@@ -59,10 +59,7 @@ def losses(run: Path) -> list[float]:
 
 
 def evaluated(capsys: Captured, run: Path, home: Path, *options: str) -> float:
-    capsys.readouterr()
-    assert cli(["eval", str(run), "--data", str(home / "chat.jsonl"), "--json", *options]) == 0
-    loss: float = json.loads(capsys.readouterr().out)["loss"]
-    return loss
+    return float(json_of(capsys, "eval", run, "--data", home / "chat.jsonl", *options)["loss"])
 
 
 @pytest.mark.parametrize(

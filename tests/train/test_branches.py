@@ -10,7 +10,7 @@ import pytest
 
 from sansgpu.cli import run as cli
 from sansgpu.train.snapshots import snapshots
-from tests.processes import digests, environment, events_of, json_lines, record, settings, start_apart
+from tests.processes import digests, environment, events_of, json_lines, json_of, record, settings, start_apart
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -54,9 +54,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def content_ids(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    capsys.readouterr()
-    assert cli(["snapshots", "list", str(run), "--json"]) == 0
-    return {row["name"]: row["content_id"] for row in json.loads(capsys.readouterr().out)["snapshots"]}
+    return {row["name"]: row["content_id"] for row in json_of(capsys, "snapshots", "list", run)["snapshots"]}
 
 
 def test_going_back_sets_later_snapshots_aside_and_keeps_the_new_ones(

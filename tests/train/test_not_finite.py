@@ -5,16 +5,14 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from sansgpu.cli import run as cli
-from tests.processes import messages, options, train
+from tests.processes import Captured, messages, options, train
 from tests.tasks.fine_tuned import TINY
 from tests.tasks.folders import chat_rows, model_folder
 
-Captured = pytest.CaptureFixture[str]
 # Without warmup, so that the second step has diverged.
 DIVERGING = {"training__learning_rate": 1e30, "training__warmup_steps": 0, "training__max_steps": 20}
 

@@ -12,8 +12,7 @@ import yaml
 from sansgpu.cli import run as cli
 from sansgpu.config import ConfigError
 from sansgpu.train.run_folders import open_run
-from tests.processes import TINY, settings, use_cache, write_corpus
-from tests.test_cli import sentence
+from tests.processes import TINY, sentence, settings, use_cache, write_corpus
 
 
 def fill(home: Path) -> None:

@@ -21,10 +21,8 @@ from sansgpu.views.plots import MAX_POINTS, Plot, downsample, write_plots
 from sansgpu.views.record import RunRecord
 from sansgpu.views.run_plots import time_parts
 from sansgpu.views.run_report import run_plots
-from tests.processes import events_of
+from tests.processes import Captured, events_of, json_of
 from tests.views.runs import Event, changed, train, written
-
-Captured = pytest.CaptureFixture[str]
 
 
 def fill(home: Path) -> None:
@@ -237,9 +235,7 @@ def test_a_report_that_cannot_be_written_ends_no_run(
 
 
 def listed(capsys: Captured, *arguments: str) -> dict[str, dict[str, Any]]:
-    capsys.readouterr()
-    assert cli(["runs", *arguments, "--json"]) == 0
-    return {row["name"]: row for row in json.loads(capsys.readouterr().out)["runs"]}
+    return {row["name"]: row for row in json_of(capsys, "runs", *arguments)["runs"]}
 
 
 def test_runs_are_listed_with_their_states(home: Path, tmp_path: Path, capsys: Captured) -> None:

@@ -20,8 +20,16 @@ from typing import Any
 import openai
 
 from tests.processes import environment
+from tests.tasks.folders import model_folder
 
 SECONDS = 120  # limit of everything that a test waits for
+CONTEXT = 65536  # tokens: generating a text that fills it takes more than a minute
+ENDLESS: dict[str, Any] = {"temperature": 0, "prompt": "red blue"}
+
+
+def target() -> Path:
+    """Returns the tiny chat model that most servers serve."""
+    return model_folder("qwen2", max_position_embeddings=CONTEXT)
 
 
 @dataclass

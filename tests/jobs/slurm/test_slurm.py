@@ -15,9 +15,7 @@ import yaml
 
 from sansgpu.cli import run as cli
 from tests.jobs.slurm.cluster import cluster, missing, srun, state, submit, wait_until
-from tests.processes import TINY, digests, messages, use_cache, write_corpus
-
-Captured = pytest.CaptureFixture[str]
+from tests.processes import TINY, Captured, digests, messages, use_cache, write_corpus
 
 
 @pytest.fixture(autouse=True)

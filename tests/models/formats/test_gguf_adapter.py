@@ -16,13 +16,12 @@ from sansgpu.cli import run as cli
 from sansgpu.models.formats.gguf_reader import read_gguf
 from tests.models.formats.gguf_models import logits_of
 from tests.models.llama import LlamaFile
-from tests.processes import messages, options, train_once
+from tests.processes import Captured, messages, options, train_once
 from tests.tasks.fine_tuned import TINY
 from tests.tasks.folders import chat_rows, model_folder
 
 pytestmark = pytest.mark.usefixtures("home")
 
-Captured = pytest.CaptureFixture[str]
 OPTIONS = [
     {"target_modules": "all-linear"},
     {"target_modules": "all-linear", "use_rslora": True, "rank_pattern": {"q_proj": 2, "c_attn": 2}},

@@ -14,10 +14,19 @@ import yaml
 from benchmarks.graph.small_graph import CONFIG, facts, write_graph
 
 from sansgpu.cli import run as cli
-from tests.processes import digests, events_of, finish, kill_when, options, start, train_once
+from tests.processes import (
+    Captured,
+    digests,
+    events_of,
+    finish,
+    json_of,
+    kill_when,
+    options,
+    refused,
+    start,
+    train_once,
+)
 from tests.tasks.graph.entities import FACTS, corpus_of, settings, write_facts
-
-Captured = pytest.CaptureFixture[str]
 
 
 def fill(home: Path) -> None:
@@ -26,21 +35,6 @@ def fill(home: Path) -> None:
 
 def trained(home: Path, name: str, **changes: object) -> Path:
     return train_once(home / name, settings(home, **changes))
-
-
-def printed(capsys: Captured, *arguments: str) -> dict[str, Any]:
-    capsys.readouterr()
-    assert cli([*arguments, "--json"]) == 0
-    value: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return value
-
-
-def refused(capsys: Captured, *arguments: str) -> str:
-    capsys.readouterr()
-    assert cli(list(arguments)) == 2
-    error = capsys.readouterr().err
-    assert "Traceback" not in error
-    return error.splitlines()[-1]
 
 
 def config_of(run: Path) -> dict[str, Any]:
@@ -55,7 +49,7 @@ def learned(home: Path) -> Path:
 
 
 def test_tails_of_a_small_graph_are_ranked_far_above_the_baselines(learned: Path, capsys: Captured) -> None:
-    tail = printed(capsys, "eval", str(learned), "--link-prediction")["tail"]
+    tail = json_of(capsys, "eval", str(learned), "--link-prediction")["tail"]
     assert (tail["covered"], tail["trained_on"]) == (1, 0)
     assert tail["mrr"] > max(tail["relation_frequency_mrr"], tail["random_mrr"]) + 0.1
     assert tail["mrr"] > 0.8
@@ -67,8 +61,8 @@ def test_validation_ranks_the_validation_split_as_link_prediction_does(
     first, last = events_of(learned, "eval")
     held = Path(shutil.copytree(home / "graph", home / "without-test", ignore=shutil.ignore_patterns("test.tsv")))
     asked = ("--link-prediction", "--data", str(held), "--limit", "128")
-    ranked = printed(capsys, "eval", str(learned), *asked)["tail"]
-    own = printed(capsys, "eval", str(learned))
+    ranked = json_of(capsys, "eval", str(learned), *asked)["tail"]
+    own = json_of(capsys, "eval", str(learned))
     for name in ("mrr", "hits_at_1", "relation_frequency_mrr", "queries"):
         assert own[name] == pytest.approx(last[name], abs=1e-4)
         assert ranked[name] == pytest.approx(last[name], abs=1e-4)
@@ -99,7 +93,7 @@ def test_an_exported_folder_ranks_as_its_run_and_chooses_among_entities(
     home: Path, learned: Path, capsys: Captured
 ) -> None:
     asked = ("--link-prediction", "--data", str(home / "graph"), "--limit", "40")
-    ranked = [printed(capsys, "eval", str(target), *asked)["tail"]["mrr"] for target in (learned, learned / "final")]
+    ranked = [json_of(capsys, "eval", str(target), *asked)["tail"]["mrr"] for target in (learned, learned / "final")]
     assert ranked[0] == pytest.approx(ranked[1])
     head, relation, _ = (home / "graph" / "train.tsv").read_text().splitlines()[0].split("\t")
     true = {row[2] for row in FACTS if row[:2] == [head, relation]}
@@ -117,7 +111,7 @@ def test_a_graph_of_135_entities_is_learned_in_minutes(home: Path, capsys: Captu
     graph = write_graph(home / "whole", facts())
     changes = options({"data.dataset_name": graph, "training.report_to": "none"})
     assert cli(["train", str(CONFIG), *changes, "--output-dir", str(home / "long")]) == 0
-    tail = printed(capsys, "eval", str(home / "long"), "--link-prediction")["tail"]
+    tail = json_of(capsys, "eval", str(home / "long"), "--link-prediction")["tail"]
     assert tail["mrr"] >= 0.85
     assert tail["hits_at_10"] >= 0.97
     assert tail["mrr"] > tail["relation_frequency_mrr"] + 0.1
@@ -193,7 +187,7 @@ def test_bench_measures_a_configuration_whose_shape_is_the_datas(home: Path, cap
     folder = home / "bench"
     asked = ["--vary", "model.n_layers=1,1000000", "--targets", "70,7", "--start", "2040-01-31T18:00"]
     measured = ["--steps", "2", "--no-what-if", *asked, "--output-dir", str(folder)]
-    result = printed(capsys, "bench", str(file), *line, *measured)
+    result = json_of(capsys, "bench", str(file), *line, *measured)
     assert result["tokens_per_second"] > 0
     names = ["unchanged", "model.n_layers=1", "model.n_layers=1000000"]
     assert [row["name"] for row in result["what_if"]] == names

@@ -18,13 +18,15 @@ from sansgpu.models.huggingface.packed_forward import UnpaddedModel
 from sansgpu.models.huggingface.patches import patch_model
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained
 from tests.processes import (
+    Captured,
     digests,
     events_of,
     finish,
+    json_of,
     kill_when,
-    messages,
     options,
     record,
+    refused,
     start,
     train_once,
     write_rows,
@@ -34,7 +36,6 @@ from tests.tasks.graph.graphs import rows
 
 pytestmark = pytest.mark.usefixtures("home")
 
-Captured = pytest.CaptureFixture[str]
 TINY = {
     "task": "graph", "model.d_model": 32, "model.n_heads": 2, "model.n_layers": 2, "model.d_ff": 64,
     "model.max_seq_len": 32, "data.vocab_size": 480, "data.validation_split": 0.2, "data.leaf_mask_ratio": 0.5,
@@ -70,23 +71,6 @@ def settings(home: Path, **changes: object) -> list[str]:
 def made(home: Path, name: str, **changes: object) -> Path:
     """Trains a run in this process unless one with this name exists, and returns its folder."""
     return train_once(home / name, settings(home, **changes))
-
-
-def printed(capsys: Captured, *arguments: str) -> dict[str, Any]:
-    capsys.readouterr()
-    assert cli(list(arguments)) == 0
-    value: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return value
-
-
-def refused(capsys: Captured, *arguments: str) -> str:
-    capsys.readouterr()
-    assert cli(list(arguments)) == 2
-    captured = capsys.readouterr()
-    lines = messages(captured.err)
-    assert len(lines) == 1, captured.err
-    assert "Traceback" not in captured.err + captured.out
-    return lines[0]
 
 
 ALL_HEADS = {"training__sbo_weight": 0.5, "model__position": "learned"}
@@ -137,21 +121,21 @@ def test_losses_of_steps_with_and_without_masked_leaves_are_comparable(home: Pat
 
 def test_eval_gives_what_the_run_found_with_intervals(home: Path, capsys: Captured) -> None:
     run = made(home, "graph")
-    found, then = printed(capsys, "eval", str(run), "--json"), events_of(run, "eval")[-1]
+    found, then = json_of(capsys, "eval", str(run)), events_of(run, "eval")[-1]
     assert found.pop("event") == then.pop("event")
     del then["seconds"], then["epoch"]  # how long it took and where the run was in its data
     assert {key: found[key] for key in then} == pytest.approx(then, rel=1e-5)
     low, high = found["mlm_interval"]
     assert 0 <= low <= found["mlm_acc"] <= high <= 1
-    other = printed(capsys, "eval", str(run), "--data", str(home / "rows.jsonl"), "--json")
+    other = json_of(capsys, "eval", str(run), "--data", str(home / "rows.jsonl"))
     assert other["mlm_count"] > found["mlm_count"]
-    folder = printed(capsys, "eval", str(run / "final"), "--data", str(home / "rows.jsonl"), "--json")
+    folder = json_of(capsys, "eval", str(run / "final"), "--data", str(home / "rows.jsonl"))
     assert folder["loss"] == pytest.approx(other["loss"], rel=1e-4)
 
 
 def test_entities_are_ranked_and_triples_read(home: Path, capsys: Captured) -> None:
     run = made(home, "graph")
-    ranked = printed(capsys, "eval", str(run), "--link-prediction", "--limit", "3", "--json")
+    ranked = json_of(capsys, "eval", str(run), "--link-prediction", "--limit", "3")
     assert ranked["tail"]["queries"] == 3
     assert 0 < ranked["tail"]["mrr"] <= 1
     assert cli(["eval", str(run), "--link-prediction"]) == 0
@@ -161,7 +145,7 @@ def test_entities_are_ranked_and_triples_read(home: Path, capsys: Captured) -> N
     assert {line["relation"] for line in lines} == {"treats", "acts on"}
     assert all(line.keys() == {"doc", "head", "relation", "tail", "score"} for line in lines)
     output = home / "triples.jsonl"
-    agreed = printed(
+    agreed = json_of(
         capsys, "extract", str(run / "final"), "--data", str(home / "rows.jsonl"), "--relation", "treats",
         "--output", str(output), "--json",
     )  # fmt: skip
@@ -231,7 +215,7 @@ def test_a_bad_row_is_refused_or_skipped(home: Path, tmp_path: Path, capsys: Cap
 
 
 def test_a_plan_knows_what_an_encoder_costs(home: Path, capsys: Captured) -> None:
-    plan = printed(capsys, "plan", "--json", *settings(home))
+    plan = json_of(capsys, "plan", *settings(home))
     weights = load_file(made(home, "graph") / "final/model.safetensors")
     assert plan["parameters"] == sum(tensor.numel() for tensor in weights.values())
     assert plan["memory_bytes"]["total"] > 4e8
@@ -245,10 +229,10 @@ def test_text_alone_becomes_bert_and_goes_on_as_one(home: Path, capsys: Captured
     _, info = AutoModelForMaskedLM.from_pretrained(run / "final", output_loading_info=True)
     assert not info["missing_keys"]
     more = made(home, "more", model__name_or_path=run / "final", data__max_length=32)
-    found, then = printed(capsys, "eval", str(more), "--json"), events_of(more, "eval")[-1]
+    found, then = json_of(capsys, "eval", str(more)), events_of(more, "eval")[-1]
     assert found["loss"] == pytest.approx(then["loss"], rel=1e-5)
-    before = printed(capsys, "eval", str(run / "final"), "--data", str(home / "rows.jsonl"), "--json")
-    after = printed(capsys, "eval", str(more / "final"), "--data", str(home / "rows.jsonl"), "--json")
+    before = json_of(capsys, "eval", str(run / "final"), "--data", str(home / "rows.jsonl"))
+    after = json_of(capsys, "eval", str(more / "final"), "--data", str(home / "rows.jsonl"))
     assert after["mlm_loss"] < before["mlm_loss"]
     assert AutoModelForMaskedLM.from_pretrained(more / "final").config.model_type == "bert"
     said = refused_settings(home, capsys, model__name_or_path=run / "final", data__max_length=64)

@@ -1,4 +1,4 @@
-"""Task grpo: rewards, advantages, the loss, completions and runs."""
+"""Task grpo: the loss, completions, reward functions and runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sansgpu.cli import run as cli
 from sansgpu.config import Config, ConfigError, DataConfig
@@ -21,20 +19,13 @@ from sansgpu.data.sources import open_sources
 from sansgpu.machine.distributed.group import SINGLE_PROCESS
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
-from sansgpu.tasks.evaluation import wilson
 from sansgpu.tasks.grpo.batch import Completions
-from sansgpu.tasks.grpo.evaluate import GRPOEvaluator
-from sansgpu.tasks.grpo.losses import MIN_DEVIATION, advantages
 from sansgpu.tasks.grpo.objective import GRPOObjective
-from sansgpu.tasks.grpo.rewards import is_right
-from sansgpu.tasks.grpo.rollout import Rewarded
-from sansgpu.tasks.grpo.rows import PromptExamples
 from sansgpu.tasks.grpo.task import GRPO
-from tests.processes import events_of, options
+from tests.processes import Captured, events_of, options
 from tests.tasks.fine_tuned import TINY, made, sentence
 from tests.tasks.folders import chat_rows, model_folder, prompt_rows
 
-Captured = pytest.CaptureFixture[str]
 OWN = "tests.tasks.grpo.rewards:"
 TRAINED = {
     **TINY, "task": "grpo", "training.batch_size": 8, "training.grpo.group_size": 4,
@@ -68,64 +59,6 @@ def arguments(home: Path, run: Path, **changes: object) -> list[str]:
         prompt_rows(data)
     own = {"data.dataset_name": data, "model.name_or_path": model_folder("qwen2")}
     return ["train", *options(TRAINED, own, changes), "--output-dir", str(run)]
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "right"),
-    [
-        ("17 + 4 = 21", "21", True),
-        ("The answer is 1,200.", "1200", True),
-        ("It is 21.0", "21", True),
-        ("$21$.", "21", True),
-        ("21, or maybe 22", "21", False),
-        ("-3", "3", False),
-        ("Half, i.e. .5", "0.5", True),
-        ("no number", "21", False),
-        ("", "21", False),
-        (r"so \boxed{21} because 5 < 6", "21", True),
-        ("20 + 1 = 21\n#### 21", "3 * 7 = 21\n#### 21", True),
-        ("The capital is Paris.", "paris", True),
-        ("Paris or Rome", "Paris", False),
-        ("comparis", "Paris", False),
-    ],
-)
-def test_a_completion_is_right_if_it_ends_with_the_answer(completion: str, answer: str, right: bool) -> None:
-    assert is_right(completion, answer) == right
-
-
-def plain_advantages(rewards: np.ndarray, scale: str) -> np.ndarray:
-    centered = rewards - rewards.mean(axis=1, keepdims=True)
-    if scale == "none":
-        return centered
-    return centered / ((rewards.std(axis=1, ddof=1, keepdims=True) if scale == "group" else rewards.std(ddof=1)) + 1e-4)
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    st.lists(st.lists(st.floats(-100, 100), min_size=3, max_size=3), min_size=1, max_size=4),
-    st.sampled_from(["group", "batch", "none"]),
-)
-def test_advantages_are_those_of_the_formula(rows: list[list[float]], scale: Any) -> None:
-    found = advantages(torch.tensor(rows, dtype=torch.float64), scale).numpy()
-    np.testing.assert_allclose(found, plain_advantages(np.array(rows), scale), rtol=1e-6, atol=1e-6)
-    assert MIN_DEVIATION == 1e-4
-
-
-def test_equal_rewards_have_advantages_of_exactly_zero() -> None:
-    rewards = torch.tensor([[0.1] * 7, [0.0] * 6 + [1.0]], dtype=torch.float64)
-    assert advantages(rewards, "group")[0].tolist() == [0.0] * 7
-    assert advantages(rewards, "batch")[1].abs().min() > 0
-
-
-@given(st.lists(st.sampled_from([0.0, 1.0, 0.25, -2.0]), min_size=2, max_size=40))
-def test_an_evaluation_has_the_confidence_interval_of_the_mean_reward(rewards: list[float]) -> None:
-    objective: Any = None
-    evaluator, rewarded = GRPOEvaluator(objective, PromptExamples([], 1, 1)), [Rewarded([1], False, r) for r in rewards]
-    found = evaluator.metrics(evaluator.sums(rewarded))
-    half = 1.96 * np.std(rewards, ddof=1) / len(rewards) ** 0.5
-    mean = np.mean(rewards)
-    expected = wilson(mean, len(rewards)) if {*rewards} <= {0, 1} else [mean - half, mean + half]
-    assert found["reward_interval"] == pytest.approx(expected, abs=1e-6)
 
 
 def examples(vocabulary: int) -> tuple[list[np.ndarray], list[list[int]], torch.Tensor]:

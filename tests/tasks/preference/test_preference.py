@@ -21,11 +21,10 @@ from sansgpu.tasks.preference.losses import Scores, kl_divergence, kto_losses, p
 from sansgpu.tasks.preference.objective import PreferenceObjective
 from sansgpu.tasks.preference.rows import Answers, ReadingNotes, tokenize_preferences
 from sansgpu.tasks.preference.settings import PreferenceConfig
-from tests.processes import digests, events_of, finish, kill_when, options, start
+from tests.processes import Captured, digests, events_of, finish, kill_when, options, start
 from tests.tasks.fine_tuned import TINY, sentence, settings
 from tests.tasks.folders import model_folder, preference_rows
 
-Captured = pytest.CaptureFixture[str]
 PROMPT = [{"role": "user", "content": "Name a color."}]
 GOOD, BAD = "Red, as a fox.", "No."
 

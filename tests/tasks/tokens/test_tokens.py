@@ -16,7 +16,7 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer
 from sansgpu.cli import run as cli
 from sansgpu.jobs.snapshots import fork_snapshot
 from sansgpu.train.loading import ModelRequest, open_model
-from tests.processes import digests, events_of, json_lines, write_rows
+from tests.processes import digests, events_of, json_lines, json_of, write_rows
 from tests.tasks.fine_tuned import Captured, made, sentence, settings
 from tests.tasks.folders import conll, model_folder
 
@@ -50,19 +50,13 @@ def predicted(capsys: Captured, target: Path, rows: list[dict[str, Any]], folder
     return [line["spans"] for line in json_lines(folder / "out.jsonl")]
 
 
-def evaluated(capsys: Captured, target: Path, *more: str) -> dict[str, Any]:
-    capsys.readouterr()
-    assert cli(["eval", str(target), "--json", *more]) == 0
-    return dict(json.loads(capsys.readouterr().out))
-
-
 def test_a_run_learns_to_find_entities(home: Path, capsys: Captured) -> None:
     run = learned(home)
     last = events_of(run, "eval")[-1]
     assert last["entity_f1"] > 0.8
     assert last["accuracy"] > 0.9
     assert set(last["by_label"]) == {"person", "place"}
-    own, other = evaluated(capsys, run), evaluated(capsys, run, "--data", str(home / "held.conll"))
+    own, other = json_of(capsys, "eval", run), json_of(capsys, "eval", run, "--data", str(home / "held.conll"))
     for found in (own, other):
         assert found["loss"] == pytest.approx(last["loss"], rel=1e-5)
         assert {key: found[key] for key in last if key.startswith("entity")} == {
@@ -82,8 +76,8 @@ def test_the_exported_model_has_the_labels_and_equal_logits(home: Path, capsys: 
     with torch.no_grad():
         torch.testing.assert_close(theirs.eval()(tokens).logits, ours(tokens).logits, rtol=1e-4, atol=1e-4)
     held = ("--data", str(home / "held.conll"))
-    assert evaluated(capsys, run / "final", *held)["loss"] == pytest.approx(
-        evaluated(capsys, run, *held)["loss"], rel=1e-4
+    assert json_of(capsys, "eval", run / "final", *held)["loss"] == pytest.approx(
+        json_of(capsys, "eval", run, *held)["loss"], rel=1e-4
     )
 
 
@@ -166,7 +160,7 @@ def test_an_adapter_is_exported_with_its_head(home: Path, capsys: Captured) -> N
     run = learned(home, model__adapter="lora", training__learning_rate=0.01)
     assert events_of(run, "eval")[-1]["entity_f1"] > 0.3
     held = ("--data", str(home / "held.conll"))
-    ours, theirs = (evaluated(capsys, target, *held) for target in (run, run / "final"))
+    ours, theirs = (json_of(capsys, "eval", target, *held) for target in (run, run / "final"))
     assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-3)
 
 
@@ -210,7 +204,7 @@ def test_scores_are_those_of_seqeval_on_the_predictions(home: Path, tmp_path: Pa
             tags[first:stop] = [f"B-{span['label']}", *[f"I-{span['label']}"] * (stop - first - 1)]
         found.append(tags)
     gold = [[tag for _, tag in block] for block in sentences]
-    scored = evaluated(capsys, run)
+    scored = json_of(capsys, "eval", run)
     assert scored["entity_precision"] == pytest.approx(precision_score(gold, found))
     assert scored["entity_recall"] == pytest.approx(recall_score(gold, found))
 

@@ -6,25 +6,23 @@ import json
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
 
 from sansgpu.cli import run as cli
 from sansgpu.config import ModelConfig
 from sansgpu.models.huggingface.pretrained import Head, load_pretrained
 from sansgpu.train.loading import ModelRequest, open_model
+from tests.tasks.adapters.peft_adapters import UNTRAINED, logits, peft_logits, written_by_peft
 from tests.tasks.fine_tuned import Captured, made, sentence, settings
-from tests.tasks.folders import chat_rows, model_folder
+from tests.tasks.folders import chat_rows
 
 pytestmark = [
     pytest.mark.usefixtures("home"),
     pytest.mark.filterwarnings("ignore:.*tie_word_embeddings"),  # of peft, about such adapters
 ]
 
-TOKENS = torch.arange(40).reshape(2, 20) * 23 % 1000
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora_on_embedding": {"target_modules": ["q_proj", EMBEDDING]},
@@ -39,7 +37,6 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "tokens_of_both": {"trainable_token_indices": [5, 6, 23, 46]},
 }
 OFTEN = ("lora_on_embedding", "saved_both", "tied_lora")
-UNTRAINED = {"training__learning_rate": 1e-12, "training__max_steps": 1}
 UNMERGED = {"model__merge_adapter": "false"}
 
 
@@ -47,31 +44,8 @@ def fill(home: Path) -> None:
     chat_rows(home / "chat.jsonl")
 
 
-def adapter(folder: Path, **changes: Any) -> Path:
-    """Writes a random adapter of the tiny Qwen2, whose embedding and output head are tied, as peft does it."""
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_pretrained(model_folder("qwen2"))
-    chosen = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **changes}
-    adapted: Any = peft.get_peft_model(model, peft.LoraConfig(**chosen))
-    with torch.no_grad():
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn(parameter.shape) * 0.1)
-    adapted.save_pretrained(folder)
-    return folder
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return torch.as_tensor(model.eval()(TOKENS).logits)
-
-
 def assert_close(model: Any, expected: torch.Tensor) -> None:
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
-
-
-def peft_logits(folder: Path) -> torch.Tensor:
-    return logits(AutoPeftModelForCausalLM.from_pretrained(folder))
 
 
 def opened(target: Path, verb: Any = "chat") -> Any:
@@ -92,7 +66,7 @@ def in_file(path: Path) -> Any:
     "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in ADAPTERS]
 )
 def test_an_adapter_on_tied_weights_computes_what_peft_computes(tmp_path: Path, name: str) -> None:
-    folder = adapter(tmp_path / "adapter", **ADAPTERS[name])
+    folder = written_by_peft(tmp_path / "adapter", **ADAPTERS[name])
     expected = peft_logits(folder)
     assert_close(opened(folder), expected)
     merged = exported(folder, "hf", tmp_path / "hf")
@@ -111,7 +85,7 @@ def refusal(home: Path, folder: Path, capsys: Captured, **changes: object) -> st
 
 
 def test_training_goes_on_from_a_merged_adapter(home: Path, tmp_path: Path, capsys: Captured) -> None:
-    folder = adapter(tmp_path / "adapter", **ADAPTERS["lora_on_embedding"])
+    folder = written_by_peft(tmp_path / "adapter", **ADAPTERS["lora_on_embedding"])
     expected = peft_logits(folder)
     for kind in ("lora", "none"):
         run = made(home, f"tied-{kind}", model__name_or_path=folder, model__adapter=kind, **UNTRAINED)
@@ -120,7 +94,7 @@ def test_training_goes_on_from_a_merged_adapter(home: Path, tmp_path: Path, caps
     assert_close(in_file(exported(home / "tied-lora", "gguf", tmp_path / "run.gguf")), expected)
     said = refusal(home, folder, capsys, model__adapter="continue")
     assert "shares its weight with another layer, and sansgpu cannot train that; set model.adapter to lora" in said
-    plain = adapter(tmp_path / "plain")  # without a tokenizer, so its base model's is used
+    plain = written_by_peft(tmp_path / "plain")  # without a tokenizer, so its base model's is used
     (tmp_path / "text.txt").write_text("a red house " * 50)
     assert cli(["eval", str(plain), "--data", str(tmp_path / "text.txt")]) == 0
     said = refusal(home, plain, capsys, model__adapter="lora", **UNMERGED)
@@ -132,13 +106,13 @@ def test_training_goes_on_from_a_merged_adapter(home: Path, tmp_path: Path, caps
 
 
 def test_biases_of_adapters_are_used_and_never_lost(home: Path, tmp_path: Path, capsys: Captured) -> None:
-    with_bias = adapter(tmp_path / "q", lora_bias=True)  # on layers of Qwen2 that have a bias
+    with_bias = written_by_peft(tmp_path / "q", lora_bias=True)  # on layers of Qwen2 that have a bias
     expected = peft_logits(with_bias)
     run = made(home, "biased", model__name_or_path=with_bias, model__adapter="continue", **UNTRAINED, **UNMERGED)
     assert_close(opened(run, "evaluate"), expected)
     assert_close(in_file(exported(run, "gguf", tmp_path / "run.gguf")), expected)
     assert_close(AutoModelForCausalLM.from_pretrained(exported(with_bias, "hf", tmp_path / "hf")), expected)
-    without = adapter(tmp_path / "o", target_modules=["o_proj"], lora_bias=True)
+    without = written_by_peft(tmp_path / "o", target_modules=["o_proj"], lora_bias=True)
     assert_close(opened(without), peft_logits(without))
     for kind in ("hf", "gguf"):
         capsys.readouterr()

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -30,15 +28,14 @@ from tests.processes import (
     train_once,
     write_rows,
 )
+from tests.tasks.adapters.peft_adapters import UNTRAINED, logits, peft_logits, written_by_peft
 from tests.tasks.fine_tuned import TINY, Captured, made, sentence, settings
 from tests.tasks.folders import chat_rows, labeled_rows, model_folder, preference_rows
 
 pytestmark = pytest.mark.usefixtures("home")
 
-TOKENS = torch.arange(40).reshape(2, 20) * 23 % 1000
 # Options of LoRA for which sansgpu has no keys.
 UNUSUAL = {"use_rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}, "lora_dropout": 0.1}
-UNTRAINED = {"training__learning_rate": 1e-12, "training__max_steps": 1}
 
 
 def fill(home: Path) -> None:
@@ -47,36 +44,13 @@ def fill(home: Path) -> None:
     preference_rows(home / "pairs.jsonl")
 
 
-def written_by_peft(folder: Path, **changes: Any) -> Path:
-    """Writes a random adapter of the tiny Qwen2 as peft does it: without a tokenizer."""
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_pretrained(model_folder("qwen2"))
-    chosen = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **changes}
-    adapted: Any = peft.get_peft_model(model, peft.LoraConfig(**chosen))
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape) * 0.1)
-    adapted.save_pretrained(folder)
-    return folder
-
-
 def continued(home: Path, name: str, adapter: Path, task: str = "sft", **changes: object) -> Path:
     return made(home, name, task, model__name_or_path=adapter, model__adapter="continue", **changes)
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return torch.as_tensor(model.eval()(TOKENS).logits)
 
 
 def our_logits(target: Path) -> torch.Tensor:
     verb = "evaluate" if (target / "config.yaml").is_file() else "chat"
     return logits(open_model(ModelRequest(str(target)), verb, pytest.fail).objective.model)
-
-
-def peft_logits(folder: Path) -> torch.Tensor:
-    return logits(AutoPeftModelForCausalLM.from_pretrained(folder))
 
 
 @pytest.mark.parametrize(
