@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import nn
 
 from sansgpu.config import Config, ConfigError, Metric, TaskSettings, derive_seed
+from sansgpu.config.schema import DataConfig
 from sansgpu.data.order import generator
 from sansgpu.data.rows import row_text
 from sansgpu.data.sequences import LabeledSequences, PackedSequences
@@ -26,9 +28,17 @@ from sansgpu.tasks.base import TaskBase, with_vocabulary_of
 from sansgpu.tasks.capabilities import Predicts
 from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.graph.encoder import GraphEncoder
+from sansgpu.tasks.graph.settings import GraphModelConfig
 from sansgpu.tasks.task import Sums, TrainedModel
 
 LABELS = ("in order", "swapped")
+BERT = {"leaves": 0, "position_embedding": "learned", "decay": "none"}  # a graph encoder with these values is BERT
+
+
+class PairsDataConfig(DataConfig):
+    """The section `data` of this task, with its own key."""
+
+    swap_ratio: float = Field(0.5, ge=0, le=1, description="fraction of the pairs whose sentences are swapped")
 
 
 class OrderClassifier(nn.Module):
@@ -36,7 +46,8 @@ class OrderClassifier(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.encoder = GraphEncoder(config.model, derive_seed(config.training.seed, "model"))
+        shape = GraphModelConfig.of(config).model_copy(update=BERT)
+        self.encoder = GraphEncoder(shape, derive_seed(config.training.seed, "model"))
         self.head = nn.Linear(config.model.d_model, len(LABELS), bias=False)
         nn.init.zeros_(self.head.weight)
 
@@ -55,7 +66,8 @@ class SentenceOrder(Predicts, TaskBase):
     settings = TaskSettings(
         "sentence_order:SentenceOrder",
         ("from scratch", "texts"),
-        defaults={"model": {"activation": "gelu", "leaves": 0, "position": "learned", "decay": "none"}},
+        sections=(PairsDataConfig,),
+        defaults={"model": {"activation": "gelu"}},
         metrics=(Metric("accuracy", form="{:.1%}", better="higher"),),
     )
     model_class = OrderClassifier
@@ -71,7 +83,9 @@ class SentenceOrder(Predicts, TaskBase):
         if sources.validation is not None:
             parts = [texts, sentence_pairs(sources.validation)]
         draws = generator(config.training.seed, "swap")
-        train, held = (joined(part, draws.integers(2, size=len(part)), tokenizer, config.window) for part in parts)
+        ratio = PairsDataConfig.of(config).swap_ratio
+        swapped = [(draws.random(len(part)) < ratio).astype(np.int64) for part in parts]
+        train, held = (joined(*pairs, tokenizer, config.window) for pairs in zip(parts, swapped, strict=True))
         fingerprint = f"{sources.train.fingerprint[:16]}-{len(train)}-{len(held)}"
         config = with_vocabulary_of(config, tokenizer.vocab_size)
         return config, TokenizedCorpus(train, held, (), fingerprint, tokenizer)

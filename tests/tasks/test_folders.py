@@ -19,19 +19,30 @@ from tests.project import ROOT
 from tests.tasks.test_outside_task import write_stories
 
 REMOVED = "tokens"  # a task whose code no other task uses
-TABLE = "config/tasks.py"
+TABLE = "tasks/configuration.py"
 EXAMPLE = ROOT / "docs/examples/sentence_order.py"
 DECLARATION = '''"""The settings of task order."""
 
+from pydantic import Field
+
 from sansgpu.config import Metric
+from sansgpu.config.schema import DataConfig
 from sansgpu.config.tasks import TaskSettings
+
+
+class PairsDataConfig(DataConfig):
+    """The section `data` of this task, with its own key."""
+
+    swap_ratio: float = Field(0.5, ge=0, le=1, description="fraction of the pairs whose sentences are swapped")
+
 
 SETTINGS = TaskSettings(
     "order",
     ("from scratch", "texts"),
     implementation="sansgpu.tasks.order.task:SentenceOrder",
     description="order of sentences",
-    defaults={"model": {"activation": "gelu", "leaves": 0, "position": "learned", "decay": "none"}},
+    sections=(PairsDataConfig,),
+    defaults={"model": {"activation": "gelu"}},
     metrics=(Metric("accuracy", form="{:.1%}", better="higher"),),
 )
 '''
@@ -81,6 +92,8 @@ def test_a_task_is_removed_with_its_folder_and_its_line(copy: Path) -> None:
     code, out = run(copy, "-m", "sansgpu", "train", "--set", f"task={REMOVED}")
     assert code == 2
     assert "but input should be 'pretrain', 'graph'" in out
+    code, out = run(copy, "-m", "sansgpu", "plan", "--set", "data.tag_column=1")
+    assert (code, "unknown key data.tag_column" in out) == (2, True), out
 
 
 def test_a_task_is_added_with_a_folder_and_a_line(copy: Path, tmp_path: Path) -> None:
@@ -91,14 +104,16 @@ def test_a_task_is_added_with_a_folder_and_a_line(copy: Path, tmp_path: Path) ->
     text = EXAMPLE.read_text()
     start, stop = text.index("    settings = TaskSettings("), text.index("    model_class = ")
     task = text[:start] + "    settings = SETTINGS\n" + text[stop:]
-    (folder / "task.py").write_text(
-        task.replace("LABELS =", "from sansgpu.tasks.order.settings import SETTINGS\nLABELS =")
-    )
+    start, stop = task.index("class PairsDataConfig("), task.index("class OrderClassifier(")
+    task = task[:start] + task[stop:]
+    declared = "from sansgpu.tasks.order.settings import SETTINGS, PairsDataConfig\n"
+    (folder / "task.py").write_text(task.replace("LABELS =", f"{declared}LABELS ="))
     replace_line(copy, '    "grpo": ("sft",),\n', '    "grpo": ("sft",),\n    "order": (),\n')
     corpus = write_stories(tmp_path / "stories.jsonl")
     chosen = settings(
         task="order", data__dataset_name=corpus, data__vocab_size=300, training__max_steps=1, training__batch_size=2,
         model__max_seq_len=32, model__d_model=32, model__n_heads=2, model__n_layers=1, data__validation_split=0.3,
+        data__swap_ratio=0.3,
     )  # fmt: skip
     code, out = run(copy, "-m", "sansgpu", "train", *chosen, "--output-dir", str(tmp_path / "run"))
     assert code == 0, out

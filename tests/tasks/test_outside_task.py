@@ -20,12 +20,13 @@ ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs/examples/sentence_order.py"
 TASK = "sentence_order:SentenceOrder"
 NAMED = ("--objective", TASK)
-STEPS = 120
+STEPS = 240
 CHANGES = {
     "task": TASK,
     "model__dropout": 0.0,
     "model__max_seq_len": 48,
     "data__validation_split": 0.2,
+    "data__swap_ratio": 0.4,
     "training__batch_size": 4,
     "training__optimizer": "adamw",
     "training__learning_rate": 0.003,
@@ -84,7 +85,7 @@ def run(home: Path) -> Path:
 
 
 def test_it_is_short_and_shown_to_contributors() -> None:
-    assert len(FILE.read_text(encoding="utf-8").splitlines()) <= 120
+    assert len(FILE.read_text(encoding="utf-8").splitlines()) <= 135
     assert "](docs/examples/sentence_order.py)" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
@@ -93,6 +94,7 @@ def test_it_is_planned_and_measured(home: Path, run: Path) -> None:
     dry = yaml.safe_load(ran(home, "train", *configured(home), "--dry-run", "--output-dir", str(home / "dry")))
     assert dry["config"]["task"] == TASK
     assert "leaves" not in dry["config"]["model"]
+    assert dry["config"]["data"]["swap_ratio"] == 0.4
     planned = json.loads(ran(home, "plan", *configured(home), "--json"))
     measured = json.loads(
         ran(home, "bench", *configured(home), "--steps", "5", "--no-what-if", "--json", "--output-dir", f"{home}/bench")

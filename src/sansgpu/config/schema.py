@@ -7,7 +7,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, ModelWrapValidatorHandler, StrictInt, create_model, field_validator, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    StrictInt,
+    create_model,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from sansgpu.config.model import ModelConfig
@@ -302,8 +310,11 @@ class Config(Section):
         return str(cls.model_fields["task"].default)
 
 
-def compose(tasks: Sequence[TaskSettings]) -> type[Config]:
-    """Returns the schema with the keys of all `tasks`. The first task is the default."""
+def compose(tasks: Sequence[TaskSettings], unknown: Literal["forbid", "ignore"] = "forbid") -> type[Config]:
+    """Returns the schema with the keys of all `tasks`. The first task is the default.
+
+    `unknown` says what happens to keys of sections that no task declares.
+    """
     table = TaskTable(tasks)
     added = dict.fromkeys(section for settings in table.kinds.values() for section in settings.sections)
     sections: dict[str, type[Section]] = {}
@@ -313,7 +324,8 @@ def compose(tasks: Sequence[TaskSettings]) -> type[Config]:
             parent for section in own for parent in section.__mro__[1:]
         }  # their subclasses have their keys, too
         bases = (*(section for section in reversed(own) if section not in extended), base)
-        sections[base.section_name] = type(base.__name__, bases, {"__doc__": base.__doc__, "__module__": __name__})
+        own_names = {"__doc__": base.__doc__, "__module__": __name__, "model_config": ConfigDict(extra=unknown)}
+        sections[base.section_name] = type(base.__name__, bases, own_names)
     fields: dict[str, Any] = {name: (section, Field(default_factory=section)) for name, section in sections.items()}
     key = Config.model_fields["task"]
     task = Field(tasks[0].task, description=key.description, json_schema_extra=key.json_schema_extra)

@@ -38,14 +38,15 @@ _outside: dict[str, type[Config]] = {}  # schemas with the keys of a class outsi
 def schema_for(values: Values, own: bool = True) -> type[Config]:
     """Returns the schema for a configuration, which has the keys of its task if that is outside the package.
 
-    Imports such a class if `own`, which means that the user named it. Raises ConfigError if that is not possible.
+    Imports such a class if `own`, which means that the user named it. Raises ConfigError if that is not possible. The
+    schema for a class that is not imported ignores unknown keys, because the class may declare them.
     """
     task = str(values.get("task"))
     if not is_outside(task):
         return SCHEMA
     settings = task_class(task).settings if own else imported_settings(task)
-    if settings is None or not settings.sections:
-        return SCHEMA
+    if settings is None:
+        return compose(_SETTINGS, unknown="ignore")
     if task not in _outside or settings not in _outside[task].tasks.tasks.values():
         _outside[task] = compose([*_SETTINGS, settings])
     return _outside[task]
