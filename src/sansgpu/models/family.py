@@ -1,4 +1,4 @@
-"""What the other rooms must know about a family of models; the folder `families` has a file for each family."""
+"""Describes a family of models; the folder `families` has a file for each family."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ class Family:
 
     # GGUF files
     gguf_name: str | None = None  # llama.cpp's name of the architecture; None: the same as model_type
-    # Recognizes its files among those of several families with a `gguf_name`; None: it has those that are left.
-    gguf_is_its: Callable[[Metadata], bool] | None = None
+    # Tells its files from those of other families with the same `gguf_name`; None: it has those that are left.
+    gguf_recognizes: Callable[[Metadata], bool] | None = None
     gguf_activations: tuple[str, ...] = ()  # activations of llama.cpp; the first is that of a file that names none
     gguf_learned_activation: LearnedActivation | None = None
     gguf_settings: Mapping[str, str] = field(default_factory=dict)  # more keys of config.json -> keys of GGUF

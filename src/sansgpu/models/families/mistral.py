@@ -17,7 +17,7 @@ FAMILY = replace(
     model_class="MistralForCausalLM",
     biases={},
     gguf_name="llama",
-    gguf_is_its=lambda metadata: False,  # a file does not say that it is Mistral's, and Llama computes the same
+    gguf_recognizes=lambda metadata: False,  # a file does not say that it is Mistral's, and Llama computes the same
     gguf_rope_types=(),
     gguf_no_window=True,
     pre_tokenizers={"tekken": PreTokenizer(("|".join(CASED) + r"|\p{N}" + OTHERS,), ignore_merges=True, begins=True)},

@@ -21,7 +21,7 @@ _QKV = re.compile(r"(?<=\.attention\.)[qkv](?=\.)")
 
 
 def to_hugging_face(config: DecoderConfig, weights: Mapping[str, torch.Tensor]) -> Weights:
-    """Converts weights to transformers' names and family. Omits a tied head, as transformers does."""
+    """Converts weights to transformers' names and layout. Omits a tied head, as transformers does."""
     family = families.get(config.decoder.name)
     fused = "blocks.{}.attention.qkv" in family.modules
     renamed: Weights = {}

@@ -12,7 +12,7 @@ from gguf import Keys
 
 from sansgpu.config import ConfigError
 from sansgpu.files.reading import read_object
-from sansgpu.models.families import with_default_settings
+from sansgpu.models import families
 from sansgpu.models.formats.folders import ADAPTER_CONFIG
 from sansgpu.models.formats.gguf_file import (
     ModelDescription,
@@ -40,7 +40,7 @@ def write_gguf_adapter(
 
     Raises ConfigError if llama.cpp does not support the base model, or the adapter is more than matrices of LoRA.
     """
-    settings = with_default_settings(settings)
+    settings = families.with_default_settings(settings)
     require_expressible(settings)
     config, modules = read_object(folder / ADAPTER_CONFIG), gguf_modules(settings)
     matrices = {name.removeprefix(_PREFIX): matrix.float() for name, matrix in load_weights(folder / WEIGHTS).items()}

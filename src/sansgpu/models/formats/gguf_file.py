@@ -27,7 +27,6 @@ from sansgpu.kernels.block_quantization import FORMATS, BlockFormat, Matrix, Qua
 from sansgpu.machine.untrusted.sandbox import is_panic
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_flaw
 from sansgpu.models import families
-from sansgpu.models.families import with_default_settings
 from sansgpu.models.family import Family, Settings, Weights
 from sansgpu.models.formats.expert_weights import separate_experts, stack_experts
 from sansgpu.models.formats.folders import require_layers
@@ -81,7 +80,7 @@ def write_gguf(
     Returns the encoding of each tensor by name. Raises ConfigError if llama.cpp would not compute the same results as
     transformers.
     """
-    settings = with_default_settings(settings)
+    settings = families.with_default_settings(settings)
     require_expressible(settings)
     family = families.get(settings["model_type"])
     tensors = _renamed(settings, weights)
@@ -135,8 +134,8 @@ def write_file(
 def _family_in(path: Path, architecture: str, metadata: Mapping[str, Any]) -> Family:
     """Returns the family of a file with one of llama.cpp's architectures. Raises ConfigError if none is known."""
     named = [family for family in families.with_gguf() if family.llama_cpp_name == architecture]
-    own = [family for family in named if family.gguf_is_its is not None and family.gguf_is_its(metadata)]
-    others = [family for family in named if family.gguf_is_its is None]
+    own = [family for family in named if family.gguf_recognizes is not None and family.gguf_recognizes(metadata)]
+    others = [family for family in named if family.gguf_recognizes is None]
     if not named:
         known = ", ".join(dict.fromkeys(family.llama_cpp_name for family in families.with_gguf()))
         raise ConfigError(f"{path} has the unsupported architecture {architecture}; use a model with one of {known}.")
@@ -244,7 +243,7 @@ class GGUFFile:
         return StoredTensor(shape, partial(self._read, name, hf_name, tensor), blocks, tensor_type.name.lower())
 
     def _read(self, name: str, hf_name: str, tensor: GGUFTensor) -> torch.Tensor:
-        """Returns a tensor in fp32 in transformers' family. Raises ConfigError if its type is not supported."""
+        """Returns a tensor in fp32 in transformers' layout. Raises ConfigError if its type is not supported."""
         try:
             values = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
         except NotImplementedError:
@@ -344,7 +343,7 @@ def _in_file(name: str, weight: StoredTensor, settings: Settings) -> StoredTenso
 
 
 def _to_file(name: str, tensor: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """Converts a weight to llama.cpp's family."""
+    """Converts a weight to llama.cpp's layout."""
     family = families.get(settings["model_type"])
     if family.is_transposed(name):
         return tensor.T
