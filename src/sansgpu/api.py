@@ -119,7 +119,7 @@ def fit(
         )
     request = TrainRequest(
         config_file=Path(values) if isinstance(values, (str, Path)) else None,
-        config=change_config(values, overrides) if isinstance(values, Config) else None,
+        config=change_config(values, ()) if isinstance(values, Config) else None,
         overrides=tuple(overrides),
         output_dir=None if output_dir is None else Path(output_dir),
         resume=resume,

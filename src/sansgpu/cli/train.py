@@ -140,9 +140,8 @@ def train(given: _TrainOptions) -> int:
 
         number = 1 if given.processes is None else _number_of_processes(given.processes, world)
         request = TrainRequest(
-            file, overrides, given.output_dir, given.resume, given.strict, given.dry_run, given.force, world, started,
-            config=config,
-            notes=tuple(notes),
+            file, () if config else overrides, given.output_dir, given.resume, given.strict, given.dry_run, given.force,
+            world, started, config=config, notes=tuple(notes),
         )  # fmt: skip
         if number == 1:
             return _train(request, given.headless, given.plain, bar)

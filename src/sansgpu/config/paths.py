@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from sansgpu.config.errors import ConfigError
@@ -28,13 +27,20 @@ def local_path(name: str | Path) -> Path:
     return path
 
 
-@dataclass(frozen=True)
 class RunPaths:
     """The files of one run. All are below `root` unless the configuration moves snapshots or logs."""
 
-    root: Path
-    checkpoint_dir: Path | None = None
-    logging_dir: Path | None = None
+    def __init__(self, root: Path, checkpoint_dir: Path | None = None, logging_dir: Path | None = None) -> None:
+        self.root, self.checkpoint_dir, self.logging_dir = root, checkpoint_dir, logging_dir
+        self.config = root / "config.yaml"  # the resolved configuration
+        self.environment = root / "environment.json"  # machine, instruction set, threads and versions of the run
+        self.metrics = root / "metrics.jsonl"  # one JSON event per line
+        self.snapshots = checkpoint_dir or root / "snapshots"  # one folder per snapshot
+        self.tensorboard = logging_dir or root / "tensorboard"
+        self.final = root / "final"  # the trained model as a Hugging Face folder
+        self.tokenizer = root / "tokenizer"
+        self.report = root / "report.html"
+        self.lock = root / ".lock"  # locked by the process that trains the run
 
     @classmethod
     def of(cls, root: Path, checkpoint_dir: str | None, logging_dir: str | None) -> RunPaths:
@@ -43,52 +49,10 @@ class RunPaths:
         return cls(root, snapshots, logs)
 
     @property
-    def config(self) -> Path:
-        """The resolved configuration."""
-        return self.root / "config.yaml"
-
-    @property
-    def environment(self) -> Path:
-        """Machine, instruction set, threads and versions of the run."""
-        return self.root / "environment.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON event per line."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def snapshots(self) -> Path:
-        """One folder per snapshot."""
-        return self.checkpoint_dir or self.root / "snapshots"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.logging_dir or self.root / "tensorboard"
-
-    @property
-    def final(self) -> Path:
-        """The trained model as a Hugging Face folder."""
-        return self.root / "final"
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.root / "tokenizer"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report.html"
-
-    @property
     def written(self) -> tuple[Path, ...]:
         """The files and folders that training writes, except the folder's mark."""
         files = self.config, self.environment, self.metrics, self.report, self.lock
         return (*files, self.snapshots, self.tensorboard, self.final, self.tokenizer)
-
-    @property
-    def lock(self) -> Path:
-        """Locked by the process that trains the run."""
-        return self.root / ".lock"
 
 
 def not_a_run(folder: Path) -> ConfigError:

@@ -70,7 +70,7 @@ class TrainRequest:
     started: float = field(default_factory=time.monotonic)  # start of the time budget
     controls: Controls = field(default_factory=Controls)
     monitor: Monitor = field(default_factory=Monitor)
-    config: Config | None = None  # used instead of config_file and overrides
+    config: Config | None = None  # used instead of config_file
     notes: tuple[str, ...] = ()  # warnings about the request, for the user
 
 
@@ -258,7 +258,7 @@ def _train_in(
 def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
     """Returns the requested configuration, or else the one that the resumed run recorded, with notes."""
     if request.config is not None:
-        return request.config, []
+        return change_config(request.config, request.overrides) if request.overrides else request.config, []
     file = request.config_file
     if request.resume:
         folder = choose_output(request.output_dir, file, request.resume, dry_run=True)  # only rank 0 writes there

@@ -101,10 +101,10 @@ class StatusServer(NamedTuple):
     ca_cert: str | None
 
 
-def find_status_server(environment: Mapping[str, str] = os.environ) -> StatusServer | None:
+def find_status_server() -> StatusServer | None:
     """Returns the server that Kubeflow Trainer names if its feature TrainJobStatus is enabled, else None."""
-    url, token = environment.get(f"{_TRAINJOB}_URL"), environment.get(f"{_TRAINJOB}_TOKEN")
-    return StatusServer(url, Path(token), environment.get(f"{_TRAINJOB}_CA_CERT")) if url and token else None
+    url, token = os.environ.get(f"{_TRAINJOB}_URL"), os.environ.get(f"{_TRAINJOB}_TOKEN")
+    return StatusServer(url, Path(token), os.environ.get(f"{_TRAINJOB}_CA_CERT")) if url and token else None
 
 
 def grace_seconds(environment: Mapping[str, str] = os.environ) -> int | None:
