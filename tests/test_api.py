@@ -105,7 +105,7 @@ def test_the_log_has_the_names_of_transformers(tmp_path: Path, overrides: list[s
     assert history[-1]["train_samples_per_second"] * history[-1]["train_runtime"] == pytest.approx(4 * 12)
 
 
-def test_a_callback_saves_evaluates_and_ends_a_run_that_goes_on_later(tmp_path: Path, overrides: list[str]) -> None:
+def test_a_callback_saves_evaluates_and_ends_a_run_that_continues_later(tmp_path: Path, overrides: list[str]) -> None:
     none_due = ["training.save_steps=0", "training.eval_steps=0"]
     chosen = [*overrides, *none_due]
     run = sansgpu.fit(None, tmp_path / "run", overrides=chosen, callbacks=[Steers()], quiet=True)
@@ -125,7 +125,7 @@ class Fails(sansgpu.Callback):
         raise ValueError("no such column")
 
 
-def test_a_callback_that_raises_is_named_and_training_goes_on(tmp_path: Path, overrides: list[str]) -> None:
+def test_a_callback_that_raises_is_named_and_training_continues(tmp_path: Path, overrides: list[str]) -> None:
     seen = Seen()
     run = sansgpu.fit(None, tmp_path / "run", overrides=overrides, callbacks=[Fails(), seen], quiet=True)
     messages = [event["message"] for event in run.events("warning") if event.get("cause") == "callback"]

@@ -86,7 +86,7 @@ def test_a_run_is_measured_beside_busy_processes(tmp_path: Path) -> None:
     data = write_corpus(tmp_path / "corpus.jsonl", documents=300)
     arguments = ["--size", "tiny", "--steps", "2", "--rounds", "1", "--data", str(data)]
     alone, *beside = benchmark(
-        "benchmarks.speed.neighbour", *arguments, cache=tmp_path, result=tmp_path / "result.json"
+        "benchmarks.speed.neighbor", *arguments, cache=tmp_path, result=tmp_path / "result.json"
     )["rows"]
     assert (alone["status"], alone["beside"]) == ("measured", "nothing")
     assert [row["beside"] for row in beside] == ["a busy process", "a half busy process"]
@@ -180,7 +180,7 @@ def test_measurements_on_two_hosts_are_compared_with_estimates(tmp_path: Path) -
         "rows"
     ]
     assert [row.get("status") for row in rows] == [None] * len(rows)
-    hosts = {row["name"]: row for row in rows if "reckoned_seconds" in row}
+    hosts = {row["name"]: row for row in rows if "estimated_seconds" in row}
     assert list(hosts) == ["unshaped", "5gbit", "1gbit", "100mbit"]
     assert hosts["100mbit"]["communication_seconds"] > hosts["1gbit"]["communication_seconds"] > 0
 

@@ -46,7 +46,7 @@ SECONDS = 1800  # a run that takes longer counts as hanging
 HOSTS = {
     "cable": ("name", "s"),
     "step s": ("step_seconds", ".3f"),
-    "estimated s": ("reckoned_seconds", ".3f"),
+    "estimated s": ("estimated_seconds", ".3f"),
     "measured / estimated": ("ratio", ".2f"),
     "compute s": ("compute_seconds", ".3f"),
     "communication s": ("communication_seconds", ".3f"),
@@ -142,7 +142,7 @@ def hosts_rows(folder: Path, size: str, steps: int, one: Row, half: Row) -> Iter
                 return {
                     "name": name,
                     "step_seconds": seconds,
-                    "reckoned_seconds": step.seconds,
+                    "estimated_seconds": step.seconds,
                     "ratio": seconds / step.seconds,
                     "compute_seconds": step.compute,
                     "communication_seconds": step.communication,

@@ -1,4 +1,4 @@
-"""Invalid configuration files are refused at once, in one short sentence and without a traceback."""
+"""Invalid configuration files are refused within seconds, in one short sentence and without a traceback."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A dataset on the Hub is downloaded as far as it is read, whatever the network does, and stays in the cache."""
+"""A dataset on the Hub is downloaded only as far as it is read, survives network failures, and stays in the cache."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_limit_in_bytes_bounds_the_download_and_what_is_cleaned(
 
 
 @pytest.mark.long
-def test_a_killed_download_goes_on_after_its_last_shard(hub: Hub, tmp_path: Path) -> None:
+def test_a_killed_download_continues_after_its_last_shard(hub: Hub, tmp_path: Path) -> None:
     cache = tmp_path / "other cache"
     hub.fault = lambda number: "stall" if number > 4 else None
     process = start_apart(arguments(tmp_path / "run", 1_000_000), cache)

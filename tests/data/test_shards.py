@@ -52,7 +52,7 @@ def prepare(config: Config, cache: Path) -> None:
     Pretrain.prepare(config, cache, silent)
 
 
-def test_tokens_are_the_documents_each_behind_an_end_of_text(tmp_path: Path) -> None:
+def test_tokens_are_the_documents_each_after_an_end_of_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one two"}\n{"text": "three"}\n')
     source = open_sources(data_of(tmp_path / "a.jsonl")).train
     tokenizer = build_tokenizer(data_of(tmp_path / "a.jsonl"), source, tmp_path / "cache", silent)

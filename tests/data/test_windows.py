@@ -133,7 +133,7 @@ def test_padded_windows_hold_one_document_and_predict_its_every_token(documents:
 
 
 @given(DOCUMENTS, st.integers(2, 17))
-def test_padding_stands_behind_the_document_and_is_never_learned(documents: list[list[int]], window: int) -> None:
+def test_padding_follows_the_document_and_is_never_learned(documents: list[list[int]], window: int) -> None:
     windows = PaddedWindows(all_documents(store_of(documents)), window, END)
     batch = windows.batch(np.arange(len(windows)))
     rows = [[END, *d][start : start + window] for d in documents for start in range(0, len(d) + 1, window)]

@@ -97,7 +97,7 @@ def broken(home: Path) -> tuple[Path, str]:
     return home / "broken", printed.getvalue()
 
 
-def test_an_evaluation_that_is_not_finite_is_null_and_the_record_goes_on(broken: tuple[Path, str]) -> None:
+def test_an_evaluation_that_is_not_finite_is_null_and_the_record_continues(broken: tuple[Path, str]) -> None:
     run, printed = broken
     assert printed == (run / "metrics.jsonl").read_text("utf-8")
     events = [json.loads(line, parse_constant=no_constant) for line in printed.split("\n") if line]

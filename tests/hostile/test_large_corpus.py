@@ -38,7 +38,7 @@ def write_gigabyte(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_gigabyte_of_text_is_tokenised_in_bounded_memory(tmp_path: Path) -> None:
+def test_a_gigabyte_of_text_is_tokenized_in_bounded_memory(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     write_gigabyte(corpus)

@@ -224,7 +224,7 @@ def test_a_step_that_outlasts_the_grace_period_is_abandoned(home: Path, processe
 
 @pytest.mark.long
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_run_under_nohup_goes_on_when_the_terminal_closes(home: Path, processes: int) -> None:
+def test_a_run_under_nohup_continues_when_the_terminal_closes(home: Path, processes: int) -> None:
     run = home / f"nohup-{processes}"
     many = ["--processes", str(processes)] if processes > 1 else []
     arguments = training(home, run.name, *many, training__max_steps=60)

@@ -179,9 +179,9 @@ def test_a_command_writes_again_what_it_wrote_and_keeps_what_was_added(
         (output / name).parent.mkdir(exist_ok=True)
         (output / name).write_text("mine")
     (output / "linked").symlink_to(home / "corpus.jsonl")
-    neighbours = [tmp_path / "output.partial", tmp_path / ".output.partial"]
-    for neighbour in neighbours:
-        write_somebodys(neighbour)
+    neighbors = [tmp_path / "output.partial", tmp_path / ".output.partial"]
+    for neighbor in neighbors:
+        write_somebodys(neighbor)
     before = state(tmp_path)
     assert cli(arguments) == 0
     after = state(tmp_path)

@@ -93,7 +93,7 @@ def result(continued: tuple[dict[str, Any], str], home: Path, monkeypatch: pytes
 
 
 @pytest.mark.long
-def test_a_killed_search_goes_on_and_counts_each_trial_once(continued: tuple[dict[str, Any], str]) -> None:
+def test_a_killed_search_continues_and_counts_each_trial_once(continued: tuple[dict[str, Any], str]) -> None:
     result, said = continued
     assert "continuing search: 1 of 2 trials done" in said
     assert "trial 1 resumes from step " in said
@@ -141,7 +141,7 @@ def test_a_search_leaves_its_best_model_a_table_and_a_report(result: dict[str, A
 
 @pytest.mark.long
 @pytest.mark.usefixtures("result")
-def test_a_search_goes_on_only_with_its_own_configuration_and_space(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_continues_only_with_its_own_configuration_and_space(capsys: pytest.CaptureFixture[str]) -> None:
     before = Path("search/study.db").read_bytes()
     assert cli(arguments("--trials", "3", training__weight_decay=0.3)) == 2
     assert (
@@ -342,7 +342,7 @@ def test_links_in_place_of_a_trial_are_not_followed() -> None:
 
 
 @pytest.mark.long
-def test_hours_end_a_search_whose_trial_goes_on_later() -> None:
+def test_hours_end_a_search_whose_trial_continues_later() -> None:
     code, _, error = finish(arguments("--hours", "0.001", training__max_steps=300), Path("cache").absolute())
     assert code == 1
     assert "no trial was completed: the time budget was too short" in error

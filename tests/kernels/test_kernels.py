@@ -304,7 +304,7 @@ def test_embedding_adds_up_gradients_in_fp32(
 
 @settings(max_examples=30)
 @given(st.integers(1, 4), st.integers(1, 24), st.integers(1, 24), st.integers(0, 99))
-def test_orthogonalise_brings_singular_values_near_one_and_keeps_directions(
+def test_orthogonalize_brings_singular_values_near_one_and_keeps_directions(
     count: int, rows: int, columns: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -52,11 +52,11 @@ def test_work_and_writes_of_this_process_are_measured(tmp_path: Path) -> None:
         assert seen["minor_faults_per_second"] > 0
 
 
-def test_a_neighbour_is_seen(tmp_path: Path) -> None:
+def test_a_neighbor_is_seen(tmp_path: Path) -> None:
     program = "import time\nend = time.monotonic() + 2\nwhile time.monotonic() < end: pass"
-    neighbour = subprocess.Popen([sys.executable, "-c", program])
+    neighbor = subprocess.Popen([sys.executable, "-c", program])
     seen = watched(tmp_path, lambda: time.sleep(1.5))
-    neighbour.wait()
+    neighbor.wait()
     assert seen["other_percent"] + seen["stolen_percent"] > 40
     assert seen["cpu_percent"] < 60
 

@@ -52,7 +52,7 @@ def test_short_memory_cuts_the_micro_batch_then_sheds_then_says_so_once() -> Non
     assert len(machine.said) == 3
 
 
-def test_others_that_take_memory_are_expected_to_go_on() -> None:
+def test_others_that_take_memory_are_expected_to_continue() -> None:
     machine = Machine()
     guard = machine.guard(16)
     guard.allowed(16)

@@ -253,7 +253,7 @@ def test_a_network_that_is_gone_ends_both_sides(home: Path, hosts: tuple[Host, H
 
 
 @LONG
-def test_torchrun_goes_on_with_fewer_hosts(home: Path, undisturbed: dict[str, str]) -> None:
+def test_torchrun_continues_with_fewer_hosts(home: Path, undisturbed: dict[str, str]) -> None:
     """One of two agents on this machine is killed with its process; the other continues."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1",
              "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:29477", "--rdzv-id=elastic", "--max-restarts=3",

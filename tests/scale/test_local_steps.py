@@ -93,7 +93,7 @@ def test_a_resumed_run_is_the_same_byte_by_byte(home: Path, straight: Path) -> N
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_stopped_run_goes_on_byte_by_byte(home: Path, straight: Path, number: signal.Signals) -> None:
+def test_a_stopped_run_continues_byte_by_byte(home: Path, straight: Path, number: signal.Signals) -> None:
     run = home / f"stopped-{number}"
     signal_after_snapshot(run, arguments(home, run.name), home / "cache", number)
     if number == signal.SIGTERM:
@@ -104,7 +104,7 @@ def test_a_stopped_run_goes_on_byte_by_byte(home: Path, straight: Path, number: 
     assert last(run) == last(straight)
 
 
-def test_a_run_goes_on_with_other_processes_and_without_local_steps(home: Path) -> None:
+def test_a_run_continues_with_other_processes_and_without_local_steps(home: Path) -> None:
     run, _ = forked(home, "changing", 2, training__max_steps=8)
     _, out = forked(home, "changing", 3, "--resume", "latest", training__max_steps=16)
     assert "was written with world_size 2, now 3" in out

@@ -96,7 +96,7 @@ def test_muon_updates_matrices_whose_rows_do_not_divide_evenly(home: Path) -> No
 
 
 @pytest.mark.long
-def test_a_run_goes_on_with_any_number_of_processes_and_any_sharding(home: Path, one: Path) -> None:
+def test_a_run_continues_with_any_number_of_processes_and_any_sharding(home: Path, one: Path) -> None:
     more: tuple[str, ...] = ()
     for stop, ranks, sharding in ((12, 1, ()), (20, 2, CUT), (30, 4, SHARDED), (36, 3, CUT), (44, 2, ())):
         # With a constant learning rate, a run of `stop` steps equals the beginning of a longer run.
@@ -150,7 +150,7 @@ def test_an_output_folder_with_a_run_is_reported_by_one_rank_only(home: Path) ->
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_saves_once_and_the_run_goes_on(home: Path, one: Path, number: signal.Signals) -> None:
+def test_an_interrupt_saves_once_and_the_run_continues(home: Path, one: Path, number: signal.Signals) -> None:
     run = home / f"interrupted-{number}"
     signal_after_snapshot(run, arguments(home, run.name), home / "cache", number)
     assert record(run)[-1]["reason"] == "interrupted"

@@ -183,7 +183,7 @@ def test_its_code_runs_only_if_it_is_named(home: Path, run: Path, capsys: pytest
         ("os.chdir('/'), torch.set_default_dtype(torch.float64)", 0, ""),
     ],
 )
-def test_its_loss_can_neither_end_the_command_nor_change_how_training_goes_on(
+def test_its_loss_can_neither_end_the_command_nor_change_the_state_of_training(
     home: Path, tmp_path: Path, statement: str, code: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "careless.py").write_text(

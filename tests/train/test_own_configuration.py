@@ -80,7 +80,7 @@ def test_settings_that_change_neither_model_nor_data_may_be_altered(run: Path) -
     assert (run / "snapshots/step-000006").is_dir()
 
 
-def test_a_run_resumed_with_another_value_goes_on_before_its_first_snapshot(run: Path) -> None:
+def test_a_run_resumed_with_another_value_continues_before_its_first_snapshot(run: Path) -> None:
     """If a run is killed before its first snapshot, only .sansgpu.json records the new value."""
     arguments = ["train", "--resume", "--output-dir", str(run), "--max-steps", "6"]
     before = {path: path.read_bytes() for path in (run / "metrics.jsonl", run / "environment.json")}

@@ -88,8 +88,8 @@ def test_sigkill_while_a_snapshot_is_written(home: Path, straight: Path, earlier
     assert not list((run / "snapshots").glob(".step-*"))
 
 
-def test_sigkill_while_tokenising(home: Path, straight: Path) -> None:
-    run, cache = home / "killed-tokenising", home / "fresh-cache"
+def test_sigkill_while_tokenizing(home: Path, straight: Path) -> None:
+    run, cache = home / "killed-tokenizing", home / "fresh-cache"
     process = start(arguments(home, run.name), cache)
     assert kill_when(process, lambda: any(path.is_dir() for path in cache.rglob(".sansgpu-*"))) == -9
     completed(home, run.name, "--resume", cache="fresh-cache")

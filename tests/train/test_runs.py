@@ -96,7 +96,7 @@ def test_an_epoch_is_every_token_once(home: Path, tmp_path: Path, pack: str) -> 
     assert of(events, "step")[-1]["tokens"] == 2 * events[0]["train_tokens"]
 
 
-def test_max_hours_ends_the_run_in_time_with_its_decay_behind_it(home: Path, tmp_path: Path) -> None:
+def test_max_hours_ends_the_run_in_time_with_its_decay_complete(home: Path, tmp_path: Path) -> None:
     started, allowed = time.monotonic(), 0.004 * 3600
     changes = {
         "training__max_hours": 0.004, "training__max_steps": "null", "training__lr_scheduler": "wsd",

@@ -129,7 +129,7 @@ def test_a_tied_matrix_is_trained_once_and_as_an_embedding() -> None:
     assert all(name.startswith("blocks") for name, _ in groups.matrices)
 
 
-def test_muon_steps_along_the_orthogonalised_momentum() -> None:
+def test_muon_steps_along_the_orthogonalized_momentum() -> None:
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(12, 20, generator=generator) for _ in range(2)] + [
         torch.randn(20, 12, generator=generator)

@@ -88,8 +88,8 @@ def test_several_runs_are_compared_and_have_different_colors(home: Path, tmp_pat
     assert [(trace["meta"]["run"], trace["name"]) for trace in traces] == [
         (0, "training"), (0, "validation"), (1, "training"), (1, "validation"),
     ]  # fmt: skip
-    colours = [trace["line"]["color"] for trace in traces]
-    assert colours[0] == colours[1] != colours[2] == colours[3]
+    colors = [trace["line"]["color"] for trace in traces]
+    assert colors[0] == colors[1] != colors[2] == colors[3]
     assert {trace["meta"]["run"] for plot in made.values() for trace in plot["data"]} == {0, 1}
 
 

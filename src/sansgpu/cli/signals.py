@@ -31,7 +31,7 @@ def interrupted() -> bool:
 
 
 def handle_interrupts() -> None:
-    """Makes the first SIGINT raise KeyboardInterrupt and the second one end the process at once.
+    """Makes the first SIGINT raise KeyboardInterrupt and the second one end the process immediately.
 
     SIGUSR1 and others act like SIGTERM. Signals stay ignored if the parent process ignored them.
     """

@@ -361,7 +361,7 @@ def _standard_input() -> str:
 
 @contextmanager
 def _reading_utf8(newline: str | None) -> Iterator[None]:
-    """A context that reads standard input as UTF-8, whatever the locale. Raises ConfigError if it is anything else."""
+    """Reads standard input as UTF-8 in its context, regardless of the locale. Raises ConfigError if it is not UTF-8."""
     from sansgpu.config import ConfigError
 
     if isinstance(sys.stdin, io.TextIOWrapper):

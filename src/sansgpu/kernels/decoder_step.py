@@ -222,7 +222,7 @@ def step_of(
 ) -> DecoderStep | None:
     """Returns a DecoderStep for the layers, or None if C++ does not support them or packed copies are too large.
 
-    With `may_fill_memory`, the copies are not too large, however little memory is available.
+    With `may_fill_memory`, any size is allowed.
     """
     found = [layer for layer in layers if layer is not None]
     if len(found) < len(layers) or not isinstance(last_norm, RMSNorm):

@@ -69,15 +69,12 @@ class Linear(nn.Linear):
     """nn.Linear with our matmuls where they are at least as fast: (..., inputs) -> (..., outputs).
 
     With `integer`, matmuls are computed in integers, forward and backward; see MatmulPrecision. Muon
-    orthogonalizes each of `row_blocks` blocks of the weight's rows by itself, such as those of each attention head.
+    orthogonalizes each of `row_blocks` blocks of the weight's rows separately, such as those of each attention head.
     """
 
     integer: Integer | None = None
     row_blocks = 1
-    head_blocks = (
-        1,
-        1,
-    )  # numbers of blocks of rows and of columns, one per attention head; Muon updates each by itself
+    head_blocks = (1, 1)  # blocks of rows and of columns, one per attention head, which Muon updates separately
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         x = autocasted(input)

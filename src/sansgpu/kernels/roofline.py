@@ -83,9 +83,9 @@ def peak_gemm_rate(
     """
     if is_emulated(precision, device):
         precision = "fp32"
-    question = {"gemm": GEMM_SIZE, "precision": precision, "device": device, "threads": threads, "processes": processes}
+    key = {"gemm": GEMM_SIZE, "precision": precision, "device": device, "threads": threads, "processes": processes}
     rate = gemm_rate(GEMM_SIZE, precision, device) if again else first_gemm_rate(precision, device, threads)
-    return best_measurement(folder, question, rate)
+    return best_measurement(folder, key, rate)
 
 
 @cache
@@ -166,12 +166,12 @@ def is_faster(precision: str, other: str, ours: bool) -> bool:
         "kernels": library.name() if ours else f"torch {torch.backends.cpu.get_cpu_capability()}",
         "threads": torch.get_num_threads(),
     }
-    questions = {name: {**of_layer, "precision": name} for name in (precision, other)}
-    best = {name: best_known(folder, question) for name, question in questions.items()}
+    keys = {name: {**of_layer, "precision": name} for name in (precision, other)}
+    best = {name: best_known(folder, key) for name, key in keys.items()}
     if 0 < CLEAR_RATIO * min(best.values()) < max(best.values()):
         return best[precision] > best[other]
     for _ in range(LAYER_ROUNDS):
-        for name, question in questions.items():
+        for name, key in keys.items():
             seconds = product_seconds(LAYER_TOKENS, (LAYER_WIDTH, LAYER_WIDTH), name, 0.0, ours)
-            best[name] = best_measurement(folder, question, 1 / seconds)
+            best[name] = best_measurement(folder, key, 1 / seconds)
     return best[precision] > best[other]

@@ -101,8 +101,8 @@ class Interrupt:
         """`grace_seconds` is the time from the first signal to SIGKILL, or None if there is no limit.
 
         A signal within `repeat_seconds` of the first is ignored: a launcher forwards the signal that the terminal
-        already sent to its processes. `say` writes a line, and `acknowledge` shows one while the run goes on. `on_exit`
-        is called before the process ends within its context.
+        already sent to its processes. `say` writes a line, and `acknowledge` shows one while the run continues.
+        `on_exit` is called before the process ends within its context.
         """
         self.signal: int | None = None
         self._grace_seconds, self._repeat_seconds = grace_seconds, repeat_seconds

@@ -1,4 +1,4 @@
-"""Measurements of this machine, cached on the disk, and the duration of a run that is assumed without any."""
+"""Measurements of this machine, cached on the disk, and the assumed duration of a run without a measurement."""
 
 from __future__ import annotations
 
@@ -20,62 +20,61 @@ MIN_SECONDS = 0.5  # shorter measurements are always cached: the kernel's CPU ti
 ASSUMED_FLOPS_PER_SECOND = {"fp32": 35e9, "bf16": 80e9, "int16": 55e9, "int8": 100e9}
 
 
-def cached_measurement(cache: Path, question: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Returns the cached result for `question` on this processor model, or calls `measure` and caches its result.
+def cached_measurement(cache: Path, key: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Returns the cached result of a measurement on this processor model, or calls `measure` and caches its result.
 
-    `question` describes the measurement: its name and everything that the result depends on.
-
-    Results are not cached if other programs used the cores meanwhile. Read and write errors of the cache are ignored.
+    `key` has the name of the measurement and everything else that the result depends on. Results are not cached if
+    other programs used the cores meanwhile. Read and write errors of the cache are ignored.
     """
-    path, text = _place(cache, question)
+    path, text = _file_and_key(cache, key)
     known = _read(path, text)
     if isinstance(known, dict):
         return known
     start, load = time.perf_counter(), LoadMeter()
-    answer = measure()
+    result = measure()
     usage = load.sample()
     disturbed = usage["other_cores"] + usage["stolen_cores"] > BUSY_CORES
     if not (disturbed and time.perf_counter() - start > MIN_SECONDS):
-        _write(path, text, answer)
-    return answer
+        _write(path, text, result)
+    return result
 
 
-def best_measurement(cache: Path, question: dict[str, Any], measured: float) -> float:
-    """Returns the largest answer to `question` ever measured on this processor model, and caches it.
+def best_measurement(cache: Path, key: dict[str, Any], measured: float) -> float:
+    """Returns the largest value ever measured for `key` on this processor model, `measured` included, and caches it.
 
     Read and write errors of the cache are ignored.
     """
-    if measured <= (known := best_known(cache, question)):
+    if measured <= (known := best_known(cache, key)):
         return known
-    _write(*_place(cache, question), measured)
+    _write(*_file_and_key(cache, key), measured)
     return measured
 
 
-def best_known(cache: Path, question: dict[str, Any]) -> float:
-    """Returns the largest answer to `question` ever measured on this processor model, or 0 if there is none."""
-    known = _read(*_place(cache, question))
+def best_known(cache: Path, key: dict[str, Any]) -> float:
+    """Returns the largest value ever measured for `key` on this processor model, or 0 if there is none."""
+    known = _read(*_file_and_key(cache, key))
     return known if isinstance(known, float) and 0 < known < float("inf") else 0.0
 
 
-def _place(cache: Path, question: dict[str, Any]) -> tuple[Path, str]:
-    """Returns the file that caches the answer, and the question as JSON."""
-    text = json.dumps({**question, "processor": processor()}, sort_keys=True)  # machines may share a cache
+def _file_and_key(cache: Path, key: dict[str, Any]) -> tuple[Path, str]:
+    """Returns the file that caches the result, and the key as JSON."""
+    text = json.dumps({**key, "processor": processor()}, sort_keys=True)  # machines may share a cache
     return cache / "measured" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json", text
 
 
-def _read(path: Path, question: str) -> Any:
-    """Returns the cached answer, or None."""
+def _read(path: Path, key: str) -> Any:
+    """Returns the cached result, or None."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         known = json.loads(path.read_text(encoding="utf-8"))
-        if known["question"] == json.loads(question):
+        if known["question"] == json.loads(key):
             return known["answer"]
     return None
 
 
-def _write(path: Path, question: str, answer: Any) -> None:
+def _write(path: Path, key: str, result: Any) -> None:
     with contextlib.suppress(OSError):
         make_folder(path.parent, PRIVATE_MODE)
-        write_text(path, json.dumps({"question": json.loads(question), "answer": answer}, indent=2) + "\n")
+        write_text(path, json.dumps({"question": json.loads(key), "answer": result}, indent=2) + "\n")
 
 
 def assumed_seconds(total_flops: float, precision: str, threads: int) -> float:

@@ -196,13 +196,13 @@ def _one_example(run: TrainingRun, timing: Timing, progress: ReportProgress) -> 
 def _gloo(run: TrainingRun, progress: ReportProgress) -> Link:
     """Returns gloo's speed at this run's bucket size and dtype. Measured once and then read from the cache."""
     dtype = str(message_dtype(run.config.training)).removeprefix("torch.")
-    question = {"gloo": BUCKET_BYTES, "dtype": dtype, "torch": str(torch.__version__)}
+    key = {"gloo": BUCKET_BYTES, "dtype": dtype, "torch": str(torch.__version__)}
 
-    def ask() -> dict[str, Any]:
+    def measure() -> dict[str, Any]:
         progress("timing gloo between two processes", 0, 0)
         return vars(measure_gloo(BUCKET_BYTES, dtype))
 
-    return Link(**cached_measurement(run.cache, question, ask))
+    return Link(**cached_measurement(run.cache, key, measure))
 
 
 def _critical_batch(run: TrainingRun) -> CriticalBatch:

@@ -209,7 +209,7 @@ def roofline_of(run: TrainingRun, progress: ReportProgress) -> Roofline:
     execution, products = run.execution, run.costs.products()
     shapes, head = products.block, products.head
     tokens = min(ROOFLINE_TOKENS, round(execution.micro_batch * run.example_tokens))
-    question = {
+    key = {
         "roofline": [[*shape, count] for shape, count in shapes.items()],
         "head": head,
         "tokens": tokens,
@@ -218,11 +218,11 @@ def roofline_of(run: TrainingRun, progress: ReportProgress) -> Roofline:
         "isa": isa(),
     }
 
-    def ask() -> dict[str, Any]:
+    def measure() -> dict[str, Any]:
         progress("timing matrix products and memory", 0, 0)
         return vars(measure_roofline(tokens, shapes, head, execution.precision))
 
-    return Roofline(**cached_measurement(run.cache, question, ask))
+    return Roofline(**cached_measurement(run.cache, key, measure))
 
 
 def _add_time(plan: RunPlan, run: TrainingRun, progress: ReportProgress) -> None:

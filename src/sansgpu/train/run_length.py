@@ -46,7 +46,7 @@ def finish_time(until: str, now: datetime) -> datetime:
 
 @dataclass
 class Budget:
-    """Estimates how many steps fit into the remaining time; estimates are revised as the run goes on.
+    """Estimates how many steps fit into the remaining time; estimates are revised during the run.
 
     `elapsed` returns the seconds the run has taken, including its earlier processes.
     """

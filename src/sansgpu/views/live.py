@@ -75,7 +75,7 @@ class LiveView:
             plain.emit({key: value for key, value in event.items() if key != "sample"})  # printed after a finished run
 
     def _acknowledge(self, message: str) -> None:
-        """Shows at once that a signal arrived."""
+        """Shows immediately that a signal arrived."""
         with self._lock:
             self._screen.news.append((message, "cyan"))
         self._hurry.set()

@@ -213,7 +213,7 @@ def evaluation_words(record: RunRecord, event: Event) -> list[tuple[str, str]]:
     ]
 
 
-_COLOURS = {"training": "green", "killed": "yellow", "interrupted": "yellow", "broken": "red"}
+_COLORS = {"training": "green", "killed": "yellow", "interrupted": "yellow", "broken": "red"}
 
 
 def _main_cell(metric: MainMetric, value: float | None) -> str:
@@ -258,7 +258,7 @@ def print_runs(console: Console, rows: Sequence[RunSummary]) -> None:
         right = title not in (*_TEXT_COLUMNS, "changed")
         table.add_column(title, justify="right" if right else "left", no_wrap=title != "name", overflow="fold")
     for number, row in enumerate(rows):
-        table.add_row(*(Text(cells[t][number], style=_COLOURS.get(row.state, "")) if t == "state"
+        table.add_row(*(Text(cells[t][number], style=_COLORS.get(row.state, "")) if t == "state"
                         else Text(cells[t][number]) for t in shown))  # fmt: skip
     console.print(table)
     for row in rows:

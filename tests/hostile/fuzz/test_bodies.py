@@ -1,4 +1,4 @@
-"""`sansgpu serve` answers any body quickly, with a short sentence where it refuses one, and goes on serving."""
+"""`sansgpu serve` answers any body quickly, with a short sentence if it refuses one, and continues to serve."""
 
 import json
 import random

@@ -50,7 +50,7 @@ def model(client: Any) -> str:
 
 
 def until_idle(client: Any, model: str) -> None:
-    """Waits until a request gets an answer at once, because nothing else occupies a place."""
+    """Waits until a request gets an answer within a second, because nothing else is running."""
     start = time.monotonic()
     while True:
         before = time.monotonic()
@@ -154,7 +154,7 @@ def test_without_a_seed_answers_differ(client: Any, model: str) -> None:
     assert len(answers) == 3
 
 
-def test_a_conversation_that_goes_on_gets_the_same_answers(home: Path, client: Any, model: str) -> None:
+def test_a_conversation_that_continues_gets_the_same_answers(home: Path, client: Any, model: str) -> None:
     """The keys and values of the turns before are reused."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": "red blue green " * 6}]
     for question in ("What follows red?", "What follows green?"):

@@ -58,7 +58,7 @@ def test_logits_of_our_layouts(layout: str, kind: GGUFType, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_logits_and_tokens_of_what_fine_tuning_goes_on_from(name: str, tmp_path: Path) -> None:
+def test_logits_and_tokens_of_what_fine_tuning_continues_from(name: str, tmp_path: Path) -> None:
     model, tokenizer = base(tmp_path / "base", name)
     write_base(tmp_path / "model.gguf", model, tokenizer, "f32")
     theirs, ids = LlamaFile(tmp_path / "model.gguf"), [number * 23 % 1000 for number in range(200)]

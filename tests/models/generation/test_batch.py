@@ -55,7 +55,7 @@ def test_tokens_do_not_depend_on_who_joins_or_leaves(arrivals: list[tuple[int, i
         assert one.ended == "left" or (one.ids, one.ended) == (ids, reason)
 
 
-def test_a_batch_goes_on_after_it_was_cleared() -> None:
+def test_a_batch_continues_after_it_was_cleared() -> None:
     batch = RunningBatch(MODEL.open_reader(SLOTS, CONTEXT), MODEL.ends)
     batch.step([sequence(1), sequence(2)])
     batch.clear()

@@ -1,4 +1,4 @@
-"""Many prompts at once give the texts that each gives alone, whatever the number of slots and the order."""
+"""Prompts in a batch give the same texts as each alone, for any number of slots and in any order."""
 
 from __future__ import annotations
 

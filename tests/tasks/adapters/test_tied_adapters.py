@@ -84,7 +84,7 @@ def refusal(home: Path, folder: Path, capsys: Captured, **changes: object) -> st
     return sentence(capsys)
 
 
-def test_training_goes_on_from_a_merged_adapter(home: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_training_continues_from_a_merged_adapter(home: Path, tmp_path: Path, capsys: Captured) -> None:
     folder = written_by_peft(tmp_path / "adapter", **ADAPTERS["lora_on_embedding"])
     expected = peft_logits(folder)
     for kind in ("lora", "none"):

@@ -75,7 +75,7 @@ def test_an_adapter_of_peft_is_trained_further_with_its_own_options(
     assert after["target_modules"] == ["q_proj", "v_proj"]
 
 
-def test_a_run_goes_on_from_the_adapter_of_another_and_from_its_own_snapshots(home: Path, tmp_path: Path) -> None:
+def test_a_run_continues_from_the_adapter_of_another_and_from_its_own_snapshots(home: Path, tmp_path: Path) -> None:
     first = made(home, "first", model__adapter="lora", model__lora_rank=4, model__merge_adapter="false")
     changes = {"model__name_or_path": first / "final", "model__adapter": "continue", "training__max_steps": 10}
     arguments = [*settings(home, **changes), "--set", "training.gradient_accumulation_steps=8"]

@@ -31,7 +31,7 @@ DRUGS = (
 ILLS = ("diabetes", "pain", "sugar", "fever", "infection", "grief", "sleep", "clots", "malaria", "flutter")
 PLACES = ("liver", "blood", "muscle", "joints", "lung", "brain", "heart", "vein", "marrow", "valve")
 BEASTS = ("horse", "goat", "lamb", "camel", "otter", "raven", "trout", "beetle", "gecko", "heron")
-COLOURS = ("amber", "azure", "black", "coral", "green", "ivory", "olive", "pink", "teal", "white")
+COLORS = ("amber", "azure", "black", "coral", "green", "ivory", "olive", "pink", "teal", "white")
 TOOLS = ("spoon", "flask", "drill", "knife", "brush", "clamp", "funnel", "needle", "syringe", "tube")
 
 
@@ -39,13 +39,13 @@ def rows(count: int = 10) -> list[dict[str, Any]]:
     """Returns texts, each with two triples that have the same head and differ in relation and tail."""
     found = []
     for number in range(count):
-        names = (DRUGS, ILLS, PLACES, BEASTS, COLOURS, TOOLS)
-        drug, ill, place, beast, colour, tool = (words[number % len(words)] for words in names)
+        names = (DRUGS, ILLS, PLACES, BEASTS, COLORS, TOOLS)
+        drug, ill, place, beast, color, tool = (words[number % len(words)] for words in names)
         triples = [
             {"head": f"{drug} acid", "relation": "treats", "tail": ill},
             {"head": f"{drug} acid", "relation": "acts on", "tail": place},
         ]
-        text = f"note {number} : {drug} acid was given to the {beast} by a {tool} in the {colour} {number}"
+        text = f"note {number} : {drug} acid was given to the {beast} by a {tool} in the {color} {number}"
         found.append({"id": f"d{number}", "text": text, "triples": triples})
     return found
 

@@ -1,4 +1,4 @@
-"""Runs on knowledge graphs: entities are ranked, leaf slots are chosen from the data, and killed runs go on."""
+"""Runs on knowledge graphs: entities are ranked, leaf slots are chosen from the data, and killed runs are resumed."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def forget_configuration(run: Path) -> None:
         manifest_file.write_text(json.dumps(manifest, indent=2) + "\n")
 
 
-def test_a_run_from_before_these_keys_goes_on_as_it_was(home: Path) -> None:
+def test_a_run_from_before_these_keys_continues_unchanged(home: Path) -> None:
     old = {"model__leaves": 2, "model__n_entities": 0, "data__long_tails": "drop"}
     run = trained(home, "old", **old)
     values = config_of(run)
@@ -216,7 +216,7 @@ def config_of_file(file: Path) -> dict[str, Any]:
     return value
 
 
-def test_a_killed_run_of_a_graph_goes_on_without_one_bit_of_difference(home: Path) -> None:
+def test_a_killed_run_of_a_graph_continues_without_one_bit_of_difference(home: Path) -> None:
     line = ["train", *settings(home, training__max_steps=8), "--output-dir"]
     whole, killed = home / "whole-run", home / "killed"
     code, _, error = finish([*line, str(whole)], home / "cache")

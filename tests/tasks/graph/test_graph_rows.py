@@ -218,8 +218,8 @@ DOCRED: dict[str, Any] = {
 
 
 def test_a_document_of_docred_is_its_joined_tokens(write: Write) -> None:
-    unlabelled = {key: value for key, value in DOCRED.items() if key != "labels"}
-    document, other = read(write([DOCRED, unlabelled], name="dev.json"))
+    unlabeled = {key: value for key, value in DOCRED.items() if key != "labels"}
+    document, other = read(write([DOCRED, unlabeled], name="dev.json"))
     text = "Ada Lovelace wrote notes . Lovelace knew Babbage , a Londoner ."
     assert document == GraphDocument(
         "Ada Lovelace",

@@ -78,7 +78,7 @@ RARE_LEAVES = {"data__leaf_mask_ratio": 0.1, "data__min_leaf_groups": 0}
 
 
 @pytest.mark.parametrize("changes", [{**ALL_HEADS, **RARE_LEAVES}], ids=["all heads"])
-def test_a_run_that_was_killed_goes_on_without_one_bit_of_difference(home: Path, changes: dict[str, object]) -> None:
+def test_a_run_that_was_killed_continues_without_one_bit_of_difference(home: Path, changes: dict[str, object]) -> None:
     long = {"training__max_steps": 10, "training__gradient_accumulation_steps": 4, **changes}
     whole, killed = home / "whole", home / "killed"
     line = ["train", *settings(home, **long), "--output-dir"]
@@ -224,7 +224,7 @@ def test_a_plan_knows_what_an_encoder_costs(home: Path, capsys: Captured) -> Non
 # Masked language models: texts without triples, and transformers' encoders
 
 
-def test_text_alone_becomes_bert_and_goes_on_as_one(home: Path, capsys: Captured) -> None:
+def test_text_alone_becomes_bert_and_continues_as_one(home: Path, capsys: Captured) -> None:
     run = made(home, "bert", **BERT)
     _, info = AutoModelForMaskedLM.from_pretrained(run / "final", output_loading_info=True)
     assert not info["missing_keys"]

@@ -31,7 +31,7 @@ from tests.processes import overrides
 CPU = torch.device("cpu")
 LEAVES = 3
 ANIMALS = ["fox", "owl", "bear", "toad", "hare", "newt", "crow", "deer"]
-COLOURS, PLACES = ["red", "brown", "black", "green", "grey"], ["the forest", "a pond", "the high hills"]
+COLORS, PLACES = ["red", "brown", "black", "green", "grey"], ["the forest", "a pond", "the high hills"]
 SHAPE = {"d_model": 32, "n_heads": 2, "n_layers": 2, "d_ff": 64, "max_seq_len": 32, "leaves": LEAVES}
 STILL = {"dropout": 0, "attention_dropout": 0, "relation_dropout": 0}
 
@@ -268,9 +268,9 @@ def run_of(folder: Path, dataset: Path, steps: int, **changes: object) -> Path:
 def knowledge(folder: Path) -> Path:
     """Writes a folder with facts about animals, and returns it."""
     folder.mkdir()
-    facts = [(a, "has_colour", COLOURS[n * 3 % 5]) for n, a in enumerate(ANIMALS)]
+    facts = [(a, "has_colour", COLORS[n * 3 % 5]) for n, a in enumerate(ANIMALS)]
     facts += [(a, "lives_in", PLACES[n * 2 % 3]) for n, a in enumerate(ANIMALS)]
-    texts = [(a, f"{a}, an animal that people call {a}") for a in ANIMALS] + [(n, n) for n in (*COLOURS, *PLACES)]
+    texts = [(a, f"{a}, an animal that people call {a}") for a in ANIMALS] + [(n, n) for n in (*COLORS, *PLACES)]
     for name, rows in (("train.tsv", facts), ("entity2text.txt", texts)):
         (folder / name).write_text("".join("\t".join(row) + "\n" for row in rows), encoding="utf-8")
     return folder
@@ -317,7 +317,7 @@ def test_link_prediction_uses_the_runs_own_test_split(home: Path) -> None:
     report = predicted(run_of(home / "own", folder, 1, data__validation_name="null", model__leaves=5), None)
     assert list(report) == ["event", "step", "tail"]
     assert (report["tail"]["queries"], report["tail"]["trained_on"]) == (2, 0)
-    assert report["tail"]["candidates"] == len(ANIMALS) + len(COLOURS) + len(PLACES)
+    assert report["tail"]["candidates"] == len(ANIMALS) + len(COLORS) + len(PLACES)
 
 
 def test_an_exported_folder_needs_data_and_ranks_as_its_run(home: Path, run: Path) -> None:

@@ -26,7 +26,7 @@ def arguments(home: Path, run: Path, reward: str, **changes: object) -> list[str
     return ["train", *options(SMALL, own, {"training.grpo.reward": OWN + reward, **changes}), "--output-dir", str(run)]
 
 
-def test_a_reward_may_be_a_coroutine_and_cannot_change_how_training_goes_on(home: Path) -> None:
+def test_a_reward_may_be_a_coroutine_and_cannot_change_the_state_of_training(home: Path) -> None:
     weights = []
     for reward in ("low_ids", "waiting", "meddling"):
         code, _, error = finish(arguments(home, home / reward, reward), home / "cache")

@@ -201,7 +201,7 @@ def test_ties_go_to_the_earlier_window_and_token() -> None:
     assert answer.text == "w2"
 
 
-def normalised(text: str) -> list[str]:
+def normalized(text: str) -> list[str]:
     """Returns the words that SQuAD's evaluation script compares: lower case, no punctuation, no articles."""
     kept = "".join(character for character in text.lower() if character not in string.punctuation)
     return [word for word in kept.split() if word not in ("a", "an", "the")]
@@ -210,8 +210,8 @@ def normalised(text: str) -> list[str]:
 def plain_scores(prediction: str, answers: list[str]) -> tuple[float, float]:
     """Returns (exact match, F1) of the prediction for one question."""
     exact, f1 = 0.0, 0.0
-    words = normalised(prediction)
-    for known in map(normalised, answers):
+    words = normalized(prediction)
+    for known in map(normalized, answers):
         common = (Counter(known) & Counter(words)).total()
         exact = max(exact, float(known == words))
         f1 = max(f1, 2 * common / (len(known) + len(words)) if known and words else float(known == words))
@@ -227,7 +227,7 @@ SOME_TEXT = TEXTS.filter(bool).map(" ".join)
 
 
 @given(st.lists(st.tuples(st.lists(SOME_TEXT, max_size=3), TEXTS.map(" ".join)), min_size=1, max_size=8))
-def test_scores_are_those_of_the_plain_normalisation(cases: list[tuple[list[str], str]]) -> None:
+def test_scores_are_those_of_the_plain_normalization(cases: list[tuple[list[str], str]]) -> None:
     questions = [asked(number, *answers) for number, (answers, _) in enumerate(cases)]
     predictions = {str(number): text for number, (_, text) in enumerate(cases)}
     kinds: dict[bool, list[tuple[float, float]]] = {True: [], False: []}

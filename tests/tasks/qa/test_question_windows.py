@@ -152,16 +152,16 @@ def test_only_windows_with_the_whole_answer_have_a_label(
     before, text = " ".join(words[:first]), " ".join(words[first : last + 1])
     begin = len(before) + (first > 0)
     question = Question("a", "who", " ".join(words), ((begin, text),), False)
-    labelled = False
+    labeled = False
     for window in make_windows([question], tokenizer, 8 + more, 2):
         characters = {c for _, a, b in context_tokens(window) for c in range(a, b)}
         inside = characters.issuperset(c for c in range(begin, begin + len(text)) if question.context[c] != " ")
         assert (window.start != window.cls) == inside
         if inside:
-            labelled = True
+            labeled = True
             assert question.context[window.offsets[window.start, 0] : window.offsets[window.end, 1]] == text
     if first == last and tokenizer is not TOKENIZERS["byte-level"]:
-        assert labelled  # some window contains both tokens of the word
+        assert labeled  # some window contains both tokens of the word
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from sansgpu.views.chat_page import ChatPage
 
 MAX_BODY_BYTES = 16 << 20
 LARGE_BODY_BYTES, MAX_LARGE_BODIES = 1 << 20, 8
-CLIENT_CLOSED = 499  # nginx's status of a request whose client has gone; nobody receives it
+CLIENT_CLOSED = 499  # nginx's status if the client has disconnected; nobody receives it
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 Result = TypeVar("Result")
 
@@ -63,8 +63,8 @@ class Service:
     def require_access(self, request: Request) -> None:
         """Raises ServiceError unless the request may use the model.
 
-        Without a key, pages of other sites must not use it through the browser of somebody on this machine: neither
-        from their own address (Origin) nor by a name that they let point to this machine (Host).
+        Without a key, it refuses requests that pages of other sites make in a browser on this machine: cross-origin
+        requests (by the header Origin) and DNS rebinding (by the header Host).
         """
         if self.key is not None:
             given = request.headers.get("authorization", "").encode("latin-1")
@@ -197,7 +197,7 @@ async def read_body(kind: type[BodyKind], request: Request, large: asyncio.Semap
     read = bytearray()
     is_too_large = int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES  # the server has validated the number
     async with contextlib.AsyncExitStack() as place:
-        async for part in request.stream():  # to its end, because many clients read no answer before they have sent all
+        async for part in request.stream():  # to its end: many clients read the answer only after sending the body
             is_too_large = is_too_large or len(read) + len(part) > MAX_BODY_BYTES
             if is_too_large:
                 read.clear()
@@ -236,7 +236,7 @@ async def answer_text(service: Service, request: Request, body: GenerationBody, 
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. Calls `end` once all are sent or the client has gone."""
+    """Server-sent events. Calls `end` once all are sent or the client has disconnected."""
 
     def __init__(self, chunks: AsyncIterator[str], end: Callable[[], None]) -> None:
         super().__init__(chunks, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
@@ -307,7 +307,7 @@ class Events:
 
 
 async def while_connected(request: Request, result: Awaitable[Result]) -> Result:
-    """Waits for a result. Raises ClientDisconnect if the client goes first."""
+    """Waits for a result. Raises ClientDisconnect if the client disconnects first."""
     computing = asyncio.ensure_future(result)
     leaving = asyncio.ensure_future(_disconnect(request))
     try:

@@ -15,7 +15,7 @@ from sansgpu.jobs.serve.answers import error_object
 from sansgpu.jobs.serve.worker import ServiceError
 
 REQUEST_SECONDS = 60  # limit for a complete request to arrive, from the start of the connection or the last answer
-SILENCE_SECONDS = 60  # limit for a client whose machine or network is gone to confirm that it received data
+SILENCE_SECONDS = 60  # time in which a client must confirm received data; its machine or network may be down
 PROBES = 3  # packets without a reply before a connection counts as lost
 
 
@@ -80,7 +80,7 @@ class BoundedConnection(H11Protocol):
 
 
 def detect_lost_clients(listener: socket.socket) -> None:
-    """Makes the system close connections whose clients are gone without a word, or do not read their answers."""
+    """Makes the system close connections whose clients have vanished without closing them, or read no answers."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     values = {
         "TCP_KEEPIDLE": SILENCE_SECONDS,

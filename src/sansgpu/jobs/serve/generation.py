@@ -142,7 +142,7 @@ class GenerationWorker(Worker[GenerationWork]):
         return list(dict.fromkeys(choice.work for choice in self._active))
 
     def advance(self) -> None:
-        """Generates a token of each text. Texts whose clients have gone leave, and waiting ones take their places."""
+        """Generates a token of each text, after waiting texts have replaced those whose clients have disconnected."""
         self._drop_closed()
         joining = list(self._joining())
         self._active = [choice for choice in self._active if choice.tokens.ended is None] + joining
@@ -168,7 +168,7 @@ class GenerationWorker(Worker[GenerationWork]):
                 choice.tokens.ended = "cancelled"
 
     def _joining(self) -> Iterator[_Choice]:
-        """Takes waiting choices while there is room. Their prompts fit one pass, so that others do not wait long."""
+        """Yields waiting choices while there is room, up to PROMPT_TOKENS in total or one longer prompt."""
         free, tokens = self._batch.free, 0
         while self._waiting and free:
             tokens += len(self._waiting[0].tokens.prompt)

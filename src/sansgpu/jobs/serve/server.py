@@ -23,7 +23,7 @@ from sansgpu.machine.probe import free_descriptors
 DRAIN_SECONDS = 5  # after a signal: time for clients to read the last event
 BACKLOG = 128  # connections that the system accepts before the server does
 MAX_CONNECTIONS = 512
-ACCEPT_ROUNDS = 4  # the event loop accepts connections this often before one that is closed has freed its descriptor
+ACCEPT_ROUNDS = 4  # times that the event loop accepts connections until a closed connection has freed its descriptor
 RESERVED_FILES = 8  # file descriptors for the child process that renders chat templates, and for reading files
 
 
@@ -37,7 +37,7 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(BACKLOG)  # asyncio uses one number for this and for how many it accepts in a row
+            listener.listen(BACKLOG)  # asyncio's `backlog` is also the number of connections that it accepts in a row
 
 
 def run(
@@ -71,9 +71,8 @@ def run(
         service.worker.stop()
         server.should_exit = True
 
-    logging.getLogger("asyncio").setLevel(
-        logging.CRITICAL
-    )  # it logs each piece that is written to a client who has gone
+    # asyncio logs each write to a client that has disconnected.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
     async def serve() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: warn_once(_problem(context)))

@@ -76,7 +76,7 @@ Progress = Accepted | TextPiece | Finished | Vectors | ServiceError
 
 @dataclass(eq=False)
 class Work:
-    """Something that a client asked for, which occupies `places` sequences.
+    """A request of a client, which occupies `places` sequences.
 
     The worker calls `deliver` in its own thread. After a ServiceError there are no more events.
     """
@@ -88,7 +88,8 @@ class Work:
     is_over: bool = field(init=False, default=False)
 
 
-def _needs_model(work: Work) -> bool:
+def _is_ready(work: Work) -> bool:
+    """Returns whether the model's thread can compute or cancel the work."""
     return work.is_prepared or work.is_cancelled
 
 
@@ -136,7 +137,7 @@ class Worker(ABC, Generic[Kind]):
             self._changed.notify_all()
 
     def cancel(self, work: Kind) -> None:
-        """Ends work whose client has gone, at the latest after the next token."""
+        """Ends work whose client has disconnected, at the latest after the next token."""
         with self._changed:
             work.is_cancelled = True
             self._changed.notify_all()
@@ -178,11 +179,11 @@ class Worker(ABC, Generic[Kind]):
     def _wait(self) -> bool:
         """Waits for something to do; returns False if the worker is to stop."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or any(map(_needs_model, self._open)) or self._prepared)
+            self._changed.wait_for(lambda: self._stopping or any(map(_is_ready, self._open)) or self._prepared)
             return not self._stopping
 
     def _take(self) -> list[Kind]:
-        """Returns newly prepared work, and forgets what was cancelled."""
+        """Returns newly prepared work, and drops cancelled work."""
         with self._changed:
             prepared, self._prepared = self._prepared, []
             for work in [work for work in self._open if work.is_cancelled]:
@@ -191,8 +192,8 @@ class Worker(ABC, Generic[Kind]):
             work.is_prepared = True
         return [work for work in prepared if not work.is_over]
 
-    def _guarded(self, concerned: Callable[[], Sequence[Kind]], compute: Callable[[], None]) -> None:
-        """Computes. An error ends the work concerned, but not the server."""
+    def _guarded(self, affected: Callable[[], Sequence[Kind]], compute: Callable[[], None]) -> None:
+        """Calls `compute`. An error ends the affected work, but not the server."""
         try:
             compute()
         except ConfigError as error:
@@ -207,7 +208,7 @@ class Worker(ABC, Generic[Kind]):
             return
         if failure.status >= 500:
             self._warn(f"a request failed: {failure.message}")
-        for work in concerned():
+        for work in affected():
             self.fail(work, failure)
 
     def fail(self, work: Kind, error: ServiceError) -> None:
@@ -216,7 +217,7 @@ class Worker(ABC, Generic[Kind]):
             work.deliver(error)
 
     def require_fits(self, name: str, text: str) -> None:
-        """Raises ServiceError if a text has more bytes than the tokens of the context; it is not even tokenized."""
+        """Raises ServiceError, without tokenizing, if a text has more bytes than the context's tokens can have."""
         size, limit = len(text.encode()), self.context * self._token_bytes
         if size > limit:
             raise ServiceError(

@@ -90,7 +90,7 @@ class Heartbeats:
                     return False
                 time.sleep(POLL_SECONDS)
         except RuntimeError:
-            pass  # the store is gone, and so are the others
+            pass  # the store has exited, and so have the others
         return False
 
     def reported_error(self, rank: int) -> tuple[str, int] | None:
@@ -168,7 +168,7 @@ class Heartbeats:
             try:
                 self._beats.set(f"beat/{self._rank}", f"{count} {self._collectives}")
             except RuntimeError:
-                return  # the host of the store is gone; the next collective raises the error
+                return  # the host of the store has exited; the next collective raises the error
 
     def _beat_of(self, rank: int) -> bytes:
         key = f"beat/{rank}"

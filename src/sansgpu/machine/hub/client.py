@@ -13,8 +13,8 @@ from typing import Any
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import first_line
 
-PATIENCE_SECONDS = 20.0  # how long a Hub that answers with errors is asked; the library alone would try for a minute
-REST_SECONDS = 30.0  # after that or a failed connection, requests fail at once for this time
+PATIENCE_SECONDS = 20.0  # how long to retry if the Hub answers with errors; the library alone would try for a minute
+REST_SECONDS = 30.0  # after that or a failed connection, requests fail immediately for this time
 _TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
@@ -64,7 +64,7 @@ class HubStatus:
         return response
 
     def give_up(self, problem: str) -> None:
-        """Makes requests fail at once for a while."""
+        """Makes requests fail immediately for REST_SECONDS."""
         self._problem, self._gave_up_at = self.problem or problem, time.monotonic()
 
     def _failed(self, request: Any, problem: str) -> None:

@@ -1,4 +1,4 @@
-"""Keeps code of the user, e.g. a reward function, from ending the process silently or changing how training goes on."""
+"""Keeps the user's code, e.g. a reward function, from ending the process silently or changing global state."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Measures the fraction of its speed that a run keeps while another program uses one of the cores.
 
-    python -m benchmarks.speed.neighbour --size cpu_small
-    python -m benchmarks.speed.neighbour --peers hf-bf16 --json OUT
+    python -m benchmarks.speed.neighbor --size cpu_small
+    python -m benchmarks.speed.neighbor --peers hf-bf16 --json OUT
 
 Every contestant trains alone, next to a process that keeps one core busy, and next to one that uses that core for 5 of
 every 10 milliseconds. Two programs share a core equally, so the fair speed on n cores is (n - 0.5) / n of the speed
@@ -86,7 +86,7 @@ def add_speeds(rows: Sequence[Row], size: Size, cores: int) -> None:
 def arguments() -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.speed.neighbour",
+        prog="python -m benchmarks.speed.neighbor",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -102,7 +102,7 @@ def main() -> None:
     size = SIZES[args.size]
     data = str(Path(args.data).resolve()) if os.path.exists(args.data) else args.data
     cores = sorted(os.sched_getaffinity(0))
-    with tempfile.TemporaryDirectory(prefix="sansgpu-neighbour-") as name:
+    with tempfile.TemporaryDirectory(prefix="sansgpu-neighbor-") as name:
         folder = Path(name)
         say("preparing the data")
         facts = corpus.prepare(data, size.vocab_size, folder)
@@ -112,7 +112,7 @@ def main() -> None:
     add_speeds(rows, size, len(cores))
     title = f"{args.size} on {len(cores)} cores, medians of {args.steps} steps x {args.rounds}"
     print_table(title, COLUMNS, rows)
-    write_json(args.json, "neighbour", {**vars(args), "data": facts}, rows)
+    write_json(args.json, "neighbor", {**vars(args), "data": facts}, rows)
 
 
 if __name__ == "__main__":
