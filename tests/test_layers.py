@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from sansgpu.config import Config
+from sansgpu.config.schema import Config
 from sansgpu.config.section import all_keys
 from sansgpu.models import families
 from sansgpu.tasks.configuration import SCHEMA, TASKS
@@ -150,6 +150,20 @@ def test_packages_import_only_lower_layers() -> None:
                 if other in FLOOR:
                     assert other == module.room or FLOOR[other] > FLOOR[module.room], f"{module.name}: {found.source}"
     assert seen > 500
+
+
+def test_the_configuration_declares_only_keys_of_several_tasks() -> None:
+    """A key of one task is declared in its folder, or by the part of data or models that has it."""
+    acting = {key: {settings.task for settings in SCHEMA.tasks.with_key(key)} for key, _ in all_keys(Config)}
+    assert [key for key, tasks in acting.items() if len(tasks) < 2] == []
+    assert len(acting) < len([*all_keys(SCHEMA)]) - 60
+
+
+def test_a_new_task_needs_no_change_of_other_files() -> None:
+    """The newest task is named only in its folder and in the table of tasks."""
+    naming = [module.path for module in modules() if "grpo" in module.path.read_text(encoding="utf-8").lower()]
+    others = {str(path.relative_to(SOURCE)) for path in naming if path.parent.name != "grpo"}
+    assert others == {"tasks/configuration.py"}
 
 
 def test_a_task_imports_only_the_tasks_that_the_table_names() -> None:
@@ -309,7 +323,7 @@ def test_every_key_of_the_schema_is_read_somewhere() -> None:
     read |= {variant.key.rpartition(".")[2] for found in SCHEMA.tasks.kinds.values() for variant in found.variants}
     gets = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "get"]
     read |= {argument.value for node in gets for argument in node.args if isinstance(argument, ast.Constant)}
-    assert [key for key, _ in all_keys(Config) if key.rpartition(".")[2] not in read] == []
+    assert [key for key, _ in all_keys(SCHEMA) if key.rpartition(".")[2] not in read] == []
 
 
 def loaded(arguments: list[str], heavy: set[str], cache: Path) -> tuple[str, list[str]]:

@@ -308,7 +308,7 @@ NANO = f"{MAMBA} name kv_latent_dim q_latent_dim d_rope num_experts experts_per_
                 "model": {"hidden_size": 64, "kv_heads": None, **dict.fromkeys(NANO.split(), 1)},
                 "trainer": {"load_balance_alpha": 0.01, "group_size": 4, "beta_kl": 0.04},
             },
-            "Mamba layers are not trained from scratch; remove it, or fine-tune a Mamba model with task sft",
+            "Mamba layers are not trained from scratch; remove it, or fine-tune a Mamba model",
         ),
     ],
     ids=["LLaMA-Factory", "axolotl", "Lightning", "MLX LM", "TrainingArguments", "oxidizr"],

@@ -83,9 +83,9 @@ _NOT_NEEDED = "not needed; remove it"
 _ONLY_ANSWERS = "the loss counts only the answers of conversations; remove it"
 _OWN_KERNELS = "sansgpu has its own CPU kernels; remove it"
 _PROCESSES = "`--processes N` or torchrun starts several processes"
-_NO_MAMBA = "Mamba layers are not trained from scratch; remove it, or fine-tune a Mamba model with task sft"
+_NO_MAMBA = "Mamba layers are not trained from scratch; remove it, or fine-tune a Mamba model"
 _NO_EXPERTS = (
-    "mixtures of experts are not trained from scratch; remove it, or fine-tune e.g. OLMoE or Qwen3-MoE with task sft"
+    "mixtures of experts are not trained from scratch; remove it, or set model.name_or_path to e.g. OLMoE or Qwen3-MoE"
 )
 _NO_LATENT = "latent attention is not trained from scratch; remove it, and set n_kv_heads for smaller keys and values"
 _TEXTS = {

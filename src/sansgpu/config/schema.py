@@ -107,7 +107,7 @@ class DataConfig(Section):
     on_bad_row: Literal["fail", "skip"] = Field(
         "fail",
         description="fail: stop at the first invalid row; skip: skip invalid rows and report their number. "
-        "Evaluations of task qa always skip them",
+        "Evaluations of question answering always skip them",
     )
     doc_stride: int = Field(128, ge=0, description="overlap in tokens between consecutive windows of a long text")
     label_column: str | StrictInt | None = Field(

@@ -261,7 +261,7 @@ def all_sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str
 
 
 def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yields (dotted key, field) of every key of `model`, e.g. `training.preference.loss`."""
+    """Yields (dotted key, field) of every key of `model`, e.g. `training.seed`."""
     sections = _sections(model)
     for name, field in model.model_fields.items():
         if name in sections:
