@@ -17,7 +17,8 @@ import random, sys
 import torch
 from sansgpu.kernels import library
 from sansgpu.machine.allocator import trim_memory
-from sansgpu.machine.monitor import Usage, peak_rss_bytes
+from sansgpu.machine.monitor import peak_rss_bytes
+from sansgpu.machine.probe import held_memory
 assert library.load() is None
 library.install_caching_allocator(varying=sys.argv[1] == "varying", warn=sys.exit)
 before, draw, held, live, most = peak_rss_bytes(), random.Random(3), {}, 0, 0
@@ -38,7 +39,7 @@ print((peak_rss_bytes() - before) / most)
 held.clear()
 del tensor
 trim_memory()
-print(Usage().rss_bytes() - before)
+print(held_memory(torch.device("cpu")) - before)
 """
 
 
@@ -102,7 +103,7 @@ FEW_ROWS = """
 import torch
 from sansgpu.kernels import library
 from sansgpu.kernels.linear import Linear
-from sansgpu.machine.monitor import Usage
+from sansgpu.machine.probe import held_memory
 assert library.load() is None
 layers = torch.nn.Sequential(Linear(512, 1024), Linear(1024, 512)).bfloat16()
 def train(numbers_of_rows):
@@ -110,9 +111,9 @@ def train(numbers_of_rows):
         with torch.autocast("cpu", torch.bfloat16):
             layers(torch.ones(rows, 512)).sum().backward()
 train(range(160, 165))
-before = Usage().rss_bytes()
+before = held_memory(torch.device("cpu"))
 train(range(100, 155))
-print(Usage().rss_bytes() - before)
+print(held_memory(torch.device("cpu")) - before)
 """
 
 
