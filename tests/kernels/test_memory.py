@@ -14,10 +14,11 @@ from tests.processes import environment
 # relative to the most bytes in tensors at once, and the memory that remains in use once all tensors are freed.
 SCRIPT = """
 import random, sys
-import psutil, torch
+import torch
 from sansgpu.kernels import library
 from sansgpu.machine.allocator import trim_memory
 from sansgpu.machine.monitor import peak_rss_bytes
+from sansgpu.machine.probe import held_memory
 assert library.load() is None
 library.install_caching_allocator(varying=sys.argv[1] == "varying", warn=sys.exit)
 before, draw, held, live, most = peak_rss_bytes(), random.Random(3), {}, 0, 0
@@ -38,7 +39,7 @@ print((peak_rss_bytes() - before) / most)
 held.clear()
 del tensor
 trim_memory()
-print(psutil.Process().memory_info().rss - before)
+print(held_memory(torch.device("cpu")) - before)
 """
 
 
@@ -99,9 +100,10 @@ def test_a_request_that_cannot_be_met_is_an_error_and_no_crash() -> None:
 
 # Trains layers on batches of 60 different numbers of rows; prints how much memory the last 55 have added.
 FEW_ROWS = """
-import psutil, torch
+import torch
 from sansgpu.kernels import library
 from sansgpu.kernels.linear import Linear
+from sansgpu.machine.probe import held_memory
 assert library.load() is None
 layers = torch.nn.Sequential(Linear(512, 1024), Linear(1024, 512)).bfloat16()
 def train(numbers_of_rows):
@@ -109,9 +111,9 @@ def train(numbers_of_rows):
         with torch.autocast("cpu", torch.bfloat16):
             layers(torch.ones(rows, 512)).sum().backward()
 train(range(160, 165))
-before = psutil.Process().memory_info().rss
+before = held_memory(torch.device("cpu"))
 train(range(100, 155))
-print(psutil.Process().memory_info().rss - before)
+print(held_memory(torch.device("cpu")) - before)
 """
 
 
