@@ -18,9 +18,8 @@ from sansgpu.jobs.serve.worker import Finished, TextPiece
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.train.loading import ModelRequest, open_model
 from tests.jobs.test_chat import answers
-from tests.jobs.test_gguf_commands import said
 from tests.jobs.test_ollama_export import exported
-from tests.processes import events_of, json_lines, options, train_once, write_rows
+from tests.processes import events_of, json_lines, options, printed, train_once, write_rows
 from tests.tasks.fine_tuned import TINY, Captured
 from tests.tasks.folders import model_folder
 
@@ -70,7 +69,7 @@ def warnings_about(words: str, capsys: Captured) -> list[str]:
 
 def completed(capsys: Captured, target: Path, data: Path, output: Path) -> list[tuple[str, str]]:
     """Completes rows greedily; returns the last text and the reason for its end of each."""
-    said(capsys, "generate", target, "--data", data, "--output", output, "--temperature", 0, "--max-new-tokens", 30)
+    printed(capsys, "generate", target, "--data", data, "--output", output, "--temperature", 0, "--max-new-tokens", 30)
     rows = json_lines(output)
     return [(row["completion"], row["finish_reason"]) for row in rows]
 
@@ -95,14 +94,14 @@ def test_a_token_of_the_template_ends_answers_everywhere(home: Path, tmp_path: P
     run = taught(home, "token")
     final = run / "final"
     assert [event["sample"] for event in events_of(run, "eval")] == [ANSWER]
-    file = Path(said(capsys, "export", run, "--format", "gguf", "--type", "f32").strip())
+    file = Path(printed(capsys, "export", run, "--format", "gguf", "--type", "f32").strip())
     for number, target in enumerate((run, final, file)):
         found = completed(capsys, target, home / "questions.jsonl", tmp_path / f"{number}.jsonl")
         assert found == [(ANSWER, "stop")] * 2
-        assert said(capsys, "chat", target, "--prompt", QUESTION, "--temperature", 0) == f"{ANSWER}\n"
+        assert printed(capsys, "chat", target, "--prompt", QUESTION, "--temperature", 0) == f"{ANSWER}\n"
         opened = open_model(ModelRequest(str(target)), "generate", pytest.fail)
         assert {0, 1019} <= opened.task_class.batch_model(opened).ends  # type: ignore[attr-defined]
-    assert said(capsys, "generate", run, "--prompt", RAW, "--temperature", 0) == f"{RAW}{ANSWER}\n"
+    assert printed(capsys, "generate", run, "--prompt", RAW, "--temperature", 0) == f"{RAW}{ANSWER}\n"
     assert json.loads((final / "generation_config.json").read_text())["eos_token_id"] == [1019, 0]
     assert json.loads((final / "config.json").read_text())["eos_token_id"] == 1019
     assert json.loads((final / "tokenizer_config.json").read_text())["eos_token"] == NEW
@@ -119,12 +118,12 @@ def test_a_text_of_the_template_is_named_and_ends_answers(home: Path, tmp_path: 
     assert "no token of this tokenizer but 7 tokens of text" in warned
     assert "write {{ eos_token }} in its place" in warned
     assert [event["sample"] for event in events_of(run, "eval")] == [ANSWER]
-    file = Path(said(capsys, "export", run, "--format", "gguf", "--type", "f32").strip())
+    file = Path(printed(capsys, "export", run, "--format", "gguf", "--type", "f32").strip())
     raw = write_rows(tmp_path / "raw.jsonl", [{"prompt": QUESTION}, {"text": RAW.replace(NEW, TEXT)}])
     for number, target in enumerate((run, run / "final", file)):
         found = completed(capsys, target, raw, tmp_path / f"{number}.jsonl")
         assert found == [(ANSWER, "stop")] * 2
-        assert said(capsys, "chat", target, "--prompt", QUESTION, "--temperature", 0) == f"{ANSWER}\n"
+        assert printed(capsys, "chat", target, "--prompt", QUESTION, "--temperature", 0) == f"{ANSWER}\n"
     assert TEXT in exported(capsys, run, "--type", "f32")[1]["stop"]
     assert served_answer(run) == (ANSWER, "stop")
 
@@ -146,7 +145,7 @@ def test_adapters_and_templates_without_an_end(home: Path, tmp_path: Path, capsy
         home / "adapter", [*_quick(home, "token"), *options({"model.adapter": "lora", "model.merge_adapter": False})]
     )
     assert json.loads((run / "final/tokenizer_config.json").read_text())["eos_token"] == NEW
-    merged = Path(said(capsys, "export", run, "--merge", "--format", "hf", "--output", tmp_path / "merged").strip())
+    merged = Path(printed(capsys, "export", run, "--merge", "--format", "hf", "--output", tmp_path / "merged").strip())
     assert json.loads((merged / "generation_config.json").read_text())["eos_token_id"] == [1019, 0]
     opened = open_model(ModelRequest(str(run / "final")), "chat", pytest.fail)
     assert opened.task_class.batch_model(opened).ends == {0, 1019}  # type: ignore[attr-defined]

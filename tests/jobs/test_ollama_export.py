@@ -10,10 +10,10 @@ import gguf
 import pytest
 
 from sansgpu.cli import run as cli
-from tests.jobs.test_gguf_commands import ADAPTED, refused, said
+from tests.jobs.test_gguf_commands import ADAPTED
 from tests.models.formats.go_templates import render as render_go
 from tests.models.formats.test_ollama import conversation, own_text, parts_of, read_modelfile
-from tests.processes import Captured, options, settings, train_once, write_corpus, write_rows
+from tests.processes import Captured, options, printed, refused, settings, train_once, write_corpus, write_rows
 from tests.tasks.folders import chat_rows, model_folder
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -29,7 +29,7 @@ def fill(home: Path) -> None:
 
 def exported(capsys: Captured, *arguments: object) -> tuple[Path, dict[str, list[str]], str]:
     """Exports a model; returns the folder, the instructions of its Modelfile and the last line that was printed."""
-    folder, command = said(capsys, "export", *arguments, "--format", "ollama").splitlines()
+    folder, command = printed(capsys, "export", *arguments, "--format", "ollama").splitlines()
     found: dict[str, list[str]] = {}
     for name, value in read_modelfile((Path(folder) / "Modelfile").read_text("utf-8")):
         found.setdefault(name, []).append(value)
@@ -44,7 +44,7 @@ def test_a_base_model_continues_prompts(home: Path, capsys: Captured) -> None:
     assert found["TEMPLATE"] == ["{{ .Prompt }}"]
     assert found["num_ctx"] == ["32"]
     assert "temperature" not in found
-    file = said(capsys, "export", home / "plain", "--format", "gguf", "--type", "f32").strip()
+    file = printed(capsys, "export", home / "plain", "--format", "gguf", "--type", "f32").strip()
     assert (folder / "plain-f32.gguf").read_bytes() == Path(file).read_bytes()
     assert {path.name for path in folder.iterdir()} == {"plain-f32.gguf", "Modelfile", "README.md", ".sansgpu.json"}
     assert exported(capsys, home / "plain", "--type", "f32")[0] == folder, "an export may be repeated"
@@ -60,7 +60,7 @@ def test_a_chat_model_has_its_own_template(home: Path, capsys: Captured) -> None
     messages = [{"role": "system", "content": "Be brief."}, *conversation("Hi", "Yes", "Why?")]
     assert render_go(found["TEMPLATE"][0], messages) == own_text(parts_of(template), messages)
     assert {"<|im_start|>", "<|im_end|>"} <= {*found["stop"]}
-    assert said(capsys, "chat", file, "--prompt", "red", "--max-new-tokens", 3)
+    assert printed(capsys, "chat", file, "--prompt", "red", "--max-new-tokens", 3)
 
 
 def test_a_system_message_of_all_conversations_is_part_of_the_model(home: Path, capsys: Captured) -> None:
@@ -87,8 +87,8 @@ def test_hugging_face_folders_are_exported_in_every_type(home: Path, capsys: Cap
     assert found["TEMPLATE"] == ["{{ .Prompt }}"]
     _, found, _ = exported(capsys, home / "My chat/final", "--output", tmp_path / "adapter")
     assert "<|im_start|>" in found["TEMPLATE"][0]
-    plain = said(capsys, "export", model, "--format", "gguf", "--output", tmp_path / "model.gguf").strip()
-    assert said(capsys, "generate", plain, "--prompt", "red", "--max-new-tokens", 3)
+    plain = printed(capsys, "export", model, "--format", "gguf", "--output", tmp_path / "model.gguf").strip()
+    assert printed(capsys, "generate", plain, "--prompt", "red", "--max-new-tokens", 3)
 
 
 def test_a_models_files_add_no_lines_to_the_modelfile(capsys: Captured, tmp_path: Path) -> None:
