@@ -280,11 +280,12 @@ def test_vectors_and_labels_are_compared_with_those_of_a_peer(tmp_path: Path, ta
         AutoModelForSequenceClassification.from_pretrained(model).save_pretrained(model)
     arguments = ["--task", task, "--model", str(model), "--data", str(documents), "--texts", "8", "--rounds", "1"]
     arguments += ["--batches", "4"]
-    theirs, ours = benchmark(
+    *theirs, ours = benchmark(
         "benchmarks.serving.inference", *arguments, cache=tmp_path, result=tmp_path / "result.json"
     )["rows"]
+    assert len(theirs) == 2  # in fp32 and in bf16
     assert ours["agreement"] > (0.99 if task == "encode" else 0.7)  # in bf16 a label may differ
-    assert ours["ratio"] == pytest.approx(ours["texts_per_second"] / theirs["texts_per_second"])
+    assert ours["ratio"] == pytest.approx(ours["texts_per_second"] / max(row["texts_per_second"] for row in theirs))
 
 
 @pytest.mark.long

@@ -10,10 +10,10 @@ import gguf
 import pytest
 
 from sansgpu.cli import run as cli
-from tests.jobs.test_gguf_commands import ADAPTED, refused
+from tests.jobs.test_gguf_commands import ADAPTED
 from tests.models.formats.go_templates import render as render_go
 from tests.models.formats.test_ollama import conversation, own_text, parts_of, read_modelfile
-from tests.processes import Captured, options, printed, settings, train_once, write_corpus, write_rows
+from tests.processes import Captured, options, printed, refused, settings, train_once, write_corpus, write_rows
 from tests.tasks.folders import chat_rows, model_folder
 
 pytestmark = pytest.mark.usefixtures("home")

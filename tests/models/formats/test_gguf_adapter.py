@@ -1,4 +1,4 @@
-"""Adapters leave as GGUF files; llama.cpp then computes the logits of the merged model."""
+"""Adapters are exported as GGUF files; llama.cpp then computes the logits of the merged model."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_llama_cpp_computes_the_logits_of_the_merged_model(
     assert float((llama.logits(ids) - wanted).abs().max()) > 0.1
 
 
-def test_a_run_leaves_as_an_adapter_file(home: Path, capsys: Captured) -> None:
+def test_a_run_is_exported_as_an_adapter_file(home: Path, capsys: Captured) -> None:
     own = {"task": "sft", "model.name_or_path": model_folder("llama"), "data.dataset_name": home / "chat.jsonl"}
     run = train_once(home / "run", options(TINY, own, {"model.adapter": "lora"}))
     assert export(capsys, run, "--no-merge")[0] == 0

@@ -1,4 +1,4 @@
-"""Adapters that peft or sansgpu has trained are trained further, used by every command, and leave as peft folders."""
+"""Adapters of peft and of sansgpu are trained further, used by every command, and exported as folders of peft."""
 
 from __future__ import annotations
 

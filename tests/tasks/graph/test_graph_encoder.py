@@ -167,7 +167,7 @@ def codec() -> GraphCodec:
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_an_encoder_of_text_alone_leaves_as_bert(tmp_path: Path, codec: GraphCodec, activation: str) -> None:
+def test_an_encoder_of_text_alone_is_exported_as_bert(tmp_path: Path, codec: GraphCodec, activation: str) -> None:
     config = shape(
         leaves=0, decay="none", position="learned", embedding_norm=True, activation=activation, n_relations=None
     )
@@ -185,7 +185,7 @@ def test_an_encoder_of_text_alone_leaves_as_bert(tmp_path: Path, codec: GraphCod
     assert tokenizer("a b").input_ids == codec.tokenizer.encode_batch(["a b"])[0].ids
 
 
-def test_a_graph_encoder_leaves_as_a_folder_of_ours(tmp_path: Path, codec: GraphCodec) -> None:
+def test_a_graph_encoder_is_exported_as_a_folder(tmp_path: Path, codec: GraphCodec) -> None:
     model = scaled(GraphEncoder(shape(), 4, longest_span=3))
     export_graph_model(model, codec, tmp_path / "final", {"data": {"max_length": 9}})
     assert is_graph_folder(tmp_path / "final")
