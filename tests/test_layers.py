@@ -159,6 +159,20 @@ def test_the_configuration_declares_only_keys_of_several_tasks() -> None:
     assert len(acting) < len([*all_keys(SCHEMA)]) - 60
 
 
+def test_users_find_the_keys_of_all_tasks_in_sansgpu_config() -> None:
+    """Inside the package, that would be an import upwards; its modules import the sections of `config` themselves."""
+    program = (
+        "from sansgpu.config import Config, DataConfig, ModelConfig, TrainingConfig, load_config;"
+        "config = Config(task='embed', model=ModelConfig(name_or_path='base', pooling='cls'),"
+        "data=DataConfig(dataset_name='rows', score_scale=5), training=TrainingConfig(embedding_loss='cosine'));"
+        "print(config.data.score_scale, config.training.embedding_loss, type(load_config()[0]) is Config)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "5.0 cosine True\n"
+    doors = {"Config", "DataConfig", "ModelConfig", "TrainingConfig", "load_config"}
+    found = [name for module in modules() for name in imports(module) if name.source.startswith("sansgpu.config.")]
+    assert [name for name in found if name.source.removeprefix("sansgpu.config.") in doors] == []
+
+
 def test_a_new_task_needs_no_change_of_other_files() -> None:
     """The newest task is named only in its folder and in the table of tasks."""
     naming = [module.path for module in modules() if "grpo" in module.path.read_text(encoding="utf-8").lower()]

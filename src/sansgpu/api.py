@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import Config, ConfigError, change_config, note_of, require_batch_size, with_own_names
+from sansgpu.config import ConfigError, change_config, note_of, require_batch_size, with_own_names
+from sansgpu.config.schema import Config
 from sansgpu.events.event import Event, Sink
 from sansgpu.events.history import LogHistory
 from sansgpu.events.loggers import Callback, CallbackSink

@@ -19,7 +19,7 @@ import typer
 from sansgpu.events.escape import printable, printable_json, printable_line
 
 if TYPE_CHECKING:
-    from sansgpu.config import Config
+    from sansgpu.config.schema import Config
     from sansgpu.views.terminal import PreparationBar, RunConsole
 
 CONFIGURATION, OUTPUT, SAMPLING = "Configuration", "Output", "Sampling"  # groups of options in a command's help

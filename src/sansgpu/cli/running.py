@@ -144,8 +144,8 @@ def _unknown_options(context: Any, arguments: list[str]) -> list[str]:
 
 def _hint(name: str, command: Any) -> str:
     """Returns what to write instead of an unknown option, in parentheses, or "" if nothing is similar."""
-    from sansgpu.config import Config
     from sansgpu.config.remedies import advice
+    from sansgpu.config.schema import Config
     from sansgpu.config.section import own_key
 
     known = [known for param in command.params for known in param.opts if known.startswith("--")]

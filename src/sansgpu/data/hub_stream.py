@@ -20,7 +20,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from sansgpu.config import ConfigError, DataConfig, SansGPUError, UnreachableError
+from sansgpu.config import ConfigError, SansGPUError, UnreachableError
+from sansgpu.config.schema import DataConfig
 from sansgpu.config.wording import counted, first_line
 from sansgpu.data.rows import row_text
 from sansgpu.files.atomic import PRIVATE_MODE, atomic_write, make_folder, write_failures_as, write_text

@@ -6,7 +6,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from sansgpu.config import TrainingConfig, derive_seed
+from sansgpu.config import derive_seed
+from sansgpu.config.training import TrainingConfig
 
 
 def generator(seed: int, *purpose: int | str) -> np.random.Generator:

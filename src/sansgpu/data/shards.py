@@ -18,7 +18,8 @@ from typing import IO, TypeVar
 import numpy as np
 from filelock import FileLock
 
-from sansgpu.config import ConfigError, DataConfig
+from sansgpu.config import ConfigError
+from sansgpu.config.schema import DataConfig
 from sansgpu.config.tasks import TRAINED_TOKENIZERS
 from sansgpu.data.files import Piece
 from sansgpu.data.rows import SourceRow

@@ -14,7 +14,8 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import IO, TypeVar
 
-from sansgpu.config import ConfigError, DataConfig
+from sansgpu.config import ConfigError
+from sansgpu.config.schema import DataConfig
 from sansgpu.data.lines import (
     MAX_LINE,
     binary_file,

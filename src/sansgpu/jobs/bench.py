@@ -14,7 +14,8 @@ from typing import cast
 
 import torch
 
-from sansgpu.config import Config, ConfigError, SansGPUError, change_config, save_config
+from sansgpu.config import ConfigError, SansGPUError, change_config, save_config
+from sansgpu.config.schema import Config
 from sansgpu.config.wording import counted, duration
 from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.files.atomic import write_failures_as

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from jinja2 import Environment, PackageLoader, Template
 
-from sansgpu.config import Config, ConfigError, SansGPUError
+from sansgpu.config import ConfigError, SansGPUError
+from sansgpu.config.schema import Config
 from sansgpu.config.wording import counted
 from sansgpu.events.progress import Warn
 from sansgpu.machine.execution import Execution

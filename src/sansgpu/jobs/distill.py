@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from filelock import FileLock, Timeout
 
-from sansgpu.config import Config, ConfigError, SansGPUError, TrainingConfig
-from sansgpu.config.training import Precision
+from sansgpu.config import ConfigError, SansGPUError
+from sansgpu.config.schema import Config
+from sansgpu.config.training import Precision, TrainingConfig
 from sansgpu.config.wording import counted
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.teacher_folder import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sansgpu.config import TrainingConfig
+from sansgpu.config.training import TrainingConfig
 from sansgpu.events.progress import ReportProgress
 from sansgpu.kernels import library
 from sansgpu.kernels.matmul import INTEGERS

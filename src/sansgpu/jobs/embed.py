@@ -16,7 +16,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sansgpu.config import ConfigError, DataConfig, SansGPUError, TrainingConfig
+from sansgpu.config import ConfigError, SansGPUError
+from sansgpu.config.schema import DataConfig
+from sansgpu.config.training import TrainingConfig
 from sansgpu.config.wording import first_line
 from sansgpu.data.files import CONVERT, file_form
 from sansgpu.data.rows import BadRowError, SourceRow, text_of

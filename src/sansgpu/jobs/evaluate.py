@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sansgpu.config import Config, ConfigError, TaskSettings
+from sansgpu.config import ConfigError, TaskSettings
 from sansgpu.config.paths import contains_run, local_path
+from sansgpu.config.schema import Config
 from sansgpu.config.section import declared_keys
 from sansgpu.data.sources import has_conversations
 from sansgpu.events.progress import ReportProgress, Warn

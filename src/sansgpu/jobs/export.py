@@ -9,9 +9,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
-from sansgpu.config import Config, ConfigError, ModelConfig
+from sansgpu.config import ConfigError
 from sansgpu.config.errors import require
+from sansgpu.config.model import ModelConfig
 from sansgpu.config.paths import contains_run
+from sansgpu.config.schema import Config
 from sansgpu.events.progress import ReportProgress, Warn
 from sansgpu.files.atomic import write_text
 from sansgpu.files.ownership import GGUF_SIGNATURE, OutputFolder, require_file

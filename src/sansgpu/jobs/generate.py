@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from sansgpu.config import ConfigError, DataConfig, SansGPUError
+from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.paths import contains_run, local_path
 from sansgpu.config.plain_data import InvalidDataError
+from sansgpu.config.schema import DataConfig
 from sansgpu.data.forms.chats import PROMPTS, Prompt
 from sansgpu.data.rows import BadRows, SourceRow
 from sansgpu.data.sources import open_single

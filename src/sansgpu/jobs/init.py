@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sansgpu.config import Config, ConfigError, DataConfig, change_config
+from sansgpu.config import ConfigError, change_config
 from sansgpu.config.load import commented_yaml
+from sansgpu.config.schema import Config, DataConfig
 from sansgpu.config.tasks import Purpose
 from sansgpu.config.wording import counted, truncate
 from sansgpu.data.sources import open_single

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import yaml
 
-from sansgpu.config import BUILT_IN_NAMES, Config, ConfigError, acting_values, setting
+from sansgpu.config import BUILT_IN_NAMES, ConfigError, acting_values, setting
+from sansgpu.config.schema import Config
 from sansgpu.config.section import declared_keys
 from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import write_failures_as

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sansgpu.config import ConfigError, DataConfig
+from sansgpu.config import ConfigError
+from sansgpu.config.schema import DataConfig
 from sansgpu.data.files import file_form
 from sansgpu.data.rows import LocatedRow, SourceRow
 from sansgpu.data.sources import local_files, open_single

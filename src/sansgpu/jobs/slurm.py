@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import Config, ConfigError
+from sansgpu.config import ConfigError
+from sansgpu.config.schema import Config
 from sansgpu.config.wording import truncate
 from sansgpu.events.progress import ReportProgress
 from sansgpu.files.atomic import make_folder, write_failures_as, write_text

@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import Config, ConfigError, Override, RunPaths, SansGPUError, change_config, flatten, save_config
+from sansgpu.config import ConfigError, Override, RunPaths, SansGPUError, change_config, flatten, save_config
 from sansgpu.config.errors import is_installed
+from sansgpu.config.schema import Config
 from sansgpu.events.controls import Controls
 from sansgpu.events.event import Event, EventBuffer, Sink, Sinks, now
 from sansgpu.events.jsonl import MetricsFile

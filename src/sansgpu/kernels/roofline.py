@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from sansgpu.config import TrainingConfig
+from sansgpu.config.training import TrainingConfig
 from sansgpu.kernels import library
 from sansgpu.kernels.matmul import Matmul, MatmulPrecision, integer_of, multiply
 from sansgpu.machine.cache_folder import cache_dir

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 
-from sansgpu.config import TrainingConfig
+from sansgpu.config.training import TrainingConfig
 
 MARGIN = 1.05  # required memory / estimate; estimates are a few percent off, and other programs' memory changes
 MICRO_BATCH_TOKENS = 4096  # default limit: beyond it matmuls gain little, and activations no longer fit the cache

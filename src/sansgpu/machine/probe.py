@@ -11,8 +11,9 @@ from functools import cache
 import psutil
 import torch
 
-from sansgpu.config import ConfigError, TrainingConfig
+from sansgpu.config import ConfigError
 from sansgpu.config.errors import is_installed
+from sansgpu.config.training import TrainingConfig
 from sansgpu.config.wording import counted
 from sansgpu.events.progress import Warn
 from sansgpu.machine import cgroup, cores, instruction_sets

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Self
 
-from sansgpu.config import ModelConfig, TrainingConfig
+from sansgpu.config.model import ModelConfig
+from sansgpu.config.training import TrainingConfig
 from sansgpu.kernels.cross_entropy import CHUNK_ROWS, PLAIN_ROWS
 from sansgpu.kernels.newton_schulz import newton_schulz_flops
 from sansgpu.machine.execution import Execution

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sansgpu.config import ModelConfig
+from sansgpu.config.model import ModelConfig
 from sansgpu.kernels.attention import attention, causal_ranges
 from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight
 from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions, linear_cross_entropy

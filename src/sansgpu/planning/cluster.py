@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sansgpu.config import Config, ConfigError, change_config
+from sansgpu.config import ConfigError, change_config
+from sansgpu.config.schema import Config
 from sansgpu.config.wording import counted
 from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.distributed.gloo_rate import Link, measure_gloo

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from sansgpu.config import Config, ConfigError, TrainingConfig
+from sansgpu.config import ConfigError
 from sansgpu.config.parse import normal_time, whole_number
+from sansgpu.config.schema import Config
+from sansgpu.config.training import TrainingConfig
 from sansgpu.config.wording import truncate
 from sansgpu.events.progress import ReportProgress
 from sansgpu.kernels.roofline import Roofline, measure_roofline

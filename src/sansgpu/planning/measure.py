@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from sansgpu.config import Config, SansGPUError
+from sansgpu.config import SansGPUError
+from sansgpu.config.schema import Config
 from sansgpu.config.wording import MAX_REASON_CHARACTERS
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.kernels.roofline import peak_gemm_rate

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sansgpu.config import Config, ConfigError, change_config
+from sansgpu.config import ConfigError, change_config
+from sansgpu.config.schema import Config
 from sansgpu.events.progress import Warn
 from sansgpu.machine.address_space import address_space_limit
 from sansgpu.machine.execution import Execution

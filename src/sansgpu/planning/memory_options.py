@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from sansgpu.config import PRESETS, Config, ConfigError
+from sansgpu.config import PRESETS, ConfigError
+from sansgpu.config.schema import Config
 from sansgpu.config.wording import truncate
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import Memory

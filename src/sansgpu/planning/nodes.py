@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from sansgpu.config import TrainingConfig
+from sansgpu.config.training import TrainingConfig
 from sansgpu.machine.distributed.gloo_rate import Link
 from sansgpu.machine.memory import micro_batch_choices, micro_batches_per_rank
 from sansgpu.train.gradient_reduction import BUCKET_BYTES

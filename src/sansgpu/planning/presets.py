@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from sansgpu.config import PRESETS, Config, change_config
+from sansgpu.config import PRESETS, change_config
+from sansgpu.config.schema import Config
 from sansgpu.config.wording import counted
 from sansgpu.kernels import library
 from sansgpu.kernels.roofline import peak_gemm_rate, resolve_precision

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from sansgpu.config import Config, ConfigError, TrainingConfig
+from sansgpu.config import ConfigError
+from sansgpu.config.schema import Config
+from sansgpu.config.training import TrainingConfig
 from sansgpu.config.wording import counted
 from sansgpu.events.progress import Warn
 from sansgpu.kernels.library import load_kernels_and_allocators

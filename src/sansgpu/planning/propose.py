@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from sansgpu.config import Config, ConfigError, change_config
+from sansgpu.config import ConfigError, change_config
 from sansgpu.config.load import commented_yaml
 from sansgpu.config.paths import local_path
+from sansgpu.config.schema import Config
 from sansgpu.config.training import require_hours
 from sansgpu.config.wording import count
 from sansgpu.events.progress import ReportProgress, Warn

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
-from sansgpu.config import Config, ConfigError, SansGPUError, change_config, setting
+from sansgpu.config import ConfigError, SansGPUError, change_config, setting
+from sansgpu.config.schema import Config
 from sansgpu.config.tasks import Metric
 from sansgpu.config.wording import duration, truncate
 from sansgpu.events.progress import ReportProgress

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from sansgpu.config import Config, ConfigError, TaskSettings
+from sansgpu.config import ConfigError, TaskSettings
+from sansgpu.config.schema import Config
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.order import batch_indices
 from sansgpu.data.tokenizer import load_tokenizer

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from sansgpu.config import Config
+from sansgpu.config.schema import Config
 from sansgpu.data.rows import SourceRow
 from sansgpu.events.progress import ReportProgress
 from sansgpu.models.formats.tokenizers import TokenizerParts

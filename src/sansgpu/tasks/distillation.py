@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from sansgpu.config import Config, ConfigError
+from sansgpu.config import ConfigError
 from sansgpu.config.paths import local_path
+from sansgpu.config.schema import Config
 from sansgpu.config.wording import counted
 from sansgpu.data.batch import IGNORE, Batch
 from sansgpu.data.sequences import PackedSequences

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from sansgpu.config import ConfigError, DataConfig
+from sansgpu.config import ConfigError
+from sansgpu.config.schema import DataConfig
 from sansgpu.data.batch import Batch
 from sansgpu.data.pack import Windows
 from sansgpu.data.sources import Source, open_single

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import numpy as np
 import torch
 
-from sansgpu.config import Config, ConfigError, derive_seed
+from sansgpu.config import ConfigError, derive_seed
+from sansgpu.config.schema import Config
 from sansgpu.config.wording import counted
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.order import batch_indices

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-from sansgpu.config import Config, ConfigError, import_class
+from sansgpu.config import ConfigError, import_class
 from sansgpu.config.errors import FINE_TUNING, require
+from sansgpu.config.schema import Config
 from sansgpu.tasks.configuration import SCHEMA, task_class
 from sansgpu.tasks.task import TaskClass
 

@@ -10,8 +10,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from sansgpu.config import Config, ConfigError, TaskSettings
+from sansgpu.config import ConfigError, TaskSettings
 from sansgpu.config.paths import local_path
+from sansgpu.config.schema import Config
 from sansgpu.config.wording import counted
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.events.progress import ReportProgress

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from sansgpu.config import Config, derive_seed
+from sansgpu.config import derive_seed
+from sansgpu.config.schema import Config
 from sansgpu.config.wording import counted
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.events.progress import ReportProgress

@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from sansgpu.config import TrainingConfig
+from sansgpu.config.training import TrainingConfig
 from sansgpu.machine.distributed.group import Group
 from sansgpu.train.sharding import OwnedByRank
 from sansgpu.train.update_rules import TrainedWeight

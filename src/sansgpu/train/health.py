@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from statistics import mean, median, stdev
 from typing import NamedTuple
 
-from sansgpu.config import TrainingConfig
 from sansgpu.config.tasks import LOSS, Metric
+from sansgpu.config.training import TrainingConfig
 from sansgpu.events.event import NEAR_LIMIT, Event
 
 # All thresholds are assumptions, chosen so that healthy runs get no warnings.

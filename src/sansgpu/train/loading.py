@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 
-from sansgpu.config import Config, ConfigError, ModelConfig, RunPaths
+from sansgpu.config import ConfigError, RunPaths
+from sansgpu.config.model import ModelConfig
 from sansgpu.config.paths import contains_run, local_path
+from sansgpu.config.schema import Config
 from sansgpu.config.training import Precision
 from sansgpu.events.progress import ReportProgress, Warn, ignore_progress
 from sansgpu.kernels.library import load_kernels_and_allocators

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.profiler import record_function
 
-from sansgpu.config import ConfigError, TrainingConfig
+from sansgpu.config import ConfigError
+from sansgpu.config.training import TrainingConfig
 from sansgpu.kernels.linear import Linear
 from sansgpu.kernels.update import global_norm
 from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group

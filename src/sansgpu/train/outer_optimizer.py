@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from sansgpu.config import TrainingConfig
+from sansgpu.config.training import TrainingConfig
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.machine.distributed.group import Group
 from sansgpu.train.gradient_reduction import BUCKET_BYTES, message_dtype

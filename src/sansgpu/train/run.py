@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sansgpu.config import Config, RunPaths
+from sansgpu.config import RunPaths
+from sansgpu.config.schema import Config
 from sansgpu.data.order import steps_per_epoch
 from sansgpu.kernels.roofline import peak_gemm_rate
 from sansgpu.machine.cache_folder import cache_dir

@@ -14,7 +14,6 @@ from typing import Any
 from sansgpu.config import (
     ABANDONED_FOLDER,
     BUILT_IN_NAMES,
-    Config,
     ConfigError,
     Override,
     RunPaths,
@@ -25,6 +24,7 @@ from sansgpu.config import (
 )
 from sansgpu.config.parse import read_values
 from sansgpu.config.paths import RUNS, contains_run, local_path, not_a_run
+from sansgpu.config.schema import Config
 from sansgpu.config.section import declared_keys
 from sansgpu.config.tasks import is_outside
 from sansgpu.events.escape import printable_line

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from sansgpu.config import ConfigError, TrainingConfig
+from sansgpu.config import ConfigError
+from sansgpu.config.training import TrainingConfig
 from sansgpu.config.wording import counted
 from sansgpu.events.event import Event
 from sansgpu.events.progress import Warn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from sansgpu.config import TrainingConfig
+from sansgpu.config.training import TrainingConfig
 from sansgpu.config.wording import count, counted, duration
 from sansgpu.data.order import step_limits
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from sansgpu.config import TrainingConfig
+from sansgpu.config.training import TrainingConfig
 from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
 from sansgpu.machine.execution import Execution
 from sansgpu.tasks.task import Sums

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sansgpu.config import TrainingConfig, derive_seed
+from sansgpu.config import derive_seed
+from sansgpu.config.training import TrainingConfig
 from sansgpu.kernels.newton_schulz import newton_schulz
 from sansgpu.kernels.update import (
     AdamWStep,

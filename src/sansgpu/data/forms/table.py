@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sansgpu.config import Config
+from sansgpu.config.schema import Config
 from sansgpu.data.forms.chats import CONVERSATIONS, PROMPTS
 from sansgpu.data.forms.form import Form, Forms, any_row, resolve_columns
 from sansgpu.data.forms.graphs import GRAPHS

@@ -16,7 +16,6 @@ from filelock import FileLock
 from pydantic import BaseModel, ConfigDict
 
 from sansgpu.config import (
-    Config,
     ConfigError,
     Override,
     SansGPUError,
@@ -30,6 +29,7 @@ from sansgpu.config import (
 )
 from sansgpu.config.paths import RUNS
 from sansgpu.config.plain_data import InvalidDataError
+from sansgpu.config.schema import Config
 from sansgpu.config.training import require_hours
 from sansgpu.config.wording import counted
 from sansgpu.events.progress import ReportProgress, Warn

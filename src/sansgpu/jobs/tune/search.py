@@ -25,7 +25,6 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from sansgpu.config import (
-    Config,
     ConfigError,
     RunPaths,
     SansGPUError,
@@ -35,6 +34,7 @@ from sansgpu.config import (
     flatten,
     spaced_values,
 )
+from sansgpu.config.schema import Config
 from sansgpu.config.wording import first_line
 from sansgpu.files.ownership import OutputFolder, lock_run
 from sansgpu.jobs.tune.trial import Length, Outcome, TrialRun, trial_config

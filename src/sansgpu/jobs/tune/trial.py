@@ -14,7 +14,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from sansgpu.config import Config, change_config, save_config
+from sansgpu.config import change_config, save_config
+from sansgpu.config.schema import Config
 from sansgpu.events.jsonl import read_events
 from sansgpu.files.atomic import atomic_write, make_folder
 from sansgpu.files.ownership import OutputFolder, require_no_links

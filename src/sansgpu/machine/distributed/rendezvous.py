@@ -15,7 +15,8 @@ import psutil
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from sansgpu.config import ConfigError, TrainingConfig
+from sansgpu.config import ConfigError
+from sansgpu.config.training import TrainingConfig
 from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
 from sansgpu.machine.distributed.peers import POLL_SECONDS, Heartbeats, LostRankError, Peer, this_process
 from sansgpu.machine.distributed.world import World, unbind

@@ -11,7 +11,8 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
-from sansgpu.config import Config, ConfigError
+from sansgpu.config import ConfigError
+from sansgpu.config.schema import Config
 from sansgpu.config.section import problems
 from sansgpu.config.wording import first_line
 from sansgpu.kernels.block_quantization import Matrix, QuantizedWeight

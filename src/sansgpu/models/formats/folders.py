@@ -15,7 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_model
 from torch import nn
 
-from sansgpu.config import ConfigError, ModelConfig, SansGPUError
+from sansgpu.config import ConfigError, SansGPUError
+from sansgpu.config.model import ModelConfig
 from sansgpu.config.paths import local_path
 from sansgpu.config.wording import counted, shown
 from sansgpu.files.atomic import write_failures_as

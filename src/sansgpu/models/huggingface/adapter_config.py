@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sansgpu.config import ConfigError, ModelConfig
+from sansgpu.config import ConfigError
+from sansgpu.config.model import ModelConfig
 from sansgpu.config.wording import shown
 from sansgpu.files.reading import read_object
 from sansgpu.models.formats.folders import (

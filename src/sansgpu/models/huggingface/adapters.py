@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from sansgpu.config import ConfigError, ModelConfig
+from sansgpu.config import ConfigError
+from sansgpu.config.model import ModelConfig
 from sansgpu.config.wording import first_line, shown
 from sansgpu.models import families
 from sansgpu.models.formats.folders import adapter_folder, base_of, frozen_base, write_folder_atomically

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
-from sansgpu.config import ModelConfig
+from sansgpu.config.model import ModelConfig
 from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy
 from sansgpu.kernels.mixed_loss import SoftTargets, linear_mixed_loss, mixed_loss_of_logits
 from sansgpu.models.decoder import IGNORED_LABEL

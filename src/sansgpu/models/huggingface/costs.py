@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sansgpu.config import ModelConfig
+from sansgpu.config.model import ModelConfig
 from sansgpu.machine.execution import Execution
 from sansgpu.models.costing import StepWork, cross_entropy_bytes
 from sansgpu.models.formats.weights import matrix_formats

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from sansgpu.config import ConfigError, ModelConfig
+from sansgpu.config import ConfigError
+from sansgpu.config.model import ModelConfig
 from sansgpu.models.formats.folders import base_of
 from sansgpu.models.formats.weights import StoredTensor, as_stored
 from sansgpu.models.huggingface.pretrained import Head, meta_model, plain_name

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from sansgpu.config import ConfigError, ModelConfig, SansGPUError
+from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.errors import require
+from sansgpu.config.model import ModelConfig
 from sansgpu.config.wording import first_line
 from sansgpu.files.reading import read_object
 from sansgpu.models.formats.folders import DECODER_CLASSES, validate_model_folder, write_folder_atomically

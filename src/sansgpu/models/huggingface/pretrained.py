@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from sansgpu.config import ConfigError, ModelConfig, derive_seed
+from sansgpu.config import ConfigError, derive_seed
+from sansgpu.config.model import ModelConfig
 from sansgpu.config.paths import local_path
 from sansgpu.machine.disk import file_sha256
 from sansgpu.models.formats.folders import adapter_folder, base_of, gguf_parts, write_folder_atomically

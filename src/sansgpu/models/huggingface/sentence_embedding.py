@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from sansgpu.config import ConfigError, ModelConfig
+from sansgpu.config import ConfigError
+from sansgpu.config.model import ModelConfig
 from sansgpu.files.reading import read_json, read_object
 from sansgpu.models.formats.safetensors_file import load_weights
 from sansgpu.models.huggingface.source import model_file

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sansgpu.config import ConfigError, ModelConfig, RunPaths
+from sansgpu.config import ConfigError, RunPaths
+from sansgpu.config.model import ModelConfig
 from sansgpu.config.paths import local_path
 from sansgpu.files.reading import read_object, require_regular_file
 from sansgpu.machine.hub import failure, quiet_hub

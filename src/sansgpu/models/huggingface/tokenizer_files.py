@@ -7,7 +7,8 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sansgpu.config import SIMPLE_TEMPLATE, ConfigError, ModelConfig
+from sansgpu.config import SIMPLE_TEMPLATE, ConfigError
+from sansgpu.config.model import ModelConfig
 from sansgpu.config.paths import local_path
 from sansgpu.config.plain_data import read_text
 from sansgpu.config.wording import shown

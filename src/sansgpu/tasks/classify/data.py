@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sansgpu.config import Config, ConfigError
+from sansgpu.config import ConfigError
+from sansgpu.config.schema import Config
 from sansgpu.data.forms.labels import LabeledText
 from sansgpu.data.rows import BadRows
 from sansgpu.data.sequences import LabeledSequences

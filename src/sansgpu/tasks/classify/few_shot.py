@@ -17,8 +17,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sansgpu.config import Config, ConfigError
+from sansgpu.config import ConfigError
 from sansgpu.config.paths import local_path
+from sansgpu.config.schema import Config
 from sansgpu.data.forms.labels import LabeledText
 from sansgpu.data.order import steps_per_epoch
 from sansgpu.data.sequences import PackedSequences

@@ -7,7 +7,7 @@ from typing import ClassVar, cast
 import torch
 import torch.nn.functional as F
 
-from sansgpu.config import Config
+from sansgpu.config.schema import Config
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.models.huggingface.pretrained import Head, HeadType, ProblemType
 from sansgpu.tasks.classify.labels import LabelKind

@@ -9,8 +9,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from sansgpu.config import Config
 from sansgpu.config.paths import local_path
+from sansgpu.config.schema import Config
 from sansgpu.data.forms.form import resolve_columns
 from sansgpu.data.forms.labels import LABELED, LabeledText, unlabeled_text
 from sansgpu.data.rows import BadRows, located

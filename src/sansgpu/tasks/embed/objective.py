@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sansgpu.config import Config, ConfigError
+from sansgpu.config import ConfigError
+from sansgpu.config.schema import Config
 from sansgpu.machine.probe import mixed_precision
 from sansgpu.models.huggingface.costs import PretrainedCosts
 from sansgpu.models.huggingface.sentence_embedding import EmbeddingLayout, Pooling, pool, read_layout, write_layout

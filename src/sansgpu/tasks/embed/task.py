@@ -8,8 +8,9 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from sansgpu.config import Config, ConfigError
+from sansgpu.config import ConfigError
 from sansgpu.config.paths import local_path
+from sansgpu.config.schema import Config
 from sansgpu.data.forms.form import resolve_columns
 from sansgpu.data.forms.pairs import TEXT_GROUPS, TextRow, read_text_rows
 from sansgpu.data.order import batch_indices, steps_per_epoch

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sansgpu.config import Config, ConfigError, change_config
+from sansgpu.config import ConfigError, change_config
+from sansgpu.config.schema import Config
 from sansgpu.data.forms.graphs import Entity, GraphDocument
 from sansgpu.data.split import describe_split, split_examples
 from sansgpu.events.progress import ReportProgress

@@ -16,7 +16,8 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
-from sansgpu.config import Config, ConfigError
+from sansgpu.config import ConfigError
+from sansgpu.config.schema import Config
 from sansgpu.config.section import problems
 from sansgpu.models.formats.folders import MODEL_TYPE, folder_settings, require_layers, write_folder_atomically
 from sansgpu.models.formats.safetensors_file import load_weights

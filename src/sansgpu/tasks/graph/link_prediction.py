@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from sansgpu.config import Config, ConfigError, same_input
+from sansgpu.config import ConfigError, same_input
+from sansgpu.config.schema import Config
 from sansgpu.data.forms.graphs import INVERSE, GraphDocument, Triple
 from sansgpu.data.order import generator
 from sansgpu.events.progress import ReportProgress

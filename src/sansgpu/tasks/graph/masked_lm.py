@@ -10,8 +10,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sansgpu.config import Config, ConfigError
+from sansgpu.config import ConfigError
 from sansgpu.config.paths import local_path
+from sansgpu.config.schema import Config
 from sansgpu.data.batch import IGNORE
 from sansgpu.events.progress import ReportProgress
 from sansgpu.models.formats.folders import has_architecture

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sansgpu.config import Config, derive_seed
+from sansgpu.config import derive_seed
+from sansgpu.config.schema import Config
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.order import batch_indices, generator, steps_per_epoch
 from sansgpu.events.progress import ReportProgress

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sansgpu.config import Config, derive_seed
+from sansgpu.config import derive_seed
+from sansgpu.config.schema import Config
 from sansgpu.data.batch import IGNORE
 from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy, linear_cross_entropy_and_hits
 from sansgpu.kernels.embedding import embed

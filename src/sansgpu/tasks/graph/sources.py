@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, DataConfig
+from sansgpu.config import PYTHON_STDLIB, PYTHON_STDLIB_GRAPH
 from sansgpu.config.paths import local_path
+from sansgpu.config.schema import DataConfig
 from sansgpu.data.files import TEXT_SUFFIXES, file_form, read_documents, read_rows
 from sansgpu.data.forms.graphs import (
     FACT_KEYS,

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from sansgpu.config import Config, ConfigError, change_config
+from sansgpu.config import ConfigError, change_config
 from sansgpu.config.paths import local_path
+from sansgpu.config.schema import Config
 from sansgpu.config.section import problems
 from sansgpu.data.forms.graphs import Triple
 from sansgpu.data.order import generator

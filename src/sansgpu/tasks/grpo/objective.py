@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from sansgpu.config import Config, ModelConfig, derive_seed
+from sansgpu.config import derive_seed
+from sansgpu.config.model import ModelConfig
+from sansgpu.config.schema import Config
 from sansgpu.data.batch import IGNORE, ExampleBatch
 from sansgpu.machine.distributed.group import Group
 from sansgpu.machine.execution import Execution

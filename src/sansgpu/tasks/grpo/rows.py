@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sansgpu.config import Config
+from sansgpu.config.schema import Config
 from sansgpu.config.wording import counted
 from sansgpu.data.forms.chats import PROMPTS, Prompt
 from sansgpu.data.rows import BadRows, SourceRow, bad_row

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import torch
 
-from sansgpu.config import Config, ConfigError
+from sansgpu.config import ConfigError
+from sansgpu.config.schema import Config
 from sansgpu.config.wording import counted
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.order import batch_indices

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sansgpu.config import Config
+from sansgpu.config.schema import Config
 from sansgpu.models.huggingface.costs import PretrainedCosts
 from sansgpu.tasks.fine_tuning import FineTuning
 from sansgpu.tasks.preference.batch import ANSWERS, AnswerPairs

@@ -10,7 +10,9 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch
 
-from sansgpu.config import Config, ConfigError, ModelConfig
+from sansgpu.config import ConfigError
+from sansgpu.config.model import ModelConfig
+from sansgpu.config.schema import Config
 from sansgpu.data.rows import BadRows
 from sansgpu.data.shards import cache_key, cached, rows_with_progress
 from sansgpu.data.sources import Source, open_sources

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sansgpu.config import Config, ConfigError
+from sansgpu.config import ConfigError
+from sansgpu.config.schema import Config
 from sansgpu.config.wording import counted
 from sansgpu.data.order import step_limits
 from sansgpu.data.pack import Windows, make_windows

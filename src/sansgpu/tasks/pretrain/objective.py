@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from sansgpu.config import Config, derive_seed
+from sansgpu.config import derive_seed
+from sansgpu.config.schema import Config
 from sansgpu.data.batch import Batch
 from sansgpu.kernels.cross_entropy import LossOptions, linear_cross_entropy
 from sansgpu.kernels.mixed_loss import linear_mixed_loss

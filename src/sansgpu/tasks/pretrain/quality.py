@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from sansgpu.config import Config, ConfigError, RunPaths
+from sansgpu.config import ConfigError, RunPaths
 from sansgpu.config.errors import FINE_TUNING, require
 from sansgpu.config.paths import local_path
+from sansgpu.config.schema import Config
 from sansgpu.config.wording import counted, shown
 from sansgpu.data.cleaning import cached_array, chosen_documents, read_array
 from sansgpu.data.settings import CorpusDataConfig

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from sansgpu.config import Config, ConfigError, DataConfig, ModelConfig, derive_seed
+from sansgpu.config import ConfigError, derive_seed
+from sansgpu.config.model import ModelConfig
 from sansgpu.config.paths import local_path
+from sansgpu.config.schema import Config, DataConfig
 from sansgpu.data.batch import Batch
 from sansgpu.data.order import batch_indices, generator, steps_per_epoch
 from sansgpu.data.pack import PackedWindows, TextWindows, Windows, piece_length

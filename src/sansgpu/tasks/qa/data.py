@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sansgpu.config import Config
+from sansgpu.config.schema import Config
 from sansgpu.data.forms.questions import Question
 from sansgpu.data.rows import BadRowError, BadRows
 from sansgpu.data.sequences import PackedSequences, WindowedTexts, require_overlap_fits

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from sansgpu.config import Config, ConfigError
+from sansgpu.config import ConfigError
+from sansgpu.config.schema import Config
 from sansgpu.data.forms.questions import QUESTIONS, Question, read_questions, unanswered_question
 from sansgpu.data.rows import BadRows, SourceRow, located
 from sansgpu.data.sequences import PackedSequences

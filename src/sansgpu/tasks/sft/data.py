@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sansgpu.config import Config
+from sansgpu.config.schema import Config
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.forms.chats import CONVERSATIONS
 from sansgpu.data.rows import BadRowError, BadRows

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sansgpu.config import Config
+from sansgpu.config.schema import Config
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.kernels.attention import token_places
 from sansgpu.kernels.cross_entropy import DEFAULT_LOSS_OPTIONS, LossOptions

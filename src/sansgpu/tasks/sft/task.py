@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch
 
-from sansgpu.config import Config
+from sansgpu.config.schema import Config
 from sansgpu.data.batch import ExampleBatch
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.sources import Source, open_sources

@@ -17,7 +17,8 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE, WordPiece
 
-from sansgpu.config import ConfigError, ModelConfig
+from sansgpu.config import ConfigError
+from sansgpu.config.model import ModelConfig
 from sansgpu.data.tokenizer import rows_needed, special_tokens_around
 from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.probe import mixed_precision

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from sansgpu.config import Config, ConfigError
+from sansgpu.config import ConfigError
 from sansgpu.config.paths import local_path
+from sansgpu.config.schema import Config
 from sansgpu.data.tokenizer import load_tokenizer, rows_needed
 from sansgpu.models.huggingface.pretrained import seeded
 from sansgpu.models.huggingface.sentence_embedding import EmbeddingLayout, is_static_folder

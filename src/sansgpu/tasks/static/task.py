@@ -9,8 +9,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from sansgpu.config import Config, ConfigError
+from sansgpu.config import ConfigError
 from sansgpu.config.paths import local_path
+from sansgpu.config.schema import Config
 from sansgpu.config.tasks import TRAINED_TOKENIZERS
 from sansgpu.data.forms.pairs import TextRow
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, load_tokenizer, rows_needed

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from sansgpu.config import Config
 from sansgpu.config.paths import local_path
+from sansgpu.config.schema import Config
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.conll import DEFAULT_TAG_COLUMN
 from sansgpu.data.files import file_form

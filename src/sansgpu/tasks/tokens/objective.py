@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sansgpu.config import Config
+from sansgpu.config.schema import Config
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.models.huggingface.pretrained import Head

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from sansgpu.config import Config
 from sansgpu.config.paths import local_path
+from sansgpu.config.schema import Config
 from sansgpu.config.wording import counted
 from sansgpu.data.forms.form import resolve_columns
 from sansgpu.data.forms.tags import TAGGED, untagged_text
