@@ -17,12 +17,12 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from sansgpu.config import ConfigError
-from sansgpu.config.schema import Config
 from sansgpu.config.section import problems
 from sansgpu.models.formats.folders import MODEL_TYPE, folder_settings, require_layers, write_folder_atomically
 from sansgpu.models.formats.safetensors_file import load_weights
 from sansgpu.models.modules import INIT_STD
-from sansgpu.tasks import configuration
+from sansgpu.tasks.configuration import SCHEMA
+from sansgpu.tasks.configuration import ModelConfig as FullModelConfig
 from sansgpu.tasks.graph.encoder import GraphEncoder
 from sansgpu.tasks.graph.entities import NORM_EPS
 from sansgpu.tasks.graph.settings import GraphModelConfig
@@ -89,7 +89,7 @@ def load_graph_folder(folder: Path) -> tuple[GraphEncoder, dict[str, Any]]:
     """
     settings = folder_settings(folder)
     try:
-        config = configuration.ModelConfig.model_validate(settings["model"])
+        config = FullModelConfig.model_validate(settings["model"])
         assert isinstance(config, GraphModelConfig)
         weights = load_weights(folder / "model.safetensors")
         require_layers(config.n_layers, len(weights), folder)
@@ -99,7 +99,7 @@ def load_graph_folder(folder: Path) -> tuple[GraphEncoder, dict[str, Any]]:
         raise ConfigError(f"{folder} is not a graph encoder folder: {error}; export the model again.") from None
     except ValidationError as error:
         raise ConfigError(
-            f"{folder}: config.json is not valid ({'; '.join(problems(error, Config))}); export the model again."
+            f"{folder}: config.json is not valid ({'; '.join(problems(error, SCHEMA))}); export the model again."
         ) from None
     except (RuntimeError, MemoryError) as error:
         reason = " ".join(str(error).split())[:300]

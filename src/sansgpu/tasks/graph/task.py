@@ -193,7 +193,7 @@ def _config_of(model: GraphEncoder, learned: dict[str, Any], folder: Path) -> Co
         )
     except ValidationError as error:
         raise ConfigError(
-            f"{folder}: config.json is not valid ({'; '.join(problems(error, Config))}); export the model again."
+            f"{folder}: config.json is not valid ({'; '.join(problems(error, SCHEMA))}); export the model again."
         ) from None
 
 

@@ -18,17 +18,17 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE, WordPiece
 
 from sansgpu.config import ConfigError
-from sansgpu.config.model import ModelConfig
 from sansgpu.data.tokenizer import rows_needed, special_tokens_around
 from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.probe import mixed_precision
 from sansgpu.models.huggingface.sentence_embedding import EmbeddingLayout, pool
 from sansgpu.tasks.fine_tuning import PASS_TOKENS
 from sansgpu.tasks.static.model import StaticFolder
+from sansgpu.tasks.static.settings import StaticModelConfig
 from sansgpu.tasks.task import TrainedModel
 
 DEFAULT_DIM = 256
-SIF_COEFFICIENT: float = ModelConfig.model_fields["sif_coefficient"].default
+SIF_COEFFICIENT: float = StaticModelConfig.model_fields["sif_coefficient"].default
 _SPACES = "▁Ġ"  # how tokenizers write a space
 _UNUSED = re.compile(r"[\[<]unused_?\d+[\]>]")
 
