@@ -6,7 +6,7 @@ configuration is validated quickly. To add or remove a task, add or remove its f
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -46,10 +46,15 @@ def schema_for(values: Values, own: bool = True) -> type[Config]:
         return SCHEMA
     settings = task_class(task).settings if own else imported_settings(task)
     if settings is None:
-        return compose(_SETTINGS, unknown="ignore")
+        return _tolerant_schema()
     if task not in _outside or settings not in _outside[task].tasks.tasks.values():
         _outside[task] = compose([*_SETTINGS, settings])
     return _outside[task]
+
+
+@cache
+def _tolerant_schema() -> type[Config]:
+    return compose(_SETTINGS, unknown="ignore")
 
 
 def task_class(kind: str) -> Any:
