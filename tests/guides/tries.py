@@ -17,9 +17,9 @@ from torch.distributed.elastic.utils.logging import get_logger
 
 import sansgpu
 from sansgpu.config import Config, ConfigError, DataConfig, ModelConfig, RunPaths, TrainingConfig, change_config
-from sansgpu.config.search_space import load_space
 from sansgpu.data.tokenizer import BPETokenizer
 from sansgpu.events.event import Sinks
+from sansgpu.jobs.tune.search_space import load_space
 from sansgpu.kernels import library
 from sansgpu.machine.execution import Execution
 from sansgpu.machine.memory import effective_batch

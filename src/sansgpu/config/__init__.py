@@ -20,7 +20,6 @@ from sansgpu.config.load import (
 )
 from sansgpu.config.other_names import note_of, require_batch_size, with_own_names
 from sansgpu.config.paths import ABANDONED_FOLDER, RunPaths
-from sansgpu.config.search_space import SearchParameter, Space, load_space, measure_of, spaced_values
 from sansgpu.config.section import problems
 from sansgpu.config.seeds import derive_seed
 from sansgpu.config.tasks import (
@@ -59,8 +58,6 @@ __all__ = [
     "Override",
     "RunPaths",
     "SansGPUError",
-    "SearchParameter",
-    "Space",
     "TaskSettings",
     "TrainingConfig",
     "UnreachableError",
@@ -70,8 +67,6 @@ __all__ = [
     "flatten",
     "identity",
     "import_class",
-    "load_space",
-    "measure_of",
     "note_of",
     "overridden_key",
     "problems",
@@ -80,7 +75,6 @@ __all__ = [
     "same_input",
     "save_config",
     "setting",
-    "spaced_values",
     "with_own_names",
 ]
 

@@ -15,18 +15,7 @@ import optuna
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict
 
-from sansgpu.config import (
-    ConfigError,
-    Override,
-    SansGPUError,
-    Space,
-    acting_values,
-    change_config,
-    load_space,
-    measure_of,
-    save_config,
-    setting,
-)
+from sansgpu.config import ConfigError, Override, SansGPUError, acting_values, change_config, save_config, setting
 from sansgpu.config.paths import RUNS
 from sansgpu.config.plain_data import InvalidDataError
 from sansgpu.config.schema import Config
@@ -46,6 +35,7 @@ from sansgpu.jobs.tune.search import (
     Study,
     require_same,
 )
+from sansgpu.jobs.tune.search_space import Space, load_space, measure_of
 from sansgpu.jobs.tune.trial import LENGTH_KEYS, Length, chosen_config, trial_config, trial_steps
 from sansgpu.machine.memory import effective_batch
 from sansgpu.machine.probe import resolve_threads
