@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from sansgpu.models.family import LAYERED, Family
+from sansgpu.models.family import TINY_MHA, Family
 from sansgpu.models.packed_masks import ranges_in
 from sansgpu.models.relative_attention import (
     RelativeAttention,
@@ -108,7 +108,7 @@ FAMILY = Family(
     model_type="deberta-v2",
     is_encoder=True,
     tiny={
-        **LAYERED, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 16,
+        **TINY_MHA, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 16,
         "share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False, "type_vocab_size": 0,
     },
     relative_attention=RelativeAttention("get_rel_pos", DisentangledEncoder, DisentangledSelfAttention),

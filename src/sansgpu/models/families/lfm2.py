@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sansgpu.models.families import qwen3
-from sansgpu.models.family import SHARED, LayerTypes, Settings, heads_as_wide_as_the_model
+from sansgpu.models.family import TINY_GQA, LayerTypes, Settings, full_width_heads
 from sansgpu.models.layer_trials import LinearPart, agree, random_tensor, tried, with_forward
 from sansgpu.models.packed_masks import TokenPositions
 
@@ -108,7 +108,7 @@ def _read_layers(value_of: Callable[[str], Any], layers: int) -> dict[str, Any]:
 FAMILY = replace(
     qwen3.FAMILY,
     title="LFM2",
-    tiny={**SHARED, "layer_types": ["conv", "full_attention"]},
+    tiny={**TINY_GQA, "layer_types": ["conv", "full_attention"]},
     model_class="Lfm2ForCausalLM",
     modules={
         "embedding": "model.embed_tokens",
@@ -133,7 +133,7 @@ FAMILY = replace(
     fixed={"conv_bias": False},
     biases={},
     gguf_settings={"conv_L_cache": "{arch}.shortconv.l_cache"},
-    gguf_fixed=heads_as_wide_as_the_model,
+    gguf_fixed=full_width_heads,
     gguf_layers=LayerTypes(_write_layers, _read_layers),
     gguf_squeezed={".conv.conv.weight": 1},  # (channels, 1, width)
     gguf_precise=(".shortconv.conv.weight",),

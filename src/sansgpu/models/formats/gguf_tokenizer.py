@@ -15,7 +15,6 @@ from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError
 from sansgpu.models import families
-from sansgpu.models.families import gpt2
 from sansgpu.models.family import PreTokenizer
 from sansgpu.models.formats.gguf_rope import OTHER_FORMAT
 from sansgpu.models.formats.tokenizers import TokenizerParts
@@ -75,7 +74,7 @@ def write_tokenizer(writer: GGUFWriter, parts: TokenizerParts, rows: int) -> Non
         writer.add_array(ALL_ENDS, parts.end_ids)
     if parts.pad_id is not None:
         writer.add_pad_token_id(parts.pad_id)
-    writer.add_add_bos_token(parts.begins)
+    writer.add_add_bos_token(parts.adds_bos)
     if parts.chat_template is not None:
         writer.add_chat_template(parts.chat_template)
     writer.add_string(Keys.Tokenizer.HF_JSON, parts.json)
@@ -85,10 +84,10 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> TokenizerParts:
     """Reads the tokenizer from metadata. Raises ConfigError if there is none or it is not supported."""
     bos, eos, pad = (metadata.get(k) for k in (Keys.Tokenizer.BOS_ID, Keys.Tokenizer.EOS_ID, Keys.Tokenizer.PAD_ID))
     known = _pre_tokenizers().get(str(metadata.get(Keys.Tokenizer.PRE)))
-    begins = bool(metadata.get(Keys.Tokenizer.ADD_BOS, known is not None and known.begins))
-    tokenizer_json = metadata.get(Keys.Tokenizer.HF_JSON) or _rebuild_json(metadata, bos if begins else None)
+    adds_bos = bool(metadata.get(Keys.Tokenizer.ADD_BOS, known is not None and known.adds_bos))
+    tokenizer_json = metadata.get(Keys.Tokenizer.HF_JSON) or _rebuild_json(metadata, bos if adds_bos else None)
     template = metadata.get(Keys.Tokenizer.CHAT_TEMPLATE)
-    return TokenizerParts(tokenizer_json, bos, eos, pad, begins, template)
+    return TokenizerParts(tokenizer_json, bos, eos, pad, adds_bos, template)
 
 
 def read_end_ids(metadata: Mapping[str, Any]) -> list[int]:
@@ -255,7 +254,7 @@ def _split(pre_tokenizer: Any) -> tuple[str, ...] | None:
             case {"type": "Digits", "individual_digits": True}:
                 patterns.append(r"\p{N}")
             case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": use_regex}:
-                patterns += [gpt2.SPLIT] if use_regex else []
+                patterns += _pre_tokenizers()["gpt-2"].patterns if use_regex else ()
             case _:
                 return None
     return tuple(patterns) if steps and steps[-1]["type"] == "ByteLevel" else None

@@ -47,7 +47,7 @@ def adapter_targets(loaded: PreTrainedModel, asked: list[str] | str) -> list[str
     """
     if asked != ALL_LINEAR:
         return asked
-    special = _has_experts(loaded) or _read_directly(loaded)
+    special = _has_experts(loaded) or _lora_excludes(loaded)
     return _adaptable_layers(loaded) if special else ALL_LINEAR
 
 
@@ -97,17 +97,17 @@ def _linear_layers(loaded: PreTrainedModel) -> list[str]:
 
 def _adaptable_layers(loaded: PreTrainedModel) -> list[str]:
     names = _without_experts(loaded, _linear_layers(loaded)) if _has_experts(loaded) else _linear_layers(loaded)
-    return [name for name in names if _last_part(name) not in _read_directly(loaded)]
+    return [name for name in names if _last_part(name) not in _lora_excludes(loaded)]
 
 
 def _has_experts(loaded: PreTrainedModel) -> bool:
     return any("Experts" in type(module).__name__ for module in loaded.modules())
 
 
-def _read_directly(loaded: PreTrainedModel) -> tuple[str, ...]:
-    """Returns the layers on which an adapter would have no effect, because the model never calls them."""
+def _lora_excludes(loaded: PreTrainedModel) -> tuple[str, ...]:
+    """Returns the last parts of the names of layers without adapters, because the model never calls them."""
     family = families.find(loaded.config.get_text_config().model_type)
-    return () if family is None else family.read_directly
+    return () if family is None else family.lora_excludes
 
 
 def _without_experts(loaded: PreTrainedModel, names: Sequence[str]) -> list[str]:
