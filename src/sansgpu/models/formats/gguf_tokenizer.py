@@ -26,7 +26,7 @@ _ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED)
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "▁"  # This character stands for a space in the tokens of SentencePiece and of llama.cpp's tokenizer `llama`.
 _REPLACES_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-_ADDED_SCORE = -1000.0  # llama.cpp's converter gives this score to tokens that no merge produces
+_ADDED_SCORE = -1000.0  # score of tokens that no merge produces, as in files of llama.cpp's converter
 
 
 @cache
@@ -91,7 +91,7 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> TokenizerParts:
 
 
 def read_end_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """Returns the tokens that end a text, first the main one."""
+    """Returns the tokens that end a text, starting with eos_token_id."""
     more = metadata.get(ALL_ENDS)
     found = [*(metadata.get(key) for key in _END_KEYS), *(more if isinstance(more, list) else [])]
     return [index for index in dict.fromkeys(found) if isinstance(index, int)]
@@ -167,10 +167,10 @@ def _merges(model: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _sentence_piece_ranks(raw: Mapping[str, Any]) -> dict[str, int] | None:
-    """Returns the place of each merged token in the order of merges, if llama.cpp's SentencePiece merges like it.
+    """Returns the merge ranks of tokens; None if llama.cpp's SentencePiece would merge in a different order.
 
     llama.cpp merges any two neighbors whose text is a token, first the token with the highest score. So the merges must
-    contain all splits of each token, and those of one token must follow each other. Returns None otherwise.
+    contain all splits of each token, and those of one token must follow each other.
     """
     model = raw["model"]
     if model["type"] != "BPE" or not model.get("byte_fallback") or not model["merges"] or _space_rule(raw) is None:
@@ -249,7 +249,7 @@ def _split(pre_tokenizer: Any) -> tuple[str, ...] | None:
                 patterns.append(pattern)
             case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Removed", "invert": True}:
                 if not any(pattern == known.patterns[-1] for known in _pre_tokenizers().values()):
-                    return None  # text may lie between matches
+                    return None  # the pattern may leave out text between matches
                 patterns.append(pattern)
             case {"type": "Digits", "individual_digits": True}:
                 patterns.append(r"\p{N}")

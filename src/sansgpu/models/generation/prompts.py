@@ -21,7 +21,7 @@ from sansgpu.models.generation.special_texts import (
 )
 
 
-def as_it_is(template: str) -> str:
+def unchanged_template(template: str) -> str:
     return template
 
 
@@ -39,7 +39,7 @@ def prompt_ids(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
 def encoded_prompt(
     tokenizer: Any,
     messages: Sequence[dict[str, Any]],
-    revise: Callable[[str], str] = as_it_is,
+    revise: Callable[[str], str] = unchanged_template,
     parse_special: bool = False,
 ) -> EncodedConversation:
     """Returns the tokens of a conversation up to the model's answer.
@@ -62,7 +62,7 @@ def prompt_text(
     tokenizer: Any,
     messages: Sequence[dict[str, Any]],
     new_answer: bool = True,
-    revise: Callable[[str], str] = as_it_is,
+    revise: Callable[[str], str] = unchanged_template,
 ) -> str:
     """Returns the text of a conversation up to the model's answer.
 

@@ -1,4 +1,4 @@
-"""Loads and saves models and tokenizers with transformers."""
+"""Loads and saves models with transformers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Head:
             set_labels(config, self.labels, self.problem_type)
         text = config.get_text_config()
         padding = getattr(text, "pad_token_id", None)
-        if self.type == "sequence" and padding is None:  # by which a decoder finds the end of each row
+        if self.type == "sequence" and padding is None:  # a decoder finds the end of each row by it
             ends = getattr(text, "eos_token_id", None)
             config.pad_token_id = text.pad_token_id = (ends[0] if isinstance(ends, list) else ends) or 0
 
