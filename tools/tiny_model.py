@@ -88,10 +88,10 @@ def make_folder(
     architecture: str = "qwen2",
     seed: int = 0,
     vocabulary: int = VOCABULARY,
-    narrow: bool = False,
+    bf16: bool = False,
     **changes: Any,
 ) -> Path:
-    """Writes a folder that transformers can load; with `narrow` in bf16. `changes` override keys of config.json."""
+    """Writes a folder that transformers can load, in fp32 or bf16. `changes` override keys of config.json."""
     encoder = is_encoder(architecture)
     tokenizer = make_tokenizer(encoder, vocabulary)
     if encoder and architecture not in ("bert", "modernbert"):
@@ -104,7 +104,7 @@ def make_folder(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         maker = transformers.AutoModel if encoder else transformers.AutoModelForCausalLM
-        model = maker.from_config(config, dtype=torch.bfloat16 if narrow else torch.float32)
+        model = maker.from_config(config, dtype=torch.bfloat16 if bf16 else torch.float32)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--shape", type=json.loads, default={}, help="JSON object with keys of config.json")
     parser.add_argument("--bf16", action="store_true", help="save weights in bf16")
     arguments = parser.parse_args()
-    sizes = {"vocabulary": arguments.vocabulary, "narrow": arguments.bf16, **arguments.shape}
+    sizes = {"vocabulary": arguments.vocabulary, "bf16": arguments.bf16, **arguments.shape}
     print(make_folder(arguments.folder, arguments.architecture, **sizes))
 
 

@@ -83,7 +83,7 @@ class DisentangledSelfAttention(RelativeSelfAttention):
         names = ("key_proj", "query_proj") if self.share_att_key else ("pos_key_proj", "pos_query_proj")
         kinds = [kind in self.pos_att_type for kind in ("c2p", "p2c")]
         scale = 1 / math.sqrt((1 + sum(kinds)) * self.attention_head_size)
-        # Of each distance from key to query, (H, d, 2 T - 1); the keys in descending order of distances.
+        # (H, d, 2 T - 1), for each distance from key to query; keys are in descending order of distances.
         keys_at, queries_at = (
             getattr(self, name)(embeddings)[places].unflatten(1, (self.num_attention_heads, -1)).permute(1, 2, 0)
             if has_kind
