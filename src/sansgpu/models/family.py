@@ -123,12 +123,14 @@ class Family:
     # Values of `activation_key` that llama.cpp computes. Files do not name it; they are read with the first one.
     gguf_activations: tuple[str, ...] = ()
     gguf_learned_activation: LearnedActivation | None = None
-    gguf_settings: Mapping[str, str] = field(default_factory=dict)  # more keys of config.json -> keys of GGUF
+    gguf_settings: Mapping[str, str] = field(default_factory=dict)  # more required keys of config.json -> of GGUF
     gguf_optional: Mapping[str, str] = field(default_factory=dict)  # the same, for keys that may be missing or null
     gguf_fixed: Callable[[Settings], Settings] = lambda settings: {}  # values that llama.cpp assumes and files omit
-    gguf_modules: Mapping[str, str] = field(default_factory=dict)  # llama.cpp's names of modules that gguf lacks
+    # Module of transformers -> module of llama.cpp, only for those that the package gguf does not know.
+    gguf_modules: Mapping[str, str] = field(default_factory=dict)
     gguf_layers: LayerTypes | None = None
-    gguf_rows: Callable[[str, Settings], RowOrder | None] = lambda name, settings: None  # by the name of a weight
+    # (name of a weight, settings) -> order of its rows in files; None: the same as in transformers.
+    gguf_rows: Callable[[str, Settings], RowOrder | None] = lambda name, settings: None
     gguf_squeezed: Mapping[str, int] = field(default_factory=dict)  # end of a weight's name -> dimension to squeeze
     gguf_precise: tuple[str, ...] = ()  # ends of llama.cpp's names of matrices that must be stored as f32
     gguf_norm_offset: float = 0.0  # added to the weights of norms: 1 if transformers multiplies by 1 + weight
@@ -171,7 +173,7 @@ def full_width_heads(settings: Settings) -> Settings:
 
 
 def windows(period: int) -> LayerTypes:
-    """Returns layer types with sliding windows. In a file that has none, every `period`-th layer has full attention."""
+    """Returns layer types with sliding windows. In files that omit them, every `period`-th layer has full attention."""
     key = "{arch}.attention.sliding_window_pattern"
 
     def read(value_of: Callable[[str], Any], layers: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from sansgpu.files.reading import read_json, read_object, require_regular_file
 from sansgpu.machine.hub import hub_folder
 from sansgpu.models.formats.safetensors_file import require_short_header
 
-MODEL_TYPE = "sansgpu-graph"  # model_type in the config.json of graph encoders, which transformers cannot load
+GRAPH_MODEL_TYPE = "sansgpu-graph"  # in the config.json of graph encoders, which transformers cannot load
 ADAPTER_CONFIG = "adapter_config.json"
 DECODER_CLASSES = ("ForCausalLM", "LMHeadModel")  # ends of the names of transformers' classes of decoders
 _ADAPTER_FILES = "*.json", "adapter_model.safetensors", "*.jinja", "*.txt", "*.model"
@@ -96,7 +96,7 @@ def folder_settings(folder: Path) -> dict[str, Any]:
 
 def is_graph_folder(folder: Path) -> bool:
     """Returns True if the folder holds a graph encoder that only sansgpu can load."""
-    return folder_settings(folder).get("model_type") == MODEL_TYPE
+    return folder_settings(folder).get("model_type") == GRAPH_MODEL_TYPE
 
 
 def has_architecture(folder: Path, ending: str) -> bool:

@@ -107,13 +107,17 @@ def decode(tokenizer: Any, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
+def tokenizer_fields(tokenizer: Any, ends: Iterable[int]) -> dict[str, Any]:
+    """Returns the fields of a BatchModel that depend on its tokenizer. `ends` are the model's end tokens."""
+    return {
+        "text_ids": partial(text_prompt_ids, tokenizer),
+        "chat_ids": None if tokenizer.chat_template is None else partial(prompt_ids, tokenizer),
+        "decode": partial(decode, tokenizer),
+        "ends": frozenset(end_tokens(tokenizer, ends).ids),
+        "stops": stop_strings(tokenizer),
+    }
+
+
 def decoder_chat(model: TransformerLM, tokenizer: Any, ends: Iterable[int]) -> BatchModel:
     """Returns a `TransformerLM` with a transformers tokenizer as a BatchModel. `ends` are the model's end tokens."""
-    return BatchModel(
-        **decoder_readers(model),
-        text_ids=partial(text_prompt_ids, tokenizer),
-        chat_ids=None if tokenizer.chat_template is None else partial(prompt_ids, tokenizer),
-        decode=partial(decode, tokenizer),
-        ends=frozenset(end_tokens(tokenizer, ends).ids),
-        stops=stop_strings(tokenizer),
-    )
+    return BatchModel(**decoder_readers(model), **tokenizer_fields(tokenizer, ends))

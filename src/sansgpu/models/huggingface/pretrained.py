@@ -55,8 +55,6 @@ _DESCRIPTION: dict[HeadType, str] = {
     "none": "an encoder",
 }
 WEIGHT_FILES = ("*.safetensors", "*.bin")
-
-
 # Values of `problem_type` in a transformers config.
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 
