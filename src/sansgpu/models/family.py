@@ -81,9 +81,9 @@ class OlderRope(NamedTuple):
 class Family:
     """The rules for the models with one `model_type` that trials on a model cannot find.
 
-    Every field is optional. With `title` and `tiny`, tests try all features with a tiny model, and the family has a row in
-    docs/reference/models.md. With `modules`, it has GGUF files, which the next two groups of fields describe. Without
-    `modules`, its models are still trained, and exported in transformers' format.
+    Every field is optional. With `title` and `tiny`, tests try all features with a tiny model, and the family has a row
+    in docs/reference/models.md. With `modules`, it has GGUF files, which the next two groups of fields describe.
+    Without `modules`, its models are still trained, and exported in transformers' format.
 
     `Settings` are the contents of a config.json, completed by `defaults`. In keys of GGUF, "{arch}" stands for
     llama.cpp's name of the architecture.
