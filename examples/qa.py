@@ -25,7 +25,7 @@ short = {
     "learning_rate": 0.002,
     "report_to": "none",
 }
-bert = {"leaves": 0, "decay": "none", "position": "learned", "embedding_norm": True}  # BERT's architecture
+bert = {"leaves": 0, "decay": "none", "position_embedding": "learned", "embedding_norm": True}  # BERT's architecture
 pretrained = sansgpu.fit(
     {
         "task": "graph",

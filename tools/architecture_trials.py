@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from benchmarks.ours import overrides
 
 from sansgpu.kernels import library
 from sansgpu.models.huggingface.pretrained import AUTO_CLASSES, HeadType
-from tools.family_trials import TrialError, rows_of, sansgpu, write_rows
+from tools.family_trials import TRAINING, TrialError, rows_of, sansgpu, write_rows
 from tools.outcome import json_lines
 from tools.tiny_architectures import NotTinyError, architectures, is_encoder, make_architecture, tokenizer_for
 
@@ -86,18 +87,16 @@ def _command(*arguments: object) -> None:
         raise _RefusedError(refusal)
 
 
-def _settings(task: str, model: Path, home: Path) -> list[object]:
+def _settings(task: str, model: Path, home: Path) -> list[str]:
     settings: dict[str, object] = {
-        "task": task, "model.name_or_path": model, "data.dataset_name": home / "rows.jsonl", "data.max_length": 96,
-        "training.batch_size": 4, "training.gradient_accumulation_steps": 1, "training.max_steps": 1,
-        "training.warmup_steps": 0, "training.precision": "fp32", "training.threads": 1, "training.report_to": "none",
-        "data.cache_dir": home / "cache", "device": "cpu",
+        **TRAINING, "task": task, "model.name_or_path": model, "data.dataset_name": home / "rows.jsonl",
+        "data.max_length": 96, "data.cache_dir": home / "cache", "training.max_steps": 1,
     }  # fmt: skip
     if task == "sft":
         settings["data.chat_template"] = "simple"
     if task in ("qa", "tokens"):
         settings["data.doc_stride"] = 16
-    return [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    return overrides(settings)
 
 
 class _Reference:

@@ -6,10 +6,10 @@
 
 Every kind of run is first made once without disturbances, as a reference. Then runs of it are disturbed one to four
 times each: one of the processes gets SIGKILL at a random moment, or during the start, a snapshot, tokenization, an
-evaluation or the end. With `--signals`, the command gets a signal that asks it to save and end, as batch systems send
-them. With `--disk`, the run's disk is full from that moment until the run fails, which must print a
-single error. The run is then resumed until it is done. Its snapshots, `final/` and events must equal those of the
-reference; otherwise the exit code is 1.
+evaluation or the end. With `--signals`, the command gets a signal that asks it to save and end, as from a batch system.
+With `--disk`, the run's disk is full from that moment until the run fails, which must print a single error. The run is
+then resumed until it is done. Its snapshots, `final/` and events must equal those of the reference; otherwise the exit
+code is 1.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ POLL_SECONDS = 0.003
 SPREAD_SECONDS = 0.08  # maximum random delay after the intended moment
 DISK_ROOM = 3 << 20  # size of the small disk in bytes, in addition to three reference runs
 POLITE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-# Files of final/ that may differ: the model card contains times and names, and .sansgpu.json contains the card's
-# hash.
+# Files of final/ that may differ: the model card contains times and names, and .sansgpu.json the hash of the card.
 UNEQUAL_FILES = ("README.md", ".sansgpu.json")
 
 

@@ -30,8 +30,8 @@ GRAPH: Settings = {
     "data.min_leaf_groups": 1,
 }  # fmt: skip
 MASKED: Settings = {
-    **GRAPH, "model.leaves": 0, "model.decay": "none", "model.position": "learned", "model.embedding_norm": "true",
-    "data.leaf_mask_ratio": 0.15, "data.min_leaf_groups": 0,
+    **GRAPH, "model.leaves": 0, "model.decay": "none", "model.position_embedding": "learned",
+    "model.embedding_norm": "true", "data.leaf_mask_ratio": 0.15, "data.min_leaf_groups": 0,
 }  # fmt: skip
 
 

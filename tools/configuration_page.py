@@ -190,7 +190,7 @@ GROUPS = (
     ),
 )
 
-# What happens with files of other programs: the last part of the last section.
+# The last part of the last section: files of other programs.
 OTHER_FILES = """
 What loads, and what does not:
 

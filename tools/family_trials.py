@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from benchmarks.ours import overrides
 
 from sansgpu.models.family import Family
 from tools.foreign_gguf import write_foreign_gguf
@@ -28,6 +29,10 @@ ADAPTED = ("sft", "preference", "grpo", "embed")  # trained with LoRA; the other
 LOSS_TOLERANCE, SCORE_TOLERANCE = 1e-4, 1e-3
 GRPO = {"reward": f"{__name__}:letters", "group_size": 2, "max_completion_length": NEW_TOKENS}
 PROMPTS = ("the red fox", "def add(a, b):\n    return", "import os\nfor name in")
+TRAINING: dict[str, object] = {
+    "training.batch_size": 4, "training.gradient_accumulation_steps": 1, "training.warmup_steps": 0,
+    "training.precision": "fp32", "training.threads": 1, "training.report_to": "none", "device": "cpu",
+}  # fmt: skip
 Refusals = dict[str, str]  # trial -> error message
 
 Fused = Literal["yes", "partly", "no"]
@@ -126,9 +131,7 @@ class _Trials:
 
     def train(self, task: str) -> Outcome:
         settings: dict[str, object] = {
-            "task": task, "data.dataset_name": self.home / f"{task}.jsonl", "training.max_steps": STEPS,
-            "training.batch_size": 4, "training.gradient_accumulation_steps": 1, "training.warmup_steps": 0,
-            "training.precision": "fp32", "training.threads": 1, "training.report_to": "none", "device": "cpu",
+            **TRAINING, "task": task, "data.dataset_name": self.home / f"{task}.jsonl", "training.max_steps": STEPS,
         }  # fmt: skip
         if task == "pretrain":
             sizes = {"d_model": 32, "n_heads": 2, "n_layers": 2, "d_ff": 48, "max_seq_len": 32}
@@ -144,8 +147,7 @@ class _Trials:
             settings["data.chat_template"] = "simple"
         if task in ("qa", "tokens"):
             settings["data.doc_stride"] = 16
-        changes = (part for key, value in settings.items() for part in ("--set", f"{key}={value}"))
-        return sansgpu("train", *changes, "--output-dir", self.home / task)
+        return sansgpu("train", *overrides(settings), "--output-dir", self.home / task)
 
     def generates_together(self, run: Path) -> bool:
         """Completes prompts in a batch and one at a time, and requires equal texts. Returns True if it batched them."""

@@ -6,7 +6,6 @@ python -m tools.generation_trials FOLDER...
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 from sansgpu.events.escape import printable
 from sansgpu.models.generation.prompts import text_prompt_ids
-from tools.family_trials import PROMPTS, TrialError, sansgpu
+from tools.family_trials import PROMPTS, TrialError, sansgpu, write_rows
 from tools.outcome import json_lines
 
 NEW_TOKENS = 12
@@ -72,7 +71,7 @@ def _alone(folder: Path, prompt: str) -> str:
 def _together(folder: Path, prompts: tuple[str, ...]) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="sansgpu-generation-") as home:
         data, output = Path(home) / "prompts.jsonl", Path(home) / "texts.jsonl"
-        data.write_text("".join(json.dumps({"text": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
+        write_rows(data, ({"text": prompt} for prompt in prompts))
         outcome = sansgpu("generate", folder, "--data", data, "--output", output, *GREEDY)
         if outcome.refusal:
             raise TrialError(f"several prompts are refused: {outcome.refusal}")

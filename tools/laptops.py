@@ -36,12 +36,7 @@ METHODS = {
     "LoRA, int8 base": ("lora", "int8"),
     "LoRA, int4 base": ("lora", "int4"),
 }
-FROM_SCRATCH = {
-    "processor": ("processor", "s"),
-    "time": ("time", "s"),
-    "parameters": ("parameters", "s"),
-    "tokens": ("tokens", "s"),
-}
+FROM_SCRATCH = {name: (name, "s") for name in ("processor", "time", "parameters", "tokens")}
 
 
 def largest_models(memories: Sequence[str]) -> Iterator[Row]:

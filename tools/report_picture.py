@@ -40,7 +40,6 @@ def take(report: Path, picture: Path, section: str, dark: bool, browser_path: st
         page.goto(f"{report.resolve().as_uri()}#{section}")
         page.wait_for_selector("html[data-drawn]", state="attached")
         page.screenshot(path=picture)
-        browser.close()
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ IDS = {
 }
 RANDOM = re.compile(r"drop(out)?(_|$)|pdrop|jitter")  # keys of what makes training random
 _SAME_HEADS = {"num_key_value_heads": 4}
-# What the sizes above do not make of the defaults of an architecture.
+# Changes that an architecture needs in addition to the sizes above, by its model_type.
 CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"o_lora_rank": 16},
     "dots3_note_text": _SAME_HEADS,

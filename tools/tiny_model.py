@@ -19,7 +19,7 @@ from sansgpu.config import DataConfig
 from sansgpu.data.sources import open_sources
 from sansgpu.data.tokenizer import BPETokenizer
 from sansgpu.models import families
-from sansgpu.models.family import CONTEXT, GROUPED, LAYERED, SHARED, Family
+from sansgpu.models.family import TINY_CONTEXT, TINY_GQA, TINY_HEAD_DIM, TINY_MHA, Family
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]")
 CHAT_TEMPLATE = (
@@ -32,25 +32,26 @@ TOKENS_PER_PIECE = 25  # a tokenizer is trained on (vocabulary size / this) piec
 _OTHERS = {
     "bamba": Family(
         tiny={
-            **SHARED, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8,
+            **TINY_GQA, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8,
             "mamba_chunk_size": 16,
         }
     ),
     "minimax": Family(
         tiny={
-            **GROUPED, "num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"], "block_size": 16,
+            **TINY_HEAD_DIM, "num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"],
+            "block_size": 16,
         }
     ),
-    "openai-gpt": Family(tiny={"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}),
+    "openai-gpt": Family(tiny={"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": TINY_CONTEXT}),
     "recurrent_gemma": Family(
         tiny={
-            **LAYERED, "num_hidden_layers": 3, "num_key_value_heads": 1, "lru_width": 64, "attention_window_size": 32,
+            **TINY_MHA, "num_hidden_layers": 3, "num_key_value_heads": 1, "lru_width": 64, "attention_window_size": 32,
         }
     ),
     "rwkv": Family(
         tiny={
             "hidden_size": 64, "attention_hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-            "context_length": CONTEXT,
+            "context_length": TINY_CONTEXT,
         }
     ),
 }  # fmt: skip
@@ -87,10 +88,10 @@ def make_folder(
     architecture: str = "qwen2",
     seed: int = 0,
     vocabulary: int = VOCABULARY,
-    narrow: bool = False,
+    bf16: bool = False,
     **changes: Any,
 ) -> Path:
-    """Writes a folder that transformers can load; with `narrow` in bf16. `changes` override keys of config.json."""
+    """Writes a folder that transformers can load, in fp32 or bf16. `changes` override keys of config.json."""
     encoder = is_encoder(architecture)
     tokenizer = make_tokenizer(encoder, vocabulary)
     if encoder and architecture not in ("bert", "modernbert"):
@@ -103,7 +104,7 @@ def make_folder(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         maker = transformers.AutoModel if encoder else transformers.AutoModelForCausalLM
-        model = maker.from_config(config, dtype=torch.bfloat16 if narrow else torch.float32)
+        model = maker.from_config(config, dtype=torch.bfloat16 if bf16 else torch.float32)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -117,7 +118,7 @@ def main() -> None:
     parser.add_argument("--shape", type=json.loads, default={}, help="JSON object with keys of config.json")
     parser.add_argument("--bf16", action="store_true", help="save weights in bf16")
     arguments = parser.parse_args()
-    sizes = {"vocabulary": arguments.vocabulary, "narrow": arguments.bf16, **arguments.shape}
+    sizes = {"vocabulary": arguments.vocabulary, "bf16": arguments.bf16, **arguments.shape}
     print(make_folder(arguments.folder, arguments.architecture, **sizes))
 
 

@@ -109,7 +109,7 @@ def test_an_adapter_is_exported_merged_or_alone(home: Path, tmp_path: Path, arch
 
 
 def test_a_16_bit_base_keeps_its_type_under_an_adapter(home: Path) -> None:
-    base = model_folder("qwen2", narrow=True)
+    base = model_folder("qwen2", bf16=True)
     run = made(home, "narrow-base", model__name_or_path=base, model__adapter="lora")
     merged = AutoModelForCausalLM.from_pretrained(run / "final", dtype="auto")
     assert {weight.dtype for weight in merged.parameters()} == {torch.bfloat16}

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tools.tiny_model import CONTEXT, VOCABULARY
+from tools.tiny_model import TINY_CONTEXT, VOCABULARY
 from transformers import AlbertConfig, AlbertModel
 
 from tests.processes import events_of, finish
@@ -30,7 +30,7 @@ def written(folder: Path, architecture: str) -> Path:
     if architecture == "albert":
         sizes = {"embedding_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
         AlbertModel(
-            AlbertConfig(vocab_size=VOCABULARY, num_hidden_layers=2, max_position_embeddings=CONTEXT, **sizes)
+            AlbertConfig(vocab_size=VOCABULARY, num_hidden_layers=2, max_position_embeddings=TINY_CONTEXT, **sizes)
         ).save_pretrained(folder)
     file = folder / "config.json"
     config = {**json.loads(file.read_text()), **WHOLE_NUMBERS[architecture]}

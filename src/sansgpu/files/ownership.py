@@ -1,4 +1,4 @@
-"""Output folders and files: who owns them, what lies in them, and how to write them without losing a user's file.
+"""Output folders and files: whose they are, and how to write them without losing a user's file.
 
 A folder is written to only if it is new, empty, or marked as the same kind of output. Of its files, only unchanged ones
 that the mark lists are replaced or deleted. A single file is written only if it is new, empty, or recognized as an
@@ -49,7 +49,7 @@ _HEAD_BYTES = 1 << 16  # these strings are searched for in this many bytes at th
 
 
 class OutputFolder:
-    """A folder that a command writes to: who owns it, what lies in it, and whether it may be written.
+    """A folder that a command writes to: which run owns it, which files are sansgpu's, and how to replace them.
 
     `option` is the setting that an error tells the user to change.
     """
@@ -148,8 +148,8 @@ class OutputFolder:
         self.require()
         self.path = self.path.resolve()
         make_folder(self.path.parent)
-        beside = self._is_replaceable() or not self.path.exists()
-        with scratch_folder(self.path.parent if beside else self.path, is_folder=True) as new:
+        whole = self._is_replaceable() or not self.path.exists()
+        with scratch_folder(self.path.parent if whole else self.path, is_folder=True) as new:
             yield new
             files = _complete(new, self.kind)
             if not self.path.exists():

@@ -13,8 +13,6 @@ from sansgpu.config.plain_data import MAX_RECORD_BYTES, InvalidDataError, named,
 from sansgpu.config.wording import shown
 
 MAX_JSON_BYTES = 32 << 20  # an index of 100,000 weights has 10 MB
-
-
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # the start of a pointer (github.com/git-lfs/git-lfs)
 
 

@@ -183,10 +183,10 @@ def export_ollama(
         bos = tokenizer.token(tokenizer.bos_id) or ""
         dated = replace(tokenizer, chat_template=with_fixed_date(tokenizer.chat_template))
         found = chat_format(dated)
-        begins = bool(bos) and found.start.startswith(bos)
-        if begins:
+        adds_bos = bool(bos) and found.start.startswith(bos)
+        if adds_bos:
             found = found.without(bos)  # because Ollama adds it to each conversation
-        tokenizer = replace(tokenizer, begins=begins)
+        tokenizer = replace(tokenizer, adds_bos=adds_bos)
     file = f"{name}-{weight_type}.gguf"
     template = COMPLETION if found is None else found.go_template()
     system = None if found is None or found.system is None else _system_message(loaded, found)

@@ -81,13 +81,13 @@ class _RunTarget:
 
     paths: RunPaths
     snapshot: Snapshot | None
-    before: Environment | None  # the one recorded in the snapshot
-    tokenizer: Path | None  # the folder of the one that the run trained, unless the configuration asks for another
+    before: Environment | None  # the environment recorded in the snapshot
+    tokenizer: Path | None  # folder of the tokenizer that the run trained, unless the configuration changes it
     open_settings: tuple[str, ...]  # recorded values of keys whose default may have changed since the first start
 
 
 class _Output:
-    """The user's view of a run: sinks of events, a display of progress, and warnings before metrics.jsonl exists."""
+    """Where a run reports: sinks of events, a progress display, and warnings from before metrics.jsonl exists."""
 
     def __init__(self, sinks: list[Sink], progress: ReportProgress, is_main: bool) -> None:
         shown = sinks if is_main else []
@@ -217,7 +217,7 @@ def _keeps_tokenizer(config: Config, recorded: dict[str, Any]) -> bool:
 
 
 def _open_settings(config: Config, recorded: dict[str, Any]) -> list[str]:
-    """Returns recorded values of keys that are not given and depend on the data, the width or the cost of a step."""
+    """Returns the recorded values of keys that are not set, and whose default depends on the data or the model."""
     found: list[str] = task_of(config).recorded_settings(config, recorded)
     before = recorded.get("training") or {}
     if before.get("learning_rate") is not None and "learning_rate" not in config.training.model_fields_set:

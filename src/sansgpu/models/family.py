@@ -1,4 +1,4 @@
-"""Describes a family of models; the folder `families` has a file for each family."""
+"""Defines `Family`: what a file in `families` says about the models with one `model_type` of transformers."""
 
 from __future__ import annotations
 
@@ -16,28 +16,33 @@ Weights = dict[str, torch.Tensor]
 Settings = Mapping[str, Any]  # the contents of a config.json
 Metadata = Mapping[str, Any]  # the metadata of a GGUF file by key
 
-CONTEXT = 512  # tokens of a tiny model
-# Sizes of tiny models by their keys in most families' config.json, and with grouped queries.
-LAYERED: Settings = {
+# Sizes of tiny models in config.json, for tests and trials: with multi-head attention, with grouped-query attention
+# (GQA), and for families whose head_dim does not follow from the other sizes.
+TINY_CONTEXT = 512  # tokens
+TINY_MHA: Settings = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": CONTEXT,
+    "max_position_embeddings": TINY_CONTEXT,
 }  # fmt: skip
-SHARED: Settings = {**LAYERED, "num_key_value_heads": 2}
-GROUPED: Settings = {**SHARED, "head_dim": 16}
+TINY_GQA: Settings = {**TINY_MHA, "num_key_value_heads": 2}
+TINY_HEAD_DIM: Settings = {**TINY_GQA, "head_dim": 16}
+
+# Settings that several families write to GGUF files: key of config.json -> key of GGUF.
+SLIDING_WINDOW = {"sliding_window": "{arch}.attention.sliding_window"}
+LOGIT_SOFTCAP = {"final_logit_softcapping": "{arch}.final_logit_softcapping"}
 
 
 class LayerTypes(NamedTuple):
-    """How a GGUF file says what type each layer of a model has."""
+    """Converts `layer_types` and settings that follow from them to the metadata of a GGUF file and back."""
 
     write: Callable[[Settings], dict[str, Any]]  # settings -> metadata by key
-    read: Callable[[Callable[[str], Any], int], dict[str, Any]]  # (value of a key, number of layers) -> settings
+    read: Callable[[Callable[[str], Any], int], dict[str, Any]]  # (get(key), number of layers) -> settings
 
 
 class LearnedActivation(NamedTuple):
-    """How a GGUF file stores the parameters of an activation: as metadata, with a value for each layer."""
+    """Converts an activation's weights to the metadata of a GGUF file, with a value for each layer, and back."""
 
-    write: Callable[[Settings, Callable[[str], float]], dict[str, list[float]]]  # (settings, value of a weight)
-    read: Callable[[Metadata], tuple[str, Weights]]  # metadata -> name of the activation, and its weights
+    write: Callable[[Settings, Callable[[str], float]], dict[str, list[float]]]  # (settings, get(weight's name))
+    read: Callable[[Metadata], tuple[str, Weights]]  # metadata -> (name of the activation, its weights)
 
 
 class RowOrder(NamedTuple):
@@ -57,86 +62,94 @@ class RowOrder(NamedTuple):
 
 
 class PreTokenizer(NamedTuple):
-    """How a byte-level tokenizer divides a text before it merges bytes."""
+    """How a byte-level BPE tokenizer splits a text before it merges bytes."""
 
     patterns: tuple[str, ...]  # regular expressions, applied in this order; the last one matches every character
-    ignore_merges: bool = False  # a whole word that is a token is not built by merges
-    begins: bool = False  # whether texts begin with the BOS token if a GGUF file does not say
+    ignore_merges: bool = False  # a piece that is a token is not split further, whatever the merges
+    adds_bos: bool = False  # default for GGUF files that do not say whether texts start with the BOS token
 
 
 class OlderRope(NamedTuple):
-    """Keys of RoPE's parameters in the config.json of transformers 4."""
+    """The keys of RoPE's parameters in the config.json of transformers 4."""
 
     theta: str = "rope_theta"
-    local_theta: str | None = None  # of layers with sliding windows
+    local_theta: str | None = None  # base of layers with a sliding window
     partial: str = "partial_rotary_factor"
 
 
 @dataclass(frozen=True)
 class Family:
-    """The models with one `model_type`. A family needs only those fields that differ from what trials find out.
+    """The rules for the models with one `model_type` that trials on a model cannot find.
 
-    Without `modules`, its models are trained and exported to transformers' format, but not to GGUF files.
+    Every field is optional. With `title` and `tiny`, tests try all features with a tiny model, and the family has a row
+    in docs/reference/models.md. With `modules`, it has GGUF files, which the next two groups of fields describe.
+    Without `modules`, its models are still trained, and exported in transformers' format.
+
+    `Settings` are the contents of a config.json, completed by `defaults`. In keys of GGUF, "{arch}" stands for
+    llama.cpp's name of the architecture.
     """
 
-    title: str = ""  # its name in docs/reference/models.md; "": not in that table
-    model_type: str = ""  # only if it contains hyphens; otherwise it is the name of the file
-    is_encoder: bool = False  # its models do not continue texts
+    title: str = ""  # its name in docs/reference/models.md
+    model_type: str = ""  # only if it contains hyphens; otherwise the name of the file is used
+    is_encoder: bool = False  # its models do not generate text
+    tiny: Settings = field(default_factory=dict)  # config.json of a tiny model for tests and trials
+    tiny_exported: Settings = field(default_factory=dict)  # changes to `tiny` that make llama.cpp support the model
 
-    # Tiny models
-    tiny: Settings = field(default_factory=dict)  # keys in config.json of a tiny model, for tests and trials
-    tiny_exported: Settings = field(default_factory=dict)  # the same for exported models, if llama.cpp needs others
-
-    # Names in transformers' files
-    model_class: str = ""  # transformers' class
-    prefix: str = "model."  # of all weight names except the head's; checkpoints of a base model without head omit it
-    # TransformerLM's module -> transformers' module; `{}` is the block's number. The keys of families that
-    # TransformerLM does not compute follow the same names.
+    # config.json and weights of transformers
+    model_class: str = ""  # transformers' class, e.g. "LlamaForCausalLM"
+    prefix: str = "model."  # of the names of all weights but the head's; files of a model without head may omit it
+    # Module of TransformerLM -> module of transformers; "{}" is the number of the block. Modules that TransformerLM
+    # lacks are named in the same way.
     modules: Mapping[str, str] = field(default_factory=dict)
-    transposed: tuple[str, ...] = ()  # modules whose weight transformers stores as (in, out): Conv1D
-    sizes: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # key of ModelConfig -> of config.json, of GGUF
+    transposed: tuple[str, ...] = ()  # last parts of the names of Conv1D modules, whose weight is (in, out)
+    sizes: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # key of DecoderConfig -> of config.json, GGUF
     norm_eps: tuple[str, str] = ("rms_norm_eps", "{arch}.attention.layer_norm_rms_epsilon")  # in config.json, in GGUF
     activation_key: str = "hidden_act"
-    activations: Mapping[str, str] = field(default_factory=dict)  # config.json -> model.activation; exports: the first
-    defaults: Callable[[Settings], Settings] = lambda settings: {}  # values of keys that config.json may lack
+    # Activation in config.json -> model.activation. Exports write the first one that matches.
+    activations: Mapping[str, str] = field(default_factory=dict)
+    defaults: Callable[[Settings], Settings] = lambda settings: {}  # values of keys that config.json may omit
     fixed: Settings = field(default_factory=dict)  # keys with the only value that TransformerLM and llama.cpp support
-    biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # key -> values of model.bias that set it
+    # Boolean key of config.json -> values of model.bias with which it is true. llama.cpp requires false.
+    biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     dropouts: Mapping[str, str] = field(default_factory=dict)  # key of config.json -> key of ModelConfig
-    rotary: bool = True  # whether it uses RoPE
-    rope_theta: float | None = None  # default if config.json has none
+    rotary: bool = True  # it uses RoPE
+    rope_theta: float | None = None  # base of RoPE if config.json has none
 
     # GGUF files
-    gguf_name: str | None = None  # llama.cpp's name of the architecture; None: the same as model_type
-    # Tells its files from those of other families with the same `gguf_name`; None: it has those that are left.
+    gguf_name: str | None = None  # llama.cpp's name of the architecture; None: `model_type`
+    # Among families with the same `gguf_name`, returns True for the metadata of its own files. The one family with None
+    # has all files that no other recognizes.
     gguf_recognizes: Callable[[Metadata], bool] | None = None
-    gguf_activations: tuple[str, ...] = ()  # activations of llama.cpp; the first is that of a file that names none
+    # Values of `activation_key` that llama.cpp computes. Files do not name it; they are read with the first one.
+    gguf_activations: tuple[str, ...] = ()
     gguf_learned_activation: LearnedActivation | None = None
-    gguf_settings: Mapping[str, str] = field(default_factory=dict)  # more keys of config.json -> keys of GGUF
-    gguf_optional: Mapping[str, str] = field(default_factory=dict)  # the same for keys that may be missing or null
-    gguf_fixed: Callable[[Settings], Settings] = lambda settings: {}  # the values that llama.cpp assumes
-    gguf_modules: Mapping[str, str] = field(default_factory=dict)  # llama.cpp's names of modules that gguf lacks
+    gguf_settings: Mapping[str, str] = field(default_factory=dict)  # more required keys of config.json -> of GGUF
+    gguf_optional: Mapping[str, str] = field(default_factory=dict)  # the same, for keys that may be missing or null
+    gguf_fixed: Callable[[Settings], Settings] = lambda settings: {}  # values that llama.cpp assumes and files omit
+    # Module of transformers -> module of llama.cpp, only for those that the package gguf does not know.
+    gguf_modules: Mapping[str, str] = field(default_factory=dict)
     gguf_layers: LayerTypes | None = None
-    gguf_rows: Callable[[str, Settings], RowOrder | None] = lambda name, settings: None  # by a weight's name
-    gguf_squeezed: Mapping[str, int] = field(default_factory=dict)  # end of a name -> dimension of size 1 to leave out
-    gguf_precise: tuple[str, ...] = ()  # ends of llama.cpp's names of matrices that must not be quantized
-    gguf_norm_offset: float = 0.0  # llama.cpp multiplies by w + offset where transformers multiplies by w
-    gguf_rope_types: tuple[str, ...] = ()  # the types of scaled RoPE that llama.cpp supports
-    gguf_local_rope: bool = False  # whether sliding_attention layers have a RoPE of their own
-    gguf_local_theta: float | None = None  # its base in a file that names none; None: that of the other layers
-    gguf_no_window: bool = False  # whether llama.cpp ignores sliding_window: results are equal up to that length
-    gguf_needs_head: bool = False  # whether llama.cpp requires the output head even if it is tied
+    # (name of a weight, settings) -> order of its rows in files; None: the same as in transformers.
+    gguf_rows: Callable[[str, Settings], RowOrder | None] = lambda name, settings: None
+    gguf_squeezed: Mapping[str, int] = field(default_factory=dict)  # end of a weight's name -> dimension to squeeze
+    gguf_precise: tuple[str, ...] = ()  # ends of llama.cpp's names of matrices that must be stored as f32
+    gguf_norm_offset: float = 0.0  # added to the weights of norms: 1 if transformers multiplies by 1 + weight
+    gguf_rope_types: tuple[str, ...] = ()  # types of scaled RoPE that llama.cpp supports
+    gguf_local_rope: bool = False  # sliding_attention layers have a RoPE of their own
+    gguf_local_theta: float | None = None  # its base if a file has none; None: that of the other layers
+    gguf_no_window: bool = False  # llama.cpp ignores sliding_window, so files get a context of at most that length
+    gguf_needs_head: bool = False  # llama.cpp requires the output head even if it is tied to the embedding
     pre_tokenizers: Mapping[str, PreTokenizer] = field(default_factory=dict)  # by llama.cpp's name
 
-    # Training
-    # These are tried on models of every family, because others may have the same layers.
-    patches: tuple[Callable[[nn.Module], None], ...] = ()  # change a model in place so that its rows can be packed
+    # Training. The first two are tried on the models of all families, because others may have the same layers.
+    patches: tuple[Callable[[nn.Module], None], ...] = ()  # change a model in place so that it supports packed rows
     relative_attention: RelativeAttention | None = None
-    # Layers whose weights the model reads without calling them, so that an adapter would have no effect.
-    read_directly: tuple[str, ...] = ()
+    # Last parts of the names of linear layers that get no adapter: the model reads their weights without calling them.
+    lora_excludes: tuple[str, ...] = ()
 
-    # config.json for transformers 4
-    older_rope: OlderRope | None = None  # None: the usual keys, and no RoPE that differs between layers
-    older_settings: Callable[[Settings], Settings] = lambda settings: {}  # more keys of version 4
+    # Exports that transformers 4 can load
+    older_rope: OlderRope | None = None  # None: the usual keys, and the same RoPE in all layers
+    older_settings: Callable[[Settings], Settings] = lambda settings: {}  # more keys of version 4 for config.json
 
     @property
     def llama_cpp_name(self) -> str:
@@ -154,12 +167,13 @@ class Family:
         return parameter == "weight" and module in self.transposed
 
 
-def heads_as_wide_as_the_model(settings: Settings) -> Settings:
+def full_width_heads(settings: Settings) -> Settings:
+    """Returns the head_dim with which all heads together have the width of the model."""
     return {"head_dim": settings["hidden_size"] // settings["num_attention_heads"]}
 
 
 def windows(period: int) -> LayerTypes:
-    """Sliding windows in all layers but each `period`-th, which is llama.cpp's default for a file that names none."""
+    """Returns layer types with sliding windows. In files that omit them, every `period`-th layer has full attention."""
     key = "{arch}.attention.sliding_window_pattern"
 
     def read(value_of: Callable[[str], Any], layers: int) -> dict[str, Any]:
@@ -171,7 +185,7 @@ def windows(period: int) -> LayerTypes:
 
 
 def renamed(**keys: str) -> Callable[[Settings], Settings]:
-    """Returns a function that gives the values of some keys under transformers 4's names: `renamed(old="new")`."""
+    """Returns `older_settings` that copy keys of version 5 to their names in version 4: `renamed(old="new")`."""
     return lambda settings: {old: settings[new] for old, new in keys.items() if new in settings}
 
 

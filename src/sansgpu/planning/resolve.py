@@ -36,8 +36,8 @@ from sansgpu.train.run import TrainingRun
 from sansgpu.train.run_length import finish_time
 from sansgpu.train.schedule import UNKNOWN_STEPS, evaluation_problem, repetition_problem, total_steps, warmup_problem
 
-# needed: prepare the data or fail. wanted: continue without it if it is unreachable, or if it cannot be read and the
-# run's length does not depend on it. unread: do not read it.
+# needed: prepare the data or fail. wanted: continue without data that is unreachable, or that cannot be read and does
+# not determine the run's length. unread: do not read it.
 Data = Literal["needed", "wanted", "unread"]
 Timed = Literal["always", "if useful", "never"]  # when to time steps to choose the micro-batch
 WORTH_TIMING_SECONDS = 120  # runs shorter than this gain less from the fastest micro-batch than it takes to find it
@@ -45,7 +45,7 @@ WORTH_TIMING_SECONDS = 120  # runs shorter than this gain less from the fastest 
 
 @dataclass(frozen=True)
 class ResolveOptions:
-    """Options of `resolve_run`: what to read and to time, and what to do if the run does not fit into memory."""
+    """Options of `resolve_run`: what to read, what to time, and what to do if the run does not fit into memory."""
 
     shortage: Shortage = "refuse"
     data: Data = "needed"
@@ -79,11 +79,11 @@ def resolve_run(
     execution, available = configure_process(config, before, warn, group)
     config, corpus = _corpus(config, progress, warn, options, group)
     tokens = math.ceil(corpus.example_tokens if corpus else config.window)
-    config, steps, seconds, affordable = _with_length(config, execution, corpus)
-    assumed_step = seconds / affordable
+    config, steps, seconds, affordable_steps = _with_length(config, execution, corpus)
+    assumed_step = seconds / affordable_steps
     if problem := warmup_problem(config.training, steps):
         warn(problem)
-    if corpus is not None and before is None and (problem := _repetition_problem(config, corpus, affordable)):
+    if corpus is not None and before is None and (problem := _repetition_problem(config, corpus, affordable_steps)):
         warn(problem)
     seconds, execution.compile = _compilation(config, execution, before, seconds, warn)
     execution.optimizer = config.training.optimizer
@@ -100,20 +100,20 @@ def resolve_run(
         execution.micro_batch = timing.micro_batch
     execution.accumulation = micro_batches_per_rank(config.training, execution.micro_batch, group.size)
     run = TrainingRun(config, execution, steps, estimate_memory(config, execution), available, corpus, timing)
-    if before is None and (problem := _evaluation_problem(run, assumed_step, affordable)):
+    if before is None and (problem := _evaluation_problem(run, assumed_step, affordable_steps)):
         warn(problem)
     return run
 
 
-def _evaluation_problem(run: TrainingRun, step_seconds: float, affordable: float) -> str | None:
-    """Describes an evaluation that is long compared to the run. The arguments apply if no step was timed."""
+def _evaluation_problem(run: TrainingRun, step_seconds: float, affordable_steps: float) -> str | None:
+    """Returns a warning if evaluations take long compared to the run. The numbers apply if no step was timed."""
     if run.corpus is None:
         return None
     if run.timing is not None:
         step_seconds = run.timing.step_seconds(run.costs.layers, run.execution.accumulation)
-        affordable = min(run.total_steps, seconds_allowed(run.config) / step_seconds)
+        affordable_steps = min(run.total_steps, seconds_allowed(run.config) / step_seconds)
     batches = run.eval_token_ratio * effective_batch(run.config.training) / run.execution.micro_batch
-    return evaluation_problem(run.config.training, affordable, run.steps_per_evaluation, step_seconds, batches)
+    return evaluation_problem(run.config.training, affordable_steps, run.steps_per_evaluation, step_seconds, batches)
 
 
 def _compilation(
@@ -146,9 +146,9 @@ def _repetition_problem(config: Config, corpus: Corpus, steps: float) -> str | N
 
 
 def _with_length(config: Config, execution: Execution, corpus: Corpus | None) -> tuple[Config, int, float, float]:
-    """Returns the configuration with its optimizer, the number of steps, and estimates.
+    """Returns the configuration with its optimizer, the number of steps, and two estimates.
 
-    These are the duration in seconds, and the number of steps for which there is time.
+    The estimates are the run's duration in seconds, and how many of the steps fit into its time limit.
     """
     training, effective = config.training, effective_batch(config.training)
     tokens_per_step = round(effective * (corpus.example_tokens if corpus else config.window))
@@ -222,7 +222,7 @@ def prepare_data(
     `tokenizer` is the folder of the tokenizer that the run trained earlier. It is used instead of training one again,
     because a dataset that has changed since then would give tokens that the model did not learn.
     """
-    progress(f"reading {config.data.dataset_name}", 0, 0)  # the Hub may let it wait
+    progress(f"reading {config.data.dataset_name}", 0, 0)  # the Hub may be slow
     task = task_of(config)
     trains = config.data.tokenizer in TRAINED_TOKENIZERS and config.acts("data.tokenizer")
     if tokenizer is None or not trains or not (tokenizer / "tokenizer.json").is_file():
@@ -266,7 +266,7 @@ def _calibration(
 
 
 def _measured(calibration: Calibration, sizes: list[int], progress: ReportProgress) -> dict[str, Any]:
-    """Returns the timing of the fastest choice. It is measured once and then read from the cache."""
+    """Returns the timing of the fastest micro-batch size, which is measured once and then cached."""
     config, execution = calibration.config, calibration.execution
     question: dict[str, Any] = {
         "timing of": sorted(field.name for field in fields(Timing)),
@@ -302,11 +302,11 @@ def _resumed_micro_batch(
 
     A size is possible if it fits into memory and, with several ranks, divides a rank's share of the batch.
     """
+    size = max((size for size in sizes if size <= recorded), default=min(sizes))
     if execution.world_size > 1:
-        return max((size for size in sizes if size <= recorded), default=min(sizes))
+        return size
     if estimate_memory(config, replace(execution, micro_batch=recorded)).fits(available):
         return recorded
-    size = max((size for size in sizes if size <= recorded), default=min(sizes))
     if size != recorded:
         warn(
             f"the run's micro-batch size of {recorded} no longer fits into memory; using {size} with the same "

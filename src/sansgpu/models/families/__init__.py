@@ -1,7 +1,7 @@
-"""The families of models with rules of their own, a file each.
+"""The families of models with rules of their own, one file each, which this package finds.
 
-The name of a file is the `model_type` in config.json, with underscores for hyphens, and its `FAMILY` has the rules. To
-add a family, add a file. Models of other families train, too.
+The name of a file is the `model_type` in config.json, with underscores for hyphens, and `FAMILY` is the `Family` in it.
+Models without a file are trained by the rules that trials find.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _in_file(name: str) -> Family:
 
 
 def find(model_type: object) -> Family | None:
-    """Returns the family with a `model_type`, or None if it has no file. Imports no other families' files."""
+    """Returns the family with a `model_type`, or None if it has no file. Imports only that file and its imports."""
     name = str(model_type).replace("-", "_")
     family = _in_file(name) if name in _files() else None
     return family if family is not None and family.model_type == model_type else None
@@ -53,7 +53,7 @@ def with_gguf() -> tuple[Family, ...]:
 
 
 def with_default_settings(settings: Settings) -> dict[str, Any]:
-    """Returns the settings with defaults for optional keys that are missing. Raises KeyError if a required one is."""
+    """Adds the family's defaults for missing keys to a config.json. Raises KeyError if a required key is missing."""
     present = {key: value for key, value in settings.items() if value is not None}
     family = find(present["model_type"])
     return present if family is None else {**family.defaults(present), **present}

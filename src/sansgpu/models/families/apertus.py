@@ -53,7 +53,7 @@ FAMILY = replace(
         "blocks.{}.feed_forward_norm": "model.layers.{}.feedforward_layernorm",
     },
     activations={"relu2": "relu2"},
-    defaults=lambda settings: {**qwen3.modern_defaults(settings), "hidden_act": "xielu"},
+    defaults=lambda settings: {**qwen3.common_defaults(settings), "hidden_act": "xielu"},
     gguf_activations=("relu2", "xielu"),
     gguf_learned_activation=LearnedActivation(_write, _read),
     rope_theta=None,  # no default, because transformers' default has RoPE scaling

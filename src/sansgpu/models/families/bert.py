@@ -1,5 +1,3 @@
-"""BERT."""
+from sansgpu.models.family import TINY_MHA, Family
 
-from sansgpu.models.family import LAYERED, Family
-
-FAMILY = Family(title="BERT", is_encoder=True, tiny=LAYERED)
+FAMILY = Family(title="BERT", is_encoder=True, tiny=TINY_MHA)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from sansgpu.models.family import LAYERED, Family
+from sansgpu.models.family import TINY_MHA, Family
 from sansgpu.models.packed_masks import ranges_in
 from sansgpu.models.relative_attention import (
     RelativeAttention,
@@ -83,7 +83,7 @@ class DisentangledSelfAttention(RelativeSelfAttention):
         names = ("key_proj", "query_proj") if self.share_att_key else ("pos_key_proj", "pos_query_proj")
         kinds = [kind in self.pos_att_type for kind in ("c2p", "p2c")]
         scale = 1 / math.sqrt((1 + sum(kinds)) * self.attention_head_size)
-        # Of each distance from key to query, (H, d, 2 T - 1); the keys in descending order of distances.
+        # (H, d, 2 T - 1), for each distance from key to query; keys are in descending order of distances.
         keys_at, queries_at = (
             getattr(self, name)(embeddings)[places].unflatten(1, (self.num_attention_heads, -1)).permute(1, 2, 0)
             if has_kind
@@ -108,7 +108,7 @@ FAMILY = Family(
     model_type="deberta-v2",
     is_encoder=True,
     tiny={
-        **LAYERED, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 16,
+        **TINY_MHA, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 16,
         "share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False, "type_vocab_size": 0,
     },
     relative_attention=RelativeAttention("get_rel_pos", DisentangledEncoder, DisentangledSelfAttention),

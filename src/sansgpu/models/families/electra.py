@@ -1,5 +1,3 @@
-"""ELECTRA."""
+from sansgpu.models.family import TINY_MHA, Family
 
-from sansgpu.models.family import LAYERED, Family
-
-FAMILY = Family(title="ELECTRA", is_encoder=True, tiny={**LAYERED, "embedding_size": 32})
+FAMILY = Family(title="ELECTRA", is_encoder=True, tiny={**TINY_MHA, "embedding_size": 32})

@@ -1,5 +1,3 @@
-"""Falcon-Mamba."""
-
 from dataclasses import replace
 
 from sansgpu.models.families import mamba

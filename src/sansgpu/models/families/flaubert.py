@@ -1,5 +1,3 @@
-"""FlauBERT."""
-
 from sansgpu.models.families import xlm
 from sansgpu.models.family import Family
 

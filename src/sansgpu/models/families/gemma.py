@@ -1,5 +1,3 @@
-"""Gemma."""
-
 from dataclasses import replace
 
 from sansgpu.models.families import qwen3
@@ -9,7 +7,7 @@ FAMILY = replace(
     title="Gemma",
     model_class="GemmaForCausalLM",
     activations={},
-    defaults=lambda settings: {**qwen3.modern_defaults(settings), "tie_word_embeddings": True},
+    defaults=lambda settings: {**qwen3.common_defaults(settings), "tie_word_embeddings": True},
     gguf_activations=("gelu_pytorch_tanh",),
     fixed={"tie_word_embeddings": True},
     gguf_norm_offset=1.0,

@@ -1,9 +1,9 @@
-"""Gemma 3, the part that reads and writes text."""
+"""The language model inside Gemma 3."""
 
 from dataclasses import replace
 
 from sansgpu.models.families import gemma2
-from sansgpu.models.family import OlderRope, windows
+from sansgpu.models.family import LOGIT_SOFTCAP, SLIDING_WINDOW, OlderRope, windows
 
 FAMILY = replace(
     gemma2.FAMILY,
@@ -11,8 +11,8 @@ FAMILY = replace(
     model_class="Gemma3ForCausalLM",
     fixed={"use_bidirectional_attention": False},
     gguf_name="gemma3",
-    gguf_settings={"sliding_window": "{arch}.attention.sliding_window"},
-    gguf_optional={"final_logit_softcapping": "{arch}.final_logit_softcapping"},
+    gguf_settings=SLIDING_WINDOW,
+    gguf_optional=LOGIT_SOFTCAP,
     gguf_layers=windows(6),
     gguf_local_rope=True,
     gguf_local_theta=10_000.0,

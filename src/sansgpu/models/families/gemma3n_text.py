@@ -1,4 +1,4 @@
-"""Gemma 3n, the part that reads and writes text."""
+"""The language model inside Gemma 3n."""
 
 from sansgpu.models.families import gemma3_text
 from sansgpu.models.family import Family

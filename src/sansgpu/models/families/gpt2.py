@@ -1,11 +1,9 @@
-"""GPT-2."""
-
-from sansgpu.models.family import CONTEXT, Family, PreTokenizer
+from sansgpu.models.family import TINY_CONTEXT, Family, PreTokenizer
 
 SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 FAMILY = Family(
     title="GPT-2",
-    tiny={"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT},
+    tiny={"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": TINY_CONTEXT},
     model_class="GPT2LMHeadModel",
     prefix="transformer.",
     modules={

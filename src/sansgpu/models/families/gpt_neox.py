@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from sansgpu.models.families import qwen3
 from sansgpu.models.families.phi import LAYER_NORM_EPS
-from sansgpu.models.family import LAYERED, OlderRope, RowOrder, Settings, heads_as_wide_as_the_model
+from sansgpu.models.family import TINY_MHA, OlderRope, RowOrder, Settings, full_width_heads
 
 
-def heads_before_parts(name: str, settings: Settings) -> RowOrder | None:
+def _queries_keys_values(name: str, settings: Settings) -> RowOrder | None:
     """GPT-NeoX stores query, key and value by head; llama.cpp stores all queries, then all keys and all values."""
     if ".query_key_value." not in name:
         return None
@@ -17,7 +17,7 @@ def heads_before_parts(name: str, settings: Settings) -> RowOrder | None:
 FAMILY = replace(
     qwen3.FAMILY,
     title="GPT-NeoX",
-    tiny=LAYERED,
+    tiny=TINY_MHA,
     model_class="GPTNeoXForCausalLM",
     prefix="gpt_neox.",
     modules={
@@ -38,8 +38,8 @@ FAMILY = replace(
     biases={},
     gguf_name="gptneox",
     gguf_settings={"use_parallel_residual": "{arch}.use_parallel_residual"},
-    gguf_fixed=heads_as_wide_as_the_model,
-    gguf_rows=heads_before_parts,
+    gguf_fixed=full_width_heads,
+    gguf_rows=_queries_keys_values,
     gguf_needs_head=True,
     older_rope=OlderRope("rotary_emb_base", partial="rotary_pct"),
 )

@@ -1,5 +1,3 @@
-"""GPT-NeoX for Japanese."""
-
 from sansgpu.models.families import gpt_neox
 from sansgpu.models.family import Family
 

@@ -3,22 +3,21 @@
 from dataclasses import replace
 
 from sansgpu.models.families import llama
-from sansgpu.models.family import SHARED
+from sansgpu.models.family import TINY_GQA
 
-SCALES = {
-    "attention_multiplier": "{arch}.attention.scale",
-    "embedding_multiplier": "{arch}.embedding_scale",
-    "residual_multiplier": "{arch}.residual_scale",
-    "logits_scaling": "{arch}.logit_scale",
-}
 FAMILY = replace(
     llama.FAMILY,
     title="Granite",
     tiny={
-        **SHARED, "embedding_multiplier": 2.0, "attention_multiplier": 0.5, "residual_multiplier": 0.5,
+        **TINY_GQA, "embedding_multiplier": 2.0, "attention_multiplier": 0.5, "residual_multiplier": 0.5,
         "logits_scaling": 2.0,
     },
     model_class="GraniteForCausalLM",
-    gguf_settings=SCALES,
+    gguf_settings={
+        "attention_multiplier": "{arch}.attention.scale",
+        "embedding_multiplier": "{arch}.embedding_scale",
+        "residual_multiplier": "{arch}.residual_scale",
+        "logits_scaling": "{arch}.logit_scale",
+    },
     gguf_rope_types=(),
 )  # fmt: skip

@@ -1,9 +1,7 @@
-"""Granite-MoE, a mixture of experts."""
-
 from dataclasses import replace
 
 from sansgpu.models.families import granite, qwen3
-from sansgpu.models.families.qwen3_moe import EXPERTS, EXPERTS_USED, ROUTER
+from sansgpu.models.families.qwen3_moe import EXPERTS, ROUTER, expert_counts
 
 _EXPERTS = {name: key.replace(".mlp.", ".block_sparse_moe.") for name, key in EXPERTS.items()}
 FAMILY = replace(
@@ -13,7 +11,7 @@ FAMILY = replace(
     model_class="GraniteMoeForCausalLM",
     modules={**granite.FAMILY.modules, **_EXPERTS, "blocks.{}.router": "model.layers.{}.block_sparse_moe.router"},
     biases=qwen3.ATTENTION_BIAS,
-    gguf_settings={**granite.SCALES, **EXPERTS_USED, "num_local_experts": "{arch}.expert_count"},
+    gguf_settings={**granite.FAMILY.gguf_settings, **expert_counts("num_local_experts")},
     gguf_modules={
         "model.layers.{}.block_sparse_moe.router": "blk.{}.ffn_gate_inp",
         "model.layers.{}.block_sparse_moe.experts.gate_proj": "blk.{}.ffn_gate_exps",

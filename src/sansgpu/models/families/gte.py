@@ -1,5 +1,3 @@
-"""GTE."""
+from sansgpu.models.family import TINY_MHA, Family
 
-from sansgpu.models.family import LAYERED, Family
-
-FAMILY = Family(title="GTE", is_encoder=True, tiny=LAYERED)
+FAMILY = Family(title="GTE", is_encoder=True, tiny=TINY_MHA)

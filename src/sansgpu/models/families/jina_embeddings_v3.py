@@ -1,5 +1,3 @@
-"""Jina Embeddings v3."""
+from sansgpu.models.family import TINY_MHA, Family
 
-from sansgpu.models.family import LAYERED, Family
-
-FAMILY = Family(title="Jina Embeddings v3", is_encoder=True, tiny=LAYERED)
+FAMILY = Family(title="Jina Embeddings v3", is_encoder=True, tiny=TINY_MHA)

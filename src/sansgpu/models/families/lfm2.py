@@ -1,4 +1,4 @@
-"""LFM2, whose short causal convolutions stay inside examples that share a row, and cache their inputs by token.
+"""LFM2. Its short causal convolutions do not mix examples that share a row, and cache their inputs by token.
 
 B batch, T time, D width.
 """
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sansgpu.models.families import qwen3
-from sansgpu.models.family import SHARED, LayerTypes, Settings, heads_as_wide_as_the_model
+from sansgpu.models.family import TINY_GQA, LayerTypes, Settings, full_width_heads
 from sansgpu.models.layer_trials import LinearPart, agree, random_tensor, tried, with_forward
 from sansgpu.models.packed_masks import TokenPositions
 
@@ -23,7 +23,7 @@ _PARTS = {"in_proj", "conv", "out_proj"}
 
 
 class PackedConvolution:
-    """Mixin for a short convolution. It reads the tokens before each one only as far as their example goes back."""
+    """Mixin for a short convolution, which reads only earlier tokens of the same example."""
 
     def forward(
         self, hidden_states: torch.Tensor, past_key_values: Any = None, attention_mask: Any = None, **kwargs: Any
@@ -108,17 +108,13 @@ def _read_layers(value_of: Callable[[str], Any], layers: int) -> dict[str, Any]:
 FAMILY = replace(
     qwen3.FAMILY,
     title="LFM2",
-    tiny={**SHARED, "layer_types": ["conv", "full_attention"]},
+    tiny={**TINY_GQA, "layer_types": ["conv", "full_attention"]},
     model_class="Lfm2ForCausalLM",
     modules={
-        "embedding": "model.embed_tokens",
+        **qwen3.FAMILY.modules,
         "norm": "model.embedding_norm",
-        "head": "lm_head",
         "blocks.{}.attention_norm": "model.layers.{}.operator_norm",
         "blocks.{}.feed_forward_norm": "model.layers.{}.ffn_norm",
-        "blocks.{}.attention.q": "model.layers.{}.self_attn.q_proj",
-        "blocks.{}.attention.k": "model.layers.{}.self_attn.k_proj",
-        "blocks.{}.attention.v": "model.layers.{}.self_attn.v_proj",
         "blocks.{}.attention.o": "model.layers.{}.self_attn.out_proj",
         "blocks.{}.attention.q_norm": "model.layers.{}.self_attn.q_layernorm",
         "blocks.{}.attention.k_norm": "model.layers.{}.self_attn.k_layernorm",
@@ -133,7 +129,7 @@ FAMILY = replace(
     fixed={"conv_bias": False},
     biases={},
     gguf_settings={"conv_L_cache": "{arch}.shortconv.l_cache"},
-    gguf_fixed=heads_as_wide_as_the_model,
+    gguf_fixed=full_width_heads,
     gguf_layers=LayerTypes(_write_layers, _read_layers),
     gguf_squeezed={".conv.conv.weight": 1},  # (channels, 1, width)
     gguf_precise=(".shortconv.conv.weight",),

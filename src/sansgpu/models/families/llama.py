@@ -7,8 +7,8 @@ from sansgpu.models.families.gpt2 import SPLIT as GPT2_SPLIT
 from sansgpu.models.family import PreTokenizer, RowOrder, Settings
 
 
-def rotary_pairs_adjacent(name: str, settings: Settings) -> RowOrder | None:
-    """llama.cpp's first RoPE kernel takes the two rows of a rotary pair from adjacent rows."""
+def _adjacent_rotary_pairs(name: str, settings: Settings) -> RowOrder | None:
+    """For this family, llama.cpp rotates pairs of adjacent elements of a head; transformers, those d / 2 apart."""
     if name.endswith("q_proj.weight"):
         return RowOrder((settings["num_attention_heads"], 2, settings["head_dim"] // 2), 1)
     if name.endswith("k_proj.weight"):
@@ -27,10 +27,10 @@ FAMILY = replace(
     fixed={},
     biases={**qwen3.ATTENTION_BIAS, "mlp_bias": ("all",)},
     gguf_rope_types=("llama3",),
-    gguf_rows=rotary_pairs_adjacent,
+    gguf_rows=_adjacent_rotary_pairs,
     pre_tokenizers={
-        "llama-bpe": PreTokenizer((GPT4_SPLIT,), ignore_merges=True, begins=True),
-        # sansgpu's own. llama.cpp has several names for GPT-4's pattern; this is the one without side effects.
+        "llama-bpe": PreTokenizer((GPT4_SPLIT,), ignore_merges=True, adds_bos=True),
+        # The pattern of tokenizers that sansgpu trains. Of llama.cpp's names for it, this one has no side effects.
         "dbrx": PreTokenizer((GPT4_SPLIT,)),
         "smollm": PreTokenizer((r"\p{N}", GPT2_SPLIT)),
     },

@@ -1,5 +1,3 @@
-"""Mamba 2."""
-
 from sansgpu.models.families import mamba
 from sansgpu.models.family import Family
 
@@ -8,5 +6,5 @@ FAMILY = Family(
         "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2,
         "chunk_size": 16,
     },
-    read_directly=mamba.READ_DIRECTLY,
+    lora_excludes=mamba.FAMILY.lora_excludes,
 )  # fmt: skip

@@ -1,6 +1,4 @@
-"""ModernBERT."""
-
-from sansgpu.models.family import LAYERED, Family, OlderRope, Settings
+from sansgpu.models.family import TINY_MHA, Family, OlderRope, Settings
 
 
 def _older_settings(settings: Settings) -> Settings:
@@ -14,7 +12,7 @@ def _older_settings(settings: Settings) -> Settings:
 FAMILY = Family(
     title="ModernBERT",
     is_encoder=True,
-    tiny={**LAYERED, "local_attention": 32, "global_attn_every_n_layers": 2},
+    tiny={**TINY_MHA, "local_attention": 32, "global_attn_every_n_layers": 2},
     gguf_name="modern-bert",
     older_rope=OlderRope("global_rope_theta", "local_rope_theta"),
     older_settings=_older_settings,

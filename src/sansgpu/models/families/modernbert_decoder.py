@@ -1,5 +1,3 @@
-"""The decoder of ModernBERT."""
-
 from sansgpu.models.families import modernbert
 from sansgpu.models.family import Family
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from sansgpu.models.family import CONTEXT, LAYERED, Family
+from sansgpu.models.family import TINY_CONTEXT, TINY_MHA, Family
 from sansgpu.models.packed_masks import ranges_in
 from sansgpu.models.relative_attention import RelativeAttention, RelativeSelfAttention, by_pairs, near
 
@@ -62,6 +62,6 @@ def _biases_of_pairs(biases: torch.Tensor, t: int) -> torch.Tensor:
 FAMILY = Family(
     title="MPNet",
     is_encoder=True,
-    tiny={**LAYERED, "max_position_embeddings": CONTEXT + 2, "pad_token_id": 1},
+    tiny={**TINY_MHA, "max_position_embeddings": TINY_CONTEXT + 2, "pad_token_id": 1},
     relative_attention=RelativeAttention("compute_position_bias", BiasedEncoder, BiasedSelfAttention),
 )

@@ -1,5 +1,3 @@
-"""NomicBERT."""
+from sansgpu.models.family import TINY_MHA, Family
 
-from sansgpu.models.family import LAYERED, Family
-
-FAMILY = Family(title="NomicBERT", is_encoder=True, tiny=LAYERED, gguf_name="nomic-bert")
+FAMILY = Family(title="NomicBERT", is_encoder=True, tiny=TINY_MHA, gguf_name="nomic-bert")

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from sansgpu.models.families import qwen3
-from sansgpu.models.family import SHARED, heads_as_wide_as_the_model
+from sansgpu.models.family import TINY_GQA, full_width_heads
 
 POST_NORMS = {
     "blocks.{}.attention_post_norm": "model.layers.{}.post_attention_layernorm",
@@ -12,10 +12,10 @@ POST_NORMS = {
 FAMILY = replace(
     qwen3.FAMILY,
     title="OLMo 2",
-    tiny=SHARED,
+    tiny=TINY_GQA,
     model_class="Olmo2ForCausalLM",
     modules={**qwen3.FAMILY.modules, **POST_NORMS},
     fixed={},
-    gguf_fixed=heads_as_wide_as_the_model,
+    gguf_fixed=full_width_heads,
     gguf_needs_head=True,
 )

@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 from sansgpu.models.families import qwen3
-from sansgpu.models.family import LAYERED, heads_as_wide_as_the_model
+from sansgpu.models.family import TINY_MHA, full_width_heads
 
 LAYER_NORM_EPS = ("layer_norm_eps", "{arch}.attention.layer_norm_epsilon")
 FAMILY = replace(
     qwen3.FAMILY,
     title="Phi",
-    tiny=LAYERED,
+    tiny=TINY_MHA,
     model_class="PhiForCausalLM",
     modules={
         **qwen3.FAMILY.modules,
@@ -23,5 +23,5 @@ FAMILY = replace(
     fixed={"qk_layernorm": False, "tie_word_embeddings": False},
     biases={},
     gguf_name="phi2",
-    gguf_fixed=heads_as_wide_as_the_model,
+    gguf_fixed=full_width_heads,
 )

@@ -1,21 +1,18 @@
-"""Qwen3, whose names most families share."""
+"""Qwen3, from which most decoders derive, because they share its names in files."""
 
-from sansgpu.models.family import GROUPED, Family, Settings
+from sansgpu.models.family import TINY_HEAD_DIM, Family, Settings, full_width_heads
 
 
-def modern_defaults(settings: Settings) -> Settings:
+def common_defaults(settings: Settings) -> Settings:
+    """Returns `defaults` of most families, except for the activation."""
     heads = settings["num_attention_heads"]
-    return {
-        "head_dim": settings["hidden_size"] // heads,
-        "num_key_value_heads": heads,
-        "tie_word_embeddings": False,
-    }
+    return {**full_width_heads(settings), "num_key_value_heads": heads, "tie_word_embeddings": False}
 
 
 ATTENTION_BIAS = {"attention_bias": ("attention", "all")}
 FAMILY = Family(
     title="Qwen3",
-    tiny=GROUPED,
+    tiny=TINY_HEAD_DIM,
     model_class="Qwen3ForCausalLM",
     modules={
         "embedding": "model.embed_tokens",
@@ -43,7 +40,7 @@ FAMILY = Family(
         "max_seq_len": ("max_position_embeddings", "{arch}.context_length"),
     },
     activations={"silu": "swiglu"},
-    defaults=lambda settings: {**modern_defaults(settings), "hidden_act": "silu"},
+    defaults=lambda settings: {**common_defaults(settings), "hidden_act": "silu"},
     gguf_activations=("silu",),
     fixed={"use_sliding_window": False},
     biases=ATTENTION_BIAS,

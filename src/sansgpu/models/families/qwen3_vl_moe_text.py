@@ -1,4 +1,4 @@
-"""Qwen3-VL-MoE, the part that reads and writes text."""
+"""The language model inside Qwen3-VL-MoE."""
 
 from sansgpu.models.families import qwen3_moe
 from sansgpu.models.family import Family

@@ -1,10 +1,8 @@
-"""RoBERTa."""
-
-from sansgpu.models.family import CONTEXT, LAYERED, Family
+from sansgpu.models.family import TINY_CONTEXT, TINY_MHA, Family
 
 FAMILY = Family(
     title="RoBERTa",
     is_encoder=True,
-    tiny={**LAYERED, "max_position_embeddings": CONTEXT + 2, "pad_token_id": 1},  # position ids start after it
+    tiny={**TINY_MHA, "max_position_embeddings": TINY_CONTEXT + 2, "pad_token_id": 1},  # position ids start after it
     gguf_name="bert",
 )

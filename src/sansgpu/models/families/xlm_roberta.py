@@ -1,5 +1,3 @@
-"""XLM-RoBERTa."""
-
 from dataclasses import replace
 
 from sansgpu.models.families import roberta

@@ -1,1 +1,1 @@
-"""Model file formats: safetensors, Hugging Face folders, GGUF and ONNX."""
+"""Model file formats: safetensors, Hugging Face folders, GGUF, and Ollama's Modelfiles."""

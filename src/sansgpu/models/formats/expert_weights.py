@@ -19,7 +19,7 @@ _GATE_UP = ".experts.gate_up_proj"
 def separate_experts(
     weights: Mapping[str, torch.Tensor | StoredTensor],
 ) -> Iterator[tuple[str, torch.Tensor | StoredTensor]]:
-    """Yields all weights, with those of experts under llama.cpp's names and in its layout."""
+    """Yields all weights; splits those of experts into a gate, an up and a down projection, as in llama.cpp."""
     for name, weight in weights.items():
         if name.endswith(".experts.down_proj"):
             yield f"{name}.weight", weight

@@ -25,7 +25,7 @@ from sansgpu.files.reading import read_json, read_object, require_regular_file
 from sansgpu.machine.hub import hub_folder
 from sansgpu.models.formats.safetensors_file import require_short_header
 
-MODEL_TYPE = "sansgpu-graph"  # model_type in the config.json of graph encoders, which transformers cannot load
+GRAPH_MODEL_TYPE = "sansgpu-graph"  # in the config.json of graph encoders, which transformers cannot load
 ADAPTER_CONFIG = "adapter_config.json"
 DECODER_CLASSES = ("ForCausalLM", "LMHeadModel")  # ends of the names of transformers' classes of decoders
 _ADAPTER_FILES = "*.json", "adapter_model.safetensors", "*.jinja", "*.txt", "*.model"
@@ -96,14 +96,14 @@ def folder_settings(folder: Path) -> dict[str, Any]:
 
 def is_graph_folder(folder: Path) -> bool:
     """Returns True if the folder holds a graph encoder that only sansgpu can load."""
-    return folder_settings(folder).get("model_type") == MODEL_TYPE
+    return folder_settings(folder).get("model_type") == GRAPH_MODEL_TYPE
 
 
 def has_architecture(folder: Path, ending: str) -> bool:
     """Returns True if the class of the model, or of an adapter's base model, ends with e.g. "ForCausalLM"."""
     names: Any = folder_settings(folder).get("architectures")
     if is_adapter_folder(folder):
-        names = [how_trained(read_object(folder / ADAPTER_CONFIG)).get("base_model_class")]
+        names = [auto_mapping_of(read_object(folder / ADAPTER_CONFIG)).get("base_model_class")]
     return isinstance(names, list) and any(str(name).endswith(ending) for name in names)
 
 
@@ -192,7 +192,7 @@ def base_of(model: ModelConfig) -> ModelConfig | None:
         raise _without_base(folder, f"its base model {name} does not exist")
     if is_adapter_folder(path):
         raise _without_base(folder, f"its base model {name} is also an adapter")
-    precision = how_trained(settings).get("base_precision")
+    precision = auto_mapping_of(settings).get("base_precision")
     found = {"adapter": "lora", "name_or_path": name, "revision": revision}
     found["base_precision"] = precision if precision in _PRECISIONS else "auto"
     return model.model_copy(update=found)
@@ -222,19 +222,19 @@ def _without_base(folder: Path, problem: str) -> ConfigError:
     )
 
 
-def how_trained(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the `auto_mapping` of an adapter_config.json: the class, precision and labels of the trained model."""
+def auto_mapping_of(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the `auto_mapping` of an adapter_config.json: class, precision and labels of the adapted model."""
     mapping = settings.get("auto_mapping")
     return mapping if isinstance(mapping, dict) else {}
 
 
 def add_base(settings: dict[str, Any], model: ModelConfig) -> None:
-    """Adds the base model's name, revision and precision to the settings of an adapter_config.json.
+    """Adds the base model's name, revision and precision to the settings in an adapter_config.json, in place.
 
     The precision goes into `auto_mapping`, because peft ignores unknown keys there and warns about them elsewhere.
     """
     settings["base_model_name_or_path"], settings["revision"] = model.name_or_path, model.revision
-    settings["auto_mapping"] = {**how_trained(settings), "base_precision": model.base_precision}
+    settings["auto_mapping"] = {**auto_mapping_of(settings), "base_precision": model.base_precision}
 
 
 def gguf_parts(path: Path) -> list[Path]:

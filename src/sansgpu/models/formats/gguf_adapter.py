@@ -38,7 +38,7 @@ def write_gguf_adapter(
 ) -> None:
     """Writes the adapter in a peft folder to a file. `settings` is the content of the base model's config.json.
 
-    Raises ConfigError if llama.cpp does not support the base model, or the adapter is more than matrices of LoRA.
+    Raises ConfigError if llama.cpp does not support the base model, or if the adapter has more than LoRA matrices.
     """
     settings = families.with_default_settings(settings)
     require_expressible(settings)
@@ -76,7 +76,7 @@ def _parts(name: str, settings: Mapping[str, Any], modules: Mapping[str, str]) -
 
 
 def _alpha(module: str, rank: int, config: Mapping[str, Any]) -> float:
-    """Returns the alpha with which alpha / rank is the factor by which peft multiplies the layer's product."""
+    """Returns the alpha for which alpha / rank is peft's scaling of the layer."""
     from peft.utils.other import get_pattern_key  # takes a second to import
 
     patterns: dict[str, float] = config.get("alpha_pattern") or {}

@@ -113,7 +113,7 @@ def write_file(
     tensors: Mapping[str, StoredTensor],
     encodings: Mapping[str, Encoding],
 ) -> None:
-    """Writes a file atomically, one tensor at a time, because all of them may not fit into memory."""
+    """Writes a file atomically and one tensor at a time, because all together may not fit into memory."""
     with write_failures_as(SansGPUError, path), atomic_write(path) as partial:
         writer = gguf.GGUFWriter(partial, architecture)
         try:
@@ -131,8 +131,8 @@ def write_file(
             writer.close()
 
 
-def _family_in(path: Path, architecture: str, metadata: Mapping[str, Any]) -> Family:
-    """Returns the family of a file with one of llama.cpp's architectures. Raises ConfigError if none is known."""
+def _family_of(path: Path, architecture: str, metadata: Mapping[str, Any]) -> Family:
+    """Returns the family of a file with this architecture of llama.cpp. Raises ConfigError if there is none."""
     named = [family for family in families.with_gguf() if family.llama_cpp_name == architecture]
     own = [family for family in named if family.gguf_recognizes is not None and family.gguf_recognizes(metadata)]
     others = [family for family in named if family.gguf_recognizes is None]
@@ -149,7 +149,7 @@ class GGUFFile:
         self.path = path
         self._metadata, self._tensors = read_model(path)
         self._architecture = str(self._metadata.get(Keys.General.ARCHITECTURE))
-        self._family = _family_in(path, self._architecture, self._metadata)
+        self._family = _family_of(path, self._architecture, self._metadata)
         try:
             self.settings = self._settings()
         except ConfigError as error:
@@ -333,11 +333,11 @@ def _renamed(settings: Settings, weights: Mapping[str, torch.Tensor | StoredTens
             raise ConfigError(
                 f"llama.cpp's architecture {settings['model_type']} has no weight {hf_name}; use --format hf."
             )
-        tensors[f"{modules[module]}.{parameter}"] = _in_file(hf_name, as_stored(weight), settings)
+        tensors[f"{modules[module]}.{parameter}"] = _converted_when_read(hf_name, as_stored(weight), settings)
     return tensors
 
 
-def _in_file(name: str, weight: StoredTensor, settings: Settings) -> StoredTensor:
+def _converted_when_read(name: str, weight: StoredTensor, settings: Settings) -> StoredTensor:
     shape = _to_file(name, torch.empty(weight.shape, device="meta"), settings).shape
     return StoredTensor(tuple(shape), lambda: _to_file(name, weight.read().detach(), settings))
 

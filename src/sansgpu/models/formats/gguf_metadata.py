@@ -16,7 +16,7 @@ from sansgpu.models.formats.gguf_rope import has_unsupported_rope, read_rope, ro
 from sansgpu.models.formats.gguf_tokenizer import read_end_ids
 from sansgpu.models.formats.weights import as_stored
 
-# Tensors in each of whose layers a dimension is the product of values: (keys, tensor, dimension).
+# (keys, tensor, dimension): in each layer, this dimension of the tensor is the product of the values of the keys.
 _HEAD_DIM = Keys.Attention.KEY_LENGTH
 _SIZES = (
     ((Keys.LLM.EMBEDDING_LENGTH,), "token_embd.weight", -1),
@@ -40,7 +40,7 @@ def require_sizes(architecture: str, metadata: Mapping[str, Any], shapes: Mappin
         metadata.get(key.format(arch=architecture)) for key in (Keys.LLM.EXPERT_COUNT, Keys.LLM.EXPERT_USED_COUNT)
     )
     if isinstance(experts, int) and experts and isinstance(used, int) and not 1 <= used <= experts:
-        raise ConfigError(f"it uses {used} of {experts} experts, which cannot be; download or convert it again.")
+        raise ConfigError(f"it uses {used} of {experts} experts, which is impossible; download or convert it again.")
     for keys, tensor, dimension in _SIZES:
         names = [key.format(arch=architecture) for key in keys]
         sizes: list[Any] = [metadata.get(name) for name in names]
@@ -49,9 +49,9 @@ def require_sizes(architecture: str, metadata: Mapping[str, Any], shapes: Mappin
         size = prod(map(int, sizes))
         for name, shape in shapes.items():
             if (name == tensor or name.endswith(f".{tensor}")) and shape[dimension] != size:
-                told = " x ".join(f"{key} {value}" for key, value in zip(names, sizes, strict=True))
+                expected = " x ".join(f"{key} {value}" for key, value in zip(names, sizes, strict=True))
                 raise ConfigError(
-                    f"its metadata do not match its tensors: {told}, but {name} has the shape {shape}; download or "
+                    f"its metadata do not match its tensors: {expected}, but {name} has the shape {shape}; download or "
                     "convert it again."
                 )
 

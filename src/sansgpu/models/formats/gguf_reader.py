@@ -37,7 +37,7 @@ _ENCODED_VALUES = 1 << 24  # values converted to fp32 at a time; an embedding ma
 
 
 class EncodingChoice(NamedTuple):
-    """The encoding of a tensor, and the one that was wanted, whose block size may not divide the tensor's rows."""
+    """The encoding of a tensor, and the one that was wanted but cannot be used if its blocks do not divide a row."""
 
     used: Encoding
     wanted: Encoding

@@ -29,7 +29,7 @@ OTHER_FORMAT = "use the model in Hugging Face's format"
 _THETA = 10_000.0  # default if a file has none
 _LOCAL_THETA = "{arch}.rope.freq_base_swa"
 _LLAMA3_KEY = "sansgpu.rope_parameters"  # JSON of the parameters from which Llama 3's factors are computed
-# All Llama 3 models have these values. llama.cpp's converter writes only the factors, from which `factor` follows, too.
+# All Llama 3 models have these values. llama.cpp's converter writes only the tensor, the maximum of which is `factor`.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -40,7 +40,7 @@ def has_unsupported_rope(family: Family, settings: Settings) -> bool:
 
 
 def rope_metadata(settings: Settings) -> dict[str, Any]:
-    """Returns the metadata by key."""
+    """Returns the metadata of RoPE, by key."""
     rope, *local = _ropes(settings)
     head_dim = settings["head_dim"]
     values = {
@@ -88,8 +88,8 @@ def read_rope(
     is_base = 0 < theta < math.inf and 0 < local_theta < math.inf
     if not (is_base and rotated % 2 == 0 and 0 < rotated <= settings["head_dim"]):
         raise ConfigError(
-            f"RoPE rotates {rotated} of {settings['head_dim']} elements of a head with base {theta}, which cannot be; "
-            "download or convert it again."
+            f"RoPE rotates {rotated} of {settings['head_dim']} elements of a head with base {theta}, which is "
+            "impossible; download or convert it again."
         )
     if rotated != settings["head_dim"]:
         rope["partial_rotary_factor"] = rotated / settings["head_dim"]
@@ -134,7 +134,7 @@ def shortest(value: Any) -> Any:
 
 
 def _ropes(settings: Settings) -> tuple[Mapping[str, Any], ...]:
-    """Returns the RoPE parameters: of all layers, or of those with full attention and of those with a window."""
+    """Returns the RoPE parameters of all layers, or those of full_attention and those of sliding_attention layers."""
     rope = rope_of(settings)
     return (rope["full_attention"], rope["sliding_attention"]) if "full_attention" in rope else (rope,)
 

@@ -15,7 +15,6 @@ from tokenizers import Tokenizer as Backend
 
 from sansgpu.config import ConfigError
 from sansgpu.models import families
-from sansgpu.models.families import gpt2
 from sansgpu.models.family import PreTokenizer
 from sansgpu.models.formats.gguf_rope import OTHER_FORMAT
 from sansgpu.models.formats.tokenizers import TokenizerParts
@@ -27,7 +26,7 @@ _ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED)
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "▁"  # This character stands for a space in the tokens of SentencePiece and of llama.cpp's tokenizer `llama`.
 _REPLACES_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-_ADDED_SCORE = -1000.0  # llama.cpp's converter gives this score to tokens that no merge produces
+_ADDED_SCORE = -1000.0  # score of tokens that no merge produces, as in files of llama.cpp's converter
 
 
 @cache
@@ -75,7 +74,7 @@ def write_tokenizer(writer: GGUFWriter, parts: TokenizerParts, rows: int) -> Non
         writer.add_array(ALL_ENDS, parts.end_ids)
     if parts.pad_id is not None:
         writer.add_pad_token_id(parts.pad_id)
-    writer.add_add_bos_token(parts.begins)
+    writer.add_add_bos_token(parts.adds_bos)
     if parts.chat_template is not None:
         writer.add_chat_template(parts.chat_template)
     writer.add_string(Keys.Tokenizer.HF_JSON, parts.json)
@@ -85,14 +84,14 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> TokenizerParts:
     """Reads the tokenizer from metadata. Raises ConfigError if there is none or it is not supported."""
     bos, eos, pad = (metadata.get(k) for k in (Keys.Tokenizer.BOS_ID, Keys.Tokenizer.EOS_ID, Keys.Tokenizer.PAD_ID))
     known = _pre_tokenizers().get(str(metadata.get(Keys.Tokenizer.PRE)))
-    begins = bool(metadata.get(Keys.Tokenizer.ADD_BOS, known is not None and known.begins))
-    tokenizer_json = metadata.get(Keys.Tokenizer.HF_JSON) or _rebuild_json(metadata, bos if begins else None)
+    adds_bos = bool(metadata.get(Keys.Tokenizer.ADD_BOS, known is not None and known.adds_bos))
+    tokenizer_json = metadata.get(Keys.Tokenizer.HF_JSON) or _rebuild_json(metadata, bos if adds_bos else None)
     template = metadata.get(Keys.Tokenizer.CHAT_TEMPLATE)
-    return TokenizerParts(tokenizer_json, bos, eos, pad, begins, template)
+    return TokenizerParts(tokenizer_json, bos, eos, pad, adds_bos, template)
 
 
 def read_end_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """Returns the tokens that end a text, first the main one."""
+    """Returns the tokens that end a text, starting with eos_token_id."""
     more = metadata.get(ALL_ENDS)
     found = [*(metadata.get(key) for key in _END_KEYS), *(more if isinstance(more, list) else [])]
     return [index for index in dict.fromkeys(found) if isinstance(index, int)]
@@ -168,10 +167,10 @@ def _merges(model: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _sentence_piece_ranks(raw: Mapping[str, Any]) -> dict[str, int] | None:
-    """Returns the place of each merged token in the order of merges, if llama.cpp's SentencePiece merges like it.
+    """Returns the merge ranks of tokens; None if llama.cpp's SentencePiece would merge in a different order.
 
     llama.cpp merges any two neighbors whose text is a token, first the token with the highest score. So the merges must
-    contain all splits of each token, and those of one token must follow each other. Returns None otherwise.
+    contain all splits of each token, and those of one token must follow each other.
     """
     model = raw["model"]
     if model["type"] != "BPE" or not model.get("byte_fallback") or not model["merges"] or _space_rule(raw) is None:
@@ -250,12 +249,12 @@ def _split(pre_tokenizer: Any) -> tuple[str, ...] | None:
                 patterns.append(pattern)
             case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Removed", "invert": True}:
                 if not any(pattern == known.patterns[-1] for known in _pre_tokenizers().values()):
-                    return None  # text may lie between matches
+                    return None  # the pattern may leave out text between matches
                 patterns.append(pattern)
             case {"type": "Digits", "individual_digits": True}:
                 patterns.append(r"\p{N}")
             case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": use_regex}:
-                patterns += [gpt2.SPLIT] if use_regex else []
+                patterns += _pre_tokenizers()["gpt-2"].patterns if use_regex else ()
             case _:
                 return None
     return tuple(patterns) if steps and steps[-1]["type"] == "ByteLevel" else None

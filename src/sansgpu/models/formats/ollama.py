@@ -1,7 +1,7 @@
 """Writes Modelfiles for Ollama, whose chat templates are programs in Go's template language.
 
-Ollama cannot run a model's own Jinja template. Instead of a table of known templates, the text that the Jinja template
-puts around the turns of a conversation is read off rendered conversations, and other conversations check it.
+Ollama cannot run a model's own Jinja template. The text that the Jinja template puts around the turns of a conversation
+is inferred from rendered conversations, and checked with others.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ChatFormat:
 
 
 def _literal(text: str) -> str:
-    """Escapes what Go templates or Modelfiles would not read as it is."""
+    """Escapes the parts of a text that Go templates or Modelfiles would interpret."""
     text = text.replace("{{", '{{ "{{" }}').replace('"""', r'{{ "\"\"\"" }}')
     if text.endswith("{"):  # an action of the template may follow
         text = text[:-1] + '{{ "{" }}'
@@ -123,7 +123,7 @@ def chat_format(tokenizer: TokenizerParts) -> ChatFormat:
 
 
 def _find_format(render: Render) -> ChatFormat | None:
-    """Reads the texts around turns off rendered conversations; returns None if others are rendered differently."""
+    """Infers the text around turns from rendered conversations; returns None if it does not explain others."""
     turns = [turn for pair in zip(_QUESTIONS, (*_ANSWERS, ""), strict=True) for turn in pair if turn]
     plain = _between(render(_conversation(turns)), turns)
     if plain is None:

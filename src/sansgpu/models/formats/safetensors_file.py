@@ -21,9 +21,8 @@ from sansgpu.files.reading import require_regular_file
 from sansgpu.machine.disk import Bytes, write_hashed
 
 Tensors = dict[str, torch.Tensor]
-GatherTensor = Callable[
-    [str, torch.Tensor], torch.Tensor
-]  # (name, tensor with its shape and dtype) -> unsharded tensor
+# (name, tensor with its shape and dtype) -> unsharded tensor
+GatherTensor = Callable[[str, torch.Tensor], torch.Tensor]
 
 # The format's names of dtypes (github.com/huggingface/safetensors, "Format").
 _DTYPES = {
@@ -86,9 +85,9 @@ def in_file_order(tensors: Tensors) -> list[str]:
 
 
 def save_tensors(tensors: Tensors, path: Path, gather: GatherTensor = unchanged) -> str:
-    """Writes tensors to a safetensors file, waits until it is on disk and returns its SHA-256.
+    """Writes tensors to a safetensors file, flushes it to disk and returns its SHA-256.
 
-    Calls `gather` for the values of each tensor, in file order. So `tensors` only need names, shapes and dtypes.
+    Calls `gather` for the values of each tensor, in file order, so `tensors` need only shapes and dtypes.
     """
     names = in_file_order(tensors)
     header, end = {}, 0

@@ -37,7 +37,7 @@ class TextCodec(Protocol):
 class TokenizerParts:
     """The content of a tokenizer.json, its special tokens and its chat template.
 
-    If `begins`, the tokenizer adds `bos_id` at the start of each text. An answer of the chat template ends with the
+    If `adds_bos`, the tokenizer adds `bos_id` at the start of each text. An answer of the chat template ends with the
     token `turn_end_id`, or if that is None, with the text `turn_end`.
     """
 
@@ -45,7 +45,7 @@ class TokenizerParts:
     bos_id: int | None
     eos_id: int | None
     pad_id: int | None
-    begins: bool
+    adds_bos: bool
     chat_template: str | None = None
     turn_end_id: int | None = None
     turn_end: str = ""

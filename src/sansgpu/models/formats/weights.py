@@ -94,7 +94,7 @@ def safetensors_weights(files: list[Path]) -> dict[str, StoredTensor]:
 
 
 def _read(file: Path, name: str) -> torch.Tensor:
-    """Returns a view of a mapping of its own, which ends with the tensor and so frees the pages that were read."""
+    """Memory-maps the file for this tensor alone, so that freeing the tensor frees the pages that were read."""
     with open_weights(file) as opened:
         tensor: torch.Tensor = opened.get_tensor(name)
     return tensor

@@ -16,7 +16,7 @@ _CONVERSATION = [
     {"role": "assistant", "content": _ANSWER},
     {"role": "user", "content": _NEXT},
 ]
-_OTHER_EOS = "<another end>"  # instead of the tokenizer's, to see whether a template writes eos_token
+_OTHER_EOS = "<another end>"  # replaces the tokenizer's, to find out whether a template writes eos_token
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class AnswerEnd:
 
 @dataclass(frozen=True)
 class EndTokens:
-    """The tokens that end a text. `eos` is the one that files name which can only name one."""
+    """The tokens that end a text. `eos` is written to files that can name only one."""
 
     eos: int | None
     ids: tuple[int, ...]
@@ -85,7 +85,7 @@ def _rendered(template: str, names: Mapping[str, Any]) -> tuple[str, str] | None
 
 
 def added_tokens_in(tokenizer: Any, text: str) -> list[int]:
-    """Returns the added tokens whose names occur in a text, by their place."""
+    """Returns the added tokens whose names occur in a text, in the order of their first occurrence."""
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
     places = {index: text.find(token.content) for index, token in added.items() if token.content.strip()}
     longest_first = sorted(places, key=lambda index: (places[index], -len(added[index].content)))
@@ -93,7 +93,7 @@ def added_tokens_in(tokenizer: Any, text: str) -> list[int]:
 
 
 def answer_end(tokenizer: Any) -> AnswerEnd | None:
-    """Returns how a tokenizer's chat template ends an answer; None if there is no template or it cannot be told."""
+    """Returns how a tokenizer's chat template ends an answer; None without a template or if it does not show."""
     found = turn_texts(tokenizer)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""A batch of sequences that are generated together (continuous batching): they may join and leave before each token.
+"""A batch of sequences that may join and leave before each token (continuous batching).
 
 The random draws of a sequence come from its own generator, and its arithmetic does not depend on other sequences. So
 its tokens do not depend on what else is in the batch.

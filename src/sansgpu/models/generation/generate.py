@@ -139,7 +139,7 @@ def _tokens(model: BatchModel, held: list[int], count: int, sampling: Sampling) 
 class SlotReader:
     """Base of the BatchReaders that use a SlotCache.
 
-    What a prompt has in common with the beginning of a sequence in the cache is copied from there.
+    The longest prefix that a prompt shares with a cached sequence is copied instead of computed.
 
     It adds filler tokens so that each pass has at least MIN_ROWS tokens. Otherwise torch's matmul, which sums in a
     different order, would replace sansgpu's kernel, and results would depend on the batch size.

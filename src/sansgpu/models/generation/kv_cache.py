@@ -17,12 +17,10 @@ from sansgpu.kernels.packed_cache import PackedCache, PlainCache
 class SlotCache:
     """The keys and values of all layers, which are allocated in a layer's first forward pass.
 
-    `packed` selects the memory layout that a DecoderStep needs. The sequences occupy the first slots. Before each
-    forward pass, call `start_prompts` or `start_step` to say where its tokens go. The results of a
-    sequence do not depend on the other sequences.
-
-    Of each token in the pass, `positions` is the position in its sequence, and `places` the index in cached keys that
-    `append` returns.
+    `packed` selects the memory layout that a DecoderStep needs. The sequences occupy the first slots, and the results
+    of one do not depend on the others. Before each forward pass, call `start_prompts` or `start_step` to say where its
+    tokens go. Both set, for each token of the pass, `positions`, its position in its sequence, and `places`, its index
+    in the keys that `append` returns.
     """
 
     def __init__(self, slots: int, length: int, packed: bool) -> None:

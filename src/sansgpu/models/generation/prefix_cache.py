@@ -31,7 +31,7 @@ class PrefixCache:
         self._finished: deque[_StoredSequence] = deque()  # the oldest first
 
     def store(self, tokens: Sequence[int], cache: SlotCache, slot: int) -> None:
-        """Copies a sequence from its slot, and forgets the oldest ones and those that it begins with."""
+        """Copies a sequence from its slot. Removes its stored prefixes, and the oldest sequences beyond the limit."""
         ids = list(tokens[: int(cache.lengths[slot])])
         if not MIN_SHARED <= len(ids) <= self._max_tokens or self._longest(ids)[0] == len(ids):
             return

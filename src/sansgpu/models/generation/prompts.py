@@ -21,7 +21,7 @@ from sansgpu.models.generation.special_texts import (
 )
 
 
-def as_it_is(template: str) -> str:
+def unchanged_template(template: str) -> str:
     return template
 
 
@@ -39,7 +39,7 @@ def prompt_ids(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
 def encoded_prompt(
     tokenizer: Any,
     messages: Sequence[dict[str, Any]],
-    revise: Callable[[str], str] = as_it_is,
+    revise: Callable[[str], str] = unchanged_template,
     parse_special: bool = False,
 ) -> EncodedConversation:
     """Returns the tokens of a conversation up to the model's answer.
@@ -62,7 +62,7 @@ def prompt_text(
     tokenizer: Any,
     messages: Sequence[dict[str, Any]],
     new_answer: bool = True,
-    revise: Callable[[str], str] = as_it_is,
+    revise: Callable[[str], str] = unchanged_template,
 ) -> str:
     """Returns the text of a conversation up to the model's answer.
 
@@ -107,13 +107,17 @@ def decode(tokenizer: Any, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
+def tokenizer_fields(tokenizer: Any, ends: Iterable[int]) -> dict[str, Any]:
+    """Returns the fields of a BatchModel that depend on its tokenizer. `ends` are the model's end tokens."""
+    return {
+        "text_ids": partial(text_prompt_ids, tokenizer),
+        "chat_ids": None if tokenizer.chat_template is None else partial(prompt_ids, tokenizer),
+        "decode": partial(decode, tokenizer),
+        "ends": frozenset(end_tokens(tokenizer, ends).ids),
+        "stops": stop_strings(tokenizer),
+    }
+
+
 def decoder_chat(model: TransformerLM, tokenizer: Any, ends: Iterable[int]) -> BatchModel:
     """Returns a `TransformerLM` with a transformers tokenizer as a BatchModel. `ends` are the model's end tokens."""
-    return BatchModel(
-        **decoder_readers(model),
-        text_ids=partial(text_prompt_ids, tokenizer),
-        chat_ids=None if tokenizer.chat_template is None else partial(prompt_ids, tokenizer),
-        decode=partial(decode, tokenizer),
-        ends=frozenset(end_tokens(tokenizer, ends).ids),
-        stops=stop_strings(tokenizer),
-    )
+    return BatchModel(**decoder_readers(model), **tokenizer_fields(tokenizer, ends))

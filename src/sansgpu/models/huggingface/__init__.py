@@ -1,1 +1,1 @@
-"""Support for transformers models: loading, faster layers, packing, LoRA and quantized weights."""
+"""Support for transformers models: loading, faster layers, packing, LoRA, quantized weights and ONNX."""

@@ -15,8 +15,8 @@ from sansgpu.models.formats.folders import (
     ADAPTER_CONFIG,
     DECODER_CLASSES,
     add_base,
+    auto_mapping_of,
     base_of,
-    how_trained,
     validate_model_folder,
 )
 from sansgpu.models.huggingface.source import library_errors
@@ -49,7 +49,7 @@ def require_lora(folder: Path, loaded: PreTrainedModel) -> None:
             f"{folder} contains an adapter of type {shown(kind)}, but sansgpu supports only LoRA and DoRA; merge it "
             "into its base model with peft, and pass the merged model."
         )
-    trained = how_trained(settings).get("base_model_class")
+    trained = auto_mapping_of(settings).get("base_model_class")
     ends = _CLASSES.get(str(settings.get("task_type")), () if trained is None else (str(trained),))
     if ends and not name.endswith(ends):
         raise ConfigError(
@@ -80,7 +80,7 @@ def stored_lora_config(folder: Path, loaded: PreTrainedModel, new_heads: Sequenc
         raise ConfigError(
             f"{folder / ADAPTER_CONFIG} has the rank {shown(rank)}, or no lora_alpha; set r and lora_alpha to numbers."
         )
-    before, now = how_trained(settings).get("labels"), list((loaded.config.id2label or {}).values())
+    before, now = auto_mapping_of(settings).get("labels"), list((loaded.config.id2label or {}).values())
     if before is not None and before != now:
         raise ConfigError(
             f"{folder} has an adapter with the labels {shown(before)}, but the data has {shown(now)}; set data.labels "

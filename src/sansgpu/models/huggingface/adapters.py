@@ -47,16 +47,16 @@ def adapter_targets(loaded: PreTrainedModel, asked: list[str] | str) -> list[str
     """
     if asked != ALL_LINEAR:
         return asked
-    special = _has_experts(loaded) or _read_directly(loaded)
+    special = _has_experts(loaded) or _lora_excludes(loaded)
     return _adaptable_layers(loaded) if special else ALL_LINEAR
 
 
-def adaptable(loaded: PreTrainedModel) -> str:
-    """Lists the last part of the names of all layers that can have an adapter, for a message."""
+def adaptable_names(loaded: PreTrainedModel) -> str:
+    """Returns the names that `model.lora_targets` may contain, for a message: the last part of each layer's name."""
     return f"[{','.join(sorted({_last_part(name) for name in _adaptable_layers(loaded)}))}]"
 
 
-def require_layers(loaded: PreTrainedModel, model: ModelConfig) -> None:
+def require_lora_targets(loaded: PreTrainedModel, model: ModelConfig) -> None:
     """Raises ConfigError if `model.lora_targets` is an invalid regular expression or names a missing layer."""
     asked = model.lora_targets
     if asked == ALL_LINEAR:
@@ -75,7 +75,9 @@ def require_layers(loaded: PreTrainedModel, model: ModelConfig) -> None:
         missing = [name for name in asked if name not in ends]
     if missing or not asked:
         found = f"{model.name_or_path} has no layer {shown(missing[0])}" if missing else "no layers are named"
-        raise ConfigError(f"model.lora_targets: {found}; set it to {ALL_LINEAR}, or to some of {adaptable(loaded)}.")
+        raise ConfigError(
+            f"model.lora_targets: {found}; set it to {ALL_LINEAR}, or to some of {adaptable_names(loaded)}."
+        )
 
 
 def _part_starts(name: str) -> list[int]:
@@ -97,17 +99,17 @@ def _linear_layers(loaded: PreTrainedModel) -> list[str]:
 
 def _adaptable_layers(loaded: PreTrainedModel) -> list[str]:
     names = _without_experts(loaded, _linear_layers(loaded)) if _has_experts(loaded) else _linear_layers(loaded)
-    return [name for name in names if _last_part(name) not in _read_directly(loaded)]
+    return [name for name in names if _last_part(name) not in _lora_excludes(loaded)]
 
 
 def _has_experts(loaded: PreTrainedModel) -> bool:
     return any("Experts" in type(module).__name__ for module in loaded.modules())
 
 
-def _read_directly(loaded: PreTrainedModel) -> tuple[str, ...]:
-    """Returns the layers on which an adapter would have no effect, because the model never calls them."""
+def _lora_excludes(loaded: PreTrainedModel) -> tuple[str, ...]:
+    """Returns the last parts of the names of layers without adapters, because the model never calls them."""
     family = families.find(loaded.config.get_text_config().model_type)
-    return () if family is None else family.read_directly
+    return () if family is None else family.lora_excludes
 
 
 def _without_experts(loaded: PreTrainedModel, names: Sequence[str]) -> list[str]:
@@ -135,7 +137,7 @@ def add_adapter(loaded: PreTrainedModel, model: ModelConfig, seed: int) -> Any:
 
     if not merges_adapter(model):
         _require_recordable_base(model)
-    config, can_have_one = _lora_config(loaded, model), adaptable(loaded)
+    config, can_have_one = _lora_config(loaded, model), adaptable_names(loaded)
     try:
         with seeded(seed, "adapter"), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name from transformers
@@ -162,7 +164,7 @@ def _lora_config(loaded: PreTrainedModel, model: ModelConfig) -> LoraConfig:
     if model.adapter == "continue":
         require_lora(_folder_of(model), loaded)
         return stored_lora_config(_folder_of(model), loaded, trained_heads)
-    require_layers(loaded, model)
+    require_lora_targets(loaded, model)
     return LoraConfig(
         r=model.lora_rank,
         lora_alpha=cast(Any, model.lora_alpha),  # peft annotates it as int, but floats work
@@ -207,9 +209,8 @@ def _checking_keys(model: ModelConfig) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             warnings.filterwarnings("ignore", message="fan_in_fan_out")
-            warnings.filterwarnings(
-                "ignore", message=".*tie_word_embeddings|.*lora_bias"
-            )  # `merge_adapter` handles both
+            # `merge_adapter` handles both
+            warnings.filterwarnings("ignore", message=".*tie_word_embeddings|.*lora_bias")
             warnings.filterwarnings("error", message="Found missing adapter keys")
             yield
     except ConfigError:
@@ -308,7 +309,6 @@ def save_adapter(
 
     `model` is the configuration with which it was trained. `write_more` can add files to the folder.
     """
-
     _require_recordable_base(model)
 
     def write(partial: Path) -> None:

@@ -22,8 +22,7 @@ NAME = "sansgpu"
 def use_our_attention(model: PreTrainedModel) -> bool:
     """Makes a model use our attention interface if it would use SDPA; returns whether our kernel now computes it.
 
-    Softcapped scores are computed with PyTorch's kernels. Other models stay unchanged. They may need attention sinks,
-    for instance, which our interface does not support.
+    Softcapped scores are computed with PyTorch's kernels. Other models, e.g. with attention sinks, stay unchanged.
     """
     if model.config._attn_implementation != "sdpa" and not _is_softcapped(model):
         return False

@@ -1,8 +1,8 @@
-"""Continues one sequence with any causal transformers model, with as much of its cache as a trial shows to be right.
+"""Generates one sequence with any causal transformers model, and uses its cache if a trial gives the right logits.
 
 Models name and build their caches differently: keys and values, recurrent states, or both in a class of their own. The
 first forward pass creates the model's own cache, and each later pass gets what the pass before it returned. Models that
-do not return their cache get one of transformers.
+do not return their cache get transformers' DynamicCache.
 
 T tokens, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Computes losses of texts, scores and distillation with the causal language models of transformers.
+"""Computes losses, scores and distillation with transformers' causal language models.
 
 B sequences, T tokens, N tokens in total, M tokens after which the next token is predicted.
 """
@@ -27,7 +27,7 @@ from sansgpu.models.teacher import Teacher, head_product
 
 
 class HuggingFaceLM(torch.nn.Module):
-    """Wraps any causal LM of transformers in the interface that evaluation uses."""
+    """Wraps any causal model of transformers in the interface that evaluation uses."""
 
     def __init__(self, name: str, remote_code: bool = False) -> None:
         super().__init__()

@@ -13,11 +13,11 @@ from transformers import Cache, PreTrainedModel
 
 from sansgpu.kernels.decoder_step import DecoderStep, StepWeight, step_layer, step_of
 from sansgpu.kernels.linear import Linear, autocast_dtype
-from sansgpu.models.generation.answer_end import end_tokens, stop_strings, token_ids
+from sansgpu.models.generation.answer_end import token_ids
 from sansgpu.models.generation.batch import BatchReader
 from sansgpu.models.generation.generate import BatchModel, SlotReader
 from sansgpu.models.generation.kv_cache import SlotCache, WindowedSlots
-from sansgpu.models.generation.prompts import decode, prompt_ids, text_prompt_ids
+from sansgpu.models.generation.prompts import tokenizer_fields
 from sansgpu.models.huggingface.cached_reader import PretrainedReader, cache_use
 from sansgpu.models.huggingface.fused_layers import PreNormLayer, SwiGLU
 from sansgpu.models.huggingface.packed_forward import UnpaddedModel, logits_of
@@ -179,9 +179,5 @@ def _batch_model(
         open_single,
         int(getattr(text, "max_position_embeddings", None) or UNBOUNDED_CONTEXT),
         together=open_reader is not None,
-        text_ids=partial(text_prompt_ids, tokenizer),
-        chat_ids=None if tokenizer.chat_template is None else partial(prompt_ids, tokenizer),
-        decode=partial(decode, tokenizer),
-        ends=frozenset(end_tokens(tokenizer, token_ids(getattr(model.generation_config, "eos_token_id", None))).ids),
-        stops=stop_strings(tokenizer),
+        **tokenizer_fields(tokenizer, token_ids(getattr(model.generation_config, "eos_token_id", None))),
     )

@@ -1,4 +1,4 @@
-"""Merges adapters of peft into the weights of their base models."""
+"""Merges peft's adapters into the weights of their base models."""
 
 from __future__ import annotations
 

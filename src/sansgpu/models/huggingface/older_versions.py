@@ -16,8 +16,6 @@ from sansgpu.models.family import Family, OlderRope
 
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 _FULL, _LOCAL = "full_attention", "sliding_attention"  # keys of `rope_parameters` if these layers differ
-
-
 _ADD_BOS_BY_DEFAULT = ("CodeLlamaTokenizer", "CohereTokenizer", "GemmaTokenizer", "LlamaTokenizer")
 
 
@@ -27,7 +25,7 @@ def complete_config(folder: Path) -> None:
 
 
 def complete_tokenizer_config(tokenizer: Any, folder: Path) -> None:
-    """Makes version 4 read a folder's tokenizer_config.json as version 5 does, which has written it."""
+    """Changes a folder's tokenizer_config.json, written by version 5, so that version 4 loads the same tokenizer."""
     settings = read_object(folder / TOKENIZER_CONFIG)
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"

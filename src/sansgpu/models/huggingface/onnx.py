@@ -57,8 +57,8 @@ Arrays = dict[str, torch.Tensor]
 class OnnxCheck:
     """How close the outputs of an ONNX file are to the torch model's on random inputs.
 
-    `equal_argmax` is the share of equal predictions of a model with a head, `lowest_cosine` the lowest cosine
-    similarity of outputs of a model without one. The other one is None.
+    `equal_argmax` is the share of equal predictions of a model with a head, and `lowest_cosine` the lowest
+    cosine similarity of the outputs of a model without a head. The respective other is None.
     """
 
     largest_difference: float

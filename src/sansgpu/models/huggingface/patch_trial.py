@@ -22,17 +22,17 @@ from sansgpu.models.huggingface.probes import (
 EXAMPLES, TOKENS = 2, 24  # with more rows in all than `MIN_ROWS`, so that the same matmuls run as in training
 TRIAL_FLOPS = 2e10  # less than a second in all; a larger model is tried by its first blocks
 TOLERANCE = 1e-3  # relative to the largest output or gradient
-# Of the outputs in bf16 and of quantized weights, relative to their norm: rounding alone changes up to 0.06 of it, and
-# all of the gradients of a model that amplifies it.
+# For bf16 and quantized weights, relative to the norm of the outputs, of which rounding alone changes up to 0.06.
+# Gradients are not compared, because rounding can change all of them in a model that amplifies it.
 NARROW_TOLERANCE = 0.2
 
 Patch = Callable[[PreTrainedModel], object]  # changes a model in place
 
 
 def apply_patches(model: PreTrainedModel, patches: Sequence[Patch]) -> list[Patch]:
-    """Applies those patches, in order, with which a model still computes the same; returns the others.
+    """Applies patches in order, except those that change a model's outputs or raise an error; returns the exceptions.
 
-    On the meta device, where nothing can be computed, only patches that raise an error are left out.
+    On the meta device, where nothing can be computed, only errors count.
     """
     trial = _Trial(model)
     if not trial.runs:

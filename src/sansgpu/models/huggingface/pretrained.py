@@ -1,4 +1,4 @@
-"""Loads and saves models and tokenizers with transformers."""
+"""Loads and saves models with transformers."""
 
 from __future__ import annotations
 
@@ -55,8 +55,6 @@ _DESCRIPTION: dict[HeadType, str] = {
     "none": "an encoder",
 }
 WEIGHT_FILES = ("*.safetensors", "*.bin")
-
-
 # Values of `problem_type` in a transformers config.
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 
@@ -75,7 +73,7 @@ class Head:
             set_labels(config, self.labels, self.problem_type)
         text = config.get_text_config()
         padding = getattr(text, "pad_token_id", None)
-        if self.type == "sequence" and padding is None:  # by which a decoder finds the end of each row
+        if self.type == "sequence" and padding is None:  # a decoder finds the end of each row by it
             ends = getattr(text, "eos_token_id", None)
             config.pad_token_id = text.pad_token_id = (ends[0] if isinstance(ends, list) else ends) or 0
 

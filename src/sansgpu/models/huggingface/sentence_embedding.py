@@ -29,9 +29,7 @@ MODULES, POOLING, NORMALIZE = "modules.json", "1_Pooling", "2_Normalize"
 VERSIONED = "config_sentence_transformers.json"
 SETTINGS = "sentence_bert_config.json"  # settings of the Transformer module
 LINEAR_HEAD = "head.safetensors"  # a linear classifier of the embeddings
-STATIC = (
-    "StaticEmbedding"  # module of a model without a transformer: a text's vector is the mean of its tokens' vectors
-)
+STATIC = "StaticEmbedding"  # module without a transformer: a text's vector is the mean of its tokens' vectors
 # Pooling modes in 1_Pooling/config.json: as keys, which all versions read, and as values from version 5.4 on.
 _MODES: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last",

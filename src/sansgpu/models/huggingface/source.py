@@ -17,9 +17,9 @@ from sansgpu.machine.untrusted.sandbox import is_panic
 from sansgpu.models.formats.folders import (
     ADAPTER_CONFIG,
     adapter_folder,
+    auto_mapping_of,
     base_of,
     frozen_base,
-    how_trained,
     is_graph_folder,
     validate_model_folder,
 )
@@ -43,7 +43,7 @@ def pretrained_config(model: ModelConfig) -> PreTrainedConfig:
     if (base := base_of(model)) is not None:
         folder = adapter_folder(model)
         assert folder is not None
-        trained, config = how_trained(read_object(folder / ADAPTER_CONFIG)), pretrained_config(base)
+        trained, config = auto_mapping_of(read_object(folder / ADAPTER_CONFIG)), pretrained_config(base)
         if isinstance(labels := trained.get("labels"), list):
             set_labels(config, [str(label) for label in labels], trained.get("problem_type"))
         return config

@@ -89,12 +89,12 @@ def _embedding_rows(model: ModelConfig) -> int | None:
 def tokenizer_parts(tokenizer: Any, known_ends: Sequence[int] | None = None) -> TokenizerParts:
     """Converts a transformers tokenizer for export as GGUF. `known_ends` are the end tokens in the model's settings."""
     bos, template = tokenizer.bos_token_id, tokenizer.chat_template
-    begins = bos is not None and tokenizer("a").input_ids[:1] == [bos]
+    adds_bos = bos is not None and tokenizer("a").input_ids[:1] == [bos]
     template = template.get("default") if isinstance(template, dict) else template
     tokenizer_json, ends = tokenizer.backend_tokenizer.to_str(), end_tokens(tokenizer, known_ends or ())
     text = next(iter(stop_strings(tokenizer)), "")
     return TokenizerParts(
-        tokenizer_json, bos, ends.eos, tokenizer.pad_token_id, begins, template, ends.turn, text, ends.ids
+        tokenizer_json, bos, ends.eos, tokenizer.pad_token_id, adds_bos, template, ends.turn, text, ends.ids
     )
 
 

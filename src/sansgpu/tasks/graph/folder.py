@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from sansgpu.config import ConfigError
 from sansgpu.config.section import problems
-from sansgpu.models.formats.folders import MODEL_TYPE, folder_settings, require_layers, write_folder_atomically
+from sansgpu.models.formats.folders import GRAPH_MODEL_TYPE, folder_settings, require_layers, write_folder_atomically
 from sansgpu.models.formats.safetensors_file import load_weights
 from sansgpu.models.modules import INIT_STD
 from sansgpu.tasks.configuration import SCHEMA
@@ -74,7 +74,7 @@ def export_graph_model(
             settings, named = _bert_config(config, codec.pad_id), _to_bert(config, weights)
         else:
             shape = config.model_dump(mode="json", exclude_defaults=True)
-            settings, named = {"model_type": MODEL_TYPE, "model": shape, **(sections or {})}, weights
+            settings, named = {"model_type": GRAPH_MODEL_TYPE, "model": shape, **(sections or {})}, weights
         save_file(named, partial / "model.safetensors", metadata={"format": "pt"})
         (partial / "config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
         codec.save(partial)

@@ -295,7 +295,7 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
         decoder, tokenizer, end = loaded.objective.model, loaded.tokenizer, loaded.tokenizer.end_id
         weights = to_hugging_face(decoder.config, decoder.state_dict())
         parts = TokenizerParts(
-            tokenizer.backend.to_str(), end, end, end, begins=True
+            tokenizer.backend.to_str(), end, end, end, adds_bos=True
         )  # the end-of-text token is also the first token of a document
         return hugging_face_config(decoder.config, end), weights, parts
 
@@ -371,6 +371,6 @@ def _gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     parts = file.tokenizer
     tokenizer = parsed_tokenizer(parts.json, parts.token(parts.eos_id), file.path)
     tokenizer.prefix_ids, tokenizer.suffix_ids = special_tokens_around(tokenizer.backend)
-    if parts.begins and parts.bos_id is not None and not tokenizer.prefix_ids:
+    if parts.adds_bos and parts.bos_id is not None and not tokenizer.prefix_ids:
         tokenizer.prefix_ids = (parts.bos_id,)
     return tokenizer
