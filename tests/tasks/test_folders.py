@@ -1,4 +1,4 @@
-"""A task consists of one folder and one line in config/tasks.py.
+"""A task consists of one folder and one line in tasks/configuration.py.
 
 Copies of the package work without one of the tasks, and with an additional task.
 """

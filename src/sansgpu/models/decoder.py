@@ -1,6 +1,6 @@
 """The decoder that is trained from scratch.
 
-It computes several architectures, all of which transformers loads without custom code; see config/architectures.py.
+It computes several architectures, all of which transformers loads without custom code; see architectures.py.
 
 B batch, T time, D width, H query heads, K key-value heads, d head dim, V vocabulary.
 """
