@@ -319,7 +319,7 @@ def _names(chosen: list[str], among: list[str]) -> list[str]:
         elif found == [task]:
             names.append(f"`{task}` without `{known[task].variants[0].key}`")
         else:
-            names += [re.sub(r"[\w.]+", lambda word: _as_code(word[0]), known[kind].shown) for kind in found]
+            names += [re.sub(r"[\w.]+", lambda word: _as_code(word[0]), known[kind].display_name) for kind in found]
     return names
 
 

@@ -30,7 +30,7 @@ from sansgpu.config.section import (
     all_keys,
     all_sections,
 )
-from sansgpu.config.tasks import PYTHON_STDLIB, TaskSettings, TaskTable, as_values, is_outside, is_section, labels
+from sansgpu.config.tasks import PYTHON_STDLIB, TaskSettings, TaskTable, as_values, is_outside, is_section, joined_names
 from sansgpu.config.training import ONE_DEVICE, Device, TimeoutSeconds, TrainingConfig, default_learning_rate
 from sansgpu.config.wording import truncate
 
@@ -242,9 +242,9 @@ class Config(Section):
         here = self.settings
         for key, default in self._defaults():
             if not self.acts(key) and attrgetter(key)(self) != default:
-                known = labels(self.tasks.with_key(key), here)
+                known = joined_names(self.tasks.with_key(key), here)
                 remedy = "remove it" if "task" in self.model_fields_set else "set task, or remove it"
-                yield f"{key} is for task {known}, and has no effect in {here.shown}; {remedy}"
+                yield f"{key} is for task {known}, and has no effect in {here.display_name}; {remedy}"
 
     def without_effect(self, keys: Iterable[str], reason: str) -> Iterator[str]:
         """Yields a clause for every one of `keys` that is set although it has no effect."""

@@ -285,7 +285,7 @@ def _measured(calibration: Calibration, sizes: list[int], progress: ReportProgre
     }
     if config.settings.generates:
         question["completions"] = [effective_batch(config.training), execution.world_size]
-        question |= config.training.model_dump(mode="json", include=config.settings.own_keys_of("training"))
+        question |= config.training.model_dump(mode="json", include=config.settings.own_keys("training"))
 
     def ask() -> dict[str, Any]:
         return calibration.fastest(sizes, progress).to_json()

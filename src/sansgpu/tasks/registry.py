@@ -36,7 +36,7 @@ def task_of(config: Config) -> TaskClass:
     fine-tunes Hugging Face models and the packages for them are not installed.
     """
     if config.settings.fine_tunes:
-        require(f"task {config.settings.shown}", *FINE_TUNING)
+        require(f"task {config.settings.display_name}", *FINE_TUNING)
     known = task_class(config.kind)
     if config.objective is None or config.objective == config.task:
         return cast(TaskClass, known)

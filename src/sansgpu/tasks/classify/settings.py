@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 from pydantic import Field, StrictBool
 
+from sansgpu.config.parse import Values
 from sansgpu.config.schema import DataConfig
 from sansgpu.config.section import FIXED
-from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings, Values, Variant, interval, share
+from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings, Variant, interval, share
 from sansgpu.config.training import TrainingConfig
 from sansgpu.tasks.settings import FINE_TUNED, LORA_LEARNING_RATE, SMALL_ENCODER, fine_tuning_problems, repeated_labels
 
@@ -99,7 +100,7 @@ FEW_SHOT = TaskSettings(
     ("texts", "pooling", "packing", "pretrained", "rows", "adapter", "labels"),
     implementation="sansgpu.tasks.classify.few_shot:FewShot",
     kind="few_shot",
-    own_keys=("data.label_column",),
+    extra_keys=("data.label_column",),
     sections=(LabelDataConfig, ClassifyTrainingConfig),
     defaults={
         "training": {**FINE_TUNED, **_FEW_SHOT_DEFAULTS},
@@ -124,7 +125,7 @@ SETTINGS = TaskSettings(
     implementation="sansgpu.tasks.classify.task:Classify",
     description="classify texts, or predict scores for them",
     purpose=Purpose("classify or score texts", "texts with labels", SMALL_ENCODER, batch=32),
-    own_keys=("training.label_smoothing",),
+    extra_keys=("training.label_smoothing",),
     sections=(WeightedDataConfig, ClassifyTrainingConfig),
     variants=(Variant("training.few_shot", True, FEW_SHOT),),
     defaults={

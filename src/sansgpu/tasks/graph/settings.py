@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from sansgpu.config.model import ModelConfig
+from sansgpu.config.parse import Values
 from sansgpu.config.schema import Config, DataConfig
 from sansgpu.config.section import CHANGEABLE, CHANGES_LOSS, also_named
 from sansgpu.config.tasks import (
@@ -16,7 +17,6 @@ from sansgpu.config.tasks import (
     CardText,
     Metric,
     TaskSettings,
-    Values,
     Variant,
     interval,
 )

@@ -6,8 +6,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from sansgpu.config.parse import Values
 from sansgpu.config.section import CHANGES_LOSS, FIXED, Section, also_named
-from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings, Values, Variant, share
+from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings, Variant, share
 from sansgpu.config.training import TrainingConfig
 from sansgpu.tasks.settings import CHAT, FINE_TUNED, SMALL_CHAT_MODEL, fine_tuning_problems
 

@@ -66,7 +66,7 @@ SETTINGS = TaskSettings(
         epochs=10,
         trained="static embeddings",
     ),
-    own_keys=("model.vocab_size", *_TOKENIZER_KEYS),
+    extra_keys=("model.vocab_size", *_TOKENIZER_KEYS),
     sections=(StaticModelConfig, EmbeddingDataConfig, EmbeddingTrainingConfig),
     defaults={
         "training": {
