@@ -41,7 +41,7 @@ _SECTIONS = ("model", "training", "data")
 
 
 class DataConfig(Section):
-    """The data, and how it is tokenized, masked and split into windows."""
+    """The data, and how it is tokenized and split into windows."""
 
     section_name: ClassVar[str] = "data"
 
@@ -134,12 +134,6 @@ class DataConfig(Section):
     validation_split: float = Field(
         0.01, gt=0, lt=1, description="fraction of tokens held out if the data has no validation split"
     )
-
-    @property
-    def has_header(self) -> bool:
-        """Returns whether .csv and .tsv files start with a header row, i.e. no column key is set to a number."""
-        columns = {key: field for key, field in type(self).model_fields.items() if key.endswith("_column")}
-        return not any(isinstance(getattr(self, key), int) for key, field in columns.items() if field.default is None)
 
     def for_dataset(self, name: str) -> Self:
         """Returns the settings to read all rows of a different dataset, e.g. to evaluate on it."""
@@ -320,9 +314,7 @@ def compose(tasks: Sequence[TaskSettings], unknown: Literal["forbid", "ignore"] 
     sections: dict[str, type[Section]] = {}
     for base in (ModelConfig, TrainingConfig, DataConfig):
         own = [section for section in added if issubclass(section, base)]
-        extended = {
-            parent for section in own for parent in section.__mro__[1:]
-        }  # their subclasses have their keys, too
+        extended = {parent for section in own for parent in section.__mro__[1:]}  # a subclass has their keys, too
         bases = (*(section for section in reversed(own) if section not in extended), base)
         own_names = {"__doc__": base.__doc__, "__module__": __name__, "model_config": ConfigDict(extra=unknown)}
         sections[base.section_name] = type(base.__name__, bases, own_names)

@@ -176,7 +176,7 @@ class TaskSettings:
     defaults: Mapping[str, Values] = field(default_factory=dict)  # by section, where they differ from the schema's
     adapter_defaults: Mapping[str, Values] = field(default_factory=dict)  # further defaults if model.adapter is set
     problems: Callable[[Any], Iterable[str]] = _no_problems  # yields a clause for each inconsistency of a Config
-    rows: str = "texts"  # the forms of its rows, a name in data.forms.table.FORMS
+    rows: str = "texts"  # what its rows may look like: a key of data.forms.registry.FORMS
     label: str = ""  # the configuration that selects the task, for messages. Default: `task`
     description: str = ""  # meaning of the value `task`, for help
     purpose: Purpose | None = None  # offered by `sansgpu init`
