@@ -352,11 +352,11 @@ def test_a_section_inside_a_section_is_read_saved_and_reported_by_its_dotted_key
     file = tmp_path / "config.yaml"
     file.write_text("task: own:Task\ntraining:\n  preference:\n")  # an empty section uses the defaults
     overrides = ["training.preference.loss=ipo", ("training.preference.beta", 0.5)]
-    config = load_config(file, overrides, own=False)[0]
+    config = load_config(file, overrides, trusted=False)[0]
     assert (config.training.preference.loss, config.training.preference.scale) == ("ipo", 0.5)
     config.training.preference.beta = 0.25
     save_config(config, file)
-    assert load_config(file, own=False)[0].training.preference == config.training.preference
+    assert load_config(file, trusted=False)[0].training.preference == config.training.preference
     values = acting_values(config)
     assert flatten(values)["training.preference.loss"] == "ipo"
     assert default_values(values)["training.preference.loss"] == "dpo"
@@ -367,6 +367,6 @@ def test_a_section_inside_a_section_is_read_saved_and_reported_by_its_dotted_key
     with pytest.raises(ConfigError, match=r"training.preference.loss is dpo, but the run was trained with ipo"):
         require_identity(file, values, recorded)
     with pytest.raises(ConfigError, match=r"unknown key training.preference.lose \(did you mean .*preference.loss"):
-        load_config(file, ["training.preference.lose=ipo"], own=False)
+        load_config(file, ["training.preference.lose=ipo"], trusted=False)
     with pytest.raises(ConfigError, match="gamma has no effect with loss ipo, only with simpo"):
-        load_config(file, ["training.preference.gamma=2"], own=False)
+        load_config(file, ["training.preference.gamma=2"], trusted=False)

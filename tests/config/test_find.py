@@ -77,7 +77,7 @@ def test_paths_are_also_found_next_to_the_configuration(tmp_path: Path, monkeypa
     assert loaded() == ([str(beside / "base"), texts, f"{texts}/held.txt", "simple"], [])
     assert loaded("data.dataset_name=base")[0][1] == "base"  # relative to the working directory
     as_written = (["base", "texts", "texts/held.txt", "simple"], [])
-    assert loaded(own=False) == loaded(find_beside=False) == as_written
+    assert loaded(trusted=False) == loaded(find_beside=False) == as_written
     (here / "texts").mkdir()
     found, notes = loaded()
     assert found == [str(beside / "base"), "texts", f"{texts}/held.txt", "simple"]

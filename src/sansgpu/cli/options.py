@@ -243,7 +243,7 @@ def check_tables_for(run: str, data: str) -> None:
 
     file = local_path(run) / "config.yaml"
     if file.is_file():
-        config, _ = load_config(file, own=False)
+        config, _ = load_config(file, trusted=False)
         _require_columns(config.model_copy(update={"data": config.data.for_dataset(data)}))
 
 

@@ -60,7 +60,7 @@ class QualityFilter:
             raise _wrong_model(given, "is not a text classifier")
         model = LabelDataConfig.of(task.config_of_model(ModelSource(str(folder))))
         _require_label(model, data)
-        length = (load_config(RunPaths(given).config, own=False)[0].data if given != folder else model).max_length
+        length = (load_config(RunPaths(given).config, trusted=False)[0].data if given != folder else model).max_length
         assert length is not None  # it has a default
         return cls(folder, task, length, data.quality_label, data.quality_share, config.get_effective_device())
 
