@@ -7,7 +7,7 @@ from typing import Any
 
 from sansgpu.config.tasks import PYTHON_STDLIB_CHAT, CardText, Purpose, TaskSettings
 from sansgpu.tasks.settings import (
-    CHAT,
+    CHAT_COMMAND,
     FINE_TUNED,
     LORA_LEARNING_RATE,
     SMALL_CHAT_MODEL,
@@ -39,5 +39,5 @@ SETTINGS = TaskSettings(
     problems=_sft_problems,
     rows="conversations",
     metrics=TEXT_METRICS,
-    card=lambda model: CardText("a decoder fine-tuned on conversations", "text-generation", "CausalLM", CHAT),
+    card=lambda model: CardText("a decoder fine-tuned on conversations", "text-generation", "CausalLM", CHAT_COMMAND),
 )
