@@ -1,6 +1,7 @@
-"""The mechanism of configurations: sections, files and errors. It names no task and imports no torch.
+"""Configurations: their sections, files and errors. Nothing here names a task or imports torch.
 
-For users, this package also has the classes with the keys of all tasks, e.g. `from sansgpu.config import Config`.
+Users import `Config`, `ModelConfig`, `TrainingConfig` and `DataConfig` from here, which have the keys of all tasks. The
+classes of the same names in the modules have only the keys that several tasks share; tasks extend them.
 """
 
 from typing import TYPE_CHECKING, Any

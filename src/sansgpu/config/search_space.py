@@ -14,7 +14,7 @@ from sansgpu.config.errors import ConfigError
 from sansgpu.config.load import change_config, setting
 from sansgpu.config.parse import Values, read_values
 from sansgpu.config.schema import Config
-from sansgpu.config.section import CHANGES_LOSS, all_keys, declared, own_key
+from sansgpu.config.section import CHANGES_LOSS, all_keys, counterpart, declared
 from sansgpu.config.tasks import BITS_PER_BYTE, LOSS
 
 Number = int | float
@@ -160,7 +160,7 @@ def _key(name: str, config: Config, where: str) -> str:
         raise ConfigError(f"{where}: {name} may be {' or '.join(acting)}; write the full key.")
     if not found:
         last = {key.rpartition(".")[2]: key for key in reversed(keys)}
-        other = own_key(type(config), name.rpartition(".")[2])
+        other = counterpart(type(config), name.rpartition(".")[2])
         near = [other] if other else difflib.get_close_matches(name, [*keys, *last], n=1, cutoff=0.5)
         hint = f"; did you mean {last.get(near[0], near[0])}?" if near else "; see docs/configuration.md for all keys."
         raise ConfigError(f"{where}: unknown key {name}{hint}")

@@ -112,7 +112,7 @@ KEY_GROUPS = {
         model.merge_adapter
     """,
     "chat template": "data.chat_template data.parse_special_tokens",
-    "conversations": "data.long_rows data.chat_template data.parse_special_tokens",
+    "long rows": "data.long_rows",
     "pairs": "data.label_column data.text_pair_column",
     "pooling": "model.pooling",
     "labels": "data.labels",

@@ -176,7 +176,9 @@ def all_turns(row: SourceRow, values: Any, column: str) -> list[Message]:
     return turns if turns[:1] == first else first + turns
 
 
-def build_conversation(row: SourceRow, turns: Sequence[Message], first: int, plain: Any = None) -> Conversation:
+def build_conversation(
+    row: SourceRow, turns: Sequence[Message], first: int, plain: tuple[str, str] | None = None
+) -> Conversation:
     """Returns a conversation whose answers from turn `first` on are learned. Raises BadRowError if there are none."""
     in_order = _in_order(row.where, turns)
     if not any(turn["role"] == "assistant" for turn in turns[first:]):

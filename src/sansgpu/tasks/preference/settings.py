@@ -100,7 +100,7 @@ PREFERENCE_METRICS = (
 def _declared(implementation: str, variants: tuple[Variant, ...] = (), kind: str = "", label: str = "") -> TaskSettings:
     return TaskSettings(
         "preference",
-        ("samples", "packing", "pretrained", "rows", "adapter", "conversations"),
+        ("samples", "packing", "pretrained", "rows", "adapter", "chat template", "long rows"),
         sections=(PreferenceTrainingConfig,),
         implementation=implementation,
         kind=kind,

@@ -48,7 +48,7 @@ from sansgpu.models.teacher import Teacher, decoder_teacher
 from sansgpu.tasks.base import ComposedTask, with_layers, with_vocabulary_of
 from sansgpu.tasks.capabilities import ExportsGGUF, Generates, GGUFParts, Teaches
 from sansgpu.tasks.configuration import SCHEMA
-from sansgpu.tasks.distillation import Lesson, open_lesson, sequences_of
+from sansgpu.tasks.distillation import Lesson, configured_teacher_folder, sequences_of
 from sansgpu.tasks.evaluation import LanguageModeling
 from sansgpu.tasks.pretrain.costs import DecoderCosts
 from sansgpu.tasks.pretrain.data import (
@@ -101,7 +101,7 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
         Raises ConfigError if there is not enough data, or if model.vocab_size is smaller than the tokenizer's.
         """
         if DistilledTrainingConfig.of(config).distillation.teacher is not None:
-            return taught_corpus(config, open_lesson(config), progress)
+            return taught_corpus(config, configured_teacher_folder(config), progress)
         sources, cleaning = open_documents(config, cache, progress)
         tokenizer = build_tokenizer(config.data, sources.train, cache, progress)
         config = with_vocabulary_of(config, tokenizer.vocab_size)

@@ -29,7 +29,7 @@ def _sft_problems(config: Any) -> Iterator[str]:
 
 SETTINGS = TaskSettings(
     "sft",
-    ("text generation", "samples", "packing", "pretrained", "rows", "adapter", "conversations"),
+    ("text generation", "samples", "packing", "pretrained", "rows", "adapter", "chat template", "long rows"),
     sections=(DistilledTrainingConfig,),
     implementation="sansgpu.tasks.sft.task:SFT",
     description="supervised fine-tuning on conversations",
