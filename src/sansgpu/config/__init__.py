@@ -20,22 +20,20 @@ from sansgpu.config.load import (
     setting,
 )
 from sansgpu.config.other_names import note_of, require_batch_size, with_own_names
-from sansgpu.config.paths import ABANDONED_FOLDER, RunPaths
-from sansgpu.config.search_space import SearchParameter, Space, load_space, measure_of, spaced_values
-from sansgpu.config.section import problems
-from sansgpu.config.seeds import derive_seed
-from sansgpu.config.tasks import (
+from sansgpu.config.paths import (
+    ABANDONED_FOLDER,
     ARITHMETIC,
     BUILT_IN_NAMES,
     PYTHON_STDLIB,
     PYTHON_STDLIB_CHAT,
     PYTHON_STDLIB_GRAPH,
     SIMPLE_TEMPLATE,
-    CardText,
-    Metric,
-    TaskSettings,
-    import_class,
+    RunPaths,
 )
+from sansgpu.config.search_space import SearchParameter, Space, load_space, measure_of, spaced_values
+from sansgpu.config.section import problems
+from sansgpu.config.seeds import derive_seed
+from sansgpu.config.tasks import CardText, Metric, TaskSettings, import_class
 
 if TYPE_CHECKING:
     from sansgpu.config.model import ModelConfig

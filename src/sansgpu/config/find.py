@@ -11,10 +11,9 @@ from typing import Any
 
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.parse import SUFFIXES, Values, read_values
-from sansgpu.config.paths import local_path
+from sansgpu.config.paths import BUILT_IN_NAMES, local_path
 from sansgpu.config.schema import Config
 from sansgpu.config.section import TOP_LEVEL_KEYS, declared_keys
-from sansgpu.config.tasks import BUILT_IN_NAMES
 from sansgpu.config.wording import truncate
 
 PRESETS = ("small", "medium", "large")

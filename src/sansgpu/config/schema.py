@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.other_names import with_own_names
+from sansgpu.config.paths import PYTHON_STDLIB
 from sansgpu.config.section import (
     CHANGEABLE,
     FIXED,
@@ -30,7 +31,7 @@ from sansgpu.config.section import (
     all_keys,
     all_sections,
 )
-from sansgpu.config.tasks import PYTHON_STDLIB, TaskSettings, TaskTable, as_values, is_outside, is_section, joined_names
+from sansgpu.config.tasks import TaskSettings, TaskTable, as_values, is_outside, is_section, joined_names
 from sansgpu.config.training import ONE_DEVICE, Device, TimeoutSeconds, TrainingConfig, default_learning_rate
 from sansgpu.config.wording import truncate
 

@@ -1,4 +1,4 @@
-"""What a task declares: its keys, their defaults, problems, metrics and model card."""
+"""Declares tasks: their keys, defaults, validation, metrics and model cards, and the table of all tasks."""
 
 from __future__ import annotations
 
@@ -79,18 +79,6 @@ def share(name: str, label: str = "", short: str = "", within: str = "") -> Metr
 LOSS = Metric("loss")  # every task has it
 BITS_PER_BYTE = Metric("bits_per_byte", text="{value} {label}", short="bits per byte")  # comparable across vocabularies
 
-
-# Built-in datasets, made from Python's standard library: documents, triples, conversations.
-PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT = (
-    "python-stdlib", "python-stdlib-graph", "python-stdlib-chat",
-)  # fmt: skip
-ARITHMETIC = "arithmetic"  # built-in dataset: sums of two numbers, with their answers
-SIMPLE_TEMPLATE = "simple"  # the built-in chat template
-TRAINED_TOKENIZERS = "bpe", "char"  # values of data.tokenizer for which a run trains its own tokenizer
-# Values with a meaning of their own, for keys that otherwise take a path.
-BUILT_IN_NAMES = (
-    PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT, ARITHMETIC, SIMPLE_TEMPLATE, *TRAINED_TOKENIZERS,
-)  # fmt: skip
 
 # Keys of ModelConfig, TrainingConfig and DataConfig that have an effect only in tasks that list their group in
 # `TaskSettings.key_groups`. The other keys of these classes have an effect in every task.

@@ -13,10 +13,9 @@ from typing import Any
 
 from sansgpu.config import ARITHMETIC, PYTHON_STDLIB, PYTHON_STDLIB_CHAT, ConfigError, UnreachableError
 from sansgpu.config.errors import require
-from sansgpu.config.paths import local_path
+from sansgpu.config.paths import BUILT_IN_NAMES, local_path
 from sansgpu.config.plain_data import unreadable
 from sansgpu.config.schema import DataConfig
-from sansgpu.config.tasks import BUILT_IN_NAMES
 from sansgpu.config.wording import first_line
 from sansgpu.data.built_in import library_files, stdlib_conversations, sums, sums_fingerprint
 from sansgpu.data.files import (

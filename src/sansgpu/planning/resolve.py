@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 
 from sansgpu.config import ConfigError, UnreachableError, change_config
+from sansgpu.config.paths import TRAINED_TOKENIZERS
 from sansgpu.config.schema import Config
-from sansgpu.config.tasks import TRAINED_TOKENIZERS
 from sansgpu.config.wording import counted
 from sansgpu.data.order import steps_per_epoch
 from sansgpu.events.progress import ReportProgress, Warn

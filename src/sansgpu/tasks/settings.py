@@ -8,8 +8,9 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from sansgpu.config.parse import Values
+from sansgpu.config.paths import PYTHON_STDLIB
 from sansgpu.config.section import INPUT_PATH, Section
-from sansgpu.config.tasks import BITS_PER_BYTE, PYTHON_STDLIB, Metric
+from sansgpu.config.tasks import BITS_PER_BYTE, Metric
 from sansgpu.config.training import TrainingConfig
 
 LORA_LEARNING_RATE = 2e-4  # ten times the rate of full fine-tuning, because LoRA's product starts at zero

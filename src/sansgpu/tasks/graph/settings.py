@@ -9,17 +9,10 @@ from pydantic import Field
 
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.parse import Values
+from sansgpu.config.paths import PYTHON_STDLIB, PYTHON_STDLIB_GRAPH
 from sansgpu.config.schema import Config, DataConfig
 from sansgpu.config.section import CHANGEABLE, CHANGES_LOSS, also_named
-from sansgpu.config.tasks import (
-    PYTHON_STDLIB,
-    PYTHON_STDLIB_GRAPH,
-    CardText,
-    Metric,
-    TaskSettings,
-    Variant,
-    interval,
-)
+from sansgpu.config.tasks import CardText, Metric, TaskSettings, Variant, interval
 from sansgpu.config.training import TrainingConfig
 from sansgpu.tasks.settings import FINE_TUNED, fine_tuning_problems, window_problems
 

@@ -7,17 +7,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from sansgpu.config.paths import ARITHMETIC
 from sansgpu.config.section import CHANGES_LOSS, FIXED, Section, also_named, runs_code
-from sansgpu.config.tasks import (
-    ARITHMETIC,
-    CardText,
-    Metric,
-    Purpose,
-    TaskSettings,
-    interval,
-    is_outside,
-    share,
-)
+from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings, interval, is_outside, share
 from sansgpu.config.training import TrainingConfig
 from sansgpu.tasks.settings import CHAT_COMMAND, FINE_TUNED, SMALL_CHAT_MODEL, fine_tuning_problems
 

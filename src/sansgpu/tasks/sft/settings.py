@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sansgpu.config.tasks import PYTHON_STDLIB_CHAT, CardText, Purpose, TaskSettings
+from sansgpu.config.paths import PYTHON_STDLIB_CHAT
+from sansgpu.config.tasks import CardText, Purpose, TaskSettings
 from sansgpu.tasks.settings import (
     CHAT_COMMAND,
     FINE_TUNED,
