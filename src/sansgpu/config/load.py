@@ -86,7 +86,7 @@ def recorded_values(schema_for: FindSchema, path: Path) -> Values:
     try:
         schema.model_validate(values)
     except ValidationError as error:
-        if wrong := problems(error, schema, with_unkntrusted=False):
+        if wrong := problems(error, schema, with_unknown=False):
             raise ConfigError(f"{path}: {'; '.join(wrong)}.") from None
     return values
 

@@ -314,11 +314,11 @@ def compose(tasks: Sequence[TaskSettings], unknown: Literal["forbid", "ignore"] 
     added = dict.fromkeys(section for settings in table.kinds.values() for section in settings.sections)
     sections: dict[str, type[Section]] = {}
     for base in (ModelConfig, TrainingConfig, DataConfig):
-        own = [section for section in added if issubclass(section, base)]
-        extended = {parent for section in own for parent in section.__mro__[1:]}  # a subclass has their keys, too
-        bases = (*(section for section in reversed(own) if section not in extended), base)
-        own_names = {"__doc__": base.__doc__, "__module__": __name__, "model_config": ConfigDict(extra=unknown)}
-        sections[base.section_name] = type(base.__name__, bases, own_names)
+        extensions = [section for section in added if issubclass(section, base)]
+        inherited = {parent for section in extensions for parent in section.__mro__[1:]}  # subclasses have their keys
+        bases = (*(section for section in reversed(extensions) if section not in inherited), base)
+        attributes = {"__doc__": base.__doc__, "__module__": __name__, "model_config": ConfigDict(extra=unknown)}
+        sections[base.section_name] = type(base.__name__, bases, attributes)
     fields: dict[str, Any] = {name: (section, Field(default_factory=section)) for name, section in sections.items()}
     key = Config.model_fields["task"]
     task = Field(tasks[0].task, description=key.description, json_schema_extra=key.json_schema_extra)

@@ -17,8 +17,8 @@ from sansgpu.config.plain_data import InvalidDataError, require_plain
 from sansgpu.config.remedies import COUNTERPARTS, advice
 from sansgpu.config.wording import counted, shown, truncate
 
-# What a field may declare in its `json_schema_extra`, beside its type and description. By default, a resumed run cannot
-# change keys of the sections `model` and `data`, but those of `training`.
+# Declarations of a key in its field's `json_schema_extra`. By default, a resumed run cannot change keys of the sections
+# `model` and `data`, but it can change those of `training`.
 FIXED: JsonDict = {"fixed": True}
 CHANGEABLE: JsonDict = {"fixed": False}
 TUNABLE_DATA: JsonDict = {"tunable": True}  # `sansgpu tune` may search this key of `data` if all examples are windows
@@ -33,12 +33,12 @@ INPUT_PATH: JsonDict = {"input_path": True}  # may name a file or a folder to re
 
 
 def also_named(*names: str) -> JsonDict:
-    """Declares names of other programs for a key whose values mean something else there, or are written differently."""
+    """Declares names of a key in other programs, whose values cannot be used here, so errors suggest the key."""
     return {"also_named": [*names]}
 
 
 def runs_code(noun: str) -> JsonDict:
-    """Declares that a value with a colon is a function of the user, which runs only if the command line names it."""
+    """Declares that a value with a colon names a function of the user, which runs only if the command line names it."""
     return {"runs_code": noun}
 
 
