@@ -31,11 +31,11 @@ from sansgpu.config.section import (
     all_keys,
     all_sections,
 )
-from sansgpu.config.tasks import TaskSettings, TaskTable, as_values, is_outside, is_section, joined_names
+from sansgpu.config.tasks import CODE_NAME, TaskSettings, TaskTable, as_values, is_outside, is_section, joined_names
 from sansgpu.config.training import ONE_DEVICE, Device, TimeoutSeconds, TrainingConfig, default_learning_rate
 from sansgpu.config.wording import truncate
 
-CLASS_NAME = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+CLASS_NAME = rf"^{CODE_NAME}$"
 MIN_VOCABULARY = 257  # 256 bytes and the end of text
 MAX_VOCABULARY = 1 << 20  # four times the largest in use; training a tokenizer allocates memory for all tokens
 _SECTIONS = ("model", "training", "data")
@@ -274,7 +274,7 @@ class Config(Section):
 
     @property
     def roots(self) -> int:
-        """Text tokens of one training example."""
+        """Text tokens of one training example, without the leaves of a graph."""
         return self.data.max_length or self.model.max_seq_len
 
     @property

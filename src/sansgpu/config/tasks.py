@@ -200,9 +200,12 @@ class TaskSettings:
         return self.label or self.task
 
 
-def is_outside(task: str) -> bool:
-    """Returns whether a task is a class outside the package, `package.module:Class`."""
-    return ":" in task
+CODE_NAME = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"  # pattern of the names for which `is_outside` returns True
+
+
+def is_outside(name: str) -> bool:
+    """Returns whether a value names a class or function outside the package, `package.module:Name`."""
+    return ":" in name
 
 
 def import_class(name: str, option: str = "task") -> Any:

@@ -9,14 +9,14 @@ from pydantic import Field
 
 from sansgpu.config.paths import ARITHMETIC
 from sansgpu.config.section import CHANGES_LOSS, FIXED, Section, also_named, runs_code
-from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings, interval, is_outside, share
+from sansgpu.config.tasks import CODE_NAME, CardText, Metric, Purpose, TaskSettings, interval, is_outside, share
 from sansgpu.config.training import TrainingConfig
 from sansgpu.tasks.settings import CHAT_COMMAND, FINE_TUNED, SMALL_CHAT_MODEL, fine_tuning_problems
 
 REWARD_INTERVAL = "reward_interval"
 REWARD = Metric("reward", better="higher", short="reward")
 ANSWER_REWARD = "answer"  # the built-in value of training.grpo.reward
-REWARD_NAME = rf"^({ANSWER_REWARD}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
+REWARD_NAME = rf"^({ANSWER_REWARD}|{CODE_NAME})$"
 
 
 class GRPOConfig(Section):
