@@ -138,7 +138,7 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class Purpose:
-    """How `sansgpu init` describes a task to a user, and the settings that it suggests."""
+    """The description of a task in `sansgpu init`, and the settings that it suggests."""
 
     words: str  # completes "a model to ..."
     rows: str  # the data it needs
@@ -164,7 +164,7 @@ class TaskSettings:
     defaults: Mapping[str, Values] = field(default_factory=dict)  # by section, where they differ from the schema's
     adapter_defaults: Mapping[str, Values] = field(default_factory=dict)  # further defaults if model.adapter is set
     problems: Callable[[Any], Iterable[str]] = _no_problems  # yields a clause for each inconsistency of a Config
-    rows: str = "texts"  # what its rows may look like: a key of data.forms.registry.FORMS
+    rows: str = "texts"  # the forms of its rows: a key of data.forms.registry.FORMS
     label: str = ""  # the configuration that selects the task, for messages. Default: `task`
     description: str = ""  # meaning of the value `task`, for help
     purpose: Purpose | None = None  # offered by `sansgpu init`

@@ -67,7 +67,7 @@ class Columns:
 
     @property
     def has_header(self) -> bool:
-        """Whether .csv and .tsv files start with a header, because no column is a number."""
+        """True if .csv and .tsv files start with a header, because no column is a number."""
         return not any(isinstance(column, int) for column in (*self.named, self.tag))
 
 

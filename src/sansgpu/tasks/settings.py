@@ -1,4 +1,4 @@
-"""What the settings of several tasks share. It imports no torch, so that a configuration is validated quickly."""
+"""Parts that the settings of several tasks share. Imports no torch, so that a configuration is validated quickly."""
 
 from __future__ import annotations
 

@@ -350,7 +350,7 @@ class TaskClass(Protocol):
     settings: TaskSettings  # the task's configuration keys, defaults and validation
     verbs_for_any_model: tuple[Verb, ...]  # commands for which the task handles any Hugging Face model
     verbs_without_kernels: tuple[Verb, ...]  # commands that take less time without loading the C++ kernels
-    has_windows: bool  # whether users can choose the window length for evaluation
+    has_windows: bool  # True if users can choose the window length for evaluation
 
     def __call__(self, config: Config, corpus: Any, effective_batch: int) -> Task: ...
 

@@ -35,10 +35,10 @@ class Conversation(TypedRow):
     """The content of a row: `turns`, or a `text` in which every token is a target."""
 
     turns: tuple[Message, ...] = ()
-    first: int = 0  # index of the first turn with targets
+    first: int = 0  # index of the first turn whose answer is a target
     plain: tuple[str, str] | None = None  # prompt and answer, for tokenizers without a chat template
     text: str | None = None
-    parse_special: bool = False  # whether the texts of special tokens in messages become the tokens
+    parse_special: bool = False  # True: the texts of special tokens in messages are read as these tokens
 
     def later_questions(self) -> list[int]:
         """Returns the indices of the user turns with an answer after them, except the first one."""

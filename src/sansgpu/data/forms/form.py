@@ -1,4 +1,4 @@
-"""How rows are recognized and read. A `Form` is one set of columns; `Forms` are those that a task accepts."""
+"""Recognizes and reads rows. A `Form` is one set of columns; `Forms` are those that a task accepts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def any_row(row: Row, columns: Columns) -> bool:
 class Forms(Generic[T_co]):
     """The alternative forms of the rows of a task, in the order in which they are tried."""
 
-    needed: str  # what rows need, for messages
+    needed: str  # the columns that rows need, in words for messages
     forms: tuple[Form[T_co], ...]
     text_rows: bool = False  # each line of a plain text file, or each file in a folder of a label, is a row, too
     # Finds the columns of tables without a header, and returns a message about them or None. Raises ConfigError if the
