@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sansgpu.cli import run as cli
-from sansgpu.config import ConfigError, SearchParameter, load_space, measure_of, spaced_values
+from sansgpu.config import ConfigError
+from sansgpu.config.search_space import SearchParameter, load_space, measure_of, spaced_values
 from sansgpu.files.ownership import lock_run
 from sansgpu.tasks.configuration import load_config
 from tests.processes import digests, events_of, finish, kill_when, messages, settings, start, use_cache, write_corpus

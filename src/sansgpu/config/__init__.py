@@ -30,7 +30,6 @@ from sansgpu.config.paths import (
     SIMPLE_TEMPLATE,
     RunPaths,
 )
-from sansgpu.config.search_space import SearchParameter, Space, load_space, measure_of, spaced_values
 from sansgpu.config.section import problems
 from sansgpu.config.seeds import derive_seed
 from sansgpu.config.tasks import CardText, Metric, TaskSettings, import_class
@@ -58,8 +57,6 @@ __all__ = [
     "Override",
     "RunPaths",
     "SansGPUError",
-    "SearchParameter",
-    "Space",
     "TaskSettings",
     "TrainingConfig",
     "UnreachableError",
@@ -69,8 +66,6 @@ __all__ = [
     "flatten",
     "identity",
     "import_class",
-    "load_space",
-    "measure_of",
     "note_of",
     "overridden_key",
     "problems",
@@ -79,7 +74,6 @@ __all__ = [
     "same_input",
     "save_config",
     "setting",
-    "spaced_values",
     "with_own_names",
 ]
 

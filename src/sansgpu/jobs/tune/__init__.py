@@ -15,21 +15,11 @@ import optuna
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict
 
-from sansgpu.config import (
-    ConfigError,
-    Override,
-    SansGPUError,
-    Space,
-    acting_values,
-    change_config,
-    load_space,
-    measure_of,
-    save_config,
-    setting,
-)
+from sansgpu.config import ConfigError, Override, SansGPUError, acting_values, change_config, save_config, setting
 from sansgpu.config.paths import RUNS
 from sansgpu.config.plain_data import InvalidDataError
 from sansgpu.config.schema import Config
+from sansgpu.config.search_space import Space, load_space, measure_of
 from sansgpu.config.training import require_hours
 from sansgpu.config.wording import counted
 from sansgpu.events.progress import ReportProgress, Warn

@@ -24,17 +24,9 @@ from optuna.exceptions import OptunaError
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from sansgpu.config import (
-    ConfigError,
-    RunPaths,
-    SansGPUError,
-    SearchParameter,
-    Space,
-    derive_seed,
-    flatten,
-    spaced_values,
-)
+from sansgpu.config import ConfigError, RunPaths, SansGPUError, derive_seed, flatten
 from sansgpu.config.schema import Config
+from sansgpu.config.search_space import SearchParameter, Space, spaced_values
 from sansgpu.config.wording import first_line
 from sansgpu.files.ownership import OutputFolder, lock_run
 from sansgpu.jobs.tune.trial import Length, Outcome, TrialRun, trial_config
