@@ -19,7 +19,7 @@ import pytest
 from sansgpu.config.schema import Config
 from sansgpu.config.section import all_keys
 from sansgpu.models import families
-from sansgpu.tasks.configuration import SCHEMA, TASKS
+from sansgpu.tasks.configuration import SCHEMA, TASK_FOLDERS
 from tests.processes import environment, options, settings, write_corpus
 
 ROOT = Path(__file__).parent.parent
@@ -186,13 +186,13 @@ def test_a_task_imports_only_the_tasks_that_the_table_names() -> None:
         if module.room == "tasks":
             task = folder_of(module.name)
             others = {folder_of(found.source) for found in imports(module)} - {"", task}
-            assert others <= set(TASKS.get(task, ())), module.name
+            assert others <= set(TASK_FOLDERS.get(task, ())), module.name
 
 
 def folder_of(module: str) -> str:
     """Returns the task in whose folder a module is, or an empty string."""
     parts = module.split(".")
-    return parts[2] if parts[:2] == ["sansgpu", "tasks"] and len(parts) > 3 and parts[2] in TASKS else ""
+    return parts[2] if parts[:2] == ["sansgpu", "tasks"] and len(parts) > 3 and parts[2] in TASK_FOLDERS else ""
 
 
 def test_there_are_no_circular_imports() -> None:

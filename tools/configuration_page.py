@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from sansgpu.config import Config
 from sansgpu.config.other_names import KEYS
 from sansgpu.config.section import all_keys
-from sansgpu.tasks.configuration import SCHEMA, TASKS
+from sansgpu.tasks.configuration import SCHEMA, TASK_FOLDERS
 
 FIRST_LINE = "| section | its keys are for |"
 EVERY_TASK = "all tasks"
@@ -235,7 +235,7 @@ def _section(group: Group, fields: dict[str, FieldInfo]) -> Iterator[str]:
         yield f'| <a id="{key}"></a>`{key}` | {default} | {meaning}{only} |'
     if "task" in keys:
         yield from ("", "| `task` | meaning |", "|---|---|")
-        yield from (f"| `{task}` | {SCHEMA.tasks.kinds[task].description} |" for task in TASKS)
+        yield from (f"| `{task}` | {SCHEMA.tasks.kinds[task].description} |" for task in TASK_FOLDERS)
         yield "| `package.module:Class` | [your own task](../CONTRIBUTING.md#a-new-task) |"
     if "model.pre_norm" in keys:
         yield from ("", "Other names, which are read as sansgpu's:", "", "| name | key |", "|---|---|")
@@ -303,7 +303,7 @@ def _tasks(key: str) -> str:
     """Names the tasks in which a key has an effect."""
     known = SCHEMA.tasks.kinds
     names = _names([kind for kind, settings in known.items() if SCHEMA.tasks.acts(settings, key)], list(known))
-    if names == [f"`{task}`" for task in TASKS]:
+    if names == [f"`{task}`" for task in TASK_FOLDERS]:
         return EVERY_TASK
     return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
 
@@ -311,7 +311,7 @@ def _tasks(key: str) -> str:
 def _names(chosen: list[str], among: list[str]) -> list[str]:
     """Names kinds of runs, e.g. "`classify` with `training.few_shot`". A task with all its variants has one name."""
     known, names = SCHEMA.tasks.kinds, []
-    for task in TASKS:
+    for task in TASK_FOLDERS:
         kinds = [kind for kind in among if known[kind].task == task]
         found = [kind for kind in kinds if kind in chosen]
         if found and found == kinds:
@@ -319,12 +319,12 @@ def _names(chosen: list[str], among: list[str]) -> list[str]:
         elif found == [task]:
             names.append(f"`{task}` without `{known[task].variants[0].key}`")
         else:
-            names += [re.sub(r"[\w.]+", lambda word: _as_code(word[0]), known[kind].shown) for kind in found]
+            names += [re.sub(r"[\w.]+", lambda word: _as_code(word[0]), known[kind].display_name) for kind in found]
     return names
 
 
 def _as_code(word: str) -> str:
-    return f"`{word}`" if word in TASKS or "." in word else word
+    return f"`{word}`" if word in TASK_FOLDERS or "." in word else word
 
 
 def _anchor(title: str) -> str:

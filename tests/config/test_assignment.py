@@ -12,7 +12,7 @@ from sansgpu.models import TransformerLM
 from sansgpu.tasks.configuration import default_values, load_config
 
 
-def test_an_assigned_value_acts_and_is_read_as_in_a_file() -> None:
+def test_assigned_values_are_parsed_as_in_a_file() -> None:
     config = Config()
     training = config.training
     training.learning_rate = "1e-3"  # type: ignore[assignment]
@@ -42,7 +42,7 @@ def test_an_assigned_value_acts_and_is_read_as_in_a_file() -> None:
         ("modell", {}),
     ],
 )
-def test_a_wrong_value_is_refused_in_the_words_of_a_file_and_changes_nothing(key: str, value: object) -> None:
+def test_an_invalid_assignment_raises_the_error_of_a_file_and_changes_nothing(key: str, value: object) -> None:
     with pytest.raises(ConfigError) as of_file:
         change_config(Config(), [(key, value)])
     config = Config()
@@ -64,7 +64,7 @@ def test_defaults_follow_assignments_and_given_values_stay() -> None:
     assert (config.training.optimizer, config.training.seed) == (Config().training.optimizer, 7)
 
 
-def test_a_copy_is_checked_and_apart_from_the_original(recwarn: pytest.WarningsRecorder) -> None:
+def test_a_copy_is_validated_and_independent_of_the_original(recwarn: pytest.WarningsRecorder) -> None:
     config = Config(training=TrainingConfig(seed=7))
     copied = config.copy()
     copied.training.seed = 8

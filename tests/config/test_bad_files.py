@@ -75,9 +75,7 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("a.yaml", "task: sft\ntraining: text", 'training is "text", but a section must contain keys and values'),
     ],
 )
-def test_what_a_file_cannot_mean_is_refused(
-    name: str, text: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_values_are_refused(name: str, text: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path(name).write_text(text, encoding="utf-8")
     assert words in refusal([name], capsys)
 
@@ -93,7 +91,7 @@ def test_a_name_that_no_file_can_have_is_refused(capsys: pytest.CaptureFixture[s
     assert "File name too long" in refusal(["x" * 300 + ".yaml"], capsys)
 
 
-def test_a_file_that_multiplies_takes_little_memory(tmp_path: Path) -> None:
+def test_expanding_aliases_takes_little_memory(tmp_path: Path) -> None:
     """Measures a new process, because the peak memory of this one includes earlier tests."""
     (tmp_path / "a.yaml").write_text(MULTIPLYING_MERGES)
     code = (
@@ -107,7 +105,7 @@ def test_a_file_that_multiplies_takes_little_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", ["model.d_model=" + "9" * 400, "training.max_steps=" + "9" * 30])
-def test_a_flag_is_held_to_the_same_bounds(setting: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_override_has_the_same_limits_as_a_file(setting: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "integer of more than 64 bits" in refusal(["--set", setting], capsys)
     assert len(refusal(["--set", "data.dataset_name=" + "[" * 500, "--set", "model.d_model=x"], capsys)) < 600
     assert "at most 32 parts" in refusal(["--set", ".".join(["a"] * 5000) + "=1"], capsys)

@@ -168,13 +168,13 @@ def test_an_override_is_read_as_in_a_file_and_the_last_one_counts(
     assert load_config(None, overrides)[0].model_dump()[section][key] == expected
 
 
-def test_an_override_goes_before_the_file(tmp_path: Path) -> None:
+def test_an_override_takes_precedence_over_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("model:\n  d_model: 64\n  n_layers: 3\n")
     model = load_config(tmp_path / "a.yaml", ["model.d_model=128"])[0].model
     assert (model.d_model, model.n_layers) == (128, 3)
 
 
-def test_the_device_may_stand_at_the_top_or_in_training_or_alike_in_both(tmp_path: Path) -> None:
+def test_device_may_be_set_at_the_top_level_or_in_training_or_equally_in_both(tmp_path: Path) -> None:
     for place in ("device: cpu\n", "training:\n  device: cpu\n", "device: cpu\ntraining:\n  device: cpu\n"):
         (tmp_path / "a.yaml").write_text(place)
         assert load_config(tmp_path / "a.yaml")[0].training.device == "cpu"
@@ -185,7 +185,7 @@ def test_the_device_may_stand_at_the_top_or_in_training_or_alike_in_both(tmp_pat
     "place", ["device: cpu\n", "training: {device: cpu}\n", "device: cpu\ntraining: {device: auto}\n"]
 )
 @pytest.mark.parametrize("key", ["device", "training.device"])
-def test_an_overridden_device_goes_before_the_file_wherever_it_stands(tmp_path: Path, place: str, key: str) -> None:
+def test_an_overridden_device_takes_precedence_wherever_the_file_sets_it(tmp_path: Path, place: str, key: str) -> None:
     (tmp_path / "a.yaml").write_text(place)
     config, notes = load_config(tmp_path / "a.yaml", [f"{key}=cuda"])
     assert config.device == "cuda"
@@ -242,7 +242,7 @@ def test_use_amp_means_a_precision() -> None:
     ),
     st.builds(DataConfig, dataset_name=st.text(min_size=1, alphabet=st.characters(exclude_categories=["C"]))),
 )
-def test_a_saved_configuration_loads_as_it_was(
+def test_a_saved_configuration_loads_unchanged(
     tmp_path_factory: pytest.TempPathFactory, model: ModelConfig, training: TrainingConfig, data: DataConfig
 ) -> None:
     config = Config(model=model, training=training, data=data)
@@ -266,7 +266,7 @@ def test_configuration_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "False"
 
 
-def test_seeds_are_folded_stably_and_apart() -> None:
+def test_derived_seeds_are_stable_and_distinct() -> None:
     assert derive_seed(42, "dropout", 1, 0, 0) == derive_seed(42, "dropout", 1, 0, 0)
     seeds = [derive_seed(s, p, a, b) for s in (1, 2) for p in ("dropout", "model") for a in range(9) for b in range(9)]
     assert len(set(seeds)) == len(seeds)
@@ -330,13 +330,13 @@ def test_the_architecture_follows_from_any_of_its_keys(
         ({"architecture": "mamba"}, 'model.architecture is "mamba", but input should be '),
     ],
 )
-def test_what_an_architecture_does_not_have_is_refused(given: dict[str, Any], sentence: str) -> None:
+def test_unsupported_values_of_an_architecture_are_refused(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as error:
         as_config({"model": given})
     assert sentence in str(error.value)
 
 
-def test_a_run_recorded_without_an_architecture_is_still_its_own(tmp_path: Path) -> None:
+def test_a_run_recorded_before_the_key_architecture_is_still_recognized(tmp_path: Path) -> None:
     config = as_config({"model": {"activation": "relu2"}})
     later = {"architecture", "norm", "bias", "positions", "qk_norm"}
     recorded = identity(config)
@@ -352,11 +352,11 @@ def test_a_section_inside_a_section_is_read_saved_and_reported_by_its_dotted_key
     file = tmp_path / "config.yaml"
     file.write_text("task: own:Task\ntraining:\n  preference:\n")  # an empty section uses the defaults
     overrides = ["training.preference.loss=ipo", ("training.preference.beta", 0.5)]
-    config = load_config(file, overrides, own=False)[0]
+    config = load_config(file, overrides, trusted=False)[0]
     assert (config.training.preference.loss, config.training.preference.scale) == ("ipo", 0.5)
     config.training.preference.beta = 0.25
     save_config(config, file)
-    assert load_config(file, own=False)[0].training.preference == config.training.preference
+    assert load_config(file, trusted=False)[0].training.preference == config.training.preference
     values = acting_values(config)
     assert flatten(values)["training.preference.loss"] == "ipo"
     assert default_values(values)["training.preference.loss"] == "dpo"
@@ -367,6 +367,6 @@ def test_a_section_inside_a_section_is_read_saved_and_reported_by_its_dotted_key
     with pytest.raises(ConfigError, match=r"training.preference.loss is dpo, but the run was trained with ipo"):
         require_identity(file, values, recorded)
     with pytest.raises(ConfigError, match=r"unknown key training.preference.lose \(did you mean .*preference.loss"):
-        load_config(file, ["training.preference.lose=ipo"], own=False)
+        load_config(file, ["training.preference.lose=ipo"], trusted=False)
     with pytest.raises(ConfigError, match="gamma has no effect with loss ipo, only with simpo"):
-        load_config(file, ["training.preference.gamma=2"], own=False)
+        load_config(file, ["training.preference.gamma=2"], trusted=False)

@@ -42,7 +42,7 @@ def test_a_configuration_is_found_by_its_name(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("path", "name"), [("configs/cpu_small_model.yaml", "cpu_small"), ("models/nano.yaml", "nano")]
 )
-def test_a_file_that_a_guide_names_is_ours_of_the_same_purpose(
+def test_a_missing_file_that_a_guide_names_is_replaced_by_ours(
     path: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -77,7 +77,7 @@ def test_paths_are_also_found_next_to_the_configuration(tmp_path: Path, monkeypa
     assert loaded() == ([str(beside / "base"), texts, f"{texts}/held.txt", "simple"], [])
     assert loaded("data.dataset_name=base")[0][1] == "base"  # relative to the working directory
     as_written = (["base", "texts", "texts/held.txt", "simple"], [])
-    assert loaded(own=False) == loaded(find_beside=False) == as_written
+    assert loaded(trusted=False) == loaded(find_beside=False) == as_written
     (here / "texts").mkdir()
     found, notes = loaded()
     assert found == [str(beside / "base"), "texts", f"{texts}/held.txt", "simple"]

@@ -324,7 +324,7 @@ def test_a_file_of_another_program_is_answered_key_by_key(values: dict[str, Any]
     assert [key for key in inner or values if key not in known and key not in said] == []
 
 
-def test_what_messages_tell_to_write_are_keys() -> None:
+def test_suggested_replacements_are_keys() -> None:
     keys = {*dict(all_keys(Config)), "task", "device"}
     assert {text.partition("=")[0] for text in COUNTERPARTS.values()} <= keys
     assert {f"{section}.{key}" for section, names in KEYS.items() for key in names.values()} <= keys

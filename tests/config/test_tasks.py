@@ -104,7 +104,7 @@ def test_graphs_have_defaults_and_limits_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("task", ["pretrain", "sft", "qa"])
-def test_a_saved_configuration_holds_what_acts_and_loads_as_it_was(tmp_path: Path, task: str) -> None:
+def test_a_saved_configuration_has_only_keys_with_an_effect_and_loads_unchanged(tmp_path: Path, task: str) -> None:
     config = Config() if task == "pretrain" else Config.model_validate({**SFT, "task": task})
     save_config(config, tmp_path / "c.yaml")
     assert load_config(tmp_path / "c.yaml")[0] == config
@@ -113,6 +113,6 @@ def test_a_saved_configuration_holds_what_acts_and_loads_as_it_was(tmp_path: Pat
     assert ("doc_stride" in text) == (task == "qa")
 
 
-def test_a_task_outside_the_package_has_no_second_class() -> None:
+def test_objective_has_no_effect_with_a_task_outside_the_package() -> None:
     with pytest.raises(ValidationError, match="objective has no effect, because task"):
         Config.model_validate({"task": "mine:Task", "objective": "other:Task"})

@@ -1,4 +1,4 @@
-"""Every form in the table of forms reads its example, and columns mean the same in all tasks that read them."""
+"""Every form of rows reads its example, and columns mean the same in all tasks that read them."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 from sansgpu.data.forms.chats import CONVERSATIONS, PROMPTS
 from sansgpu.data.forms.form import USUAL, Form
 from sansgpu.data.forms.preferences import PREFERENCES
-from sansgpu.data.forms.table import FORMS
+from sansgpu.data.forms.registry import FORMS
 from sansgpu.data.rows import BadRowError, SourceRow
 from sansgpu.tasks.registry import TASKS
 
@@ -40,12 +40,12 @@ def test_a_form_recognizes_and_reads_its_example(kind: str, form: Form[Any]) -> 
         assert repr(read(kind, {**row, "unrelated": 1})) == repr(read(kind, row))
 
 
-def test_every_task_takes_forms_of_the_table() -> None:
+def test_every_form_is_read_by_a_task_and_every_task_reads_one() -> None:
     assert {task.settings.rows for task in TASKS.values()} == {*FORMS}
 
 
 def test_forms_need_no_torch() -> None:
-    program = "import sys, sansgpu.data.forms.table; print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
+    program = "import sys, sansgpu.data.forms.registry; print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "set()\n"
 
 

@@ -91,7 +91,7 @@ def warnings_of(events: list[Event], words: str) -> list[str]:
     ("architecture", "adapter"),
     [pytest.param(*run, marks=[] if run in RESUMED else pytest.mark.long) for run in RUNS],
 )
-def test_a_run_resumed_in_its_middle_is_the_run_that_was_not(home: Path, architecture: str, adapter: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(home: Path, architecture: str, adapter: str) -> None:
     """gpt2, the encoders and the adapters use dropout."""
     straight, _ = trained(home, architecture, adapter, "fp32")
     resumed = fork_snapshot(straight, "2", home / f"{architecture}-{adapter}-resumed", pytest.fail)
@@ -118,7 +118,7 @@ def outputs(model: Any) -> torch.Tensor:
         *(pytest.param(*run, "bf16", marks=[] if run in OFTEN_NARROW else pytest.mark.long) for run in NARROW),
     ],
 )
-def test_what_was_trained_leaves_with_equal_logits(home: Path, architecture: str, adapter: str, precision: str) -> None:
+def test_exported_models_have_equal_logits(home: Path, architecture: str, adapter: str, precision: str) -> None:
     run, _ = trained(home, architecture, adapter, precision)
     ours = open_model(ModelRequest(str(run)), "evaluate", pytest.fail)
     kind = AutoModelForQuestionAnswering if is_encoder(architecture) else AutoModelForCausalLM
@@ -159,7 +159,7 @@ def test_models_that_cannot_be_packed_are_padded_with_one_warning(home: Path, ar
     assert len(warnings_of(events, "does not support packing")) == (0 if packs else 1)
 
 
-def test_padding_that_was_asked_for_is_no_news(home: Path) -> None:
+def test_requested_padding_gives_no_warning(home: Path) -> None:
     chosen = settings(home, "modernbert", model_folder("modernbert"), data__pack_sequences=False)
     events = run_job(home / "asked-for", (*chosen, "training.max_steps=1"))
     assert not warnings_of(events, "does not support packing")

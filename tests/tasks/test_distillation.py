@@ -202,7 +202,7 @@ def test_conversations(home: Path, tmp_path: Path, capsys: Captured) -> None:
         ({"training__distillation__teacher": "null", "training__distillation__weight": 0.3}, "without a teacher"),
     ],
 )
-def test_settings_of_a_student_act_or_are_refused(
+def test_settings_that_conflict_with_a_teacher_are_refused(
     lessons: Path, tmp_path: Path, capsys: Captured, changes: dict[str, object], words: str
 ) -> None:
     assert cli([*student(lessons, **changes), "--output-dir", str(tmp_path / "run")]) == 2

@@ -1,4 +1,4 @@
-"""A task consists of one folder and one line in config/tasks.py.
+"""A task consists of one folder and one line in tasks/configuration.py.
 
 Copies of the package work without one of the tasks, and with an additional task.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sansgpu.tasks.configuration import TASKS
+from sansgpu.tasks.configuration import TASK_FOLDERS
 from tests.processes import environment, settings
 from tests.project import ROOT
 from tests.tasks.test_outside_task import write_stories
@@ -88,7 +88,7 @@ def test_a_task_is_removed_with_its_folder_and_its_line(copy: Path) -> None:
     program = "from sansgpu.tasks.registry import TASKS; print(*(kind.settings.task for kind in TASKS.values()))"
     code, out = run(copy, "-c", program)
     assert code == 0, out
-    assert set(out.split()) == TASKS.keys() - {REMOVED}
+    assert set(out.split()) == TASK_FOLDERS.keys() - {REMOVED}
     code, out = run(copy, "-m", "sansgpu", "train", "--set", f"task={REMOVED}")
     assert code == 2
     assert "but input should be 'pretrain', 'graph'" in out

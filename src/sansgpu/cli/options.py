@@ -243,15 +243,17 @@ def check_tables_for(run: str, data: str) -> None:
 
     file = local_path(run) / "config.yaml"
     if file.is_file():
-        config, _ = load_config(file, own=False)
+        config, _ = load_config(file, trusted=False)
         _require_columns(config.model_copy(update={"data": config.data.for_dataset(data)}))
 
 
 def _require_columns(config: Config) -> None:
-    if config.settings.rows != "texts" or not config.data.has_header:  # otherwise nothing can be unclear
-        from sansgpu.data.forms.table import require_columns
+    """Raises ConfigError if the meaning of the columns of a local table is unclear."""
+    if config.settings.rows != "texts" or isinstance(config.data.text_column, int):  # otherwise it is always clear
+        from sansgpu.data.forms.form import resolve_columns
+        from sansgpu.data.forms.registry import FORMS
 
-        require_columns(config)
+        resolve_columns(config.data, FORMS[config.settings.rows])
 
 
 def preparation_bar(silent: bool = False) -> closing[PreparationBar]:

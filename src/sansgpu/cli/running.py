@@ -145,15 +145,15 @@ def _unknown_options(context: Any, arguments: list[str]) -> list[str]:
 def _hint(name: str, command: Any) -> str:
     """Returns what to write instead of an unknown option, in parentheses, or "" if nothing is similar."""
     from sansgpu.config.remedies import advice
-    from sansgpu.config.schema import Config
-    from sansgpu.config.section import own_key
+    from sansgpu.config.section import counterpart
+    from sansgpu.tasks.configuration import SCHEMA
 
     known = [known for param in command.params for known in param.opts if known.startswith("--")]
     key = name.removeprefix("--").replace("-", "_")
     if "--set" in known:
         if text := advice(key):
             return f" ({text})"
-        if setting := own_key(Config, key):
+        if setting := counterpart(SCHEMA, key):
             return f" (--set {setting if '=' in setting else f'{setting}=VALUE'})"
     begins = [known for known in known if len(name) > len("--x") and known.startswith(name)]
     near = begins or get_close_matches(name, known, n=1, cutoff=MIN_LIKENESS)

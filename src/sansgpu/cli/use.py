@@ -82,7 +82,8 @@ class _EvaluateOptions:
     reward: Annotated[
         str | None,
         option(
-            "Reward of a reinforcement learning run: answer, or a Python function, as the run's own, which needs it.",
+            "Reward for reinforcement learning: answer, or a Python function that computes rewards. Required to run a "
+            "run's own function.",
             metavar="MODULE:FUNCTION",
         ),
     ] = None

@@ -1,6 +1,7 @@
-"""The mechanism of configurations: sections, files and errors. It names no task and imports no torch.
+"""Configurations: their sections, files and errors. Nothing here names a task or imports torch.
 
-For users, this package also has the classes with the keys of all tasks, e.g. `from sansgpu.config import Config`.
+Users import `Config`, `ModelConfig`, `TrainingConfig` and `DataConfig` from here, which have the keys of all tasks. The
+classes of the same names in the modules have only the keys that several tasks share; tasks extend them.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -19,21 +20,19 @@ from sansgpu.config.load import (
     setting,
 )
 from sansgpu.config.other_names import note_of, require_batch_size, with_own_names
-from sansgpu.config.paths import ABANDONED_FOLDER, RunPaths
-from sansgpu.config.section import problems
-from sansgpu.config.seeds import derive_seed
-from sansgpu.config.tasks import (
+from sansgpu.config.paths import (
+    ABANDONED_FOLDER,
     ARITHMETIC,
     BUILT_IN_NAMES,
     PYTHON_STDLIB,
     PYTHON_STDLIB_CHAT,
     PYTHON_STDLIB_GRAPH,
     SIMPLE_TEMPLATE,
-    CardText,
-    Metric,
-    TaskSettings,
-    import_class,
+    RunPaths,
 )
+from sansgpu.config.section import problems
+from sansgpu.config.seeds import derive_seed
+from sansgpu.config.tasks import CardText, Metric, TaskSettings, import_class
 
 if TYPE_CHECKING:
     from sansgpu.config.model import ModelConfig

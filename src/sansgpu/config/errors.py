@@ -48,7 +48,7 @@ EXTRAS = {
     "onnxscript": "onnx",
     "onnxruntime": "onnx",
 }
-FINE_TUNING = ("transformers", "peft", "torchmetrics")  # the packages of every task that fine-tunes a model
+FINE_TUNING_PACKAGES = ("transformers", "peft", "torchmetrics")  # every task that fine-tunes a model needs them
 
 
 def is_installed(package: str) -> bool:

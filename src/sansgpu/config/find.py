@@ -11,32 +11,29 @@ from typing import Any
 
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.parse import SUFFIXES, Values, read_values
-from sansgpu.config.paths import local_path
+from sansgpu.config.paths import BUILT_IN_NAMES, local_path
 from sansgpu.config.schema import Config
 from sansgpu.config.section import TOP_LEVEL_KEYS, declared_keys
-from sansgpu.config.tasks import BUILT_IN_NAMES
 from sansgpu.config.wording import truncate
 
 PRESETS = ("small", "medium", "large")
 # The run without a configuration file takes minutes on two cores and shows generated samples.
 BUILT_IN: dict[str, dict[str, Any]] = {"training": {"max_steps": 500, "sample_tokens": 64}}
-LENGTH_KEYS = frozenset(f"training.{key}" for key in ("num_epochs", "max_steps", "max_tokens", "max_hours", "until"))
-
-
-def built_in(overridden: Collection[str]) -> dict[str, Any]:
-    """Returns the values of a run without a configuration file, without those that the `overridden` keys replace."""
-    if "task" in overridden:
-        return {}
-    drops = {"max_steps"} if LENGTH_KEYS & set(overridden) else set()
-    return {name: {k: v for k, v in section.items() if k not in drops} for name, section in BUILT_IN.items()}
-
-
+LIMITS = frozenset(f"training.{key}" for key in ("num_epochs", "max_steps", "max_tokens", "max_hours", "until"))
 MAX_NAMES = 20  # names in a message
 # Files of configs/ by the names that guides of other trainers (llm-trainer, oxidizr) give to files like them.
 _NAMES_IN_GUIDES = {"cpu_small_model": "cpu_small", "cpu_medium_model": "cpu_medium", "nano": "nano"}
 _PRESETS = Path(__file__).parent / "presets"
 _SOURCE = Path(__file__).parents[2]  # `src` in a clone of the repository
 _FOLDERS = (Path("configs"), *((_SOURCE.parent / "configs",) if _SOURCE.name == "src" else ()))
+
+
+def built_in(overridden: Collection[str]) -> dict[str, Any]:
+    """Returns the values of a run without a configuration file, without those that the `overridden` keys replace."""
+    if "task" in overridden:
+        return {}
+    dropped = {"max_steps"} if LIMITS & set(overridden) else set()
+    return {name: {k: v for k, v in section.items() if k not in dropped} for name, section in BUILT_IN.items()}
 
 
 def configuration_file(path: Path) -> tuple[Path, list[str]]:

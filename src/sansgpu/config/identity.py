@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic.fields import FieldInfo
 
 from sansgpu.config.errors import ConfigError
 from sansgpu.config.load import acting_values, flatten
 from sansgpu.config.other_names import own_name
+from sansgpu.config.parse import Values
 from sansgpu.config.schema import Config
 from sansgpu.config.section import TOP_LEVEL_KEYS, all_keys, declared
-
-Values = dict[str, Any]
 
 _BATCH_KEYS = "training.batch_size", "training.gradient_accumulation_steps"
 _EXAMPLES_PER_STEP = " x ".join(_BATCH_KEYS)

@@ -22,7 +22,7 @@ from sansgpu.config.section import AUTO, TOP_LEVEL_KEYS, all_keys, problems
 from sansgpu.config.training import default_learning_rate, unused_settings
 from sansgpu.config.wording import shown, truncate
 
-FindSchema = Callable[[Values, bool], type[Config]]  # (values, whether the user wrote them) -> the schema of their task
+FindSchema = Callable[[Values, bool], type[Config]]  # (values, trusted; see `load_config`) -> schema of their task
 Override = str | tuple[str, Any]  # `key.path=value` with the value in YAML, or a key and its value
 
 
@@ -30,15 +30,15 @@ def load_config(
     schema_for: FindSchema,
     path: Path | None = None,
     overrides: Sequence[Override] = (),
-    own: bool = True,
+    trusted: bool = True,
     find_beside: bool = True,
     processes: int = 1,
 ) -> tuple[Config, list[str]]:
     """Loads a configuration file, given by path or name, or the built-in default if `path` is None.
 
-    Then applies the overrides. `own` means that the user wrote the file: a task that it names as `package.module:Class`
-    is imported and, with `find_beside`, paths that do not exist in the working directory are looked up in the file's
-    folder. `processes` is the number of processes that will train.
+    Then applies the overrides. If the file is `trusted`, because the user wrote it, a task that it names as
+    `package.module:Class` is imported and, with `find_beside`, paths that do not exist in the working directory are
+    looked up in the file's folder. `processes` is the number of processes that will train.
 
     Returns the configuration and notes for the user about ignored and renamed keys and ambiguous paths.
     Raises ConfigError naming the file and every problem in it.
@@ -48,8 +48,8 @@ def load_config(
     overridden = [overridden_key(override) for override in overrides]
     values, replaced = with_own_names(read_values(path) if path else built_in(overridden), where)
     notes, overriding_notes = [*renamed, *note_of(replaced)], _override(values, overrides)
-    schema = schema_for(values, own)
-    if path and own and find_beside:
+    schema = schema_for(values, trusted)
+    if path and trusted and find_beside:
         notes += use_files_beside(schema, values, path.parent, overridden)
     config = as_config(schema, values, where)
     overriding = [overridden_key(one) for one in overrides if _key_and_value(one)[0] == "training.batch_size"]

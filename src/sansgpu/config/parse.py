@@ -16,6 +16,10 @@ from sansgpu.config.errors import ConfigError
 from sansgpu.config.plain_data import MAX_DEPTH, InvalidDataError, read_regular, reason_of, require_plain, unreadable
 from sansgpu.config.wording import shown, truncate
 
+Values = dict[str, Any]
+SUFFIXES = (".yaml", ".yml", ".toml", ".json")
+MAX_CONFIG_BYTES = 64 << 10  # PyYAML parses about this much per second
+MAX_NODES = 10_000  # nodes of a YAML file with aliases expanded
 _CLOCKS = "%H:%M", "%I%p", "%I:%M%p"  # 18:00, 6PM, 6:00PM
 
 
@@ -32,13 +36,6 @@ def normal_time(text: str) -> str:
     except ValueError:
         raise ValueError(f"{truncate(text)} is not a time; write 18:00, 6PM or 2030-01-31T18:00") from None
     return (moment.astimezone().replace(tzinfo=None) if moment.tzinfo else moment).isoformat()
-
-
-Values = dict[str, Any]
-
-SUFFIXES = (".yaml", ".yml", ".toml", ".json")
-MAX_CONFIG_BYTES = 64 << 10  # PyYAML parses about this much per second
-MAX_NODES = 10_000  # nodes of a YAML file with aliases expanded
 
 
 def read_values(path: Path) -> Values:

@@ -1,4 +1,4 @@
-"""Paths that users write, and those in a run's folder."""
+"""Paths and names of built-in data that users write, and the paths in a run's folder."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ from sansgpu.config.wording import truncate
 
 RUNS = Path("runs")  # default parent folder of runs
 ABANDONED_FOLDER = "abandoned-from-step-"  # prefix of folders in `snapshots/` with snapshots that a resume discarded
+
+# Built-in datasets, made from Python's standard library: documents, triples, conversations.
+PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT = (
+    "python-stdlib", "python-stdlib-graph", "python-stdlib-chat",
+)  # fmt: skip
+ARITHMETIC = "arithmetic"  # built-in dataset: sums of two numbers, with their answers
+SIMPLE_TEMPLATE = "simple"  # the built-in chat template
+TRAINED_TOKENIZERS = "bpe", "char"  # values of data.tokenizer for which a run trains its own tokenizer
+# Values with a meaning of their own, for keys that otherwise take a path.
+BUILT_IN_NAMES = (
+    PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT, ARITHMETIC, SIMPLE_TEMPLATE, *TRAINED_TOKENIZERS,
+)  # fmt: skip
 
 
 def local_path(name: str | Path) -> Path:

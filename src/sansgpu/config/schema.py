@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.other_names import with_own_names
+from sansgpu.config.paths import PYTHON_STDLIB
 from sansgpu.config.section import (
     CHANGEABLE,
     FIXED,
@@ -30,18 +31,18 @@ from sansgpu.config.section import (
     all_keys,
     all_sections,
 )
-from sansgpu.config.tasks import PYTHON_STDLIB, TaskSettings, TaskTable, as_values, is_outside, is_section, labels
+from sansgpu.config.tasks import CODE_NAME, TaskSettings, TaskTable, as_values, is_outside, is_section, joined_names
 from sansgpu.config.training import ONE_DEVICE, Device, TimeoutSeconds, TrainingConfig, default_learning_rate
 from sansgpu.config.wording import truncate
 
-CLASS_NAME = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+CLASS_NAME = rf"^{CODE_NAME}$"
 MIN_VOCABULARY = 257  # 256 bytes and the end of text
 MAX_VOCABULARY = 1 << 20  # four times the largest in use; training a tokenizer allocates memory for all tokens
 _SECTIONS = ("model", "training", "data")
 
 
 class DataConfig(Section):
-    """The data, and how it is tokenized, masked and split into windows."""
+    """The data, and how it is tokenized and split into windows."""
 
     section_name: ClassVar[str] = "data"
 
@@ -134,12 +135,6 @@ class DataConfig(Section):
     validation_split: float = Field(
         0.01, gt=0, lt=1, description="fraction of tokens held out if the data has no validation split"
     )
-
-    @property
-    def has_header(self) -> bool:
-        """Returns whether .csv and .tsv files start with a header row, i.e. no column key is set to a number."""
-        columns = {key: field for key, field in type(self).model_fields.items() if key.endswith("_column")}
-        return not any(isinstance(getattr(self, key), int) for key, field in columns.items() if field.default is None)
 
     def for_dataset(self, name: str) -> Self:
         """Returns the settings to read all rows of a different dataset, e.g. to evaluate on it."""
@@ -242,9 +237,9 @@ class Config(Section):
         here = self.settings
         for key, default in self._defaults():
             if not self.acts(key) and attrgetter(key)(self) != default:
-                known = labels(self.tasks.with_key(key), here)
+                known = joined_names(self.tasks.with_key(key), here)
                 remedy = "remove it" if "task" in self.model_fields_set else "set task, or remove it"
-                yield f"{key} is for task {known}, and has no effect in {here.shown}; {remedy}"
+                yield f"{key} is for task {known}, and has no effect in {here.display_name}; {remedy}"
 
     def without_effect(self, keys: Iterable[str], reason: str) -> Iterator[str]:
         """Yields a clause for every one of `keys` that is set although it has no effect."""
@@ -279,7 +274,7 @@ class Config(Section):
 
     @property
     def roots(self) -> int:
-        """Text tokens of one training example."""
+        """Text tokens of one training example, without the leaves of a graph."""
         return self.data.max_length or self.model.max_seq_len
 
     @property
@@ -319,13 +314,11 @@ def compose(tasks: Sequence[TaskSettings], unknown: Literal["forbid", "ignore"] 
     added = dict.fromkeys(section for settings in table.kinds.values() for section in settings.sections)
     sections: dict[str, type[Section]] = {}
     for base in (ModelConfig, TrainingConfig, DataConfig):
-        own = [section for section in added if issubclass(section, base)]
-        extended = {
-            parent for section in own for parent in section.__mro__[1:]
-        }  # their subclasses have their keys, too
-        bases = (*(section for section in reversed(own) if section not in extended), base)
-        own_names = {"__doc__": base.__doc__, "__module__": __name__, "model_config": ConfigDict(extra=unknown)}
-        sections[base.section_name] = type(base.__name__, bases, own_names)
+        extensions = [section for section in added if issubclass(section, base)]
+        inherited = {parent for section in extensions for parent in section.__mro__[1:]}  # subclasses have their keys
+        bases = (*(section for section in reversed(extensions) if section not in inherited), base)
+        attributes = {"__doc__": base.__doc__, "__module__": __name__, "model_config": ConfigDict(extra=unknown)}
+        sections[base.section_name] = type(base.__name__, bases, attributes)
     fields: dict[str, Any] = {name: (section, Field(default_factory=section)) for name, section in sections.items()}
     key = Config.model_fields["task"]
     task = Field(tasks[0].task, description=key.description, json_schema_extra=key.json_schema_extra)

@@ -17,8 +17,8 @@ from sansgpu.config.plain_data import InvalidDataError, require_plain
 from sansgpu.config.remedies import COUNTERPARTS, advice
 from sansgpu.config.wording import counted, shown, truncate
 
-# What a field may declare in its `json_schema_extra`, beside its type and description. By default, a resumed run cannot
-# change keys of the sections `model` and `data`, but those of `training`.
+# Declarations of a key in its field's `json_schema_extra`. By default, a resumed run cannot change keys of the sections
+# `model` and `data`, but it can change those of `training`.
 FIXED: JsonDict = {"fixed": True}
 CHANGEABLE: JsonDict = {"fixed": False}
 TUNABLE_DATA: JsonDict = {"tunable": True}  # `sansgpu tune` may search this key of `data` if all examples are windows
@@ -33,19 +33,19 @@ INPUT_PATH: JsonDict = {"input_path": True}  # may name a file or a folder to re
 
 
 def also_named(*names: str) -> JsonDict:
-    """Declares names of other programs for a key whose values mean something else there, or are written differently."""
+    """Declares names of a key in other programs, whose values cannot be used here, so errors suggest the key."""
     return {"also_named": [*names]}
 
 
 def runs_code(noun: str) -> JsonDict:
-    """Declares that a value with a colon is a function of the user, which runs only if the command line names it."""
+    """Declares that a value with a colon names a function of the user, which runs only if the command line names it."""
     return {"runs_code": noun}
 
 
 CHANGES_LOSS = unsearchable("it changes the data that the loss is computed on, so losses would not be comparable")
 TOP_LEVEL_KEYS = ("device", "force_cpu")  # keys of `training` that a file may also set at the top level
 MAX_UNKNOWN_KEYS, MAX_WRONG_VALUES = 40, 10  # named in one message
-_NAMED_BY = {"model": "name_or_path", "data": "dataset_name"}  # keys for what other programs write as `model: NAME`
+_NAMED_BY = {"model": "name_or_path", "data": "dataset_name"}  # other programs write `model: NAME`, `data: NAME`
 MAX_SUGGESTION_LENGTH = 40  # longer keys get no "did you mean"
 
 
@@ -113,15 +113,15 @@ def _hint(root: type[BaseModel], path: list[str]) -> str:
         return ""
     if text := advice(name):
         return f" ({text})"
-    if key := own_key(root, name):
+    if key := counterpart(root, name):
         return f" (write {key.replace('=', ': ')})"
     if near := difflib.get_close_matches(name, known, n=1, cutoff=0.5):
         return f" (did you mean {'.'.join([*sections, near[0]])}?)"
     return f" (known keys: {', '.join(known)})"
 
 
-def own_key(root: type[BaseModel], name: str) -> str | None:
-    """Returns the dotted key, or `key=value`, for a name that another program or another section has, or None."""
+def counterpart(root: type[BaseModel], name: str) -> str | None:
+    """Returns the dotted key, or `key=value`, that a name of another program or another section stands for, or None."""
     renamed = (f"{section}.{keys[name]}" for section, keys in KEYS.items() if name in keys)
     keys = dict(all_keys(root))
     named = (key for key, field in keys.items() if name in declared(field, "also_named", ()))

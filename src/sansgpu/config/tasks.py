@@ -1,4 +1,4 @@
-"""What a task declares: its keys, their defaults, problems, metrics and model card."""
+"""Declares tasks: their keys, defaults, validation, metrics and model cards, and the table of all tasks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from sansgpu.config.errors import ConfigError
+from sansgpu.config.parse import Values
 from sansgpu.config.wording import first_line, formatted
 
 if TYPE_CHECKING:
     from sansgpu.config.section import Section
-
-Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -81,20 +80,8 @@ LOSS = Metric("loss")  # every task has it
 BITS_PER_BYTE = Metric("bits_per_byte", text="{value} {label}", short="bits per byte")  # comparable across vocabularies
 
 
-# Built-in datasets. Made from Python's standard library: documents, triples, conversations.
-PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT = (
-    "python-stdlib", "python-stdlib-graph", "python-stdlib-chat",
-)  # fmt: skip
-ARITHMETIC = "arithmetic"  # sums of two numbers, with their answers
-SIMPLE_TEMPLATE = "simple"  # the built-in chat template
-# Built-in names that are valid values of keys that otherwise take a path.
-TRAINED_TOKENIZERS = "bpe", "char"  # values of data.tokenizer for which a run trains its own tokenizer
-BUILT_IN_NAMES = (
-    PYTHON_STDLIB, PYTHON_STDLIB_GRAPH, PYTHON_STDLIB_CHAT, ARITHMETIC, SIMPLE_TEMPLATE, *TRAINED_TOKENIZERS,
-)  # fmt: skip
-
-# Keys that have an effect only in tasks that list their group. Keys of a single task are in its `sections`. All other
-# keys have an effect in every task.
+# Keys of ModelConfig, TrainingConfig and DataConfig that have an effect only in tasks that list their group in
+# `TaskSettings.key_groups`. The other keys of these classes have an effect in every task.
 KEY_GROUPS = {
     "from scratch": """
         model.vocab_size model.d_model model.n_heads model.n_layers model.d_ff model.max_seq_len
@@ -113,7 +100,7 @@ KEY_GROUPS = {
         model.merge_adapter
     """,
     "chat template": "data.chat_template data.parse_special_tokens",
-    "conversations": "data.long_rows data.chat_template data.parse_special_tokens",
+    "long rows": "data.long_rows",
     "pairs": "data.label_column data.text_pair_column",
     "pooling": "model.pooling",
     "labels": "data.labels",
@@ -151,7 +138,7 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class Purpose:
-    """How `sansgpu init` describes a task to a user, and the settings that it suggests."""
+    """The description of a task in `sansgpu init`, and the settings that it suggests."""
 
     words: str  # completes "a model to ..."
     rows: str  # the data it needs
@@ -169,17 +156,15 @@ class TaskSettings:
 
     task: str  # value of the key `task`
     key_groups: tuple[str, ...]  # the KEY_GROUPS that have an effect
-    sections: tuple[
-        type[Section], ...
-    ] = ()  # subclasses of ModelConfig, TrainingConfig and DataConfig with its own keys
-    own_keys: tuple[str, ...] = ()  # further keys, which have an effect only in tasks that list them
+    extra_keys: tuple[str, ...] = ()  # further KEY_GROUPS keys, without the rest of their groups
+    sections: tuple[type[Section], ...] = ()  # subclasses of ModelConfig, ... that declare the task's own keys
     implementation: str = ""  # the class, as `package.module:Class`. Default: `task`
     kind: str = ""  # name of a variant. Default: `task`
     variants: tuple[Variant, ...] = ()
     defaults: Mapping[str, Values] = field(default_factory=dict)  # by section, where they differ from the schema's
     adapter_defaults: Mapping[str, Values] = field(default_factory=dict)  # further defaults if model.adapter is set
     problems: Callable[[Any], Iterable[str]] = _no_problems  # yields a clause for each inconsistency of a Config
-    rows: str = "texts"  # the forms of its rows, a name in data.forms.table.FORMS
+    rows: str = "texts"  # the forms of its rows: a key of data.forms.registry.FORMS
     label: str = ""  # the configuration that selects the task, for messages. Default: `task`
     description: str = ""  # meaning of the value `task`, for help
     purpose: Purpose | None = None  # offered by `sansgpu init`
@@ -195,11 +180,11 @@ class TaskSettings:
     def keys(self) -> frozenset[str]:
         """The keys and nested sections that have an effect in this task, but not in every task."""
         groups = (key for group in self.key_groups for key in KEY_GROUPS[group].split())
-        own = (f"{name}.{key}" for name in ("model", "training", "data") for key in self.own_keys_of(name))
-        return frozenset((*groups, *self.own_keys, *own))
+        own = (f"{section.section_name}.{key}" for section in self.sections for key in section.added_keys())
+        return frozenset((*groups, *self.extra_keys, *own))
 
-    def own_keys_of(self, name: str) -> set[str]:
-        """Returns the keys of section `name` that the task's own sections declare."""
+    def own_keys(self, name: str) -> set[str]:
+        """Returns the keys that the task itself declares for section `name`, e.g. `training`."""
         return {key for section in self.sections if section.section_name == name for key in section.added_keys()}
 
     def default(self, section: str, key: str, otherwise: Any) -> Any:
@@ -211,13 +196,16 @@ class TaskSettings:
         return "pretrained" in self.key_groups
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         return self.label or self.task
 
 
-def is_outside(task: str) -> bool:
-    """Returns whether a task is a class outside the package, `package.module:Class`."""
-    return ":" in task
+CODE_NAME = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"  # pattern of the names for which `is_outside` returns True
+
+
+def is_outside(name: str) -> bool:
+    """Returns whether a value names a class or function outside the package, `package.module:Name`."""
+    return ":" in name
 
 
 def import_class(name: str, option: str = "task") -> Any:
@@ -243,12 +231,13 @@ class TaskTable:
             kind.kind or kind.task: kind for one in tasks for kind in (one, *(v.settings for v in one.variants))
         }
         grouped = (key for keys in KEY_GROUPS.values() for key in keys.split())
-        self._chosen = frozenset((*grouped, *(key for settings in self.kinds.values() for key in settings.keys)))
+        # The keys that have an effect only in tasks that list them.
+        self._listed = frozenset((*grouped, *(key for settings in self.kinds.values() for key in settings.keys)))
 
     def acts(self, settings: TaskSettings, key: str) -> bool:
         """Returns whether a dotted key has an effect in a task."""
         key = ".".join(key.split(".")[:2])  # either all keys of a nested section have an effect, or none
-        return key in settings.keys or key not in self._chosen
+        return key in settings.keys or key not in self._listed
 
     def with_key(self, key: str) -> list[TaskSettings]:
         """Returns the settings of the tasks in which `section.key` has an effect."""
@@ -261,7 +250,7 @@ class TaskTable:
         it, all keys count as having an effect, and the defaults are those of the schema.
         """
         known = self.kinds.get(kind) or imported_settings(kind)
-        return known or TaskSettings(kind, tuple(KEY_GROUPS), own_keys=tuple(sorted(self._chosen)))
+        return known or TaskSettings(kind, tuple(KEY_GROUPS), extra_keys=tuple(sorted(self._listed)))
 
     def kind_of(self, task: str, values: Any) -> str:
         """Returns the task, or the variant of it that `values` select: a mapping, or a schema object with sections."""
@@ -324,9 +313,9 @@ def as_values(section: Any) -> Values:
     return dict(section) if isinstance(section, dict) else {}
 
 
-def labels(found: list[TaskSettings], here: TaskSettings) -> str:
-    """Joins the labels of several tasks, for a message about a run of task `here`."""
+def joined_names(found: list[TaskSettings], here: TaskSettings) -> str:
+    """Joins the names of several kinds of runs, for a message about a run of kind `here`."""
     plain = {settings.task for settings in found if not settings.label}
     chosen = [settings for settings in found if not (settings.label and settings.task in plain)]
-    *others, last = (s.shown if s.task == here.task else s.task for s in chosen)
+    *others, last = (s.display_name if s.task == here.task else s.task for s in chosen)
     return f"{', '.join(others)} and {last}" if others else last

@@ -44,7 +44,7 @@ def _by_name(value: Any, names: list[str]) -> Any:
     return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
 
 
-MAX_PROBLEM = 400  # maximum characters of a message about a row
+MAX_PROBLEM_CHARACTERS = 400  # of a message about a row, which may quote a long value
 TEXT_NAMES = ("text", "content")  # text columns to try, in this order, if data.text_column is not set
 LABEL_COLUMNS = ("label", "labels")  # label columns to try, in this order, if data.label_column is not set
 
@@ -62,7 +62,7 @@ class BadRowError(ConfigError):
 
 def bad_row(where: str, problem: str) -> BadRowError:
     """Returns the error for an invalid row."""
-    return BadRowError(f"{where} {shorten(problem)}{ROW_REMEDY}")
+    return BadRowError(f"{where} {truncate(problem, MAX_PROBLEM_CHARACTERS)}{ROW_REMEDY}")
 
 
 class SourceRow(NamedTuple):
@@ -116,7 +116,7 @@ class SourceRow(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TypedRow:
-    """The content of a row, read by the form that it has."""
+    """The content of a row, as the `Form` of the row reads it."""
 
     where: str  # location of the row, for messages
 
@@ -167,11 +167,6 @@ class BadRows:
         """Passes the number of skipped rows, if any, to `note`."""
         for message in self.notes():
             note(message)
-
-
-def shorten(problem: str) -> str:
-    """Truncates a message, which may quote a long value."""
-    return problem if len(problem) <= MAX_PROBLEM else problem[:MAX_PROBLEM] + "..."
 
 
 def is_text(text: str) -> bool:

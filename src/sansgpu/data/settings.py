@@ -1,4 +1,4 @@
-"""Configuration keys of parts of this package that only some tasks use."""
+"""Sections of the configuration with keys that this package reads, but only some tasks have."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_GIGABYTES = 1_000_000
 
 
 class CorpusDataConfig(DataConfig):
-    """How much of a corpus is read, and which of its documents."""
+    """The section `data` of tasks that read a corpus: how much of it, and which of its documents."""
 
     max_tokens: int | None = Field(
         None, ge=1, description="maximum tokens to read from the data, before validation data are split off"
@@ -52,7 +52,7 @@ class CorpusDataConfig(DataConfig):
 
 
 class TaggedDataConfig(DataConfig):
-    """The columns of files in the CoNLL format."""
+    """The section `data` of tasks that read CoNLL files."""
 
     tag_column: int | None = Field(
         None,
@@ -60,14 +60,9 @@ class TaggedDataConfig(DataConfig):
         "if set, all files are read as CoNLL, whatever their suffix. Default: -1 for .conll files",
     )
 
-    @staticmethod
-    def tag_column_of(data: DataConfig) -> int | None:
-        """Returns the configured column, or None if it is not set or the settings have no such key."""
-        return data.tag_column if isinstance(data, TaggedDataConfig) else None
-
 
 class WindowedTrainingConfig(TrainingConfig):
-    """Training with windows that grow."""
+    """The section `training` of tasks whose windows become longer during training."""
 
     window_warmup_ratio: float = Field(
         0.4,

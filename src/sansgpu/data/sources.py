@@ -13,10 +13,9 @@ from typing import Any
 
 from sansgpu.config import ARITHMETIC, PYTHON_STDLIB, PYTHON_STDLIB_CHAT, ConfigError, UnreachableError
 from sansgpu.config.errors import require
-from sansgpu.config.paths import local_path
+from sansgpu.config.paths import BUILT_IN_NAMES, local_path
 from sansgpu.config.plain_data import unreadable
 from sansgpu.config.schema import DataConfig
-from sansgpu.config.tasks import BUILT_IN_NAMES
 from sansgpu.config.wording import first_line
 from sansgpu.data.built_in import library_files, stdlib_conversations, sums, sums_fingerprint
 from sansgpu.data.files import (
@@ -31,7 +30,8 @@ from sansgpu.data.files import (
     text_file_rows,
 )
 from sansgpu.data.rows import SourceRow, class_names, is_conversation, row_text, with_names
-from sansgpu.data.settings import CorpusDataConfig, TaggedDataConfig
+from sansgpu.data.settings import CorpusDataConfig
+from sansgpu.data.tables import Columns
 from sansgpu.files.folders import entries_below
 from sansgpu.files.reading import require_regular_file
 from sansgpu.machine.disk import file_sha256
@@ -105,7 +105,7 @@ def open_parts(name: str, data: DataConfig, text_rows: bool = False) -> Sources:
         return Sources(_arithmetic("train"), _arithmetic("validation"))
     path = local_path(name)
     if path.is_file():
-        if file_form(path) is None and TaggedDataConfig.tag_column_of(data) is None:
+        if file_form(path) is None and Columns.of(data).tag is None:
             raise ConfigError(f"{path} has an unknown suffix; {CONVERT}.")
         labels = partial(_label, root=path.parent, depth=0) if text_rows else None
         return Sources(_files_source(name, path.parent, [path], data, labels), None)
@@ -222,7 +222,8 @@ def _files_source(
     Plain text files have rows only with `label_of`: one row per file if it returns a label, one per line if None.
     """
     named = {str(path.relative_to(root)): path for path in files}
-    header, tag_column = data.has_header, TaggedDataConfig.tag_column_of(data)
+    columns = Columns.of(data)
+    header, tag_column = columns.has_header, columns.tag
     settings = (*([] if header else ["no header"]), *([] if tag_column is None else [tag_column]))
     fingerprint = files_fingerprint(named, (data.text_column, PIECE_CHARS, *settings))
 

@@ -35,12 +35,12 @@ MAX_FIRST_LINES = 100_000  # lines that are searched for the values of the first
 MANY_WORDS = 5  # a value with this many words or more is text, not a column name
 SHOWN_COLUMNS, SHOWN_CHARACTERS = 12, 20  # how much of a first line a message quotes
 Data = TypeVar("Data", bound=DataConfig)
-Header = bool | Sequence[str]  # True: the first line has the column names; False: there are none; or the names
+Header = bool | Sequence[str]  # True: the first line has the column names; False: no names; otherwise the names
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that a configuration names, or their numbers in tables without a header; None: the usual names."""
+    """The configured columns: names, or numbers for tables without a header. None: a column with a usual name."""
 
     text: Column | None = None
     pair: Column | None = None  # the second text
@@ -49,7 +49,8 @@ class Columns:
 
     @classmethod
     def of(cls, data: DataConfig) -> Columns:
-        return cls(data.text_column, data.text_pair_column, data.label_column, TaggedDataConfig.tag_column_of(data))
+        tag = data.tag_column if isinstance(data, TaggedDataConfig) else None
+        return cls(data.text_column, data.text_pair_column, data.label_column, tag)
 
     def set_in(self, data: Data) -> Data:
         """Returns settings of the data with these columns."""
@@ -66,7 +67,7 @@ class Columns:
 
     @property
     def has_header(self) -> bool:
-        """Whether tables start with a header: no column is a number."""
+        """True if .csv and .tsv files start with a header, because no column is a number."""
         return not any(isinstance(column, int) for column in (*self.named, self.tag))
 
 

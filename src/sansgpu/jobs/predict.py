@@ -61,10 +61,10 @@ def _for_single_row(loaded: TrainedModel, row: Row) -> TrainedModel:
     """
     data, target = loaded.config.data, loaded.source.target
     pairs = data.text_pair_column is not None
-    forms = [form for form in loaded.task_class.row_forms if not pairs or len(form) > 1]
-    if tuple(row) not in forms:
+    choices = [columns for columns in loaded.task_class.flag_columns if not pairs or len(columns) > 1]
+    if tuple(row) not in choices:
         task = f"task {loaded.config.task}{' on pairs of texts' if pairs else ''}"
-        usable = " or ".join(_flags(form) for form in forms)
+        usable = " or ".join(map(_flags, choices))
         known = "is" if loaded.source.config or loaded.task_class.recognizes(target) else "can only be used as"
         raise ConfigError(f"{target} {known} a model of {task}; pass {usable} instead of {_flags(tuple(row))}.")
     named = data.model_copy(update={"text_column": None, "text_pair_column": None, "label_column": None})

@@ -268,7 +268,7 @@ def _configuration(request: TrainRequest) -> tuple[Config, list[str]]:
         if file is None and recorded is None and not (request.overrides and folder.is_dir()):
             raise no_run_to_resume(folder)
         if file is None and recorded is not None:
-            require_allowed(load_config(recorded, request.overrides, own=False)[0], recorded, request.overrides)
+            require_allowed(load_config(recorded, request.overrides, trusted=False)[0], recorded, request.overrides)
             # Loaded again, because a class outside the package is imported now and may declare defaults.
             return load_config(recorded, request.overrides, find_beside=False, processes=request.world.size)
     return load_config(file, request.overrides, processes=request.world.size)

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 
 from sansgpu.config import ConfigError, UnreachableError, change_config
+from sansgpu.config.paths import TRAINED_TOKENIZERS
 from sansgpu.config.schema import Config
-from sansgpu.config.tasks import TRAINED_TOKENIZERS
 from sansgpu.config.wording import counted
 from sansgpu.data.order import steps_per_epoch
 from sansgpu.events.progress import ReportProgress, Warn
@@ -285,7 +285,7 @@ def _measured(calibration: Calibration, sizes: list[int], progress: ReportProgre
     }
     if config.settings.generates:
         question["completions"] = [effective_batch(config.training), execution.world_size]
-        question |= config.training.model_dump(mode="json", include=config.settings.own_keys_of("training"))
+        question |= config.training.model_dump(mode="json", include=config.settings.own_keys("training"))
 
     def ask() -> dict[str, Any]:
         return calibration.fastest(sizes, progress).to_json()

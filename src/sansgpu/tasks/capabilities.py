@@ -17,7 +17,7 @@ from sansgpu.models.formats.tokenizers import TokenizerParts
 from sansgpu.models.formats.weights import StoredTensor
 from sansgpu.tasks.task import TrainedModel, Verb
 
-if TYPE_CHECKING:  # training needs none of them
+if TYPE_CHECKING:  # only some commands need these modules
     from sansgpu.models.generation.generate import BatchModel
     from sansgpu.models.scoring import Scorer
     from sansgpu.models.teacher import Teacher
@@ -30,7 +30,7 @@ GGUFParts = tuple[dict[str, Any], Mapping[str, torch.Tensor | StoredTensor], Tok
 class Predicts:
     """Makes a prediction for each row, for `sansgpu predict`."""
 
-    row_forms: ClassVar[tuple[tuple[str, ...], ...]] = ()  # sets of columns that flags can give for a single row
+    flag_columns: ClassVar[tuple[tuple[str, ...], ...]] = ()  # sets of columns that flags may give for one row
     # Class method that takes a TrainedModel, rows and the task's own options, and returns a prediction for each row.
     # Raises ConfigError.
     predict: ClassVar[Callable[..., Sequence[dict[str, Any]]]]

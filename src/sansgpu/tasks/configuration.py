@@ -1,6 +1,6 @@
-"""The table of tasks, and the schema of the configuration, which has the keys that each task declares.
+"""The table of tasks, and the configuration schema that is composed of the keys that they declare.
 
-A task is a folder here with all its code, whose module `settings` declares it without importing torch, so that a
+A task is a folder here with all its code. Its module `settings` declares the task without importing torch, so that a
 configuration is validated quickly. To add or remove a task, add or remove its folder and its line in the table.
 """
 
@@ -15,8 +15,8 @@ from sansgpu.config.parse import Values
 from sansgpu.config.schema import Config, compose
 from sansgpu.config.tasks import TaskSettings, import_class, imported_settings, is_outside, require_task_class
 
-# Values of the key `task`, the default first, each with the tasks whose code it uses.
-TASKS: dict[str, tuple[str, ...]] = {
+# Values of the key `task`, the default first, each with the other tasks whose code it imports.
+TASK_FOLDERS: dict[str, tuple[str, ...]] = {
     "pretrain": ("classify",),
     "graph": (),
     "sft": (),
@@ -28,23 +28,23 @@ TASKS: dict[str, tuple[str, ...]] = {
     "preference": ("sft",),
     "grpo": ("sft",),
 }
-DEFAULT_TASK = next(iter(TASKS))
-_SETTINGS: list[TaskSettings] = [import_module(f"sansgpu.tasks.{task}.settings").SETTINGS for task in TASKS]
+DEFAULT_TASK = next(iter(TASK_FOLDERS))
+_SETTINGS: list[TaskSettings] = [import_module(f"sansgpu.tasks.{task}.settings").SETTINGS for task in TASK_FOLDERS]
 SCHEMA = compose(_SETTINGS)
 ModelConfig, TrainingConfig, DataConfig = (SCHEMA.section_class(name) for name in ("model", "training", "data"))
-_outside: dict[str, type[Config]] = {}  # schemas with the keys of a class outside the package, by the value of `task`
+_outside: dict[str, type[Config]] = {}  # schemas with the keys of a task outside the package, by the task
 
 
-def schema_for(values: Values, own: bool = True) -> type[Config]:
-    """Returns the schema for a configuration, which has the keys of its task if that is outside the package.
+def schema_for(values: Values, trusted: bool = True) -> type[Config]:
+    """Returns the schema for the values of a configuration, including the keys of a task outside the package.
 
-    Imports such a class if `own`, which means that the user named it. Raises ConfigError if that is not possible. The
-    schema for a class that is not imported ignores unknown keys, because the class may declare them.
+    Imports the class of such a task if the values are `trusted`. Raises ConfigError if that fails. Otherwise, unless
+    the class is already imported, the schema ignores unknown keys, because the class may declare them.
     """
     task = str(values.get("task"))
     if not is_outside(task):
         return SCHEMA
-    settings = task_class(task).settings if own else imported_settings(task)
+    settings = task_class(task).settings if trusted else imported_settings(task)
     if settings is None:
         return _tolerant_schema()
     if task not in _outside or settings not in _outside[task].tasks.tasks.values():
@@ -70,7 +70,7 @@ def settings_of(kind: str) -> TaskSettings:
     return SCHEMA.tasks.settings_of(kind)
 
 
-def settings_for(values: Values) -> TaskSettings:
+def selected_settings(values: Values) -> TaskSettings:
     """Returns the settings of the kind of run that the values of a configuration select."""
     return settings_of(SCHEMA.tasks.kind_of(str(values.get("task")), values))
 

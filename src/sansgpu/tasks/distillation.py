@@ -71,8 +71,8 @@ def require_same_vocabulary(backend: Any, name: str, folder: TeacherFolder) -> N
         )
 
 
-def open_lesson(config: Config) -> TeacherFolder:
-    """Opens training.distillation.teacher.
+def configured_teacher_folder(config: Config) -> TeacherFolder:
+    """Opens the folder training.distillation.teacher.
 
     Raises ConfigError if it is for a different task or example length, or lacks what training needs.
     """

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import cast
 
 from sansgpu.config import ConfigError, import_class
-from sansgpu.config.errors import FINE_TUNING, require
+from sansgpu.config.errors import FINE_TUNING_PACKAGES, require
 from sansgpu.config.schema import Config
 from sansgpu.tasks.configuration import SCHEMA, task_class
 from sansgpu.tasks.task import TaskClass
@@ -36,7 +36,7 @@ def task_of(config: Config) -> TaskClass:
     fine-tunes Hugging Face models and the packages for them are not installed.
     """
     if config.settings.fine_tunes:
-        require(f"task {config.settings.shown}", *FINE_TUNING)
+        require(f"task {config.settings.display_name}", *FINE_TUNING_PACKAGES)
     known = task_class(config.kind)
     if config.objective is None or config.objective == config.task:
         return cast(TaskClass, known)

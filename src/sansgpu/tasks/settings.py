@@ -1,4 +1,4 @@
-"""Settings that several tasks share. Does not import torch, so that a configuration is validated quickly."""
+"""Parts that the settings of several tasks share. Imports no torch, so that a configuration is validated quickly."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from sansgpu.config.parse import Values
+from sansgpu.config.paths import PYTHON_STDLIB
 from sansgpu.config.section import INPUT_PATH, Section
-from sansgpu.config.tasks import BITS_PER_BYTE, PYTHON_STDLIB, Metric, Values
+from sansgpu.config.tasks import BITS_PER_BYTE, Metric
 from sansgpu.config.training import TrainingConfig
 
 LORA_LEARNING_RATE = 2e-4  # ten times the rate of full fine-tuning, because LoRA's product starts at zero
 # Base models that `sansgpu init` suggests.
 SMALL_CHAT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMALL_ENCODER = "distilbert-base-uncased"
-# Defaults for fine-tuning: a low learning rate, no weight decay, AdamW as in pretraining, examples at full length.
+# Defaults for fine-tuning: AdamW, with which most models were pretrained, no weight decay, and no shorter windows.
 FINE_TUNED: Values = {
     "lr_scheduler": "linear",
     "window_warmup_ratio": 0.0,
@@ -27,8 +29,7 @@ FINE_TUNED: Values = {
 }
 # Keys that select the data and split it.
 TEXT_KEYS = "data.dataset_name", "data.dataset_config", "data.validation_name", "data.validation_split"
-EVALUATE_TEXTS = "sansgpu eval MODEL --data TEXTS"
-CHAT = 'sansgpu chat MODEL --prompt "Hello!"'
+CHAT_COMMAND = 'sansgpu chat MODEL --prompt "Hello!"'  # for model cards
 TEXT_METRICS = (
     Metric("perplexity", form="{:.2f}", plotted=False),
     BITS_PER_BYTE,
@@ -123,8 +124,8 @@ def window_problems(config: Any) -> Iterator[str]:
         )
 
 
-def repeated_labels(config: Any, what: str, least: int) -> Iterator[str]:
-    """Yields a message if data.labels has a duplicate, or fewer than `least` labels."""
+def label_problems(config: Any, minimum: int = 2, noun: str = "labels") -> Iterator[str]:
+    """Yields a message if data.labels has a duplicate, or fewer than `minimum` labels. It calls them `noun`."""
     labels = config.data.labels
-    if labels is not None and len(set(labels)) < max(least, len(labels)):
-        yield f"data.labels needs at least two distinct {what}; add the missing ones, or remove it"
+    if labels is not None and len(set(labels)) < max(minimum, len(labels)):
+        yield f"data.labels needs at least two distinct {noun}; add the missing ones, or remove it"

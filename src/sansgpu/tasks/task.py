@@ -80,11 +80,9 @@ class EvaluationRequest:
     """The data to evaluate a model on. `data` names a dataset; None means the run's own validation split."""
 
     data: str | None
-    window: int | None
+    window: int | None  # maximum tokens of an example; None: the default of the task
     objective: str | None  # `package.module:Class`, which the user allows to import for preparing the data
-    reward: (
-        str | None
-    )  # the name of a reward to use instead of the run's, which may be Python code that the user allows to run
+    reward: str | None  # a reward to use instead of the run's; Python code only if the user allows it to run
     own_corpus: Callable[[], Corpus]  # reads and tokenizes the run's own data
     cache: Path
     progress: ReportProgress
@@ -351,8 +349,8 @@ class TaskClass(Protocol):
 
     settings: TaskSettings  # the task's configuration keys, defaults and validation
     verbs_for_any_model: tuple[Verb, ...]  # commands for which the task handles any Hugging Face model
-    verbs_without_kernels: tuple[Verb, ...]  # commands for which loading our kernels does not pay off
-    has_windows: bool  # whether users can choose the window length for evaluation
+    verbs_without_kernels: tuple[Verb, ...]  # commands that take less time without loading the C++ kernels
+    has_windows: bool  # True if users can choose the window length for evaluation
 
     def __call__(self, config: Config, corpus: Any, effective_batch: int) -> Task: ...
 

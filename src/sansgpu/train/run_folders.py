@@ -153,7 +153,7 @@ def recorded_config(folder: Path) -> Config:
     """Returns a run's recorded configuration, which may name untrusted code. Raises ConfigError if it is unreadable."""
     if not contains_run(folder):
         raise not_a_run(folder)
-    return load_config(folder / "config.yaml", own=False)[0]
+    return load_config(folder / "config.yaml", trusted=False)[0]
 
 
 def recorded_file(folder: Path, resume: str) -> Path | None:

@@ -16,7 +16,7 @@ from sansgpu.events.jsonl import read_record
 from sansgpu.events.schema import RecordedEnvironment
 from sansgpu.files.marks import read_mark
 from sansgpu.files.reading import read_validated
-from sansgpu.tasks.configuration import recorded_values, settings_for
+from sansgpu.tasks.configuration import recorded_values, selected_settings
 
 
 def seconds_of(events: Iterable[Event]) -> float:
@@ -67,7 +67,7 @@ class RunRecord:
     @cached_property
     def settings(self) -> TaskSettings:
         """The settings that the run's task declares."""
-        return settings_for(self.config)
+        return selected_settings(self.config)
 
     @property
     def name(self) -> str:

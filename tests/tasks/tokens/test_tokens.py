@@ -134,7 +134,7 @@ def test_other_models_learn_and_predict(home: Path, tmp_path: Path, architecture
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])
-def test_a_run_resumed_in_its_middle_is_the_run_that_was_not(home: Path, adapter: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(home: Path, adapter: str) -> None:
     chosen = {"data__validation_split": 0.2, **(ADAPTED if adapter == "lora" else {})}
     straight = made(home, f"straight-{adapter}", "tokens", **chosen)
     resumed = fork_snapshot(straight, "2", home / f"resumed-{adapter}", pytest.fail)

@@ -1,1 +1,1 @@
-"""The forms in which rows come, and their typed content. `table.FORMS` lists them all."""
+"""The forms in which rows come, and their typed content. `registry.FORMS` lists them all."""

@@ -35,10 +35,10 @@ class Conversation(TypedRow):
     """The content of a row: `turns`, or a `text` in which every token is a target."""
 
     turns: tuple[Message, ...] = ()
-    first: int = 0  # index of the first turn with targets
+    first: int = 0  # index of the first turn whose answer is a target
     plain: tuple[str, str] | None = None  # prompt and answer, for tokenizers without a chat template
     text: str | None = None
-    parse_special: bool = False  # whether the texts of special tokens in messages become the tokens
+    parse_special: bool = False  # True: the texts of special tokens in messages are read as these tokens
 
     def later_questions(self) -> list[int]:
         """Returns the indices of the user turns with an answer after them, except the first one."""
@@ -176,7 +176,9 @@ def all_turns(row: SourceRow, values: Any, column: str) -> list[Message]:
     return turns if turns[:1] == first else first + turns
 
 
-def build_conversation(row: SourceRow, turns: Sequence[Message], first: int, plain: Any = None) -> Conversation:
+def build_conversation(
+    row: SourceRow, turns: Sequence[Message], first: int, plain: tuple[str, str] | None = None
+) -> Conversation:
     """Returns a conversation whose answers from turn `first` on are learned. Raises BadRowError if there are none."""
     in_order = _in_order(row.where, turns)
     if not any(turn["role"] == "assistant" for turn in turns[first:]):

@@ -1,4 +1,4 @@
-"""How a row is recognized and read: a `Form` has the functions for one form, `Forms` chooses among those of a task."""
+"""Recognizes and reads rows. A `Form` is one set of columns; `Forms` are those that a task accepts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sansgpu.data.sources import local_files
 from sansgpu.data.tables import Columns, Data, require_no_header
 
 T_co = TypeVar("T_co", covariant=True)
-USUAL = Columns()  # columns have their usual names
+USUAL = Columns()  # no column is configured, so all have their usual names
 
 
 @dataclass(frozen=True)
 class Form(Generic[T_co]):
-    """One form in which rows come."""
+    """A set of columns that rows may have, and the function that reads such rows."""
 
     keys: tuple[str, ...]  # usual names of the columns that a row of this form has
     read: Callable[[SourceRow, Columns], T_co]  # raises BadRowError
@@ -27,24 +27,24 @@ class Form(Generic[T_co]):
     split: Callable[[SourceRow], Iterator[SourceRow]] | None = None  # yields the single rows that such a row holds
 
     def fits(self, row: Row, columns: Columns) -> bool:
-        """Returns whether a row has this form. The columns that are set may have other names."""
+        """Returns whether a row has this form. `columns` are the configured ones, whose names may be unusual."""
         if self.recognizes is not None:
             return self.recognizes(row, columns)
         return all(row.get(key) is not None for key in self.keys)
 
 
 def any_row(row: Row, columns: Columns) -> bool:
-    """Recognizes any row, for the last form of several, whose reader says what a row lacks."""
+    """Recognizes any row. The last of several forms uses it if its reader tells the user best what a row lacks."""
     return True
 
 
 @dataclass(frozen=True)
 class Forms(Generic[T_co]):
-    """The forms of the rows that some tasks take, in the order in which they are tried."""
+    """The alternative forms of the rows of a task, in the order in which they are tried."""
 
-    needed: str  # what rows need, for messages
+    needed: str  # the columns that rows need, in words for messages
     forms: tuple[Form[T_co], ...]
-    text_rows: bool = False  # plain text files have rows, too
+    text_rows: bool = False  # each line of a plain text file, or each file in a folder of a label, is a row, too
     # Finds the columns of tables without a header, and returns a message about them or None. Raises ConfigError if the
     # meaning of the columns is unclear.
     resolve: Callable[[Sequence[Path], Columns], tuple[Columns, str | None]] | None = None

@@ -23,14 +23,15 @@ from sansgpu.data.rows import (
 from sansgpu.data.tables import Columns, first_lines_of_data
 
 RowKind = Literal["pairs", "scores", "labels"]
+# The kinds in words, for messages.
 KINDS: dict[RowKind, str] = {
     "pairs": "an anchor and a positive",
     "scores": "two texts and a score",
     "labels": "a text and a label",
 }
-PAIR_COLUMNS = ("anchor", "positive", "negative")
-# Pairs of text columns to try, in this order, if the configuration does not name them.
-TEXT_COLUMNS = (("text1", "text2"), ("sentence1", "sentence2"), ("text", "text_pair"))
+TRIPLET_COLUMNS = ("anchor", "positive", "negative")
+# Pairs of text columns to try, in this order, if none is configured.
+PAIR_COLUMNS = (("text1", "text2"), ("sentence1", "sentence2"), ("text", "text_pair"))
 SCORE_COLUMNS = ("score", "similarity_score", "similarity", "label")
 
 
@@ -68,7 +69,7 @@ def _is_anchored(row: Row, columns: Columns) -> bool:
 
 
 def _anchored(row: SourceRow, columns: Columns) -> TextRow:
-    anchor, positive, negative = PAIR_COLUMNS
+    anchor, positive, negative = TRIPLET_COLUMNS
     given = row.value.get(negative)
     negatives = [] if given is None or given == "" else given if isinstance(given, list) else [given]
     texts = _column_text(row, anchor), _column_text(row, positive)
@@ -76,7 +77,7 @@ def _anchored(row: SourceRow, columns: Columns) -> TextRow:
 
 
 def _usual_pair(row: Row) -> tuple[str, str] | None:
-    return next(((first, second) for first, second in TEXT_COLUMNS if first in row and second in row), None)
+    return next(((first, second) for first, second in PAIR_COLUMNS if first in row and second in row), None)
 
 
 def _has_two_texts(row: Row, columns: Columns) -> bool:
@@ -85,7 +86,7 @@ def _has_two_texts(row: Row, columns: Columns) -> bool:
 
 def _scored(row: SourceRow, columns: Columns) -> TextRow:
     if columns.pair is None:
-        first, second = _usual_pair(row.value) or TEXT_COLUMNS[0]
+        first, second = _usual_pair(row.value) or PAIR_COLUMNS[0]
     else:
         first, second = _set_column(row, columns.text, "text"), _set_column(row, columns.pair)
     texts = _column_text(row, first), _column_text(row, second)
@@ -150,7 +151,7 @@ def _score(row: SourceRow, value: Any) -> float:
 
 def require_names(paths: Sequence[Path], columns: Columns) -> tuple[Columns, str | None]:
     """Raises ConfigError if the first line of a table looks like data, because columns are found by name."""
-    usual = (*PAIR_COLUMNS, *SCORE_COLUMNS, *(name for pair in TEXT_COLUMNS for name in pair))
+    usual = (*TRIPLET_COLUMNS, *SCORE_COLUMNS, *(name for pair in PAIR_COLUMNS for name in pair))
     for first in first_lines_of_data(paths, columns, columns.named or usual):
         if first.looks_like_data:
             raise first.refusal(

@@ -14,14 +14,14 @@ from sansgpu.config.errors import ConfigError
 from sansgpu.config.load import change_config, setting
 from sansgpu.config.parse import Values, read_values
 from sansgpu.config.schema import Config
-from sansgpu.config.section import CHANGES_LOSS, all_keys, declared, own_key
+from sansgpu.config.section import CHANGES_LOSS, all_keys, counterpart, declared
 from sansgpu.config.tasks import BITS_PER_BYTE, LOSS
 
 Number = int | float
 Choice = int | float | str | bool | None
 
 WIDE, NARROW = 4.0, 5.0  # search learning rates within this factor of the configured one: from scratch; fine-tuning
-RANGES, EXTRAS = ("log", "float", "int"), ("step", "log")
+RANGE_TYPES, RANGE_OPTIONS = ("log", "float", "int"), ("step", "log")
 INTERIOR_POINT = 0.382  # relative position in a range; not an integer if the bounds are integers
 
 # Keys that change how much text a token covers, so losses per token are not comparable between trials.
@@ -160,12 +160,12 @@ def _key(name: str, config: Config, where: str) -> str:
         raise ConfigError(f"{where}: {name} may be {' or '.join(acting)}; write the full key.")
     if not found:
         last = {key.rpartition(".")[2]: key for key in reversed(keys)}
-        other = own_key(type(config), name.rpartition(".")[2])
+        other = counterpart(type(config), name.rpartition(".")[2])
         near = [other] if other else difflib.get_close_matches(name, [*keys, *last], n=1, cutoff=0.5)
         hint = f"; did you mean {last.get(near[0], near[0])}?" if near else "; see docs/configuration.md for all keys."
         raise ConfigError(f"{where}: unknown key {name}{hint}")
     if not acting:
-        raise ConfigError(f"{where}: {found[0]} has no effect in task {config.settings.shown}; remove it.")
+        raise ConfigError(f"{where}: {found[0]} has no effect in task {config.settings.display_name}; remove it.")
     if why := _unsearchable(acting[0], config):
         raise ConfigError(f"{where}: {acting[0]} cannot be searched, because {why}; remove it.")
     return acting[0]
@@ -197,8 +197,8 @@ def _parameter(key: str, values: object, config: Config, where: str) -> SearchPa
         if len(set(choices)) < len(choices):
             raise ConfigError(f"{where}: {key} has a repeated value in its choices {choices}; remove it.")
         return SearchParameter(key, choices)
-    form = next((form for form in RANGES if isinstance(values, dict) and isinstance(values.get(form), list)), None)
-    if not isinstance(values, dict) or form is None or (unknown := set(values) - {form, *EXTRAS}):
+    form = next((form for form in RANGE_TYPES if isinstance(values, dict) and isinstance(values.get(form), list)), None)
+    if not isinstance(values, dict) or form is None or (unknown := set(values) - {form, *RANGE_OPTIONS}):
         unknown_keys = (
             f" ({', '.join(sorted(map(str, unknown)))} is unknown)" if isinstance(values, dict) and form else ""
         )

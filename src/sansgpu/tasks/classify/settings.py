@@ -7,11 +7,12 @@ from typing import Any, Literal
 
 from pydantic import Field, StrictBool
 
+from sansgpu.config.parse import Values
 from sansgpu.config.schema import DataConfig
 from sansgpu.config.section import FIXED
-from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings, Values, Variant, interval, share
+from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings, Variant, interval, share
 from sansgpu.config.training import TrainingConfig
-from sansgpu.tasks.settings import FINE_TUNED, LORA_LEARNING_RATE, SMALL_ENCODER, fine_tuning_problems, repeated_labels
+from sansgpu.tasks.settings import FINE_TUNED, LORA_LEARNING_RATE, SMALL_ENCODER, fine_tuning_problems, label_problems
 
 # Defaults of few-shot classification: the run takes seconds, has few steps per epoch and is evaluated at its end.
 _FEW_SHOT_DEFAULTS: Values = {
@@ -21,11 +22,11 @@ _FEW_SHOT_DEFAULTS: Values = {
     "num_epochs": 20,
     "eval_steps": 0,
 }
-_CLASSIFY = 'sansgpu predict MODEL --text "I liked it."'
+_COMMAND = 'sansgpu predict MODEL --text "I liked it."'
 
 
 class LabelDataConfig(DataConfig):
-    """The section `data` of both kinds of classifiers."""
+    """The section `data` of task classify, with or without training.few_shot."""
 
     label_kind: Literal["auto", "single", "multiple", "regression"] = Field(
         "auto",
@@ -36,7 +37,7 @@ class LabelDataConfig(DataConfig):
 
 
 class WeightedDataConfig(LabelDataConfig):
-    """The section `data` of classifiers with an output layer."""
+    """The section `data` of task classify without training.few_shot."""
 
     class_weights: Literal["none", "balanced"] = Field(
         "none",
@@ -69,14 +70,14 @@ CLASS_METRICS = (
 )
 
 
-def _label_problems(config: Any) -> Iterator[str]:
+def _classify_problems(config: Any) -> Iterator[str]:
     """Yields a message for each invalid setting of task classify."""
     yield from fine_tuning_problems(config)
     if config.data.label_kind in ("multiple", "regression"):
         keys = ("data.class_weights", "training.label_smoothing")
         yield from config.without_effect(keys, f"data.label_kind is {config.data.label_kind}")
     if config.data.label_kind != "regression":
-        yield from repeated_labels(config, "labels", 1 if config.data.label_kind == "multiple" else 2)
+        yield from label_problems(config, 1 if config.data.label_kind == "multiple" else 2)
 
 
 def _few_shot_problems(config: Any) -> Iterator[str]:
@@ -91,7 +92,7 @@ def _few_shot_problems(config: Any) -> Iterator[str]:
         yield "training.few_shot fits a classifier to the merged model; set model.merge_adapter to true"
     if config.model.base_precision in ("int8", "int4"):
         yield "training.few_shot fits a classifier to the merged model; set model.base_precision to auto or bf16"
-    yield from repeated_labels(config, "labels", 2)
+    yield from label_problems(config)
 
 
 FEW_SHOT = TaskSettings(
@@ -99,7 +100,7 @@ FEW_SHOT = TaskSettings(
     ("texts", "pooling", "packing", "pretrained", "rows", "adapter", "labels"),
     implementation="sansgpu.tasks.classify.few_shot:FewShot",
     kind="few_shot",
-    own_keys=("data.label_column",),
+    extra_keys=("data.label_column",),
     sections=(LabelDataConfig, ClassifyTrainingConfig),
     defaults={
         "training": {**FINE_TUNED, **_FEW_SHOT_DEFAULTS},
@@ -113,7 +114,7 @@ FEW_SHOT = TaskSettings(
     card=lambda model: CardText(
         "a text classifier, fine-tuned on pairs of labeled examples",
         "text-classification",
-        command=_CLASSIFY,
+        command=_COMMAND,
         library="sentence-transformers",
     ),
 )
@@ -124,17 +125,17 @@ SETTINGS = TaskSettings(
     implementation="sansgpu.tasks.classify.task:Classify",
     description="classify texts, or predict scores for them",
     purpose=Purpose("classify or score texts", "texts with labels", SMALL_ENCODER, batch=32),
-    own_keys=("training.label_smoothing",),
+    extra_keys=("training.label_smoothing",),
     sections=(WeightedDataConfig, ClassifyTrainingConfig),
     variants=(Variant("training.few_shot", True, FEW_SHOT),),
     defaults={
         "training": {**FINE_TUNED, "learning_rate": 3e-5},
         "data": {"max_length": 256, "validation_split": 0.1},
     },
-    problems=_label_problems,
+    problems=_classify_problems,
     rows="labeled texts",
     metrics=CLASS_METRICS,
     card=lambda model: CardText(
-        "an encoder fine-tuned to classify texts", "text-classification", "SequenceClassification", _CLASSIFY
+        "an encoder fine-tuned to classify texts", "text-classification", "SequenceClassification", _COMMAND
     ),
 )

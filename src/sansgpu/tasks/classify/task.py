@@ -37,7 +37,7 @@ class Classify(Predicts, FineTuningTask):
     """`task: classify`."""
 
     settings = SETTINGS
-    row_forms = (("text",), ("text", "text_pair"))
+    flag_columns = (("text",), ("text", "text_pair"))
     objective_class = ClassifyObjective
     evaluator: ClassifyEvaluator
 

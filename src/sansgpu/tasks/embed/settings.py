@@ -11,11 +11,11 @@ from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings
 from sansgpu.config.training import PositiveInt, TrainingConfig
 from sansgpu.tasks.settings import FINE_TUNED, LORA_LEARNING_RATE, fine_tuning_problems
 
-_EMBED = "sansgpu embed MODEL --data TEXTS --output vectors.npy"
+COMMAND = "sansgpu embed MODEL --data TEXTS --output vectors.npy"
 
 
 class EmbeddingDataConfig(DataConfig):
-    """The section `data` of tasks that train vectors of texts."""
+    """The section `data` of tasks that train embedding models."""
 
     score_scale: float | None = Field(
         None,
@@ -26,7 +26,7 @@ class EmbeddingDataConfig(DataConfig):
 
 
 class EmbeddingTrainingConfig(TrainingConfig):
-    """The section `training` of tasks that train vectors of texts."""
+    """The section `training` of tasks that train embedding models."""
 
     embedding_loss: Literal["auto", "ranking", "cosine", "triplet"] = Field(
         "auto",
@@ -73,7 +73,7 @@ SETTINGS = TaskSettings(
         "a model that turns texts into vectors, so that texts of similar meaning have similar vectors",
         "sentence-similarity",
         "FeatureExtraction",
-        _EMBED,
+        COMMAND,
         library="sentence-transformers",
     ),
 )

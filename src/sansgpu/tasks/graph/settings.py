@@ -8,23 +8,17 @@ from typing import Any, Literal
 from pydantic import Field
 
 from sansgpu.config.model import ModelConfig
+from sansgpu.config.parse import Values
+from sansgpu.config.paths import PYTHON_STDLIB, PYTHON_STDLIB_GRAPH
 from sansgpu.config.schema import Config, DataConfig
 from sansgpu.config.section import CHANGEABLE, CHANGES_LOSS, also_named
-from sansgpu.config.tasks import (
-    PYTHON_STDLIB,
-    PYTHON_STDLIB_GRAPH,
-    CardText,
-    Metric,
-    TaskSettings,
-    Values,
-    Variant,
-    interval,
-)
+from sansgpu.config.tasks import CardText, Metric, TaskSettings, Variant, interval
 from sansgpu.config.training import TrainingConfig
-from sansgpu.tasks.settings import EVALUATE_TEXTS, FINE_TUNED, fine_tuning_problems, window_problems
+from sansgpu.tasks.settings import FINE_TUNED, fine_tuning_problems, window_problems
 
 DEFAULT_LEAVES = 3  # leaf slots per token assumed until the data is read
 MAX_LEAVES = 64
+_COMMAND = "sansgpu eval MODEL --data TEXTS"
 _GRAPH_DATA: Values = {"dataset_name": PYTHON_STDLIB_GRAPH, "doc_stride": 0}
 
 # Keys that only have an effect with relation fusion, entity embeddings or leaves.
@@ -300,9 +294,9 @@ def _masked_lm_problems(config: Any) -> Iterator[str]:
 def _graph_card(model: Values) -> CardText:
     if GraphModelConfig.model_validate(model).is_plain_bert:
         text = "an encoder of text, trained from scratch on masked tokens"
-        return CardText(text, "fill-mask", "MaskedLM", EVALUATE_TEXTS, "BERT")
+        return CardText(text, "fill-mask", "MaskedLM", _COMMAND, "BERT")
     text = "an encoder of text and triples, trained from scratch on masked tokens and leaves"
-    return CardText(text, "feature-extraction", "", EVALUATE_TEXTS, "sansgpu's own")
+    return CardText(text, "feature-extraction", "", _COMMAND, "sansgpu's own")
 
 
 MASKED = TaskSettings(
@@ -317,7 +311,7 @@ MASKED = TaskSettings(
     label="graph with model.name_or_path",
     metrics=MASKED_METRICS,
     card=lambda model: CardText(
-        "an encoder fine-tuned with masked language modeling", "fill-mask", "MaskedLM", EVALUATE_TEXTS
+        "an encoder fine-tuned with masked language modeling", "fill-mask", "MaskedLM", _COMMAND
     ),
 )
 

@@ -7,27 +7,16 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from sansgpu.config.paths import ARITHMETIC
 from sansgpu.config.section import CHANGES_LOSS, FIXED, Section, also_named, runs_code
-from sansgpu.config.tasks import (
-    ARITHMETIC,
-    CardText,
-    Metric,
-    Purpose,
-    TaskSettings,
-    interval,
-    is_outside,
-    share,
-)
+from sansgpu.config.tasks import CODE_NAME, CardText, Metric, Purpose, TaskSettings, interval, is_outside, share
 from sansgpu.config.training import TrainingConfig
-from sansgpu.tasks.settings import CHAT, FINE_TUNED, SMALL_CHAT_MODEL, fine_tuning_problems
+from sansgpu.tasks.settings import CHAT_COMMAND, FINE_TUNED, SMALL_CHAT_MODEL, fine_tuning_problems
 
-LEARNING_RATE, LORA_LEARNING_RATE = 1e-6, 1e-5
 REWARD_INTERVAL = "reward_interval"
 REWARD = Metric("reward", better="higher", short="reward")
-
-
 ANSWER_REWARD = "answer"  # the built-in value of training.grpo.reward
-REWARD_NAME = rf"^({ANSWER_REWARD}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
+REWARD_NAME = rf"^({ANSWER_REWARD}|{CODE_NAME})$"
 
 
 class GRPOConfig(Section):
@@ -118,10 +107,10 @@ SETTINGS = TaskSettings(
         is_decoder=True,
     ),
     defaults={
-        "training": {**FINE_TUNED, "learning_rate": LEARNING_RATE, "gradient_accumulation_steps": 64},
+        "training": {**FINE_TUNED, "learning_rate": 1e-6, "gradient_accumulation_steps": 64},
         "data": {"max_length": 512, "validation_split": 0.1},
     },
-    adapter_defaults={"training": {"learning_rate": LORA_LEARNING_RATE}},
+    adapter_defaults={"training": {"learning_rate": 1e-5}},
     problems=_grpo_problems,
     rows="prompts",
     generates=True,
@@ -136,6 +125,9 @@ SETTINGS = TaskSettings(
     ),
     main_metric=REWARD,
     card=lambda model: CardText(
-        "a decoder trained with reinforcement learning on verifiable answers", "text-generation", "CausalLM", CHAT
+        "a decoder trained with reinforcement learning on verifiable answers",
+        "text-generation",
+        "CausalLM",
+        CHAT_COMMAND,
     ),
 )

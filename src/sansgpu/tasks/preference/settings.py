@@ -7,22 +7,13 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from sansgpu.config.section import CHANGES_LOSS, FIXED, Section, also_named
-from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings, Values, Variant, share
+from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings, Variant, share
 from sansgpu.config.training import TrainingConfig
-from sansgpu.tasks.settings import CHAT, FINE_TUNED, SMALL_CHAT_MODEL, fine_tuning_problems
-
-# Defaults: a lower learning rate than in supervised fine-tuning, which usually comes before.
-_PREFERENCE: Values = {**FINE_TUNED, "learning_rate": 1e-6}
-PREFERENCE_LORA_LEARNING_RATE = 1e-5
-
+from sansgpu.tasks.settings import CHAT_COMMAND, FINE_TUNED, SMALL_CHAT_MODEL, fine_tuning_problems
 
 PreferenceLoss = Literal["dpo", "dpo_norm", "ipo", "simpo", "orpo", "kto"]
-
-
 # For simpo, the lower end of the range in its paper; for dpo_norm, the value of Tülu 3. The others have 0.1.
 _DEFAULT_BETA: dict[PreferenceLoss, float] = {"simpo": 2.0, "dpo_norm": 5.0}
-
-
 _KEYS_OF_LOSSES: dict[str, tuple[PreferenceLoss, ...]] = {
     "label_smoothing": ("dpo", "dpo_norm", "simpo"),
     "gamma": ("simpo",),
@@ -109,13 +100,17 @@ PREFERENCE_METRICS = (
 def _declared(implementation: str, variants: tuple[Variant, ...] = (), kind: str = "", label: str = "") -> TaskSettings:
     return TaskSettings(
         "preference",
-        ("samples", "packing", "pretrained", "rows", "adapter", "conversations"),
+        ("samples", "packing", "pretrained", "rows", "adapter", "chat template", "long rows"),
         sections=(PreferenceTrainingConfig,),
         implementation=implementation,
         kind=kind,
         variants=variants,
-        defaults={"training": _PREFERENCE, "data": {"max_length": 1024, "validation_split": 0.1}},
-        adapter_defaults={"training": {"learning_rate": PREFERENCE_LORA_LEARNING_RATE}},
+        defaults={
+            # Lower than in supervised fine-tuning, which usually comes before.
+            "training": {**FINE_TUNED, "learning_rate": 1e-6},
+            "data": {"max_length": 1024, "validation_split": 0.1},
+        },
+        adapter_defaults={"training": {"learning_rate": 1e-5}},
         problems=fine_tuning_problems,
         rows="preferences",
         label=label,
@@ -128,7 +123,7 @@ def _declared(implementation: str, variants: tuple[Variant, ...] = (), kind: str
         ),
         metrics=PREFERENCE_METRICS,
         card=lambda model: CardText(
-            "a decoder tuned on preferences between answers", "text-generation", "CausalLM", CHAT
+            "a decoder tuned on preferences between answers", "text-generation", "CausalLM", CHAT_COMMAND
         ),
     )
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from sansgpu.config import ConfigError, RunPaths
-from sansgpu.config.errors import FINE_TUNING, require
+from sansgpu.config.errors import FINE_TUNING_PACKAGES, require
 from sansgpu.config.paths import local_path
 from sansgpu.config.schema import Config
 from sansgpu.config.wording import counted, shown
@@ -51,7 +51,7 @@ class QualityFilter:
     def open(cls, config: Config) -> QualityFilter:
         """Finds the configured classifier. Raises ConfigError if there is none, or it does not know the label."""
         data = CorpusDataConfig.of(config)
-        require("data.quality_model", *FINE_TUNING)
+        require("data.quality_model", *FINE_TUNING_PACKAGES)
         given = local_path(str(data.quality_model))
         folder = _model_folder(given)
         kinds = (kind for kind, settings in SCHEMA.tasks.kinds.items() if settings.task == TASK)
@@ -60,7 +60,7 @@ class QualityFilter:
             raise _wrong_model(given, "is not a text classifier")
         model = LabelDataConfig.of(task.config_of_model(ModelSource(str(folder))))
         _require_label(model, data)
-        length = (load_config(RunPaths(given).config, own=False)[0].data if given != folder else model).max_length
+        length = (load_config(RunPaths(given).config, trusted=False)[0].data if given != folder else model).max_length
         assert length is not None  # it has a default
         return cls(folder, task, length, data.quality_label, data.quality_share, config.get_effective_device())
 

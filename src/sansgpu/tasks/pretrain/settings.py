@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sansgpu.config.tasks import PYTHON_STDLIB, CardText, Purpose, TaskSettings, Values
+from sansgpu.config.parse import Values
+from sansgpu.config.paths import PYTHON_STDLIB
+from sansgpu.config.tasks import CardText, Purpose, TaskSettings
 from sansgpu.data.settings import CorpusDataConfig, WindowedTrainingConfig
 from sansgpu.models.architectures import ARCHITECTURES, DecoderConfig, architecture_name
 from sansgpu.tasks.settings import TEXT_METRICS, DistilledTrainingConfig, distillation_problems, window_problems

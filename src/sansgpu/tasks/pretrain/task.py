@@ -43,12 +43,10 @@ from sansgpu.models.formats.tokenizers import TokenizerParts, with_rows
 from sansgpu.models.formats.weights import set_weights
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.models.modules import narrow_matrices
-from sansgpu.models.scoring import Scorer, decoder_scorer
-from sansgpu.models.teacher import Teacher, decoder_teacher
 from sansgpu.tasks.base import ComposedTask, with_layers, with_vocabulary_of
 from sansgpu.tasks.capabilities import ExportsGGUF, Generates, GGUFParts, Teaches
 from sansgpu.tasks.configuration import SCHEMA
-from sansgpu.tasks.distillation import Lesson, open_lesson, sequences_of
+from sansgpu.tasks.distillation import Lesson, configured_teacher_folder, sequences_of
 from sansgpu.tasks.evaluation import LanguageModeling
 from sansgpu.tasks.pretrain.costs import DecoderCosts
 from sansgpu.tasks.pretrain.data import (
@@ -101,7 +99,7 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
         Raises ConfigError if there is not enough data, or if model.vocab_size is smaller than the tokenizer's.
         """
         if DistilledTrainingConfig.of(config).distillation.teacher is not None:
-            return taught_corpus(config, open_lesson(config), progress)
+            return taught_corpus(config, configured_teacher_folder(config), progress)
         sources, cleaning = open_documents(config, cache, progress)
         tokenizer = build_tokenizer(config.data, sources.train, cache, progress)
         config = with_vocabulary_of(config, tokenizer.vocab_size)
@@ -141,10 +139,11 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
 
     @classmethod
     def teacher(cls, loaded: TrainedModel) -> Teacher:
-
         model, tokenizer = loaded.objective.model, loaded.tokenizer
         before = () if tokenizer.prefix_ids == (tokenizer.end_id,) else tokenizer.prefix_ids
         if isinstance(model, TransformerLM):
+            from sansgpu.models.teacher import decoder_teacher
+
             return decoder_teacher(model, before)
         from sansgpu.models.huggingface.causal_lm import transformers_teacher
 
@@ -278,9 +277,10 @@ class Pretrain(Generates, Teaches, ExportsGGUF, ComposedTask):
 
     @classmethod
     def scorer(cls, loaded: TrainedModel) -> Scorer:
-
         model = loaded.objective.model
         if isinstance(model, TransformerLM):
+            from sansgpu.models.scoring import decoder_scorer
+
             return decoder_scorer(model)
         from sansgpu.models.huggingface.causal_lm import transformers_scorer
 

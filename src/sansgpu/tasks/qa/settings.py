@@ -9,7 +9,7 @@ from sansgpu.config.section import CHANGEABLE
 from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings, percentage
 from sansgpu.tasks.settings import FINE_TUNED, SMALL_ENCODER, fine_tuning_problems
 
-_ANSWER = 'sansgpu predict MODEL --question "Who wrote it?" --context "It was written by Ada."'
+_COMMAND = 'sansgpu predict MODEL --question "Who wrote it?" --context "It was written by Ada."'
 
 
 class AnswerDataConfig(DataConfig):
@@ -61,6 +61,6 @@ SETTINGS = TaskSettings(
         "an encoder fine-tuned for extractive question answering",
         "question-answering",
         "QuestionAnswering",
-        _ANSWER,
+        _COMMAND,
     ),
 )

@@ -32,7 +32,7 @@ class QA(Predicts, FineTuningTask):
 
     settings = SETTINGS
     verbs_for_any_model = ("predict",)
-    row_forms = (("question", "context"),)
+    flag_columns = (("question", "context"),)
     objective_class = QAObjective
     evaluator: QAEvaluator
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sansgpu.config.tasks import PYTHON_STDLIB_CHAT, CardText, Purpose, TaskSettings
+from sansgpu.config.paths import PYTHON_STDLIB_CHAT
+from sansgpu.config.tasks import CardText, Purpose, TaskSettings
 from sansgpu.tasks.settings import (
-    CHAT,
+    CHAT_COMMAND,
     FINE_TUNED,
     LORA_LEARNING_RATE,
     SMALL_CHAT_MODEL,
@@ -29,7 +30,7 @@ def _sft_problems(config: Any) -> Iterator[str]:
 
 SETTINGS = TaskSettings(
     "sft",
-    ("text generation", "samples", "packing", "pretrained", "rows", "adapter", "conversations"),
+    ("text generation", "samples", "packing", "pretrained", "rows", "adapter", "chat template", "long rows"),
     sections=(DistilledTrainingConfig,),
     implementation="sansgpu.tasks.sft.task:SFT",
     description="supervised fine-tuning on conversations",
@@ -39,5 +40,5 @@ SETTINGS = TaskSettings(
     problems=_sft_problems,
     rows="conversations",
     metrics=TEXT_METRICS,
-    card=lambda model: CardText("a decoder fine-tuned on conversations", "text-generation", "CausalLM", CHAT),
+    card=lambda model: CardText("a decoder fine-tuned on conversations", "text-generation", "CausalLM", CHAT_COMMAND),
 )

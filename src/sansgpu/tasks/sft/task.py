@@ -25,7 +25,7 @@ from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.scoring import Scorer, decoder_scorer
 from sansgpu.models.teacher import Teacher, decoder_teacher
 from sansgpu.tasks.capabilities import Chats, ExportsGGUF, GGUFParts, Teaches
-from sansgpu.tasks.distillation import Lesson, open_lesson
+from sansgpu.tasks.distillation import Lesson, configured_teacher_folder
 from sansgpu.tasks.evaluation import read_requested
 from sansgpu.tasks.fine_tuning import FineTuning, FineTuningTask, require_examples
 from sansgpu.tasks.settings import DistilledTrainingConfig
@@ -65,7 +65,7 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
         Raises ConfigError if there are too few rows, one is invalid, or the teacher has a different vocabulary.
         """
         if DistilledTrainingConfig.of(config).distillation.teacher is not None:
-            return taught_corpus(config, open_lesson(config), progress)
+            return taught_corpus(config, configured_teacher_folder(config), progress)
         return config, cls.read(config, load_tokenizer_of(config.model, config.data.chat_template), progress)
 
     @classmethod

@@ -9,8 +9,7 @@ from pydantic import Field
 
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.tasks import CardText, Purpose, TaskSettings
-from sansgpu.tasks.embed.settings import EMBEDDING_METRICS, EmbeddingDataConfig, EmbeddingTrainingConfig
-from sansgpu.tasks.embed.settings import SETTINGS as EMBED
+from sansgpu.tasks.embed.settings import COMMAND, EMBEDDING_METRICS, EmbeddingDataConfig, EmbeddingTrainingConfig
 from sansgpu.tasks.settings import FINE_TUNED, row_problems
 
 _TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size", "data.tokenizer_sample_mb")
@@ -39,7 +38,7 @@ class StaticModelConfig(ModelConfig):
     )
 
 
-def _problems(config: Any) -> Iterator[str]:
+def _static_problems(config: Any) -> Iterator[str]:
     """Yields a message for each invalid setting of task static."""
     yield from row_problems(config)
     if config.model.name_or_path is None:
@@ -66,7 +65,7 @@ SETTINGS = TaskSettings(
         epochs=10,
         trained="static embeddings",
     ),
-    own_keys=("model.vocab_size", *_TOKENIZER_KEYS),
+    extra_keys=("model.vocab_size", *_TOKENIZER_KEYS),
     sections=(StaticModelConfig, EmbeddingDataConfig, EmbeddingTrainingConfig),
     defaults={
         "training": {
@@ -78,14 +77,14 @@ SETTINGS = TaskSettings(
         },
         "data": {"max_length": 512, "validation_split": 0.05},
     },
-    problems=_problems,
-    rows=EMBED.rows,
+    problems=_static_problems,
+    rows="text groups",
     metrics=EMBEDDING_METRICS,
     card=lambda model: CardText(
         "static embeddings: a text's vector is the mean of its tokens' vectors, so that many thousands of texts are "
         "embedded per second on a CPU",
         "sentence-similarity",
-        command="sansgpu embed MODEL --data TEXTS --output vectors.npy",
+        command=COMMAND,
         library="sentence-transformers",
     ),
 )

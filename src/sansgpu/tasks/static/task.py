@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from sansgpu.config import ConfigError
-from sansgpu.config.paths import local_path
+from sansgpu.config.paths import TRAINED_TOKENIZERS, local_path
 from sansgpu.config.schema import Config
-from sansgpu.config.tasks import TRAINED_TOKENIZERS
 from sansgpu.data.forms.pairs import TextRow
 from sansgpu.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, load_tokenizer, rows_needed
 from sansgpu.events.progress import ReportProgress

@@ -7,9 +7,9 @@ from typing import Any
 
 from sansgpu.config.tasks import CardText, Metric, Purpose, TaskSettings, share
 from sansgpu.data.settings import TaggedDataConfig
-from sansgpu.tasks.settings import FINE_TUNED, LORA_LEARNING_RATE, SMALL_ENCODER, fine_tuning_problems, repeated_labels
+from sansgpu.tasks.settings import FINE_TUNED, LORA_LEARNING_RATE, SMALL_ENCODER, fine_tuning_problems, label_problems
 
-_FIND = 'sansgpu predict MODEL --text "Ada Lovelace lived in London."'
+_COMMAND = 'sansgpu predict MODEL --text "Ada Lovelace lived in London."'
 
 
 TAG_METRICS = (
@@ -25,7 +25,7 @@ TAG_METRICS = (
 def _tag_problems(config: Any) -> Iterator[str]:
     """Yields a message for each invalid setting of task tokens."""
     yield from fine_tuning_problems(config)
-    yield from repeated_labels(config, "tags", 2)
+    yield from label_problems(config, noun="tags")
 
 
 SETTINGS = TaskSettings(
@@ -44,6 +44,6 @@ SETTINGS = TaskSettings(
     rows="tagged texts",
     metrics=TAG_METRICS,
     card=lambda model: CardText(
-        "an encoder fine-tuned to tag words", "token-classification", "TokenClassification", _FIND
+        "an encoder fine-tuned to tag words", "token-classification", "TokenClassification", _COMMAND
     ),
 )

@@ -40,7 +40,7 @@ class Tokens(Predicts, FineTuningTask):
     """`task: tokens`."""
 
     settings = SETTINGS
-    row_forms = (("text",),)
+    flag_columns = (("text",),)
     objective_class = TokensObjective
     evaluator: TagEvaluator
 

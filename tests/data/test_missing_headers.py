@@ -64,7 +64,7 @@ UNCLEAR = {
 
 
 @pytest.mark.parametrize(("content", "said"), UNCLEAR.items())
-def test_what_is_unclear_is_refused_with_the_settings(tmp_path: Path, content: str, said: str) -> None:
+def test_unclear_columns_are_refused_with_the_settings_to_use(tmp_path: Path, content: str, said: str) -> None:
     with pytest.raises(ConfigError, match=rf"a\.tsv: its first line looks like data, .*{said}"):
         columns(tmp_path, "a.tsv", content)
 
