@@ -69,7 +69,10 @@ SOURCES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "long TSV line": (lambda f: written(f / "a.tsv", b"text\n" + b"a" * (65 << 20)), "line 2 is longer than 64 MB"),
     "bomb of TSV": (lambda f: packed(f / "a.tsv.gz", b"text\n"), "more than 200 times its size"),
     "many columns": (lambda f: written(f / "a.tsv", b"\t" * (60 << 20) + b"a\nb\n"), "line 2 has 1 columns, but the"),
-    "open quote": (lambda f: written(f / "a.csv", b'text\n"' + b"a b c d\n" * (9 << 20)), "larger than field limit"),
+    "open quote": (
+        lambda f: written(f / "a.csv", b'text\n"' + (b"a b c d " * 16 + b"\n") * (9 << 16)),
+        "larger than field limit",
+    ),
     "many values": (lambda f: written(f / "a.jsonl", b"[" + b"[]," * 9_000_000 + b"0]"), "8,000,000 values"),
     "many objects": (lambda f: written(f / "a.json", b"[" + b"{}," * 9_000_000 + b"0]"), "8,000,000 values"),
     "deep": (lambda f: written(f / "a.jsonl", b"1\n" + b"[" * 900 + b"]" * 900), "a.jsonl, line 1 is of type int"),
