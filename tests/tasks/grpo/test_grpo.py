@@ -335,5 +335,5 @@ def test_the_built_in_sums_are_right_and_their_parts_differ(tmp_path: Path) -> N
         one, _, other = row.prompt[0]["content"].removeprefix("What is ").partition("?")[0].split()
         assert int(row.columns["answer"]) == int(one) + int(other)
     source = open_sources(DataConfig(dataset_name="arithmetic")).train
-    with pytest.raises(ConfigError, match="has prompts for task grpo, not documents"):
+    with pytest.raises(ConfigError, match="has prompts with answers, not documents"):
         source.read()
