@@ -63,7 +63,7 @@ def test_a_fused_block_saves_the_estimated_bytes(precision: str, tmp_path: Path)
         config.save_pretrained(tmp_path)
         model = ModelConfig(name_or_path=str(tmp_path), vocab_size=64, max_seq_len=TOKENS)
         # The results of `pretrained_shape` are cached by ModelConfig, and both models have the same path.
-        shape = pretrained_shape(model.model_copy(update={"rope_theta": float(width)}), Head("causal"))
+        shape = pretrained_shape(model.model_copy(update={"d_ff": width}), Head("causal"))
         execution = Execution(1, 1, precision, "off", "native", "adamw")
         costs = PretrainedCosts(model, TrainingConfig(), TOKENS, TOKENS, shape=shape)
         kept = kept_by_a_block(transformers.AutoModelForCausalLM.from_config(config), execution)
