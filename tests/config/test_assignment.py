@@ -9,7 +9,7 @@ import yaml
 import sansgpu
 from sansgpu.config import Config, ConfigError, ModelConfig, TrainingConfig, acting_values, change_config, save_config
 from sansgpu.models import TransformerLM
-from sansgpu.tasks.configuration import default_values, load_config
+from sansgpu.tasks.configuration import default_values, load_config, schema_for
 
 
 def test_assigned_values_are_parsed_as_in_a_file() -> None:
@@ -122,3 +122,10 @@ def test_an_assignment_changes_neither_another_configuration_nor_a_model() -> No
     assert (config.model.n_layers, network.config.n_layers) == (1, 1)
     assert len(network.new_caches(1)) == 1
     assert load_config()[0].model == Config().model
+
+
+def test_errors_name_whole_keys_after_the_schema_for_another_class_was_composed() -> None:
+    config = Config()
+    schema_for({"task": "unknown_package:Class"}, False)
+    with pytest.raises(ConfigError, match=r"^the configuration: training\.seed is -1"):
+        config.training.seed = -1

@@ -324,5 +324,8 @@ def compose(tasks: Sequence[TaskSettings], unknown: Literal["forbid", "ignore"] 
     task = Field(tasks[0].task, description=key.description, json_schema_extra=key.json_schema_extra)
     schema = create_model("Config", __base__=Config, __module__=__name__, task=(str, task), **fields)
     schema.tasks = table
-    Section.root = schema
+    Section.root = Section.root or schema  # contains the sections of sections, which all schemas share
+    composed: list[type[Section]] = [schema, *sections.values()]
+    for section in composed:
+        section.root = schema
     return schema

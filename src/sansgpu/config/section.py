@@ -190,7 +190,7 @@ class Section(BaseModel):
         try:
             return type(self).model_validate({**self.given_values(), **changes})
         except ValidationError as error:
-            root = Section.root or type(self)
+            root = type(self).root or type(self)
             path = next((name.split(".") for name, section in all_sections(root) if section is type(self)), [])
             raise ConfigError(f"the configuration: {'; '.join(problems(error, root, section=(*path,)))}.") from None
 

@@ -56,7 +56,7 @@ def exit_soon(code: int) -> NoReturn:
     """Exits. Waits only LAST_SECONDS for threads and child processes of other code, which may never end."""
     timer = threading.Timer(LAST_SECONDS, _abandon_others, (code,))
     timer.daemon = True
-    with suppress(RuntimeError):  # a process without memory cannot start a thread
+    with contextlib.suppress(RuntimeError):  # a process without memory cannot start a thread
         timer.start()
     sys.exit(code)
 
