@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Callback", "Run", "__version__", "fit"]
 # Classes of the configuration with the keys of all tasks, which users import from sansgpu.config.
-_CONFIGURATION = {"Config": "SCHEMA"} | {n: n for n in ("ModelConfig", "TrainingConfig", "DataConfig", "load_config")}
+CONFIGURATION = {"Config": "SCHEMA"} | {n: n for n in ("ModelConfig", "TrainingConfig", "DataConfig", "load_config")}
 
 
 def __getattr__(name: str) -> "Any":
     """Imports a name on first use, because importing torch takes seconds, and pydantic a tenth of one."""
     from importlib import import_module
 
-    if name in _CONFIGURATION:
-        return getattr(import_module("sansgpu.tasks.configuration"), _CONFIGURATION[name])
+    if name in CONFIGURATION:
+        return getattr(import_module("sansgpu.tasks.configuration"), CONFIGURATION[name])
     if name not in __all__:
         raise AttributeError(f"module sansgpu has no attribute {name}")
     from sansgpu.machine.launch import set_openmp

@@ -79,6 +79,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("Config", "ModelConfig", "TrainingConfig", "DataConfig", "load_config"):
+    if name not in sansgpu.CONFIGURATION:
         raise AttributeError(f"module sansgpu.config has no attribute {name}")
     return getattr(sansgpu, name)
