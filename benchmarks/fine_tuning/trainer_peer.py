@@ -26,7 +26,7 @@ from sansgpu.config import Config
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.forms.pairs import read_text_rows
 from sansgpu.data.order import batch_indices, steps_per_epoch
-from sansgpu.data.rows import BadRows
+from sansgpu.data.rows import RowReport
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.sources import open_sources
 from sansgpu.data.tables import Columns
@@ -198,7 +198,7 @@ def train(
 
 def columns(config: Config) -> dict[str, list[Any]]:
     """Reads the training rows: a column for each text, and one for the score if there is any."""
-    rows = read_text_rows(open_sources(config.data).train.rows(), Columns.of(config.data), BadRows("fail"))
+    rows = read_text_rows(open_sources(config.data).train.rows(), Columns.of(config.data), RowReport("fail"))
     texts = zip(*(row.texts for row in rows), strict=True)
     found: dict[str, list[Any]] = {f"text{number}": list(column) for number, column in enumerate(texts)}
     if (scale := EmbeddingDataConfig.of(config).score_scale) is not None:

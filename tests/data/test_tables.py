@@ -9,7 +9,8 @@ import pytest
 from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.forms.labels import LABELED
 from sansgpu.data.forms.pairs import read_text_rows
-from sansgpu.data.rows import BadRows, SourceRow, row_value
+from sansgpu.data.row_report import RowReport
+from sansgpu.data.rows import SourceRow, row_value
 from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.tables import Columns
 from sansgpu.tasks.graph.sources import open_graphs
@@ -86,7 +87,7 @@ def test_texts_of_graphs_may_be_in_a_table_without_a_header(tmp_path: Path) -> N
 
 def test_pairs_and_labels_may_be_in_columns_from_the_end(tmp_path: Path) -> None:
     path = written(tmp_path / "a.tsv", STS)
-    chosen, bad_rows = Columns(text=-2, pair=-1, label=1), BadRows("fail")
+    chosen, bad_rows = Columns(text=-2, pair=-1, label=1), RowReport("fail")
     first, _ = read_text_rows(opened(path, text_column=-2).rows(), chosen, bad_rows)
     assert (first.texts, first.score) == (('A "plane" takes off.', "It's off, now."), 1.0)
     labeled, _ = LABELED.read_all(opened(path, text_column=-2).rows(), bad_rows, chosen)

@@ -123,7 +123,7 @@ def test_bad_lines_are_skipped_and_counted_on_request(tmp_path: Path) -> None:
     notes: list[str] = []
     data = DataConfig(dataset_name=str(tmp_path), on_bad_row="skip")
     assert len(list(open_graphs(data, notes.append).train.documents())) == 1
-    assert notes == [f"{tmp_path}: bad rows skipped: 1; the first: {tmp_path}/train.tsv, line 2 is not UTF-8 text "
+    assert notes == [f"{tmp_path}: bad rows skipped: 1 of 2; the first: {tmp_path}/train.tsv, line 2 is not UTF-8 text "
                      "(byte 0xff); fix or remove the row."]  # fmt: skip
 
 

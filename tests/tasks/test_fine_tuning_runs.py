@@ -245,7 +245,7 @@ def test_a_bad_row_is_named_or_skipped(home: Path, tmp_path: Path, task: str, ba
     skipping = [*chosen, "--set", "data.on_bad_row=skip", "--headless"]
     assert cli(["train", *skipping, "--output-dir", str(tmp_path / "skipped")]) == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    (warning,) = [e["message"] for e in printed if e["event"] == "warning" and "bad rows skipped: 1" in e["message"]]
+    (warning,) = [e["message"] for e in printed if e["event"] == "warning" and "bad rows skipped: 1 of" in e["message"]]
     assert "rows.jsonl, line 3" in warning
 
 
@@ -276,7 +276,7 @@ def test_an_evaluation_skips_questions_that_cannot_be_used(home: Path, capsys: C
     captured = capsys.readouterr()
     assert "12 questions" in captured.out
     assert "3 skipped" in captured.out
-    assert "bad rows skipped: 3; the first: " in captured.err
+    assert "bad rows skipped: 3 of " in captured.err
     assert "some-bad.jsonl, line 7: it has no context" in captured.err
 
 
@@ -291,7 +291,7 @@ def test_validation_skips_questions_that_cannot_be_used(home: Path, tmp_path: Pa
     trained = settings(home, "qa", data__validation_name=home / SOME_BAD, training__max_steps=1)
     assert cli(["train", *trained, "--output-dir", str(tmp_path / "run")]) == 0
     captured = capsys.readouterr()
-    assert "validation questions: bad rows skipped: 3" in captured.err + captured.out
+    assert "validation questions: bad rows skipped: 3 of" in captured.err + captured.out
     assert events_of(tmp_path / "run", "eval")[-1]["questions"] == 12
     assert cli(["eval", str(tmp_path / "run")]) == 0
     captured = capsys.readouterr()

@@ -110,6 +110,12 @@ class DataConfig(Section):
         description="fail: stop at the first invalid row; skip: skip invalid rows and report their number. "
         "Evaluations of question answering always skip them",
     )
+    max_bad_rows: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="largest share of a split's rows that on_bad_row: skip may skip; 10 rows may always be skipped",
+    )
     doc_stride: int = Field(128, ge=0, description="overlap in tokens between consecutive windows of a long text")
     label_column: str | StrictInt | None = Field(
         None, description="column with the label. Default: `label` or `labels`"

@@ -94,7 +94,7 @@ KEY_GROUPS = {
     "windows": "data.doc_stride",
     "packing": "data.pack_sequences",
     "pretrained": "model.name_or_path model.revision model.trust_remote_code",
-    "rows": "data.on_bad_row",
+    "rows": "data.on_bad_row data.max_bad_rows",
     "adapter": """
         model.adapter model.lora_rank model.lora_alpha model.lora_dropout model.lora_targets model.base_precision
         model.merge_adapter

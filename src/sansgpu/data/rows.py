@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import truncate
@@ -50,8 +50,6 @@ LABEL_COLUMNS = ("label", "labels")  # label columns to try, in this order, if d
 
 Row = dict[Any, Any]
 Column = str | int  # the name of a column, or its number in a table without a header
-_Row = TypeVar("_Row")
-_T = TypeVar("_T")
 
 ROW_REMEDY = "; fix or remove the row."  # ends the message about an invalid row
 
@@ -138,37 +136,6 @@ def located(rows: Iterable[Mapping[Any, Any]]) -> Iterator[SourceRow]:
         yield SourceRow(row.where if isinstance(row, LocatedRow) else f"row {number}", row)
 
 
-class BadRows:
-    """Handles invalid rows: raises an error at the first one, or skips and counts them."""
-
-    def __init__(self, on_bad_row: Literal["fail", "skip"]) -> None:
-        self._fail = on_bad_row == "fail"
-        self.count = 0
-        self.first: str | None = None  # error message of the first invalid row
-
-    def parsed(self, rows: Iterable[_Row], parse: Callable[[_Row], _T]) -> Iterator[_T]:
-        """Yields `parse(row)` for each row, except those for which it raises BadRowError."""
-        for row in rows:
-            try:
-                value = parse(row)
-            except BadRowError as error:
-                if self._fail:
-                    raise BadRowError(f"{str(error).removesuffix('.')}, or set data.on_bad_row to skip.") from None
-                self.first = self.first or str(error)
-                self.count += 1
-            else:
-                yield value
-
-    def notes(self) -> list[str]:
-        """Returns a message with the number of skipped rows, if any."""
-        return [f"bad rows skipped: {self.count}; the first: {self.first}"] if self.count else []
-
-    def report(self, note: Callable[[str], None]) -> None:
-        """Passes the number of skipped rows, if any, to `note`."""
-        for message in self.notes():
-            note(message)
-
-
 def is_text(text: str) -> bool:
     """Returns whether a string can be encoded as UTF-8. Unpaired surrogates, e.g. from JSON escapes, cannot."""
     try:
@@ -234,8 +201,19 @@ def text_of(row: SourceRow, column: Column | None) -> str:
     return text
 
 
+def text_column(row: Row, column: Column | None) -> Any:
+    """Returns the key of the column with the text: `column`, or by default `text`, `content` or the only string column.
+
+    Returns None if there is no such column.
+    """
+    if column is not None:
+        return find_column(row, column)
+    found = _text_columns(row) or _string_columns(row)
+    return found[0] if len(found) == 1 or _text_columns(row) else None
+
+
 def row_text(row: Row, column: Column | None, where: str) -> str:
-    """Returns the text of a row from `column`, or by default from `text`, `content` or its only string column."""
+    """Returns the text of a row from its `text_column`. Raises BadRowError if it has none."""
     if column is None:
         found = _text_columns(row) or _string_columns(row)
         advice = None

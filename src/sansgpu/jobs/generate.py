@@ -17,7 +17,8 @@ from sansgpu.config.paths import contains_run, local_path
 from sansgpu.config.plain_data import InvalidDataError
 from sansgpu.config.schema import DataConfig
 from sansgpu.data.forms.chats import PROMPTS, Prompt
-from sansgpu.data.rows import BadRows, SourceRow
+from sansgpu.data.row_report import RowReport
+from sansgpu.data.rows import SourceRow
 from sansgpu.data.sources import open_single
 from sansgpu.events.progress import ReportProgress, Warn, ignore_progress
 from sansgpu.files.atomic import atomic_write, make_folder, sync_to_disk, write_failures_as
@@ -122,7 +123,7 @@ def generate_rows(request: GenerateRequest, warn: Warn, progress: ReportProgress
             f"{target}: prompts are completed one at a time, because the model's layers do not support batched "
             "generation."
         )
-    bad_rows = BadRows("skip")
+    bad_rows = RowReport("skip")
     prompts = list(_encoded(request.data, model, bad_rows, progress))
     bad_rows.report(lambda note: warn(f"{request.data}: {note}"))
     if not prompts:
@@ -132,7 +133,7 @@ def generate_rows(request: GenerateRequest, warn: Warn, progress: ReportProgress
     )
     with write_failures_as(SansGPUError, request.output), reading(loaded.objective.model):
         summary = _complete_rest(request, model, prompts, file, progress)
-    return {**summary, "skipped": bad_rows.count, "output": str(request.output)}
+    return {**summary, "skipped": bad_rows.skipped, "output": str(request.output)}
 
 
 def open_generator(model: ModelRequest, warn: Warn, progress: ReportProgress = ignore_progress) -> TrainedModel:
@@ -183,7 +184,7 @@ def _complete_rest(
 
 
 def _encoded(
-    name: str, model: BatchModel, bad_rows: BadRows, progress: ReportProgress
+    name: str, model: BatchModel, bad_rows: RowReport, progress: ReportProgress
 ) -> Iterator[tuple[Prompt, list[int]]]:
     """Yields each usable row with its token ids."""
 

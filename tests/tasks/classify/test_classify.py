@@ -239,7 +239,7 @@ def test_a_bad_row_is_named_or_skipped(home: Path, tmp_path: Path, bad: str, sai
     assert "data.on_bad_row to skip" in message
     if bad == "{":
         assert cli(["train", *chosen, "--set", "data.on_bad_row=skip", "--output-dir", str(tmp_path / "run")]) == 0
-        assert any("bad rows skipped: 1" in e["message"] for e in events_of(tmp_path / "run", "warning"))
+        assert any("bad rows skipped: 1 of" in e["message"] for e in events_of(tmp_path / "run", "warning"))
 
 
 def refusal(capsys: Captured, tmp_path: Path, path: Path, **changes: object) -> str:
@@ -341,4 +341,4 @@ def test_an_evaluation_leaves_bad_rows_out_and_counts_them(home: Path, tmp_path:
     assert cli(["eval", run, "--data", str(rows)]) == 2
     captured = capsys.readouterr()
     assert "none.jsonl has no examples to evaluate on;" in captured.err
-    assert "bad rows skipped: 1; the first" in captured.err
+    assert "bad rows skipped: 1 of " in captured.err

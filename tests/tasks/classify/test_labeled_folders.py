@@ -7,7 +7,8 @@ import datasets
 import pytest
 
 from sansgpu.config import ConfigError, DataConfig
-from sansgpu.data.rows import BadRowError, BadRows, SourceRow
+from sansgpu.data.row_report import RowReport
+from sansgpu.data.rows import BadRowError, SourceRow
 from sansgpu.data.sources import Sources, open_single, open_sources
 
 FILES = ["neg/b.txt", "neg/a.md", "pos/more/c.txt"]
@@ -85,16 +86,16 @@ def test_a_file_of_a_label_that_cannot_be_read_is_a_bad_row(tmp_path: Path) -> N
     (tmp_path / "neg/b.txt").write_bytes(b"\0")
     (tmp_path / "neg/c.txt.gz").write_bytes(b"no gzip")
     (tmp_path / "neg/d.txt").write_bytes(b"a" * (65 << 20))
-    bad_rows = BadRows("skip")
+    bad_rows = RowReport("skip")
     assert labels(bad_rows.parsed(opened(tmp_path).train.rows(), parsed)) == [("pos/more/c.txt", "pos")]
-    assert bad_rows.count == 4
+    assert bad_rows.skipped == 4
     first, second, third, fourth = (str(row.problem) for row in opened(tmp_path).train.rows() if row.problem)
     assert first.startswith(f"{tmp_path}/neg/a.md, line 2 is not UTF-8 text")
     assert second.startswith(f"{tmp_path}/neg/b.txt is a binary file")
     assert third.startswith(f"{tmp_path}/neg/c.txt.gz cannot be read")
     assert fourth.startswith(f"{tmp_path}/neg/d.txt is longer than 64 MB")
     with pytest.raises(BadRowError, match=r"a\.md, line 2 is not UTF-8 .*, or set data\.on_bad_row to skip"):
-        list(BadRows("fail").parsed(opened(tmp_path).train.rows(), parsed))
+        list(RowReport("fail").parsed(opened(tmp_path).train.rows(), parsed))
 
 
 def parsed(row: SourceRow) -> SourceRow:

@@ -105,7 +105,7 @@ def test_a_bad_row_is_named_or_skipped(write: Write, row: object, sentence: str)
     notes: list[str] = []
     data = DataConfig(dataset_name=str(path), on_bad_row="skip")
     assert [d.id for d in open_graphs(data, notes.append).train.documents()] == ["good", "good"]
-    assert [note.partition("; the first: ")[0] for note in notes] == [f"{path}: bad rows skipped: 1"]
+    assert [note.partition("; the first: ")[0] for note in notes] == [f"{path}: bad rows skipped: 1 of 3"]
     assert "line 2" in notes[0]
 
 

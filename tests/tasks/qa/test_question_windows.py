@@ -12,7 +12,7 @@ from transformers import BertTokenizerFast, PreTrainedTokenizerFast
 
 from sansgpu.config import ConfigError
 from sansgpu.data.forms.questions import Question
-from sansgpu.data.rows import BadRows
+from sansgpu.data.row_report import RowReport
 from sansgpu.tasks.qa.data import QuestionWindow
 from sansgpu.tasks.qa.data import make_windows as make_all_windows
 
@@ -59,7 +59,7 @@ CONTEXTS = st.lists(st.sampled_from(WORDS), min_size=1, max_size=40)
 
 
 def make_windows(questions: list[Question], tokenizer: Any, max_length: int, doc_stride: int) -> list[QuestionWindow]:
-    return make_all_windows(questions, tokenizer, max_length, doc_stride, BadRows("fail"))[1]
+    return make_all_windows(questions, tokenizer, max_length, doc_stride, RowReport("fail"))[1]
 
 
 def ask(context: str, answer: str | None = None, question: str = "who ?") -> Question:
@@ -212,11 +212,11 @@ def test_a_question_that_leaves_no_room_is_named(tokenizer: Any) -> None:
 def test_questions_that_leave_no_room_can_be_skipped(tokenizer: Any) -> None:
     long = Question("long", "who ? " * 9, "the cat", (), True)
     questions = [long, ask("the cat", "cat"), long, ask("on the cat", "cat")]
-    skipped = BadRows("skip")
+    skipped = RowReport("skip")
     kept, windows = make_all_windows(questions, tokenizer, 16, 2, skipped)
     assert kept == [questions[1], questions[3]]
     assert [window.question for window in windows] == [0, 1]
-    assert skipped.count == 2
+    assert skipped.skipped == 2
     assert str(skipped.first).startswith("question long has ")
     assert make_all_windows([long], tokenizer, 16, 2, skipped) == ([], [])
 

@@ -11,7 +11,8 @@ import pytest
 
 from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.forms.questions import Question, read_questions
-from sansgpu.data.rows import BadRows, SourceRow
+from sansgpu.data.row_report import RowReport
+from sansgpu.data.rows import SourceRow
 from sansgpu.data.sources import open_sources
 
 CONTEXT = "The cat sat on the mat. It slept there."
@@ -27,7 +28,7 @@ def read(path: Path, on_bad_row: Any = "fail", warn: Any = no_warning) -> list[Q
 
 
 def read_rows(rows: Iterable[SourceRow], on_bad_row: Any = "fail", warn: Any = no_warning) -> list[Question]:
-    bad_rows = BadRows(on_bad_row)
+    bad_rows = RowReport(on_bad_row)
     questions = read_questions(rows, bad_rows)
     bad_rows.report(warn)
     return questions
@@ -63,11 +64,13 @@ def test_nested_articles_of_the_second_version(tmp_path: Path) -> None:
         {"id": "3", "question": "Who fled?", "is_impossible": True},
     )
     (tmp_path / "train.json").write_text(json.dumps({"version": "v2.0", "data": [article]}))
-    assert read(tmp_path / "train.json") == [
+    notes: list[str] = []
+    assert read(tmp_path / "train.json", warn=notes.append) == [
         Question("1", "Who ran?", CONTEXT, (), True),
         Question("2", "Who sat?", CONTEXT, ((4, "cat"),), False),
         Question("3", "Who fled?", CONTEXT, (), True),
     ]
+    assert notes == ["not used: plausible_answers in 1 row"]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
@@ -183,7 +186,7 @@ def test_every_bad_row_is_named_and_can_be_skipped(value: Any, problem: str) -> 
     assert [question.id for question in read_rows(rows, "skip", warnings.append)] == ["before", "after"]
     named, hint, _ = str(refused.value).partition(", or set data.on_bad_row to skip.")
     assert hint
-    assert warnings == [f"bad rows skipped: 1; the first: {named}."]
+    assert warnings == [f"bad rows skipped: 1 of 3; the first: {named}."]
 
 
 def test_a_single_warning_counts_bad_rows_and_names_the_first(tmp_path: Path) -> None:
@@ -195,7 +198,7 @@ def test_a_single_warning_counts_bad_rows_and_names_the_first(tmp_path: Path) ->
     warnings: list[str] = []
     assert [question.id for question in read(tmp_path / "train.jsonl", "skip", warnings.append)] == ["a"]
     (warning,) = warnings
-    assert warning.startswith("bad rows skipped: 4; the first: ")
+    assert warning.startswith("bad rows skipped: 4 of 5; the first: ")
     assert "line 2 is not valid JSON" in warning
 
 

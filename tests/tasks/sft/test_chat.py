@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from sansgpu.config import ConfigError
 from sansgpu.data.forms.chats import CONVERSATIONS
-from sansgpu.data.rows import BadRowError, BadRows, SourceRow
+from sansgpu.data.row_report import RowReport
+from sansgpu.data.rows import BadRowError, SourceRow
 from sansgpu.tasks.sft.chat import MaskedConversation, mask_conversation, show_masked, tokenize_conversations
 from sansgpu.tasks.sft.notes import ReadingNotes
 
@@ -327,9 +328,9 @@ def test_examples_are_concatenated_and_skipped_rows_are_counted() -> None:
     )
     kept = [mask_of(tokenizer, **row.value) for row in (rows[0], rows[2], rows[4])]
     counted = (seen.append(number) or row for number, row in enumerate(rows, 1))  # type: ignore[func-returns-value]
-    notes = ReadingNotes(BadRows("skip"))
+    notes = ReadingNotes(RowReport("skip"))
     examples = tokenize_conversations(counted, tokenizer, 6, "truncate", notes)
-    assert (len(examples), notes.shortened, notes.dropped, notes.bad_rows.count) == (3, 1, 1, 2)
+    assert (len(examples), notes.shortened, notes.dropped, notes.bad_rows.skipped) == (3, 1, 1, 2)
     assert notes.bad_rows.first == "a.jsonl, line 2 has an empty text; fix or remove the row."
     assert seen == [1, 2, 3, 4, 5, 6]
     assert (examples.tokens.dtype, examples.learned.dtype, examples.offsets.dtype) == (np.int32, np.bool_, np.int64)
@@ -338,7 +339,7 @@ def test_examples_are_concatenated_and_skipped_rows_are_counted() -> None:
         assert (ids.tolist(), learned.tolist()) == (masked.ids[-6:], masked.learned[-6:])
     assert examples.lengths().tolist() == [min(6, len(masked.ids)) for masked in kept]
 
-    notes = ReadingNotes(BadRows("skip"))
+    notes = ReadingNotes(RowReport("skip"))
     dropping = tokenize_conversations(rows, tokenizer, 6, "drop", notes)
     assert (len(dropping), notes.shortened, notes.dropped) == (2, 0, 2)
     with pytest.raises(BadRowError, match=r"^a.jsonl, line 2 .*or set data.on_bad_row to skip\.$"):

@@ -12,7 +12,8 @@ import pytest
 
 from sansgpu.config import ConfigError, DataConfig
 from sansgpu.data.forms.tags import TaggedText, untagged_text
-from sansgpu.data.rows import BadRowError, BadRows, SourceRow
+from sansgpu.data.row_report import RowReport
+from sansgpu.data.rows import BadRowError, SourceRow
 from sansgpu.data.sources import open_sources
 from sansgpu.tasks.tokens.tagged import in_iob2, read_tagged, require_labels, with_targets
 from tests.hostile.fuzz.values import changed
@@ -26,11 +27,11 @@ def source_of(path: Path, tag_column: int | None = None) -> Any:
 
 
 def read(path: Path, tag_column: int | None = None) -> list[TaggedText]:
-    return read_tagged(source_of(path, tag_column).rows(), BadRows("fail"))
+    return read_tagged(source_of(path, tag_column).rows(), RowReport("fail"))
 
 
 def from_row(**columns: Any) -> TaggedText:
-    (text,) = read_tagged([SourceRow("rows.jsonl, line 7", columns)], BadRows("fail"))
+    (text,) = read_tagged([SourceRow("rows.jsonl, line 7", columns)], RowReport("fail"))
     return text
 
 
@@ -85,9 +86,9 @@ def test_a_bad_line_makes_its_sentence_a_bad_row(tmp_path: Path, line: str, colu
         read(tmp_path / "a.conll", column)
     assert str(caught.value).startswith(f"{tmp_path / 'a.conll'}, {problem.removesuffix('.')}")
     if column is None:
-        skipping = BadRows("skip")
+        skipping = RowReport("skip")
         assert len(read_tagged(source_of(tmp_path / "a.conll").rows(), skipping)) == 1
-        assert skipping.count == 1
+        assert skipping.skipped == 1
 
 
 def test_a_file_without_empty_lines_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +169,7 @@ def span(**changes: Any) -> dict[str, Any]:
 )  # fmt: skip
 def test_a_bad_row_is_one_sentence_with_its_place(row: Any, problem: str) -> None:
     with pytest.raises(BadRowError) as caught:
-        read_tagged([SourceRow("rows.jsonl, line 7", row)], BadRows("fail"))
+        read_tagged([SourceRow("rows.jsonl, line 7", row)], RowReport("fail"))
     assert str(caught.value).startswith(f"rows.jsonl, line 7: {problem}")
     assert str(caught.value).endswith("fix or remove the row, or set data.on_bad_row to skip.")
 
@@ -176,7 +177,7 @@ def test_a_bad_row_is_one_sentence_with_its_place(row: Any, problem: str) -> Non
 def test_unknown_tags_and_a_single_one_are_refused() -> None:
     text = from_row(tokens=["a", "b"], tags=["O", "B-x"])
     with pytest.raises(BadRowError, match=r"rows\.jsonl, line 7: its tag 'B-x' is not one of the model's labels"):
-        with_targets([text], ["O", "B-y", "I-y"], BadRows("fail"))
+        with_targets([text], ["O", "B-y", "I-y"], RowReport("fail"))
     with pytest.raises(ConfigError, match=r"rows: every word has the tag 'O', so there is nothing to learn"):
         require_labels([from_row(tokens=["a"], tags=["O"])], "rows")
 
@@ -197,7 +198,7 @@ def test_odd_values_are_read_or_answered_by_one_sentence() -> None:
     for _ in range(600):
         row = changed(draw.choice(rows), draw)
         try:
-            texts = in_iob2(read_tagged([SourceRow("rows.jsonl, line 7", row)], BadRows("fail")), "rows", [])
+            texts = in_iob2(read_tagged([SourceRow("rows.jsonl, line 7", row)], RowReport("fail")), "rows", [])
         except BadRowError as error:
             refused.append(str(error))
         else:

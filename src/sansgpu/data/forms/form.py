@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from sansgpu.data.rows import BadRows, Row, SourceRow, column_names
+from sansgpu.data.row_report import RowReport
+from sansgpu.data.rows import Column, Row, SourceRow, column_key, column_names
 from sansgpu.data.sources import local_files
 from sansgpu.data.tables import Columns, Data, require_no_header
 
@@ -25,12 +26,33 @@ class Form(Generic[T_co]):
     optional: tuple[str, ...] = ()  # further columns that it uses
     recognizes: Callable[[Row, Columns], bool] | None = None  # default: the row has values for all keys
     split: Callable[[SourceRow], Iterator[SourceRow]] | None = None  # yields the single rows that such a row holds
+    # Names what a row has but `read` does not use, such as keys of its turns. Default: all columns but those that are
+    # named here or configured.
+    unused: Callable[[Row, Columns], Iterable[str]] | None = None
 
     def fits(self, row: Row, columns: Columns) -> bool:
         """Returns whether a row has this form. `columns` are the configured ones, whose names may be unusual."""
         if self.recognizes is not None:
             return self.recognizes(row, columns)
         return all(row.get(key) is not None for key in self.keys)
+
+    def unused_parts(self, row: Row, columns: Columns) -> Iterator[str]:
+        """Names the parts of a row that have a value but that `read` does not use."""
+        if self.unused is not None:
+            yield from self.unused(row, columns)
+        else:
+            yield from unused_columns(row, (*self.keys, *self.optional), columns)
+
+
+def unused_columns(row: Row, used: Iterable[Column], columns: Columns = USUAL) -> Iterator[str]:
+    """Names the columns of a row that have a value but are neither `used` nor configured."""
+    known = {*used, *(column_key(row, column) for column in columns.named)}
+    return (str(name) for name, value in row.items() if name not in known and not is_empty(value))
+
+
+def is_empty(value: Any) -> bool:
+    """Returns whether a column has no value, as a cell of a table or a key that other rows of the file have."""
+    return value is None or (isinstance(value, (str, list, dict)) and not value)
 
 
 def any_row(row: Row, columns: Columns) -> bool:
@@ -49,14 +71,20 @@ class Forms(Generic[T_co]):
     # meaning of the columns is unclear.
     resolve: Callable[[Sequence[Path], Columns], tuple[Columns, str | None]] | None = None
 
-    def read(self, row: SourceRow, columns: Columns = USUAL) -> T_co:
-        """Returns the content of a row. Raises BadRowError if it has none of the forms or is invalid."""
+    def read(self, row: SourceRow, columns: Columns = USUAL, report: RowReport | None = None) -> T_co:
+        """Returns the content of a row, and counts in `report` what is not used of it.
+
+        Raises BadRowError if the row has none of the forms or is invalid.
+        """
         given = row.columns(self.needed)
         form = next((form for form in self.forms if form.fits(given, columns)), None)
         if form is None:
             names = column_names({name: value for name, value in given.items() if value is not None})
             raise row.error(f"it has {names or 'no columns'}, but needs {self.needed}")
-        return form.read(row, columns)
+        content = form.read(row, columns)
+        if report is not None:
+            report.not_used(form.unused_parts(given, columns))
+        return content
 
     def single_rows(self, rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
         """Yields rows, and the single rows of those that hold several."""
@@ -66,9 +94,9 @@ class Forms(Generic[T_co]):
             split = next((form.split for form in nested if form.fits(given, USUAL)), None)
             yield from (row,) if split is None else split(row)
 
-    def read_all(self, rows: Iterable[SourceRow], bad_rows: BadRows, columns: Columns = USUAL) -> list[T_co]:
+    def read_all(self, rows: Iterable[SourceRow], report: RowReport, columns: Columns = USUAL) -> list[T_co]:
         """Returns the contents of all rows that are valid, in order."""
-        return list(bad_rows.parsed(rows, lambda row: self.read(row, columns)))
+        return list(report.parsed(rows, lambda row: self.read(row, columns, report)))
 
 
 def resolve_columns(data: Data, forms: Forms[Any]) -> tuple[Data, str | None]:

@@ -316,5 +316,5 @@ GRAPHS: Forms[GraphDocument | EntityText | Fact] = Forms("a text or a triple", (
     Form(FACT_KEYS, _fact, {**_TRIPLE, "qualifiers": {"until": "1852"}}, ("qualifiers",), _is_fact),
     Form(("id", "text"), _entity, {"id": "Q7259", "name": "Ada", "text": "A mathematician."}, ("name",), _is_entity),
     Form(("text", "triples"), _document, {"text": "Ada lived in London.", "triples": [_TRIPLE], "entities": ["Ada"]},
-         (*FACT_KEYS, "content", "entities", "id"), any_row),
+         (*FACT_KEYS, "head_id", "tail_id", "head_span", "content", "entities", "id"), any_row),
 ), resolve=check_triples)  # fmt: skip

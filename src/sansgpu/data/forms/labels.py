@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sansgpu.data.forms.form import Form, Forms, any_row
+from sansgpu.data.forms.form import Form, Forms, any_row, unused_columns
 from sansgpu.data.rows import (
     LABEL_COLUMNS,
     TEXT_NAMES,
@@ -21,6 +21,7 @@ from sansgpu.data.rows import (
     find_column,
     missing_column,
     row_text,
+    text_column,
 )
 from sansgpu.data.tables import Columns, first_lines_of_data
 
@@ -83,6 +84,12 @@ def _labeled(row: SourceRow, columns: Columns) -> LabeledText:
     return LabeledText(read.where, read.text, read.pair, value)
 
 
+def _unused(row: Row, columns: Columns) -> Iterator[str]:
+    label, pair = find_column(row, columns.label, LABEL_COLUMNS), _pair_column(row, columns)
+    texts = {key: value for key, value in row.items() if key not in (label, pair)}
+    return unused_columns(row, (label, pair, text_column(texts, columns.text)))
+
+
 def _pair_column(given: Row, columns: Columns) -> Any:
     return find_column(given, columns.pair, (PAIR_COLUMN,))
 
@@ -142,6 +149,7 @@ def number_columns(paths: Sequence[Path], columns: Columns) -> tuple[Columns, st
 LABELED = Forms("a text and a label", (
     Form(("text", "text_pair", "label"), _labeled,
          {"text": "A man sleeps.", "text_pair": "Nobody is awake.", "label": "entailment"},
-         ("content", "labels"), _has_pair),
-    Form(("text", "label"), _labeled, {"text": "A great film.", "label": "good"}, ("content", "labels"), any_row),
+         ("content", "labels"), _has_pair, unused=_unused),
+    Form(("text", "label"), _labeled, {"text": "A great film.", "label": "good"}, ("content", "labels"), any_row,
+         unused=_unused),
 ), text_rows=True, resolve=number_columns)  # fmt: skip

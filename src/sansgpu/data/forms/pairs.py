@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sansgpu.data.forms.form import Form, Forms, any_row
+from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import (
     BadRowError,
-    BadRows,
     Column,
     Row,
     SourceRow,
@@ -49,13 +49,13 @@ class TextRow(TypedRow):
 
 
 def read_text_rows(
-    rows: Iterable[SourceRow], columns: Columns, bad_rows: BadRows, kind: RowKind | None = None
+    rows: Iterable[SourceRow], columns: Columns, bad_rows: RowReport, kind: RowKind | None = None
 ) -> list[TextRow]:
     """Reads rows in order. All must be of one `kind`, by default that of the first row."""
 
     def read(row: SourceRow) -> TextRow:
         nonlocal kind
-        found = TEXT_GROUPS.read(row, columns)
+        found = TEXT_GROUPS.read(row, columns, bad_rows)
         kind = kind or found.kind
         if found.kind != kind:
             raise found.error(f"it has {KINDS[found.kind]}, but the rows before it have {KINDS[kind]}")

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sansgpu.data.forms.form import Form, Forms, any_row
-from sansgpu.data.rows import BadRows, SourceRow, is_text
+from sansgpu.data.row_report import RowReport
+from sansgpu.data.rows import SourceRow, is_text
 from sansgpu.data.tables import Columns
 
 
@@ -22,7 +23,7 @@ class Question:
     impossible: bool
 
 
-def read_questions(rows: Iterable[SourceRow], bad_rows: BadRows) -> list[Question]:
+def read_questions(rows: Iterable[SourceRow], bad_rows: RowReport) -> list[Question]:
     """Reads questions in order from SQuAD's nested articles (v1.1, v2) or from Hugging Face's flat rows.
 
     A question without answers is impossible. The location replaces a missing id.
@@ -30,7 +31,7 @@ def read_questions(rows: Iterable[SourceRow], bad_rows: BadRows) -> list[Questio
     seen: set[str] = set()
 
     def unique(row: SourceRow) -> Question:
-        question = QUESTIONS.read(row)
+        question = QUESTIONS.read(row, report=bad_rows)
         if question.id in seen:
             raise row.error(f"an earlier question has the same id {question.id}")
         seen.add(question.id)
@@ -118,5 +119,5 @@ QUESTIONS = Forms("a question and its context", (
          split=_article_questions),
     Form(("question", "context", "answers"), _question,
          {"question": _QUESTION, "context": _CONTEXT, "answers": {"text": ["London"], "answer_start": [13]}},
-         ("id", "is_impossible"), any_row),
+         ("id", "is_impossible", "title"), any_row),
 ))  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from sansgpu.config import ConfigError
 from sansgpu.config.schema import Config
 from sansgpu.data.forms.labels import LabeledText
-from sansgpu.data.rows import BadRows
+from sansgpu.data.row_report import RowReport
 from sansgpu.data.sequences import LabeledSequences
 from sansgpu.tasks.classify.labels import Labels, tokenize_texts, with_targets
 from sansgpu.tasks.classify.objective import ClassifyObjective
@@ -52,7 +52,7 @@ def labels_of(objective: ClassifyObjective) -> Labels:
 
 
 def tokenize_labeled(
-    texts: list[LabeledText], labels: Labels, config: Config, tokenizer: Any, bad_rows: BadRows, note: Any
+    texts: list[LabeledText], labels: Labels, config: Config, tokenizer: Any, bad_rows: RowReport, note: Any
 ) -> LabeledSequences:
     """Tokenizes texts, and reports the number of truncated ones to `note`. Rows with unknown labels are bad rows."""
     kept, targets = with_targets(texts, labels, bad_rows)

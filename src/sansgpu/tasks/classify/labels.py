@@ -12,7 +12,7 @@ import numpy as np
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import counted, truncate
 from sansgpu.data.forms.labels import LabeledText
-from sansgpu.data.rows import BadRows
+from sansgpu.data.row_report import RowReport
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 
 LabelKind = Literal["single", "multiple", "regression"]
@@ -91,7 +91,7 @@ def _ordered(names: list[str]) -> list[str]:
 
 
 def with_targets(
-    texts: Sequence[LabeledText], labels: Labels, bad_rows: BadRows
+    texts: Sequence[LabeledText], labels: Labels, bad_rows: RowReport
 ) -> tuple[list[LabeledText], np.ndarray]:
     """Returns the texts whose labels are all in `labels`, and their targets.
 

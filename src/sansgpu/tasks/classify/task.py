@@ -13,7 +13,8 @@ from sansgpu.config.paths import local_path
 from sansgpu.config.schema import Config
 from sansgpu.data.forms.form import resolve_columns
 from sansgpu.data.forms.labels import LABELED, LabeledText, unlabeled_text
-from sansgpu.data.rows import BadRows, located
+from sansgpu.data.row_report import RowReport
+from sansgpu.data.rows import located
 from sansgpu.data.sequences import LabeledSequences, PackedSequences
 from sansgpu.data.sources import open_single, open_sources
 from sansgpu.data.split import describe_split
@@ -55,7 +56,7 @@ class Classify(Predicts, FineTuningTask):
         sources = open_sources(data, LABELED.text_rows)
         tokenizer = load_tokenizer_of(config.model)
         columns, notes = Columns.of(data), list[str]()
-        train_rows, held_rows = BadRows(data.on_bad_row), BadRows(data.on_bad_row)
+        train_rows, held_rows = RowReport.of(data), RowReport.of(data)
         texts = LABELED.read_all(sources.train.rows(), train_rows, columns)
         require_examples(sources, [len(texts)], "row", train_rows.notes())
         cls.require_readable(texts)
@@ -71,7 +72,7 @@ class Classify(Predicts, FineTuningTask):
             train, held = split_rows(texts, [f"{t.text}\0{t.pair}".encode() for t in texts], data.validation_split)
             split = describe_split(len(train), len(held), "row", data.validation_split)
 
-        def tokenized(part: list[LabeledText], rows: BadRows, name: str) -> LabeledSequences:
+        def tokenized(part: list[LabeledText], rows: RowReport, name: str) -> LabeledSequences:
             size = sum(len(text.text) for text in part)
             progress("tokenizing", size, size)
             made = tokenize_labeled(
@@ -128,14 +129,14 @@ class Classify(Predicts, FineTuningTask):
             data, numbered = resolve_columns(LabelDataConfig.of(loaded.config).for_dataset(request.data), LABELED)
             if numbered:
                 request.warn(f"{numbered}.")
-            source, bad_rows = open_single(request.data, data, LABELED.text_rows), BadRows("skip")
+            source, bad_rows = open_single(request.data, data, LABELED.text_rows), RowReport("skip")
             texts = LABELED.read_all(source.rows(), bad_rows, Columns.of(data))
             cls.require_readable(texts)
             labels = labels_of(loaded.objective)
             part = tokenize_labeled(texts, labels, loaded.config, loaded.tokenizer, bad_rows, request.warn)
             bad_rows.report(lambda note: request.warn(f"{source.name}: {note}"))
             require_rows(part, source.name)
-            skipped = bad_rows.count
+            skipped = bad_rows.skipped
         return ClassifyEvaluator(loaded.objective, part, skipped)
 
     @classmethod

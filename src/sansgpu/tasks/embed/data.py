@@ -13,7 +13,7 @@ import numpy as np
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import counted
 from sansgpu.data.forms.pairs import TextRow
-from sansgpu.data.rows import BadRows
+from sansgpu.data.row_report import RowReport
 from sansgpu.data.split import split_examples
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.tasks.embed.groups import TokenizedGroups
@@ -52,7 +52,7 @@ def score_scale(rows: Sequence[TextRow], data: EmbeddingDataConfig) -> float | N
     return 1.0 if max(scores) <= 1 else float(math.ceil(max(scores)))
 
 
-def with_scores_in_range(rows: Iterable[TextRow], scale: float | None, bad_rows: BadRows) -> list[TextRow]:
+def with_scores_in_range(rows: Iterable[TextRow], scale: float | None, bad_rows: RowReport) -> list[TextRow]:
     """Returns the rows whose scores, divided by `scale`, are valid cosine similarities. Others are bad rows."""
 
     def checked(row: TextRow) -> TextRow:
@@ -96,7 +96,7 @@ class TextShape:
 
 
 def tokenize_groups(
-    rows: Sequence[TextRow], shape: TextShape, bad_rows: BadRows, name: str, notes: list[str]
+    rows: Sequence[TextRow], shape: TextShape, bad_rows: RowReport, name: str, notes: list[str]
 ) -> TokenizedGroups:
     """Tokenizes each distinct text once. Rows with a text without tokens are bad rows.
 
@@ -124,7 +124,7 @@ def tokenize_groups(
         members = [(number,) for number in range(len(rows))]
     scale = shape.score_scale
     scores = None if scale is None else np.array([(row.score or 0.0) / scale for row in rows], np.float32)
-    return TokenizedGroups(tokens, meanings, members, scores, labeled, shape.seed, bad_rows.count)
+    return TokenizedGroups(tokens, meanings, members, scores, labeled, shape.seed, bad_rows.skipped)
 
 
 @tokenizer_errors()

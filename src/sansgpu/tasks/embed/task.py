@@ -14,7 +14,7 @@ from sansgpu.config.schema import Config
 from sansgpu.data.forms.form import resolve_columns
 from sansgpu.data.forms.pairs import TEXT_GROUPS, TextRow, read_text_rows
 from sansgpu.data.order import batch_indices, steps_per_epoch
-from sansgpu.data.rows import BadRows
+from sansgpu.data.row_report import RowReport
 from sansgpu.data.sources import open_single, open_sources
 from sansgpu.data.split import describe_split
 from sansgpu.data.tables import Columns
@@ -61,7 +61,7 @@ class TextEmbedding(Embeds, StepWideTask):
         config = cls.with_vocabulary(config)
         data, _ = resolve_columns(EmbeddingDataConfig.of(config), TEXT_GROUPS)
         sources, columns, notes = open_sources(data, TEXT_GROUPS.text_rows), Columns.of(data), list[str]()
-        train_rows, held_rows = BadRows(data.on_bad_row), BadRows("skip")
+        train_rows, held_rows = RowReport.of(data), RowReport("skip")
         name, held_name = sources.train.name, f"validation rows of {sources.train.name}"
         rows = read_text_rows(sources.train.rows(), columns, train_rows)
         require_examples(sources, [len(rows)], "row", train_rows.notes())
@@ -133,7 +133,7 @@ class TextEmbedding(Embeds, StepWideTask):
         else:
             data, _ = resolve_columns(EmbeddingDataConfig.of(config).for_dataset(request.data), TEXT_GROUPS)
             source = open_single(request.data, data, TEXT_GROUPS.text_rows)
-            bad_rows, notes = BadRows("skip"), list[str]()
+            bad_rows, notes = RowReport("skip"), list[str]()
             rows, name = read_text_rows(source.rows(), Columns.of(data), bad_rows), source.name
             if not rows:
                 raise ConfigError(bad_rows.first or f"{name} has no rows; pass a file with at least one.")
@@ -155,7 +155,7 @@ def shape_of(config: Config, tokenizer: Any, prompt: str) -> TextShape:
 
 
 def _tokenized(
-    rows: list[TextRow], shape: TextShape, progress: ReportProgress, bad_rows: BadRows, name: str, notes: list[str]
+    rows: list[TextRow], shape: TextShape, progress: ReportProgress, bad_rows: RowReport, name: str, notes: list[str]
 ) -> TokenizedGroups:
     size = sum(len(text) for row in rows for text in row.texts)
     progress("tokenizing", size, size)

@@ -26,7 +26,8 @@ from sansgpu.data.forms.graphs import (
     text_document,
 )
 from sansgpu.data.lines import read_lines
-from sansgpu.data.rows import BadRows, SourceRow
+from sansgpu.data.row_report import RowReport
+from sansgpu.data.rows import SourceRow
 from sansgpu.data.sources import TEST_NAMES, VALIDATION_NAMES, Source, files_fingerprint, open_parts
 from sansgpu.data.tables import Columns
 from sansgpu.files.reading import require_regular_file
@@ -104,7 +105,7 @@ def knowledge_parts(folder: Path) -> dict[str, Mapping[str, Path]]:
     return {part: {file: folder / file for file in (name, *texts)} for part, name in there.items() if name}
 
 
-def knowledge_documents(files: Mapping[str, Path], bad_rows: BadRows, inverse: bool) -> Iterator[GraphDocument]:
+def knowledge_documents(files: Mapping[str, Path], bad_rows: RowReport, inverse: bool) -> Iterator[GraphDocument]:
     """Yields the documents of a split, from files with its triples, entity texts and relation names.
 
     Raises ConfigError if a file cannot be read.
@@ -124,7 +125,7 @@ def knowledge_documents(files: Mapping[str, Path], bad_rows: BadRows, inverse: b
     yield from fact_documents(bad_rows.parsed(lines, fact), entities, inverse)
 
 
-def _entities(files: Mapping[str, Path], bad_rows: BadRows) -> dict[str, NamedText]:
+def _entities(files: Mapping[str, Path], bad_rows: RowReport) -> dict[str, NamedText]:
     """Reads entity files in KG-BERT's formats: names and descriptions (FB15k-237), or one text per entity (WN18RR).
 
     Without a file of descriptions, the name of an entity is its text up to the first ", ".
@@ -136,7 +137,7 @@ def _entities(files: Mapping[str, Path], bad_rows: BadRows) -> dict[str, NamedTe
     return {key: named_entity(texts.get(key, key), descriptions.get(key, "")) for key in {**texts, **descriptions}}
 
 
-def _texts(path: Path | None, bad_rows: BadRows) -> Iterator[tuple[str, str]]:
+def _texts(path: Path | None, bad_rows: RowReport) -> Iterator[tuple[str, str]]:
     def pair(row: SourceRow) -> tuple[str, str]:
         columns = row.readable_value()
         if len(columns) != 2 or not columns[0]:
@@ -226,7 +227,7 @@ def _open(name: str, data: DataConfig, note: Callable[[str], None], inverse: boo
 def _knowledge_documents(
     name: str, files: Mapping[str, Path], data: DataConfig, note: Callable[[str], None], inverse: bool
 ) -> Iterator[GraphDocument]:
-    bad_rows = BadRows(data.on_bad_row)
+    bad_rows = RowReport.of(data)
     yield from knowledge_documents(files, bad_rows, inverse)
     bad_rows.report(lambda message: note(f"{name}: {message}"))
 
@@ -235,7 +236,7 @@ def _source_documents(
     source: Source, data: DataConfig, note: Callable[[str], None], inverse: bool
 ) -> Iterator[GraphDocument]:
     """Yields texts in order, and then the documents of entities with facts, which need all rows to be read first."""
-    bad_rows = BadRows(data.on_bad_row)
+    bad_rows = RowReport.of(data)
     made = list(_source_items(source, data, bad_rows, note))
     bad_rows.report(lambda message: note(f"{source.name}: {message}"))
     facts = [item for item in made if isinstance(item, Fact)]
@@ -249,10 +250,10 @@ def _source_documents(
 
 
 def _source_items(
-    source: Source, data: DataConfig, bad_rows: BadRows, note: Callable[[str], None]
+    source: Source, data: DataConfig, bad_rows: RowReport, note: Callable[[str], None]
 ) -> Iterator[GraphDocument | EntityText | Fact]:
     columns = Columns.of(data)
-    read = partial(GRAPHS.read, columns=columns)
+    read = partial(GRAPHS.read, columns=columns, report=bad_rows)
     if not source.files:
         yield from bad_rows.parsed(source.rows(), read)
     for name, path in source.files.items():

@@ -12,7 +12,8 @@ import numpy as np
 from sansgpu.config.schema import Config
 from sansgpu.config.wording import counted
 from sansgpu.data.forms.chats import PROMPTS, Prompt
-from sansgpu.data.rows import BadRows, SourceRow, bad_row
+from sansgpu.data.row_report import RowReport
+from sansgpu.data.rows import SourceRow, bad_row
 from sansgpu.data.shards import rows_with_progress
 from sansgpu.data.sources import Source
 from sansgpu.events.progress import ReportProgress
@@ -85,11 +86,12 @@ def read_prompts(
 
     Raises BadRowError if a row is invalid, and ConfigError if the chat template does not work.
     """
-    grpo, found, too_long = GRPOTrainingConfig.of(config).grpo, ReadingNotes(BadRows(config.data.on_bad_row)), 0
+    grpo, found, too_long = GRPOTrainingConfig.of(config).grpo, ReadingNotes(RowReport.of(config.data)), 0
     room, questions = config.window - grpo.max_completion_length, list[PromptRow]()
 
     def parse(row: SourceRow) -> PromptRow:
-        prompt = PROMPTS.read(row)
+        # a reward function of the user may use all columns
+        prompt = PROMPTS.read(row, report=found.bad_rows if grpo.reward_function is None else None)
         columns = prompt.columns
         if grpo.reward_function is None:
             check_answer(columns, prompt.where)

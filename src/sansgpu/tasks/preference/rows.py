@@ -47,7 +47,7 @@ def tokenize_preferences(
 
     def fit(row: SourceRow) -> list[tuple[Answers | None, bool]]:
         nonlocal first
-        read = PREFERENCES.read(row)
+        read = PREFERENCES.read(row, report=notes.bad_rows)
         parsed = tuple(replace(one, parse_special=parse_special) for one in read.conversations)
         read = replace(read, conversations=parsed)
         if read.label is not None and not rated:

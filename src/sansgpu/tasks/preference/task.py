@@ -13,7 +13,7 @@ import torch
 from sansgpu.config import ConfigError
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.schema import Config
-from sansgpu.data.rows import BadRows
+from sansgpu.data.row_report import RowReport
 from sansgpu.data.shards import cache_key, cached, rows_with_progress
 from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import describe_split
@@ -82,7 +82,7 @@ class Preference(SFT):
     def _read(
         cls, source: Source, config: Config, tokenizer: Any, progress: ReportProgress, notes: list[str]
     ) -> list[Answers]:
-        found = ReadingNotes(BadRows(config.data.on_bad_row))
+        found = ReadingNotes(RowReport.of(config.data))
         rows, data = rows_with_progress(source, progress), config.data
         examples = tokenize_preferences(
             rows, tokenizer, config.window, data.long_rows, cls.rated, found, data.parse_special_tokens

@@ -13,7 +13,8 @@ import numpy as np
 
 from sansgpu.config.schema import Config
 from sansgpu.data.forms.questions import Question
-from sansgpu.data.rows import BadRowError, BadRows
+from sansgpu.data.row_report import RowReport
+from sansgpu.data.rows import BadRowError
 from sansgpu.data.sequences import PackedSequences, WindowedTexts, require_overlap_fits
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.tasks.evaluation import TokenizedCorpus
@@ -42,7 +43,7 @@ class QuestionWindow:
 
 @tokenizer_errors()
 def make_windows(
-    questions: list[Question], tokenizer: Any, max_length: int, doc_stride: int, bad_rows: BadRows
+    questions: list[Question], tokenizer: Any, max_length: int, doc_stride: int, bad_rows: RowReport
 ) -> tuple[list[Question], list[QuestionWindow]]:
     """Tokenizes questions in order into windows of at most `max_length` tokens that overlap by `doc_stride` tokens.
 
@@ -66,7 +67,7 @@ def _lengths(texts: list[str], tokenizer: Any) -> list[int]:
 
 
 def _with_room(
-    questions: list[Question], tokenizer: Any, room: int, max_length: int, doc_stride: int, bad_rows: BadRows
+    questions: list[Question], tokenizer: Any, room: int, max_length: int, doc_stride: int, bad_rows: RowReport
 ) -> list[Question]:
     """Returns the questions that fit. For others, `tokenizers` would panic or raise an error without their location."""
 
@@ -158,7 +159,7 @@ class TokenizedQuestions(WindowedTexts):
 
     questions: list[Question]
     windows: list[QuestionWindow]
-    bad_rows: BadRows
+    bad_rows: RowReport
 
     def by_question(self) -> list[list[int]]:
         """Returns the indices of each question's windows."""
@@ -187,7 +188,7 @@ class QuestionCorpus(TokenizedCorpus[TokenizedQuestions]):
 
 
 def tokenize_questions(
-    questions: list[Question], config: Config, tokenizer: Any, bad_rows: BadRows
+    questions: list[Question], config: Config, tokenizer: Any, bad_rows: RowReport
 ) -> TokenizedQuestions:
     """Tokenizes questions into windows. Adds those that are too long to `bad_rows`."""
     longest = longest_example(config, tokenizer)

@@ -11,7 +11,8 @@ import numpy as np
 from sansgpu.config import ConfigError
 from sansgpu.config.schema import Config
 from sansgpu.data.forms.questions import QUESTIONS, Question, read_questions, unanswered_question
-from sansgpu.data.rows import BadRows, SourceRow, located
+from sansgpu.data.row_report import RowReport
+from sansgpu.data.rows import SourceRow, located
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.sources import open_single, open_sources
 from sansgpu.data.split import describe_split
@@ -46,7 +47,7 @@ class QA(Predicts, FineTuningTask):
         sources, data = open_sources(config.data), AnswerDataConfig.of(config)
         tokenizer = load_tokenizer_of(config.model)
         notes: list[str] = []
-        train_rows, held_rows = BadRows(data.on_bad_row), BadRows("skip")
+        train_rows, held_rows = RowReport.of(data), RowReport("skip")
         questions = read_questions(sources.train.rows(), train_rows)
         require_examples(sources, [len(questions)], "question", train_rows.notes())
         split = None
@@ -57,7 +58,7 @@ class QA(Predicts, FineTuningTask):
             train, held = split_rows(questions, contents, data.validation_split)
             split = describe_split(len(train), len(held), "question", data.validation_split)
 
-        def tokenized(part: list[Question], rows: BadRows, name: str) -> TokenizedQuestions:
+        def tokenized(part: list[Question], rows: RowReport, name: str) -> TokenizedQuestions:
             size = sum(len(question.context) for question in part)
             progress("tokenizing", size, size)
             made = tokenize_questions(part, config, tokenizer, rows)
@@ -93,7 +94,7 @@ class QA(Predicts, FineTuningTask):
             part, name = cast(QuestionCorpus, request.own_corpus()).validation, "validation questions"
         else:
             settings = AnswerDataConfig(dataset_name=request.data, dataset_config=loaded.config.data.dataset_config)
-            source, bad_rows = open_single(request.data, settings), BadRows("skip")
+            source, bad_rows = open_single(request.data, settings), RowReport("skip")
             questions, name = read_questions(source.rows(), bad_rows), source.name
             part = tokenize_questions(questions, loaded.config, loaded.tokenizer, bad_rows)
         part.bad_rows.report(lambda note: request.warn(f"{name}: {note}"))
@@ -116,7 +117,7 @@ class QA(Predicts, FineTuningTask):
         data = AnswerDataConfig.of(loaded.config)
         if null_answers is not None:
             data = data.model_copy(update={"null_answers": null_answers})
-        too_long = BadRows("skip")
+        too_long = RowReport("skip")
         asked = tokenize_questions(questions, loaded.config, loaded.tokenizer, too_long)
         if too_long.first:
             raise ConfigError(too_long.first)

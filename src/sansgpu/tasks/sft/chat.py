@@ -83,7 +83,7 @@ def tokenize_conversations(
 
     def fit(row: SourceRow) -> tuple[MaskedConversation | None, bool]:
         with tokenizer_errors(row.where):
-            conversation = replace(CONVERSATIONS.read(row), parse_special=parse_special)
+            conversation = replace(CONVERSATIONS.read(row, report=notes.bad_rows), parse_special=parse_special)
             return mask_within(conversation, tokenizer, max_length, long_rows)
 
     for fitted, is_shortened in notes.bad_rows.parsed(rows, fit):

@@ -11,7 +11,8 @@ import numpy as np
 from sansgpu.config.schema import Config
 from sansgpu.data.batch import IGNORE
 from sansgpu.data.forms.chats import CONVERSATIONS
-from sansgpu.data.rows import BadRowError, BadRows
+from sansgpu.data.row_report import RowReport
+from sansgpu.data.rows import BadRowError
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.shards import rows_with_progress
 from sansgpu.data.sources import Source
@@ -118,7 +119,7 @@ def examples_in(
 ) -> TokenizedConversations:
     data = config.data
     assert data.max_length is not None
-    rows, window, found = rows_with_progress(source, progress), data.max_length, ReadingNotes(BadRows(data.on_bad_row))
+    rows, window, found = rows_with_progress(source, progress), data.max_length, ReadingNotes(RowReport.of(data))
     examples = tokenize_conversations(rows, tokenizer, window, data.long_rows, found, data.parse_special_tokens)
     whole = "their last question and answer" if data.long_rows == "truncate" else "they"
     notes += found.messages(source.name, window, "their beginnings were removed, in conversations whole turns", whole)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sansgpu.config.wording import counted, shown
-from sansgpu.data.rows import BadRows
+from sansgpu.data.row_report import RowReport
 from sansgpu.models.generation.answer_end import answer_end
 
 
@@ -35,7 +35,7 @@ def end_notes(model: str, tokenizer: Any) -> Iterator[str]:
 class ReadingNotes:
     """Counts the rows of a source that were shortened, skipped or changed by the chat template."""
 
-    bad_rows: BadRows = field(default_factory=lambda: BadRows("fail"))
+    bad_rows: RowReport = field(default_factory=lambda: RowReport("fail"))
     shortened: int = 0  # conversations whose oldest turns, and texts whose beginning, were cut off
     dropped: int = 0  # rows that are too long, or have nothing to learn
     lacking_system: int = 0  # conversations whose system message the chat template omitted

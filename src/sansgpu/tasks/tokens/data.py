@@ -15,7 +15,7 @@ from sansgpu.data.conll import DEFAULT_TAG_COLUMN
 from sansgpu.data.files import file_form
 from sansgpu.data.forms.form import resolve_columns
 from sansgpu.data.forms.tags import OUTSIDE, TAGGED, TaggedText
-from sansgpu.data.rows import BadRows
+from sansgpu.data.row_report import RowReport
 from sansgpu.data.sequences import PackedSequences, WindowedTexts, require_overlap_fits
 from sansgpu.data.settings import TaggedDataConfig
 from sansgpu.data.sources import Source, open_single
@@ -129,7 +129,7 @@ class TaggedWindows(WindowedTexts):
     texts: list[TaggedText]
     targets: list[np.ndarray]  # label id of each word; all 0 if the texts have no tags
     windows: list[TagWindow]
-    bad_rows: BadRows
+    bad_rows: RowReport
 
     def notes(self) -> Iterator[str]:
         """Yields a message if texts were split into several windows."""
@@ -157,7 +157,7 @@ def tokenize_texts(
     labels: Sequence[str] | None,
     config: Config,
     tokenizer: Any,
-    bad_rows: BadRows,
+    bad_rows: RowReport,
     in_training: bool,
 ) -> TaggedWindows:
     """Tokenizes texts into windows, which overlap unless `in_training`. Texts with unknown tags are bad rows.

@@ -10,11 +10,12 @@ import numpy as np
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import truncate
 from sansgpu.data.forms.tags import TAGGED, TaggedText, iob2_tags
-from sansgpu.data.rows import BadRows, SourceRow
+from sansgpu.data.row_report import RowReport
+from sansgpu.data.rows import SourceRow
 from sansgpu.tasks.tokens.spans import has_entities, labels_of, scheme_of, spans_of, tag_flaw
 
 
-def read_tagged(rows: Iterable[SourceRow], bad_rows: BadRows) -> list[TaggedText]:
+def read_tagged(rows: Iterable[SourceRow], bad_rows: RowReport) -> list[TaggedText]:
     """Reads texts with tags. If any tag follows an entity scheme, all others must, too."""
     texts = TAGGED.read_all(rows, bad_rows)
     entities = any(has_entities(text.tags) for text in texts)
@@ -51,7 +52,7 @@ def require_labels(texts: Iterable[TaggedText], name: str) -> list[str]:
 
 
 def with_targets(
-    texts: list[TaggedText], labels: Sequence[str], bad_rows: BadRows
+    texts: list[TaggedText], labels: Sequence[str], bad_rows: RowReport
 ) -> tuple[list[TaggedText], list[np.ndarray]]:
     """Returns the texts whose tags are all in `labels`, and the label ids of their words, (W,) each."""
     numbers = {label: number for number, label in enumerate(labels)}

@@ -14,7 +14,8 @@ from sansgpu.config.schema import Config
 from sansgpu.config.wording import counted
 from sansgpu.data.forms.form import resolve_columns
 from sansgpu.data.forms.tags import TAGGED, untagged_text
-from sansgpu.data.rows import BadRows, located
+from sansgpu.data.row_report import RowReport
+from sansgpu.data.rows import located
 from sansgpu.data.sequences import PackedSequences
 from sansgpu.data.settings import TaggedDataConfig
 from sansgpu.data.sources import open_sources
@@ -56,7 +57,7 @@ class Tokens(Predicts, FineTuningTask):
         sources = open_sources(data)
         tokenizer = load_tokenizer_of(config.model)
         notes: list[str] = []
-        rows = {"training": BadRows(data.on_bad_row), "validation": BadRows(data.on_bad_row)}
+        rows = {"training": RowReport.of(data), "validation": RowReport.of(data)}
         given = read_tagged(sources.train.rows(), rows["training"])
         texts = in_iob2(given, "training texts", notes)
         require_examples(sources, [len(texts)], "text", rows["training"].notes())
@@ -110,7 +111,7 @@ class Tokens(Predicts, FineTuningTask):
         if request.data is None:
             part, name = cast(TagCorpus, request.own_corpus()).validation, "validation texts"
         else:
-            bad_rows, notes = BadRows("skip"), list[str]()
+            bad_rows, notes = RowReport("skip"), list[str]()
             source = open_tagged(request.data, TaggedDataConfig.of(loaded.config), notes)
             name, labels = source.name, loaded.objective.labels
             texts = in_iob2(read_tagged(source.rows(), bad_rows), name, notes)
@@ -125,7 +126,7 @@ class Tokens(Predicts, FineTuningTask):
     def predict(cls, loaded: TrainedModel, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns the `spans` in each row's `text` or `tokens`."""
         texts = [untagged_text(row) for row in located(rows)]
-        part = tokenize_texts(texts, None, loaded.config, loaded.tokenizer, BadRows("fail"), in_training=False)
+        part = tokenize_texts(texts, None, loaded.config, loaded.tokenizer, RowReport("fail"), in_training=False)
         evaluator = TagEvaluator(loaded.objective, part)
         with mixed_precision(loaded.device, loaded.precision):
             return evaluator.predictions(cls.evaluation_batch(loaded.config), loaded.device, rows)

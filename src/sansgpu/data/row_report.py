@@ -1,0 +1,91 @@
+"""Handles the invalid rows of a source, and reports what is in its rows but not used."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, TypeVar
+
+from sansgpu.config import ConfigError
+from sansgpu.config.schema import DataConfig
+from sansgpu.config.wording import counted, truncate
+from sansgpu.data.rows import BadRowError
+
+SKIPPED_WITHOUT_LIMIT = 10  # invalid rows that may always be skipped, so that a small sample can be tried
+MAX_UNUSED_CHARACTERS = 400  # of the list of columns that are not used
+
+_Row = TypeVar("_Row")
+_T = TypeVar("_T")
+
+
+class RowReport:
+    """Handles the invalid rows of one source, and counts what its rows have but nothing uses.
+
+    An invalid row is an error with `on_bad_row` "fail". Otherwise it is skipped and counted, up to the share `limit` of
+    all rows.
+    """
+
+    def __init__(self, on_bad_row: Literal["fail", "skip"], limit: float = 1.0) -> None:
+        self._fail = on_bad_row == "fail"
+        self._limit = limit
+        self._unused: Counter[str] = Counter()
+        self.rows = 0  # of the source
+        self.skipped = 0
+        self.first: str | None = None  # error message of the first invalid row
+
+    @classmethod
+    def of(cls, data: DataConfig) -> RowReport:
+        return cls(data.on_bad_row, data.max_bad_rows)
+
+    def parsed(self, rows: Iterable[_Row], parse: Callable[[_Row], _T]) -> Iterator[_T]:
+        """Yields `parse(row)` for each row, except those for which it raises BadRowError.
+
+        Several steps of reading may each call it with the rows that are left. Raises BadRowError at the first invalid
+        row if these are errors, and ConfigError at the end if too many were skipped.
+        """
+        seen = 0
+        for row in rows:
+            seen += 1
+            try:
+                value = parse(row)
+            except BadRowError as error:
+                if self._fail:
+                    raise BadRowError(f"{str(error).removesuffix('.')}, or set data.on_bad_row to skip.") from None
+                self.first = self.first or str(error)
+                self.skipped += 1
+            else:
+                yield value
+        self.rows = max(self.rows, seen)
+        self._require_few_skipped()
+
+    def _require_few_skipped(self) -> None:
+        if self.skipped > max(self._limit * self.rows, SKIPPED_WITHOUT_LIMIT) and self._limit < 1:
+            raise ConfigError(
+                f"{self.skipped} of {self.rows} rows are invalid, more than data.max_bad_rows={self._limit:g} allows; "
+                f"correct them or raise data.max_bad_rows; the first: {self.first}"
+            )
+
+    def not_used(self, names: Iterable[str]) -> None:
+        """Counts parts of one row, e.g. its columns, that have a value but that nothing uses."""
+        self._unused.update(names)
+
+    @property
+    def unused(self) -> dict[str, int]:
+        """The number of rows for each part of rows that is not used, the most frequent first."""
+        return dict(self._unused.most_common())
+
+    def notes(self) -> list[str]:
+        """Returns messages about the skipped rows and about what was not used, if any."""
+        notes = []
+        if self.skipped:
+            notes.append(f"bad rows skipped: {self.skipped} of {self.rows}; the first: {self.first}")
+        if self._unused:
+            first, *others = self.unused.items()
+            listed = [f"{first[0]} in {counted(first[1], 'row')}", *(f"{name} in {count}" for name, count in others)]
+            notes.append(truncate(f"not used: {', '.join(listed)}", MAX_UNUSED_CHARACTERS))
+        return notes
+
+    def report(self, note: Callable[[str], None]) -> None:
+        """Passes the messages, if any, to `note`."""
+        for message in self.notes():
+            note(message)
