@@ -100,6 +100,21 @@ class DataConfig(Section):
         description="file with a Jinja chat template, or `simple` for a built-in one. Default: the model's template",
         json_schema_extra=INPUT_PATH,
     )
+    system_column: str | None = Field(
+        None,
+        description="column with the system message of a chat. Default: `system`, `system_prompt` or `system_message`",
+    )
+    tools_column: str | None = Field(
+        None,
+        description="column with the tools of a chat, a list of JSON schemas or such a list as text. Default: `tools` "
+        "or `functions`",
+    )
+    merge_turns: bool = Field(
+        False,
+        description="for chat templates that require alternating turns: merge turns of the same role that follow each "
+        "other; a system message after the first turn, and an answer before the first question, become parts of the "
+        "next question",
+    )
     parse_special_tokens: bool = Field(
         False,
         description="read the texts of special tokens in messages as these tokens: only for trusted rows that contain "

@@ -99,7 +99,9 @@ KEY_GROUPS = {
         model.adapter model.lora_rank model.lora_alpha model.lora_dropout model.lora_targets model.base_precision
         model.merge_adapter
     """,
-    "chat template": "data.chat_template data.parse_special_tokens",
+    "chat template": """
+        data.chat_template data.parse_special_tokens data.system_column data.tools_column data.merge_turns
+    """,
     "long rows": "data.long_rows",
     "pairs": "data.label_column data.text_pair_column",
     "pooling": "model.pooling",

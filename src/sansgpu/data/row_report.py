@@ -18,6 +18,12 @@ _Row = TypeVar("_Row")
 _T = TypeVar("_T")
 
 
+def counted_parts(rows: Counter[str]) -> str:
+    """Lists parts of rows with the number of rows that have them, the most frequent first."""
+    first, *others = rows.most_common()
+    return ", ".join([f"{first[0]} in {counted(first[1], 'row')}", *(f"{name} in {count}" for name, count in others)])
+
+
 class RowReport:
     """Handles the invalid rows of one source, and counts what its rows have but nothing uses.
 
@@ -80,9 +86,7 @@ class RowReport:
         if self.skipped:
             notes.append(f"bad rows skipped: {self.skipped} of {self.rows}; the first: {self.first}")
         if self._unused:
-            first, *others = self.unused.items()
-            listed = [f"{first[0]} in {counted(first[1], 'row')}", *(f"{name} in {count}" for name, count in others)]
-            notes.append(truncate(f"not used: {', '.join(listed)}", MAX_UNUSED_CHARACTERS))
+            notes.append(truncate(f"not used: {counted_parts(self._unused)}", MAX_UNUSED_CHARACTERS))
         return notes
 
     def report(self, note: Callable[[str], None]) -> None:

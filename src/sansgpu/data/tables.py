@@ -46,6 +46,8 @@ class Columns:
     pair: Column | None = None  # the second text
     label: Column | None = None
     tag: int | None = None  # in CoNLL files
+    system: Column | None = None  # the system message of a chat
+    tools: Column | None = None  # of a chat
 
     @classmethod
     def of(cls, data: DataConfig) -> Columns:

@@ -16,7 +16,7 @@ from sansgpu.config import ConfigError, SansGPUError
 from sansgpu.config.paths import contains_run, local_path
 from sansgpu.config.plain_data import InvalidDataError
 from sansgpu.config.schema import DataConfig
-from sansgpu.data.forms.chats import PROMPTS, Prompt
+from sansgpu.data.forms.chats import PROMPTS, ChatOptions, Prompt
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import SourceRow
 from sansgpu.data.sources import open_single
@@ -29,6 +29,8 @@ from sansgpu.machine.probe import available_memory, has_bf16_tensors
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.models.formats.weights import weights_sha256
 from sansgpu.models.generation.generate import BatchModel, Completion, complete, stops_of, stream
+from sansgpu.models.generation.omitted import omitted_parts
+from sansgpu.models.generation.prompts import RejectedConversationError
 from sansgpu.models.generation.sampling import Sampling, reading, require_valid_sampling
 from sansgpu.models.generation.text import without_stop
 from sansgpu.models.modules import set_matmul_precision
@@ -124,7 +126,8 @@ def generate_rows(request: GenerateRequest, warn: Warn, progress: ReportProgress
             "generation."
         )
     bad_rows = RowReport("skip")
-    prompts = list(_encoded(request.data, model, bad_rows, progress))
+    options = ChatOptions.of(loaded.config.data)
+    prompts = list(_encoded(request.data, model, options, bad_rows, progress))
     bad_rows.report(lambda note: warn(f"{request.data}: {note}"))
     if not prompts:
         raise ConfigError(f"{request.data} has no rows to complete; add rows, which need a prompt, messages or a text.")
@@ -184,20 +187,24 @@ def _complete_rest(
 
 
 def _encoded(
-    name: str, model: BatchModel, bad_rows: RowReport, progress: ReportProgress
+    name: str, model: BatchModel, options: ChatOptions, bad_rows: RowReport, progress: ReportProgress
 ) -> Iterator[tuple[Prompt, list[int]]]:
     """Yields each usable row with its token ids."""
 
     def encode(row: SourceRow) -> tuple[Prompt, list[int]]:
-        prompt = PROMPTS.read(row)
+        prompt = options.applied_to_prompt(PROMPTS.read(row, options.columns))
         if prompt.turns and not prompt.text and model.chat_ids is None:
             raise row.error("it has messages, but the model has no chat template")
         with tokenizer_errors(row.where):
-            ids = (
-                model.chat_ids(list(prompt.turns))
-                if prompt.turns and model.chat_ids is not None
-                else model.text_ids(prompt.text)
-            )
+            if prompt.turns and model.chat_ids is not None:
+                try:
+                    ids = model.chat_ids(prompt.turns, prompt.tools)
+                except RejectedConversationError as error:
+                    raise row.error(str(error).rstrip(".")) from None
+                bad_rows.not_used(omitted_parts(prompt.turns, prompt.tools, model.chat_ids))
+            else:
+                ids = model.text_ids(prompt.text)
+                bad_rows.not_used(["tools"] if prompt.tools else [])
         if len(ids) >= model.context:
             raise row.error(f"it has {len(ids):,} tokens, too many for the model's context of {model.context:,}")
         return prompt, ids

@@ -3,28 +3,52 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from itertools import takewhile
+from typing import Any
 
-from sansgpu.data.forms.form import Form, Forms
+from sansgpu.config.schema import DataConfig
+from sansgpu.data.forms.chat_columns import (
+    CONTEXT_COLUMNS,
+    SYSTEM_COLUMNS,
+    TOOLS_COLUMNS,
+    Tools,
+    after_system,
+    all_turns,
+    chat_columns,
+    context_of,
+    first_column,
+    history_turns,
+    nonempty_in,
+    read_tools,
+    require_nonempty,
+    string_in,
+)
+from sansgpu.data.forms.form import USUAL, Form, Forms, is_empty, unused_columns
+from sansgpu.data.forms.turns import (
+    ANSWERED_ROLES,
+    SYSTEM_ROLES,
+    Message,
+    chatml_turns,
+    looks_like_turns,
+    merged_turns,
+    read_turns,
+    with_calls,
+)
 from sansgpu.data.rows import Row, SourceRow, TypedRow, bad_row, is_text
 from sansgpu.data.tables import Columns
 
-Message = dict[str, Any]  # role, content, and any other keys for the chat template
-
-Role = Literal["system", "developer", "user", "assistant", "tool"]
-# For each role, the roles of the turn that may precede it; None: it may be the first turn.
-FOLLOWS: dict[Role, tuple[str | None, ...]] = {
-    "system": (None,),
-    "developer": (None,),
-    "user": (None, "system", "developer", "assistant", "tool"),
-    "assistant": ("user", "tool"),
-    "tool": ("assistant", "tool"),
-}
-ANSWERED_ROLES = "user", "tool"  # roles of a turn that the model can answer
-# ShareGPT's names of roles -> transformers' names.
-ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
+# Columns with turns besides `messages`, which only count if they have a list of turns.
+TURN_COLUMNS = "conversations", "conversation", "dialogue", "dialog", "turns", "chat", "data"
+INSTRUCTION_COLUMNS = "instruction", "question", "query"
+# Columns with a question and its answer, besides prompt and completion, and instruction and output.
+PAIRS = (
+    *(("prompt", answer) for answer in ("response", "output", "answer")),
+    *((asked, answer) for asked in INSTRUCTION_COLUMNS for answer in ("output", "response", "answer", "completion")),
+    ("input", "output"),
+    ("inputs", "targets"),
+)
 # Stanford Alpaca's prompts, which are used for models without a chat template.
 INSTRUCTION = "### Instruction:\n{instruction}\n\n### Response:\n"
 INSTRUCTION_WITH_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
@@ -32,13 +56,24 @@ INSTRUCTION_WITH_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}
 
 @dataclass(frozen=True)
 class Conversation(TypedRow):
-    """The content of a row: `turns`, or a `text` in which every token is a target."""
+    """The content of a row: `turns`, or a `text` in which every token is a target.
+
+    With both, the text consists of ChatML turns: the turns are for tokenizers with a chat template.
+    """
 
     turns: tuple[Message, ...] = ()
     first: int = 0  # index of the first turn whose answer is a target
     plain: tuple[str, str] | None = None  # prompt and answer, for tokenizers without a chat template
     text: str | None = None
     parse_special: bool = False  # True: the texts of special tokens in messages are read as these tokens
+    tools: Tools = ()
+    unlearned: frozenset[int] = frozenset()  # indices of answers that are no targets
+
+    @property
+    def learned_turns(self) -> list[int]:
+        """The indices of the turns that are targets."""
+        learned = range(self.first, len(self.turns))
+        return [n for n in learned if self.turns[n]["role"] == "assistant" and n not in self.unlearned]
 
     def later_questions(self) -> list[int]:
         """Returns the indices of the user turns with an answer after them, except the first one."""
@@ -48,9 +83,53 @@ class Conversation(TypedRow):
 
     def from_question(self, number: int) -> Conversation:
         """Returns the conversation from turn `number`, a question, to its end, preceded by the system message."""
-        system = self.turns[: next(n for n, turn in enumerate(self.turns) if turn["role"] == "user")]
-        first = max(0, self.first - number + len(system))
-        return replace(self, turns=system + self.turns[number:], first=first)
+        system = tuple(takewhile(lambda turn: turn["role"] in SYSTEM_ROLES, self.turns))
+        shift = len(system) - number
+        first, unlearned = max(0, self.first + shift), frozenset(n + shift for n in self.unlearned if n >= number)
+        return replace(self, turns=system + self.turns[number:], first=first, unlearned=unlearned)
+
+    def for_template(self, exists: bool) -> Conversation:
+        """Returns the conversation with either turns or a text, depending on whether a chat template exists."""
+        if self.text is None or not self.turns:
+            return self
+        return replace(self, text=None) if exists else replace(self, turns=())
+
+    def merged(self) -> Conversation:
+        """Returns the conversation with merged turns, see `merged_turns`."""
+        merged = merged_turns(self.turns, self.first)
+        first = next((n for n, (_, parts) in enumerate(merged) if self.first in parts), 0)
+        unlearned = frozenset(n for n, (_, parts) in enumerate(merged) if self.unlearned & {*parts})
+        return replace(self, turns=tuple(turn for turn, _ in merged), first=first, unlearned=unlearned)
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """The configuration keys that apply to conversations in all forms of rows."""
+
+    columns: Columns = USUAL
+    merge_turns: bool = False
+    parse_special: bool = False
+    last_answer_only: bool = False
+
+    @classmethod
+    def of(cls, data: DataConfig, learn: str = "all") -> ChatOptions:
+        columns = Columns(system=data.system_column, tools=data.tools_column)
+        return cls(columns, data.merge_turns, data.parse_special_tokens, learn == "last")
+
+    def applied_to_prompt(self, prompt: Prompt) -> Prompt:
+        merged = tuple(turn for turn, _ in merged_turns(prompt.turns))
+        return replace(prompt, turns=merged) if self.merge_turns else prompt
+
+    def applied(self, conversation: Conversation) -> Conversation:
+        """Raises BadRowError if nothing is left to learn."""
+        found = replace(conversation, parse_special=self.parse_special)
+        found = found.merged() if self.merge_turns else found
+        if self.last_answer_only and found.turns:
+            answers = (n for n, turn in enumerate(found.turns) if turn["role"] == "assistant")
+            found = replace(found, first=max(answers, default=0))
+        if found.turns and not found.learned_turns:
+            raise bad_row(found.where, "has no assistant turn to learn from")
+        return found
 
 
 @dataclass(frozen=True)
@@ -60,6 +139,8 @@ class Prompt(TypedRow):
     row: Row
     turns: tuple[Message, ...] = ()
     text: str = ""
+    tools: Tools = ()
+    column: str = "text"  # the column with the prompt
 
     @property
     def columns(self) -> Row:
@@ -72,11 +153,10 @@ class Prompt(TypedRow):
         If the prompt is a `text`, the completion is also appended to it.
         """
         row = {**self.row, "completion": completion, "finish_reason": reason}
-        given = next(name for name in ("messages", "prompt", "text", "conversations") if row.get(name) is not None)
-        if given == "text":
+        if self.column == "text":
             row["text"] += completion
-        elif given != "prompt":
-            turns = row["messages"] if given == "messages" else self.turns
+        elif self.column == "messages" or self.column in TURN_COLUMNS:
+            turns = row["messages"] if isinstance(row.get("messages"), list) else self.turns
             row["messages"] = [*turns, {"role": "assistant", "content": row.pop("completion")}]
         return row
 
@@ -86,114 +166,58 @@ def _require_unicode(row: SourceRow, content: Any) -> None:
         raise bad_row(row.where, "contains an unpaired surrogate, which is not valid text")
 
 
-def _string(row: SourceRow, column: str) -> str:
-    value = row.value[column]
-    if not isinstance(value, str):
-        raise bad_row(row.where, f"has a value of type {type(value).__name__} instead of a string in {column}")
-    return value
-
-
-def _nonempty(row: SourceRow, column: str) -> str:
-    text = _string(row, column)
-    require_nonempty(row.where, text, column)
-    return text
-
-
-def require_nonempty(where: str, text: Any, column: str) -> None:
-    """Raises BadRowError if `text` is a string without content."""
-    if isinstance(text, str) and not text.strip():
-        raise bad_row(where, f"has an empty {column}")
-
-
-def read_turns(where: str, values: Any, column: str, before: int = 0) -> Iterator[Message]:
-    """Yields the turns in a row's column. `before` is the number of turns before them, for turn numbers in errors."""
-    if not isinstance(values, (list, tuple)):
-        raise bad_row(
-            where,
-            f"has a value of type {type(values).__name__} in {column} instead of a list of objects with role and "
-            "content",
-        )
-    for number, value in enumerate(values, before + 1):
-        yield _turn(where, number, value)
-
-
-def _turn(where: str, number: int, value: Any) -> Message:
-    if not isinstance(value, dict):
-        raise bad_row(
-            where,
-            f"has a value of type {type(value).__name__} as turn {number} instead of an object with role and content",
-        )
-    if "from" in value and "value" in value:
-        others = {name: part for name, part in value.items() if name not in ("from", "value")}
-        value = {**others, "role": role_of(value), "content": value["value"]}
-    turn = {name: part for name, part in value.items() if part is not None}
-    role, content = turn.get("role"), _joined(turn.get("content"))
-    if role not in tuple(FOLLOWS):
-        raise bad_row(where, f"has the unknown role {role!r} in turn {number}; known roles are {', '.join(FOLLOWS)}")
-    calls = role == "assistant" and bool(turn.get("tool_calls"))
-    if content is None and calls:
-        content = ""
-    if not isinstance(content, str):
-        raise bad_row(
-            where, f"has a value of type {type(content).__name__} instead of a string as the content of turn {number}"
-        )
-    if role == "assistant" and not calls and not content.strip():
-        raise bad_row(where, f"has an empty answer in turn {number}")
-    return {**turn, "content": content}
-
-
-def role_of(turn: Any) -> Any:
-    """Returns the role in a turn, which may be in ShareGPT's form, with `from` and `value`."""
-    role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
-    return ROLES.get(role, role) if isinstance(role, str) else role
-
-
-def _joined(content: Any) -> Any:
-    """Joins content that is a list of text parts to one string; returns other content unchanged."""
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
-    ):
-        return "".join(part["text"] for part in content)
-    return content
-
-
-def _in_order(where: str, turns: Sequence[Message]) -> tuple[Message, ...]:
-    before: str | None = None
-    for number, turn in enumerate(turns, 1):
-        role = turn["role"]
-        if before not in FOLLOWS[role]:
-            order = f"follows {before}" if before else "is the first"
-            raise bad_row(where, f"has its turns in the wrong order: turn {number} ({role}) {order}")
-        before = role
-    return tuple(turns)
-
-
-def all_turns(row: SourceRow, values: Any, column: str) -> list[Message]:
-    """Returns the turns in a column after the message in the column `system`, unless they begin with it."""
-    system = row.value.get("system")
-    first = [*read_turns(row.where, [{"role": "system", "content": system}], "system")] if system else []
-    turns = [*read_turns(row.where, values, column, len(first))]
-    return turns if turns[:1] == first else first + turns
-
-
 def build_conversation(
-    row: SourceRow, turns: Sequence[Message], first: int, plain: tuple[str, str] | None = None
+    row: SourceRow, turns: Sequence[Message], first: int, columns: Columns = USUAL, plain: tuple[str, str] | None = None
 ) -> Conversation:
     """Returns a conversation whose answers from turn `first` on are learned. Raises BadRowError if there are none."""
-    in_order = _in_order(row.where, turns)
-    if not any(turn["role"] == "assistant" for turn in turns[first:]):
+    unlearned = frozenset(n for n, turn in enumerate(turns) if turn["role"] == "assistant" and "weight" in turn)
+    shown = tuple(without_weight(turn) if n in unlearned else turn for n, turn in enumerate(turns))
+    found = Conversation(row.where, shown, first, plain, tools=read_tools(row, columns), unlearned=unlearned)
+    if not found.learned_turns:
         raise bad_row(row.where, "has no assistant turn to learn from")
-    _require_unicode(row, turns)
-    return Conversation(row.where, in_order, first, plain)
+    _require_unicode(row, [*turns, *found.tools])
+    return found
 
 
-def prompt_and_answer(row: SourceRow, prompt: Any, answer: Any, column: str) -> Conversation:
-    """Builds a conversation from a prompt (text or list of turns) and an answer (text, turn or list of turns)."""
+def without_weight(turn: Message) -> Message:
+    return {key: part for key, part in turn.items() if key != "weight"}
+
+
+def prompt_and_answer(row: SourceRow, prompt: Any, answer: Any, column: str, columns: Columns = USUAL) -> Conversation:
+    """Builds a conversation from a prompt (text or list of turns) and an answer (text, turn or list of turns).
+
+    Only the answer is learned. Turns in the column `history` precede the prompt.
+    """
     require_nonempty(row.where, answer, column)
-    plain = (_after_system(row, prompt), answer) if isinstance(prompt, str) and isinstance(answer, str) else None
-    before = all_turns(row, _as_turns(prompt, "user"), "prompt")
+    asked, history = _as_turns(prompt, "user"), history_turns(row)
+    plain = None
+    if isinstance(prompt, str) and isinstance(answer, str) and not history:
+        plain = after_system(row, prompt, columns), answer
+    if history:
+        asked = [*history, *read_turns(row.where, asked, "prompt", len(history))]
+    before = all_turns(row, asked, "prompt", columns)
     after = read_turns(row.where, _as_turns(answer, "assistant"), column, len(before))
-    return build_conversation(row, [*before, *after], len(before), plain)
+    return build_conversation(row, [*before, *after], len(before), columns, plain)
+
+
+def instruction_and_answer(row: SourceRow, asked: str, answer: str, columns: Columns = USUAL) -> Conversation:
+    """Builds a conversation from an instruction in column `asked`, the context that the row may have, and an answer."""
+    instruction, context = string_in(row, asked), context_of(row)
+    prompt, template = instruction, INSTRUCTION
+    if context.strip():
+        prompt = f"{instruction}\n\n{context}" if instruction.strip() else context
+        template = INSTRUCTION_WITH_INPUT
+    found = prompt_and_answer(row, prompt, _answer(row, answer), answer, columns)
+    if found.plain is None:
+        return found
+    written = template.format(instruction=instruction, input=context)
+    return replace(found, plain=(after_system(row, written, columns), found.plain[1]))
+
+
+def _answer(row: SourceRow, column: str) -> Any:
+    """Returns an answer; a number as text."""
+    value = row.value[column]
+    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 def _as_turns(value: Any, role: str) -> Any:
@@ -202,78 +226,137 @@ def _as_turns(value: Any, role: str) -> Any:
     return [value] if isinstance(value, dict) else value
 
 
-def _after_system(row: SourceRow, prompt: str) -> str:
-    """Returns a prompt after the message in the column `system`, for models without a chat template."""
-    system = row.value.get("system")
-    return f"{system}\n\n{prompt}" if system else prompt
-
-
 def _conversation_in(column: str) -> Callable[[SourceRow, Columns], Conversation]:
-    return lambda row, columns: build_conversation(row, all_turns(row, row.value[column], column), 0)
+    return lambda row, columns: build_conversation(row, all_turns(row, row.value[column], column, columns), 0, columns)
 
 
-def _completion(row: SourceRow, columns: Columns) -> Conversation:
-    return prompt_and_answer(row, row.value["prompt"], row.value["completion"], "completion")
+def _with_learned_history(row: SourceRow, found: Conversation) -> Conversation:
+    """Returns a conversation in which the answers of the history are learned, too, as LLaMA-Factory learns them."""
+    return found if is_empty(row.value.get("history")) else replace(found, first=0)
 
 
-def _instruction(row: SourceRow, columns: Columns) -> Conversation:
-    instruction, output = _string(row, "instruction"), _string(row, "output")
-    context = "" if row.value.get("input") is None else _string(row, "input")
-    prompt, template = instruction, INSTRUCTION
-    if context.strip():
-        prompt, template = f"{instruction}\n\n{context}", INSTRUCTION_WITH_INPUT
-    plain = _after_system(row, template.format(instruction=instruction, input=context)), output
-    return replace(prompt_and_answer(row, prompt, output, "output"), plain=plain)
+def _pair_in(asked: str, answer: str) -> Callable[[SourceRow, Columns], Conversation]:
+    def read(row: SourceRow, columns: Columns) -> Conversation:
+        if asked in INSTRUCTION_COLUMNS:
+            return _with_learned_history(row, instruction_and_answer(row, asked, answer, columns))
+        found = prompt_and_answer(row, row.value[asked], _answer(row, answer), answer, columns)
+        return _with_learned_history(row, found)
+
+    return read
+
+
+def _calls(row: SourceRow, columns: Columns) -> Conversation:
+    """Reads a question with the calls of tools that answer it, as in xLAM's rows."""
+    call = with_calls(row.where, 2, {"role": "assistant", "content": "", "tool_calls": row.value["answers"]})
+    if not call["tool_calls"]:
+        raise bad_row(row.where, "has no answers")
+    turns = all_turns(row, [{"role": "user", "content": row.value["query"]}, call], "query", columns)
+    return build_conversation(row, turns, 0, columns)
 
 
 def _text(row: SourceRow, columns: Columns) -> Conversation:
-    text = _nonempty(row, "text")
+    text = nonempty_in(row, "text")
     _require_unicode(row, text)
-    return Conversation(row.where, text=text)
+    turns = chatml_turns(text)
+    if not any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns):
+        return Conversation(row.where, text=text)
+    return replace(build_conversation(row, all_turns(row, turns, "text", columns), 0, columns), text=text)
+
+
+def chat_form(
+    keys: tuple[str, ...],
+    read: Callable[[SourceRow, Columns], Any],
+    example: Mapping[str, Any],
+    optional: tuple[str, ...] = (),
+    recognizes: Callable[[Row, Columns], bool] | None = None,
+) -> Form[Any]:
+    """Returns a form that also uses the columns of the system message and of tools."""
+    asks = bool({*keys} & {*INSTRUCTION_COLUMNS})
+
+    def unused(row: Row, columns: Columns) -> Iterator[str]:
+        context = first_column(row, CONTEXT_COLUMNS) if asks else None
+        chosen = (*chat_columns(row, columns), context)
+        return unused_columns(row, (*keys, *optional, *(name for name in chosen if name is not None)), columns)
+
+    further = (*optional, *(CONTEXT_COLUMNS if asks else ()), *SYSTEM_COLUMNS, *TOOLS_COLUMNS)
+    return Form(keys, read, example, further, recognizes, unused=unused)
+
+
+def turns_form(column: str, read: Callable[[SourceRow, Columns], Any], example: Any, **used: Any) -> Form[Any]:
+    """Returns a form for a column that may also have other content than turns."""
+    return chat_form((column,), read, example, recognizes=lambda row, _: looks_like_turns(row.get(column)), **used)
 
 
 _QUESTION, _ANSWER = {"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}
 _HUMAN, _GPT = {"from": "human", "value": "What is 2 + 2?"}, {"from": "gpt", "value": "4"}
+_TOOL = {"type": "function", "function": {"name": "add", "description": "Adds numbers."}}
+_PAIR = {"input": "What is 2 + 2?", "output": "4"}
 
 CONVERSATIONS = Forms("messages, prompt and completion, instruction and output, or text", (
-    Form(("messages",), _conversation_in("messages"), {"messages": [_QUESTION, _ANSWER]}, ("system",)),
-    Form(("prompt", "completion"), _completion, {"prompt": "What is 2 + 2?", "completion": "4"}, ("system",)),
-    Form(("instruction", "output"), _instruction,
-         {"instruction": "Translate to German.", "input": "two", "output": "zwei"}, ("input", "system")),
-    Form(("text",), _text, {"text": "A text of which all tokens are learned."}),
-    Form(("conversations",), _conversation_in("conversations"),
-         {"system": "Answer briefly.", "conversations": [_HUMAN, _GPT]}, ("system",)),
+    chat_form(("messages",), _conversation_in("messages"), {"messages": [_QUESTION, _ANSWER], "tools": [_TOOL]}),
+    chat_form(("prompt", "completion"), _pair_in("prompt", "completion"),
+              {"prompt": "What is 2 + 2?", "completion": "4"}, ("history",)),
+    chat_form(("instruction", "output"), _pair_in("instruction", "output"),
+              {"instruction": "Translate to German.", "input": "two", "output": "zwei"}, ("history",)),
+    chat_form(("conversations",), _conversation_in("conversations"),
+              {"system": "Answer briefly.", "conversations": [_HUMAN, _GPT]}),
+    chat_form(("query", "tools", "answers"), _calls,
+              {"query": "What is 2 + 2?", "tools": [_TOOL],
+               "answers": '[{"name": "add", "arguments": {"a": 2, "b": 2}}]'}),
+    *(chat_form(pair, _pair_in(*pair), dict(zip(pair, ("What is 2 + 2?", "4"), strict=True)), ("history",))
+      for pair in PAIRS if pair != ("instruction", "output")),
+    chat_form(("text",), _text, {"text": "A text of which all tokens are learned."}),
+    *(turns_form(column, _conversation_in(column), {column: [_PAIR]}) for column in TURN_COLUMNS[1:]),
 ))  # fmt: skip
 
 
-def _build_prompt(row: SourceRow, values: Any, column: str) -> Prompt:
-    turns = _in_order(row.where, all_turns(row, values, column))
+def _build_prompt(row: SourceRow, values: Any, column: str, columns: Columns) -> Prompt:
+    history = history_turns(row) if column not in ("messages", *TURN_COLUMNS) else []
+    if history:
+        values = [*history, *read_turns(row.where, values, column, len(history))]
+    turns = all_turns(row, values, column, columns)
     if not turns or turns[-1]["role"] not in ANSWERED_ROLES:
         raise bad_row(row.where, f"has no user message to answer at the end of its {column}")
     _require_unicode(row, row.value)  # all of it, because it is written with the answer
-    return Prompt(row.where, row.value, turns)
+    shown = tuple(without_weight(turn) for turn in turns)
+    return Prompt(row.where, row.value, shown, tools=read_tools(row, columns), column=column)
 
 
 def _prompt_in(column: str) -> Callable[[SourceRow, Columns], Prompt]:
-    return lambda row, columns: _build_prompt(row, row.value[column], column)
+    return lambda row, columns: _build_prompt(row, row.value[column], column, columns)
 
 
 def _prompt(row: SourceRow, columns: Columns) -> Prompt:
     """Reads a prompt: a user turn for models with a chat template, and a text to continue for others."""
     prompt = row.value["prompt"]
     require_nonempty(row.where, prompt, "prompt")
-    found = _build_prompt(row, _as_turns(prompt, "user"), "prompt")
-    return replace(found, text=_after_system(row, prompt)) if isinstance(prompt, str) else found
+    found = _build_prompt(row, _as_turns(prompt, "user"), "prompt", columns)
+    is_text = isinstance(prompt, str) and is_empty(row.value.get("history"))
+    return replace(found, text=after_system(row, prompt, columns)) if is_text else found
+
+
+def _instruction_prompt_in(column: str) -> Callable[[SourceRow, Columns], Prompt]:
+    def read(row: SourceRow, columns: Columns) -> Prompt:
+        instruction, context = nonempty_in(row, column), context_of(row)
+        prompt = f"{instruction}\n\n{context}" if context.strip() else instruction
+        return _build_prompt(row, _as_turns(prompt, "user"), column, columns)
+
+    return read
 
 
 def _text_prompt(row: SourceRow, columns: Columns) -> Prompt:
     _require_unicode(row, row.value)
-    return Prompt(row.where, row.value, text=_nonempty(row, "text"))
+    return Prompt(row.where, row.value, text=nonempty_in(row, "text"))
 
 
 PROMPTS = Forms("prompt, messages or text", (
-    Form(("messages",), _prompt_in("messages"), {"messages": [_QUESTION], "answer": "4"}, ("system", "answer")),
-    Form(("prompt",), _prompt, {"prompt": "What is 2 + 2?", "answer": "4"}, ("system", "answer")),
+    chat_form(("messages",), _prompt_in("messages"), {"messages": [_QUESTION], "answer": "4"}, ("answer",)),
+    chat_form(("prompt",), _prompt, {"prompt": "What is 2 + 2?", "answer": "4"}, ("answer", "history")),
     Form(("text",), _text_prompt, {"text": "2 + 2 =", "answer": "4"}, ("answer",)),
-    Form(("conversations",), _prompt_in("conversations"), {"conversations": [_HUMAN]}, ("system", "answer")),
+    chat_form(("conversations",), _prompt_in("conversations"), {"conversations": [_HUMAN], "answer": "4"},
+              ("answer",)),
+    *(chat_form((column,), _instruction_prompt_in(column), {column: "What is 2 + 2?", "answer": "4"},
+                ("answer", "history")) for column in INSTRUCTION_COLUMNS),
+    *(turns_form(column, _prompt_in(column), {column: [_QUESTION]}, optional=("answer",))
+      for column in TURN_COLUMNS[1:]),
 ))  # fmt: skip

@@ -6,18 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sansgpu.data.forms.chat_columns import all_turns, context_of, require_nonempty, string_in
 from sansgpu.data.forms.chats import (
+    INSTRUCTION_COLUMNS,
     Conversation,
-    all_turns,
     build_conversation,
+    chat_form,
+    instruction_and_answer,
     prompt_and_answer,
-    require_nonempty,
-    role_of,
 )
-from sansgpu.data.forms.form import Form, Forms
+from sansgpu.data.forms.form import Forms
+from sansgpu.data.forms.turns import decoded, role_of
 from sansgpu.data.rows import Row, SourceRow, TypedRow, bad_row
 from sansgpu.data.tables import Columns
 
+RATING_COLUMNS = "label", "kto_tag"  # the second as in LLaMA-Factory's rows
 # The keys True and False also match the numbers 1 and 0.
 RATINGS = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
 
@@ -37,31 +40,49 @@ class PreferenceRow(TypedRow):
         return list(zip(self.conversations, (True, False), strict=True))
 
 
-def _prompt_and_answer(row: SourceRow, prompt: Any, answer: Any, column: str) -> Conversation:
+def _prompt_and_answer(row: SourceRow, prompt: Any, answer: Any, column: str, columns: Columns) -> Conversation:
     require_nonempty(row.where, prompt, "prompt")
-    return prompt_and_answer(row, prompt, answer, column)
+    return prompt_and_answer(row, prompt, answer, column, columns)
 
 
-def _pair(row: SourceRow, prompt: Any, chosen: Any, rejected: Any) -> PreferenceRow:
-    answers = ("chosen", chosen), ("rejected", rejected)
-    return PreferenceRow(row.where, tuple(_prompt_and_answer(row, prompt, answer, name) for name, answer in answers))
+def _pair(row: SourceRow, columns: Columns, prompt: Any, answers: tuple[Any, Any]) -> PreferenceRow:
+    named = zip(("chosen", "rejected"), answers, strict=True)
+    return PreferenceRow(
+        row.where, tuple(_prompt_and_answer(row, prompt, answer, name, columns) for name, answer in named)
+    )
 
 
 def _two_answers(row: SourceRow) -> tuple[Any, Any]:
     if row.value["chosen"] == row.value["rejected"]:
         raise bad_row(row.where, "has identical chosen and rejected answers")
-    return row.value["chosen"], row.value["rejected"]
+    return _turns_of(row.value["chosen"]), _turns_of(row.value["rejected"])
+
+
+def _turns_of(answer: Any) -> Any:
+    """Returns an answer; if it is JSON text of turns, as in CSV files, the turns."""
+    found = decoded(answer)
+    first = found[0] if isinstance(found, list) and found else found
+    return found if isinstance(first, dict) and role_of(first) is not None else answer
 
 
 def _pair_with_prompt_in(column: str) -> Callable[[SourceRow, Columns], PreferenceRow]:
-    return lambda row, columns: _pair(row, row.value[column], *_two_answers(row))
+    return lambda row, columns: _pair(row, columns, _turns_of(row.value[column]), _two_answers(row))
+
+
+def _pair_with_instruction_in(column: str) -> Callable[[SourceRow, Columns], PreferenceRow]:
+    def read(row: SourceRow, columns: Columns) -> PreferenceRow:
+        instruction, context = string_in(row, column), context_of(row)
+        prompt = f"{instruction}\n\n{context}" if context.strip() else instruction
+        return _pair(row, columns, prompt, _two_answers(row))
+
+    return read
 
 
 def _has_prompt(row: Row, columns: Columns) -> bool:
     """Returns whether a row has a prompt, and the chosen turns do not include it, as in ultrafeedback_binarized."""
     if any(row.get(key) is None for key in ("prompt", "chosen", "rejected")):
         return False
-    chosen = row["chosen"]
+    chosen = _turns_of(row["chosen"])
     return not (isinstance(chosen, list) and chosen and role_of(chosen[0]) in ("system", "developer", "user"))
 
 
@@ -79,11 +100,11 @@ def _whole_pair(row: SourceRow, columns: Columns) -> PreferenceRow:
         same -= 1  # because a space belongs to the token of the next word
     if not same:
         raise bad_row(row.where, "has no prompt, because chosen and rejected have no common beginning")
-    return _pair(row, chosen[:same], chosen[same:], rejected[same:])
+    return _pair(row, columns, chosen[:same], (chosen[same:], rejected[same:]))
 
 
 def _rating(row: SourceRow) -> bool:
-    value = row.value["label"]
+    value = next(row.value[column] for column in RATING_COLUMNS if row.value.get(column) is not None)
     key = value.strip().lower() if isinstance(value, str) else value
     label = RATINGS.get(key) if isinstance(key, (str, bool, int, float)) else None
     if label is None:
@@ -93,36 +114,44 @@ def _rating(row: SourceRow) -> bool:
 
 def _rated_conversation_in(column: str) -> Callable[[SourceRow, Columns], PreferenceRow]:
     def read(row: SourceRow, columns: Columns) -> PreferenceRow:
-        turns = all_turns(row, row.value[column], column)
+        turns = all_turns(row, row.value[column], column, columns)
         if turns and turns[-1]["role"] != "assistant":
             raise bad_row(row.where, "ends without an answer to rate")
-        return PreferenceRow(row.where, (build_conversation(row, turns, len(turns) - 1),), _rating(row))
+        return PreferenceRow(row.where, (build_conversation(row, turns, len(turns) - 1, columns),), _rating(row))
 
     return read
 
 
-def _rated_completion(row: SourceRow, columns: Columns) -> PreferenceRow:
-    answer = _prompt_and_answer(row, row.value["prompt"], row.value["completion"], "completion")
-    return PreferenceRow(row.where, (answer,), _rating(row))
+def _rated_answer_in(asked: str, answer: str) -> Callable[[SourceRow, Columns], PreferenceRow]:
+    def read(row: SourceRow, columns: Columns) -> PreferenceRow:
+        if asked in INSTRUCTION_COLUMNS:
+            found = instruction_and_answer(row, asked, answer, columns)
+        else:
+            found = _prompt_and_answer(row, row.value[asked], row.value[answer], answer, columns)
+        return PreferenceRow(row.where, (found,), _rating(row))
+
+    return read
 
 
 _PROMPT, _GOOD, _BAD = "What is 2 + 2?", {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "5"}
 _ASKED = [{"role": "user", "content": _PROMPT}]
 _HUMAN, _GPT = {"from": "human", "value": _PROMPT}, {"from": "gpt", "value": "4"}
+_RATED_PAIRS = ("prompt", "completion"), ("prompt", "response"), ("instruction", "output"), ("question", "answer")
 
 PREFERENCES = Forms(
     "prompt, chosen and rejected; chosen and rejected; conversations, chosen and rejected; messages and label; or "
     "prompt, completion and label", (
-    Form(("conversations", "chosen", "rejected"), _pair_with_prompt_in("conversations"),
-         {"conversations": [_HUMAN], "chosen": _GPT, "rejected": {"from": "gpt", "value": "5"}}, ("system",)),
-    Form(("prompt", "chosen", "rejected"), _pair_with_prompt_in("prompt"),
-         {"prompt": _PROMPT, "chosen": "4", "rejected": "5"}, ("system",), _has_prompt),
-    Form(("chosen", "rejected"), _whole_pair,
-         {"chosen": [*_ASKED, _GOOD], "rejected": [*_ASKED, _BAD]}, ("prompt", "system")),
-    Form(("messages", "label"), _rated_conversation_in("messages"),
-         {"messages": [*_ASKED, _BAD], "label": False}, ("system",)),
-    Form(("conversations", "label"), _rated_conversation_in("conversations"),
-         {"system": "Answer briefly.", "conversations": [_HUMAN, _GPT], "label": True}, ("system",)),
-    Form(("prompt", "completion", "label"), _rated_completion,
-         {"prompt": _PROMPT, "completion": "4", "label": True}, ("system",)),
+    chat_form(("conversations", "chosen", "rejected"), _pair_with_prompt_in("conversations"),
+              {"conversations": [_HUMAN], "chosen": _GPT, "rejected": {"from": "gpt", "value": "5"}}, ("history",)),
+    chat_form(("prompt", "chosen", "rejected"), _pair_with_prompt_in("prompt"),
+              {"prompt": _PROMPT, "chosen": "4", "rejected": "5"}, ("history",), _has_prompt),
+    *(chat_form((column, "chosen", "rejected"), _pair_with_instruction_in(column),
+                {column: _PROMPT, "chosen": "4", "rejected": "5"}, ("history",)) for column in INSTRUCTION_COLUMNS),
+    chat_form(("chosen", "rejected"), _whole_pair,
+              {"chosen": [*_ASKED, _GOOD], "rejected": [*_ASKED, _BAD]}, ("prompt",)),
+    *(chat_form((column, rating), _rated_conversation_in(column), {column: [*_ASKED, _BAD], rating: False})
+      for rating in RATING_COLUMNS for column in ("messages", "conversations")),
+    *(chat_form((*pair, rating), _rated_answer_in(*pair),
+                {**dict(zip(pair, (_PROMPT, "4"), strict=True)), rating: True}, ("history",))
+      for rating in RATING_COLUMNS for pair in _RATED_PAIRS),
 ))  # fmt: skip

@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from sansgpu.config.wording import shown, truncate
-from sansgpu.data.forms.chats import ANSWERED_ROLES, Role
+from sansgpu.data.forms.turns import ANSWERED_ROLES, Role
 from sansgpu.jobs.serve.worker import ServiceError
 from sansgpu.models.generation.sampling import Sampling
 

@@ -35,13 +35,18 @@ class Rendered:
     refusal: str | None = None
 
 
+def with_tools(names: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Returns a template's variables with the tools that a conversation may call, if any."""
+    return {**names, "tools": list(tools)} if tools else names
+
+
 def render_prefixes(
     template: str, names: Mapping[str, Any], turns: Sequence[TemplateMessage], prefixes: Sequence[tuple[int, bool]]
 ) -> list[Rendered]:
     """Renders the first N turns for each (N, whether to add the generation prompt) in `prefixes`.
 
-    `names` maps the template's variables to special tokens. Raises UnusableTemplateError if the template is not valid
-    Jinja, does not terminate, or needs too much memory.
+    `names` has the template's variables: special tokens, and tools if there are any. Raises UnusableTemplateError if
+    the template is not valid Jinja, does not terminate, or needs too much memory.
     """
     return _render_in_child(
         {"template": template, "names": dict(names), "turns": list(turns), "prefixes": list(prefixes)}

@@ -53,7 +53,7 @@ class BatchModel:
     context: int
     together: bool  # whether the model can process several sequences at once
     text_ids: Callable[[str], list[int]]
-    chat_ids: Callable[[list[dict[str, Any]]], list[int]] | None  # None: it has no chat template
+    chat_ids: Callable[..., list[int]] | None  # of messages and tools; None: it has no chat template
     decode: Callable[[list[int]], str]
     ends: frozenset[int]
     stops: tuple[str, ...] = ()  # texts that end an answer if the chat template ends it without a token

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import first_line
-from sansgpu.machine.untrusted.templates import UnusableTemplateError, render_prefixes
+from sansgpu.machine.untrusted.templates import UnusableTemplateError, render_prefixes, with_tools
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.generation.answer_end import end_tokens, stop_strings
@@ -21,18 +21,24 @@ from sansgpu.models.generation.special_texts import (
 )
 
 
+class RejectedConversationError(ConfigError):
+    """Raised if a chat template refuses a conversation, but may accept others."""
+
+
 def unchanged_template(template: str) -> str:
     return template
 
 
-def prompt_ids(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
+def prompt_ids(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+) -> list[int]:
     """Returns the ids of a conversation up to the model's answer; without a chat template, those of the last message.
 
     Raises ConfigError if the template refuses the conversation.
     """
     if tokenizer.chat_template is None:
         return text_prompt_ids(tokenizer, messages[-1]["content"])
-    return encoded_prompt(tokenizer, messages).ids
+    return encoded_prompt(tokenizer, messages, tools=tools).ids
 
 
 @tokenizer_errors()
@@ -41,6 +47,7 @@ def encoded_prompt(
     messages: Sequence[dict[str, Any]],
     revise: Callable[[str], str] = unchanged_template,
     parse_special: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> EncodedConversation:
     """Returns the tokens of a conversation up to the model's answer.
 
@@ -48,9 +55,12 @@ def encoded_prompt(
     Raises ConfigError if the template refuses the conversation.
     """
     render = partial(prompt_text, tokenizer, revise=revise)
-    text = render(messages)
+    text = render(messages, tools=tools)
     try:
-        found = encode_raw(tokenizer, text) if parse_special else encode_conversation(tokenizer, text, messages, render)
+        if parse_special:
+            found = encode_raw(tokenizer, text)
+        else:
+            found = encode_conversation(tokenizer, text, messages, render, tools)
     except SpecialTextError as error:
         raise ConfigError(f"a message {error}; remove it.") from None
     if not found.ids:
@@ -63,6 +73,7 @@ def prompt_text(
     messages: Sequence[dict[str, Any]],
     new_answer: bool = True,
     revise: Callable[[str], str] = unchanged_template,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Returns the text of a conversation up to the model's answer.
 
@@ -72,12 +83,13 @@ def prompt_text(
     if tokenizer.chat_template is None:
         raise ConfigError("the model has no chat template; set data.chat_template, or pass a text instead of messages.")
     try:
-        template = revise(tokenizer.get_chat_template())
-        prompt = render_prefixes(template, tokenizer.special_tokens_map, messages, [(len(messages), new_answer)])[0]
+        template = revise(tokenizer.get_chat_template(tools=list(tools) or None))
+        names = with_tools(tokenizer.special_tokens_map, tools)
+        prompt = render_prefixes(template, names, messages, [(len(messages), new_answer)])[0]
     except (UnusableTemplateError, ValueError) as error:  # ValueError: several templates, but no default
         raise ConfigError(f"{first_line(error)}; choose a different chat template.") from None
     if prompt.refusal is not None:
-        raise ConfigError(
+        raise RejectedConversationError(
             f"the chat template rejects this conversation ({prompt.refusal}); change its turns, or choose a different "
             "chat template."
         )

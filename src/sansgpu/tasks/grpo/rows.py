@@ -11,14 +11,20 @@ import numpy as np
 
 from sansgpu.config.schema import Config
 from sansgpu.config.wording import counted
-from sansgpu.data.forms.chats import PROMPTS, Prompt
+from sansgpu.data.forms.chats import PROMPTS, ChatOptions, Prompt
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import SourceRow, bad_row
 from sansgpu.data.shards import rows_with_progress
 from sansgpu.data.sources import Source
 from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
-from sansgpu.models.generation.prompts import encoded_prompt, text_prompt_ids
+from sansgpu.models.generation.omitted import omitted_parts
+from sansgpu.models.generation.prompts import (
+    RejectedConversationError,
+    encoded_prompt,
+    prompt_text,
+    text_prompt_ids,
+)
 from sansgpu.models.generation.special_texts import EncodedConversation
 from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.grpo.batch import PromptRow, Prompts
@@ -87,17 +93,19 @@ def read_prompts(
     Raises BadRowError if a row is invalid, and ConfigError if the chat template does not work.
     """
     grpo, found, too_long = GRPOTrainingConfig.of(config).grpo, ReadingNotes(RowReport.of(config.data)), 0
+    options = ChatOptions.of(config.data)
     room, questions = config.window - grpo.max_completion_length, list[PromptRow]()
 
     def parse(row: SourceRow) -> PromptRow:
         # a reward function of the user may use all columns
-        prompt = PROMPTS.read(row, report=found.bad_rows if grpo.reward_function is None else None)
+        report = found.bad_rows if grpo.reward_function is None else None
+        prompt = options.applied_to_prompt(PROMPTS.read(row, options.columns, report))
         columns = prompt.columns
         if grpo.reward_function is None:
             check_answer(columns, prompt.where)
         with tokenizer_errors(row.where):
             encoded = _encoded(prompt, tokenizer, config.data.parse_special_tokens)
-        found.count(encoded.special_text)
+        found.count(encoded.special_text, omitted=_omitted(prompt, tokenizer))
         return PromptRow(prompt.where, np.array(encoded.ids, np.int64), prompt.text or list(prompt.turns), columns)
 
     for question in found.bad_rows.parsed(rows_with_progress(source, progress), parse):
@@ -118,7 +126,10 @@ def read_prompts(
 def _encoded(prompt: Prompt, tokenizer: Any, parse_special: bool) -> EncodedConversation:
     """Tokenizes a prompt: as a conversation if it has turns and there is a chat template, otherwise as text."""
     if prompt.turns and tokenizer.chat_template is not None:
-        return encoded_prompt(tokenizer, list(prompt.turns), with_fixed_date, parse_special)
+        try:
+            return encoded_prompt(tokenizer, prompt.turns, with_fixed_date, parse_special, prompt.tools)
+        except RejectedConversationError as error:
+            raise bad_row(prompt.where, str(error).rstrip(".")) from None
     if not prompt.text:
         raise bad_row(
             prompt.where,
@@ -126,3 +137,10 @@ def _encoded(prompt: Prompt, tokenizer: Any, parse_special: bool) -> EncodedConv
             "Jinja file",
         )
     return EncodedConversation(text_prompt_ids(tokenizer, prompt.text), [])
+
+
+def _omitted(prompt: Prompt, tokenizer: Any) -> list[str]:
+    """Names the parts of a prompt that are not in the text to complete."""
+    if tokenizer.chat_template is None or not prompt.turns:
+        return ["tools"] if prompt.tools else []
+    return [*omitted_parts(prompt.turns, prompt.tools, lambda turns, tools: prompt_text(tokenizer, turns, tools=tools))]

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import numpy as np
 
 from sansgpu.config import ConfigError
-from sansgpu.data.forms.chats import Conversation
+from sansgpu.data.forms.chats import ChatOptions, Conversation
 from sansgpu.data.forms.preferences import PREFERENCES, PreferenceRow
 from sansgpu.data.rows import SourceRow, bad_row
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
-from sansgpu.tasks.sft.chat import MaskedConversation, mask_conversation
+from sansgpu.tasks.sft.chat import DEFAULTS, MaskedConversation, mask_conversation
 from sansgpu.tasks.sft.notes import ReadingNotes
 
 
@@ -28,6 +28,7 @@ class Answers:
     label: bool = True  # whether the first answer is good
     special_text: str | None = field(default=None, compare=False)  # a special token's text in a message, kept as text
     lacks_system: bool = field(default=False, compare=False)  # the chat template omitted the system message
+    omitted: tuple[str, ...] = field(default=(), compare=False)  # names of other parts that it omitted
 
 
 def tokenize_preferences(
@@ -37,7 +38,7 @@ def tokenize_preferences(
     long_rows: Literal["truncate", "drop"],
     rated: bool,
     notes: ReadingNotes,
-    parse_special: bool = False,
+    options: ChatOptions = DEFAULTS,
 ) -> list[Answers]:
     """Tokenizes rows in order, which must all have the same form. If `rated`, each answer becomes a separate example.
 
@@ -47,9 +48,8 @@ def tokenize_preferences(
 
     def fit(row: SourceRow) -> list[tuple[Answers | None, bool]]:
         nonlocal first
-        read = PREFERENCES.read(row, report=notes.bad_rows)
-        parsed = tuple(replace(one, parse_special=parse_special) for one in read.conversations)
-        read = replace(read, conversations=parsed)
+        read = PREFERENCES.read(row, options.columns, notes.bad_rows)
+        read = replace(read, conversations=tuple(map(options.applied, read.conversations)))
         if read.label is not None and not rated:
             raise ConfigError(
                 f"{read.where} has a rated answer, but this loss needs a chosen and a rejected answer; set "
@@ -74,7 +74,7 @@ def tokenize_preferences(
             notes.dropped += answers is None
             if answers is not None:
                 examples.append(answers)
-                notes.count(answers.special_text, answers.lacks_system)
+                notes.count(answers.special_text, answers.lacks_system, answers.omitted)
     return examples
 
 
@@ -128,5 +128,6 @@ def _split(masked: Sequence[MaskedConversation]) -> Answers | None:
     parts = [(one[length : length + stop], known[:stop]) for one, known, stop in answers]
     special_text = next((one.special_text for one in masked if one.special_text is not None), None)
     answered, targets = tuple(one for one, _ in parts), tuple(known for _, known in parts)
-    lacks_system = masked[0].lacks_system
-    return Answers(ids[0][:length], answered, targets, special_text=special_text, lacks_system=lacks_system)
+    found = Answers(ids[0][:length], answered, targets, special_text=special_text)
+    omitted = tuple(dict.fromkeys(name for one in masked for name in one.omitted))
+    return replace(found, lacks_system=masked[0].lacks_system, omitted=omitted)

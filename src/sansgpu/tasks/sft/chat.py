@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sansgpu.config import ConfigError
-from sansgpu.data.forms.chats import CONVERSATIONS, Conversation
+from sansgpu.data.forms.chats import CONVERSATIONS, ChatOptions, Conversation
 from sansgpu.data.rows import BadRowError, SourceRow, bad_row
 from sansgpu.data.tokenizer import bytes_between, special_tokens_around, token_bytes
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
@@ -30,6 +30,8 @@ from sansgpu.models.generation.special_texts import (
 from sansgpu.tasks.sft.notes import ReadingNotes
 from sansgpu.tasks.sft.rendering import RenderedConversation
 
+DEFAULTS = ChatOptions()
+
 
 @dataclass(frozen=True)
 class MaskedConversation:
@@ -40,6 +42,7 @@ class MaskedConversation:
     sizes: list[int] = field(default_factory=list, compare=False)
     lacks_system: bool = False  # the chat template omitted the system message
     special_text: str | None = field(default=None, compare=False)  # a special token's text in a message, kept as text
+    omitted: tuple[str, ...] = ()  # names of other parts that the chat template omitted
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,9 @@ def tokenize_conversations(
     max_length: int,
     long_rows: Literal["truncate", "drop"],
     notes: ReadingNotes,
-    parse_special: bool = False,
+    options: ChatOptions = DEFAULTS,
 ) -> TokenizedConversations:
-    """Tokenizes `rows` in order. With `parse_special`, the texts of such tokens in messages become the tokens.
+    """Tokenizes `rows` in order.
 
     Counts rows in `notes`, whose `bad_rows` handles invalid ones. Raises ConfigError if the tokenizer is unsuitable.
     """
@@ -83,7 +86,8 @@ def tokenize_conversations(
 
     def fit(row: SourceRow) -> tuple[MaskedConversation | None, bool]:
         with tokenizer_errors(row.where):
-            conversation = replace(CONVERSATIONS.read(row, report=notes.bad_rows), parse_special=parse_special)
+            conversation = options.applied(CONVERSATIONS.read(row, options.columns, notes.bad_rows))
+            notes.from_marks += bool(conversation.turns and conversation.text and tokenizer.chat_template is not None)
             return mask_within(conversation, tokenizer, max_length, long_rows)
 
     for fitted, is_shortened in notes.bad_rows.parsed(rows, fit):
@@ -91,7 +95,7 @@ def tokenize_conversations(
             notes.dropped += 1
             continue
         notes.shortened += is_shortened
-        notes.count(fitted.special_text, fitted.lacks_system)
+        notes.count(fitted.special_text, fitted.lacks_system, fitted.omitted)
         tokens.extend(fitted.ids)
         learned.extend(fitted.learned)
         offsets.append(len(tokens))
@@ -109,6 +113,7 @@ def mask_within(
     With "truncate", as few of the oldest turns as possible are removed from a long conversation, so that no question or
     answer is cut. A long text loses its beginning. Also returns whether the conversation was shortened.
     """
+    conversation = conversation.for_template(tokenizer.chat_template is not None)
     masked = mask_conversation(conversation, tokenizer)
     is_long = len(masked.ids) > max_length
     if is_long and long_rows == "drop":
@@ -149,6 +154,7 @@ def mask_conversation(conversation: Conversation, tokenizer: Any) -> MaskedConve
     """
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigError("the model's tokenizer has no tokenizer.json; convert it to a fast one with transformers.")
+    conversation = conversation.for_template(tokenizer.chat_template is not None)
     if conversation.text is not None:
         return _mask_plain("", conversation.text, tokenizer, encode_raw)
     try:
@@ -156,7 +162,8 @@ def mask_conversation(conversation: Conversation, tokenizer: Any) -> MaskedConve
             return _mask_chat(conversation, tokenizer)
         if conversation.plain is not None:
             encode = encode_raw if conversation.parse_special else encode_plain
-            return _mask_plain(*conversation.plain, tokenizer, encode)
+            masked = _mask_plain(*conversation.plain, tokenizer, encode)
+            return replace(masked, omitted=("tools",)) if conversation.tools else masked
     except SpecialTextError as error:
         raise bad_row(conversation.where, str(error)) from None
     raise BadRowError(
@@ -201,7 +208,7 @@ def _mask_chat(conversation: Conversation, tokenizer: Any) -> MaskedConversation
     if conversation.parse_special:
         encoded = encode_raw(tokenizer, rendered.full)
     else:
-        encoded = encode_conversation(tokenizer, rendered.full, conversation.turns, rendered.render)
+        encoded = encode_conversation(tokenizer, rendered.full, conversation.turns, rendered.render, conversation.tools)
     offsets = np.array(encoded.offsets, np.int64).reshape(-1, 2)
     starts, stops = offsets[:, 0], offsets[:, 1]
     learned = np.zeros(len(starts), np.bool_)
@@ -210,5 +217,5 @@ def _mask_chat(conversation: Conversation, tokenizer: Any) -> MaskedConversation
         visible = stop - len(rendered.full[start:stop].lstrip())
         learned |= (starts < stop) & ((starts >= start) & (stops > start) | (stops > visible))
     sizes = bytes_between(rendered.full, stops.tolist()).tolist()
-    lacks_system = rendered.lacks_system()
-    return MaskedConversation(encoded.ids, learned.tolist(), sizes, lacks_system, encoded.special_text)
+    found = MaskedConversation(encoded.ids, learned.tolist(), sizes, rendered.lacks_system(), encoded.special_text)
+    return replace(found, omitted=rendered.omitted())

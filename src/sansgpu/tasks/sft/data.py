@@ -10,7 +10,7 @@ import numpy as np
 
 from sansgpu.config.schema import Config
 from sansgpu.data.batch import IGNORE
-from sansgpu.data.forms.chats import CONVERSATIONS
+from sansgpu.data.forms.chats import CONVERSATIONS, ChatOptions
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import BadRowError
 from sansgpu.data.sequences import PackedSequences
@@ -23,6 +23,7 @@ from sansgpu.tasks.distillation import require_same_vocabulary, with_length_of
 from sansgpu.tasks.evaluation import TokenizedCorpus
 from sansgpu.tasks.sft.chat import TokenizedConversations, show_masked, tokenize_conversations
 from sansgpu.tasks.sft.notes import ReadingNotes, end_notes
+from sansgpu.tasks.sft.settings import ConversationDataConfig
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,8 @@ def examples_in(
     data = config.data
     assert data.max_length is not None
     rows, window, found = rows_with_progress(source, progress), data.max_length, ReadingNotes(RowReport.of(data))
-    examples = tokenize_conversations(rows, tokenizer, window, data.long_rows, found, data.parse_special_tokens)
+    options = ChatOptions.of(data, ConversationDataConfig.of(config).learn)
+    examples = tokenize_conversations(rows, tokenizer, window, data.long_rows, found, options)
     whole = "their last question and answer" if data.long_rows == "truncate" else "they"
     notes += found.messages(source.name, window, "their beginnings were removed, in conversations whole turns", whole)
     return examples
@@ -129,14 +131,15 @@ def examples_in(
 CHAT_TEMPLATE_FILE = "chat_template.jinja"  # the file name that transformers uses
 
 
-def shared_system_message(source: Source) -> str | None:
+def shared_system_message(source: Source, options: ChatOptions) -> str | None:
     """Returns the system message with which all conversations start, or None if there is none or they differ."""
     shared: str | None = None
     for row in source.rows():
         try:
-            first = next(iter(CONVERSATIONS.read(row).turns), {})
+            turns = CONVERSATIONS.read(row, options.columns).turns
         except BadRowError:
             continue
+        first = turns[0] if turns else {}
         message = first.get("content") if first.get("role") == "system" else None
         if not isinstance(message, str) or shared not in (None, message):
             return None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from sansgpu.config.wording import counted, shown
-from sansgpu.data.row_report import RowReport
+from sansgpu.data.row_report import RowReport, counted_parts
 from sansgpu.models.generation.answer_end import answer_end
 
 
@@ -39,11 +40,14 @@ class ReadingNotes:
     shortened: int = 0  # conversations whose oldest turns, and texts whose beginning, were cut off
     dropped: int = 0  # rows that are too long, or have nothing to learn
     lacking_system: int = 0  # conversations whose system message the chat template omitted
+    omitted: Counter[str] = field(default_factory=Counter)  # rows by a part that the chat template omitted
+    from_marks: int = 0  # texts of ChatML turns, which were read as conversations
     with_special_text: int = 0  # rows with the text of a special token, which stayed plain text
     special_text: str | None = None  # the first such text
 
-    def count(self, special_text: str | None, lacks_system: bool = False) -> None:
+    def count(self, special_text: str | None, lacks_system: bool = False, omitted: Iterable[str] = ()) -> None:
         """Counts an example."""
+        self.omitted.update(omitted)
         self.lacking_system += lacks_system
         self.with_special_text += special_text is not None
         self.special_text = self.special_text or special_text
@@ -68,5 +72,15 @@ class ReadingNotes:
             yield (
                 f"{name}: the chat template omits the system message of {self.lacking_system} rows; to train on it, "
                 "add it to the first question."
+            )
+        if self.omitted:
+            yield (
+                f"{name}: not used by the chat template: {counted_parts(self.omitted)}; to train on it, set "
+                "data.chat_template to a template that writes it."
+            )
+        if self.from_marks:
+            yield (
+                f"{name}: {counted(self.from_marks, 'text is', 'texts are')} made of <|im_start|> turns, read as "
+                "conversations: only the assistant's turns are learned."
             )
         yield from (f"{name}: {note}" for note in self.bad_rows.notes())

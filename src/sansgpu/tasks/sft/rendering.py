@@ -11,9 +11,18 @@ import numpy as np
 
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import first_line
-from sansgpu.data.forms.chats import Conversation, Message
-from sansgpu.data.rows import bad_row
-from sansgpu.machine.untrusted.templates import Rendered, UnusableTemplateError, render_prefixes, render_spans
+from sansgpu.data.forms.chat_columns import Tools
+from sansgpu.data.forms.chats import Conversation
+from sansgpu.data.forms.turns import Message, order_problem
+from sansgpu.data.rows import BadRowError, bad_row
+from sansgpu.machine.untrusted.templates import (
+    Rendered,
+    UnusableTemplateError,
+    render_prefixes,
+    render_spans,
+    with_tools,
+)
+from sansgpu.models.generation.omitted import omitted_parts
 
 Span = tuple[int, int]  # characters [start, stop) of a rendered conversation
 
@@ -36,13 +45,14 @@ class RenderedConversation:
 
     def __init__(self, conversation: Conversation, tokenizer: Any) -> None:
         self._where, self._turns, self._first = conversation.where, conversation.turns, conversation.first
+        self._learned_turns, self._tools = conversation.learned_turns, conversation.tools
         try:
-            template = str(tokenizer.get_chat_template())
+            template = str(tokenizer.get_chat_template(tools=[*self._tools] or None))
         except ValueError as error:  # several templates, but no default
             raise ConfigError(f"{first_line(error)}; set data.chat_template to a Jinja file.") from None
         self._template = with_fixed_date(template)
         self._names = tokenizer.special_tokens_map
-        self._prefixes: dict[tuple[int, bool], Rendered] = {}
+        self._prefixes: dict[tuple[int, bool], Rendered] = {}  # by number of turns, and whether a header follows
         self._render_needed_prefixes()
         self.full = self._prefix(len(self._turns))
         self._require_calls()
@@ -54,7 +64,7 @@ class RenderedConversation:
         """Returns the spans to learn, given the end characters of tokens. Raises BadRowError if they are ambiguous."""
         if GENERATION.search(self._template):
             return self._generation_spans()
-        return [self._span(number, stops) for number in self._learned_turns()]
+        return [self._span(number, stops) for number in self._learned_turns]
 
     def lacks_system(self) -> bool:
         """Returns whether the template omits the system message, as Mistral's does after the last question."""
@@ -62,12 +72,9 @@ class RenderedConversation:
 
     def _require_calls(self) -> None:
         """Raises BadRowError if the template ignores a tool call, because the model would learn an empty answer."""
-        for number in self._learned_turns():
+        for number in self._learned_turns:
             if any(name not in self.full for name in _called(self._turns[number])):
                 raise bad_row(self._where, f"calls a tool in turn {number + 1}, but the chat template omits tool calls")
-
-    def _learned_turns(self) -> list[int]:
-        return [n for n, turn in enumerate(self._turns) if n >= self._first and turn["role"] == "assistant"]
 
     def _render_needed_prefixes(self) -> None:
         """Renders all prefixes that `_span` compares in one call, because each call takes a tenth of a millisecond."""
@@ -75,23 +82,38 @@ class RenderedConversation:
         characters = sum(len(turn["content"]) for turn in self._turns)
         prefixes = [(count, False)]
         if not GENERATION.search(self._template) and count * characters < MAX_PREFIX_CHARACTERS:
-            prefixes += [which for n in self._learned_turns() for which in ((n, True), (n, False), (n + 1, False))]
+            prefixes += [which for n in self._learned_turns for which in ((n, True), (n, False), (n + 1, False))]
         prefixes = list(dict.fromkeys(prefixes))
-        self._prefixes.update(zip(prefixes, self._render_all(self._turns, prefixes), strict=True))
+        rendered = self._render_all(self._turns, prefixes, self._tools)
+        self._prefixes.update(zip(prefixes, rendered, strict=True))
 
     def _prefix(self, count: int, prompt: bool = False) -> str:
         """Returns the text of the first `count` turns and, if `prompt`, the header of the next answer."""
         if (count, prompt) not in self._prefixes:
-            return self._require_text(self._render_all(self._turns[:count], [(count, prompt)])[0])
+            return self._require_text(self._render_all(self._turns[:count], [(count, prompt)], self._tools)[0])
         return self._require_text(self._prefixes[count, prompt])
 
-    def render(self, turns: Sequence[Message]) -> str:
-        """Returns the text of other turns. Raises BadRowError if the template rejects them."""
-        return self._require_text(self._render_all(turns, [(len(turns), False)])[0])
-
-    def _render_all(self, turns: Sequence[Message], prefixes: Sequence[tuple[int, bool]]) -> list[Rendered]:
+    def _prefix_if_accepted(self, count: int, prompt: bool = False) -> str | None:
+        """Returns a prefix, or None if the template rejects it, because it begins with an answer, for example."""
         try:
-            return render_prefixes(self._template, self._names, turns, prefixes)
+            return self._prefix(count, prompt)
+        except BadRowError:
+            return None
+
+    def render(self, turns: Sequence[Message], tools: Tools | None = None) -> str:
+        """Returns the text of other turns. Raises BadRowError if the template rejects them."""
+        tools = self._tools if tools is None else tools
+        return self._require_text(self._render_all(turns, [(len(turns), False)], tools)[0])
+
+    def omitted(self) -> tuple[str, ...]:
+        """Names the parts of the conversation that the template leaves out, except system messages."""
+        return tuple(omitted_parts(self._turns, self._tools, self.render))
+
+    def _render_all(
+        self, turns: Sequence[Message], prefixes: Sequence[tuple[int, bool]], tools: Tools
+    ) -> list[Rendered]:
+        try:
+            return render_prefixes(self._template, with_tools(self._names, tools), turns, prefixes)
         except UnusableTemplateError as error:
             raise self._unusable(error) from None
 
@@ -100,7 +122,9 @@ class RenderedConversation:
 
     def _require_text(self, rendered: Rendered) -> str:
         if rendered.refusal is not None:
-            raise bad_row(self._where, f"is rejected by the chat template ({rendered.refusal})")
+            order = order_problem(self._turns)
+            remedy = "" if order is None else f": {order}; set data.merge_turns to true to merge such turns"
+            raise bad_row(self._where, f"is rejected by the chat template ({rendered.refusal}){remedy}")
         return rendered.text
 
     def _generation_spans(self) -> list[Span]:
@@ -110,18 +134,24 @@ class RenderedConversation:
         token of its own, it includes all text after it.
         """
         try:
-            marked = render_spans(self._template, self._names, self._turns)
+            marked = render_spans(self._template, with_tools(self._names, self._tools), self._turns)
         except UnusableTemplateError as error:
             raise self._unusable(error) from None
         self._require_text(marked)
-        prompt_length = _common_length(self._prefix(self._first), self.full) if self._first else 0
-        return [(start, stop) for start, stop in marked.spans if start >= prompt_length]
+        unlearned = [n for n, turn in enumerate(self._turns) if turn["role"] == "assistant"]
+        left_out = [(0, self._length(self._first))]
+        left_out += [(self._length(n), self._length(n + 1)) for n in unlearned if n not in self._learned_turns]
+        return [span for span in marked.spans if not any(start <= span[0] < stop for start, stop in left_out)]
+
+    def _length(self, count: int) -> int:
+        """Returns the number of characters of the first `count` turns."""
+        return _common_length(self._prefix(count), self.full) if count else 0
 
     def _span(self, number: int, stops: np.ndarray) -> Span:
         """Returns the span of an assistant turn by comparing prefixes of the text or, if that fails, by its content."""
         header = self._header(number)
         start = len(header) if header is not None and self.full.startswith(header) else None
-        alone = self._prefix(number + 1).rstrip()
+        alone = (self._prefix_if_accepted(number + 1) or "").rstrip()
         if start is not None and self.full.startswith(alone) and start < len(alone):
             return start, len(alone)
         found = self._find_content(number, start, stops)
@@ -131,8 +161,8 @@ class RenderedConversation:
 
     def _header(self, number: int) -> str | None:
         """Returns the whole text up to the generated part of a turn; None if it cannot be determined."""
-        header, plain = self._prefix(number, prompt=True), self._prefix(number)
-        if header != plain:
+        header, plain = self._prefix_if_accepted(number, prompt=True), self._prefix_if_accepted(number)
+        if header is None or header != plain:
             return header
         # The template ignores add_generation_prompt. A marker instead of the content shows where a header ends.
         probe = self.render([*self._turns[:number], {"role": "assistant", "content": self._start_mark}])
@@ -157,10 +187,17 @@ class RenderedConversation:
         if start is None:
             start = content.find(self._start_mark)
         stop = len(content.replace(self._start_mark, ""))
-        _, mark, suffix = self.render([*self._turns[:number], marked]).partition(self._end_mark)
+        _, mark, suffix = self._render_last(number, marked).partition(self._end_mark)
         if start < 0 or not mark:
             return None
         return start, self._suffix_end(stop, suffix, stops)
+
+    def _render_last(self, number: int, turn: Message) -> str:
+        """Returns the text up to `turn`, which replaces turn `number`, without the turns after it."""
+        try:
+            return self.render([*self._turns[:number], turn])
+        except BadRowError:  # the template requires a question before the first answer, for example
+            return self.render([{"role": "user", "content": "?"}, turn])
 
     def _suffix_end(self, stop: int, suffix: str, stops: np.ndarray) -> int:
         """Returns the end of a turn in the whole text, given the end of its content and the expected `suffix`."""

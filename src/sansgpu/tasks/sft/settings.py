@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from sansgpu.config.paths import PYTHON_STDLIB_CHAT
+from sansgpu.config.schema import DataConfig
 from sansgpu.config.tasks import CardText, Purpose, TaskSettings
 from sansgpu.tasks.settings import (
     CHAT_COMMAND,
@@ -18,7 +21,20 @@ from sansgpu.tasks.settings import (
     fine_tuning_problems,
 )
 
-_ROW_KEYS = "data.long_rows", "data.chat_template", "data.parse_special_tokens", "data.on_bad_row"
+_ROW_KEYS = (
+    "data.long_rows", "data.chat_template", "data.parse_special_tokens", "data.on_bad_row", "data.system_column",
+    "data.tools_column", "data.merge_turns", "data.learn",
+)  # fmt: skip
+
+
+class ConversationDataConfig(DataConfig):
+    """The section `data` of task sft."""
+
+    learn: Literal["all", "last"] = Field(
+        "all",
+        description="answers of a conversation to learn; all: those without `weight: 0` or `train: false`; last: only "
+        "the last one",
+    )
 
 
 def _sft_problems(config: Any) -> Iterator[str]:
@@ -31,7 +47,7 @@ def _sft_problems(config: Any) -> Iterator[str]:
 SETTINGS = TaskSettings(
     "sft",
     ("text generation", "samples", "packing", "pretrained", "rows", "adapter", "chat template", "long rows"),
-    sections=(DistilledTrainingConfig,),
+    sections=(DistilledTrainingConfig, ConversationDataConfig),
     implementation="sansgpu.tasks.sft.task:SFT",
     description="supervised fine-tuning on conversations",
     purpose=Purpose("chat", "conversations", SMALL_CHAT_MODEL, built_in=PYTHON_STDLIB_CHAT, is_decoder=True),

@@ -1,0 +1,114 @@
+"""The columns beside the turns of a chat: system message, tools, history, and the context of an instruction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sansgpu.config.wording import shown
+from sansgpu.data.forms.form import USUAL, is_empty
+from sansgpu.data.forms.turns import Message, decoded, read_turns, without_nulls
+from sansgpu.data.rows import Column, Row, SourceRow, bad_row, row_value
+from sansgpu.data.tables import Columns
+
+SYSTEM_COLUMNS = "system", "system_prompt", "system_message"  # to try if data.system_column is not set
+TOOLS_COLUMNS = "tools", "functions"  # to try if data.tools_column is not set
+MEDIA_COLUMNS = "images", "videos", "audios"
+CONTEXT_COLUMNS = "input", "context"  # further text of an instruction
+Tools = tuple[Mapping[str, Any], ...]  # JSON schemas of functions
+
+
+def string_in(row: SourceRow, column: str) -> str:
+    value = row.value[column]
+    if not isinstance(value, str):
+        raise bad_row(row.where, f"has a value of type {type(value).__name__} instead of a string in {column}")
+    return value
+
+
+def nonempty_in(row: SourceRow, column: str) -> str:
+    text = string_in(row, column)
+    require_nonempty(row.where, text, column)
+    return text
+
+
+def require_nonempty(where: str, text: Any, column: str) -> None:
+    """Raises BadRowError if `text` is a string without content."""
+    if isinstance(text, str) and not text.strip():
+        raise bad_row(where, f"has an empty {column}")
+
+
+def first_column(row: Row, names: Sequence[Column]) -> Column | None:
+    return next((name for name in names if not is_empty(row.get(name))), None)
+
+
+def chat_columns(row: Row, columns: Columns) -> tuple[Column | None, Column | None]:
+    """Returns the columns with the system message and with the tools, if the row has any."""
+    system = first_column(row, SYSTEM_COLUMNS) if columns.system is None else columns.system
+    return system, first_column(row, TOOLS_COLUMNS) if columns.tools is None else columns.tools
+
+
+def _column_value(row: SourceRow, column: Column | None, key: str) -> Any:
+    return None if column is None else row_value(row.value, column, key, row.where)
+
+
+def system_message(row: SourceRow, columns: Columns) -> Any:
+    """Returns the system message of a row, or None. Raises BadRowError if a configured column is missing."""
+    found = _column_value(row, chat_columns(row.value, columns)[0], "data.system_column")
+    return None if is_empty(found) else found
+
+
+def read_tools(row: SourceRow, columns: Columns) -> Tools:
+    """Returns the tools in a column of a row: JSON schemas of functions, each as an object with `type` and `function`.
+
+    The column may contain JSON text, or functions without that object. Raises BadRowError if it is invalid.
+    """
+    value = _column_value(row, chat_columns(row.value, columns)[1], "data.tools_column")
+    value = decoded(value)
+    if is_empty(value) or (isinstance(value, str) and not value.strip()):
+        return ()
+    return tuple(_tool(row, decoded(tool)) for tool in (value if isinstance(value, (list, tuple)) else [value]))
+
+
+def _tool(row: SourceRow, tool: Any) -> Mapping[str, Any]:
+    match without_nulls(tool):
+        case {"function": {"name": str()}} as whole:
+            return {**whole}
+        case {"name": str(), **rest} as function:
+            parameters = rest.get("parameters")
+            if isinstance(parameters, dict) and not _is_schema(parameters):  # as in xLAM's rows
+                function = {**function, "parameters": {"type": "object", "properties": parameters}}
+            return {"type": "function", "function": {key: part for key, part in function.items() if key != "type"}}
+    raise bad_row(row.where, f"has {shown(tool)} in its tools instead of a JSON schema of a function with a name")
+
+
+def _is_schema(parameters: Mapping[str, Any]) -> bool:
+    known = isinstance(parameters.get("type"), str) or isinstance(parameters.get("properties"), dict)
+    return known or not parameters or not all(isinstance(one, dict) for one in parameters.values())
+
+
+def all_turns(row: SourceRow, values: Any, column: str, columns: Columns = USUAL) -> list[Message]:
+    """Returns the turns in a column after the message in the column of the system, unless they begin with it."""
+    if media := first_column(row.value, MEDIA_COLUMNS):
+        raise bad_row(row.where, f"has {media}, but only text is read")
+    system = system_message(row, columns)
+    first = [*read_turns(row.where, [{"role": "system", "content": system}], "system")] if system else []
+    turns = [*read_turns(row.where, values, column, len(first))]
+    return turns if turns[:1] == first else first + turns
+
+
+def history_turns(row: SourceRow) -> list[Message]:
+    """Returns the turns in the column `history`, usually pairs of a question and its answer."""
+    history = row.value.get("history")
+    return [] if is_empty(history) else [*read_turns(row.where, history, "history")]
+
+
+def context_of(row: SourceRow) -> str:
+    """Returns the text that belongs to an instruction, or "" if there is none."""
+    column = first_column(row.value, CONTEXT_COLUMNS)
+    return "" if column is None else string_in(row, str(column))
+
+
+def after_system(row: SourceRow, prompt: str, columns: Columns) -> str:
+    """Returns a prompt after the message in the column of the system, for models without a chat template."""
+    system = system_message(row, columns)
+    return f"{system}\n\n{prompt}" if system else prompt

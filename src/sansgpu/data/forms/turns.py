@@ -1,0 +1,311 @@
+"""Turns of conversations, in the ways in which datasets write them: roles, contents, calls of tools, and flags."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import Any, Literal
+
+from sansgpu.config.wording import shown
+from sansgpu.data.rows import bad_row
+
+Message = dict[str, Any]  # role, content, and any other keys for the chat template
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+ANSWERED_ROLES = "user", "tool"  # roles of a turn that the model can answer
+SYSTEM_ROLES = "system", "developer"
+# For each role, the roles of the turn that usually precedes it; None: it may be the first turn.
+FOLLOWS: dict[Role, tuple[str | None, ...]] = {
+    "system": (None,),
+    "developer": (None,),
+    "user": (None, "system", "developer", "assistant", "tool"),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+CALL_ROLES = "function_call", "tool_call"  # roles whose content is a call, as in LLaMA-Factory's rows
+# Names of roles in lower case -> transformers' names.
+ROLES: dict[str, Role] = {
+    **{role: role for role in FOLLOWS},
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "model", "bot", "ai", "chatbot", "chatgpt", *CALL_ROLES), "assistant"),
+    **dict.fromkeys(("function", "observation", "tool_response", "function_response", "ipython"), "tool"),
+}
+# Names of keys whose values are turns, as in {"input": "a?", "output": "b"}.
+TURN_KEYS: dict[str, Role] = {
+    "system": "system",
+    **dict.fromkeys(("user", "human", "input", "instruction", "prompt", "question", "query"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "bot", "output", "response", "completion", "answer"), "assistant"),
+}
+ROLE_KEYS = "role", "from", "speaker", "author", "sender"
+CONTENT_KEYS = "content", "value", "text", "message", "parts"
+TEXT_PARTS = None, "text", "input_text", "output_text"  # types of parts of a content that are texts
+MEDIA_KEYS = "image", "images", "video", "videos", "audio", "audios"
+MEDIA_MARK = re.compile(r"\A\s*<(image|video|audio)>|<(image|video|audio)>\s*\Z")
+# Flags of an answer -> the value with which it is learned. After reading, an answer that is not has the weight 0.
+FLAGS = {"weight": True, "train": True, "trainable": True, "loss": True, "mask": False}
+FLAG_VALUES = {True: True, False: False, "1": True, "0": False, "true": True, "false": False}  # also for 1.0 and 0.0
+CHATML_TURN = re.compile(r"\s*<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
+CHATML_EDGE = r"\s*(<s>|</s>|<\|endoftext\|>)?\s*"  # what may stand before and after the turns
+
+
+def without_nulls(value: Any) -> Any:
+    """Removes keys without a value at any depth: in Parquet files an object has all keys that other rows have."""
+    match value:
+        case Mapping():
+            return {key: without_nulls(part) for key, part in value.items() if part is not None}
+        case list() | tuple():
+            return [without_nulls(part) for part in value]
+    return value
+
+
+def decoded(value: Any) -> Any:
+    """Returns a list or object that is given as JSON text, or as Python writes it; returns other values unchanged.
+
+    CSV and Parquet files contain such texts, because a cell has no lists.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{", '"')):
+        return value
+    for parse in json.loads, _python_literal:
+        try:
+            found = parse(value.strip())
+            found = decoded(found) if isinstance(found, str) else without_nulls(found)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+        if isinstance(found, (list, dict)):
+            return found
+    return value
+
+
+def _python_literal(text: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about escapes in strings that are not Python
+        return ast.literal_eval(text)
+
+
+def chatml_turns(text: str) -> list[Message]:
+    """Returns the turns of a text that consists of ChatML turns with known roles; of other texts, an empty list."""
+    turns, end = list[Message](), 0
+    if begin := re.match(CHATML_EDGE, text):
+        end = begin.end()
+    while found := CHATML_TURN.match(text, end):
+        turns.append({"role": found[1], "content": found[2]})
+        end = found.end()
+    is_whole = re.fullmatch(CHATML_EDGE, text[end:]) is not None
+    return turns if is_whole and all(turn["role"] in ROLES for turn in turns) else []
+
+
+def role_of(turn: Any) -> Any:
+    """Returns the role in a turn, under its usual name if it is known."""
+    role = next((turn[key] for key in ROLE_KEYS if turn.get(key) is not None), None) if isinstance(turn, dict) else None
+    return ROLES.get(role.strip().lower(), role) if isinstance(role, str) else role
+
+
+def looks_like_turns(value: Any) -> bool:
+    """Returns whether the value of a column is a list of turns, or such a list as JSON text."""
+    value = decoded(value)
+    return isinstance(value, (list, tuple)) and len(value) > 0 and all(isinstance(v, type(value[0])) for v in value)
+
+
+def read_turns(where: str, values: Any, column: str, before: int = 0) -> Iterator[Message]:
+    """Yields the turns in a row's column. `before` is the number of turns before them, for turn numbers in errors.
+
+    Raises BadRowError if one is invalid. Answers that are not learned have the key `weight` with the value 0.
+    """
+    values = decoded(values)
+    if isinstance(values, dict) and any(isinstance(values.get(key), list) for key in ROLE_KEYS):
+        values = _from_lists(values)
+    if isinstance(values, str):
+        values = chatml_turns(values) or values
+    if not isinstance(values, (list, tuple)):
+        raise bad_row(
+            where,
+            f"has a value of type {type(values).__name__} in {column} instead of a list of objects with role and "
+            "content",
+        )
+    for number, value in enumerate(_single_turns(values), before + 1):
+        yield _turn(where, number, value)
+
+
+def _from_lists(values: Mapping[str, Any]) -> list[Message]:
+    """Returns the turns of an object with a list for each key, as older versions of `datasets` store them."""
+    lists = {key: part for key, part in values.items() if isinstance(part, list)}
+    return [dict(zip(lists, turn, strict=False)) for turn in zip(*lists.values(), strict=False)]
+
+
+def _single_turns(values: Sequence[Any]) -> Iterator[Any]:
+    """Yields objects with a role each, from texts that alternate, pairs of texts, or objects with a key for each role.
+
+    Yields other values unchanged.
+    """
+    parts = [decoded(value) for value in values]
+    if all(isinstance(part, dict) for part in parts):
+        values = parts
+    if len(values) > 1 and all(isinstance(value, str) for value in values):
+        values = [[("user", "assistant")[number % 2], value] for number, value in enumerate(values)]
+    has_roles = all(isinstance(value, (list, tuple)) and len(value) == 2 and _is_role(value[0]) for value in values)
+    for value in values:
+        match value:
+            case [str(role), content] if has_roles:
+                yield {"role": role, "content": content}
+            case [str(question)] | [str(question), None]:
+                yield {"role": "user", "content": question}
+            case [str(question), str(answer)]:
+                yield from ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
+            case dict() as turn if all(turn.get(key) is None for key in ROLE_KEYS):
+                yield from _keyed_turns(turn)
+            case other:
+                yield other
+
+
+def _is_role(name: Any) -> bool:
+    return isinstance(name, str) and name.strip().lower() in ROLES
+
+
+def _keyed_turns(value: Message) -> Iterator[Message]:
+    """Yields the turns of an object whose keys name their roles: the question before the answer."""
+    found = {key: TURN_KEYS[key] for key in value if key in TURN_KEYS and isinstance(value[key], str)}
+    keys = sorted(found, key=lambda key: list(FOLLOWS).index(found[key]))
+    others = {key: part for key, part in value.items() if key not in found}
+    if len(set(found.values())) < len(keys) or not keys:  # two questions, for example
+        yield value
+        return
+    yield from ({"role": found[key], "content": value[key]} for key in keys[:-1])
+    yield {**others, "role": found[keys[-1]], "content": value[keys[-1]]}
+
+
+def _turn(where: str, number: int, value: Any) -> Message:
+    if not isinstance(value, dict):
+        raise bad_row(
+            where,
+            f"has a value of type {type(value).__name__} as turn {number} instead of an object with role and content",
+        )
+    turn = without_nulls(value)
+    named = next((key for key in ROLE_KEYS if key in turn), "role")
+    content_key = next((key for key in CONTENT_KEYS if key in turn), "content")
+    given, role, content = turn.get(named), role_of(turn), turn.get(content_key)
+    if role not in tuple(FOLLOWS):
+        raise bad_row(where, f"has the unknown role {role!r} in turn {number}; known roles are {', '.join(FOLLOWS)}")
+    if media := next((key for key in MEDIA_KEYS if turn.get(key)), None):
+        raise bad_row(where, f"has {media} in turn {number}, but only text is read")
+    others = {key: part for key, part in turn.items() if key not in {named, content_key} - {"role", "content"}}
+    if role == "assistant":
+        is_call = str(given).strip().lower() in CALL_ROLES
+        others = with_calls(where, number, {**others, "function_call": content} if is_call else others)
+        others, content = with_weight(where, number, others), None if is_call else content
+    calls = role == "assistant" and bool(others.get("tool_calls"))
+    content = "" if content is None and calls else _text(where, number, role, content)
+    if role == "assistant" and not calls and not content.strip():
+        raise bad_row(where, f"has an empty answer in turn {number}")
+    return {**others, "role": role, "content": content}
+
+
+def _text(where: str, number: int, role: str, content: Any) -> str:
+    """Returns the text of a content, which may have several parts. The result of a tool becomes JSON text."""
+    if isinstance(content, list) and content and all(map(_is_text_part, content)):
+        content = "".join(part if isinstance(part, str) else part["text"] for part in content)
+    elif role == "tool" and content is not None and not isinstance(content, str):
+        return json.dumps(content, ensure_ascii=False, default=str)
+    elif isinstance(content, list) and any(isinstance(part, dict) and part.get("type") for part in content):
+        kinds = dict.fromkeys(str(part["type"]) for part in content if isinstance(part, dict) and part.get("type"))
+        other = next((kind for kind in kinds if kind not in TEXT_PARTS), "text")
+        raise bad_row(where, f"has a part of type {other} in turn {number} that is not a text; only text is read")
+    if not isinstance(content, str):
+        kind = type(content).__name__
+        raise bad_row(where, f"has a value of type {kind} instead of a string as the content of turn {number}")
+    if role == "user" and (mark := MEDIA_MARK.search(content)):
+        raise bad_row(where, f"has the mark {mark[0].strip()} in turn {number}, but only text is read")
+    return content
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, str) or (
+        isinstance(part, dict) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str)
+    )
+
+
+def with_calls(where: str, number: int, turn: Message) -> Message:
+    """Returns an answer with its calls of tools as transformers' `tool_calls`, whose arguments are objects.
+
+    The calls may be JSON text, lack the key `function`, or be a single `function_call`.
+    """
+    calls = decoded(turn.get("tool_calls"))
+    if not calls and turn.get("function_call"):
+        calls = decoded(turn["function_call"])
+        turn = {key: part for key, part in turn.items() if key != "function_call"}
+    if not calls:
+        return turn
+    listed = calls if isinstance(calls, list) else [calls]
+    return {**turn, "tool_calls": [_call(where, number, decoded(call)) for call in listed]}
+
+
+def _call(where: str, number: int, call: Any) -> Message:
+    if not isinstance(call, dict) or not isinstance(call.get("function", call.get("name")), (dict, str)):
+        raise bad_row(where, f"has the tool call {shown(call)} in turn {number} instead of a name and arguments")
+    function, others = call.get("function"), {key: part for key, part in call.items() if key != "function"}
+    if not isinstance(function, dict):  # the name and the arguments are not in an object of their own
+        own = {key: others.pop(key) for key in ("name", "arguments", "parameters") if key in others}
+        function, others = {"name": function, **own}, {**others, "type": "function"}
+    if "arguments" not in function:
+        function = {**function, "arguments": function.pop("parameters", {})}
+    arguments = decoded(function["arguments"])
+    if isinstance(arguments, str) and (not arguments.strip() or arguments.lstrip().startswith(("{", "["))):
+        if arguments.strip():
+            raise bad_row(where, f"has arguments of a tool in turn {number} that are not valid JSON: {arguments}")
+        arguments = {}
+    return {**others, "function": {**function, "arguments": arguments}}
+
+
+def with_weight(where: str, number: int, turn: Message) -> Message:
+    """Returns an answer without the flags that say whether it is learned, but with the weight 0 if it is not."""
+    learned, others = True, dict(turn)
+    for name, learned_value in FLAGS.items():
+        if name in others:
+            value = others.pop(name)
+            value = value.strip().lower() if isinstance(value, str) else value
+            flag = FLAG_VALUES.get(value) if isinstance(value, (str, bool, int, float)) else None
+            if flag is None:
+                raise bad_row(where, f"has the {name} {shown(value)} in turn {number} instead of 0 or 1")
+            learned &= flag is learned_value
+    return others if learned else {**others, "weight": 0}
+
+
+def order_problem(turns: Sequence[Message]) -> str | None:
+    """Describes the first turn that does not follow its usual predecessor, which many chat templates refuse."""
+    before: str | None = None
+    for number, turn in enumerate(turns, 1):
+        role = turn["role"]
+        if before not in FOLLOWS[role]:
+            return f"turn {number} ({role}) {f'follows {before}' if before else 'is the first'}"
+        before = role
+    return None
+
+
+def merged_turns(turns: Sequence[Message], boundary: int = 0) -> list[tuple[Message, list[int]]]:
+    """Merges each turn that has the role of the turn before it into that one.
+
+    A system message after the first question, and an answer before it, become parts of the next question. No turn is
+    merged across `boundary`. Returns the new turns, and the indices of the turns that each consists of.
+    """
+    merged = list[tuple[Message, list[int]]]()
+    first = len([*takewhile(lambda turn: turn["role"] in SYSTEM_ROLES, turns)])
+    asked = next((number for number, turn in enumerate(turns) if turn["role"] == "user"), len(turns))
+    for number, turn in enumerate(turns):
+        is_greeting = turn["role"] == "assistant" and number < asked < len(turns)
+        if is_greeting or (turn["role"] in SYSTEM_ROLES and number >= first):
+            turn = {**turn, "role": "user"}
+        if merged and number != boundary and turn["role"] != "tool" and turn["role"] == merged[-1][0]["role"]:
+            last, indices = merged[-1]
+            merged[-1] = _joined(last, turn), [*indices, number]
+        else:
+            merged.append((turn, [number]))
+    return merged
+
+
+def _joined(one: Message, other: Message) -> Message:
+    calls = [*(one.get("tool_calls") or ()), *(other.get("tool_calls") or ())]
+    content = "\n\n".join(filter(None, (one["content"], other["content"])))
+    return {**one, **other, "content": content, **({"tool_calls": calls} if calls else {})}
