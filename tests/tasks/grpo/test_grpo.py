@@ -245,7 +245,10 @@ def test_a_module_that_fails_at_import_is_named(
         ({"prompt": "a", "answer": " "}, 'has the answer " " instead of a text or a number'),
         ({"answer": "a"}, "has answer, but needs prompt, messages or text"),
         ({"prompt": " ", "answer": "a"}, "has an empty prompt"),
-        ({"prompt": [{"role": "assistant", "content": "a"}], "answer": "a"}, "has no user message to answer at the end of its prompt"),
+        (
+            {"prompt": [{"role": "assistant", "content": "a"}], "answer": "a"},
+            "has no user message to answer at the end of its prompt",
+        ),
         ([1], "is of type list instead of an object"),
     ],
 )

@@ -54,7 +54,7 @@ def _column_value(row: SourceRow, column: Column | None, key: str) -> Any:
 def system_message(row: SourceRow, columns: Columns) -> Any:
     """Returns the system message of a row, or None. Raises BadRowError if a configured column is missing."""
     found = _column_value(row, chat_columns(row.value, columns)[0], "data.system_column")
-    return None if is_empty(found) else found
+    return found or None
 
 
 def read_tools(row: SourceRow, columns: Columns) -> Tools:
@@ -78,7 +78,11 @@ def _tool(row: SourceRow, tool: Any) -> Mapping[str, Any]:
             if isinstance(parameters, dict) and not _is_schema(parameters):  # as in xLAM's rows
                 function = {**function, "parameters": {"type": "object", "properties": parameters}}
             return {"type": "function", "function": {key: part for key, part in function.items() if key != "type"}}
-    raise bad_row(row.where, f"has {shown(tool)} in its tools instead of a JSON schema of a function with a name")
+    raise bad_row(
+        row.where,
+        f"has {shown(tool)} in its tools instead of a JSON schema of a function with a name; "
+        "rename the column if it has something else",
+    )
 
 
 def _is_schema(parameters: Mapping[str, Any]) -> bool:

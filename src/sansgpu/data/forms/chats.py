@@ -34,6 +34,7 @@ from sansgpu.data.forms.turns import (
     looks_like_turns,
     merged_turns,
     read_turns,
+    role_of,
     with_calls,
 )
 from sansgpu.data.rows import Row, SourceRow, TypedRow, bad_row, is_text
@@ -41,14 +42,16 @@ from sansgpu.data.tables import Columns
 
 # Columns with turns besides `messages`, which only count if they have a list of turns.
 TURN_COLUMNS = "conversations", "conversation", "dialogue", "dialog", "turns", "chat", "data"
-INSTRUCTION_COLUMNS = "instruction", "question", "query"
+INSTRUCTION_COLUMNS = "instruction", "question", "query", "problem"
 # Columns with a question and its answer, besides prompt and completion, and instruction and output.
 PAIRS = (
     *(("prompt", answer) for answer in ("response", "output", "answer")),
     *((asked, answer) for asked in INSTRUCTION_COLUMNS for answer in ("output", "response", "answer", "completion")),
+    *((asked, "solution") for asked in ("problem", "question")),
     ("input", "output"),
     ("inputs", "targets"),
 )
+ANSWER_COLUMNS = ("answer",)  # with the right answer, for rewards
 # Stanford Alpaca's prompts, which are used for models without a chat template.
 INSTRUCTION = "### Instruction:\n{instruction}\n\n### Response:\n"
 INSTRUCTION_WITH_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
@@ -248,7 +251,7 @@ def _pair_in(asked: str, answer: str) -> Callable[[SourceRow, Columns], Conversa
 def _calls(row: SourceRow, columns: Columns) -> Conversation:
     """Reads a question with the calls of tools that answer it, as in xLAM's rows."""
     call = with_calls(row.where, 2, {"role": "assistant", "content": "", "tool_calls": row.value["answers"]})
-    if not call["tool_calls"]:
+    if not call.get("tool_calls"):
         raise bad_row(row.where, "has no answers")
     turns = all_turns(row, [{"role": "user", "content": row.value["query"]}, call], "query", columns)
     return build_conversation(row, turns, 0, columns)
@@ -282,6 +285,11 @@ def chat_form(
     return Form(keys, read, example, further, recognizes, unused=unused)
 
 
+def _column_of_turns(value: Any) -> str | None:
+    """Returns the column for a row that is a list of turns."""
+    return "messages" if isinstance(value, list) and value and role_of(value[0]) is not None else None
+
+
 def turns_form(column: str, read: Callable[[SourceRow, Columns], Any], example: Any, **used: Any) -> Form[Any]:
     """Returns a form for a column that may also have other content than turns."""
     return chat_form((column,), read, example, recognizes=lambda row, _: looks_like_turns(row.get(column)), **used)
@@ -307,7 +315,7 @@ CONVERSATIONS = Forms("messages, prompt and completion, instruction and output, 
       for pair in PAIRS if pair != ("instruction", "output")),
     chat_form(("text",), _text, {"text": "A text of which all tokens are learned."}),
     *(turns_form(column, _conversation_in(column), {column: [_PAIR]}) for column in TURN_COLUMNS[1:]),
-))  # fmt: skip
+), column_of=_column_of_turns)  # fmt: skip
 
 
 def _build_prompt(row: SourceRow, values: Any, column: str, columns: Columns) -> Prompt:
@@ -339,7 +347,9 @@ def _instruction_prompt_in(column: str) -> Callable[[SourceRow, Columns], Prompt
     def read(row: SourceRow, columns: Columns) -> Prompt:
         instruction, context = nonempty_in(row, column), context_of(row)
         prompt = f"{instruction}\n\n{context}" if context.strip() else instruction
-        return _build_prompt(row, _as_turns(prompt, "user"), column, columns)
+        found = _build_prompt(row, _as_turns(prompt, "user"), column, columns)
+        is_text = is_empty(row.value.get("history"))
+        return replace(found, text=after_system(row, prompt, columns)) if is_text else found
 
     return read
 
@@ -350,13 +360,13 @@ def _text_prompt(row: SourceRow, columns: Columns) -> Prompt:
 
 
 PROMPTS = Forms("prompt, messages or text", (
-    chat_form(("messages",), _prompt_in("messages"), {"messages": [_QUESTION], "answer": "4"}, ("answer",)),
-    chat_form(("prompt",), _prompt, {"prompt": "What is 2 + 2?", "answer": "4"}, ("answer", "history")),
-    Form(("text",), _text_prompt, {"text": "2 + 2 =", "answer": "4"}, ("answer",)),
+    chat_form(("messages",), _prompt_in("messages"), {"messages": [_QUESTION], "answer": "4"}, ANSWER_COLUMNS),
+    chat_form(("prompt",), _prompt, {"prompt": "What is 2 + 2?", "answer": "4"}, (*ANSWER_COLUMNS, "history")),
+    Form(("text",), _text_prompt, {"text": "2 + 2 =", "answer": "4"}, ANSWER_COLUMNS),
     chat_form(("conversations",), _prompt_in("conversations"), {"conversations": [_HUMAN], "answer": "4"},
-              ("answer",)),
+              ANSWER_COLUMNS),
     *(chat_form((column,), _instruction_prompt_in(column), {column: "What is 2 + 2?", "answer": "4"},
-                ("answer", "history")) for column in INSTRUCTION_COLUMNS),
-    *(turns_form(column, _prompt_in(column), {column: [_QUESTION]}, optional=("answer",))
+                (*ANSWER_COLUMNS, "history")) for column in INSTRUCTION_COLUMNS),
+    *(turns_form(column, _prompt_in(column), {column: [_QUESTION]}, optional=ANSWER_COLUMNS)
       for column in TURN_COLUMNS[1:]),
-))  # fmt: skip
+), column_of=_column_of_turns)  # fmt: skip

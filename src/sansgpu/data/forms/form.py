@@ -67,6 +67,8 @@ class Forms(Generic[T_co]):
     needed: str  # the columns that rows need, in words for messages
     forms: tuple[Form[T_co], ...]
     text_rows: bool = False  # each line of a plain text file, or each file in a folder of a label, is a row, too
+    # Names the column for a row that is no object but the value of a column, such as a list of turns, or returns None.
+    column_of: Callable[[Any], str | None] | None = None
     # Finds the columns of tables without a header, and returns a message about them or None. Raises ConfigError if the
     # meaning of the columns is unclear.
     resolve: Callable[[Sequence[Path], Columns], tuple[Columns, str | None]] | None = None
@@ -76,6 +78,8 @@ class Forms(Generic[T_co]):
 
         Raises BadRowError if the row has none of the forms or is invalid.
         """
+        if self.column_of is not None and (column := self.column_of(row.value)) is not None:
+            row = row._replace(value={column: row.value})
         given = row.columns(self.needed)
         form = next((form for form in self.forms if form.fits(given, columns)), None)
         if form is None:

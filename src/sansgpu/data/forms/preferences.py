@@ -115,7 +115,7 @@ def _rating(row: SourceRow) -> bool:
 def _rated_conversation_in(column: str) -> Callable[[SourceRow, Columns], PreferenceRow]:
     def read(row: SourceRow, columns: Columns) -> PreferenceRow:
         turns = all_turns(row, row.value[column], column, columns)
-        if turns and turns[-1]["role"] != "assistant":
+        if not turns or turns[-1]["role"] != "assistant":
             raise bad_row(row.where, "ends without an answer to rate")
         return PreferenceRow(row.where, (build_conversation(row, turns, len(turns) - 1, columns),), _rating(row))
 

@@ -146,14 +146,14 @@ def _single_turns(values: Sequence[Any]) -> Iterator[Any]:
         values = parts
     if len(values) > 1 and all(isinstance(value, str) for value in values):
         values = [[("user", "assistant")[number % 2], value] for number, value in enumerate(values)]
-    has_roles = all(isinstance(value, (list, tuple)) and len(value) == 2 and _is_role(value[0]) for value in values)
+    has_roles = any(isinstance(value, (list, tuple)) and len(value) == 2 and _is_role(value[0]) for value in values)
     for value in values:
         match value:
             case [str(role), content] if has_roles:
                 yield {"role": role, "content": content}
-            case [str(question)] | [str(question), None]:
+            case [str(question)] | [str(question), None] if not has_roles:
                 yield {"role": "user", "content": question}
-            case [str(question), str(answer)]:
+            case [str(question), str(answer)] if not has_roles:
                 yield from ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
             case dict() as turn if all(turn.get(key) is None for key in ROLE_KEYS):
                 yield from _keyed_turns(turn)
@@ -195,7 +195,8 @@ def _turn(where: str, number: int, value: Any) -> Message:
     if role == "assistant":
         is_call = str(given).strip().lower() in CALL_ROLES
         others = with_calls(where, number, {**others, "function_call": content} if is_call else others)
-        others, content = with_weight(where, number, others), None if is_call else content
+        content = None if is_call else content
+    others = with_weight(where, number, others, role == "assistant")
     calls = role == "assistant" and bool(others.get("tool_calls"))
     content = "" if content is None and calls else _text(where, number, role, content)
     if role == "assistant" and not calls and not content.strip():
@@ -237,9 +238,10 @@ def with_calls(where: str, number: int, turn: Message) -> Message:
         calls = decoded(turn["function_call"])
         turn = {key: part for key, part in turn.items() if key != "function_call"}
     if not calls:
-        return turn
+        is_text = isinstance(turn.get("tool_calls"), str)  # of an empty list
+        return {key: part for key, part in turn.items() if key != "tool_calls"} if is_text else turn
     listed = calls if isinstance(calls, list) else [calls]
-    return {**turn, "tool_calls": [_call(where, number, decoded(call)) for call in listed]}
+    return {**turn, "tool_calls": [_call(where, number, without_nulls(decoded(call))) for call in listed]}
 
 
 def _call(where: str, number: int, call: Any) -> Message:
@@ -249,18 +251,22 @@ def _call(where: str, number: int, call: Any) -> Message:
     if not isinstance(function, dict):  # the name and the arguments are not in an object of their own
         own = {key: others.pop(key) for key in ("name", "arguments", "parameters") if key in others}
         function, others = {"name": function, **own}, {**others, "type": "function"}
-    if "arguments" not in function:
-        function = {**function, "arguments": function.pop("parameters", {})}
-    arguments = decoded(function["arguments"])
+    if not isinstance(function.get("name"), str):
+        raise bad_row(where, f"has a tool call without a name in turn {number}")
+    arguments = decoded(function.get("arguments", function.get("parameters", {})))
     if isinstance(arguments, str) and (not arguments.strip() or arguments.lstrip().startswith(("{", "["))):
         if arguments.strip():
             raise bad_row(where, f"has arguments of a tool in turn {number} that are not valid JSON: {arguments}")
         arguments = {}
-    return {**others, "function": {**function, "arguments": arguments}}
+    rest = {key: part for key, part in function.items() if key != "parameters" or "arguments" in function}
+    return {**others, "function": {**rest, "arguments": arguments}}
 
 
-def with_weight(where: str, number: int, turn: Message) -> Message:
-    """Returns an answer without the flags that say whether it is learned, but with the weight 0 if it is not."""
+def with_weight(where: str, number: int, turn: Message, is_answer: bool = True) -> Message:
+    """Returns a turn without the flags that say whether it is learned. An answer that is not has the weight 0 instead.
+
+    Other turns are never learned, so they keep flags that say otherwise.
+    """
     learned, others = True, dict(turn)
     for name, learned_value in FLAGS.items():
         if name in others:
@@ -270,7 +276,9 @@ def with_weight(where: str, number: int, turn: Message) -> Message:
             if flag is None:
                 raise bad_row(where, f"has the {name} {shown(value)} in turn {number} instead of 0 or 1")
             learned &= flag is learned_value
-    return others if learned else {**others, "weight": 0}
+            if flag is learned_value and not is_answer:
+                others[name] = turn[name]
+    return others if learned or not is_answer else {**others, "weight": 0}
 
 
 def order_problem(turns: Sequence[Message]) -> str | None:
