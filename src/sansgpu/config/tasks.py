@@ -99,7 +99,7 @@ KEY_GROUPS = {
         model.adapter model.lora_rank model.lora_alpha model.lora_dropout model.lora_targets model.base_precision
         model.merge_adapter
     """,
-    "chat template": "data.chat_template data.parse_special_tokens",
+    "chat template": "data.chat_template data.template_variables data.parse_special_tokens",
     "long rows": "data.long_rows",
     "pairs": "data.label_column data.text_pair_column",
     "pooling": "model.pooling",

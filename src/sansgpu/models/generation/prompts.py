@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from sansgpu.config import ConfigError
 from sansgpu.config.wording import first_line
-from sansgpu.machine.untrusted.templates import UnusableTemplateError, render_prefixes
+from sansgpu.machine.untrusted.templates import UnusableTemplateError, render_prefixes, with_tools
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_errors
 from sansgpu.models.decoder import TransformerLM
 from sansgpu.models.generation.answer_end import end_tokens, stop_strings
@@ -19,20 +19,27 @@ from sansgpu.models.generation.special_texts import (
     encode_conversation,
     encode_raw,
 )
+from sansgpu.models.generation.template_variables import NO_VARIABLES, Variables, require_variables
+from sansgpu.models.generation.tool_calls import tool_use
 
 
 def unchanged_template(template: str) -> str:
     return template
 
 
-def prompt_ids(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> list[int]:
+def prompt_ids(
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    variables: Variables = NO_VARIABLES,
+) -> list[int]:
     """Returns the ids of a conversation up to the model's answer; without a chat template, those of the last message.
 
     Raises ConfigError if the template refuses the conversation.
     """
     if tokenizer.chat_template is None:
         return text_prompt_ids(tokenizer, messages[-1]["content"])
-    return encoded_prompt(tokenizer, messages).ids
+    return encoded_prompt(tokenizer, messages, tools=tools, variables=variables).ids
 
 
 @tokenizer_errors()
@@ -41,16 +48,23 @@ def encoded_prompt(
     messages: Sequence[dict[str, Any]],
     revise: Callable[[str], str] = unchanged_template,
     parse_special: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
+    variables: Variables = NO_VARIABLES,
 ) -> EncodedConversation:
     """Returns the tokens of a conversation up to the model's answer.
 
-    `revise` may change the chat template. Texts of special tokens in messages stay plain text unless `parse_special`.
-    Raises ConfigError if the template refuses the conversation.
+    `revise` may change the chat template, and `variables` are its variables for this conversation. Texts of special
+    tokens in messages and tools stay plain text unless `parse_special`. Raises ConfigError if the template refuses the
+    conversation.
     """
-    render = partial(prompt_text, tokenizer, revise=revise)
-    text = render(messages)
+    require_variables(tokenizer, variables)
+    render = partial(prompt_text, tokenizer, revise=revise, variables=variables)
+    text = render(messages, tools=tools)
     try:
-        found = encode_raw(tokenizer, text) if parse_special else encode_conversation(tokenizer, text, messages, render)
+        if parse_special:
+            found = encode_raw(tokenizer, text)
+        else:
+            found = encode_conversation(tokenizer, text, messages, render, tools)
     except SpecialTextError as error:
         raise ConfigError(f"a message {error}; remove it.") from None
     if not found.ids:
@@ -63,6 +77,8 @@ def prompt_text(
     messages: Sequence[dict[str, Any]],
     new_answer: bool = True,
     revise: Callable[[str], str] = unchanged_template,
+    tools: Sequence[Mapping[str, Any]] = (),
+    variables: Variables = NO_VARIABLES,
 ) -> str:
     """Returns the text of a conversation up to the model's answer.
 
@@ -72,8 +88,9 @@ def prompt_text(
     if tokenizer.chat_template is None:
         raise ConfigError("the model has no chat template; set data.chat_template, or pass a text instead of messages.")
     try:
-        template = revise(tokenizer.get_chat_template())
-        prompt = render_prefixes(template, tokenizer.special_tokens_map, messages, [(len(messages), new_answer)])[0]
+        template = revise(tokenizer.get_chat_template(tools=list(tools) or None))
+        names = with_tools({**tokenizer.special_tokens_map, **variables}, tools)
+        prompt = render_prefixes(template, names, messages, [(len(messages), new_answer)])[0]
     except (UnusableTemplateError, ValueError) as error:  # ValueError: several templates, but no default
         raise ConfigError(f"{first_line(error)}; choose a different chat template.") from None
     if prompt.refusal is not None:
@@ -112,6 +129,7 @@ def tokenizer_fields(tokenizer: Any, ends: Iterable[int]) -> dict[str, Any]:
     return {
         "text_ids": partial(text_prompt_ids, tokenizer),
         "chat_ids": None if tokenizer.chat_template is None else partial(prompt_ids, tokenizer),
+        "tool_use": None if tokenizer.chat_template is None else partial(tool_use, tokenizer),
         "decode": partial(decode, tokenizer),
         "ends": frozenset(end_tokens(tokenizer, ends).ids),
         "stops": stop_strings(tokenizer),

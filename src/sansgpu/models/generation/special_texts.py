@@ -38,14 +38,18 @@ class EncodedConversation:
 
 
 def encode_conversation(
-    tokenizer: Any, text: str, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]
+    tokenizer: Any,
+    text: str,
+    messages: Sequence[Message],
+    render: Callable[..., str],
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> EncodedConversation:
-    """Tokenizes `text`, which is `render(messages)`.
+    """Tokenizes `text`, which is `render(messages, tools=tools)`.
 
-    Without texts of special tokens in the messages, the result is the tokenizer's own. Raises SpecialTextError.
+    Without texts of special tokens in messages and tools, the result is the tokenizer's own. Raises SpecialTextError.
     """
     special = _special_texts_of(tokenizer)
-    if not special.are_in(_strings(messages)):
+    if not special.are_in(_strings([*messages, *tools])):
         return encode_raw(tokenizer, text)
     mark = next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in text)  # private use area
     hidden = list[str]()
@@ -62,7 +66,8 @@ def encode_conversation(
         return "".join([*pieces, string[end:]])
 
     rendered = render(
-        [{key: value if key == "role" else _mapped(value, hide) for key, value in m.items()} for m in messages]
+        [{key: value if key == "role" else _mapped(value, hide) for key, value in m.items()} for m in messages],
+        tools=_mapped(tools, hide),
     )
     pieces = list(special.pieces(rendered, re.compile(f"{mark}([0-9]+){mark}"), hidden))
     if "".join(piece.text for piece in pieces) != text:

@@ -18,7 +18,13 @@ from sansgpu.tasks.settings import (
     fine_tuning_problems,
 )
 
-_ROW_KEYS = "data.long_rows", "data.chat_template", "data.parse_special_tokens", "data.on_bad_row"
+_ROW_KEYS = (
+    "data.long_rows",
+    "data.chat_template",
+    "data.template_variables",
+    "data.parse_special_tokens",
+    "data.on_bad_row",
+)
 
 
 def _sft_problems(config: Any) -> Iterator[str]:
