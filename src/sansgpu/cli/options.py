@@ -107,6 +107,17 @@ def precision_option(auto: str) -> Any:
     return option(help, None, parser=parse, metavar="|".join(PRECISIONS))
 
 
+def _template_variable(text: str) -> tuple[str, Any]:
+    """Parses the name and the value, in YAML, of a variable for the chat template."""
+    from sansgpu.config.parse import parse_value
+    from sansgpu.config.schema import is_template_variable  # imports the schema, which `--help` does not need
+
+    name, equals, value = text.partition("=")
+    if not equals or not is_template_variable(name):
+        raise typer.BadParameter(f"{text} must be a name and a value, e.g. enable_thinking=false")
+    return name, parse_value(value)
+
+
 def path_option(help: str, metavar: str) -> Any:
     """Returns an option that takes an output path."""
     return option(help, OUTPUT, parser=written_path, metavar=metavar)
@@ -131,6 +142,16 @@ ConfigArgument = Annotated[
 OverrideOption = Annotated[
     list[str] | None,
     option("Override a configuration key. Repeatable.", CONFIGURATION, "--set", metavar="KEY.PATH=VALUE"),
+]
+TemplateVariableOption = Annotated[
+    list[Any] | None,
+    option(
+        "Variable for the chat template, e.g. enable_thinking=false. Repeatable. Default: as in training.",
+        None,
+        "--template-variable",
+        parser=_template_variable,
+        metavar="NAME=VALUE",
+    ),
 ]
 # Of type Any, because the values of `parse` have the type Precision, whose import takes long.
 PrecisionOption = Annotated[

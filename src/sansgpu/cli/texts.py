@@ -21,6 +21,7 @@ from sansgpu.cli.options import (
     ObjectiveOption,
     RemoteCodeOption,
     SnapshotOption,
+    TemplateVariableOption,
     number_option,
     option,
     path_option,
@@ -67,6 +68,7 @@ class _GenerateOptions:
             metavar="auto|N",
         ),
     ] = "auto"
+    template_variable: TemplateVariableOption = None
     max_new_tokens: Annotated[int, option("Maximum number of tokens to generate.", min=1)] = 200
     temperature: TemperatureOption = 0.8
     top_k: TopKOption = 0
@@ -88,9 +90,9 @@ def generate(given: _GenerateOptions) -> None:
 
     Example: sansgpu generate runs/default --prompt "def main" --max-new-tokens 100
     """
-    slots = _batch_size(given.batch_size)
-    if given.data is None and (given.output is not None or given.as_json or slots is not None):
-        raise typer.BadParameter("--output, --batch-size and --json require --data")
+    slots, variables = _batch_size(given.batch_size), dict(given.template_variable or ())
+    if given.data is None and (given.output is not None or given.as_json or slots is not None or variables):
+        raise typer.BadParameter("--output, --batch-size, --template-variable and --json require --data")
     if given.data is not None and (given.prompt is not None or given.output is None):
         raise typer.BadParameter("--data requires --output and replaces --prompt; add --output and remove --prompt")
     with preparation_bar() as bar:
@@ -102,7 +104,7 @@ def generate(given: _GenerateOptions) -> None:
         sampling = Sampling(given.temperature, given.top_k, given.top_p, given.seed)
         text, summary = given.prompt or "", None
         if given.data is not None and given.output is not None:
-            request = GenerateRequest(model, given.data, given.output, given.max_new_tokens, sampling, slots)
+            request = GenerateRequest(model, given.data, given.output, given.max_new_tokens, sampling, slots, variables)
             summary = generate_rows(request, warn, bar)
         else:
             pieces = generate_text(model, text, given.max_new_tokens, sampling, warn, bar)
@@ -148,6 +150,7 @@ class _ChatOptions:
     ]
     prompt: Annotated[str | None, option("Message to send; prints the answer and exits.")] = None
     system: Annotated[str | None, option("System message.")] = None
+    template_variable: TemplateVariableOption = None
     max_new_tokens: Annotated[int, option("Maximum number of tokens per answer.", min=1)] = 512
     temperature: TemperatureOption = 0.7
     top_k: TopKOption = 0
@@ -173,7 +176,7 @@ def chat(given: _ChatOptions) -> None:
         from sansgpu.train.loading import ModelRequest
 
         model = ModelRequest(given.run, given.snapshot, given.trust_remote_code, given.objective, given.precision)
-        conversation = ChatSession(model, given.system, warn, bar)
+        conversation = ChatSession(model, given.system, warn, bar, dict(given.template_variable or ()))
     interactive = given.prompt is None and sys.stdin.isatty()
     lines = iter([given.prompt]) if given.prompt is not None else _typed() if interactive else _piped()
     for number, line in enumerate(lines):

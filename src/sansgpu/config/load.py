@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -22,6 +22,7 @@ from sansgpu.config.section import AUTO, TOP_LEVEL_KEYS, all_keys, problems
 from sansgpu.config.training import default_learning_rate, unused_settings
 from sansgpu.config.wording import shown, truncate
 
+MAPPINGS = frozenset(key for key, field in all_keys(Config) if get_origin(field.annotation) is dict)  # no sections
 FindSchema = Callable[[Values, bool], type[Config]]  # (values, trusted; see `load_config`) -> schema of their task
 Override = str | tuple[str, Any]  # `key.path=value` with the value in YAML, or a key and its value
 
@@ -114,12 +115,13 @@ def acting_values(config: Config) -> Values:
     return {**top, **values}
 
 
-def flatten(values: Values) -> Values:
-    """Returns values by dotted key, e.g. `training.learning_rate`."""
+def flatten(values: Values, prefix: str = "") -> Values:
+    """Returns values by dotted key after `prefix`, e.g. `training.learning_rate`. Mappings as values stay whole."""
     flat: Values = {}
     for name, value in values.items():
-        is_section = isinstance(value, dict)
-        flat |= {f"{name}.{key}": inner for key, inner in flatten(value).items()} if is_section else {name: value}
+        key = prefix + name
+        is_section = isinstance(value, dict) and key not in MAPPINGS
+        flat |= flatten(value, f"{key}.") if is_section else {key: value}
     return flat
 
 

@@ -33,12 +33,18 @@ from sansgpu.config.section import (
 )
 from sansgpu.config.tasks import CODE_NAME, TaskSettings, TaskTable, as_values, is_outside, is_section, joined_names
 from sansgpu.config.training import ONE_DEVICE, Device, TimeoutSeconds, TrainingConfig, default_learning_rate
-from sansgpu.config.wording import truncate
+from sansgpu.config.wording import shown, truncate
 
 CLASS_NAME = rf"^{CODE_NAME}$"
 MIN_VOCABULARY = 257  # 256 bytes and the end of text
 MAX_VOCABULARY = 1 << 20  # four times the largest in use; training a tokenizer allocates memory for all tokens
+_TEMPLATE_INPUTS = "messages", "tools", "documents", "add_generation_prompt"  # variables that every rendering sets
 _SECTIONS = ("model", "training", "data")
+
+
+def is_template_variable(name: str) -> bool:
+    """Returns whether a name can be that of a user's variable for a chat template."""
+    return name.isascii() and name.isidentifier() and not name.startswith("_") and name not in _TEMPLATE_INPUTS
 
 
 class DataConfig(Section):
@@ -115,6 +121,11 @@ class DataConfig(Section):
         "other; a system message after the first turn, and an answer before the first question, become parts of the "
         "next question",
     )
+    template_variables: dict[str, Any] = Field(
+        {},
+        description="variables for the chat template, e.g. `{enable_thinking: false}`. The trained model keeps them as "
+        "the defaults of its template",
+    )
     parse_special_tokens: bool = Field(
         False,
         description="read the texts of special tokens in messages as these tokens: only for trusted rows that contain "
@@ -156,6 +167,13 @@ class DataConfig(Section):
     validation_split: float = Field(
         0.01, gt=0, lt=1, description="fraction of tokens held out if the data has no validation split"
     )
+
+    @field_validator("template_variables")
+    @classmethod
+    def _known_to_templates(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if (wrong := next((name for name in values if not is_template_variable(name)), None)) is not None:
+            raise ValueError(f"{shown(wrong)} cannot be a variable for a chat template; remove it")
+        return values
 
     def for_dataset(self, name: str) -> Self:
         """Returns the settings to read all rows of a different dataset, e.g. to evaluate on it."""

@@ -239,7 +239,7 @@ class Section(BaseModel):
     def _plain(self) -> Any:
         for key in type(self).model_fields:
             value = getattr(self, key)
-            if isinstance(value, (str, int, list)):
+            if isinstance(value, (str, int, list, dict)):
                 try:
                     require_plain({key: value})
                 except InvalidDataError as error:

@@ -100,7 +100,8 @@ KEY_GROUPS = {
         model.merge_adapter
     """,
     "chat template": """
-        data.chat_template data.parse_special_tokens data.system_column data.tools_column data.merge_turns
+        data.chat_template data.template_variables data.parse_special_tokens data.system_column data.tools_column
+        data.merge_turns
     """,
     "long rows": "data.long_rows",
     "pairs": "data.label_column data.text_pair_column",

@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from sansgpu.models.generation.generate import BatchModel, Completion, complete,
 from sansgpu.models.generation.omitted import omitted_parts
 from sansgpu.models.generation.prompts import RejectedConversationError
 from sansgpu.models.generation.sampling import Sampling, reading, require_valid_sampling
+from sansgpu.models.generation.template_variables import NO_VARIABLES, Variables
 from sansgpu.models.generation.text import without_stop
 from sansgpu.models.modules import set_matmul_precision
 from sansgpu.tasks.task import TrainedModel
@@ -52,6 +53,7 @@ class GenerateRequest:
     max_new_tokens: int
     sampling: Sampling
     batch_size: int | None = None
+    variables: Variables = field(default_factory=dict)  # of the chat template
 
 
 def generate_text(
@@ -81,15 +83,21 @@ class ChatSession:
     """A chat model with the messages so far."""
 
     def __init__(
-        self, model: ModelRequest, system: str | None, warn: Warn, progress: ReportProgress = ignore_progress
+        self,
+        model: ModelRequest,
+        system: str | None,
+        warn: Warn,
+        progress: ReportProgress = ignore_progress,
+        variables: Variables = NO_VARIABLES,
     ) -> None:
-        """Raises ConfigError if there is no model, or if it has no chat template."""
+        """`variables` are those of the chat template. Raises ConfigError if there is no model or no such template."""
         loaded = open_model(model, "chat", warn, progress)
         self._model = _open_single(loaded)
         if self._model.chat_ids is None:
             raise ConfigError(
                 f"{model.target} has no chat template; use `sansgpu generate`, or set data.chat_template."
             )
+        self._variables = variables
         self._system_messages = [{"role": "system", "content": system}] if system else []
         self.reset()
 
@@ -102,7 +110,8 @@ class ChatSession:
         assert self._model.chat_ids is not None
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
-        for piece in stream(self._model, self._model.chat_ids(self.messages), max_new_tokens, sampling):
+        ids = self._model.chat_ids(self.messages, variables=self._variables)
+        for piece in stream(self._model, ids, max_new_tokens, sampling):
             pieces.append(piece)
             yield piece
         self.messages.append({"role": "assistant", "content": "".join(pieces)})
@@ -125,9 +134,11 @@ def generate_rows(request: GenerateRequest, warn: Warn, progress: ReportProgress
             f"{target}: prompts are completed one at a time, because the model's layers do not support batched "
             "generation."
         )
+    if request.variables and model.chat_ids is None:
+        raise ConfigError(f"{target} has no chat template; remove --template-variable.")
     bad_rows = RowReport("skip")
     options = ChatOptions.of(loaded.config.data)
-    prompts = list(_encoded(request.data, model, options, bad_rows, progress))
+    prompts = list(_encoded(request, model, options, bad_rows, progress))
     bad_rows.report(lambda note: warn(f"{request.data}: {note}"))
     if not prompts:
         raise ConfigError(f"{request.data} has no rows to complete; add rows, which need a prompt, messages or a text.")
@@ -187,7 +198,7 @@ def _complete_rest(
 
 
 def _encoded(
-    name: str, model: BatchModel, options: ChatOptions, bad_rows: RowReport, progress: ReportProgress
+    request: GenerateRequest, model: BatchModel, options: ChatOptions, bad_rows: RowReport, progress: ReportProgress
 ) -> Iterator[tuple[Prompt, list[int]]]:
     """Yields each usable row with its token ids."""
 
@@ -197,11 +208,12 @@ def _encoded(
             raise row.error("it has messages, but the model has no chat template")
         with tokenizer_errors(row.where):
             if prompt.turns and model.chat_ids is not None:
+                render = partial(model.chat_ids, variables=request.variables)
                 try:
-                    ids = model.chat_ids(prompt.turns, prompt.tools)
+                    ids = render(prompt.turns, prompt.tools)
                 except RejectedConversationError as error:
                     raise row.error(str(error).rstrip(".")) from None
-                bad_rows.not_used(omitted_parts(prompt.turns, prompt.tools, model.chat_ids))
+                bad_rows.not_used(omitted_parts(prompt.turns, prompt.tools, render))
             else:
                 ids = model.text_ids(prompt.text)
                 bad_rows.not_used(["tools"] if prompt.tools else [])
@@ -209,7 +221,7 @@ def _encoded(
             raise row.error(f"it has {len(ids):,} tokens, too many for the model's context of {model.context:,}")
         return prompt, ids
 
-    rows = open_single(name, DataConfig(dataset_name=name), text_rows=True).rows()
+    rows = open_single(request.data, DataConfig(dataset_name=request.data), text_rows=True).rows()
     for number, encoded in enumerate(bad_rows.parsed(rows, encode), 1):
         progress("tokenizing", number, 0, "row")
         yield encoded

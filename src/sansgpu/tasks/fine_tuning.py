@@ -40,7 +40,7 @@ from sansgpu.models.huggingface.pretrained import (
     weights_fingerprint,
 )
 from sansgpu.models.huggingface.source import requantized_formats
-from sansgpu.models.huggingface.tokenizer_files import end_ids_of, load_tokenizer_of, save_tokenizer
+from sansgpu.models.huggingface.tokenizer_files import end_ids_of, load_chat_tokenizer, save_tokenizer
 from sansgpu.models.modules import blocks_of
 from sansgpu.tasks.base import ComposedTask, ObjectiveBase
 from sansgpu.tasks.configuration import SCHEMA
@@ -252,7 +252,7 @@ class FineTuningTask(ComposedTask):
         model = config.model.model_copy(update={"trust_remote_code": source.remote_code})
         config = cls.with_vocabulary(config.model_copy(update={"model": model}))
         objective = cls.objective_class(config, frozen=source.config is None)
-        tokenizer = load_tokenizer_of(config.model, config.data.chat_template)
+        tokenizer = load_chat_tokenizer(config)
         if source.snapshot is not None:
             with torch.no_grad():
                 objective.model.load_state_dict(source.snapshot.weights(), strict=False)

@@ -12,6 +12,7 @@ from typing import Any
 
 from sansgpu.jobs.serve.bodies import ChatBody, EmbeddingBody, GenerationBody
 from sansgpu.jobs.serve.worker import Accepted, Finished, Progress, ServiceError, TextPiece, TokenScore, Vectors
+from sansgpu.models.generation.tool_calls import ToolCall, ToolCallReader
 
 Object = dict[str, Any]
 DONE = "[DONE]"
@@ -30,6 +31,7 @@ class TextAnswer:
         self._is_chat = isinstance(body, ChatBody)
         self._body, self._choices, self._generated = body, choices, 0
         self._prompt = 0  # tokens of the prompts
+        self._readers: Sequence[ToolCallReader] | None = None
         self._offsets = [0] * choices  # characters of the tokens whose scores were sent
         kind = "chat.completion" if self._is_chat else "text_completion"
         self._common = {
@@ -39,8 +41,9 @@ class TextAnswer:
             "model": model,
         }
 
-    def start(self, accepted: Accepted) -> None:
-        self._prompt = accepted.prompt_tokens
+    def start(self, accepted: Accepted, readers: Sequence[ToolCallReader] | None = None) -> None:
+        """Sets the size of the prompt and, if the answers can call functions, the reader of each answer."""
+        self._prompt, self._readers = accepted.prompt_tokens, readers
 
     def _usage(self) -> Object:
         return {
@@ -53,15 +56,21 @@ class TextAnswer:
         """Returns the complete answer. Raises ServiceError if one of the events is an error."""
         texts, reasons = [""] * self._choices, [""] * self._choices
         scores: list[list[TokenScore]] = [[] for _ in texts]
+        calls: list[list[Object]] = [[] for _ in texts]
         async for event in self._read(events):
             if isinstance(event, TextPiece):
-                texts[event.index] += event.text
                 scores[event.index] += event.scores
             else:
-                reasons[event.index] = event.reason
+                reasons[event.index] = self._reason(event)
+            for part in self._parts(event):
+                if isinstance(part, str):
+                    texts[event.index] += part
+                else:
+                    calls[event.index].append(_call_object(part))
         choices = []
         for index, (text, reason) in enumerate(zip(texts, reasons, strict=True)):
-            message = {"role": "assistant", "content": text, "refusal": None}
+            called = {"tool_calls": calls[index]} if calls[index] else {}
+            message = {"role": "assistant", "content": text or (None if called else ""), "refusal": None, **called}
             content = {"message": message} if self._is_chat else {"text": text}
             logprobs = self._logprobs(index, scores[index])
             choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": reason})
@@ -73,17 +82,36 @@ class TextAnswer:
             if self._is_chat:
                 for index in range(self._choices):
                     yield self._chunk(index, {"role": "assistant", "content": ""})
+            calls = [0] * self._choices
             async for event in self._read(events):
-                if isinstance(event, TextPiece):
-                    content = {"content": event.text} if self._is_chat else event.text
-                    yield self._chunk(event.index, content, logprobs=self._logprobs(event.index, event.scores))
-                else:
-                    yield self._chunk(event.index, {} if self._is_chat else "", event.reason)
+                logprobs = self._logprobs(event.index, event.scores) if isinstance(event, TextPiece) else None
+                parts = self._parts(event)
+                for part in parts or ([""] if logprobs is not None else []):
+                    if isinstance(part, str):
+                        content: Object | str = {"content": part} if self._is_chat else part
+                    else:
+                        content = {"tool_calls": [{"index": calls[event.index], **_call_object(part)}]}
+                        calls[event.index] += 1
+                    yield self._chunk(event.index, content, logprobs=logprobs)
+                    logprobs = None
+                if isinstance(event, Finished):
+                    yield self._chunk(event.index, {} if self._is_chat else "", self._reason(event))
             if self._body.includes_usage:
                 yield server_sent({**self._common, "choices": [], "usage": self._usage()})
             yield server_sent(DONE)
         except ServiceError as error:
             yield server_sent(error_object(error))
+
+    def _parts(self, event: TextPiece | Finished) -> list[str | ToolCall]:
+        """Returns the text and the calls that an event adds."""
+        if self._readers is not None:
+            reader = self._readers[event.index]
+            return list(reader.add(event.text) if isinstance(event, TextPiece) else reader.end())
+        return [event.text] if isinstance(event, TextPiece) else []
+
+    def _reason(self, event: Finished) -> str:
+        has_calls = self._readers is not None and self._readers[event.index].has_calls
+        return "tool_calls" if has_calls and event.reason == "stop" else event.reason
 
     async def _read(self, events: AsyncIterator[Progress]) -> AsyncIterator[TextPiece | Finished]:
         """Yields the events until every choice has ended, and counts tokens. Raises ServiceError."""
@@ -120,6 +148,12 @@ class TextAnswer:
         choice = {"index": index, "delta" if self._is_chat else "text": content, "logprobs": logprobs}
         usage = {"usage": None} if self._body.includes_usage else {}
         return server_sent({**self._common, "choices": [{**choice, "finish_reason": reason}], **usage})
+
+
+def _call_object(call: ToolCall) -> Object:
+    # Mistral's templates require ids of nine letters and digits when they come back in a message.
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"id": secrets.token_hex(5)[:9], "type": "function", "function": function}
 
 
 def _scored(text: str, logprob: float) -> Object:

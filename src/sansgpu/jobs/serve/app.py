@@ -137,7 +137,7 @@ class OpenAIEndpoints:
     async def chat(self, request: Request) -> Response:
         body = await read_body(ChatBody, request, self._large)
         self._service.require_model(body.model, "chat")
-        return await answer_text(self._service, request, body, [body.conversation()])
+        return await answer_text(self._service, request, body, [await asyncio.to_thread(body.conversation)])
 
     async def embeddings(self, request: Request) -> Response:
         body = await read_body(EmbeddingBody, request, self._large)
@@ -229,7 +229,7 @@ async def answer_text(service: Service, request: Request, body: GenerationBody, 
     work = generation_work(body, prompts, events)
     with submitted(service.worker, work):
         answer = TextAnswer(body, service.name, work.places)
-        answer.start(await while_connected(request, events.accepted()))
+        answer.start(await while_connected(request, events.accepted()), work.readers())
         if not body.stream:
             return JSONResponse(await while_connected(request, answer.whole(events)))
     return EventStream(answer.chunks(events), lambda: service.worker.cancel(work))

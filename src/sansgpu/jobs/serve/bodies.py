@@ -6,10 +6,11 @@ from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 
 from sansgpu.config.wording import shown, truncate
 from sansgpu.data.forms.turns import ANSWERED_ROLES, Role
+from sansgpu.jobs.serve.generation import ChatPrompt
 from sansgpu.jobs.serve.worker import ServiceError
 from sansgpu.models.generation.sampling import Sampling
 
@@ -17,6 +18,7 @@ MAX_ECHOED = 100  # characters of a request that an error message repeats
 MAX_ITEMS = 2048  # prompts, messages, parts of a message or texts to embed in one request, as in OpenAI's interface
 MAX_VALUES = 100_000  # in the JSON of a body; parsing millions of them would take gigabytes, and delay other requests
 MAX_COUNT = 2**31 - 1  # largest number of tokens or answers; larger ones would overflow
+MAX_TOOLS = 128  # as in OpenAI's interface
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 1000
 MAX_COMPLETION_LOGPROBS, MAX_CHAT_LOGPROBS = 5, 20
 # Fields that do not change an answer.
@@ -28,7 +30,7 @@ IGNORED = (
 WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "annotations": ([],), "best_of": (1,), "echo": (False,), "frequency_penalty": (0,), "functions": ([],),
     "logit_bias": ({},), "min_p": (0,), "modalities": (["text"],), "presence_penalty": (0,),
-    "repetition_penalty": (1,), "response_format": ({"type": "text"},), "suffix": ("",), "tool_calls": ([],),
+    "repetition_penalty": (1,), "response_format": ({"type": "text"},), "suffix": ("",),
     "tool_choice": ("none", "auto"), "tools": ([],),
 }  # fmt: skip
 
@@ -74,16 +76,95 @@ class TextPart(OpenAIObject):
     text: str
 
 
+class FunctionSchema(OpenAIObject):
+    """A function that the model may call. A `strict` schema is shown to the model, but not enforced."""
+
+    place = "a function's "
+    name: Text
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolSchema(OpenAIObject):
+    """A tool that the model may use."""
+
+    place = "a tool's "
+    type: Literal["function"]
+    function: FunctionSchema
+
+    def for_template(self) -> dict[str, Any]:
+        own = self.function
+        fields = {"name": own.name, "description": own.description, "parameters": own.parameters}
+        return {"type": self.type, "function": {name: value for name, value in fields.items() if value is not None}}
+
+
+class CalledFunction(OpenAIObject):
+    """A function that an earlier answer called. The arguments are an object, or JSON text as in OpenAI's interface."""
+
+    place = "a called function's "
+    name: Text
+    arguments: str | dict[str, Any]
+
+    def for_template(self) -> dict[str, Any]:
+        """Returns the function with its arguments as an object. Raises ServiceError if they are none."""
+        arguments = self.arguments
+        if isinstance(arguments, str):
+            try:
+                arguments = from_json(arguments or "{}", allow_inf_nan=False)
+            except ValueError as error:
+                raise ServiceError(f"the arguments of {self._shown} are not valid JSON ({error}).") from None
+        if not isinstance(arguments, dict):
+            raise ServiceError(f"the arguments of {self._shown} are no JSON object; send one, e.g. {{}}.")
+        return {"name": self.name, "arguments": arguments}
+
+    @property
+    def _shown(self) -> str:
+        return truncate(self.name, MAX_ECHOED)
+
+
+class MessageCall(OpenAIObject):
+    """A call in an earlier answer."""
+
+    place = "a call's "
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        named = {} if self.id is None else {"id": self.id}
+        return {**named, "type": self.type, "function": self.function.for_template()}
+
+
 class ChatMessage(OpenAIObject):
     """A message of a conversation."""
 
     place = "a message's "
     role: Role
-    content: Annotated[str | list[TextPart], BeforeValidator(_short)]
+    content: Annotated[str | list[TextPart], BeforeValidator(_short)] | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[MessageCall], BeforeValidator(_short)] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        content = self.content or ""
+        return content if isinstance(content, str) else "".join(part.text for part in content)
+
+    def for_template(self) -> dict[str, Any]:
+        """Returns the message in the form of chat templates. Raises ServiceError if it has fields of other roles."""
+        calls = [call.for_template() for call in self.tool_calls or ()]
+        answer = {"reasoning_content": self.reasoning_content, "tool_calls": calls or None}
+        result = {"tool_call_id": self.tool_call_id, "name": self.name}
+        for role, fields in (("assistant", answer), ("tool", result)):
+            wrong = next((name for name, value in fields.items() if value is not None and self.role != role), None)
+            if wrong is not None:
+                raise ServiceError(f"a message's {wrong} is only supported with the role {role}; remove it.")
+        if self.content is None and not calls:
+            raise ServiceError("a message's content is missing.", param="messages")
+        others = {name: value for name, value in {**answer, **result}.items() if value is not None}
+        return {"role": self.role, "content": self.text, **others}
 
 
 class StreamOptions(OpenAIObject):
@@ -146,6 +227,10 @@ class ChatBody(GenerationBody):
     """A request to /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], BeforeValidator(_short)] = Field(min_length=1)
+    tools: Annotated[list[ToolSchema], Field(max_length=MAX_TOOLS), BeforeValidator(_short)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_CHAT_LOGPROBS)] | None = None
@@ -160,11 +245,17 @@ class ChatBody(GenerationBody):
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def conversation(self) -> list[dict[str, Any]]:
-        """Returns the messages for the chat template. Raises ServiceError if there is nothing to answer."""
+    def conversation(self) -> ChatPrompt:
+        """Returns the input of the chat template. Raises ServiceError if there is nothing to answer."""
         if self.messages[-1].role not in ANSWERED_ROLES:
             raise ServiceError("the last message is not the user's; add one to answer.", param="messages")
-        return [{"role": message.role, "content": message.text} for message in self.messages]
+        calls = [call.function.arguments for message in self.messages for call in message.tool_calls or ()]
+        if sum(_values_in(text.encode()) for text in calls if isinstance(text, str)) > MAX_VALUES:
+            raise ServiceError(f"the calls have more than {MAX_VALUES:,} values; shorten the conversation.")
+        tools = [tool.for_template() for tool in self.tools or ()] if self.tool_choice != "none" else []
+        messages = [message.for_template() for message in self.messages]
+        at_most = 1 if self.parallel_tool_calls is False else None
+        return ChatPrompt(messages, tools, self.chat_template_kwargs or {}, at_most)
 
 
 class EmbeddingBody(OpenAIObject):
@@ -181,7 +272,7 @@ BodyKind = TypeVar("BodyKind", bound=OpenAIObject)
 
 def parse(kind: type[BodyKind], body: bytes) -> BodyKind:
     """Parses the body of a request. Raises ServiceError with the first problem."""
-    if _has_too_many_values(body):
+    if _values_in(body) > MAX_VALUES:
         raise ServiceError(f"the body has more than {MAX_VALUES:,} values; divide it into several requests.")
     try:
         return kind.model_validate_json(body)
@@ -203,9 +294,12 @@ def _lower(message: str) -> str:
     return message[0].lower() + message[1:]
 
 
-def _has_too_many_values(body: bytes) -> bool:
-    """Counts the commas and brackets outside strings, which takes a small part of the time of parsing."""
-    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    if unescaped.count(b'"') > 4 * MAX_VALUES:  # two for each key and each value
-        return True
-    return sum(part.count(sign) for part in unescaped.split(b'"')[::2] for sign in (b",", b"[", b"{")) > MAX_VALUES
+def _values_in(text: bytes) -> int:
+    """Returns about the number of values in a JSON text, without parsing it, or more than MAX_VALUES if it has more.
+
+    Counts the commas and brackets outside strings, which takes a small part of the time of parsing.
+    """
+    unescaped = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if (quotes := unescaped.count(b'"')) > 4 * MAX_VALUES:  # two for each key and each value
+        return quotes
+    return sum(part.count(sign) for part in unescaped.split(b'"')[::2] for sign in (b",", b"[", b"{"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -20,10 +21,31 @@ from sansgpu.models.generation.generate import PROMPT_TOKENS, BatchModel, SlotRe
 from sansgpu.models.generation.prefix_cache import PrefixCache
 from sansgpu.models.generation.sampling import Sampling
 from sansgpu.models.generation.text import StopStrings, TextPieces
+from sansgpu.models.generation.tool_calls import CallForm, ToolCallReader
 
 PREFIX_SHARE = 4  # memory of the running sequences / memory of the finished ones that later prompts may begin with
 WAITING_RATIO = 8  # maximum number of waiting sequences for each that can run
-Prompt = str | list[dict[str, Any]]  # a text to continue, or the messages of a conversation
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation to answer, with the functions that the answer can call, and variables of the chat template."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    variables: dict[str, Any]
+    most_calls: int | None = None  # maximum number of calls in an answer; None: no limit
+
+    @property
+    def text(self) -> str:
+        """The texts that a chat template writes, for a comparison of its size with the model's context."""
+        others = [{k: v for k, v in message.items() if k not in ("role", "content")} for message in self.messages]
+        known = [part for part in (*self.tools, *others) if part]
+        contents = "".join(message["content"] for message in self.messages)
+        return contents + (json.dumps(known, ensure_ascii=False) if known else "")
+
+
+Prompt = str | ChatPrompt  # a text to continue, or a conversation to answer
 
 
 @dataclass(eq=False)
@@ -43,10 +65,18 @@ class GenerationWork(Work):
     alternatives: int | None = None  # number of most likely tokens to score with each generated one; None: no scores
     unfinished: int = field(init=False)
     tokens: Sequence[list[int]] = field(init=False, default=())  # the ids of each prompt, set by the worker
+    form: CallForm | None = field(init=False, default=None)  # of calls in an answer, set by the worker
     limits: Sequence[int] = field(init=False, default=())  # the maximum tokens of each answer, set by the worker
 
     def __post_init__(self) -> None:
         self.places = self.unfinished = len(self.prompts) * self.copies
+
+    def readers(self) -> list[ToolCallReader] | None:
+        """Returns readers of the calls in each answer, once the work is accepted; None if there can be none."""
+        if self.form is None or isinstance(chat := self.prompts[0], str):
+            return None
+        names = {tool["function"]["name"] for tool in chat.tools}
+        return [ToolCallReader(self.form, names, chat.most_calls) for _ in range(self.places)]
 
 
 class _Choice:
@@ -103,8 +133,8 @@ class GenerationWorker(Worker[GenerationWork]):
 
     def prepare(self, work: GenerationWork) -> None:
         for prompt in work.prompts:
-            text = prompt if isinstance(prompt, str) else "".join(message["content"] for message in prompt)
-            self.require_fits("the prompt", text)
+            self.require_fits("the prompt", prompt if isinstance(prompt, str) else prompt.text)
+        work.form = next((self._form(prompt) for prompt in work.prompts if not isinstance(prompt, str)), None)
         work.tokens = [self._encode(prompt) for prompt in work.prompts]
         work.limits = [self._limit(len(ids), work) for ids in work.tokens]
 
@@ -122,7 +152,22 @@ class GenerationWorker(Worker[GenerationWork]):
             return self._model.text_ids(prompt)
         if self._model.chat_ids is None:
             raise ServiceError("the model has no chat template; use /v1/completions.")
-        return self._model.chat_ids(prompt)
+        return self._model.chat_ids(prompt.messages, prompt.tools, prompt.variables)
+
+    def _form(self, prompt: ChatPrompt) -> CallForm | None:
+        """Returns the form of calls in an answer; None if it cannot call a function.
+
+        Raises ServiceError if the chat template leaves out the tools or calls of the conversation.
+        """
+        has_calls = any("tool_calls" in message for message in prompt.messages)
+        if self._model.tool_use is None or not (prompt.tools or has_calls):
+            return None
+        use = self._model.tool_use()
+        if prompt.tools and not use.shows_tools:
+            raise ServiceError("the model's chat template does not support tools; remove tools.", param="tools")
+        if has_calls and not use.shows_calls:
+            raise ServiceError("the model's chat template does not support tool_calls; remove them.", param="messages")
+        return use.form if prompt.tools else None
 
     def _limit(self, prompt: int, work: GenerationWork) -> int:
         """Returns the maximum number of tokens to generate. Raises ServiceError if they do not fit the context."""

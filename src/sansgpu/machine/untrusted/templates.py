@@ -48,17 +48,26 @@ def render_prefixes(
     `names` has the template's variables: special tokens, and tools if there are any. Raises UnusableTemplateError if
     the template is not valid Jinja, does not terminate, or needs too much memory.
     """
-    return _render_in_child(
-        {"template": template, "names": dict(names), "turns": list(turns), "prefixes": list(prefixes)}
-    )
+    return _rendered({"template": template, "names": dict(names), "turns": list(turns), "prefixes": list(prefixes)})
 
 
 def render_spans(template: str, names: Mapping[str, Any], turns: Sequence[TemplateMessage]) -> Rendered:
     """Renders all turns with the spans in `{% generation %}` blocks. Raises UnusableTemplateError."""
-    return _render_in_child({"template": template, "names": dict(names), "turns": list(turns), "prefixes": None})[0]
+    return _rendered({"template": template, "names": dict(names), "turns": list(turns), "prefixes": None})[0]
 
 
-def _render_in_child(request: dict[str, Any]) -> list[Rendered]:
+def variables_in(template: str) -> list[str]:
+    """Returns the names of the variables that a template reads. Raises UnusableTemplateError."""
+    names: list[str] = _answer_of_child({"template": template})
+    return names
+
+
+def _rendered(request: dict[str, Any]) -> list[Rendered]:
+    answer = _answer_of_child(request)
+    return [Rendered(text, tuple((start, stop) for start, stop in spans), refusal) for text, spans, refusal in answer]
+
+
+def _answer_of_child(request: dict[str, Any]) -> Any:
     import transformers.utils.chat_template_utils  # noqa: F401  imported before the fork, so that the child has it
 
     try:
@@ -67,7 +76,7 @@ def _render_in_child(request: dict[str, Any]) -> list[Rendered]:
         raise UnusableTemplateError(f"the chat template {error}") from None
     if isinstance(answer, str):
         raise UnusableTemplateError(answer)
-    return [Rendered(text, tuple((start, stop) for start, stop in spans), refusal) for text, spans, refusal in answer]
+    return answer
 
 
 def _placeholder(value: Any) -> str:
@@ -75,18 +84,31 @@ def _placeholder(value: Any) -> str:
 
 
 def _serve(request: bytes) -> bytes:
-    """Returns a JSON list of (text, spans, refusal), or a JSON string with the reason why the template is unusable."""
+    """Returns a JSON list of (text, spans, refusal), or a JSON string with the reason why the template is unusable.
+
+    For a request without turns, the list contains the names of the template's variables.
+    """
     from jinja2.exceptions import TemplateSyntaxError
 
     inputs = json.loads(request)
     try:
-        if inputs["prefixes"] is None:
+        if "turns" not in inputs:
+            answers: list[Any] = _variables(inputs["template"])
+        elif inputs["prefixes"] is None:
             answers = [_render(inputs, inputs["turns"], spans=True)]
         else:
             answers = [_render(inputs, inputs["turns"][:count], prompt=prompt) for count, prompt in inputs["prefixes"]]
     except TemplateSyntaxError as error:
         return json.dumps(f"line {error.lineno} of the chat template is not valid Jinja ({error.message})").encode()
     return json.dumps(answers).encode()
+
+
+def _variables(template: str) -> list[str]:
+    from jinja2 import meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    environment: Any = _compile_jinja_template(template).environment
+    return sorted(meta.find_undeclared_variables(environment.parse(template)))
 
 
 def _render(

@@ -19,6 +19,8 @@ from sansgpu.models.generation.special_texts import (
     encode_conversation,
     encode_raw,
 )
+from sansgpu.models.generation.template_variables import NO_VARIABLES, Variables, require_variables
+from sansgpu.models.generation.tool_calls import tool_use
 
 
 class RejectedConversationError(ConfigError):
@@ -30,7 +32,10 @@ def unchanged_template(template: str) -> str:
 
 
 def prompt_ids(
-    tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    variables: Variables = NO_VARIABLES,
 ) -> list[int]:
     """Returns the ids of a conversation up to the model's answer; without a chat template, those of the last message.
 
@@ -38,7 +43,7 @@ def prompt_ids(
     """
     if tokenizer.chat_template is None:
         return text_prompt_ids(tokenizer, messages[-1]["content"])
-    return encoded_prompt(tokenizer, messages, tools=tools).ids
+    return encoded_prompt(tokenizer, messages, tools=tools, variables=variables).ids
 
 
 @tokenizer_errors()
@@ -48,13 +53,16 @@ def encoded_prompt(
     revise: Callable[[str], str] = unchanged_template,
     parse_special: bool = False,
     tools: Sequence[Mapping[str, Any]] = (),
+    variables: Variables = NO_VARIABLES,
 ) -> EncodedConversation:
     """Returns the tokens of a conversation up to the model's answer.
 
-    `revise` may change the chat template. Texts of special tokens in messages stay plain text unless `parse_special`.
-    Raises ConfigError if the template refuses the conversation.
+    `revise` may change the chat template, and `variables` are its variables for this conversation. Texts of special
+    tokens in messages and tools stay plain text unless `parse_special`. Raises ConfigError if the template refuses the
+    conversation.
     """
-    render = partial(prompt_text, tokenizer, revise=revise)
+    require_variables(tokenizer, variables)
+    render = partial(prompt_text, tokenizer, revise=revise, variables=variables)
     text = render(messages, tools=tools)
     try:
         if parse_special:
@@ -74,6 +82,7 @@ def prompt_text(
     new_answer: bool = True,
     revise: Callable[[str], str] = unchanged_template,
     tools: Sequence[Mapping[str, Any]] = (),
+    variables: Variables = NO_VARIABLES,
 ) -> str:
     """Returns the text of a conversation up to the model's answer.
 
@@ -84,7 +93,7 @@ def prompt_text(
         raise ConfigError("the model has no chat template; set data.chat_template, or pass a text instead of messages.")
     try:
         template = revise(tokenizer.get_chat_template(tools=list(tools) or None))
-        names = with_tools(tokenizer.special_tokens_map, tools)
+        names = with_tools({**tokenizer.special_tokens_map, **variables}, tools)
         prompt = render_prefixes(template, names, messages, [(len(messages), new_answer)])[0]
     except (UnusableTemplateError, ValueError) as error:  # ValueError: several templates, but no default
         raise ConfigError(f"{first_line(error)}; choose a different chat template.") from None
@@ -124,6 +133,7 @@ def tokenizer_fields(tokenizer: Any, ends: Iterable[int]) -> dict[str, Any]:
     return {
         "text_ids": partial(text_prompt_ids, tokenizer),
         "chat_ids": None if tokenizer.chat_template is None else partial(prompt_ids, tokenizer),
+        "tool_use": None if tokenizer.chat_template is None else partial(tool_use, tokenizer),
         "decode": partial(decode, tokenizer),
         "ends": frozenset(end_tokens(tokenizer, ends).ids),
         "stops": stop_strings(tokenizer),

@@ -11,12 +11,14 @@ from sansgpu.config import SIMPLE_TEMPLATE, ConfigError
 from sansgpu.config.model import ModelConfig
 from sansgpu.config.paths import local_path
 from sansgpu.config.plain_data import read_text
+from sansgpu.config.schema import Config
 from sansgpu.config.wording import shown
 from sansgpu.files.reading import read_object
 from sansgpu.machine.untrusted.tokenizer_trial import tokenizer_flaw
 from sansgpu.models.formats.folders import base_of
 from sansgpu.models.formats.tokenizers import TokenizerParts, with_rows
 from sansgpu.models.generation.answer_end import end_tokens, stop_strings, token_ids
+from sansgpu.models.generation.template_variables import set_template_variables
 from sansgpu.models.huggingface.older_versions import complete_tokenizer_config
 from sansgpu.models.huggingface.source import (
     gguf_file_of,
@@ -31,6 +33,16 @@ if TYPE_CHECKING:  # transformers takes seconds to import, so functions import i
     from sansgpu.models.formats.gguf_file import GGUFFile
 
 _SIMPLE = Path(__file__).parent / "templates/simple.jinja"
+
+
+def load_chat_tokenizer(config: Config) -> Any:
+    """Loads the tokenizer of a configuration's model, with its chat template and the template's variables.
+
+    Raises ConfigError if the tokenizer or the template cannot be used.
+    """
+    tokenizer = load_tokenizer_of(config.model, config.data.chat_template)
+    set_template_variables(tokenizer, config.data.template_variables)
+    return tokenizer
 
 
 def load_tokenizer_of(model: ModelConfig, chat_template: str | None = None) -> Any:

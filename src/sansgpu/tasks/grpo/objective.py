@@ -18,7 +18,7 @@ from sansgpu.models.costing import numbers_of
 from sansgpu.models.generation.sampling import Sampling, reading
 from sansgpu.models.huggingface.costs import PretrainedCosts
 from sansgpu.models.huggingface.source import pretrained_config
-from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
+from sansgpu.models.huggingface.tokenizer_files import load_chat_tokenizer
 from sansgpu.tasks.fine_tuning import FineTuning
 from sansgpu.tasks.grpo.batch import Completions, Prompts
 from sansgpu.tasks.grpo.losses import advantages, kl_divergences, token_losses
@@ -61,7 +61,7 @@ class GRPOObjective(FineTuning):
         return completions if self.grpo.beta else completions.with_advantage_only()
 
     def generation_seconds(self, completions: int, tokens: int) -> float:
-        tokenizer = load_tokenizer_of(self.config.model, self.config.data.chat_template)
+        tokenizer = load_chat_tokenizer(self.config)
         longest = self.grpo.max_completion_length
         return generation_seconds(self.unpadded, tokenizer, completions, max(1, tokens - longest), longest)
 

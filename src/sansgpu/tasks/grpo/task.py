@@ -17,7 +17,7 @@ from sansgpu.data.sources import Source, open_sources
 from sansgpu.data.split import describe_split
 from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.distributed.group import Group
-from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
+from sansgpu.models.huggingface.tokenizer_files import load_chat_tokenizer
 from sansgpu.tasks.evaluation import read_requested
 from sansgpu.tasks.fine_tuning import require_examples, split_rows
 from sansgpu.tasks.grpo.batch import Completions
@@ -80,7 +80,7 @@ class GRPO(SFT):
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, Any]:
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
         sources = open_sources(config.data)
-        tokenizer = load_tokenizer_of(config.model, config.data.chat_template)
+        tokenizer = load_chat_tokenizer(config)
         notes = list(end_notes(str(config.model.name_or_path), tokenizer))
         train = read_prompts(sources.train, config, tokenizer, progress, notes)
         split = None

@@ -22,7 +22,7 @@ from sansgpu.events.progress import ReportProgress
 from sansgpu.machine.distributed.group import SINGLE_PROCESS, Group
 from sansgpu.machine.probe import has_bf16_tensors, mixed_precision
 from sansgpu.models.huggingface.pretrained import weights_fingerprint
-from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
+from sansgpu.models.huggingface.tokenizer_files import load_chat_tokenizer
 from sansgpu.models.modules import narrowed_matrices
 from sansgpu.tasks.evaluation import read_requested
 from sansgpu.tasks.fine_tuning import StepWideTask, passes, require_examples, split_rows
@@ -57,7 +57,7 @@ class Preference(SFT):
     def prepare(cls, config: Config, cache: Path, progress: ReportProgress) -> tuple[Config, Any]:
         """Reads and tokenizes the rows. Raises ConfigError if there are too few, or one is invalid."""
         sources = open_sources(config.data)
-        tokenizer = load_tokenizer_of(config.model, config.data.chat_template)
+        tokenizer = load_chat_tokenizer(config)
         notes = list(end_notes(str(config.model.name_or_path), tokenizer))
         train = cls._read(sources.train, config, tokenizer, progress, notes)
         split = None

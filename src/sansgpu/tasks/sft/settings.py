@@ -22,7 +22,8 @@ from sansgpu.tasks.settings import (
 )
 
 _ROW_KEYS = (
-    "data.long_rows", "data.chat_template", "data.parse_special_tokens", "data.on_bad_row", "data.system_column",
+    "data.long_rows", "data.chat_template", "data.template_variables", "data.parse_special_tokens", "data.on_bad_row",
+    "data.system_column",
     "data.tools_column", "data.merge_turns", "data.learn",
 )  # fmt: skip
 

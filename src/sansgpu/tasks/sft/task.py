@@ -21,7 +21,7 @@ from sansgpu.models.generation.generate import BatchModel, stream
 from sansgpu.models.generation.prompts import decoder_chat, prompt_ids
 from sansgpu.models.generation.sampling import Sampling, reading
 from sansgpu.models.huggingface.causal_lm import transformers_scorer, transformers_teacher
-from sansgpu.models.huggingface.tokenizer_files import end_ids_of, load_tokenizer_of, tokenizer_parts
+from sansgpu.models.huggingface.tokenizer_files import end_ids_of, load_chat_tokenizer, tokenizer_parts
 from sansgpu.models.modules import narrow_matrices
 from sansgpu.models.scoring import Scorer, decoder_scorer
 from sansgpu.models.teacher import Teacher, decoder_teacher
@@ -67,7 +67,7 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
         """
         if DistilledTrainingConfig.of(config).distillation.teacher is not None:
             return taught_corpus(config, configured_teacher_folder(config), progress)
-        return config, cls.read(config, load_tokenizer_of(config.model, config.data.chat_template), progress)
+        return config, cls.read(config, load_chat_tokenizer(config), progress)
 
     @classmethod
     def read(cls, config: Config, tokenizer: Any, progress: ReportProgress) -> ChatCorpus:
@@ -107,7 +107,7 @@ class SFT(Chats, Teaches, ExportsGGUF, FineTuningTask):
         decoder = DecoderChat.load(source, config)
         if decoder is None:
             return super().load(source)
-        return decoder, load_tokenizer_of(config.model, config.data.chat_template), config
+        return decoder, load_chat_tokenizer(config), config
 
     @classmethod
     def teacher(cls, loaded: TrainedModel) -> Teacher:
