@@ -29,6 +29,7 @@ class RowReport:
         self._fail = on_bad_row == "fail"
         self._limit = limit
         self._unused: Counter[str] = Counter()
+        self._remarks: Counter[str] = Counter()
         self.rows = 0  # of the source
         self.skipped = 0
         self.first: str | None = None  # error message of the first invalid row
@@ -69,16 +70,21 @@ class RowReport:
         """Counts parts of one row, e.g. its columns, that have a value but that nothing uses."""
         self._unused.update(names)
 
+    def remark(self, what: str) -> None:
+        """Counts a row about which the user is told `what`, e.g. that its answer was found at a different place."""
+        self._remarks[what] += 1
+
     @property
     def unused(self) -> dict[str, int]:
         """The number of rows for each part of rows that is not used, the most frequent first."""
         return dict(self._unused.most_common())
 
     def notes(self) -> list[str]:
-        """Returns messages about the skipped rows and about what was not used, if any."""
+        """Returns messages about the skipped rows, about remarks and about what was not used, if any."""
         notes = []
         if self.skipped:
             notes.append(f"bad rows skipped: {self.skipped} of {self.rows}; the first: {self.first}")
+        notes += [f"{what}: {counted(count, 'row')}" for what, count in self._remarks.items()]
         if self._unused:
             first, *others = self.unused.items()
             listed = [f"{first[0]} in {counted(first[1], 'row')}", *(f"{name} in {count}" for name, count in others)]

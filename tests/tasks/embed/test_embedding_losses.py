@@ -143,7 +143,7 @@ def test_positives_of_labels_change_with_the_epoch_only(tmp_path: Path) -> None:
         assert batch.meanings[batch.starts].tolist() == batch.meanings[batch.starts + 1].tolist()
 
 
-# Each row shares texts with others: equal positives, equal anchors, a positive that is an anchor or a negative elsewhere.
+# Rows that share texts: equal positives, equal anchors, and a positive that is an anchor or a negative elsewhere.
 SHARED = [
     ("red house", "old hill"), ("red cat", "old hill", "new door"), ("red house", "new dog"),
     ("old hill", "red house", "a cat"), ("new door", "a cat", "old hill", "red cat"), ("a dog", "a dog", "new dog"),
@@ -169,12 +169,8 @@ def reference_loss(vectors: torch.Tensor) -> float:
 
 def test_equal_texts_and_positives_of_an_equal_anchor_are_no_negatives(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(
-        "".join(
-            json.dumps(dict(zip(("anchor", "positive"), texts[:2], strict=True)) | {"negatives": texts[2:]}) + "\n"
-            for texts in SHARED
-        )
-    )
+    named = [{"anchor": anchor, "positive": positive, "negatives": more} for anchor, positive, *more in SHARED]
+    rows.write_text("\n".join(map(json.dumps, named)))
     task = prepared(embed_settings(model_folder("bert", **STILL), rows, data__validation_name=rows))
     batch = task.corpus.train.batch(np.arange(len(SHARED)))
     vectors = torch.randn(len(batch.lengths), 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

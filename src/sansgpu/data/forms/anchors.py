@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from sansgpu.data.cells import parsed_cell
 from sansgpu.data.rows import Column, Row, SourceRow
 
 _WHAT = r"(?:[ _-]?(?:passage|document|doc|text|ctx|context|sentence|sample|example|answer|response|code)s?)?"
@@ -30,7 +29,6 @@ RATINGS = ("label", "score", "similarity", "similarity_score", "relevance", "rel
            "is_duplicate", "relevant")  # fmt: skip
 LIST_COLUMNS = ("anchor", "positive", "negatives")  # names for the values of a row that is a list
 SET = "set"  # a column with several texts of the same meaning
-MAX_LIST_CHARACTERS = 1 << 20  # of a list in a cell of a table
 
 
 @dataclass(frozen=True)
@@ -121,15 +119,9 @@ def _values(key: Column, value: Any) -> list[Any]:
     """Returns the values of a column as a list. Tables store lists as the text of JSON or of a Python list."""
     if value is None or value == "":
         return []
-    is_list_name = isinstance(key, str) and re.search(r"(?:pos|neg|[^s]s)$", key.strip().casefold())
-    if isinstance(value, str) and is_list_name and value.lstrip()[:1] == "[" and len(value) < MAX_LIST_CHARACTERS:
-        for parse in (json.loads, ast.literal_eval):
-            try:
-                parsed = parse(value.strip())
-            except (ValueError, SyntaxError, MemoryError, RecursionError):
-                continue
-            if isinstance(parsed, list) and all(isinstance(one, str) for one in parsed):
-                return parsed
+    if isinstance(key, str) and re.search(r"(?:pos|neg|[^s]s)$", key.strip().casefold()):
+        parsed = parsed_cell(value)
+        value = parsed if isinstance(parsed, list) and all(isinstance(one, str) for one in parsed) else value
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
