@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from sansgpu.data.forms.answers import ANSWER_COLUMNS
 from sansgpu.data.forms.form import Form, Forms
 from sansgpu.data.rows import Row, SourceRow, TypedRow, bad_row, is_text
 from sansgpu.data.tables import Columns
@@ -25,6 +26,7 @@ FOLLOWS: dict[Role, tuple[str | None, ...]] = {
 ANSWERED_ROLES = "user", "tool"  # roles of a turn that the model can answer
 # ShareGPT's names of roles -> transformers' names.
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
+_PROMPT_COLUMNS = ("messages", "prompt", "text", "conversations", "question", "problem")
 # Stanford Alpaca's prompts, which are used for models without a chat template.
 INSTRUCTION = "### Instruction:\n{instruction}\n\n### Response:\n"
 INSTRUCTION_WITH_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
@@ -72,10 +74,10 @@ class Prompt(TypedRow):
         If the prompt is a `text`, the completion is also appended to it.
         """
         row = {**self.row, "completion": completion, "finish_reason": reason}
-        given = next(name for name in ("messages", "prompt", "text", "conversations") if row.get(name) is not None)
+        given = next(name for name in _PROMPT_COLUMNS if row.get(name) is not None)
         if given == "text":
             row["text"] += completion
-        elif given != "prompt":
+        elif given in ("messages", "conversations"):
             turns = row["messages"] if given == "messages" else self.turns
             row["messages"] = [*turns, {"role": "assistant", "content": row.pop("completion")}]
         return row
@@ -258,12 +260,16 @@ def _prompt_in(column: str) -> Callable[[SourceRow, Columns], Prompt]:
     return lambda row, columns: _build_prompt(row, row.value[column], column)
 
 
-def _prompt(row: SourceRow, columns: Columns) -> Prompt:
+def _question_in(column: str) -> Callable[[SourceRow, Columns], Prompt]:
     """Reads a prompt: a user turn for models with a chat template, and a text to continue for others."""
-    prompt = row.value["prompt"]
-    require_nonempty(row.where, prompt, "prompt")
-    found = _build_prompt(row, _as_turns(prompt, "user"), "prompt")
-    return replace(found, text=_after_system(row, prompt)) if isinstance(prompt, str) else found
+
+    def read(row: SourceRow, columns: Columns) -> Prompt:
+        prompt = row.value[column]
+        require_nonempty(row.where, prompt, column)
+        found = _build_prompt(row, _as_turns(prompt, "user"), column)
+        return replace(found, text=_after_system(row, prompt)) if isinstance(prompt, str) else found
+
+    return read
 
 
 def _text_prompt(row: SourceRow, columns: Columns) -> Prompt:
@@ -271,9 +277,13 @@ def _text_prompt(row: SourceRow, columns: Columns) -> Prompt:
     return Prompt(row.where, row.value, text=_nonempty(row, "text"))
 
 
-PROMPTS = Forms("prompt, messages or text", (
-    Form(("messages",), _prompt_in("messages"), {"messages": [_QUESTION], "answer": "4"}, ("system", "answer")),
-    Form(("prompt",), _prompt, {"prompt": "What is 2 + 2?", "answer": "4"}, ("system", "answer")),
-    Form(("text",), _text_prompt, {"text": "2 + 2 =", "answer": "4"}, ("answer",)),
-    Form(("conversations",), _prompt_in("conversations"), {"conversations": [_HUMAN]}, ("system", "answer")),
+PROMPTS = Forms("prompt, messages, text or question", (
+    Form(("messages",), _prompt_in("messages"), {"messages": [_QUESTION], "answer": "4"}, ("system", *ANSWER_COLUMNS)),
+    Form(("prompt",), _question_in("prompt"), {"prompt": "What is 2 + 2?", "answer": "4"}, ("system", *ANSWER_COLUMNS)),
+    Form(("text",), _text_prompt, {"text": "2 + 2 =", "answer": "4"}, ANSWER_COLUMNS),
+    Form(("conversations",), _prompt_in("conversations"), {"conversations": [_HUMAN]}, ("system", *ANSWER_COLUMNS)),
+    Form(("question",), _question_in("question"),
+         {"question": "What is 2 + 2?", "answer": "2 + 2 = 4\n#### 4"}, ("system", *ANSWER_COLUMNS)),
+    Form(("problem",), _question_in("problem"),
+         {"problem": "What is 2 + 2?", "solution": "It is $\\boxed{4}$."}, ("system", *ANSWER_COLUMNS)),
 ))  # fmt: skip
