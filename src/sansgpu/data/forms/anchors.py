@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sansgpu.data.cells import parsed_cell
+from sansgpu.data.forms.cells import parsed_cell
 from sansgpu.data.rows import Column, Row, SourceRow
 
 _WHAT = r"(?:[ _-]?(?:passage|document|doc|text|ctx|context|sentence|sample|example|answer|response|code)s?)?"

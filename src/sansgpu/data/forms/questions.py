@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from sansgpu.data.cells import parsed_cell
+from sansgpu.data.forms.cells import parsed_cell
 from sansgpu.data.forms.form import Form, Forms, any_row, is_empty, unused_columns
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import Row, SourceRow, is_text

@@ -50,6 +50,8 @@ def tokenize_preferences(
         read = PREFERENCES.read(row, report=notes.bad_rows)
         parsed = tuple(replace(one, parse_special=parse_special) for one in read.conversations)
         read = replace(read, conversations=parsed)
+        if read.remark is not None:
+            notes.bad_rows.remark(read.remark)
         if read.label is not None and not rated:
             raise ConfigError(
                 f"{read.where} has a rated answer, but this loss needs a chosen and a rejected answer; set "
