@@ -35,6 +35,7 @@ class RowReport:
         self._fail = on_bad_row == "fail"
         self._limit = limit
         self._unused: Counter[str] = Counter()
+        self._remarks: Counter[str] = Counter()
         self.rows = 0  # of the source
         self.skipped = 0
         self.first: str | None = None  # error message of the first invalid row
@@ -65,7 +66,7 @@ class RowReport:
         self._require_few_skipped()
 
     def _require_few_skipped(self) -> None:
-        if self.skipped > max(self._limit * self.rows, SKIPPED_WITHOUT_LIMIT) and self._limit < 1:
+        if self.skipped > max(self._limit * self.rows, SKIPPED_WITHOUT_LIMIT):
             raise ConfigError(
                 f"{self.skipped} of {self.rows} rows are invalid, more than data.max_bad_rows={self._limit:g} allows; "
                 f"correct them or raise data.max_bad_rows; the first: {self.first}"
@@ -75,16 +76,21 @@ class RowReport:
         """Counts parts of one row, e.g. its columns, that have a value but that nothing uses."""
         self._unused.update(names)
 
+    def remark(self, what: str) -> None:
+        """Counts a row about which the user is told `what`, e.g. that its answer was found at a different place."""
+        self._remarks[what] += 1
+
     @property
     def unused(self) -> dict[str, int]:
         """The number of rows for each part of rows that is not used, the most frequent first."""
         return dict(self._unused.most_common())
 
     def notes(self) -> list[str]:
-        """Returns messages about the skipped rows and about what was not used, if any."""
+        """Returns messages about the skipped rows, about remarks and about what was not used, if any."""
         notes = []
         if self.skipped:
             notes.append(f"bad rows skipped: {self.skipped} of {self.rows}; the first: {self.first}")
+        notes += [f"{what}: {counted(count, 'row')}" for what, count in self._remarks.items()]
         if self._unused:
             notes.append(truncate(f"not used: {counted_parts(self._unused)}", MAX_UNUSED_CHARACTERS))
         return notes

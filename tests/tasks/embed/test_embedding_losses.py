@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
@@ -21,6 +23,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from sansgpu.machine.distributed.group import SINGLE_PROCESS
 from sansgpu.tasks.configuration import load_config
 from sansgpu.tasks.embed.groups import TextGroups
+from sansgpu.tasks.embed.losses import embedding_loss
 from sansgpu.tasks.embed.task import TextEmbedding
 from sansgpu.train.step import GradientCache
 from tests.tasks.folders import model_folder
@@ -138,3 +141,44 @@ def test_positives_of_labels_change_with_the_epoch_only(tmp_path: Path) -> None:
     assert sorted(epochs[0]) != sorted(epochs[2])
     for batch in (task.batch(0), task.batch(3)):
         assert batch.meanings[batch.starts].tolist() == batch.meanings[batch.starts + 1].tolist()
+
+
+# Rows that share texts: equal positives, equal anchors, and a positive that is an anchor or a negative elsewhere.
+SHARED = [
+    ("red house", "old hill"), ("red cat", "old hill", "new door"), ("red house", "new dog"),
+    ("old hill", "red house", "a cat"), ("new door", "a cat", "old hill", "red cat"), ("a dog", "a dog", "new dog"),
+]  # fmt: skip
+
+
+def reference_loss(vectors: torch.Tensor) -> float:
+    """Computes the ranking loss of SHARED in float64, one candidate at a time."""
+    unit = iter(torch.nn.functional.normalize(vectors.double(), dim=-1))
+    rows = [[(text, next(unit)) for text in texts] for texts in SHARED]
+    total = 0.0
+    for (anchor, query), (positive, answer), *_ in rows:
+        others = [
+            vector
+            for (own, _), *candidates in rows
+            for place, (text, vector) in enumerate(candidates)
+            if text not in (anchor, positive) and not (place == 0 and own == anchor)
+        ]
+        scores = torch.stack([20 * query @ vector for vector in (answer, *others)])
+        total += float(scores.logsumexp(0) - scores[0])
+    return total
+
+
+def test_equal_texts_and_positives_of_an_equal_anchor_are_no_negatives(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    named = [{"anchor": anchor, "positive": positive, "negatives": more} for anchor, positive, *more in SHARED]
+    rows.write_text("\n".join(map(json.dumps, named)))
+    task = prepared(embed_settings(model_folder("bert", **STILL), rows, data__validation_name=rows))
+    batch = task.corpus.train.batch(np.arange(len(SHARED)))
+    vectors = torch.randn(len(batch.lengths), 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert float(embedding_loss("ranking", (), vectors, batch)) == pytest.approx(reference_loss(vectors), rel=1e-12)
+    shuffled = TextGroups.joined([batch.rows(3, 6), batch.rows(0, 3)])  # the order of the examples does not matter
+    first = int(batch.counts[:3].sum())
+    again = embedding_loss("ranking", (), torch.cat([vectors[first:], vectors[:first]]), shuffled)
+    assert float(again) == pytest.approx(reference_loss(vectors), rel=1e-12)
+    whole, parts = task.step_loss(task.outputs(batch), [batch]), list(batch.micro_batches(1))
+    split = task.step_loss(torch.cat([task.outputs(part) for part in parts]), parts)
+    assert float(split) == pytest.approx(float(whole), rel=1e-5)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sansgpu.data.forms.answers import answer_column, right_answer
 from sansgpu.tasks.evaluation import wilson
 from sansgpu.tasks.grpo.evaluate import GRPOEvaluator
 from sansgpu.tasks.grpo.losses import MIN_DEVIATION, advantages
@@ -35,6 +36,20 @@ from sansgpu.tasks.grpo.rows import PromptExamples
         ("The capital is Paris.", "paris", True),
         ("Paris or Rome", "Paris", False),
         ("comparis", "Paris", False),
+        ("So she sold 72.", "She sold 48/2 = <<48/2=24>>24. 48+24 = 72.\n#### 72", True),
+        ("48 + 24 = 72\n#### 72", "#### 72", True),
+        ("48 + 24 = 72\n#### 71", "#### 72", False),
+        ("#### 72 (48 + 24)\nIs there anything else, 5?", "#### 72", True),
+        ("It costs $1,200.", "#### 1,200", True),
+        ("#### $1,200.00.", "... \n#### 1200\n", True),
+        ("The loss is -$5.", "#### -5", True),
+        ("It is 40%.", "#### 40", True),
+        ("40", "#### 40%", True),
+        ("#### nothing", "#### 40", False),
+        (r"\boxed{1{,}200}", r"The total is $\boxed{\$1200}$.", True),
+        (r"hence \boxed{\frac{1}{2}}.", r"\boxed{\frac{1}{2}}", True),
+        (r"hence \boxed{\frac{1}{3}}.", r"\boxed{\frac{1}{2}}", False),
+        (r"\boxed{3} and \boxed{4", "3", True),
     ],
 )
 def test_a_completion_is_right_if_it_ends_with_the_answer(completion: str, answer: str, right: bool) -> None:
@@ -74,3 +89,19 @@ def test_an_evaluation_has_the_confidence_interval_of_the_mean_reward(rewards: l
     mean = np.mean(rewards)
     expected = wilson(mean, len(rewards)) if {*rewards} <= {0, 1} else [mean - half, mean + half]
     assert found["reward_interval"] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("columns", "found", "column"),
+    [
+        ({"answer": "... #### 72"}, "... #### 72", "answer"),
+        ({"ground_truth": "72"}, "72", "ground_truth"),
+        ({"solution": r"$\boxed{72}$", "answer": ""}, r"$\boxed{72}$", "solution"),
+        ({"solution": "a long way", "answer": 72}, 72, "answer"),
+        ({"reward_model": {"style": "rule", "ground_truth": "72"}}, "72", "reward_model"),
+        ({"final_answer": "72"}, "72", "final_answer"),
+        ({"reward_model": {"style": "rule"}, "other": 1}, None, None),
+    ],
+)
+def test_the_right_answer_is_found_under_its_usual_names(columns: dict[str, Any], found: Any, column: Any) -> None:
+    assert (right_answer(columns), answer_column(columns)) == (found, column)

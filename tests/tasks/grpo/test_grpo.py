@@ -21,6 +21,8 @@ from sansgpu.models.generation.sampling import Sampling
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.grpo.batch import Completions
 from sansgpu.tasks.grpo.objective import GRPOObjective
+from sansgpu.tasks.grpo.rewards import open_reward
+from sansgpu.tasks.grpo.rows import read_prompts
 from sansgpu.tasks.grpo.task import GRPO
 from tests.processes import Captured, events_of, options
 from tests.tasks.fine_tuned import TINY, made, sentence
@@ -340,3 +342,29 @@ def test_the_built_in_sums_are_right_and_their_parts_differ(tmp_path: Path) -> N
     source = open_sources(DataConfig(dataset_name="arithmetic")).train
     with pytest.raises(ConfigError, match="has prompts with answers, not documents"):
         source.read()
+
+
+def test_rows_of_public_data_sets_are_read_and_what_is_not_used_is_named(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "How many red doors?"}]
+    rows = [
+        {"question": "How many red doors?", "answer": "2 * 36 = <<2*36=72>>72\n#### 72"},  # GSM8K
+        {"prompt": turns, "ground_truth": "72", "difficulty": 3},
+        {"prompt": turns, "solution": r"There are $\boxed{72}$."},
+        {"problem": "How many red doors?", "solution": "A long way.", "answer": "72"},  # MATH, NuminaMath
+        {"prompt": turns, "reward_model": {"style": "rule", "ground_truth": "72"}, "data_source": "x"},  # verl
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    chosen = config(data, reward="answer")
+    notes: list[str] = []
+    source = open_sources(DataConfig(dataset_name=str(data))).train
+    tokenizer = load_tokenizer_of(chosen.model)
+    found = read_prompts(source, chosen, tokenizer, lambda *_: None, notes)
+    assert len({tuple(question.ids.tolist()) for question in found.questions}) == 1
+    reward = open_reward("answer")
+    assert reward(found.questions, ["It is 72."] * 5, [[0]] * 5) == [1.0] * 5
+    assert reward(found.questions, ["It is 71."] * 5, [[0]] * 5) == [0.0] * 5
+    assert any("not used: difficulty in 1 row, solution in 1, data_source in 1" in note for note in notes)
+    data.write_text(json.dumps({"question": "How many?", "answer": ""}))
+    with pytest.raises(ConfigError, match="line 1 has no answer, which training"):
+        read_prompts(open_sources(DataConfig(dataset_name=str(data))).train, chosen, tokenizer, lambda *_: None, notes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn.functional import logsigmoid
 
 from sansgpu.cli import run as cli
 from sansgpu.config import Config, ConfigError
+from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import BadRowError, SourceRow
 from sansgpu.models.huggingface.tokenizer_files import load_tokenizer_of
 from sansgpu.tasks.preference.batch import PreferenceExamples, with_other_answers
@@ -47,6 +49,59 @@ def tokens(answers: Answers) -> list[list[int]]:
 
 def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
+
+
+SCORED: list[tuple[dict[str, Any], str | None]] = [
+    ({"chosen_score": 8.5, "rejected_score": 3}, None),
+    ({"score_chosen": 8.5, "score_rejected": "8.5"}, "equal"),
+    (
+        {"chosen-rating": 4, "rejected-rating": 5},
+        "has chosen-rating 4 and rejected-rating 5, so its rejected answer is",
+    ),
+    ({"score_chosen": 3.0, "score_rejected": 7.5}, "has score_chosen 3 and score_rejected 7.5"),
+    ({"margin": 0.5}, None),
+    ({"margin": -0.5}, "has margin -0.5, so its rejected answer is the better one"),
+    ({"chosen_score": None, "rejected_score": 5}, None),
+    ({"chosen_score": "high", "rejected_score": 5}, None),
+]
+
+
+@pytest.mark.parametrize(("scores", "said"), SCORED, ids=range(len(SCORED)))
+def test_scores_must_agree_with_the_choice(scores: dict[str, Any], said: str | None) -> None:
+    for row in (
+        {"prompt": "Name a color.", "chosen": GOOD, "rejected": BAD},
+        {"chosen": [*PROMPT, assistant(GOOD)], "rejected": [*PROMPT, assistant(BAD)]},
+    ):
+        report = RowReport("fail")
+        notes = ReadingNotes(report)
+        rows = [SourceRow("row 1", row | scores)]
+        if said is None or said == "equal":
+            found = tokenize_preferences(rows, load_tokenizer_of(config().model), 200, "truncate", False, notes)
+            assert [tokens(answers) for answers in found] == [tokens(answers) for answers in read(row)]
+            named = [key for key, value in scores.items() if value is not None]
+            assert [*report.unused] == named
+            assert any("are equal" in note for note in report.notes()) == (said == "equal")
+        else:
+            with pytest.raises(BadRowError, match=re.escape(said)):
+                tokenize_preferences(rows, load_tokenizer_of(config().model), 200, "truncate", False, notes)
+
+
+def test_an_answer_may_be_the_beginning_of_the_other() -> None:
+    long, short = f"{GOOD} It is red.", GOOD
+    for chosen, rejected in ((long, short), (short, long)):
+        whole = [{"chosen": [*PROMPT, assistant(chosen)], "rejected": [*PROMPT, assistant(rejected)]}]
+        found = read({"prompt": "Name a color.", "chosen": chosen, "rejected": rejected}, *whole)
+        decode = load_tokenizer_of(config().model).decode
+        for answers in found:
+            prompt = decode(answers.prompt)
+            assert [prompt + decode(ids) for ids in answers.ids] == [
+                f"<|im_start|>user\nName a color.<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>"
+                for answer in (chosen, rejected)
+            ]
+        with pytest.raises(BadRowError, match="unclear where the prompt ends; put it into a column prompt"):
+            read({"chosen": f"Name a color. {chosen}", "rejected": f"Name a color. {rejected}"})
+    with pytest.raises(BadRowError, match="rejected begins with all of chosen"):
+        read({"chosen": [*PROMPT, assistant(GOOD)], "rejected": [*PROMPT, assistant(GOOD), *PROMPT, assistant(BAD)]})
 
 
 def test_every_form_of_a_row_gives_the_same_tokens() -> None:

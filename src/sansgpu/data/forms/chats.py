@@ -9,6 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from sansgpu.config.schema import DataConfig
+from sansgpu.data.forms.answers import ANSWER_COLUMNS
 from sansgpu.data.forms.chat_columns import (
     CONTEXT_COLUMNS,
     SYSTEM_COLUMNS,
@@ -51,7 +52,6 @@ PAIRS = (
     ("input", "output"),
     ("inputs", "targets"),
 )
-ANSWER_COLUMNS = ("answer",)  # with the right answer, for rewards
 # Stanford Alpaca's prompts, which are used for models without a chat template.
 INSTRUCTION = "### Instruction:\n{instruction}\n\n### Response:\n"
 INSTRUCTION_WITH_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"

@@ -72,6 +72,8 @@ class Forms(Generic[T_co]):
     # Finds the columns of tables without a header, and returns a message about them or None. Raises ConfigError if the
     # meaning of the columns is unclear.
     resolve: Callable[[Sequence[Path], Columns], tuple[Columns, str | None]] | None = None
+    # Names of the values of a row that is a list, of which the last has the rest as a list. Empty: lists are invalid.
+    list_columns: tuple[str, ...] = ()
 
     def read(self, row: SourceRow, columns: Columns = USUAL, report: RowReport | None = None) -> T_co:
         """Returns the content of a row, and counts in `report` what is not used of it.
@@ -93,10 +95,17 @@ class Forms(Generic[T_co]):
     def single_rows(self, rows: Iterable[SourceRow]) -> Iterator[SourceRow]:
         """Yields rows, and the single rows of those that hold several."""
         nested = [form for form in self.forms if form.split is not None]
-        for row in rows:
+        for row in map(self._with_names, rows):
             given = row.value if row.problem is None and isinstance(row.value, dict) else {}
             split = next((form.split for form in nested if form.fits(given, USUAL)), None)
             yield from (row,) if split is None else split(row)
+
+    def _with_names(self, row: SourceRow) -> SourceRow:
+        values, count = row.value, len(self.list_columns) - 1
+        if count < 1 or row.problem is not None or not isinstance(values, list) or len(values) < count:
+            return row
+        named = zip(self.list_columns, [*values[:count], values[count:]], strict=True)
+        return row._replace(value=dict(named))
 
     def read_all(self, rows: Iterable[SourceRow], report: RowReport, columns: Columns = USUAL) -> list[T_co]:
         """Returns the contents of all rows that are valid, in order."""

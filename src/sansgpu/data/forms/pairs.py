@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sansgpu.data.forms.form import Form, Forms, any_row
+from sansgpu.data.forms.anchors import (
+    LIST_COLUMNS,
+    PARTNERS,
+    SET,
+    anchor_columns,
+    negative_columns,
+    pairs_of_set,
+    rated_pair,
+    rating_column,
+    single_positives,
+    texts_in,
+)
+from sansgpu.data.forms.form import Form, Forms, any_row, unused_columns
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import (
     BadRowError,
@@ -61,23 +73,43 @@ def read_text_rows(
             raise found.error(f"it has {KINDS[found.kind]}, but the rows before it have {KINDS[kind]}")
         return found
 
-    return list(bad_rows.parsed(rows, read))
+    is_configured = columns.text is not None or columns.pair is not None
+    return list(bad_rows.parsed(rows if is_configured else TEXT_GROUPS.single_rows(rows), read))
 
 
 def _is_anchored(row: Row, columns: Columns) -> bool:
-    return columns.text is None and columns.pair is None and bool({"anchor", "positive"} & set(row))
+    return columns.text is None and columns.pair is None and anchor_columns(row) is not None
+
+
+def _is_anchored_by_usual_names(row: Row, columns: Columns) -> bool:
+    return _is_anchored(row, columns) and not {"anchor", "positive"}.isdisjoint(row)
+
+
+def _has_lists(row: Row, columns: Columns) -> bool:
+    return _is_anchored(row, columns) and "pos" in row
+
+
+def _is_set(row: Row, columns: Columns) -> bool:
+    return columns.text is None and columns.pair is None and isinstance(row.get(SET), list)
 
 
 def _anchored(row: SourceRow, columns: Columns) -> TextRow:
-    anchor, positive, negative = TRIPLET_COLUMNS
-    given = row.value.get(negative)
-    negatives = [] if given is None or given == "" else given if isinstance(given, list) else [given]
-    texts = _column_text(row, anchor), _column_text(row, positive)
-    return TextRow(row.where, (*texts, *(_text(row, negative, text) for text in negatives)))
+    found = anchor_columns(row.value)
+    assert found is not None  # because `_is_anchored` recognized the row
+    anchor, positives = _column_text(row, found.anchor), texts_in(row, found.positives)
+    if not positives:
+        raise row.error(f"it has no {found.positives[0]}")
+    return TextRow(row.where, (anchor, positives[0], *texts_in(row, found.negatives)))
+
+
+def _unused_of_anchored(row: Row, columns: Columns) -> Iterator[str]:
+    found = anchor_columns(row)
+    return unused_columns(row, found.all if found else ())
 
 
 def _usual_pair(row: Row) -> tuple[str, str] | None:
-    return next(((first, second) for first, second in PAIR_COLUMNS if first in row and second in row), None)
+    usual = next(((first, second) for first, second in PAIR_COLUMNS if first in row and second in row), None)
+    return usual or rated_pair(row)
 
 
 def _has_two_texts(row: Row, columns: Columns) -> bool:
@@ -91,9 +123,21 @@ def _scored(row: SourceRow, columns: Columns) -> TextRow:
         first, second = _set_column(row, columns.text, "text"), _set_column(row, columns.pair)
     texts = _column_text(row, first), _column_text(row, second)
     score = find_column(row.value, columns.label, SCORE_COLUMNS)
+    if score is None and columns.pair is None and (rating := rating_column(row.value)) is not None:
+        raise row.error(
+            f"it has {first}, {second} and {rating}; set data.label_column to {rating} if it is the similarity of the "
+            f"two, or data.text_column to {first} and data.text_pair_column to {second} if they always belong together"
+        )
     if score is None and columns.label is None and columns.pair is not None:
-        return TextRow(row.where, texts)  # the configuration names both columns, so the pair needs no score
+        # the configuration names both columns, so the pair needs no score
+        return TextRow(row.where, (*texts, *texts_in(row, negative_columns(row.value))))
     return TextRow(row.where, texts, score=_score(row, row.value.get(score)))
+
+
+def _unused_of_scored(row: Row, columns: Columns) -> Iterator[str]:
+    pairs = *PAIR_COLUMNS, rated_pair(row) or ()
+    negatives = negative_columns(row) if columns.pair is not None else ()
+    return unused_columns(row, (*SCORE_COLUMNS, *(name for pair in pairs for name in pair), *negatives), columns)
 
 
 def _labeled(row: SourceRow, columns: Columns) -> TextRow:
@@ -151,7 +195,7 @@ def _score(row: SourceRow, value: Any) -> float:
 
 def require_names(paths: Sequence[Path], columns: Columns) -> tuple[Columns, str | None]:
     """Raises ConfigError if the first line of a table looks like data, because columns are found by name."""
-    usual = (*TRIPLET_COLUMNS, *SCORE_COLUMNS, *(name for pair in PAIR_COLUMNS for name in pair))
+    usual = (*TRIPLET_COLUMNS, *SCORE_COLUMNS, *(name for pair in (*PAIR_COLUMNS, *PARTNERS) for name in pair))
     for first in first_lines_of_data(paths, columns, columns.named or usual):
         if first.looks_like_data:
             raise first.refusal(
@@ -164,9 +208,17 @@ def require_names(paths: Sequence[Path], columns: Columns) -> tuple[Columns, str
 TEXT_GROUPS = Forms("texts", (
     Form(("anchor", "positive"), _anchored,
          {"anchor": "What is a fox?", "positive": "A fox is an animal.", "negative": "The sky is blue."},
-         ("negative",), _is_anchored),
+         ("negative",), _is_anchored_by_usual_names, single_positives, _unused_of_anchored),
+    Form(("query", "pos", "neg"), _anchored,
+         {"query": "What is a fox?", "pos": ["A fox is an animal."], "neg": ["The sky is blue.", "A cat sleeps."]},
+         (), _has_lists, single_positives, _unused_of_anchored),
+    Form(("question", "answer"), _anchored, {"question": "What is a fox?", "answer": "A fox is an animal."},
+         ("hard_negatives",), _is_anchored, single_positives, _unused_of_anchored),
+    Form((SET,), _anchored, {SET: ["A plane takes off.", "An airplane departs.", "A plane is leaving."]},
+         recognizes=_is_set, split=pairs_of_set),
     Form(("text1", "text2", "score"), _scored,
          {"text1": "A plane takes off.", "text2": "An airplane departs.", "score": 0.9},
-         ("sentence1", "sentence2", "text", "text_pair", "similarity_score", "similarity", "label"), _has_two_texts),
+         ("sentence1", "sentence2", "text", "text_pair", "similarity_score", "similarity", "label"), _has_two_texts,
+         unused=_unused_of_scored),
     Form(("text", "label"), _labeled, {"text": "A great film.", "label": "good"}, recognizes=any_row),
-), text_rows=True, resolve=require_names)  # fmt: skip
+), text_rows=True, resolve=require_names, list_columns=LIST_COLUMNS)  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sansgpu.data.forms.answer_scores import remark_on_scores
 from sansgpu.data.forms.chat_columns import all_turns, context_of, require_nonempty, string_in
 from sansgpu.data.forms.chats import (
     INSTRUCTION_COLUMNS,
@@ -31,6 +32,7 @@ class PreferenceRow(TypedRow):
 
     conversations: tuple[Conversation, ...]
     label: bool | None = None  # rating of a single answer: True for good; None for pairs
+    remark: str | None = None  # about the scores of the answers
 
     @property
     def rated(self) -> list[tuple[Conversation, bool]]:
@@ -47,9 +49,8 @@ def _prompt_and_answer(row: SourceRow, prompt: Any, answer: Any, column: str, co
 
 def _pair(row: SourceRow, columns: Columns, prompt: Any, answers: tuple[Any, Any]) -> PreferenceRow:
     named = zip(("chosen", "rejected"), answers, strict=True)
-    return PreferenceRow(
-        row.where, tuple(_prompt_and_answer(row, prompt, answer, name, columns) for name, answer in named)
-    )
+    found = tuple(_prompt_and_answer(row, prompt, answer, name, columns) for name, answer in named)
+    return PreferenceRow(row.where, found, remark=remark_on_scores(row))
 
 
 def _two_answers(row: SourceRow) -> tuple[Any, Any]:
@@ -96,6 +97,13 @@ def _whole_pair(row: SourceRow, columns: Columns) -> PreferenceRow:
         )
     pairs = zip(chosen, rejected, strict=False)
     same = next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(chosen), len(rejected)))
+    if same == min(len(chosen), len(rejected)):
+        shorter, longer = ("chosen", "rejected") if len(chosen) < len(rejected) else ("rejected", "chosen")
+        raise bad_row(
+            row.where,
+            f"has no prompt, and {longer} begins with all of {shorter}, so it is unclear where the prompt ends; put it "
+            "into a column prompt, and only the answers into chosen and rejected",
+        )
     if isinstance(chosen, str) and same and chosen[same - 1] == " ":
         same -= 1  # because a space belongs to the token of the next word
     if not same:

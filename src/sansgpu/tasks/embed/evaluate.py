@@ -97,8 +97,8 @@ def _correlations(vectors: torch.Tensor, texts: TextGroups) -> dict[str, float]:
 def _retrieval(vectors: torch.Tensor, texts: TextGroups) -> dict[str, float]:
     """Ranks the positives of all examples by their similarity to each anchor.
 
-    Excludes other positives with the same meaning as the anchor or its positive, because they are not wrong. Positives
-    with the same similarity share their mean rank.
+    Excludes other positives of the same anchor, or with the same meaning as the anchor or its positive, because they
+    are not wrong. Positives with the same similarity share their mean rank.
     """
     unit = F.normalize(vectors, dim=-1)
     anchors = texts.starts
@@ -107,7 +107,9 @@ def _retrieval(vectors: torch.Tensor, texts: TextGroups) -> dict[str, float]:
     for queries in torch.arange(len(texts)).split(QUERIES):
         scores = linear(unit[anchors[queries]], positives)  # (Q, examples)
         own = scores[torch.arange(len(queries)), queries][:, None]
-        alike = (meanings == texts.meanings[anchors[queries]][:, None]) | (meanings == meanings[queries][:, None])
+        asked = texts.meanings[anchors]
+        alike = meanings == asked[queries][:, None]
+        alike |= (meanings == meanings[queries][:, None]) | (asked == asked[queries][:, None])
         scores.masked_fill_(alike, -torch.inf)
         ranks.append(1 + (scores > own).sum(1) + 0.5 * (scores == own).sum(1))
     rank = torch.cat(ranks).double()

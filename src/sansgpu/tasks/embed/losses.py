@@ -53,7 +53,8 @@ def embedding_loss(name: LossName, dims: Sequence[int], vectors: torch.Tensor, t
 def _ranking(vectors: torch.Tensor, texts: TextGroups) -> torch.Tensor:
     """Computes the cross-entropy of each anchor's positive among the positives and negatives of all examples.
 
-    Other candidates with the same meaning as the anchor or its positive are excluded.
+    Other candidates with the same meaning as the anchor or its positive are excluded, and so are the positives of the
+    same anchor in other examples.
     """
     anchors = texts.starts[texts.has_loss]
     is_candidate = torch.repeat_interleave(texts.has_loss, texts.counts)
@@ -61,8 +62,9 @@ def _ranking(vectors: torch.Tensor, texts: TextGroups) -> torch.Tensor:
     targets = (is_candidate.cumsum(0) - 1)[anchors + 1]
     unit = F.normalize(vectors, dim=-1)
     scores = SCALE * linear(unit[anchors], unit[is_candidate])  # (A, C)
-    meanings = texts.meanings[is_candidate]
-    alike = (meanings == texts.meanings[anchors][:, None]) | (meanings == texts.meanings[anchors + 1][:, None])
+    meanings, anchor_meanings = texts.meanings[is_candidate], texts.meanings[anchors]
+    alike = (meanings == anchor_meanings[:, None]) | (meanings == texts.meanings[anchors + 1][:, None])
+    alike[:, targets] |= anchor_meanings[:, None] == anchor_meanings
     alike[torch.arange(len(anchors), device=alike.device), targets] = False
     return F.cross_entropy(scores.masked_fill(alike, -torch.inf), targets, reduction="sum")
 

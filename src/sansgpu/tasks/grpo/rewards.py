@@ -15,20 +15,25 @@ from typing import Any
 
 from sansgpu.config import ConfigError, SansGPUError, import_class
 from sansgpu.config.wording import counted, first_line, shown
+from sansgpu.data.forms.answers import answer_column, right_answer
 from sansgpu.data.rows import bad_row
 from sansgpu.machine.untrusted.user_code import preserved_state
 from sansgpu.tasks.grpo.batch import PromptRow
 
-ANSWER = "answer"  # the column with the right answer
 MAX_REWARD = 1e30  # squares of larger ones overflow in statistics
 REMEDY = "correct the function, and continue the run with --resume"
 
 # Computes the reward of each completion, given as text and as token ids.
 Reward = Callable[[Sequence[PromptRow], Sequence[str], Sequence[list[int]]], list[float]]
 
-_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+_BOXED = "\\boxed{"
+_BRACES = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)
+_MARK = "####"  # precedes the answer in GSM8K
+# Ways in which LaTeX writes signs within numbers.
+_LATEX = {"{,}": ",", "\\$": "$", "\\%": "%", "\\!": "", "\\,": ""}
 _NUMBER = re.compile(r"-?(?:\d[\d,]*)?\.?\d+")
-_AROUND = " \t\n\r.,;:!?\"'`*()[]$"  # characters around an answer that do not belong to it
+_DEBT = re.compile(r"-[$€£¥] ?(?=[\d.])")  # -$5
+_AROUND = " \t\n\r.,;:!?\"'`*()[]$€£¥%"  # characters around an answer that do not belong to it
 
 
 def open_reward(name: str) -> Reward:
@@ -43,38 +48,54 @@ def open_reward(name: str) -> Reward:
 
 def check_answer(columns: Mapping[Any, Any], where: str) -> None:
     """Raises BadRowError if a row has no answer to compare completions with."""
-    value = columns.get(ANSWER)
-    if value is None:
-        raise bad_row(where, f"has no {ANSWER}, which training.grpo.reward answer compares completions with")
+    column, value = answer_column(columns), right_answer(columns)
+    if column is None:
+        raise bad_row(where, "has no answer, which training.grpo.reward answer compares completions with")
     if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not final_answer(str(value)):
-        raise bad_row(where, f"has the {ANSWER} {shown(value)} instead of a text or a number")
+        raise bad_row(where, f"has the {column} {shown(value)} instead of a text or a number")
 
 
 def _answer_rewards(
     questions: Sequence[PromptRow], completions: Sequence[str], ids: Sequence[list[int]]
 ) -> list[float]:
     pairs = zip(questions, completions, strict=True)
-    return [float(is_right(completion, str(question.columns[ANSWER]))) for question, completion in pairs]
+    return [float(is_right(completion, str(right_answer(question.columns)))) for question, completion in pairs]
 
 
 def is_right(completion: str, answer: str) -> bool:
     """Returns whether a completion ends with the right answer.
 
     If the answer is a number, the last number of the completion must be equal to it. Otherwise the completion must end
-    with the same words, whatever their case. Only the text in the last `\\boxed{}` or after the last `####` counts if
-    there is one, in the answer as well.
+    with the same words, whatever their case. Only the text in the last `\\boxed{}` or in the line after the last `####`
+    counts if there is one, in the answer as well; after `####`, the first number does.
     """
     wanted, found = final_answer(answer), final_answer(completion)
     if (number := _number(wanted)) is not None:
         numbers = _NUMBER.findall(found)
-        return bool(numbers) and _number(numbers[-1]) == number
+        is_marked = _MARK in completion and _boxed(completion) is None
+        return bool(numbers) and _number(numbers[0 if is_marked else -1]) == number
     return re.search(rf"(?<!\w){re.escape(wanted.casefold())}$", found.casefold()) is not None
 
 
 def final_answer(text: str) -> str:
-    """Returns the text in the last `\\boxed{}`, or after the last `####`, or else all of it."""
-    boxed = _BOXED.findall(text)
-    return (boxed[-1] if boxed else text.rpartition("####")[2]).strip(_AROUND)
+    """Returns the text in the last `\\boxed{}`, or in the line after the last `####`, or else all of it."""
+    boxed, marked = _boxed(text), text.rpartition(_MARK)[2].strip()
+    found = boxed if boxed is not None else marked.split("\n")[0] if _MARK in text else text
+    for written, sign in _LATEX.items():
+        found = found.replace(written, sign)
+    return _DEBT.sub("-", found).strip(_AROUND)
+
+
+def _boxed(text: str) -> str | None:
+    """Returns the text in the last complete `\\boxed{}`, which may contain braces itself; None if there is none."""
+    found: str | None = None
+    opened: list[int | None] = []  # where the text in each open brace starts; None: not that of a \\boxed{}
+    for sign in _BRACES.finditer(text):
+        if sign[0] in ("{", _BOXED):
+            opened.append(sign.end() if sign[0] == _BOXED else None)
+        elif sign[0] == "}" and opened and (start := opened.pop()) is not None:
+            found = text[start : sign.start()]
+    return found
 
 
 def _number(text: str) -> Decimal | None:

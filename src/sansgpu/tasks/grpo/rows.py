@@ -11,7 +11,9 @@ import numpy as np
 
 from sansgpu.config.schema import Config
 from sansgpu.config.wording import counted
+from sansgpu.data.forms.answers import ANSWER_COLUMNS, answer_column
 from sansgpu.data.forms.chats import PROMPTS, ChatOptions, Prompt
+from sansgpu.data.forms.form import is_empty
 from sansgpu.data.row_report import RowReport
 from sansgpu.data.rows import SourceRow, bad_row
 from sansgpu.data.shards import rows_with_progress
@@ -103,6 +105,8 @@ def read_prompts(
         columns = prompt.columns
         if grpo.reward_function is None:
             check_answer(columns, prompt.where)
+            given = (name for name in ANSWER_COLUMNS if not is_empty(columns.get(name)))
+            found.bad_rows.not_used(name for name in given if name != answer_column(columns))
         with tokenizer_errors(row.where):
             encoded = _encoded(prompt, tokenizer, config.data.parse_special_tokens)
         found.count(encoded.special_text, omitted=_omitted(prompt, tokenizer))

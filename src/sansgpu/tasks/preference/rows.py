@@ -50,6 +50,8 @@ def tokenize_preferences(
         nonlocal first
         read = PREFERENCES.read(row, options.columns, notes.bad_rows)
         read = replace(read, conversations=tuple(map(options.applied, read.conversations)))
+        if read.remark is not None:
+            notes.bad_rows.remark(read.remark)
         if read.label is not None and not rated:
             raise ConfigError(
                 f"{read.where} has a rated answer, but this loss needs a chosen and a rejected answer; set "

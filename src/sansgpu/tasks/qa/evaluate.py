@@ -83,7 +83,7 @@ class QAEvaluator:
         """Adds separate scores for questions with and without answer, and the number of bad rows, which are skipped."""
         answered = [question for question in self._tokenized.questions if question.id in self.answers]
         scores = exact_match_f1(answered, {q.id: self.answers[q.id].text for q in answered})
-        return {**metrics, **scores, "skipped": float(self._tokenized.bad_rows.count)}
+        return {**metrics, **scores, "skipped": float(self._tokenized.bad_rows.skipped)}
 
     def collect(self, gather: Gather) -> None:
         """Adds the answers of other ranks."""

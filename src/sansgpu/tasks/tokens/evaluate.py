@@ -88,7 +88,7 @@ class TagEvaluator:
 
     def detailed(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Adds the number of bad rows, which were skipped."""
-        return {**metrics, "skipped": float(self._tokenized.bad_rows.count)}
+        return {**metrics, "skipped": float(self._tokenized.bad_rows.skipped)}
 
     def predictions(self, size: int, device: torch.device, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns the spans of each text. For rows with `tokens`, spans also have token indices."""
